@@ -41,10 +41,9 @@ from xrunner.query import PreparedQuery
 from xrunner.rank import Stopwatch, conduct, leave, order_of, read_work, to_the_end
 from xrunner.replica import Replica, replicas_of
 from xrunner.rules.changes import Changeable
-from xrunner.rules.routing import Router, expected_tokens
+from xrunner.rules.routing import Router, expected_tokens, window_of
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
-from xrunner.rules.windows import window_of
 from xrunner.transport.comm import Comm
 from xrunner.world import World, connect
 

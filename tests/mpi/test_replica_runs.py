@@ -31,7 +31,7 @@ from xgpt.core.job import (
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
-from xrunner.rules.windows import window_of  # noqa: E402
+from xrunner.rules.routing import window_of  # noqa: E402
 from xscheduler.planner import Planner, PlanOptions  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 from xsimulator.rough.forms import fixed_estimate

@@ -26,10 +26,9 @@ from xrunner.engine.stage import StageExecutor
 from xrunner.io.launcher_link import LauncherLink
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.replica import replica_of, replicas_of
-from xrunner.rules.routing import Router
+from xrunner.rules.routing import Router, window_of
 from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.steps import Step, YieldingRule, rules_for
-from xrunner.rules.windows import window_of
 from xrunner.transport.comm import LocalComm, local_comms
 from xsimulator.replay.flow import submit
 from xsimulator.replay.job import Replayer, replay_job

@@ -18,8 +18,8 @@ from xrunner.engine.pipeline import Executor, Neighbours
 from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
 from xrunner.ops.likelihoods import unpacked
 from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rules.routing import LEAST_WAITING
 from xrunner.rules.steps import BatchingRule, Step, YieldingRule, may_evict
-from xrunner.rules.windows import LEAST_WAITING
 from xrunner.transport.messages import Message, StartMessage
 
 LOOK_S = 0.1  # a head with nothing to do looks at least so often whether it is to stop

@@ -21,9 +21,8 @@ from xrunner.io.sink import RunSink
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.replica import Replica
 from xrunner.rules.changes import Changeable, Changes, OfShapes, of_shape
-from xrunner.rules.routing import Recall, Router
+from xrunner.rules.routing import Load, Recall, Router, Window, rra_window
 from xrunner.rules.rra import PhaseControls
-from xrunner.rules.windows import Load, Window, rra_window
 from xrunner.transport.comm import Comm
 from xrunner.transport.messages import Message, PortionMessage, ReplicaMessage, StopMessage
 

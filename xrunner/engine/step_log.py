@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -14,27 +14,37 @@ from xrunner.step_record import StepRecord
 from xrunner.threads import Threads
 from xrunner.transport.messages import StepMessage
 
-
-class Event(Protocol):
-    """A place in a GPU's queue: torch.cuda.Event."""
-
-    def query(self) -> bool:
-        """Whether the GPU has come there."""
-
-    def synchronize(self) -> None:
-        """Returns when it has."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from here to there, once it has come to both."""
+_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
+_Given = ParamSpec("_Given")
+_Out = TypeVar("_Out")
+Event = Any  # a place in a GPU's queue: torch.cuda.Event
 
 
-class Worked(Protocol):
-    """A step that was asked of the device."""
+class Worked:
+    """A step that was asked of the device. On a CPU its times are known at once. On a GPU it lies
+    between two events: it begins when the host asked for it or, where the device was at another
+    step (`before`) then, as long after the end of that as the device's own clock says."""
 
-    def is_over(self) -> bool: ...
+    def __init__(self, begin_s: float, end_s: float | None = None, begin: Event = None,
+                 end: Event = None, before: Worked | None = None) -> None:
+        """`end_s`: None where events say it."""
+        self._asked_s, self._begin, self._end, self._before = begin_s, begin, end, before
+        self._times = None if end_s is None else (begin_s, end_s)
+
+    def is_over(self) -> bool:
+        return self._times is not None or bool(self._end.query())
 
     def times(self) -> tuple[float, float]:
         """Begin and end, by the host's clock; waits for them."""
+        if self._times is None:
+            self._end.synchronize()
+            begin_s = self._asked_s
+            if self._before is not None:
+                _, before_s = self._before.times()
+                begin_s = before_s + self._before._end.elapsed_time(self._begin) / 1e3
+                self._before = None
+            self._times = begin_s, begin_s + self._begin.elapsed_time(self._end) / 1e3
+        return self._times
 
 
 class Timeline:
@@ -48,8 +58,8 @@ class Timeline:
         when the call returns."""
         self._clock, self._put_event = clock, put_event
         self._begun_s = 0.0
-        self._begin: Event | None = None
-        self._last: _Queued | None = None
+        self._begin: Event = None
+        self._last: Worked | None = None
 
     def begin(self) -> None:
         self._begun_s = self._clock()
@@ -61,9 +71,8 @@ class Timeline:
     def end(self) -> Worked:
         """Of all that was asked of the device since `begin`."""
         if self._put_event is None:
-            return _Done(self._begun_s, self._clock())
-        assert self._begin is not None
-        self._last = _Queued(self._begun_s, self._begin, self._put_event(), self._last)
+            return Worked(self._begun_s, self._clock())
+        self._last = Worked(self._begun_s, None, self._begin, self._put_event(), self._last)
         return self._last
 
 
@@ -76,45 +85,6 @@ def _cuda_event() -> Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-class _Done:
-    def __init__(self, begin_s: float, end_s: float) -> None:
-        self._times = begin_s, end_s
-
-    def is_over(self) -> bool:
-        return True
-
-    def times(self) -> tuple[float, float]:
-        return self._times
-
-
-class _Queued:
-    """Begins when the host asked for it or, where the device was at another step then, as long
-    after the end of that as the device's own clock says."""
-
-    def __init__(self, asked_s: float, begin: Event, end: Event, before: _Queued | None) -> None:
-        self._asked_s, self._begin, self._end, self._before = asked_s, begin, end, before
-        self._times: tuple[float, float] | None = None
-
-    def is_over(self) -> bool:
-        return self._times is not None or self._end.query()
-
-    def times(self) -> tuple[float, float]:
-        if self._times is None:
-            self._end.synchronize()
-            begin_s = self._asked_s
-            if self._before is not None:
-                _, before_s = self._before.times()
-                begin_s = before_s + self._before._end.elapsed_time(self._begin) / 1e3
-                self._before = None
-            self._times = begin_s, begin_s + self._begin.elapsed_time(self._end) / 1e3
-        return self._times
-
-
-_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
-_Given = ParamSpec("_Given")
-_Out = TypeVar("_Out")
 
 
 class StepLog:

@@ -1,5 +1,6 @@
 """What a batching rule decides: `Step`, the work one group of queries takes through all stages."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,34 @@ class KvBudget(NamedTuple):
     tokens: int
     unit: int
     is_shared: bool = False
+
+
+class Admitted:
+    """The queries that are begun, by group, and the tokens of KV that each reserves."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
+        self.reserved = [0] * num_groups
+        self.group_of: dict[int, int] = {}
+
+    def admit(self, group: int, query: int, reserve: int, most: float = math.inf,
+              tokens: float = math.inf) -> bool:
+        """The query is active from now on, if the group then has no more than `most` queries and
+        reserves no more than so many tokens."""
+        active = self.active[group]
+        if len(active) >= most or self.reserved[group] + reserve > tokens:
+            return False
+        active[query] = reserve
+        self.reserved[group] += reserve
+        self.group_of[query] = group
+        return True
+
+    def finish(self, query: int) -> int:
+        """The query is active no more. Returns the tokens that it reserved."""
+        group = self.group_of.pop(query)
+        reserve = self.active[group].pop(query)
+        self.reserved[group] -= reserve
+        return reserve
 
 
 class ReserveFacts(NamedTuple):

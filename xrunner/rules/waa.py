@@ -22,7 +22,7 @@ from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.chunks import TakenInputs
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting, kind_of, take_last
+from xrunner.rules.steps import Admitted, KvBudget, Step, StepKind, Waiting, kind_of, take_last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +217,8 @@ class WaaDecodeRule:
         self._inputs = TakenInputs(encode_chunk, num_groups) if encode_chunk else None
         self._planned = planned_active or math.inf
         self._arrived: deque[tuple[int, int]] = deque()
-        self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]
-        self._group_of: dict[int, int] = {}
-        self._reserved = 0
+        self._admitted = Admitted(num_groups)
+        self._reserved = 0  # by these and by those that arrived
         self._turn = 0
 
     @property
@@ -240,22 +239,19 @@ class WaaDecodeRule:
         self._reserved += waiting.reserve
 
     def next_group(self) -> int | None:
-        if not self._group_of and not self._arrived and not self._inputs:
+        if not self._admitted.group_of and not self._arrived and not self._inputs:
             return None
         return self._turn % self.num_groups
 
     def decide(self) -> Step | None:
-        group, active = self._turn % self.num_groups, self._active[self._turn % self.num_groups]
-        handed, present = [], len(self._group_of) + len(self._arrived)
-        while self._arrived and len(active) < self._most(present):
-            query, reserve = self._arrived.popleft()
-            active[query] = reserve
-            self._group_of[query] = group
-            handed.append(query)
+        group, handed = self._turn % self.num_groups, list[int]()
+        most = self._most(len(self._admitted.group_of) + len(self._arrived))
+        while self._arrived and self._admitted.admit(group, *self._arrived[0], most):
+            handed.append(self._arrived.popleft()[0])
         phase, self._turn = self._turn // self.num_groups, self._turn + 1
         if self._inputs is not None:
             return self._with_chunks(self._inputs, group, phase, tuple(handed))
-        if not active:
+        if not self._admitted.active[group]:
             return None
         return Step(kind=StepKind.DECODE, group=group, phase=phase, iteration=1,
                     handed=tuple(handed))
@@ -265,22 +261,19 @@ class WaaDecodeRule:
         return min(-(-present // self.num_groups), self.group_max_active)
 
     def finish(self, query: int) -> None:
-        self._reserved -= self._active[self._group_of.pop(query)].pop(query)
+        self._reserved -= self._admitted.finish(query)
 
     def _with_chunks(self, inputs: TakenInputs, group: int, phase: int,
                      handed: tuple[int, ...]) -> Step | None:
-        active = self._active[group]
+        admitted = self._admitted
         # those that wait count here alone: who is handed over leaves room for them in every group
-        most = self._most(len(self._group_of) + len(self._arrived) + len(inputs))
+        most = self._most(len(admitted.group_of) + len(self._arrived) + len(inputs))
 
         def begin(waiting: Waiting) -> bool:
-            if len(active) >= most or len(self._group_of) >= self._planned:
-                return False
-            active[waiting.query] = waiting.reserve
-            self._group_of[waiting.query] = group
-            return True
+            return len(admitted.group_of) < self._planned and admitted.admit(
+                group, waiting.query, waiting.reserve, most)
 
-        is_decode = len(active) > inputs.num_begun(group)
+        is_decode = len(admitted.active[group]) > inputs.num_begun(group)
         chunks, joined = inputs.take(group, begin)
         if not is_decode and not chunks:
             return None

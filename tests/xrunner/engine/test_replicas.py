@@ -21,8 +21,8 @@ from xrunner.io.launcher_link import (
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.replica import replicas_of
 from xrunner.rules.changes import OfShapes
+from xrunner.rules.routing import Window
 from xrunner.rules.rra import PhaseControls, RraRule
-from xrunner.rules.windows import Window
 from xrunner.transport.comm import local_comms
 from xrunner.transport.messages import StopMessage
 

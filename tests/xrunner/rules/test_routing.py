@@ -10,8 +10,18 @@ from toy_jobs import roofline_of, toy_problem
 
 from xgpt.core.controls import EvenBatches
 from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS, FixedSchedule
-from xrunner.rules.routing import Paces, Recall, Router, deal, expected_tokens, recalls
-from xrunner.rules.windows import Load, Window, rra_window, window_of
+from xrunner.rules.routing import (
+    Load,
+    Paces,
+    Recall,
+    Router,
+    Window,
+    deal,
+    expected_tokens,
+    recalls,
+    rra_window,
+    window_of,
+)
 from xsimulator.rough.forms import fixed_estimate
 
 
