@@ -139,13 +139,13 @@ def test_who_decodes_beside_an_input_that_waits_is_captured_too(
     rule = RraRule(encode_batch=2, decode_iterations=20, num_groups=1, max_active=4,
                    kv_tokens=10_000, encode_chunk=5)
     resting: list[bool] = []
-    mix = StageExecutor._mix
+    execute = StageExecutor.execute
 
-    def mixed(self: StageExecutor, group: Any, message: Any, inputs: Any) -> Any:
+    def executed(self: StageExecutor, message: Any, inputs: Any) -> Any:
         resting.append(bool(message.resting) and not message.spans)
-        return mix(self, group, message, inputs)
+        return execute(self, message, inputs)
 
-    monkeypatch.setattr(StageExecutor, "_mix", mixed)
+    monkeypatch.setattr(StageExecutor, "execute", executed)
     answers, executors = run(tmp_path, monkeypatch, capture, 7, degrees=(1,), rule=rule)
     assert answers == expected(model, 7) and any(resting)
     assert capture.replays == decodes(executors)
