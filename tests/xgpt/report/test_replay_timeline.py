@@ -6,18 +6,47 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fake_run import fake_schedule
 
-from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.queries import QueryTimes
+from xgpt.core.schedule import CopiesTried
 from xgpt.report.chart import can_draw, write_image
 from xgpt.report.expected import read_expected, write_expected
 from xgpt.report.html_page import figure, write_chart_page
 from xgpt.report.lanes import thinned
 from xgpt.report.output import LoggedStep
-from xgpt.report.run_charts import step_lanes, utilisation
-from xgpt.report.timeline import draw, replay_lanes, stage_names, steady_window
+from xgpt.report.run_charts import choice, step_lanes, utilisation
+from xgpt.report.sweep_page import line_of, sweep_charts
+from xgpt.report.timeline import draw, replay_lanes, steady_window
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
+
+
+def tried(count: int, devices: int, qps: float | None, words: str = "rra") -> CopiesTried:
+    return CopiesTried(replicas=count, devices_per_replica=devices, throughput_qps=qps,
+                       latency_s=None if qps is None else 3.0, words=words,
+                       bound_qps=0.0 if qps is None else 1.01 * qps)
+
+
+def test_the_chart_of_the_choice_has_the_copies_with_their_words() -> None:
+    chart = choice(fake_schedule().changed(over_copies=(tried(2, 1, 1.5, "waa-c"),
+                                                        tried(1, 2, 2.3))))
+    assert chart is not None
+    (copies,) = [own for own in chart.series if "copies" in own.label]
+    assert list(copies.y) == [1.5, 2.3] and copies.notes[0] == "2 x 1 devices: waa-c"
+
+
+def test_a_sweep_over_copies_draws_a_line_for_each_policy_and_number() -> None:
+    rows = [{"status": "ok", "scenario": "toy", "policy": policy, "copies": copies,
+             "bound_s": bound_s, "bound": f"{bound_s} s", "throughput_qps": bound_s * copies,
+             "latency_s": bound_s, "replicas": copies}
+            for policy in ("rra", "sarathi") for copies in (1, 4) for bound_s in (2.0, 8.0)]
+    assert line_of(rows[0]) == "RRA, 1 copy" and line_of({"policy": "auto"}) == "best of all"
+    (chart,) = [one for one in sweep_charts(rows) if one.name == "scenario-0"]
+    assert [own.label for own in chart.series] == [
+        "RRA, 1 copy", "RRA, 4 copies", "Sarathi, 1 copy", "Sarathi, 4 copies"]
+    assert list(chart.series[1].columns["copies of the model"]) == [4, 4]
+
 
 KINDS = {"E": StepKind.ENCODE, "D": StepKind.DECODE, "M": StepKind.MIXED}
 
@@ -63,11 +92,6 @@ def test_a_box_lies_where_its_step_was():
     chart = draw(result(pool([[0.0], [3.0]], [[2.0], [4.0]], ["E0.0", "D0.0"])), 0.0, 4.0)
     assert boxes(chart) == [("encode", "stage 0", 0, 2), ("decode", "stage 0", 3, 1)]
     assert [series.colour for series in chart.series] == ["encode", "decode"]
-
-
-def test_a_step_that_does_both_is_of_its_own_kind():
-    chart = draw(result(pool([[0.0]], [[1.0]], ["M0.0"])), 0.0, 1.0)
-    assert boxes(chart) == [("both in one step", "stage 0", 0, 1)]
 
 
 def test_boxes_are_cut_at_the_window_and_ids_are_the_micro_batches():
@@ -172,14 +196,6 @@ def test_a_short_job_is_its_own_window():
     assert steady_window(replay) == (0.0, replay.makespan_s)
     once = result(pool([[0.0], [1.0]], [[1.0], [2.0]], ["E0.0", "D0.0"]))
     assert steady_window(once) == (0.0, 2.0)
-
-
-def test_stage_names_say_devices_and_role():
-    stages = (StageAssignment(index=0, ranks=(0, 1, 2, 5), first_layer=0, num_layers=1),
-              StageAssignment(index=1, ranks=(6,), first_layer=1, num_layers=1))
-    both, decode = (Pool(name=role, role=role, stages=(stage,), num_groups=1, kv_tokens=0)
-                    for role, stage in zip(("both", "decode"), stages, strict=True))
-    assert stage_names([both, decode]) == ["stage 0 · GPU 0-2, 5", "stage 1 · GPU 6 · decode"]
 
 
 def test_a_measured_run_is_drawn_the_same_way():

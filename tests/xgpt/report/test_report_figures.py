@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
 import pytest
-from fake_run import fake_schedule
+from fake_run import fake_schedule, write_fake_run, write_spool
 
 from xgpt.core.constraint import Bound
+from xgpt.core.errors import InputError
+from xgpt.core.schedule_file import SCHEDULE_VERSION
+from xgpt.core.spool import Record
 from xgpt.report.bounds import check_bound, check_bounds, kept_facts
 from xgpt.report.figures import (
     busy_shares,
@@ -17,9 +21,16 @@ from xgpt.report.figures import (
     lost_to_bound,
     metrics_so_far,
     middle_window,
-    plain,
 )
-from xgpt.report.output import LoggedStep, Output, QueryColumns, QueryFigures, told
+from xgpt.report.output import (
+    LoggedStep,
+    Output,
+    QueryColumns,
+    QueryFigures,
+    number,
+    read_output,
+    told,
+)
 from xgpt.report.words import bound_cost
 
 
@@ -59,47 +70,32 @@ def test_a_prediction_is_good_within_fifteen_per_cent(measured: float, verdict: 
     assert (row.verdict, row.verdict_text) == (verdict, text)
 
 
-@pytest.mark.parametrize("predicted", [None, 0.0, "inf"])
-def test_there_is_no_ratio_without_a_usable_prediction(predicted: object) -> None:
-    (row,) = comparisons({"load_s": {"measured": 2.0, "predicted": predicted}})
-    assert row.ratio is None and row.verdict_text == ""
+SLOW = [query(1.0)] * 99 + [query(9.0)]
 
 
-def test_queries_bound_is_kept_by_exactly_the_share_asked_for() -> None:
-    latencies = [1.0] * 99 + [9.0]
-    kept = check_bound(output_of([query(s) for s in latencies], 2.0, "queries"))
-    assert kept.is_kept is True and "99 % of the queries" in kept.sentence
-    missed = check_bound(output_of([query(s) for s in [*latencies, 9.0]], 2.0, "queries"))
-    assert missed.is_kept is False and "98 % of the queries" in missed.sentence
+@pytest.mark.parametrize(("queries", "kind", "is_kept", "said"), [
+    (SLOW, "queries", True, "99 % of the queries"),
+    ([*SLOW, query(9.0)], "queries", False, "98 % of the queries"),
+    # sequences beyond the quantile are left out, a late one within it is not
+    ([query(1.0)] * 99 + [query(50.0, 80)], "sequence", True, "up to 10 tokens"),
+    ([query(1.0)] * 98 + [query(2.5, 9), query(1.0, 80)], "sequence", False,
+     "missed by 1 of 99 sequences (1 %)"),
+    ([query(9.0)] * 100, "sequence", False, "(100 %)"),
+    ([query(9.0)] * 99 + [query(1.0)], "sequence", False, "(99 %)"),
+    ([query(9.0)] * 12 + [query(1.0)] * 88, "sequence", False, "(12 %)"),
+    ([], "sequence", None, "")])
+def test_a_bound_is_kept_by_exactly_the_share_asked_for(queries, kind, is_kept, said):
+    check = check_bound(output_of(queries, 2.0, kind))
+    assert check.is_kept is is_kept and said in check.sentence
 
 
-def test_sequence_bound_leaves_out_sequences_beyond_the_quantile() -> None:
-    queries = [query(1.0, output_tokens=10)] * 99 + [query(50.0, output_tokens=80)]
-    check = check_bound(output_of(queries, 2.0, "sequence"))
-    assert check.is_kept is True and "up to 10 tokens" in check.sentence
-
-
-def test_sequence_bound_is_missed_by_one_late_sequence_within_the_quantile() -> None:
-    queries = [query(1.0, output_tokens=10)] * 98 + [query(2.5, output_tokens=9),
-                                                     query(1.0, output_tokens=80)]
-    check = check_bound(output_of(queries, 2.0, "sequence"))
-    assert check.is_kept is False and "missed by 1 of 99 sequences (1 %)" in check.sentence
-
-
-@pytest.mark.parametrize(("late", "shown"), [(100, "100 %"), (99, "99 %"), (12, "12 %")])
-def test_the_share_of_late_sequences_is_a_plain_number(late: int, shown: str) -> None:
-    queries = [query(9.0)] * late + [query(1.0)] * (100 - late)
-    assert f"({shown})" in check_bound(output_of(queries, 2.0, "sequence")).sentence
-
-
-def test_an_unfinished_run_keeps_the_bound_only_so_far() -> None:
-    output = dataclasses.replace(output_of([query(1.0)], 2.0, "sequence"), metrics=None)
-    assert "kept so far" in check_bound(output).sentence
-
-
-def test_no_bound_and_no_query_are_no_verdict() -> None:
+def test_without_a_bound_or_an_end_or_a_prediction_there_is_no_verdict():
+    for predicted in (None, 0.0, "inf"):
+        (row,) = comparisons({"load_s": {"measured": 2.0, "predicted": predicted}})
+        assert row.ratio is None and row.verdict_text == ""
+    one = output_of([query(1.0)], 2.0, "sequence")
+    assert "kept so far" in check_bound(dataclasses.replace(one, metrics=None)).sentence
     assert check_bound(output_of([query(1.0)], math.inf, "sequence")).is_kept is None
-    assert check_bound(output_of([], 2.0, "sequence")).is_kept is None
     assert check_bound(Output(directory=Path("out"))).is_kept is None
 
 
@@ -176,9 +172,93 @@ def test_busy_share_counts_what_lies_in_the_window() -> None:
     assert busy_shares(steps, 2.0, 8.0) == {0: pytest.approx(4 / 6), 1: 0.0}
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (2.1, "2.10"), (99.96, "100"), (99.94, "99.9"), (12345.6, "12,346"), (0.0, "0.00"),
-    (math.inf, "inf"),
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_fake_run(tmp_path / "out", num_queries=20)
+
+
+def test_a_finished_run_is_read_without_a_remark(run_dir: Path) -> None:
+    output = read_output(run_dir)
+    assert output.remarks == ()
+    assert len(output.queries) == len(output.answers) == 20
+    assert len(output.errors) == 2 and output.steps and output.schedule is not None
+    assert output.answers[9].prompt is not None
+    assert output.answers[9].prompt.startswith("Say something sensible about the number 9")
+    few = read_output(run_dir, max_answers=5)
+    assert len(few.answers) == 5 and len(few.queries) == 20
+
+
+def cut(folder, count):
+    path = folder / "results.jsonl"
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def add(folder, more):
+    path = folder / "results.jsonl"
+    path.write_bytes(path.read_bytes() + more)
+
+
+def spoil(folder):
+    path = folder / "results.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[3], lines[7] = "not json\n", "[" * 100_000 + "\n"
+    path.write_text("".join(lines))
+
+
+@pytest.mark.parametrize(("change", "count", "remark"), [
+    (lambda folder: cut(folder, 30), 19, "last line of results.jsonl is torn"),
+    (lambda folder: add(folder, '{"id": "\u05e9'.encode()[:-1]), 20, "last line of results.jsonl"),
+    (spoil, 18, "2 unreadable lines of results.jsonl are left out."),
+    (lambda folder: add(folder, b'{"id": "x", "latency_s": NaN, "input_tokens": 1}\n{"id": "y"}\n'),
+     20, "2 lines of results.jsonl are no results and are left out."),
+    (lambda folder: (folder / "schedule.json").write_text('{"version": 999}'), 20,
+     f"this xgpt reads version {SCHEDULE_VERSION}"),
+    (lambda folder: (folder / "spool" / "spool.json").unlink(), 20, "spool")],
+    ids=["torn", "torn in a letter", "unreadable", "no results", "version", "no spool"])
+def test_what_is_torn_or_missing_is_left_out_and_said(run_dir, change, count, remark):
+    change(run_dir)
+    output = read_output(run_dir)
+    assert len(output.queries) == count
+    assert len(output.remarks) == 1 and remark in output.remarks[0]
+    assert (output.schedule is None) == ("reads version" in remark)
+    assert all((answer.prompt is None) == (remark == "spool") for answer in output.answers)
+
+
+def test_an_empty_folder_is_read_with_remarks_and_a_missing_one_refused(tmp_path):
+    output = read_output(tmp_path)
+    assert not output.queries and output.schedule is None and output.metrics is None
+    assert output.remarks == ("job.json is missing.", "results.jsonl is missing.",
+                              "schedule.json is missing.")
+    with pytest.raises(InputError, match="a folder that `xgpt submit`"):
+        read_output(tmp_path / "absent")
+
+
+def test_prompts_are_found_by_the_query_of_each_result(tmp_path: Path) -> None:
+    write_spool(tmp_path, [Record(id="a", line=1, prompt="first"), Record(id="b", line=2),
+                           Record(id="c", line=3, prompt="third")])
+    rows = [{"id": str(index), "index": index, "text": "t", "input_tokens": 1, "output_tokens": 1,
+             "finish_reason": "stop", "latency_s": 1.0, "encode_start_s": 0.0} for index in (1, 2)]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [a.prompt for a in read_output(tmp_path).answers] == ["3 token ids", "third"]
+
+
+def test_openai_batch_lines_are_read_like_ours(tmp_path: Path) -> None:
+    body = {"choices": [{"message": {"role": "assistant", "content": "Bonjour"},
+                         "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 11, "completion_tokens": 3}}
+    row = {"id": "batch_req_0", "custom_id": "q-1", "response": {"status_code": 200, "body": body},
+           "xgpt": {"index": 0, "latency_s": 0.5, "encode_start_s": 0.25}}
+    (tmp_path / "results.jsonl").write_text(json.dumps(row) + "\n")
+    write_spool(tmp_path, [Record(id="q-1", line=1, prompt="Translate: hello")])
+    (answer,) = read_output(tmp_path).answers
+    assert (answer.id, answer.text, answer.prompt) == ("q-1", "Bonjour", "Translate: hello")
+    assert answer.figures.input_tokens == 11 and answer.figures.output_tokens == 3
+    assert answer.figures.end_s == 0.75
+
+
+@pytest.mark.parametrize(("value", "expected"), [
+    (3, 3.0), ("inf", float("inf")), (None, None), (True, None), ("3", None),
+    (float("nan"), None), (10**400, None), ([1], None),
 ])
-def test_plain_numbers_have_three_digits(value: float, text: str) -> None:
-    assert plain(value) == text
+def test_number_takes_numbers_only(value: object, expected: float | None) -> None:
+    assert number({"a": {"b": value}}, "a", "b") == expected

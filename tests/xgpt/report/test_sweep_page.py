@@ -13,8 +13,6 @@ from xgpt.report.chart import Chart
 from xgpt.report.sweep_page import (
     NO_BOUND_AT,
     gains,
-    headline,
-    lacking,
     sweep_charts,
     winners,
     write_sweep_page,
@@ -75,25 +73,12 @@ def test_it_is_told_where_the_best_policy_changes_and_why(folder: Path) -> None:
     assert second.ahead == "25.0 % (WAA-C)" and second.controls == "encode 2 together"
 
 
-def test_the_headline_tells_what_is_best(folder: Path) -> None:
-    rows = read_sweep(folder).rows
-    one = [row for row in rows if row["model"] == "opt-13b"]
-    assert headline(one) == ("RRA is best in 2 of 3 cases, WAA-C in 1: from 12.0 queries/s within "
-                             "2.00 s to 45.0 without a bound")
-    assert headline(rows).startswith("2 scenarios, ")
-
-
-def test_points_without_a_schedule_are_told_by_reason(folder: Path) -> None:
-    ((scenarios, policy, bound, why),) = lacking(read_sweep(folder).rows)
-    assert (policy, bound, why) == ("rra", "2 s", "no schedule of it keeps 2 s")
-    assert "opt-13b" in scenarios
-
-
 def test_the_page_holds_all_of_it_and_escapes(folder: Path, tmp_path: Path) -> None:
     assert write_sweep_page(folder) == folder / "report.html"
     page = write_sweep_page(folder, tmp_path / "x.html").read_text("utf-8")
     assert page == (folder / "report.html").read_text("utf-8")
-    assert "16" in page and "RRA keeps no tighter bound" in page
+    for said in ("2 scenarios, ", "RRA keeps no tighter bound", "no schedule of it keeps"):
+        assert said in page
     assert HOSTILE not in page and "&lt;img src=x onerror=alert(1)&gt;" in page
     assert "is not done" not in page
 
