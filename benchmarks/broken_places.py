@@ -27,15 +27,15 @@ PLACES = (
     # what commands say of a run, of copies, of a refusal; the package
     Place("9 stops", "a run that is stopped as it starts is told as killed", "xgpt/app/messages.py",
           '_ended(output, "stopped", of=("starting", "loading", "running"))', "pass",
-          "tests/xgpt/app/test_ends_of_runs.py::"
+          "tests/xgpt/app/test_status.py::"
           "test_a_run_that_is_stopped_as_it_starts_was_stopped"),
     Place("9 stops", "a rank that was not heard was heard in 1970", "xgpt/app/stall.py",
           "    return None if state.at_s is None else max(", "    return max(",
-          "tests/xgpt/app/test_ends_of_runs.py::"
+          "tests/xgpt/app/test_status.py::"
           "test_ranks_that_tell_nothing_any_more_were_not_heard_in_1970"),
     Place("9 stops", "a run that starts is not found once its requests are gone",
           "xgpt/app/place.py", "return own if is_there else None", "return None",
-          "tests/xgpt/app/test_ends_of_runs.py::"
+          "tests/xgpt/app/test_status.py::"
           "test_a_run_that_starts_needs_its_requests_no_more"),
     Place("figures", "a head that is not there is asked for", "xsimulator/layer_times.py",
           "if not self.has_head:", "if self.has_head is None:",
@@ -129,26 +129,26 @@ PLACES = (
     Place("5 ranges", "values of a schedule are not checked", "xgpt/core/ranges.py",
           "Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]",
           "Positive = Annotated[int, Field(le=MAX_COUNT)]",
-          "tests/xgpt/core/test_schedule_check.py::"
+          "tests/xgpt/core/test_schedule_file.py::"
           "test_a_value_that_cannot_be_is_named_with_what_is_allowed"),
     Place("5 ranges", "a profile may say that nothing takes no time", "xprofiler/profile_file.py",
           '"seconds above 0: nothing takes no time"))', '"seconds above 0")) if False else None',
           "tests/xprofiler/test_profile_file.py"),
     Place("5 ranges", "whole numbers of a job have no most", "xgpt/core/typed.py",
           "return Field(strict=True, ge=least, le=most)", "return Field(strict=True, ge=least)",
-          "tests/xgpt/core/test_ranges.py"),
+          "tests/xgpt/core/test_wrong_jobs.py"),
     Place("5 ranges", "whole numbers of a schedule have no most", "xgpt/core/ranges.py",
-          "MAX_COUNT = 2**53 ", "MAX_COUNT = 10**40 ", "tests/xgpt/core/test_schedule_check.py::"
+          "MAX_COUNT = 2**53 ", "MAX_COUNT = 10**40 ", "tests/xgpt/core/test_schedule_file.py::"
           "test_a_value_that_cannot_be_is_named_with_what_is_allowed"),
     Place("5 ranges", "an operator may take longer than a day", "xprofiler/profile_file.py",
           "_MOST_S = 86_400.0", "_MOST_S = 1e300",
           "tests/xprofiler/test_profile_file.py::test_a_row_that_is_no_point_is_refused"),
     Place("5 ranges", "a job file may be of any size", "xgpt/core/yaml_tree.py",
           "        if path.stat().st_size <= MAX_FILE_BYTES:", "        if path.exists():",
-          "tests/xgpt/core/test_yaml_tree.py::test_a_file_that_is_no_job_file_is_refused"),
+          "tests/xgpt/core/test_whole_file.py::test_a_file_that_is_no_job_file_is_refused"),
     Place("5 ranges", "YAML may be nested without end", "xgpt/core/yaml_tree.py",
           "    except RecursionError:", "    except ZeroDivisionError:",
-          "tests/xgpt/core/test_yaml_tree.py::test_what_is_no_yaml_is_refused_with_its_line"),
+          "tests/xgpt/core/test_whole_file.py::test_what_is_no_yaml_is_refused_with_its_line"),
     Place("5 ranges", "JSON files may be of any size", "xgpt/core/whole_file.py",
           "    if len(raw) > MOST_BYTES:", "    if len(raw) < 0:",
           "tests/xgpt/core/test_whole_file.py::test_what_is_larger_than_such_a_file_is_refused"),

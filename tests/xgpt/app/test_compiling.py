@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs import job
 from xgpt.app import compiling
-from xgpt.app.opened import open_file
 
 # A compiler that says when it is at work, and never ends by itself.
 SLOW = """#!/bin/sh
@@ -27,10 +27,7 @@ def test_operators_are_compiled_beside_the_beginning_of_a_run_on_this_machine(
     asked: list[Path] = []
     monkeypatch.setattr(compiling, "start_compiling", asked.append)
     monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path)
-    path = tmp_path / "job.yaml"
-    path.write_text(f"model: opt-125m\ncluster: {cluster}\nworkload: {{task: S}}\n"
-                    "constraint: {latency_s: 9}\n", encoding="utf-8")
-    compiling.begin_compiling(open_file(path).job)
+    compiling.begin_compiling(job(tmp_path, model="opt-125m", cluster=cluster))
     assert asked == [tmp_path / "native"] * is_compiled
 
 

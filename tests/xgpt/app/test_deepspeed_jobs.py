@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from jobs import opened
 from xgpt.app.checks import refuse_what_cannot_run
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import executable, plan_job
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InfeasibleError, InputError, MissingExtraError, XgptError
@@ -22,13 +23,11 @@ from xprofiler.roofline import Roofline
 from xrunner.engines.deepspeed import ENGINE
 
 
-def session_of(folder: Path, *, model: str = "opt-1.3b", schedule: str = "", run: str = "ranks: 2",
-               bound: str = "inf") -> OpenedJob:
-    path = folder / "job.yaml"
-    path.write_text(f"model: {model}\ncluster: local\nconstraint: {{latency_s: {bound}}}\n"
-                    "workload: {requests: {count: 40}, task: S}\n"
-                    f"schedule: {{{schedule}}}\nrun: {{engine: deepspeed, {run}}}\n")
-    return open_file(path)
+def session_of(folder, *, model="opt-1.3b", schedule="", run="ranks: 2", bound="inf"):
+    return opened(
+        folder, model=model, cluster="local", constraint=f"{{latency_s: {bound}}}",
+        workload="{requests: {count: 40}, task: S}", schedule=f"{{{schedule}}}",
+        run=f"{{engine: deepspeed, {run}}}")
 
 
 def found(session: OpenedJob) -> Schedule:

@@ -7,21 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from jobs import opened
 from xgpt.app.local_profile import wanted_profile
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import executable, plan_job
 from xgpt.app.timing import timing_of
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, InputError
 from xscheduler.planner import Planner, plan
 
+SMALL = {"model": "opt-1.3b", "workload": "{requests: {count: 20}, task: S}"}
 
-def session_of(folder: Path, schedule: str, cluster: str = "local") -> OpenedJob:
-    path = folder / "job.yaml"
-    path.write_text(f"model: opt-1.3b\ncluster: {cluster}\n"
-                    "workload: {requests: {count: 20}, task: S}\n"
-                    f"schedule: {{{schedule}}}\nrun: {{ranks: 4}}\n")
-    return open_file(path)
+
+def session_of(folder, schedule, cluster="local"):
+    return opened(folder, **SMALL, cluster=cluster, schedule=f"{{{schedule}}}", run="{ranks: 4}")
 
 
 @pytest.mark.parametrize(("schedule", "plan", "measured"), [
@@ -135,8 +134,5 @@ def test_one_pass_for_both_phases_is_refused_for_an_encoder_decoder_model(
 def test_weights_that_no_layout_holds_are_refused_before_anything_is_measured(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xgpt.app.plan.timing_of", lambda *_, **__: pytest.fail("measured"))
-    path = tmp_path / "job.yaml"
-    path.write_text("model: opt-1.3b\ncluster: local\nconstraint: {memory: 64 MiB}\n"
-                    "workload: {requests: {count: 20}, task: S}\n")
     with pytest.raises(InfeasibleError, match=r"weights of opt-1.3b alone take .* as \w+, and "):
-        plan_job(open_file(path))
+        plan_job(opened(tmp_path, **SMALL, cluster="local", constraint="{memory: 64 MiB}"))

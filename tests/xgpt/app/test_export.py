@@ -114,19 +114,3 @@ def test_words_of_a_task_s_line_survive_the_shell() -> None:
     assert task["run"] == ('python3 -P -m xgpt.cli.main submit "job: 1.yaml" --set run.seed=5 '
                            '--set name=yes\n')
     assert task["resources"]["accelerators"] == {"A100-80GB": 4}
-
-
-@pytest.mark.parametrize(("cluster", "to", "more", "said"), [
-    ("a40-16", "skypilot", ("--set", "model=opt-13b"), "share no file system"),
-    ("a40-4", "jobset", ("--set", "output=/elsewhere/out"), "that folder alone is taken along")])
-def test_what_such_a_file_cannot_run_is_refused_in_words(
-        tmp_path: Path, cluster: str, to: str, more: tuple[str, ...], said: str) -> None:
-    done = xgpt("export", write(tmp_path, cluster), "--to", to, "--image", "i", *more)
-    assert done.returncode == 2 and said in " ".join(done.stderr.split()), done.stderr
-
-
-def test_a_field_that_the_schemas_do_not_know_is_found_out() -> None:
-    found = check_jobset(render_jobset(AWKWARD))
-    found["spec"]["replicatedJobs"][0]["template"]["spec"]["paralelism"] = 1
-    with pytest.raises(jsonschema.ValidationError, match="paralelism"):
-        jsonschema.validate(found, schema("jobset-v1alpha2.json"))

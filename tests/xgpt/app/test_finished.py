@@ -187,8 +187,3 @@ def test_a_table_of_the_results_may_be_asked_for_later(job: Path) -> None:
     lines = (job.parent / "table.csv").read_text().splitlines()
     assert lines[0].startswith("id,text,") and [line[:2] for line in lines[1:]] == [
         f"{i}," for i in range(COUNT)]
-
-
-def test_a_table_of_the_results_of_two_jobs_is_refused(job: Path) -> None:
-    done = xgpt("submit", job, job, "--results", "table.csv")
-    assert done.returncode == 2 and "its own key `results`" in done.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs import job as job_of
 from xgpt.app import checks, timing
 from xgpt.app.opened import open_file
 from xgpt.app.timing import timing_of
@@ -14,7 +15,6 @@ from xgpt.cli.terminal import Terminal
 from xgpt.core import local
 from xgpt.core.errors import InputError
 from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
 from xprofiler.roofline import Roofline
 
 TWO_A40 = "0, GPU-a, NVIDIA A40, 46068\n1, GPU-b, NVIDIA A40, 46068\n"
@@ -22,12 +22,10 @@ TWO_A40 = "0, GPU-a, NVIDIA A40, 46068\n1, GPU-b, NVIDIA A40, 46068\n"
 
 @pytest.fixture()
 def job(tmp_path: Path) -> Callable[..., Job]:
-    def make(ranks: int | None = None, cluster: str = "local") -> Job:
-        path = tmp_path / "job.yaml"
-        path.write_text(f"model: opt-125m\ncluster: {cluster}\n"
-                        "workload: {task: S, requests: {count: 10}}\n"
-                        + (f"run: {{ranks: {ranks}}}\n" if ranks else ""))
-        return load_job(path, ())
+    def make(ranks=None, cluster="local"):
+        return job_of(tmp_path, model="opt-125m", cluster=cluster,
+                      run=f"{{ranks: {ranks}}}" if ranks else None)
+
     return make
 
 

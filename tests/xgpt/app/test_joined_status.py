@@ -11,16 +11,15 @@ from typing import Any
 import fake_slurm
 import pytest
 from click.testing import CliRunner
+from runs import RUNNING
 
 from xgpt.app.place import SlurmRecord
 from xgpt.cli.main import cli
 from xgpt.core.errors import XgptError
 from xrunner.io.lock import output_lock
-from xrunner.io.sink import Progress, write_progress
+from xrunner.io.sink import write_progress
 from xrunner.io.stop import StopRequest
 
-RUNNING = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
-                   latency_p50_s=1.5, latency_p99_s=2.25)
 ENDED = ("JobId=12 JobName=x JobState={state} Reason={reason} ExitCode={code} RunTime=00:01:02 "
          "TimeLimit=01:00:00 StartTime=2026-01-01T00:00:00 NodeList=n1\n")
 
@@ -136,11 +135,3 @@ def test_stop_of_what_does_not_run_is_an_error(slurm: fake_slurm.FakeSlurm, out:
     slurm.says(scancel={"err": "scancel: error: Access denied\n", "code": 1})
     with pytest.raises(XgptError, match="Access denied"):
         stop(out)
-
-
-def test_a_run_on_this_machine_is_asked_to_stop(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    write_progress(out / "progress.json", RUNNING)
-    with output_lock(out):
-        assert "asked to stop" in stop(out) and StopRequest(out).is_by_user

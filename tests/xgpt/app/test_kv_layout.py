@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from jobs import opened
 from xgpt.app.checks import refuse_what_cannot_run, refuse_what_no_machine_runs
 from xgpt.app.kv_layout import lies_in_blocks
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError
 from xgpt.core.job_file import load_job
@@ -22,14 +23,10 @@ POLICIES = {"rra": "policy: rra, encode_batch: 4, decode_iterations: 8", "waa-c"
             "ft": "policy: ft, encode_batch: 4"}
 
 
-def opened(folder: Path, cluster: str, model: str = "opt-1.3b", layout: str = "auto",
-           schedule: str = POLICIES["rra"], engine: str = "xgpt") -> OpenedJob:
-    path = folder / "job.yaml"
-    path.write_text(f"model: {model}\ncluster: {cluster}\n"
-                    "workload: {requests: {count: 200}, task: S}\n"
-                    f"schedule: {{{schedule}, replicas: 1, tp_degree: 1}}\n"
-                    f"run: {{kv_layout: {layout}, engine: {engine}}}\n")
-    return open_file(path)
+def laid_out(folder, cluster, model="opt-1.3b", layout="auto", schedule=POLICIES["rra"]):
+    return opened(folder, model=model, cluster=cluster, run=f"{{kv_layout: {layout}}}",
+                  workload="{requests: {count: 200}, task: S}",
+                  schedule=f"{{{schedule}, replicas: 1, tp_degree: 1}}")
 
 
 def estimate_of(own: OpenedJob) -> Estimate:
@@ -40,7 +37,7 @@ def estimate_of(own: OpenedJob) -> Estimate:
 @pytest.fixture(scope="module")
 def estimates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Estimate]:
     folder = tmp_path_factory.mktemp("planned")
-    return {name: estimate_of(opened(folder, "a40-4", schedule=schedule))
+    return {name: estimate_of(laid_out(folder, "a40-4", schedule=schedule))
             for name, schedule in POLICIES.items()}
 
 
@@ -51,9 +48,9 @@ def estimates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Estimate]:
     ("orca", "local", "blocks", False),  # in blocks by itself, whatever is reserved
     ("ft", "a40-4", "auto", False)])
 def test_a_gpus_memory_is_taken_in_blocks_and_a_cpus_in_rows(
-        tmp_path: Path, estimates: dict[str, Estimate], policy: str, cluster: str, layout: str,
-        in_blocks: bool) -> None:
-    assert lies_in_blocks(opened(tmp_path, cluster, layout=layout), estimates[policy]) is in_blocks
+        tmp_path, estimates, policy, cluster, layout, in_blocks):
+    own = laid_out(tmp_path, cluster, layout=layout)
+    assert lies_in_blocks(own, estimates[policy]) is in_blocks
 
 
 @pytest.mark.parametrize(("policy", "model", "layout", "words"), [
@@ -63,12 +60,12 @@ def test_a_gpus_memory_is_taken_in_blocks_and_a_cpus_in_rows(
 def test_what_is_not_executed_is_refused(tmp_path: Path, estimates: dict[str, Estimate],
                                          policy: str, model: str, layout: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        lies_in_blocks(opened(tmp_path, "local", model, layout), estimates[policy])
+        lies_in_blocks(laid_out(tmp_path, "local", model, layout), estimates[policy])
 
 
 @pytest.mark.parametrize("engine", ["vllm", "deepspeed"])
 def test_another_engine_lays_out_its_own(tmp_path: Path, engine: str) -> None:
-    opened(tmp_path, "local", schedule=POLICIES["ft"])
+    laid_out(tmp_path, "local", schedule=POLICIES["ft"])
     asked = [f"run.engine={engine}", "run.kv_layout=rows", "run.deterministic=true"]
     job = load_job(tmp_path / "job.yaml", asked)
     for refuse in (refuse_what_no_machine_runs, lambda job: refuse_what_cannot_run(
@@ -81,7 +78,7 @@ def test_another_engine_lays_out_its_own(tmp_path: Path, engine: str) -> None:
 
 def test_room_for_changes_is_tokens_where_it_was_rows(tmp_path: Path,
                                                       estimates: dict[str, Estimate]) -> None:
-    own, estimate = opened(tmp_path, "a40-4"), estimates["rra"]
+    own, estimate = laid_out(tmp_path, "a40-4"), estimates["rra"]
     figures, deployment = estimate.figures, estimate.deployment
     full = estimate.changed(memory_bytes=tuple(figures.memory_capacity_bytes
                                                for _ in figures.memory_bytes))

@@ -101,13 +101,6 @@ def test_keys_that_are_not_supported_are_named_and_end_with_exit_code_2(tmp_path
     assert set(result.exception.details["not_supported"]) >= {"mlp_bias", "attention_bias"}
 
 
-def test_a_name_that_is_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(XgptError, match="did you mean 'opt-13b'"):
-        check_model_named("opt-13c")
-    with pytest.raises(XgptError, match="no config.json"):
-        check_model_named(str(tmp_path))
-
-
 def test_of_a_hub_model_the_config_alone_is_fetched(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy = folder_of(tmp_path / "toy")

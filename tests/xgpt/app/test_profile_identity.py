@@ -7,18 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from jobs import opened
 from xgpt.app import profile_identity, timing
-from xgpt.app.opened import open_file
 from xprofiler.cache import kernels_fingerprint
-from xprofiler.profile import ProfileMetadata
 from xrunner.ops import build
 
 
 def test_that_operators_are_being_compiled_is_told_before_anything_is_timed(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text("model: opt-125m\ncluster: local\nworkload: {task: S}\n"
-                    "constraint: {latency_s: 9}\nrun: {ranks: 1}\n", encoding="utf-8")
     order: list[str] = []
     monkeypatch.setattr(timing, "why_no_torch", lambda _: None)
     monkeypatch.setattr(timing, "why_no_operators", lambda: order.append("compiled"))
@@ -30,23 +26,19 @@ def test_that_operators_are_being_compiled_is_told_before_anything_is_timed(
         raise InterruptedError
 
     monkeypatch.setattr(timing, "quick_profile", stop)
-    opened = open_file(path)
-    if opened.problem.cluster.device.kind != "cpu":
+    own = opened(tmp_path, model="opt-125m", cluster="local", run="{ranks: 1}")
+    if own.problem.cluster.device.kind != "cpu":
         pytest.skip("this machine's GPUs would be timed")
     with pytest.raises(InterruptedError):
-        timing.timing_of(opened)
+        timing.timing_of(own)
     assert order == ["compiling what computes, once", "compiled", "timed"]
 
 
 def test_a_profile_of_gpus_tells_whether_kernels_read_each_query_alone_and_steps_are_captured(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "job.yaml"
-
-    def of(graphs: str) -> ProfileMetadata:
-        path.write_text("model: opt-125m\ncluster: a40-4\nworkload: {task: S}\n"
-                        f"constraint: {{latency_s: 9}}\nrun: {{cuda_graphs: {graphs}}}\n")
-        opened = open_file(path)
-        return profile_identity.profile_metadata(opened.job, opened.problem)
+    def of(graphs):
+        own = opened(tmp_path, model="opt-125m", run=f"{{cuda_graphs: {graphs}}}")
+        return profile_identity.profile_metadata(own.job, own.problem)
 
     monkeypatch.setattr(build, "why_no_cupy", lambda: "cupy is not installed")
     assert of("auto").is_padded, "torch reads all up to the longest"

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from laid_out import amdahl, profile_of
 
+from jobs import opened
 from xgpt.app import local_profile
 from xgpt.app.local_profile import wanted_profile
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened import OpenedJob
 from xgpt.app.profile_identity import profile_metadata
 from xgpt.app.telling import LogTeller
 from xgpt.launch.launcher import RankProgram
@@ -23,14 +24,8 @@ from xprofiler.profile_file import load_profile, save_profile
 
 
 def opened_on(folder: Path, hosts: str) -> OpenedJob:
-    path = folder / "job.yaml"
-    path.write_text(f"""
-model: opt-125m
-cluster: local
-workload: {{requests: {{count: 20}}, task: S}}
-run: {{ranks: 2, threads_per_rank: 1, dtype: float32, hosts: [{hosts}]}}
-""")
-    return open_file(path)
+    return opened(folder, model="opt-125m", cluster="local", run=(
+        f"{{ranks: 2, threads_per_rank: 1, dtype: float32, hosts: [{hosts}]}}"))
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fake_run import HOSTILE_TEXTS, write_fake_run
 from fake_sweep import HOSTILE, write_fake_sweep
+from in_process import xgpt
 
 from xgpt.app import report
 from xgpt.app.report import write_reports
@@ -117,3 +118,11 @@ def test_folders_without_a_report_are_refused(runs: list[Path], tmp_path: Path) 
         write_reports([runs[0], tmp_path])
     with pytest.raises(InputError, match="sweeps are reported one by one"):
         write_reports([runs[0], write_fake_sweep(tmp_path / "s")])
+
+
+def test_several_forms_are_written_at_once_each_file_told_once(tmp_path):
+    folder = write_fake_sweep(tmp_path / "out")
+    done = xgpt("report", folder, "--format", "html, md,html", "--json")
+    files = json.loads(done.stdout)["files"]
+    assert files[:2] == [str(folder / "report.html"), str(folder / "report.md")]
+    assert len(files) == len(set(files))

@@ -19,7 +19,6 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
 from xgpt.app.run_folder import plan_for_ranks
 from xgpt.app.watch import decisions_with_phases, rescheduler_of
-from xgpt.core.job_file import load_job
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
@@ -208,15 +207,6 @@ def test_what_is_followed(tmp_path: Path, given: dict[str, Any], is_followed: bo
     ("reschedule: 1", 1.0)])
 def test_the_key(tmp_path: Path, text: str, expected: float | None) -> None:
     assert session_of(tmp_path, run=text).job.run.reschedule == expected
-
-
-@pytest.mark.parametrize("text", ["never", "0", "-1", "{}"])
-def test_the_key_refuses(tmp_path: Path, text: str) -> None:
-    from xgpt.core.errors import InputError
-
-    session_of(tmp_path)
-    with pytest.raises(InputError, match="run.reschedule"):
-        load_job(tmp_path / "job.yaml", (f"run.reschedule={text}",))
 
 
 def test_slots_leave_room_for_changes_within_memory_and_job(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import fake_run
 import pytest
 
+from jobs import job
 from xgpt.app.checks import make_folder
 from xgpt.app.place import place_of
 from xgpt.app.report import write_tables
@@ -17,20 +18,12 @@ from xgpt.app.run_folder import make_room
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError, MissingExtraError
 from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
 from xgpt.core.spool import Record
 from xrunner.plan import RunPlan
 
 
 def job_of(folder: Path, results: str) -> Job:
-    (folder / "job.yaml").write_text(f"""
-model: opt-13b
-cluster: a40-4
-workload: {{requests: {{count: 5}}, task: S}}
-output: out
-results: {json.dumps(results)}
-""")
-    return load_job(folder / "job.yaml")
+    return job(folder, output="out", results=json.dumps(results))
 
 
 def plan_of(job: Job) -> RunPlan:

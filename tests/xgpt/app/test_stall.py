@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from runs import RUNNING
 
 from xgpt.app.stall import RanksHang, StallWatch, signs_of_life
 from xgpt.app.telling import tell_run
 from xrunner.io.beat import BEATS, RankState
-from xrunner.io.sink import Progress, write_progress
+from xrunner.io.sink import write_progress
 
 STATE = RankState(rank=0, stage=0, pool="all", elapsed_s=1.0, busy_s=1.0, recent_share=1.0,
                   queries=3, at_s=1000.0, num_steps=1, longest_step_s=0.5, told="to decode")
@@ -57,9 +58,7 @@ def test_a_rank_that_is_silent_is_told_of_before_that(tmp_path: Path) -> None:
     assert run.watch.silent is None
     run.pass_by(11, lives=(0,), works=(0,))
     assert run.watch.silent == "rank 1 silent for 11.0 s"
-    progress = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
-                        latency_p50_s=1.5, latency_p99_s=2.25)
-    write_progress(tmp_path / "progress.json", progress)
+    write_progress(tmp_path / "progress.json", RUNNING)
     said: list[str] = []
     tell: Any = SimpleNamespace(progress=lambda line, is_last: said.append(line))
     for silent in (None, run.watch.silent):

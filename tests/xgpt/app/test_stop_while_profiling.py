@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs import opened
 from xgpt.app import local_profile as module
 from xgpt.app.local_profile import WantedProfile, local_profile, wanted_profile
-from xgpt.app.opened import open_file
 from xgpt.app.stop import stop_job
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import StoppedEarly
@@ -42,12 +42,9 @@ class Measuring:
 def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WantedProfile:
     pytest.importorskip("mpi4py", reason="measuring needs the extra `run`")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    job_file, output = tmp_path / "job.yaml", tmp_path / "out"
-    job_file.write_text("model: opt-125m\ncluster: local\noutput: out\nrun: {ranks: 1}\n"
-                        "workload: {requests: {count: 4}, task: S}\n")
-    output.mkdir()
-    opened = open_file(job_file)
-    return wanted_profile(opened.job, opened.problem)
+    (tmp_path / "out").mkdir()
+    own = opened(tmp_path, model="opt-125m", cluster="local", output="out", run="{ranks: 1}")
+    return wanted_profile(own.job, own.problem)
 
 
 def test_a_run_that_measures_is_asked_between_measurements(wanted: WantedProfile) -> None:

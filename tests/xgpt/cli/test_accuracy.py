@@ -103,11 +103,3 @@ def test_too_few_loops_to_choose_among_are_no_chooser(tmp_path: Path) -> None:
     path.write_text(HEADER + ROW.format(weights="", degree=1, batch=1, ttft=30, tpot=8),
                     encoding="utf-8")
     assert json.loads(accuracy("--measured", path, "--json").stdout)["measured"]["choosers"] == []
-
-
-@pytest.mark.parametrize("words", [("models", "--accuracy", "--check", "opt-13b"),
-                                   ("models", "--measured", __file__), ("validate", "FOLDER")])
-def test_flags_that_do_not_go_together_and_the_former_command_are_refused_in_words(
-        words: tuple[str, ...]) -> None:
-    done = CliRunner().invoke(cli, words)
-    assert done.exit_code == 2 and "--accuracy" in done.output

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
@@ -58,8 +57,3 @@ def test_each_shell_is_told_how(shell: str) -> None:
         done = subprocess.run([path, *flags], input=shown.stdout, text=True, capture_output=True,
                               check=False)
         assert done.returncode == 0, done.stderr
-
-
-def test_a_shell_that_is_not_known_is_wrong_input() -> None:
-    shown = CliRunner().invoke(cli, ["completion", "csh"])
-    assert shown.exit_code == click.UsageError.exit_code and "fish" in shown.output

@@ -109,11 +109,6 @@ def test_another_engine_is_found_by_its_python_and_has_the_cores_of_all_ranks(
         "/opt/vllm/bin/python", None, 4)
     other = what_if._as_executed_by("deepspeed", opened, "/opt/vllm/bin/python").run
     assert (other.engine_python, other.ranks, other.threads_per_rank) == (None, 2, 2)
-    done = CliRunner().invoke(command.schedule, [str(job), "--engine-python", "/opt/python"])
-    assert done.exit_code == 2 and "for --engines" in done.stderr
-    done = CliRunner().invoke(command.schedule, [str(job), "--set", "run.engine=vllm", "--engines",
-                                                 "--engine-python", "/opt/python"])
-    assert done.exit_code == 2 and "run.engine_python" in done.stderr
 
 
 def test_what_is_missing_names_the_option(job: Path) -> None:

@@ -13,13 +13,11 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from xgpt.cli import main as entry
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
 from xgpt.launch.asked import TO_STOP
 
-BAD_JOB = "model: opt-13c\ncluster: a40-4\nworkload: {requests: {count: 0}, task: S}\n"
 NO_ROOM = ("what is printed, or a file: No space left on device; once that is mended, call it "
            "again")
 JOB = "model: opt-13b\ncluster: a40-4\nworkload: {requests: {count: 9}, task: S}\n"
@@ -36,21 +34,6 @@ def end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         signal.signal(number, handler)
     shown = capsys.readouterr()
     return int(str(left.value.code)), shown.out, shown.err
-
-
-def test_every_mistake_is_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                   capsys: pytest.CaptureFixture[str]) -> None:
-    job = tmp_path / "bad.yaml"
-    job.write_text(BAD_JOB)
-    code, out, err = end(monkeypatch, capsys, "schedule", job, "--json")
-    found = json.loads(out)
-    assert code == found["exit_code"] == 2
-    assert [(m["file"], m["line"], m["key"], m["value"]) for m in found["mistakes"]] == [
-        (str(job), 1, "model", "opt-13c"), (str(job), 3, "workload.requests.count", 0)]
-    assert all(m["allowed"] for m in found["mistakes"])
-    for line in err.splitlines():
-        assert line.removeprefix("error: ") in found["error"]
-    assert end(monkeypatch, capsys, "schedule", job)[1] == ""
 
 
 def test_a_deep_value_is_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -109,11 +92,6 @@ def test_any_end_is_one_object(monkeypatch: pytest.MonkeyPatch, error: Exception
     assert got == code and json.loads(out) == {**expected, "exit_code": code} and err
 
 
-def test_success_prints_nothing_more() -> None:
-    done = CliRunner().invoke(entry.cli, ["models", "--json"])
-    assert done.exit_code == 0 and json.loads(done.stdout)
-
-
 def test_a_run_interrupted_before_it_began_goes_on(
         tmp_path: Path, capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +103,6 @@ def test_a_run_interrupted_before_it_began_goes_on(
     job.write_text("{model: opt-125m, cluster: local, workload: {requests: {count: 2}, task: S}}")
     code, _, said = end(monkeypatch, capsys, "submit", job)
     assert code == 75 and "the same command goes on" in " ".join(said.split())
-
-
-def test_the_report_of_a_folder_that_is_not_there_says_so(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, said = end(monkeypatch, capsys, "report", tmp_path / "nothere")
-    assert code == 2 and "no such folder" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT])

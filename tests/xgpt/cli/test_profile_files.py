@@ -50,29 +50,6 @@ def test_profiles_of_the_same_thing_are_merged_and_others_refused(saved: Path) -
     assert not (saved / "no.json").exists()
 
 
-@pytest.mark.parametrize("target", ["", "folder", "a.json/below.json"])
-def test_a_place_that_cannot_be_written_is_told_before_anything_is_done(
-        saved: Path, target: str) -> None:
-    (saved / "folder").mkdir()
-    for command in (("merge", saved / "a.json"), ("import", "vidur", saved, "--model", "opt-13b",
-                                                  "--device", "A100-80")):
-        done = xgpt("profile", *command, "--out", saved / target if target else "")
-        assert done.returncode == 2, done.stderr
-        assert "--out" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(("arguments", "said"), [
-    (("--budget", "soon"), "seconds"), (("--budget", "0s"), "above 0"), (("--tp", "0"), "--tp"),
-    (("--tp", "2,x"), "--tp"), (("--set", "cluster=a40-4"), "`local`")])
-def test_wrong_wishes_are_refused_in_words(
-        tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text("model: smollm2-135m\ncluster: local\nworkload: {task: S}\n")
-    done = xgpt("profile", job, *arguments)
-    assert done.returncode == 2 and said in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(("metadata", "said"), [
     ({"device": "A40"}, "device 'A40'"), ({"dtype": "float32"}, "dtype"),
     ({"model_shape": "t"}, "model")])

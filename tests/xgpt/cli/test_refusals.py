@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from xgpt.cli.main import cli
-from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.errors import InfeasibleError
 
 LARGE = """
 model: llama-3.1-405b
@@ -48,21 +48,3 @@ def test_what_forbids_a_division_is_named(tmp_path: Path, nodes: int, reason: st
         "simulate", str(tmp_path / "job.yaml"), "--set", "schedule.encode_batch=1",
         "--set", f"schedule.decode_micro_batches={held[2]}"]).stdout
     assert f"to {held[1]} of 125 GiB per rank: DOES NOT FIT" in asked
-
-
-def test_one_device_is_no_two_pools(tmp_path: Path) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text("model: opt-1.3b\ncluster: {device: A40, num_nodes: 1, devices_per_node: 1, "
-                   "intra_link: pcie4-x16}\nworkload: {task: S}\nschedule: {policy: waa-c}\n")
-    done = CliRunner().invoke(cli, ["schedule", str(job)])
-    assert isinstance(done.exception, InputError) and (
-        "there is only 1 device" in str(done.exception))
-
-
-def test_a_degree_that_no_copy_can_have_is_wrong_input(tmp_path: Path) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text("model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
-                   "schedule: {tp_degree: 3}\n")
-    done = CliRunner().invoke(cli, ["schedule", str(job)])
-    assert isinstance(done.exception, InputError)
-    assert "does not divide the model's 40 attention heads" in str(done.exception)

@@ -225,14 +225,6 @@ def test_with_a_gap_the_search_ends_once_that_is_proved(job: Path) -> None:
         wide["gap"])
 
 
-@pytest.mark.parametrize("arguments", [
-    ("--gap", "much"), ("--gap", "-1%"), ("--gap", "nan"), ("--gap", "100%"),
-    ("--max-nodes", "0"), ("--max-nodes", "some")])
-def test_wrong_limits_are_refused(job: Path, arguments: tuple[str, ...]) -> None:
-    done = run(job, *arguments)
-    assert done.exit_code == 2 and arguments[0] in done.stderr
-
-
 def test_a_deployed_schedule_that_cannot_be_read_or_is_of_another_model_is_refused(
         job: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a readable schedule"):

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from xgpt.cli.simulate import simulate
-from xgpt.core.errors import InputError
 from xgpt.core.policies import policy as row_of
 
 OPT_13B = """
@@ -93,18 +92,6 @@ def test_the_best_of_each_policy_beside_the_schedule(job) -> None:
     assert max(map(len, table)) <= 80
     for name in found:
         assert any(line.startswith(f"{row_of(name).title} ") for line in table), name
-
-
-def test_variables_that_are_missing_are_named(job) -> None:
-    with pytest.raises(InputError) as caught:
-        run(job, policy="rra", tp_degree=2)
-    words = str(caught.value)
-    assert all(name in words for name in ("encode_batch", "decode_iterations", "tp_gpus"))
-
-
-def test_a_layout_that_cannot_be_is_refused_in_words(job) -> None:
-    with pytest.raises(InputError, match="groups within one node"):
-        run(job, policy="waa-c", encode_batch=4, tp_degree=4, tp_gpus=4)
 
 
 @pytest.mark.parametrize(("model", "devices", "absent", "why"), [

@@ -9,7 +9,6 @@ from click.testing import CliRunner, Result
 
 from xgpt.cli import terminal
 from xgpt.cli.main import COMMANDS, cli
-from xgpt.core.errors import Mistake
 from xgpt.report.table import fact, paragraph, table
 
 
@@ -60,11 +59,6 @@ def test_what_is_said_fits_the_terminal_and_a_file_keeps_whole_lines(
     shown = capsys.readouterr().err
     assert max(map(len, shown.splitlines())) <= 60 and shown.split() == message.split()
     assert shown.endswith("\n  end\n")
-
-
-def test_a_mistake_of_a_whole_file_has_no_empty_key() -> None:
-    assert str(Mistake(file="p.json", line=None, key="", value=None, allowed="no profile")) == (
-        "p.json: no profile")
 
 
 @pytest.mark.parametrize("columns", [48, 60, 200])

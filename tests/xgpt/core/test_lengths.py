@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import optimize, special, stats
 
+from xgpt.core.errors import InputError
+from xgpt.core.length_file import MAX_MISTAKES, read_length_pairs, read_lengths
 from xgpt.core.lengths import (
     JointLengths,
     Lengths,
@@ -18,6 +24,7 @@ from xgpt.core.lengths import (
     with_moments,
     with_output_moments,
 )
+from xgpt.core.normal import log_ndtr, mixture_quantile, ndtri, truncated_parent
 
 
 @pytest.mark.parametrize(("mean", "std", "maximum"), [
@@ -54,10 +61,6 @@ def test_any_moments_give_a_distribution_within_its_range(maximum: int, part: fl
     assert lengths.max == maximum and 1 <= lengths.mean <= maximum
 
 
-def test_a_hair_of_spread_is_a_distribution_too() -> None:
-    assert truncated_normal(40, 1e-6, 80).quantile(0.5) == 40
-
-
 def test_quantile_is_the_smallest_length_that_reaches_it() -> None:
     lengths = empirical([1, 2, 3, 4])
     assert [lengths.quantile(q) for q in (0.25, 0.26, 0.5, 0.75, 1.0)] == [1, 2, 2, 3, 4]
@@ -68,12 +71,6 @@ def test_empirical_counts_what_was_seen() -> None:
     assert lengths.pmf == pytest.approx([0, 2 / 3, 0, 0, 1 / 3])
     assert (lengths.max, lengths.mean) == (5, pytest.approx(3))
     assert "3 queries" in lengths.note
-
-
-@pytest.mark.parametrize("bad", [[], [0, 1]])
-def test_empirical_refuses_empty_and_zero_lengths(bad: list[int]) -> None:
-    with pytest.raises(AssertionError):
-        empirical(bad)
 
 
 def test_samples_follow_the_distribution_and_the_seed() -> None:
@@ -88,24 +85,18 @@ def correlation(joint: JointLengths) -> float:
     return float(np.corrcoef(*joint.pairs.T)[0, 1])
 
 
-def test_joint_lengths_keep_the_correlation_that_marginals_lose() -> None:
-    pairs = np.array([[10, 1], [20, 2], [30, 3]])
-    joint = joint_empirical(pairs)
+def test_joint_lengths_keep_the_correlation_that_marginals_lose():
+    joint = joint_empirical(np.array([[10, 1], [20, 2], [30, 3]]))
     assert correlation(joint) == pytest.approx(1)
     assert joint.mean_input_given_output() == pytest.approx([10, 20, 30])
     inputs, outputs = joint.sample(50, np.random.default_rng(0))
     assert (inputs == 10 * outputs).all()
-
-
-def test_independent_lengths_have_one_mean_input() -> None:
-    joint = JointLengths(inputs=empirical([4, 6]), outputs=empirical([1, 3]))
-    assert joint.pairs is None
-    assert joint.mean_input_given_output() == pytest.approx([5, 5, 5])
-
-
-def test_outputs_nobody_saw_take_the_mean_input() -> None:
-    joint = joint_empirical(np.array([[10, 1], [30, 3]]))
-    assert joint.mean_input_given_output() == pytest.approx([10, 20, 30])
+    independent = JointLengths(inputs=empirical([4, 6]), outputs=empirical([1, 3]))
+    assert independent.pairs is None
+    assert independent.mean_input_given_output() == pytest.approx([5, 5, 5])
+    # outputs that nobody saw take the mean input
+    assert joint_empirical(np.array([[10, 1], [30, 3]])).mean_input_given_output() == (
+        pytest.approx([10, 20, 30]))
 
 
 CHANGES = ({"mean_factor": 0.85}, {"mean_factor": 1.3}, {"std_factor": 0.7}, {"std_factor": 1.15},
@@ -215,3 +206,115 @@ def test_a_smooth_bootstrap_reaches_beyond_the_longest_observed() -> None:
     assert np.mean([d.max for d in drawn]) > before.outputs.max
     assert all(d.pmf.size and d.quantile(1e-9) >= 1 for d in drawn)
     assert np.mean([d.mean for d in drawn]) == pytest.approx(before.outputs.mean, rel=0.01)
+
+
+def test_logarithms_of_chances_are_exact_in_both_tails() -> None:
+    x = np.concatenate([np.linspace(-45, 45, 901), [-1e8, -200.0, 1e8, -np.inf, np.inf]])
+    np.testing.assert_allclose(log_ndtr(x), special.log_ndtr(x), rtol=1e-12, atol=1e-300)
+    assert log_ndtr(x.reshape(2, -1)).shape == (2, 453)
+
+
+@pytest.mark.parametrize("chance", [
+    np.array([0.5]), np.linspace(0.08, 0.92, 85), np.linspace(0.001, 0.999, 999),
+    np.geomspace(1e-300, 0.5, 400), 1 - np.geomspace(1e-15, 0.4, 60), np.array([[0.3, 1e-20]]),
+    np.array(0.95),
+    np.linspace(0.01, 0.99, 40_000)])
+def test_quantiles_are_those_of_scipy(chance: np.ndarray) -> None:
+    found = ndtri(chance)
+    np.testing.assert_allclose(found, special.ndtri(chance), rtol=2e-15, atol=1e-300)
+    assert found.shape == chance.shape
+
+
+@pytest.mark.parametrize("spread", [1e-4, 0.02, 3.0])
+@pytest.mark.parametrize("chance", [0.5, 0.9, 0.95, 0.999])
+@pytest.mark.parametrize("count", [1, 41])
+def test_a_mixtures_quantile_has_that_chance(count: int, chance: float, spread: float) -> None:
+    means = np.random.default_rng(count).normal(0.01, 0.1, count)
+
+    def missed(x: float) -> float:
+        return float(special.ndtr((x - means) / spread).mean()) - chance
+
+    wanted = optimize.brentq(missed, means.min() - 9 * spread, means.max() + 9 * spread)
+    assert mixture_quantile(means, spread, chance) == pytest.approx(wanted, abs=1e-11)
+
+
+def test_infinite_means_are_never_below() -> None:
+    means = np.array([0.0, np.inf])
+    assert mixture_quantile(means, 1.0, 0.25) == pytest.approx(0.0, abs=1e-11)
+
+
+@pytest.mark.parametrize(("mean", "std", "maximum"), [
+    (54, 37, 160), (128, 68, 320), (32, 13, 80), (40, 1e-4, 80), (3, 1.5, 6), (90, 8, 100),
+    (200, 115, 400)])
+def test_a_parents_truncation_has_the_moments(mean: float, std: float, maximum: int) -> None:
+    parent = truncated_parent(mean, std, maximum)
+    assert parent is not None
+    location, scale = parent
+    own = stats.truncnorm(-location / scale, (maximum - location) / scale, location, scale)
+    assert own.mean() == pytest.approx(mean, rel=1e-7)
+    assert own.std() == pytest.approx(std, rel=1e-5)
+
+
+@pytest.mark.parametrize(("mean", "std", "maximum"), [(256, 252, 512), (1, 50, 100), (5, 28.9, 100),
+                                                    (50, 28.9, 100), (30, 29, 100)])
+def test_no_normal_has_a_std_beyond_what_truncation_allows(mean: float, std: float,
+                                                           maximum: int) -> None:
+    assert truncated_parent(mean, std, maximum) is None
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "lengths"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+OURS = '{"id": "a", "index": 0, "input_tokens": 5, "output_tokens": 2, "text": "x"}\n'
+OPENAI = json.dumps({"custom_id": "a", "response": {"body": {"usage": {
+    "prompt_tokens": 5, "completion_tokens": 2}}}}) + "\n"
+
+
+@pytest.mark.parametrize("text", [
+    "input,output\n5,2\n", "output, input\n 2, 5\n", "5,2\n", "\ufeffinput,output\n\n5,2\n\n",
+    "id,prompt_tokens,completion_tokens\nx,5,2\n", '{"input": 5, "output": 2}\n', OURS, OPENAI])
+def test_both_sides_are_read_from_every_form(tmp_path: Path, text: str) -> None:
+    path = _file(tmp_path, text)
+    pairs = read_length_pairs(path)
+    assert pairs is not None and pairs.tolist() == [[5, 2]]
+    assert read_lengths(path, "input").tolist() == [5]
+    assert read_lengths(path, "output").tolist() == [2]
+
+
+@pytest.mark.parametrize("text", ["7\n8\n", "tokens\n7\n8\n", '{"n": 7}\n{"n": 8}\n'])
+def test_a_file_of_one_column_serves_either_side_and_is_no_pair(tmp_path: Path, text: str) -> None:
+    path = _file(tmp_path, text)
+    assert read_length_pairs(path) is None
+    assert read_lengths(path, "input").tolist() == read_lengths(path, "output").tolist() == [7, 8]
+
+
+@pytest.mark.parametrize(("text", "line"), [
+    ("input,output\n5,0\n", 2), ("input\n5\nx\n", 3), ("input,output\n5\n", 2),
+    ("input\n1.5\n", 2), ('{"input": 5}\n{"input": true}\n', 2), ('{"input": 5}\n{"inp', 2),
+    ('{"input": 5}\n[]\n', 2), ("", None), ("input,output\n", None), ("a,b\n1,2\n", 2),
+    ("input\n5,6\n", 2), ("input\n5\n", 2), ("output\n5\n", 2), ('{"input": 5}\n', 1),
+    ("input\n99999999999999999999999\n", 2), ('{"input": 9' + "9" * 30 + "}", 1), ("{}\n", None)])
+def test_a_wrong_length_is_reported_with_its_line(tmp_path: Path, text: str,
+                                                  line: int | None) -> None:
+    with pytest.raises(InputError) as caught:
+        values = read_lengths(_file(tmp_path, text), "input")
+        read_lengths(_file(tmp_path, text), "output")
+        raise AssertionError(values)
+    assert [m.line for m in caught.value.mistakes] == [line]
+
+
+def test_a_file_of_nothing_but_mistakes_reports_a_page_of_them(tmp_path: Path) -> None:
+    path = _file(tmp_path, "input,output\n" + "x,y\n" * 500)
+    with pytest.raises(InputError) as caught:
+        read_length_pairs(path)
+    assert len(caught.value.mistakes) == MAX_MISTAKES
+
+
+def test_unreadable_files_are_wrong_input(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\x00")
+    for path in (tmp_path / "binary", tmp_path / "none", tmp_path):
+        with pytest.raises(InputError):
+            read_lengths(path, "input")

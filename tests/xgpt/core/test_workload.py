@@ -11,12 +11,16 @@ import pytest
 from examples import examples
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
+from in_process import xgpt
 
+from xgpt.core.chat import BadRecord
 from xgpt.core.errors import InputError
 from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
+from xgpt.core.passed import has_form, passed_of
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.reader import read_requests
-from xgpt.core.workload import Request, RequestError, synthetic_requests
+from xgpt.core.workload import Request, RequestError, Terms, read_record, synthetic_requests
+from xrunner.io.estimated import CharacterTokens
 
 
 def _read(folder: Path, *lines: bytes | str | dict[str, Any]) -> tuple[
@@ -200,3 +204,86 @@ def test_synthetic_requests_keep_the_correlation_of_their_lengths() -> None:
     lengths = joint_empirical(np.array([[3, 1], [9, 3]]))
     for tokens, count in synthetic_requests(lengths, 50, seed=0, vocab_size=10):
         assert len(tokens) == 3 * count
+
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(("body", "told"), [
+    ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+     {"structured_outputs": {"json": SCHEMA}}),
+    ({"structured_outputs": {"regex": "a+"}}, {"structured_outputs": {"regex": "a+"}}),
+    ({"guided_json": json.dumps(SCHEMA)}, {"structured_outputs": {"json": SCHEMA}}),
+    ({"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
+    ({"guided_grammar": "root ::= \"a\""}, {"structured_outputs": {"grammar": "root ::= \"a\""}}),
+    ({"min_p": 0.1, "logit_bias": {"7": -100}}, {"min_p": 0.1, "logit_bias": {"7": -100}})])
+def test_what_is_asked_is_told_in_vllms_words(body: dict[str, Any], told: dict[str, Any]) -> None:
+    assert json.loads(passed_of(body)) == told
+    assert has_form(passed_of(body)) == ("structured_outputs" in told)
+
+
+def test_what_asks_for_nothing_tells_nothing() -> None:
+    assert passed_of({"response_format": {"type": "text"}, "logit_bias": {}, "min_p": None}) == ""
+    assert not has_form("")
+
+
+@pytest.mark.parametrize(("body", "reason"), [
+    ({"response_format": {"type": "xml"}}, "known types"), ({"response_format": "x"}, "an object"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "name and schema"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one of json"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"guided_choice": []}, "guided_choice"), ({"guided_json": "{"}, "guided_json is not JSON"),
+    ({"guided_json": [1]}, "a JSON schema"), ({"guided_regex": "\ud800"}, "lone surrogate"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "an answer has one form"),
+    ({"logit_bias": {"the": 1}}, "logit_bias"), ({"logit_bias": {"7": 101}}, "-100 to 100"),
+    ({"min_p": 2}, "min_p"), ({"repetition_penalty": 0}, "above 0"),
+    ({"guided_regex": "a", "forced_tokens": 3}, "forced_tokens"),
+    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens")])
+def test_what_no_sampler_takes_is_refused_by_its_key(body: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRecord, match=reason):
+        read_record({"prompt": "x", **body}, 1, "a", terms=Terms(engine="vllm"))
+
+
+@pytest.mark.parametrize("engine", [None, "deepspeed"])
+def test_engines_without_such_a_sampler_refuse_it(engine: str | None) -> None:
+    with pytest.raises(BadRecord, match="guided_regex: not supported"):
+        read_record({"prompt": "x", "guided_regex": "a"}, 1, "a", terms=Terms(engine=engine))
+
+
+def test_only_engines_that_have_them_give_likelihoods() -> None:
+    record = {"prompt": "x", "logprobs": 2, "min_tokens": 1}
+    for engine in (None, "vllm"):
+        assert read_record(record, 1, "a", terms=Terms(engine=engine)).top_logprobs == 2
+    with pytest.raises(BadRecord, match="logprobs, min_tokens: not supported"):
+        read_record(record, 1, "a", terms=Terms(engine="deepspeed"))
+
+
+@pytest.mark.parametrize("is_openai", [True, False])
+def test_a_line_keeps_all_that_its_messages_and_their_template_are_told(is_openai: bool) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": '{"city": "B"}'}}
+    body = {"messages": [
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": "rain", "tool_call_id": "1", "weight": {"a": [1]}}],
+        "chat_template_kwargs": {"enable_thinking": False}}
+    request = read_record(
+        {"custom_id": "a", "body": {"model": "m", **body}} if is_openai else body, 1, "a")
+    assert request.messages == (
+        {"role": "assistant", "tool_calls": [{**call, "function": {
+            "name": "w", "arguments": {"city": "B"}}}]},
+        {"role": "tool", "content": "rain", "tool_call_id": "1", "weight": {"a": [1]}})
+    assert json.loads(request.chat_template_kwargs) == {"enable_thinking": False}
+    for wrong in ([], "x", {"a": "\ud800"}):
+        with pytest.raises(BadRecord, match="chat_template_kwargs"):
+            read_record({**body, "chat_template_kwargs": wrong}, 1, "a")
+
+
+def test_a_message_of_calls_alone_is_counted_where_texts_are(tmp_path: Path) -> None:
+    """By who looks at a file of prompts, and where the model's tokenizer is not to be had."""
+    call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": "{}"}}
+    line = {"messages": [{"role": "user", "content": "Weather in Bonn?"},
+                         {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    (tmp_path / "r.jsonl").write_text(json.dumps(line) + "\n")
+    request = read_record(line, 1, "a")
+    assert len(CharacterTokens().tokenise([request])[0]) > 2
+    assert xgpt("init", "--prompts", tmp_path / "r.jsonl", tmp_path / "job.yaml").returncode == 0

@@ -64,25 +64,6 @@ def test_hosts_make_a_cluster_of_as_many_nodes_which_share_the_ranks(tmp_path: P
     assert two.device.name == one.device.name, "a host's cores are divided by its own ranks"
 
 
-@pytest.mark.parametrize(("run", "cluster", "key", "message"), [
-    ("ranks: 3, hosts: [h1, h2]", "local", "run.ranks", "multiple of the 2 hosts"),
-    ("ranks: 2, interface: eth0", "local", "run.interface", "needs run.hosts"),
-    ("hosts: [h1], interface: '-x'", "local", "run.interface", "network interface's name"),
-    ("ranks: 2, hosts: [h1, h1]", "local", "run.hosts", "each once"),
-    ("hosts: [h1, '-oProxyCommand=x']", "local", "run.hosts", "'-oProxyCommand=x' is none"),
-    ("hosts: ['h1,h2']", "local", "run.hosts", "'h1,h2' is none"),
-    ("hosts: [[h1]]", "local", "run.hosts", "a list of names"),
-    ("hosts: [h1, h2]", "a40-4", "run.hosts", "only with `cluster: local`"),
-    ("launcher: ssh", "local", "run.launcher", "needs run.hosts"),
-])
-def test_what_hosts_cannot_be(tmp_path: Path, run: str, cluster: str, key: str,
-                              message: str) -> None:
-    with pytest.raises(InputError) as caught:
-        load_job(job_file(tmp_path, run, cluster), ())
-    assert [m.key for m in caught.value.mistakes] == [key]
-    assert message in str(caught.value)
-
-
 def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
