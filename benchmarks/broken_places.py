@@ -42,11 +42,11 @@ PLACES = (
           "tests/xsimulator/test_no_head.py::test_a_head_that_is_not_there_is_not_asked_for"),
     Place("figures", "of unlike copies one kind is replayed", "xsimulator/replay/copies.py",
           "    if not estimate.others:\n        alone", "    if estimate:\n        alone",
-          "tests/xgpt/app/test_unlike_copies_simulated.py::"
+          "tests/xgpt/app/test_unlike_copies_followed.py::"
           "test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula"),
     Place("figures", "a refusal for too few queries speaks of memory",
           "xscheduler/refusals.py", "    if least.memory_bytes > room:", "    if least.is_timed:",
-          "tests/xgpt/cli/test_refusals.py::test_what_forbids_a_division_is_named"),
+          "tests/xgpt/cli/test_profile_files.py::test_what_forbids_a_division_is_named"),
     Place("package", "its version is not the library's", "setup.cfg",
           "version = attr: xgpt.__version__", "version = 0.0.9",
           "tests/xrunner/ops/test_wheel.py::test_a_source_distribution_holds_csrc"),
@@ -107,7 +107,7 @@ PLACES = (
           "        if token == NOT_FINITE:\n", "        if False:\n",
           "tests/xrunner/engine/test_not_finite.py"),
     Place("3 not finite", "a run without any answer is a success", "xgpt/app/no_answer.py",
-          "    if count:\n", "    if count < 0:\n", "tests/xgpt/app/test_no_answer.py", True),
+          "    if count:\n", "    if count < 0:\n", "tests/xgpt/app/test_private_runs.py", True),
     Place("3 not finite", "tensors may have any shape and type", "xrunner/checkpoint/tensors.py",
           "        mistakes = list(_misfits(directory, spec, tensors, places, spare))",
           "        mistakes = []",
@@ -267,11 +267,11 @@ PLACES = (
           "test_texts_that_a_spreadsheet_would_compute_can_be_quoted"),
     Place("the folder fails", "what mpiexec wrote in /tmp stays", "xgpt/launch/leftovers.py",
           "\"hydra_hwloc_xmlfile_*\", 0.0)", "\"hydra_hwloc_xmlfile_*\", 1e99)",
-          "tests/xgpt/launch/test_leftovers.py::"
+          "tests/xgpt/launch/test_process.py::"
           "test_what_mpiexec_wrote_of_the_machine_goes_once_it_is_dead"),
     Place("the folder fails", "what killed ranks leave stays", "xgpt/launch/leftovers.py",
           "    if not files:\n", "    if files is not None:\n",
-          "tests/xgpt/launch/test_leftovers.py::test_only_what_nobody_has_is_removed"),
+          "tests/xgpt/launch/test_process.py::test_only_what_nobody_has_is_removed"),
     Place("a million lines", "a line may be as long as it likes",
           "xgpt/core/request_files/lines.py",
           "    while raw := stream.readline(MAX_LINE_BYTES + 1):",
@@ -298,11 +298,11 @@ PLACES = (
           "tests/xrunner/io/test_chat_template.py"),
     Place("the model's prompts", "a run that goes on tells another date", "xgpt/app/opened.py",
           '.get("now") if is_half_done(job.output) else None', '.get("then")',
-          "tests/xgpt/app/going_on/test_prompts_kept.py::"
+          "tests/xgpt/app/going_on/test_changed_since.py::"
           "test_a_run_that_goes_on_renders_the_prompts_of_its_beginning"),
     Place("the model's prompts", "a run goes on with other tokens", "xgpt/app/run_folder.py",
           "prompts not in (None, spool.prompts_digest)", "not spool.prompts_digest",
-          "tests/xgpt/app/going_on/test_prompts_kept.py::"
+          "tests/xgpt/app/going_on/test_changed_since.py::"
           "test_other_tokens_of_the_same_requests_are_refused_untouched"),
     # hostile input
     Place("a folder's code", "transformers may run it", "xrunner/checkpoint/tokenizer_copy.py",

@@ -6,16 +6,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import urllib.error
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from xgpt.app import doctor
+from jobs import job as job_of
+from xgpt.app import checks, doctor, timing
+from xgpt.app import remedies as remedying
+from xgpt.app.opened import open_file
+from xgpt.app.remedies import cache_in_words, hub_in_words, remedies
 from xgpt.app.telling import LogTeller
+from xgpt.app.timing import timing_of
 from xgpt.cli.main import cli
-from xgpt.core.errors import XgptError
+from xgpt.cli.terminal import Terminal
+from xgpt.core import local
+from xgpt.core.errors import InputError, XgptError
+from xgpt.core.job import Job
 from xgpt.core.local import SmiGpu
+from xprofiler.roofline import Roofline
+from xrunner.checkpoint import hub
 
 CARD = {"card": "NVIDIA Toy 40", "copy_bytes_per_s": 100.0}
 CASE = {"operator": "silu_mul", "dtype": "float16", "agrees": True, "bytes_per_s": 80.0}
@@ -118,3 +132,156 @@ def test_a_process_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(XgptError, match="cupy is not installed"):
         doctor.compare_on_gpu(LogTeller(), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+GPU = SmiGpu(index=0, uuid="GPU-0", name="NVIDIA Toy 40", memory_bytes=None)
+
+
+def having(monkeypatch: pytest.MonkeyPatch, *, without: tuple[str, ...] = (),
+           gpus: tuple[SmiGpu, ...] = (), smi: str = "") -> None:
+    monkeypatch.setattr(remedying.importlib.util, "find_spec",
+                        lambda name: None if name in without else object())
+    monkeypatch.setattr(remedying, "gpus_here", lambda: list(gpus))
+    monkeypatch.setattr(remedying, "why_no_torch", lambda kind: "it was built without CUDA")
+    monkeypatch.setattr(remedying.subprocess, "run", lambda *_, **how: SimpleNamespace(stdout=smi))
+
+
+def commands(**found: str) -> list[str]:
+    return [remedy.command for remedy in remedies(found)]
+
+
+def test_a_machine_that_has_all_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    having(monkeypatch)
+    assert commands(torch="2.13", mpi="mpi4py", compiler="g++ 12", hub="answers") == []
+
+
+def test_packages_that_runs_need_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    having(monkeypatch, without=("torch", "mpi4py"))
+    known = remedies({"compiler": "no C++ compiler is there", "native": "torch is not installed"})
+    assert known[0].is_needed and known[0].command.endswith('".[run,report]"')
+    assert "torch, mpi4py not installed" in known[0].why
+
+
+def test_a_broken_mpi_is_installed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    having(monkeypatch)
+    assert "--force-reinstall" in commands(mpi="fails: no libmpi.so")[0]
+
+
+@pytest.mark.parametrize(("smi", "extra", "index"), [
+    ("CUDA Version: 12.4", "cuda12", "cu128"), ("CUDA Version: 13.0", "cuda13", "cu130"),
+    ("no word of it", "cuda12", "cu128")])
+def test_gpus_take_the_builds_of_their_driver(monkeypatch: pytest.MonkeyPatch, smi: str, extra: str,
+                                              index: str) -> None:
+    having(monkeypatch, without=("cupy",), gpus=(GPU,), smi=smi)
+    torch, cupy = commands()
+    assert torch.endswith(index) and cupy.endswith(f'".[{extra}]"')
+
+
+def test_a_compiler_is_named_by_the_system_s_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    having(monkeypatch)
+    monkeypatch.setattr(remedying.shutil, "which", lambda name: name == "dnf" or None)
+    found = {"compiler": "no C++ compiler is on the PATH", "native": "none, torch's serve"}
+    assert commands(**found) == ["sudo dnf install -y gcc-c++"]
+    assert commands(**{**found, "native": "avx512, from the wheel"}) == []
+
+
+def test_the_hub_is_offline_reached_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    having(monkeypatch)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE" in hub_in_words()
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/")
+
+    def answering(error: Exception) -> None:
+        def open_(request: Any, timeout: float) -> Any:
+            raise error
+        monkeypatch.setattr(hub.urllib.request, "urlopen", open_)
+
+    answering(urllib.error.URLError("no such host"))
+    said = hub_in_words()
+    assert said == "https://mirror.example cannot be reached (no such host)"
+    assert "HF_ENDPOINT" in commands(hub=said)[0]
+    answering(urllib.error.HTTPError("https://mirror.example", 405, "no", {}, None))  # type: ignore[arg-type]
+    assert hub_in_words() == "https://mirror.example answers"
+
+
+def test_a_cache_that_cannot_be_written_to_is_needed(monkeypatch: pytest.MonkeyPatch,
+                                                     tmp_path: Path) -> None:
+    having(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    assert "of room" in cache_in_words()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    said = cache_in_words()
+    assert "cannot be written to" in said
+    (remedy,) = remedies({"cache": said})
+    assert remedy.is_needed and "XDG_CACHE_HOME" in remedy.command
+
+
+TWO_A40 = "0, GPU-a, NVIDIA A40, 46068\n1, GPU-b, NVIDIA A40, 46068\n"
+
+
+@pytest.fixture()
+def job(tmp_path: Path) -> Callable[..., Job]:
+    def make(ranks=None, cluster="local"):
+        return job_of(tmp_path, model="opt-125m", cluster=cluster,
+                      run=f"{{ranks: {ranks}}}" if ranks else None)
+
+    return make
+
+
+@pytest.fixture()
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, and a PyTorch that can use them."""
+    monkeypatch.setattr(local, "_query_gpus", lambda: local.parse_smi(TWO_A40))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(local, "usable_cores", lambda *_: 8)
+    for module in (checks, timing):
+        monkeypatch.setattr(module, "why_no_torch", lambda kind: None)
+
+
+@pytest.mark.parametrize("ranks", [None, 1, 2])
+def test_a_run_on_this_machines_gpus_is_executed(
+        machine: None, job: Callable[..., Job], capsys: pytest.CaptureFixture[str],
+        ranks: int | None) -> None:
+    checks.refuse_what_cannot_run(job(ranks), Terminal())
+    assert "note" not in capsys.readouterr().err
+
+
+def test_ranks_that_share_a_gpu_are_told_so(
+        machine: None, job: Callable[..., Job], capsys: pytest.CaptureFixture[str]) -> None:
+    checks.refuse_what_cannot_run(job(3), Terminal())
+    assert "3 ranks share 2 x A40" in capsys.readouterr().err
+
+
+def test_gpus_of_another_machine_are_planned_not_executed(machine: None,
+                                                          job: Callable[..., Job]) -> None:
+    with pytest.raises(InputError, match="this machine's GPUs.*plan for any cluster"):
+        checks.refuse_what_cannot_run(job(cluster="a40-4"), Terminal())
+
+
+def test_a_pytorch_without_cuda_is_refused_with_the_ways_out(
+        machine: None, monkeypatch: pytest.MonkeyPatch, job: Callable[..., Job]) -> None:
+    monkeypatch.setattr(checks, "why_no_torch", lambda kind: "PyTorch has no CUDA")
+    with pytest.raises(InputError, match="PyTorch has no CUDA.*CUDA_VISIBLE_DEVICES"):
+        checks.refuse_what_cannot_run(job(), Terminal())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    checks.refuse_what_cannot_run(job(), Terminal())  # on CPU ranks
+
+
+def test_gpus_are_measured_where_they_can_be(
+        machine: None, monkeypatch: pytest.MonkeyPatch, job: Callable[..., Job],
+        capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def measure(wanted: object, tell: object) -> object:
+        asked.append(wanted)
+        return wanted
+
+    monkeypatch.setattr(timing, "quick_profile", measure)
+    monkeypatch.setattr(timing, "ProfileTiming", lambda profile: profile)
+    opened = open_file(job().source, (), Terminal())
+    assert timing_of(opened) is asked[0]
+    assert asked[0].metadata.device == "A40" and asked[0].metadata.ranks == 2
+    monkeypatch.setattr(timing, "why_no_torch", lambda kind: "PyTorch has no CUDA")
+    assert isinstance(timing_of(opened), Roofline)
+    assert "roofline of A40" in capsys.readouterr().err

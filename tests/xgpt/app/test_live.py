@@ -15,21 +15,24 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from runs import RUNNING
 from screens import check_screen, without_figures
 
-from xgpt.app import live
+from xgpt.app import live, telling
 from xgpt.app.live import Glance, NowAndThen, glance
 from xgpt.app.messages import KeptTeller
 from xgpt.app.place import Place, place_of
-from xgpt.app.telling import LogTeller
+from xgpt.app.telling import LogTeller, time_left_s, told_while
 from xgpt.cli.main import cli
 from xgpt.core.errors import MissingExtraError, XgptError
+from xgpt.core.json_values import write_json
+from xgpt.report.expected import EXPECTED_FILE, VERSION
 from xrunner.io.beat import Beat
 from xrunner.io.lock import output_lock
-from xrunner.io.sink import write_progress
+from xrunner.io.sink import Progress, write_progress
 
 
 @pytest.fixture
@@ -189,3 +192,102 @@ def read_until(descriptor: int, words: bytes) -> bytes:
             except OSError:  # the other end is closed
                 break
     return seen
+
+
+class Listener(LogTeller):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.ends = 0
+
+    def progress(self, line: str, *, is_last: bool = False) -> None:
+        self.lines.append(line)
+
+    def end_progress(self) -> None:
+        self.ends += 1
+
+
+def test_what_is_quick_says_nothing() -> None:
+    listener = Listener()
+    with told_while(listener, "searching"):
+        pass
+    assert (listener.lines, listener.ends) == ([], 0)
+
+
+def test_what_takes_longer_is_told_of_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telling, "SILENT_S", 0.01)
+    monkeypatch.setattr(telling, "_STILL_S", 0.01)
+    listener = Listener()
+    with pytest.raises(ValueError, match="as it ends"), told_while(listener, "searching"):
+        end_s = time.monotonic() + 20
+        while len(listener.lines) < 2 and time.monotonic() < end_s:
+            time.sleep(0.01)
+        raise ValueError("as it ends")
+    told = len(listener.lines)
+    assert told >= 2 and all(line.startswith("searching, ") for line in listener.lines)
+    assert listener.ends == 1
+    time.sleep(0.05)
+    assert len(listener.lines) == told, "nothing is said once it has ended"
+
+
+TOTAL, BATCH = 150, 25
+
+
+def ends_of(seed: int, pace: float = 1.0) -> np.ndarray:
+    """When queries end: six waves, each after four silent seconds, and a long last query."""
+    rng = np.random.default_rng(seed)
+    waves = np.repeat(np.arange(TOTAL // BATCH), BATCH) * 4.0 + 4.0
+    ends = waves + rng.uniform(0, 0.6, TOTAL)
+    ends[-1] += 2.0
+    return np.sort(ends) * pace
+
+
+def progress_at(second: float, ends: np.ndarray, done_before: int = 0) -> Progress:
+    ended = ends[ends <= second]
+    return Progress(state="running", total=TOTAL, elapsed_s=second, output_tokens=1,
+                    done=done_before + len(ended), done_before=done_before,
+                    latency_p50_s=None, latency_p99_s=None,
+                    last_done_s=float(ended[-1]) if len(ended) else None)
+
+
+def expect(output: Path, ends: np.ndarray) -> None:
+    write_json(output / EXPECTED_FILE, {
+        "version": VERSION, "stages": [], "latency_s": [1.0], "ttft_s": [1.0],
+        "done": [[float(end), i + 1] for i, end in enumerate(ends)]})
+
+
+@pytest.mark.parametrize("pace", [0.85, 1.0, 1.2])
+def test_it_is_true_within_a_quarter_from_the_first_second_on(tmp_path: Path, pace: float) -> None:
+    expect(tmp_path, ends_of(1))
+    ends = ends_of(2, pace)
+    for second in np.arange(0.5, ends[-1] - 2.0, 0.25):
+        told, left = time_left_s(progress_at(second, ends), tmp_path), ends[-1] - second
+        assert told == pytest.approx(left, rel=0.25, abs=1.0), f"at {second} s"
+
+
+def test_a_machine_half_as_fast_is_found_out_by_the_middle(tmp_path: Path) -> None:
+    expect(tmp_path, ends_of(1))
+    ends = ends_of(2, 2.0)
+    for second in np.arange(ends[-1] / 2, ends[-1] - 5.0, 0.5):
+        told = time_left_s(progress_at(second, ends), tmp_path)
+        assert told == pytest.approx(ends[-1] - second, rel=0.3)
+
+
+def test_a_rest_begins_where_the_run_before_ended(tmp_path: Path) -> None:
+    expect(tmp_path, ends_of(1))
+    rest = ends_of(1)[75:] - 12.6  # half of it was done until then
+    for second in (0.5, 4.0, 8.0):
+        told = time_left_s(progress_at(second, rest, 75), tmp_path)
+        assert told == pytest.approx(rest[-1] - second, rel=0.25)
+
+
+def test_without_a_plan_of_this_job_it_is_the_pace_so_far(tmp_path: Path) -> None:
+    progress = progress_at(5.0, ends_of(1))
+    assert progress.done == BATCH
+    assert time_left_s(progress, tmp_path) == pytest.approx(25.0)
+    expect(tmp_path, ends_of(1)[:100])  # of another number of queries
+    assert time_left_s(progress, tmp_path) == pytest.approx(25.0)
+    (tmp_path / EXPECTED_FILE).write_text("torn")
+    os.utime(tmp_path / EXPECTED_FILE, ns=(1, 1))
+    assert time_left_s(progress, tmp_path) == pytest.approx(25.0)
+    assert time_left_s(progress_at(0.5, ends_of(1)), tmp_path) is None
+    assert time_left_s(progress_at(99.0, ends_of(1)), tmp_path) is None

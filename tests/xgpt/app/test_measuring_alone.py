@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from laid_out import amdahl, profile_of
 
-from xgpt.app.local_profile import alone
+from jobs import opened
+from xgpt.app import local_profile as module
+from xgpt.app import profile_identity, timing
+from xgpt.app.local_profile import WantedProfile, alone, local_profile, wanted_profile
+from xgpt.app.opened import OpenedJob
+from xgpt.app.profile_identity import profile_metadata
+from xgpt.app.stop import stop_job
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import StoppedEarly
+from xgpt.launch.launcher import RankProgram
+from xprofiler.cache import cached_profile_path, kernels_fingerprint
+from xprofiler.profile import TRANSFER, Profile, Sample, TableKey
+from xprofiler.profile_file import load_profile, save_profile
 from xrunner.io.lock import output_lock
 from xrunner.io.stop import StopRequest
+from xrunner.ops import build
 
 _HOLDS = """
 import os, sys, time
@@ -95,3 +111,139 @@ def test_a_holder_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
         with alone(tmp_path, tmp_path, tell):
             pass
     assert not tell.said
+
+
+class Measuring:
+    """A launcher whose ranks measure until they are asked to stop; the user asks meanwhile."""
+
+    is_here = True
+
+    def __init__(self, output: Path) -> None:
+        self._output, self.looks = output, 0
+
+    def run(self, program: object, *, watch: Callable[[], None],
+            ask_to_stop: Callable[[], None]) -> None:
+        stop = Path(program.argument).with_name("stop")  # type: ignore[attr-defined]
+        for self.looks in range(1, 6):
+            if self.looks == 3:
+                stop_job(self._output)
+            watch()
+            if stop.exists():
+                return
+        raise AssertionError("never asked to stop")
+
+
+@pytest.fixture
+def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WantedProfile:
+    pytest.importorskip("mpi4py", reason="measuring needs the extra `run`")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "out").mkdir()
+    own = opened(tmp_path, model="opt-125m", cluster="local", output="out", run="{ranks: 1}")
+    return wanted_profile(own.job, own.problem)
+
+
+def test_a_run_that_measures_is_asked_between_measurements(wanted: WantedProfile) -> None:
+    launcher = Measuring(wanted.output)
+    with output_lock(wanted.output), pytest.raises(StoppedEarly, match="what was measured is kept"):
+        local_profile(replace(wanted, launcher=launcher), LogTeller())
+    assert launcher.looks == 3
+
+
+def test_a_request_of_an_earlier_run_stops_no_later_profile(wanted: WantedProfile) -> None:
+    StopRequest(wanted.output).make_by_user()
+    assert not module.is_asked_to_stop(wanted.output)
+    with output_lock(wanted.output):
+        assert module.is_asked_to_stop(wanted.output)
+
+
+def test_who_waits_for_another_that_measures_stops_too(wanted: WantedProfile,
+                                                       tmp_path: Path) -> None:
+    StopRequest(wanted.output).make_by_user()
+    cache = tmp_path / "cache" / "xgpt" / "profiles"
+    with output_lock(wanted.output), alone(cache, wanted.output, LogTeller()), (
+            pytest.raises(StoppedEarly, match="before its profile was measured")):
+        local_profile(wanted, LogTeller())
+
+
+def test_that_operators_are_being_compiled_is_told_before_anything_is_timed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(timing, "why_no_torch", lambda _: None)
+    monkeypatch.setattr(timing, "why_no_operators", lambda: order.append("compiled"))
+    monkeypatch.setattr(timing, "told_while",
+                        lambda _, what: order.append(what) or contextlib.nullcontext())
+
+    def stop(*_: object) -> None:
+        order.append("timed")
+        raise InterruptedError
+
+    monkeypatch.setattr(timing, "quick_profile", stop)
+    own = opened(tmp_path, model="opt-125m", cluster="local", run="{ranks: 1}")
+    if own.problem.cluster.device.kind != "cpu":
+        pytest.skip("this machine's GPUs would be timed")
+    with pytest.raises(InterruptedError):
+        timing.timing_of(own)
+    assert order == ["compiling what computes, once", "compiled", "timed"]
+
+
+def test_a_profile_of_gpus_tells_whether_kernels_read_each_query_alone_and_steps_are_captured(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(graphs):
+        own = opened(tmp_path, model="opt-125m", run=f"{{cuda_graphs: {graphs}}}")
+        return profile_identity.profile_metadata(own.job, own.problem)
+
+    monkeypatch.setattr(build, "why_no_cupy", lambda: "cupy is not installed")
+    assert of("auto").is_padded, "torch reads all up to the longest"
+    monkeypatch.setattr(build, "why_no_cupy", lambda: None)
+    captured, launched = of("auto"), of("off")
+    assert not captured.is_padded
+    assert captured.kernels == kernels_fingerprint()
+    assert launched.kernels == f"{captured.kernels}, no CUDA graphs"
+    monkeypatch.setenv("XGPT_NATIVE", "off")
+    assert of("auto").is_padded
+
+
+def opened_on(folder: Path, hosts: str) -> OpenedJob:
+    return opened(folder, model="opt-125m", cluster="local", run=(
+        f"{{ranks: 2, threads_per_rank: 1, dtype: float32, hosts: [{hosts}]}}"))
+
+
+@dataclass
+class Measurer:
+    """Stands for ranks that measure: adds what it is told to the profile it is asked for."""
+
+    add: Callable[[Profile], Profile]
+    is_here: bool = True
+    found: list[Profile] = field(default_factory=list)
+
+    def run(self, ranks: RankProgram, **_: Any) -> None:
+        target = Path(json.loads(ranks.argument.read_text())["target"])
+        self.found.append(load_profile(target))
+        save_profile(self.add(self.found[-1]), target)
+
+
+def test_one_node_and_two_of_as_many_ranks_are_told_apart(tmp_path: Path) -> None:
+    one, two = (profile_metadata(opened.job, opened.problem) for hosts in ("", "a, b")
+                for opened in [opened_on(tmp_path, hosts)])
+    assert (one.ranks, two.ranks) == (2, 2) and (one.nodes, two.nodes) == (1, 2)
+    assert cached_profile_path(tmp_path, one) != cached_profile_path(tmp_path, two)
+
+
+def test_messages_between_nodes_that_a_profile_lacks_are_measured_and_added_once(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(module, "missing", lambda *_: [])
+    opened = opened_on(tmp_path, "a, b")
+    over_network = TableKey(TRANSFER, 1, "network")
+    points = (Sample(x=1024, samples_s=(1e-4,) * 3),)
+    ranks = Measurer(lambda known: replace(known, tables={**known.tables, over_network: points}))
+    wanted = replace(wanted_profile(opened.job, opened.problem), launcher=ranks)
+    near = replace(profile_of(wanted.model, 2, 1, amdahl(0.0)), metadata=wanted.metadata)
+    path = cached_profile_path(tmp_path / "profiles", wanted.metadata)
+    path.parent.mkdir()
+    save_profile(near, path)
+    whole = local_profile(wanted, LogTeller())
+    assert over_network not in ranks.found[0].tables
+    assert set(whole.tables) == {*near.tables, over_network}
+    assert set(local_profile(wanted, LogTeller()).tables) == set(whole.tables)
+    assert len(ranks.found) == 1, "what is whole is not measured again"

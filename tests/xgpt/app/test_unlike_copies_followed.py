@@ -17,13 +17,18 @@ from taken_as_true import timing_of
 from told_steps import steps_of
 from watched_jobs import follow, outputs_of, session_of, write_state
 
-from xgpt.app.opened import OpenedJob
+from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.plan import settled
 from xgpt.app.run_folder import plan_for_ranks
+from xgpt.app.simulate import Simulation, simulate_job
 from xgpt.app.watch import Rescheduler, decisions_with_phases
+from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
-from xgpt.core.schedule import Schedule
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.retimed import Factor, Retimed
+from xprofiler.timing import TimingSource
 from xrunner.checkpoint.source import ModelFiles
 from xrunner.io.beat import BEATS, RankState
 from xrunner.io.launcher_link import load_change_order
@@ -33,10 +38,13 @@ from xrunner.rules.changes import OfShapes
 from xrunner.rules.iteration import StepLimits
 from xrunner.rules.rra import PhaseControls
 from xscheduler.copies import problem_for, problem_on
+from xscheduler.drift import drift_rows
 from xscheduler.evaluator import Evaluator
 from xscheduler.live.decisions import NOT_RRA
+from xscheduler.live.reschedule import reschedule
 from xscheduler.live.shapes import differ
 from xscheduler.planner import Planner, PlanOptions
+from xsimulator.rough.forms import fixed_estimate
 
 Planned = tuple[OpenedJob, Schedule]
 DEVICES = (2, 1)  # of a copy of each shape; of the second there are two
@@ -233,3 +241,63 @@ def test_a_decision_has_the_phase_of_the_first_copy_that_took_it_up(drifted: Dri
     (row,) = decisions_with_phases(run.own.decisions, [
         *taken, {"revision": 1, "phase": 4, "elapsed_s": 2.5}])
     assert row["phase"] == 4
+
+
+Unlike = tuple[OpenedJob, TimingSource, Estimate]
+
+
+@pytest.fixture(scope="module")
+def large_and_small(tmp_path_factory: pytest.TempPathFactory) -> Unlike:
+    """A large batch on two devices, of three quarters of the queries, beside a small one on one."""
+    path = tmp_path_factory.mktemp("job") / "job.yaml"
+    path.write_text("model: opt-13b\nworkload: {task: S}\nconstraint: {latency_s: inf}\n"
+                    "cluster: {num_nodes: 1, devices_per_node: 3, device: A40, "
+                    "intra_link: pcie4-x16-p2p}\n")
+    opened, timing = settled(open_file(path))
+
+    def on(devices: int, batch: int) -> Estimate:
+        part = problem_on(opened.problem, devices)
+        return Evaluator(part, timing).shown(fixed_estimate("rra", part, timing, FixedSchedule(
+            encode_batch=batch, decode_iterations=8)).one_copy)
+
+    return opened, timing, on(2, 24).beside((on(1, 4),))
+
+
+@pytest.fixture(scope="module")
+def simulated(large_and_small: Unlike) -> Simulation:
+    return simulate_job(*large_and_small)
+
+
+def test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula(
+        large_and_small: Unlike, simulated: Simulation) -> None:
+    _, _, given = large_and_small
+    figures, shapes = simulated.figures, given.shapes
+    total_qps = sum(shape.figures.throughput_qps for shape in shapes)
+    assert shapes[0].figures.throughput_qps < 0.9 * total_qps, "one kind alone would be told apart"
+    assert figures.steady_throughput_qps == pytest.approx(total_qps, rel=0.05)
+    assert figures.estimated_latency_s == pytest.approx(max(
+        shape.figures.latency_s for shape in shapes), rel=0.02)
+    assert figures.steady_latency_s == pytest.approx(figures.estimated_latency_s, rel=0.05)
+    assert len(figures.utilisation) == 3 and min(figures.utilisation) > 0.5
+    assert figures.kv_peak_tokens <= figures.kv_tokens
+    assert simulated.to_dict()["replay"]["estimated_latency_s"] == figures.estimated_latency_s
+    words = " ".join(str(simulated).split())
+    assert "of the slowest copy (the estimate says" in words
+
+
+def test_changed_lengths_are_replayed_by_all_copies(large_and_small: Unlike) -> None:
+    opened, timing, given = large_and_small
+
+    def none(problem: Problem) -> Estimate:
+        raise InfeasibleError("not asked for")
+
+    search: Callable[[Problem], Estimate] = none
+    rows = drift_rows(opened.problem, timing, given, search=search, least_queries=400)
+    usual = next(row.kept for row in rows if row.change == 1.0)
+    assert usual.throughput_qps == pytest.approx(given.figures.throughput_qps, rel=0.08)
+
+
+def test_how_to_go_on_from_them_is_refused_by_name(large_and_small: Unlike) -> None:
+    opened, timing, given = large_and_small
+    with pytest.raises(InputError, match="others = 1.* copies that are alike"):
+        reschedule(given, opened.problem, timing)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import configparser
 import json
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
 from in_process import xgpt
+
+from xgpt.app import run_files
+from xgpt.cli import run
+from xgpt.cli.main import cli
+from xgpt.cli.options import KEYS
 
 ROOT = Path(__file__).resolve().parents[3]
 OPT_13B = """
@@ -77,7 +86,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
 
 
 def test_scheduling_imports_neither_torch_nor_mpi(job: Path) -> None:
-    done = fresh("schedule", job, "--set=schedule.tp_degree=1", "--set=schedule.replicas=1",
+    done = fresh("schedule", job, "--set=schedule={policy: rra, encode_chunk: 0, tp_degree: 1}",
                  code="print('HEAVY', {'torch', 'mpi4py', 'transformers'} & set(sys.modules))")
     assert done.returncode == 0, done.stderr
     assert "HEAVY set()" in done.stdout
@@ -125,22 +134,23 @@ def test_schedule_of_opt_13b_is_confirmed_by_simulate(
 
 
 def test_sweep_rises_with_the_bound(job: Path) -> None:
-    done = xgpt("sweep", job, "--json", "--bounds", "0.01,5,inf")
+    few = "--set=schedule={policy: [rra, ft], encode_chunk: 0, replicas: 1}"
+    done = xgpt("sweep", job, few, "--json", "--bounds", "0.01,5,inf")
     rows = json.loads(done.stdout)["rows"]
     assert rows[0]["status"] == "infeasible" and "tightest" in rows[0]["reason"]
     rates = [row["throughput_qps"] for row in rows[1:]]
     assert rates == sorted(rates) and rates[0] < rates[-1]
-    shown = xgpt("sweep", job, "--bounds", "0.01,5")
+    shown = xgpt("sweep", job, few, "--bounds", "0.01,5")
     assert shown.returncode == 0 and max(map(len, shown.stdout.splitlines())) <= 80
     lines = shown.stdout.splitlines()
-    assert lines[2].split()[2:4] == ["auto", "-"] and "tightest" in shown.stdout
+    assert lines[2].split()[2:4] == ["rra+ft", "-"] and "tightest" in shown.stdout
     copies = [str(rows[1]["replicas"])] * (rows[1]["replicas"] > 1)  # else no column says so
     assert lines[3].split()[2:][:2 + len(copies)] == [rows[1]["chosen"], *copies,
                                                       f"{rates[0]:.4g}"]
     assert "..." not in shown.stdout and "going on: 2 of 2 points" in shown.stderr
-    none = xgpt("sweep", job, "--bounds", "0.01")
+    none = xgpt("sweep", job, few, "--bounds", "0.01")
     assert none.returncode == 3 and "no schedule" in none.stdout
-    told = json.loads(xgpt("sweep", job, "--bounds", "0.01", "--json").stdout)
+    told = json.loads(xgpt("sweep", job, few, "--bounds", "0.01", "--json").stdout)
     assert told["exit_code"] == 3 and told["rows"][0]["status"] == "infeasible"
 
 
@@ -185,7 +195,7 @@ def test_the_options_are_frozen() -> None:
     }
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_standard_streams_that_the_caller_closed_change_nothing_else(tmp_path: Path,
                                                                      closed: str) -> None:
     """Nor does the next file that is opened take their number, where libraries print."""
@@ -196,3 +206,83 @@ def test_standard_streams_that_the_caller_closed_change_nothing_else(tmp_path: P
     assert (done.returncode, done.stderr) == (0, "")
     assert ("opt-13b" in done.stdout) == (">&-" not in closed.split())
     assert int((tmp_path / "next").read_text()) > 2
+
+
+@pytest.mark.parametrize(("has_metrics", "is_again", "asked"), [
+    (False, False, False), (True, False, True), (False, True, True)])
+def test_whether_a_job_is_done_is_asked_where_it_may_be(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_metrics: bool, is_again: bool,
+        asked: bool) -> None:
+    assert run.METRICS == run_files.METRICS_FILE
+    if has_metrics:
+        (tmp_path / run.METRICS).touch()
+    imported: list[str] = []
+    finished = SimpleNamespace(done_already=lambda *_, **__: {"status": "already done"})
+    monkeypatch.setattr(run, "import_module", lambda name: imported.append(name) or finished)
+    found = run._done_already(SimpleNamespace(output=tmp_path), is_again=is_again)
+    assert (found is not None, imported) == (asked, ["xgpt.app.finished"] * asked)
+
+
+OF_PROGRAMS = """
+model: opt-125m
+cluster: a40-4
+workload: {{requests: {{count: 20}}, task: T}}
+schedule: {{policy: ft}}
+slurm: {{prologue: ["{program}"], container: ["{program}"], modules: ["$({program})"],
+        extra: ["--comment=$({program})"]}}
+output: out
+"""
+
+
+@pytest.mark.parametrize("command", ["schedule", "simulate"])
+def test_what_a_job_file_names_is_not_started(command: str, tmp_path: Path) -> None:
+    program, job = tmp_path / "program", tmp_path / "job.yaml"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
+    program.chmod(0o755)
+    job.write_text(OF_PROGRAMS.format(program=program))
+    done = xgpt(command, job)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "started").exists() and not (tmp_path / "out").exists()
+
+
+def proposed(*words: str) -> list[str]:
+    """For the last word, after those before it."""
+    shell = ShellComplete(cli, {}, "xgpt", "_XGPT_COMPLETE")
+    return [item.value for item in shell.get_completions(list(words[:-1]), words[-1])]
+
+
+def test_commands_and_keys_and_catalog_names() -> None:
+    assert {"schedule", "submit"} <= set(proposed("s")) and "models" in proposed("mo")
+    assert proposed("schedule", "job.yaml", "--set", "constraint.la") == ["constraint.latency_s="]
+    assert "model=opt-13b" in proposed("schedule", "job.yaml", "--set", "model=opt-1")
+    assert "cluster=local" in proposed("schedule", "job.yaml", "--set", "cluster=")
+    assert "schedule.policy=rra" in proposed("submit", "job.yaml", "--set", "schedule.policy=")
+    assert "run.weight_dtype=int8" in proposed("run", "job.yaml", "--set", "run.weight_dtype=")
+    assert proposed("run", "job.yaml", "--set", "run.seed=") == []
+
+
+def test_job_files_and_folders_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs").mkdir()
+    for name in ("a.yaml", "jobs/b.yml", "jobs/notes.txt", ".hidden.yaml"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert proposed("schedule", "") == ["a.yaml", "jobs/"]
+    assert proposed("submit", "jobs/") == ["jobs/b.yml"]
+    assert proposed("status", "nowhere/") == []
+
+
+def test_every_key_that_is_proposed_is_documented() -> None:
+    documented = (ROOT / "docs" / "job-file.md").read_text("utf-8")
+    assert not [key for key in KEYS if f"`{key}`" not in documented and not (
+        key.startswith("schedule.") and f"`{key.removeprefix('schedule.')}`" in documented)]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_is_told_how(shell: str) -> None:
+    shown = CliRunner().invoke(cli, ["completion", shell], catch_exceptions=False)
+    assert shown.exit_code == 0 and "_XGPT_COMPLETE" in shown.stdout
+    if (path := shutil.which(shell)) is not None:
+        flags = ["-n"] if shell != "fish" else ["--no-execute"]
+        done = subprocess.run([path, *flags], input=shown.stdout, text=True, capture_output=True,
+                              check=False)
+        assert done.returncode == 0, done.stderr

@@ -66,7 +66,7 @@ def test_a_bound_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     job = tmp_path / "job.yaml"
     job.write_text(JOB)
     code, out, _ = end(monkeypatch, capsys, "schedule", job, "--json", "--set",
-                       "constraint.latency_s=0.01")
+                       "constraint.latency_s=0.01", "--set", "schedule.policy=ft")
     found = json.loads(out)
     assert code == found["exit_code"] == 3
     assert "tightest" in found["error"] and found["error"] == found["infeasible"]
@@ -153,9 +153,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize(("command", "module"), [
-    ("submit", "xgpt.cli.run"), ("submit", "xgpt.app.plan"), ("sweep", "xgpt.app.sweeps.sweep")])
+@pytest.mark.parametrize(("first", "command", "module"), [
+    (signal.SIGINT, "submit", "xgpt.cli.run"), (signal.SIGTERM, "submit", "xgpt.app.plan"),
+    (signal.SIGINT, "submit", "xgpt.app.plan"), (signal.SIGHUP, "sweep", "xgpt.app.sweeps.sweep")])
 def test_signals_after_the_first_change_nothing(first: int, command: str, module: str,
                                                 tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
@@ -167,8 +167,9 @@ def test_signals_after_the_first_change_nothing(first: int, command: str, module
     assert "the same command goes on" in " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-@pytest.mark.parametrize(("words", "code"), [(("models", "--json"), 0), (("models", "x"), 2)])
+@pytest.mark.parametrize(("number", "words", "code"), [
+    (signal.SIGINT, ("models", "--json"), 0), (signal.SIGTERM, ("models", "x"), 2),
+    (signal.SIGHUP, ("models", "--json"), 0), (signal.SIGUSR1, ("models", "x"), 2)])
 def test_a_signal_once_all_is_told_does_not_take_the_exit_code(
         number: int, words: tuple[str, ...], code: int) -> None:
     # at its end the interpreter calls what is registered here, as late as a signal may come
@@ -181,7 +182,7 @@ def test_a_signal_once_all_is_told_does_not_take_the_exit_code(
     assert "Traceback" not in done.stderr and "ignored" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [("models",), ("models", "--json"), ("--help",)])
+@pytest.mark.parametrize("words", [("models",), ("--help",)])
 def test_no_room_for_what_is_printed_is_no_fault_of_xgpt(words: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-m", "xgpt.cli.main", *words], stdout=full,

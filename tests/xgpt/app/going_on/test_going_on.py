@@ -70,23 +70,11 @@ def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(
     assert session.problem.weight_dtype == "bfloat16", "of a job that is done nothing is kept"
 
 
-def test_another_schedule_goes_on_with_what_is_held(folder: Path, run: Run,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StoppedEarly):
-        run(6)
-    out = folder / "out"
-    done = lines(out / "results.jsonl") | lines(out / HELD_FILE)
-    monkeypatch.setitem(POLICIES, "rra", "encode_batch: 2, decode_iterations: 9")
-    run()
-    final = lines(out / "results.jsonl")
-    assert list(final) == list(range(COUNT)) and final.items() >= done.items()
-
-
-def test_a_job_that_makes_its_requests_goes_on_by_another_schedule(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its schedule holds changes with every plan, and none of its requests is longer."""
-    monkeypatch.setitem(WORKLOAD, "requests",
-                        "requests: {count: 24}, input_tokens: {mean: 5, std: 2, max: 9}")
+@pytest.mark.parametrize("requests", [
+    WORKLOAD["requests"], "requests: {count: 24}, input_tokens: {mean: 5, std: 2, max: 9}"])
+def test_another_schedule_goes_on_with_what_is_held(folder, run, monkeypatch, requests):
+    """What a schedule holds of made requests changes with every plan, and none is longer."""
+    monkeypatch.setitem(WORKLOAD, "requests", requests)
     with pytest.raises(StoppedEarly):
         run(6)
     out = folder / "out"
@@ -94,7 +82,8 @@ def test_a_job_that_makes_its_requests_goes_on_by_another_schedule(
     monkeypatch.setitem(POLICIES, "rra", "encode_batch: 2, decode_iterations: 9")
     metrics = run()
     assert (metrics["queries"], metrics["queries_before"]) == (COUNT, len(done))
-    assert lines(out / "results.jsonl").items() >= done.items()
+    final = lines(out / "results.jsonl")
+    assert list(final) == list(range(COUNT)) and final.items() >= done.items()
     assert not list(out.glob("results-*"))
 
 
@@ -186,13 +175,6 @@ def test_a_job_that_is_done_runs_anew_and_no_results_are_written_over(folder: Pa
     kept = sorted(path for path in out.glob("results-*.jsonl"))
     assert [len(lines(path)) for path in kept] == [COUNT] * 3
     assert len(list(out.glob("held-*.jsonl"))) == 1
-
-
-def test_a_job_of_fewer_queries_than_its_schedule_is_for_runs(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, "rra", "encode_batch: 40, decode_iterations: 4")
-    metrics = run()
-    assert metrics["queries"] == COUNT and metrics["throughput_qps"]["predicted"] > 0
 
 
 def test_the_end_tells_cut_answers_the_bound_and_the_first_error(
