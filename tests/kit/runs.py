@@ -7,10 +7,30 @@ from pathlib import Path
 
 from in_process import xgpt
 
+from xgpt.app.telling import LogTeller
 from xrunner.io.sink import Progress
 
 RUNNING = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
                    latency_p50_s=1.5, latency_p99_s=2.25)
+
+
+class Told(LogTeller):
+    """Keeps what is said, and the lines of progress."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.shown: list[str] = []
+        self.ends = 0
+
+    def say(self, message: str) -> None:
+        self.lines.append(message)
+
+    def progress(self, line: str, *, is_last: bool = False) -> None:
+        self.shown.append(line)
+
+    def end_progress(self) -> None:
+        self.ends += 1
 
 
 def said(*words: object, of: Path | None = None) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,8 +35,7 @@ def found(session: OpenedJob) -> Schedule:
                                               problem.dtype)).schedule
 
 
-def test_all_ranks_are_one_group_and_the_policy_is_ft_unless_the_job_says_dsi(
-        tmp_path: Path) -> None:
+def test_all_ranks_are_one_group_and_the_policy_is_ft_unless_the_job_says_dsi(tmp_path):
     for schedule, policy in (("", "ft"), ("policy: ft", "ft"), ("policy: dsi", "dsi")):
         fixed = executable(session_of(tmp_path, schedule=schedule)).problem.fixed
         assert (fixed.policy, fixed.tp_degree, fixed.tp_gpus) == (policy, 2, 2)
@@ -45,8 +43,7 @@ def test_all_ranks_are_one_group_and_the_policy_is_ft_unless_the_job_says_dsi(
     assert (fixed.tp_degree, fixed.tp_gpus) == (1, 0)
 
 
-def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_times(
-        tmp_path: Path) -> None:
+def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_times(tmp_path):
     free = found(session_of(tmp_path))
     assert [stage.ranks for stage in free.estimate.deployment.stages] == [(0, 1)]
     assert ENGINE.note in free.estimate.notes
@@ -59,7 +56,7 @@ def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_time
         found(session_of(tmp_path, bound="0.001"))
 
 
-def test_a_batch_that_the_job_fixes_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_batch_that_the_job_fixes_is_taken_as_it_is(tmp_path):
     given = found(session_of(tmp_path, schedule="policy: dsi, encode_batch: 6, "
                                                 "encode_micro_batches: 3", bound="0.001"))
     assert (given.estimate.policy, given.estimate.figures.encode_batch) == ("dsi", 6)
@@ -75,8 +72,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *, package: bool, compiler: bool)
     monkeypatch.setattr("shutil.which", lambda name: "/bin/c++" if compiler else None)
 
 
-def test_a_package_or_a_compiler_that_is_missing_is_named(tmp_path: Path,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_or_a_compiler_that_is_missing_is_named(tmp_path, monkeypatch):
     job = session_of(tmp_path).job
     installed(monkeypatch, package=True, compiler=True)
     refuse_what_cannot_run(job, LogTeller())
@@ -97,7 +93,7 @@ def test_a_package_or_a_compiler_that_is_missing_is_named(tmp_path: Path,
     ("schedule.decode_iterations=3", "works static batches"),
     ("run.dtype=float16", "run.dtype = 'float16': float32 or bfloat16")])
 def test_what_the_job_file_alone_shows_is_refused_before_the_package_is_looked_for(
-        tmp_path: Path, override: str, why: str) -> None:
+        tmp_path, override, why):
     job = load_job(session_of(tmp_path).job.source, [override])
     with pytest.raises(InputError) as caught:
         refuse_what_cannot_run(job, LogTeller())
@@ -111,18 +107,17 @@ def test_what_the_job_file_alone_shows_is_refused_before_the_package_is_looked_f
     ({"schedule": "replicas: 2"}, "schedule.replicas = 2: left out, or 1"),
     ({"schedule": "tp_degree: 1"}, "schedule.tp_degree = 1: left out, or 2"),
     ({"schedule": "tp_gpus: 0"}, "schedule.tp_gpus = 0: left out, or 2")])
-def test_models_and_ranks_that_cannot_be_divided_are_refused(tmp_path: Path, given: dict[str, str],
-                                                             why: str) -> None:
+def test_models_and_ranks_that_cannot_be_divided_are_refused(tmp_path, given, why):
     with pytest.raises(InputError) as caught:
         executable(session_of(tmp_path, **given))
     assert why in str(caught.value)
 
 
-def test_gpt2_runs_on_one_rank(tmp_path: Path) -> None:
+def test_gpt2_runs_on_one_rank(tmp_path):
     assert executable(session_of(tmp_path, model="gpt2", run="ranks: 1")).problem.fixed
 
 
-def test_a_schedule_of_other_stages_or_another_policy_is_refused(tmp_path: Path) -> None:
+def test_a_schedule_of_other_stages_or_another_policy_is_refused(tmp_path):
     session = session_of(tmp_path)
     schedule = found(session)
     assert executable(session, schedule).problem.fixed.policy == "ft"

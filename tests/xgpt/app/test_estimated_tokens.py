@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from in_process import xgpt
@@ -28,7 +27,7 @@ schedule: {policy: rra, encode_chunk: 0, replicas: 1, tp_degree: 1}
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path, monkeypatch):
     lines = [{"id": str(i), "prompt": TEXT * (1 + i % 4)} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "job.yaml").write_text(JOB)
@@ -45,12 +44,11 @@ def unreachable(cause: XgptError | None = None) -> Callable[..., object]:
 
 
 def inputs_of(session: OpenedJob) -> list[int]:
-    assert session.requests is not None and session.requests.input_tokens is not None
     found: list[int] = session.requests.input_tokens.tolist()
     return found
 
 
-def test_lengths_are_estimated_and_it_is_said_in_words_and_in_the_object(job: Path) -> None:
+def test_lengths_are_estimated_and_it_is_said_in_words_and_in_the_object(job):
     done = xgpt("schedule", job, "--json")
     assert done.returncode == 0, done.stderr
     assert "ConnectError" not in done.stderr
@@ -61,7 +59,7 @@ def test_lengths_are_estimated_and_it_is_said_in_words_and_in_the_object(job: Pa
     assert "since prompts' lengths are estimated from characters, 32% off" in found["margin_note"]
 
 
-def test_every_query_has_its_own_estimate_and_the_margin_grows_with_the_doubt(job: Path) -> None:
+def test_every_query_has_its_own_estimate_and_the_margin_grows_with_the_doubt(job):
     session = open_file(job)
     own = estimated_tokens(TEXT)
     assert own == round(len(TEXT) / 3.6)
@@ -70,7 +68,7 @@ def test_every_query_has_its_own_estimate_and_the_margin_grows_with_the_doubt(jo
 
 
 @pytest.mark.parametrize("command", ["sweep", "simulate"])
-def test_sweep_and_simulate_plan_by_the_estimate_too(job: Path, command: str) -> None:
+def test_sweep_and_simulate_plan_by_the_estimate_too(job, command):
     done = xgpt(command, job, *(("--set", "schedule.encode_batch=4", "--set",
                                  "schedule.decode_iterations=8") if command == "simulate" else
                                 ("--set", "schedule.policy=ft")))
@@ -78,26 +76,24 @@ def test_sweep_and_simulate_plan_by_the_estimate_too(job: Path, command: str) ->
     assert "estimated from their characters" in " ".join(done.stderr.split())
 
 
-def test_without_the_packages_it_is_said_which_command_brings_them(
-        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_packages_it_is_said_which_command_brings_them(job, monkeypatch):
     monkeypatch.setattr(opening, "find_model", unreachable(
         MissingExtraError("huggingface_hub", "run", "fetching a model")))
     done = xgpt("schedule", job)
     assert done.returncode == 0 and "pip install" in done.stderr, done.stderr
 
 
-def test_a_run_never_takes_an_estimate(job: Path) -> None:
+def test_a_run_never_takes_an_estimate(job):
     with pytest.raises(XgptError, match="not to be had"):
         open_file(job, need="run")
 
 
-def test_a_model_whose_shape_nothing_tells_is_refused_with_the_way_out(job: Path) -> None:
+def test_a_model_whose_shape_nothing_tells_is_refused_with_the_way_out(job):
     done = xgpt("schedule", job, "--set", "model=someone/unheard-of")
     assert done.returncode == 1 and "folder with its config.json" in done.stderr
 
 
-def test_a_folder_without_a_tokenizer_is_planned_too(
-        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_a_tokenizer_is_planned_too(job, monkeypatch):
     folder = job.parent / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({
@@ -109,7 +105,7 @@ def test_a_folder_without_a_tokenizer_is_planned_too(
     assert inputs_of(session)[0] == estimated_tokens(TEXT)
 
 
-def test_letters_outside_ascii_count_each_and_given_tokens_as_they_are() -> None:
+def test_letters_outside_ascii_count_each_and_given_tokens_as_they_are():
     assert estimated_tokens("\u0430" * 10) == 10 and estimated_tokens("") == 1
     asked = [Request(line=1, id="a", tokens=(5, 6, 7)), Request(line=2, id="b", messages=(
         {"role": "user", "content": "x" * 36}, {"role": "user", "content": "y" * 35}))]

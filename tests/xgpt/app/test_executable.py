@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,23 +46,20 @@ def session_of(folder, schedule, cluster="local"):
     ("tp_degree: 2, tp_gpus: 4", (2, 4), (2,)),
     ("tp_degree: 4", (4, None), (1, 4)),
     ("tp_gpus: 4", (None, 4), (1, 2, 4))])
-def test_a_run_measures_the_degrees_it_may_use(
-        tmp_path: Path, schedule: str, plan: tuple[int | None, int | None],
-        measured: tuple[int, ...]) -> None:
+def test_a_run_measures_the_degrees_it_may_use(tmp_path, schedule, plan, measured):
     problem = executable(session_of(tmp_path, schedule)).problem
     assert (problem.fixed.tp_degree, problem.fixed.tp_gpus) == plan
     assert wanted_profile(session_of(tmp_path, "").job, problem).degrees == measured
 
 
-def test_a_schedule_to_execute_decides_for_the_job(tmp_path: Path) -> None:
+def test_a_schedule_to_execute_decides_for_the_job(tmp_path):
     planned = session_of(tmp_path, "policy: rra, tp_degree: 2, tp_gpus: 2", cluster="a40-4")
     schedule = plan_job(planned, timing_of(planned)).schedule
     fixed = executable(session_of(tmp_path, ""), schedule).problem.fixed
     assert (fixed.tp_degree, fixed.tp_gpus) == (2, 2)
 
 
-def test_a_degree_the_model_cannot_be_divided_by_is_refused_before_anything_is_measured(
-        tmp_path: Path) -> None:
+def test_a_degree_the_model_cannot_be_divided_by_is_refused_before_anything_is_measured(tmp_path):
     session = session_of(tmp_path, "tp_degree: 3")
     with pytest.raises(InputError, match="does not divide the model's 32 attention heads"):
         wanted_profile(session.job, executable(session).problem)
@@ -71,20 +67,19 @@ def test_a_degree_the_model_cannot_be_divided_by_is_refused_before_anything_is_m
 
 @pytest.mark.parametrize(("schedule", "policy"), [
     ("", None), ("policy: rra", "rra"), ("policy: waa-c", "waa-c"), ("policy: waa-m", "waa-m")])
-def test_a_run_searches_every_policy_unless_the_job_names_one(tmp_path: Path, schedule: str,
-                                                              policy: str | None) -> None:
+def test_a_run_searches_every_policy_unless_the_job_names_one(tmp_path, schedule, policy):
     assert executable(session_of(tmp_path, schedule)).problem.fixed.policy == policy
 
 
 @pytest.mark.parametrize(("schedule", "policy"), [("", "rra"), ("policy: waa-c", "waa-c")])
 def test_lengths_to_be_observed_want_a_schedule_that_can_be_changed_in_place(
-        tmp_path: Path, schedule: str, policy: str) -> None:
+        tmp_path, schedule, policy):
     own = session_of(tmp_path, schedule, cluster="a40-4")
     found = plan(replace(own.problem, observes=True, num_queries=None), timing_of(own))
     assert found.estimate.policy == policy
 
 
-def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
+def test_a_given_schedule_brings_its_policy(tmp_path):
     planned = session_of(tmp_path, "", cluster="a40-4")
     schedule = plan_job(executable(planned), timing_of(planned)).schedule
     given = schedule.changed(policy="waa-m")
@@ -102,7 +97,7 @@ def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
     ("policy: orca, max_active: 6, tp_degree: 2, tp_gpus: 2",
      {"max_active": 6, "tp_degree": 2, "tp_gpus": 2})])
 def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
-        tmp_path: Path, schedule: str, chosen: dict[str, int]) -> None:
+        tmp_path, schedule, chosen):
     session = executable(session_of(tmp_path, schedule, cluster="a40-4"))
     found = plan_job(session, timing_of(session)).schedule
     assert {name: found.estimate.variables[name] for name in chosen} == chosen
@@ -114,7 +109,7 @@ def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
     assert best.estimate.figures.throughput_qps >= steady.estimate.figures.throughput_qps
 
 
-def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> None:
+def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path):
     session = executable(session_of(tmp_path, "policy: ft", cluster="a40-4"))
     timing = timing_of(session)
     free = plan_job(session, timing).schedule
@@ -136,8 +131,7 @@ def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("policy", ["orca", "vllm", "sarathi"])
-def test_one_pass_for_both_phases_is_refused_for_an_encoder_decoder_model(
-        tmp_path: Path, policy: str) -> None:
+def test_one_pass_for_both_phases_is_refused_for_an_encoder_decoder_model(tmp_path, policy):
     session = session_of(tmp_path, f"policy: {policy}")
     problem = replace(session.problem, model=catalog.model("t5-11b"))
     with pytest.raises(InputError, match="ft, dsi for an encoder-decoder model"):
@@ -147,7 +141,7 @@ def test_one_pass_for_both_phases_is_refused_for_an_encoder_decoder_model(
 
 
 def test_weights_that_no_layout_holds_are_refused_before_anything_is_measured(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path, monkeypatch):
     monkeypatch.setattr("xgpt.app.plan.timing_of", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(InfeasibleError, match=r"weights of opt-1.3b alone take .* as \w+, and "):
         plan_job(opened(tmp_path, **SMALL, cluster="local", constraint="{memory: 64 MiB}"))
@@ -170,7 +164,7 @@ def estimate_of(own: OpenedJob) -> Estimate:
 
 
 @pytest.fixture(scope="module")
-def estimates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Estimate]:
+def estimates(tmp_path_factory):
     folder = tmp_path_factory.mktemp("planned")
     return {name: estimate_of(laid_out(folder, "a40-4", schedule=schedule))
             for name, schedule in POLICIES.items()}
@@ -192,14 +186,13 @@ def test_a_gpus_memory_is_taken_in_blocks_and_a_cpus_in_rows(
     ("orca", "opt-1.3b", "rows", "auto or blocks with orca"),
     ("ft", "opt-1.3b", "blocks", "auto or rows with ft"),
     ("rra", "t5-11b", "blocks", "auto or rows with an encoder-decoder model")])
-def test_what_is_not_executed_is_refused(tmp_path: Path, estimates: dict[str, Estimate],
-                                         policy: str, model: str, layout: str, words: str) -> None:
+def test_what_is_not_executed_is_refused(tmp_path, estimates, policy, model, layout, words):
     with pytest.raises(InputError, match=words):
         lies_in_blocks(laid_out(tmp_path, "local", model, layout), estimates[policy])
 
 
 @pytest.mark.parametrize("engine", ["vllm", "deepspeed"])
-def test_another_engine_lays_out_its_own(tmp_path: Path, engine: str) -> None:
+def test_another_engine_lays_out_its_own(tmp_path, engine):
     laid_out(tmp_path, "local", schedule=POLICIES["ft"])
     asked = [f"run.engine={engine}", "run.kv_layout=rows", "run.deterministic=true"]
     job = load_job(tmp_path / "job.yaml", asked)
@@ -211,8 +204,7 @@ def test_another_engine_lays_out_its_own(tmp_path: Path, engine: str) -> None:
             mistake.key for mistake in refused.value.mistakes}
 
 
-def test_room_for_changes_is_tokens_where_it_was_rows(tmp_path: Path,
-                                                      estimates: dict[str, Estimate]) -> None:
+def test_room_for_changes_is_tokens_where_it_was_rows(tmp_path, estimates):
     own, estimate = laid_out(tmp_path, "a40-4"), estimates["rra"]
     figures, deployment = estimate.figures, estimate.deployment
     full = estimate.changed(memory_bytes=tuple(figures.memory_capacity_bytes
@@ -245,8 +237,7 @@ def result_of(*last_token_s: float) -> ReplayResult:
 
 
 @pytest.mark.parametrize("replays", [[(1.0, np.inf)], [(1.0, 2.0), (np.inf, np.inf)]])
-def test_nothing_is_predicted_of_a_run_with_such_steps(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replays: list[tuple[float, ...]]) -> None:
+def test_nothing_is_predicted_of_a_run_with_such_steps(tmp_path, monkeypatch, replays):
     replayed = SimpleNamespace(results=iter([result_of(*one) for one in replays]), is_whole=False,
                                num_queries=2)
     for name, value in (("replays_of", replayed), ("said_of", None),
@@ -255,11 +246,11 @@ def test_nothing_is_predicted_of_a_run_with_such_steps(
     said: list[str] = []
     opened: Any = SimpleNamespace(job=SimpleNamespace(output=tmp_path), problem=None,
                                   tell=SimpleNamespace(say=said.append))
-    assert run._predicted(opened, None, SimpleNamespace(estimate=None)) is None  # type: ignore[arg-type]
+    assert run._predicted(opened, None, SimpleNamespace(estimate=None)) is None
     assert "nothing is predicted of this run" in said[0] and list(tmp_path.iterdir()) == []
 
 
-def test_such_a_schedule_is_not_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_such_a_schedule_is_not_simulated(tmp_path, monkeypatch):
     (tmp_path / "job.yaml").write_text(JOB)
     monkeypatch.setattr(ReplayResult, "is_timed", False)
     done = CliRunner().invoke(cli, ["simulate", str(tmp_path / "job.yaml")])

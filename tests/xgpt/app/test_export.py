@@ -48,7 +48,7 @@ def check_skypilot(text: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path):
     return write(tmp_path, "a40-4")
 
 
@@ -66,11 +66,11 @@ def text_of(job: Path, to: str, *words: str) -> str:
 
 @pytest.mark.parametrize(("name", "text"), [
     ("golden_jobset.yaml", render_jobset(AWKWARD))])
-def test_awkward_names_are_quoted_as_the_golden_file_has_them(name: str, text: str) -> None:
+def test_awkward_names_are_quoted_as_the_golden_file_has_them(name, text):
     assert text == (HERE / name).read_text()
 
 
-def test_a_jobset_of_two_nodes_names_the_hosts_of_its_pods() -> None:
+def test_a_jobset_of_two_nodes_names_the_hosts_of_its_pods():
     found = check_jobset(render_jobset(AWKWARD))
     lead, others = found["spec"]["replicatedJobs"]
     (container,) = lead["template"]["spec"]["template"]["spec"]["containers"]
@@ -82,7 +82,7 @@ def test_a_jobset_of_two_nodes_names_the_hosts_of_its_pods() -> None:
     assert found["spec"]["successPolicy"]["targetReplicatedJobs"] == ["lead"]
 
 
-def test_what_a_schedule_takes_is_what_the_files_ask_for(job: Path) -> None:
+def test_what_a_schedule_takes_is_what_the_files_ask_for(job):
     four = ("--set", "schedule.tp_degree=4")  # one copy on all devices
     found = check_jobset(text_of(job, "jobset", *four))
     (only,) = found["spec"]["replicatedJobs"]
@@ -99,8 +99,7 @@ def test_what_a_schedule_takes_is_what_the_files_ask_for(job: Path) -> None:
     assert "--set run.seed=7 --set cluster=local --set run.ranks=4" in task["run"]
 
 
-def test_the_same_file_is_made_each_time_and_written_where_it_is_asked_for(
-        job: Path, tmp_path: Path) -> None:
+def test_the_same_file_is_made_each_time_and_written_where_it_is_asked_for(job, tmp_path):
     text, path = text_of(job, "jobset"), tmp_path / "new" / "jobset.yaml"
     assert text_of(job, "jobset", "--out", str(path)) == "" and path.read_text() == text
     assert max(map(len, (line for line in text.splitlines() if line.startswith("#")))) <= 80
@@ -108,7 +107,7 @@ def test_the_same_file_is_made_each_time_and_written_where_it_is_asked_for(
     assert (found["to"], found["text"], found["file"]) == ("jobset", text, None)
 
 
-def test_words_of_a_task_s_line_survive_the_shell() -> None:
+def test_words_of_a_task_s_line_survive_the_shell():
     one = Exported(**{**{name: getattr(AWKWARD, name) for name in AWKWARD.__slots__}, "nodes": 1})
     task = check_skypilot(render_skypilot(one))
     assert task["run"] == ('python3 -P -m xgpt.cli.main submit "job: 1.yaml" --set run.seed=5 '

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import fake_run
@@ -37,7 +36,7 @@ class Ran(Exception):
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path, monkeypatch):
     """A job whose run is done; another one would raise."""
     lines = [json.dumps({"id": str(i), "tokens": [3, 4]}) for i in range(COUNT)]
     (tmp_path / "requests.jsonl").write_text("\n".join(lines) + "\n")
@@ -58,7 +57,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_it_is_told_in_a_line_and_in_an_object(job: Path) -> None:
+def test_it_is_told_in_a_line_and_in_an_object(job):
     done = xgpt("submit", job)
     assert done.returncode == 0 and done.stdout == ""
     assert done.stderr.splitlines()[0] == f"already done: {COUNT} of {COUNT} (out/results.jsonl)"
@@ -68,13 +67,13 @@ def test_it_is_told_in_a_line_and_in_an_object(job: Path) -> None:
     assert found["wall_s"] == 3 and found["results"] == str(job.parent / "out" / "results.jsonl")
 
 
-def test_a_page_that_a_killed_launcher_did_not_write_is_named(job: Path) -> None:
+def test_a_page_that_a_killed_launcher_did_not_write_is_named(job):
     (job.parent / "out" / "report.html").unlink()
     done = xgpt("submit", job)
     assert done.returncode == 0 and "`xgpt report out` does" in done.stderr
 
 
-def test_nothing_heavy_is_loaded_for_it(job: Path) -> None:
+def test_nothing_heavy_is_loaded_for_it(job):
     heavy = ["torch", "mpi4py", "scipy", "tokenizers", "xscheduler.planner", "xgpt.app.run"]
     script = ("import sys\nfrom xgpt.cli.main import main\ntry:\n    main()\nfinally:\n"
               f"    sys.exit([name for name in {heavy} if name in sys.modules] or 0)")
@@ -86,15 +85,14 @@ def test_nothing_heavy_is_loaded_for_it(job: Path) -> None:
 @pytest.mark.parametrize(("change", "said"), [
     ("run.seed=3", "run.seed"), ("constraint.latency_s=9", "constraint.bounds"),
     ("cluster=a40-4", "cluster"), ("workload.max_tokens=7", "workload.max_tokens")])
-def test_another_job_is_run_and_the_change_is_named(
-        job: Path, capsys: pytest.CaptureFixture[str], change: str, said: str) -> None:
+def test_another_job_is_run_and_the_change_is_named(job, capsys, change, said):
     run = xgpt("submit", job, "--set", change)
     assert run.returncode == 1 and "Ran" in run.stderr
     told = " ".join(run.stderr.split())
     assert f"finished results of another job (changed since: {said})" in told
 
 
-def test_other_requests_are_another_job(job: Path) -> None:
+def test_other_requests_are_another_job(job):
     (job.parent / "requests.jsonl").write_text('{"id": "0", "tokens": [5]}\n')
     assert "changed since: the requests)" in xgpt("submit", job).stderr
 
@@ -106,12 +104,12 @@ def test_other_requests_are_another_job(job: Path) -> None:
     lambda out: (out / "results.jsonl").write_text('{"index": 0}\n{"ind'),
     lambda out: (out / "job.json").write_text("{}"),
     lambda out: (out / "spool" / "spool.json").unlink()])
-def test_what_is_not_whole_is_run(job: Path, spoil: Callable[[Path], object]) -> None:
+def test_what_is_not_whole_is_run(job, spoil):
     spoil(job.parent / "out")
     assert "Ran" in xgpt("submit", job).stderr
 
 
-def test_begun_again_it_keeps_all_that_the_earlier_run_left(job: Path) -> None:
+def test_begun_again_it_keeps_all_that_the_earlier_run_left(job):
     out = job.parent / "out"
     (out / "own.txt").write_text("the user's")
     before = (out / "results.jsonl").read_text()
@@ -125,7 +123,7 @@ def test_begun_again_it_keeps_all_that_the_earlier_run_left(job: Path) -> None:
     assert set_aside(out) is None, "nothing was left to move"
 
 
-def test_no_folder_is_written_over(job: Path) -> None:
+def test_no_folder_is_written_over(job):
     out, seen = job.parent / "out", set[Path]()
     for text in ("first\n", "second\n", "third\n"):
         (out / "results.jsonl").write_text(text)
@@ -136,7 +134,7 @@ def test_no_folder_is_written_over(job: Path) -> None:
         "first\n", "second\n", "third\n"]
 
 
-def test_a_table_of_results_elsewhere_is_kept_too(job: Path) -> None:
+def test_a_table_of_results_elsewhere_is_kept_too(job):
     table = job.parent / "own.csv"
     table.write_text("id,text\n")
     assert "Ran" in xgpt("submit", job, "--again", "--results", table).stderr
@@ -144,15 +142,14 @@ def test_a_table_of_results_elsewhere_is_kept_too(job: Path) -> None:
     assert not table.exists() and (aside / "own.csv").read_text() == "id,text\n"
 
 
-def test_what_a_run_is_writing_stays_where_it_is(job: Path) -> None:
+def test_what_a_run_is_writing_stays_where_it_is(job):
     out = job.parent / "out"
     with output_lock(out), pytest.raises(XgptError, match="another run is writing there"):
         set_aside(out)
     assert (out / "results.jsonl").is_file() and not list(out.glob("earlier-*"))
 
 
-def test_slurm_is_not_asked_for_what_is_done_unless_it_is_begun_again(
-        job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_not_asked_for_what_is_done_unless_it_is_begun_again(job, tmp_path, monkeypatch):
     slurm = fake_slurm.install(tmp_path / "bin", monkeypatch)
     keys = ("--slurm", "--set", "slurm.time=60", "--set", "run.weights=random", "--set",
             "run.ranks=2")
@@ -168,7 +165,7 @@ def test_slurm_is_not_asked_for_what_is_done_unless_it_is_begun_again(
     assert len(list((tmp_path / "out").glob("earlier-*"))) == 1
 
 
-def test_a_model_that_was_overwritten_since_is_another_job(job: Path) -> None:
+def test_a_model_that_was_overwritten_since_is_another_job(job):
     model = job.parent / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -180,7 +177,7 @@ def test_a_model_that_was_overwritten_since_is_another_job(job: Path) -> None:
     assert anew.returncode == 1 and "Ran" in anew.stderr and "config.json" in anew.stderr
 
 
-def test_a_table_of_the_results_may_be_asked_for_later(job: Path) -> None:
+def test_a_table_of_the_results_may_be_asked_for_later(job):
     done = xgpt("submit", job, "--results", "table.csv")
     assert done.returncode == 0, done.stderr
     assert f"results: {COUNT} rows in" in done.stderr

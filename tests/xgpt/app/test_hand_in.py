@@ -29,12 +29,12 @@ output: {output}
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fake_slurm.FakeSlurm:
+def slurm(tmp_path, monkeypatch):
     return fake_slurm.install(tmp_path / "bin", monkeypatch)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     awkward = tmp_path / "it's a \"folder\" of 50% $HOME"
     awkward.mkdir()
     return awkward
@@ -64,8 +64,7 @@ def refusal(*words: str | Path) -> dict[str, str]:
     return {mistake.key: mistake.allowed for mistake in caught.value.mistakes}
 
 
-def test_a_job_is_planned_here_and_handed_in_with_what_its_cluster_has(
-        slurm: fake_slurm.FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_planned_here_and_handed_in_with_what_its_cluster_has(slurm, folder, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "9")  # of a shell within another allocation
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
     done = submit(write(folder), "--set", "run.seed=5", "--json")
@@ -86,8 +85,7 @@ def test_a_job_is_planned_here_and_handed_in_with_what_its_cluster_has(
     assert record is not None and (record.job_id, record.cluster) == ("123", None)
 
 
-def test_a_person_is_told_how_to_follow_and_to_end_it(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_a_person_is_told_how_to_follow_and_to_end_it(slurm, folder):
     slurm.says(sbatch={"out": "some site's greeting\n77;east\n"})
     done = submit(write(folder))
     out = str(folder / "out").replace('"', '\\"').replace("$", "\\$")
@@ -98,8 +96,7 @@ def test_a_person_is_told_how_to_follow_and_to_end_it(
     assert record is not None and record.cluster == "east"
 
 
-def test_a_dry_run_shows_script_and_schedule_and_leaves_nothing(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_a_dry_run_shows_script_and_schedule_and_leaves_nothing(slurm, folder):
     done = submit(write(folder), "--dry-run")
     assert done.stdout.startswith("#!/bin/bash") and "rra" in done.stderr.lower()
     assert not (folder / "out").exists() and slurm.calls == []
@@ -107,8 +104,7 @@ def test_a_dry_run_shows_script_and_schedule_and_leaves_nothing(
     assert found["script"] + "\n" == done.stdout and found["ranks"] == 4
 
 
-def test_the_time_limit_follows_from_the_plan_where_the_job_names_none(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_the_time_limit_follows_from_the_plan_where_the_job_names_none(slurm, folder):
     short = submit(write(folder, slurm="{}"[1:-1]), "--slurm")
     assert "by the schedule's prediction with its margin" in short.stderr
     limits = [options(slurm.script)["time"]]
@@ -118,8 +114,7 @@ def test_the_time_limit_follows_from_the_plan_where_the_job_names_none(
     assert limits[0] == "00:15:00" and "00:20:00" <= limits[1] < "04:00:00", limits
 
 
-def test_on_nodes_that_nobody_has_seen_the_partitions_limit_holds(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_on_nodes_that_nobody_has_seen_the_partitions_limit_holds(slurm, folder):
     done = submit(write(folder, cluster="local", slurm="nodes: 2, ntasks_per_node: 3"))
     assert "no time limit is asked for" in done.stderr
     assert "profile and schedule are found in the allocation" in done.stderr
@@ -135,8 +130,7 @@ def test_on_nodes_that_nobody_has_seen_the_partitions_limit_holds(
     ({"cluster": "a40-8", "run": "weights: random, ranks: 4"}, None),
     ({"slurm": "extra: --gres=gpu:a40:4"}, ("1", "4", None)),
     ({"slurm": "gpus_per_node: 8"}, ("1", "4", "8"))])
-def test_nodes_ranks_and_gpus(slurm: fake_slurm.FakeSlurm, folder: Path, changes: dict[str, str],
-                              layout: tuple[str, str, str | None] | None) -> None:
+def test_nodes_ranks_and_gpus(slurm, folder, changes, layout):
     submit(write(folder, **changes))
     given = options(slurm.script)
     found = given["nodes"], given["ntasks-per-node"], given.get("gpus-per-node")
@@ -150,16 +144,14 @@ def test_nodes_ranks_and_gpus(slurm: fake_slurm.FakeSlurm, folder: Path, changes
     ({"slurm": "nodes: 2, ntasks_per_node: 3, gpus_per_node: 2"},
      {"slurm.nodes": "1, what the job takes of cluster a40-4", "slurm.ntasks_per_node": "4, what",
       "slurm.gpus_per_node": "at least 4"})])
-def test_nodes_and_ranks_that_do_not_go_together_are_refused(
-        slurm: fake_slurm.FakeSlurm, folder: Path, changes: dict[str, str],
-        mistakes: dict[str, str]) -> None:
+def test_nodes_and_ranks_that_do_not_go_together_are_refused(slurm, folder, changes, mistakes):
     found = refusal(write(folder, **changes))
     assert found.keys() == mistakes.keys()
     assert all(found[key].startswith(what) for key, what in mistakes.items())
     assert slurm.calls == []
 
 
-def test_several_job_files_are_one_array(slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_several_job_files_are_one_array(slurm, folder):
     same = "time: 60, at_once: 2"
     jobs = [write(folder, name=name, output=f"out/{name}", slurm=same) for name in "abc"]
     done = submit(*jobs, "--json")
@@ -171,7 +163,7 @@ def test_several_job_files_are_one_array(slurm: fake_slurm.FakeSlurm, folder: Pa
         assert record.log == folder / "out" / "a" / f"slurm-123_{index}.log"
 
 
-def test_an_array_is_of_jobs_that_are_alike(slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_an_array_is_of_jobs_that_are_alike(slurm, folder):
     first = write(folder, name="a")
     assert refusal(first, write(folder, name="b", slurm="time: 61")).keys() == {"slurm", "output"}
     plain = folder / "plain.yaml"
@@ -181,16 +173,14 @@ def test_an_array_is_of_jobs_that_are_alike(slurm: fake_slurm.FakeSlurm, folder:
     assert slurm.calls == []
 
 
-def test_any_job_goes_through_slurm_where_that_is_asked_for(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_any_job_goes_through_slurm_where_that_is_asked_for(slurm, folder):
     plain = folder / "plain.yaml"
     plain.write_text(write(folder).read_text().replace("slurm: {time: 60}", ""))
     submit(plain, "--slurm")
     assert "--set slurm.launch=srun" in slurm.script, "else the job would be a local one there"
 
 
-def test_what_is_wrong_is_found_before_the_queue(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_what_is_wrong_is_found_before_the_queue(slurm, folder):
     with pytest.raises(InfeasibleError):
         submit(write(folder, bound="0.0001"))
     no_requests = write(folder)
@@ -199,8 +189,7 @@ def test_what_is_wrong_is_found_before_the_queue(
     assert slurm.calls == []
 
 
-def test_what_sbatch_says_is_passed_on(slurm: fake_slurm.FakeSlurm, folder: Path,
-                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_sbatch_says_is_passed_on(slurm, folder, monkeypatch):
     slurm.says(sbatch={"err": "sbatch: error: invalid partition specified: gpu\n", "code": 1})
     with pytest.raises(XgptError, match="refused the job: .*invalid partition"):
         submit(write(folder))
@@ -210,8 +199,7 @@ def test_what_sbatch_says_is_passed_on(slurm: fake_slurm.FakeSlurm, folder: Path
         submit(write(folder))
 
 
-def test_a_folder_whose_job_waits_or_runs_is_not_handed_in_twice(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_a_folder_whose_job_waits_or_runs_is_not_handed_in_twice(slurm, folder):
     submit(write(folder))
     for line in ("PENDING|Priority|0:00|1:00:00|N/A|", "RUNNING|None|1:10|1:00:00|N/A|n1"):
         slurm.queue(line)
@@ -221,8 +209,7 @@ def test_a_folder_whose_job_waits_or_runs_is_not_handed_in_twice(
     assert submit(write(folder)).exit_code == 0
 
 
-def test_other_commands_leave_the_section_alone_and_run_says_where_it_runs(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_other_commands_leave_the_section_alone_and_run_says_where_it_runs(slurm, folder):
     job = write(folder, cluster="local", slurm="ntasks_per_node: 1")
     with pytest.raises(InputError, match="inside an allocation.*slurm=null"):
         CliRunner().invoke(cli, ["run", str(job)], catch_exceptions=False)
@@ -230,8 +217,7 @@ def test_other_commands_leave_the_section_alone_and_run_says_where_it_runs(
     assert planned.exit_code == 0 and slurm.calls == []
 
 
-def test_requests_on_standard_input_are_kept_for_the_allocation(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_requests_on_standard_input_are_kept_for_the_allocation(slurm, folder):
     lines, place = b'{"tokens": [1, 2]}\n', {"workload.requests": "-", "workload.task": "null",
                                              "workload.output_tokens": "{mean: 5, std: 1, max: 9}"}
     words = [word for key, value in place.items() for word in ("--set", f"{key}={value}")]

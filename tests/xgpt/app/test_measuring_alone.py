@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 from laid_out import amdahl, profile_of
+from runs import Told
 
 from jobs import opened
 from xgpt.app import local_profile as module
 from xgpt.app import profile_identity, timing
-from xgpt.app.local_profile import WantedProfile, alone, local_profile, wanted_profile
+from xgpt.app.local_profile import alone, local_profile, wanted_profile
 from xgpt.app.opened import OpenedJob
 from xgpt.app.profile_identity import profile_metadata
 from xgpt.app.stop import stop_job
@@ -47,15 +48,6 @@ with alone(Path(sys.argv[1]), Path("/jobs/other"), LogTeller(), sys.argv[2]):
 """
 
 
-class Kept(LogTeller):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
 @contextmanager
 def held(folder: Path, engine: str = "xgpt", before: tuple[str, ...] = ()) -> Iterator[int]:
     """Another process has the lock; its id."""
@@ -69,9 +61,8 @@ def held(folder: Path, engine: str = "xgpt", before: tuple[str, ...] = ()) -> It
         process.communicate()
 
 
-def test_the_wait_is_told_each_minute_with_who_holds_the_lock(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell, output, clock = Kept(), tmp_path / "out", [0.0]
+def test_the_wait_is_told_each_minute_with_who_holds_the_lock(tmp_path, monkeypatch):
+    tell, output, clock = Told(), tmp_path / "out", [0.0]
     output.mkdir()
 
     def sleep(seconds: float) -> None:
@@ -85,14 +76,14 @@ def test_the_wait_is_told_each_minute_with_who_holds_the_lock(
         with alone(tmp_path, output, tell):
             pass
     monkeypatch.undo()
-    assert len(tell.said) == 3
+    assert len(tell.lines) == 3
     assert all(f"(process {pid} on {socket.gethostname()}), since 20" in said
-               and said.endswith("job.yaml") for said in tell.said)
-    assert "waiting, 2m0" in tell.said[2]
+               and said.endswith("job.yaml") for said in tell.lines)
+    assert "waiting, 2m0" in tell.lines[2]
 
 
-def test_another_engine_does_not_wait_nor_another_host(tmp_path: Path) -> None:
-    tell = Kept()
+def test_another_engine_does_not_wait_nor_another_host(tmp_path):
+    tell = Told()
     with held(tmp_path, "vllm"), alone(tmp_path, tmp_path, tell):
         pass
     if subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode:
@@ -100,17 +91,17 @@ def test_another_engine_does_not_wait_nor_another_host(tmp_path: Path) -> None:
     elsewhere = ("unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh")
     with held(tmp_path, before=elsewhere), alone(tmp_path, tmp_path, tell):
         pass
-    assert not tell.said
+    assert not tell.lines
 
 
-def test_a_holder_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
-    tell = Kept()
+def test_a_holder_that_was_killed_is_not_waited_for(tmp_path):
+    tell = Told()
     with held(tmp_path) as pid:
         os.kill(pid, signal.SIGKILL)  # nobody has taken note of its end yet
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         with alone(tmp_path, tmp_path, tell):
             pass
-    assert not tell.said
+    assert not tell.lines
 
 
 class Measuring:
@@ -123,7 +114,7 @@ class Measuring:
 
     def run(self, program: object, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None]) -> None:
-        stop = Path(program.argument).with_name("stop")  # type: ignore[attr-defined]
+        stop = Path(program.argument).with_name("stop")
         for self.looks in range(1, 6):
             if self.looks == 3:
                 stop_job(self._output)
@@ -134,7 +125,7 @@ class Measuring:
 
 
 @pytest.fixture
-def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WantedProfile:
+def wanted(tmp_path, monkeypatch):
     pytest.importorskip("mpi4py", reason="measuring needs the extra `run`")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "out").mkdir()
@@ -142,22 +133,21 @@ def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WantedProfile:
     return wanted_profile(own.job, own.problem)
 
 
-def test_a_run_that_measures_is_asked_between_measurements(wanted: WantedProfile) -> None:
+def test_a_run_that_measures_is_asked_between_measurements(wanted):
     launcher = Measuring(wanted.output)
     with output_lock(wanted.output), pytest.raises(StoppedEarly, match="what was measured is kept"):
         local_profile(replace(wanted, launcher=launcher), LogTeller())
     assert launcher.looks == 3
 
 
-def test_a_request_of_an_earlier_run_stops_no_later_profile(wanted: WantedProfile) -> None:
+def test_a_request_of_an_earlier_run_stops_no_later_profile(wanted):
     StopRequest(wanted.output).make_by_user()
     assert not module.is_asked_to_stop(wanted.output)
     with output_lock(wanted.output):
         assert module.is_asked_to_stop(wanted.output)
 
 
-def test_who_waits_for_another_that_measures_stops_too(wanted: WantedProfile,
-                                                       tmp_path: Path) -> None:
+def test_who_waits_for_another_that_measures_stops_too(wanted, tmp_path):
     StopRequest(wanted.output).make_by_user()
     cache = tmp_path / "cache" / "xgpt" / "profiles"
     with output_lock(wanted.output), alone(cache, wanted.output, LogTeller()), (
@@ -165,8 +155,7 @@ def test_who_waits_for_another_that_measures_stops_too(wanted: WantedProfile,
         local_profile(wanted, LogTeller())
 
 
-def test_that_operators_are_being_compiled_is_told_before_anything_is_timed(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_that_operators_are_being_compiled_is_told_before_anything_is_timed(tmp_path, monkeypatch):
     order: list[str] = []
     monkeypatch.setattr(timing, "why_no_torch", lambda _: None)
     monkeypatch.setattr(timing, "why_no_operators", lambda: order.append("compiled"))
@@ -187,7 +176,7 @@ def test_that_operators_are_being_compiled_is_told_before_anything_is_timed(
 
 
 def test_a_profile_of_gpus_tells_whether_kernels_read_each_query_alone_and_steps_are_captured(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path, monkeypatch):
     def of(graphs):
         own = opened(tmp_path, model="opt-125m", run=f"{{cuda_graphs: {graphs}}}")
         return profile_identity.profile_metadata(own.job, own.problem)
@@ -222,7 +211,7 @@ class Measurer:
         save_profile(self.add(self.found[-1]), target)
 
 
-def test_one_node_and_two_of_as_many_ranks_are_told_apart(tmp_path: Path) -> None:
+def test_one_node_and_two_of_as_many_ranks_are_told_apart(tmp_path):
     one, two = (profile_metadata(opened.job, opened.problem) for hosts in ("", "a, b")
                 for opened in [opened_on(tmp_path, hosts)])
     assert (one.ranks, two.ranks) == (2, 2) and (one.nodes, two.nodes) == (1, 2)
@@ -230,7 +219,7 @@ def test_one_node_and_two_of_as_many_ranks_are_told_apart(tmp_path: Path) -> Non
 
 
 def test_messages_between_nodes_that_a_profile_lacks_are_measured_and_added_once(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path, monkeypatch):
     monkeypatch.setattr(module, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(module, "missing", lambda *_: [])
     opened = opened_on(tmp_path, "a, b")

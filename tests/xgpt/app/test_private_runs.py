@@ -30,15 +30,14 @@ SCHEDULE = "policy: rra, encode_batch: 2, decode_iterations: 3, tp_degree: 1"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("private-llama")
     toys.make_model("llama", directory)
     return directory
 
 
 def test_a_private_runs_files_are_its_users_alone_and_hold_no_secret(
-        model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        cache: dict[str, str]) -> None:
+        model, tmp_path, monkeypatch, cache):
     for name in ("PYTHONPATH", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, cache[name])
     # by data sheets: whether the plan is good does not matter
@@ -65,8 +64,7 @@ def test_a_private_runs_files_are_its_users_alone_and_hold_no_secret(
     assert SECRET not in done.stdout + done.stderr
 
 
-def test_pickled_weights_are_refused_unless_they_are_asked_for(model: Path,
-                                                               tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_unless_they_are_asked_for(model, tmp_path):
     from safetensors.torch import load_file
 
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
@@ -78,8 +76,7 @@ def test_pickled_weights_are_refused_unless_they_are_asked_for(model: Path,
 
 
 @pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors"])
-def test_an_index_names_files_of_its_own_folder_alone(model: Path, tmp_path: Path,
-                                                      file: str) -> None:
+def test_an_index_names_files_of_its_own_folder_alone(model, tmp_path, file):
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(
         {"weight_map": {"model.norm.weight": file}}))
@@ -87,7 +84,7 @@ def test_an_index_names_files_of_its_own_folder_alone(model: Path, tmp_path: Pat
         check_weights(tmp_path, toys.spec_of(tmp_path))
 
 
-def test_transformers_is_never_told_to_trust_a_folder() -> None:
+def test_transformers_is_never_told_to_trust_a_folder():
     import ast
 
     calls: list[Any] = []
@@ -108,7 +105,7 @@ POISON = 41  # a token whose embedding is finite, and whose layers' sums are not
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[str, str]) -> Path:
+def job(tmp_path, monkeypatch, cache):
     for name in ("PYTHONPATH", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, cache[name])
     # by data sheets: whether the plan is good does not matter
@@ -122,8 +119,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[str, str]) 
         schedule=SCHEDULE, ranks=1)
 
 
-def test_a_run_without_any_answer_fails_in_words_also_when_it_is_asked_for_again(
-        job: Path) -> None:
+def test_a_run_without_any_answer_fails_in_words_also_when_it_is_asked_for_again(job):
     output = job.parent / "out"
     for _ in range(2):
         done = xgpt("submit", job, "--json")
@@ -148,7 +144,7 @@ sleep 600
 
 @pytest.mark.parametrize(("cluster", "is_compiled"), [("local", True), ("a40-4", False)])
 def test_operators_are_compiled_beside_the_beginning_of_a_run_on_this_machine(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str, is_compiled: bool) -> None:
+        tmp_path, monkeypatch, cluster, is_compiled):
     asked: list[Path] = []
     monkeypatch.setattr(compiling, "start_compiling", asked.append)
     monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path)
@@ -159,7 +155,7 @@ def test_operators_are_compiled_beside_the_beginning_of_a_run_on_this_machine(
 @pytest.mark.parametrize(("end", "code"), [
     ("raise SystemExit(2)", 2), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)])
 def test_a_command_that_ends_before_the_compiler_ends_it_and_leaves_no_file(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, code: int) -> None:
+        tmp_path, monkeypatch, end, code):
     compiler, at_work = tmp_path / "slow", tmp_path / "at_work"
     compiler.write_text(SLOW, encoding="utf-8")
     compiler.chmod(0o755)
@@ -187,8 +183,7 @@ while not Path({str(at_work)!r}).exists():
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_one_that_is_not_interrupted_is_waited_for(tmp_path: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_not_interrupted_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "/bin/false")
     process = compiling.start_compiling(tmp_path)
     assert process.wait(30) == 1

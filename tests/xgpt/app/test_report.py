@@ -33,7 +33,7 @@ needs_matplotlib = pytest.mark.skipif(not can_draw(), reason="matplotlib is not 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def runs(tmp_path_factory):
     """Two runs in folders of the same name, whose jobs differ in one key."""
     folder = tmp_path_factory.mktemp("runs")
     made = [write_fake_run(folder / name / "out", num_queries=count)
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return made
 
 
-def test_runs_are_named_by_what_tells_them_apart_and_differences_are_told(runs: list[Path]) -> None:
+def test_runs_are_named_by_what_tells_them_apart_and_differences_are_told(runs):
     read = read_runs(runs)
     assert [run.name for run in read] == ["a/out", "b/out"]
     assert [run.name for run in read_runs(runs[:1])] == ["out"]
@@ -57,7 +57,7 @@ def test_runs_are_named_by_what_tells_them_apart_and_differences_are_told(runs: 
     assert all("(predicted 2.05 queries/s)" in cell for cell in rows["Throughput"])
 
 
-def test_a_comparison_holds_every_run_and_escapes(runs: list[Path], tmp_path: Path) -> None:
+def test_a_comparison_holds_every_run_and_escapes(runs, tmp_path):
     (path,) = write_reports(runs, "html", tmp_path / "both.html")
     page = path.read_text("utf-8")
     assert f"<h1>{tight(headline(read_runs(runs)))}.</h1>" in page
@@ -65,7 +65,7 @@ def test_a_comparison_holds_every_run_and_escapes(runs: list[Path], tmp_path: Pa
     assert page.count("data-chart=") == 4
 
 
-def test_the_headline_tells_which_run_is_fastest(runs: list[Path]) -> None:
+def test_the_headline_tells_which_run_is_fastest(runs):
     first, second = read_runs(runs)
     half = dict(first.metrics) | {"throughput_qps": {"measured": 1.0}}
     twice = dict(second.metrics) | {"throughput_qps": {"measured": 2.5}}
@@ -75,8 +75,7 @@ def test_the_headline_tells_which_run_is_fastest(runs: list[Path]) -> None:
     assert headline([first._replace(metrics={}), second]) == "2 runs beside one another"
 
 
-def test_a_run_that_has_answered_nothing_is_compared_and_named(runs: list[Path],
-                                                              tmp_path: Path) -> None:
+def test_a_run_that_has_answered_nothing_is_compared_and_named(runs, tmp_path):
     empty = write_fake_run(tmp_path / "empty", num_queries=3)
     for name in ("metrics.json", "results.jsonl"):
         (empty / name).unlink()
@@ -85,8 +84,7 @@ def test_a_run_that_has_answered_nothing_is_compared_and_named(runs: list[Path],
 
 
 @needs_matplotlib
-def test_markdown_has_the_tables_links_its_pictures_and_escapes(runs: list[Path],
-                                                               tmp_path: Path) -> None:
+def test_markdown_has_the_tables_links_its_pictures_and_escapes(runs, tmp_path):
     path, *pictures = write_reports(runs[:1], "md", tmp_path / "run.md")
     text = path.read_text("utf-8")
     assert "| Throughput |" in text and "## What to try next" in text
@@ -98,7 +96,7 @@ def test_markdown_has_the_tables_links_its_pictures_and_escapes(runs: list[Path]
 
 
 @needs_matplotlib
-def test_a_sweep_has_all_forms(tmp_path: Path) -> None:
+def test_a_sweep_has_all_forms(tmp_path):
     folder = write_fake_sweep(tmp_path / "out")
     assert write_reports([folder]) == [folder / "report.html"]
     pictures = write_reports([folder], "png")
@@ -108,14 +106,13 @@ def test_a_sweep_has_all_forms(tmp_path: Path) -> None:
     assert "RRA keeps no tighter bound" in text and HOSTILE not in text
 
 
-def test_without_matplotlib_markdown_is_text_alone(runs: list[Path], tmp_path: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_markdown_is_text_alone(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "can_draw", lambda: False)
     assert write_reports(runs[:1], "md", tmp_path / "x.md") == [tmp_path / "x.md"]
     assert "![" not in (tmp_path / "x.md").read_text("utf-8")
 
 
-def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path: Path) -> None:
+def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path):
     folder = write_fake_sweep(tmp_path / "job" / "sweep")
     assert write_reports([tmp_path / "job"]) == [folder / "report.html"]
     assert "## All points" in write_reports([tmp_path / "job"], "md")[0].read_text("utf-8")
@@ -124,7 +121,7 @@ def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path: Path) -> 
     assert write_reports([run]) == [run / "report.html"]
 
 
-def test_folders_without_a_report_are_refused(runs: list[Path], tmp_path: Path) -> None:
+def test_folders_without_a_report_are_refused(runs, tmp_path):
     with pytest.raises(XgptError, match="no run whose ranks have started is there, and no sweep"):
         write_reports([runs[0], tmp_path])
     with pytest.raises(InputError, match="sweeps are reported one by one"):
@@ -151,45 +148,42 @@ def plan_of(job: Job) -> RunPlan:
         query_kv_tokens=20)
 
 
-def test_its_folder_is_made(tmp_path: Path) -> None:
+def test_its_folder_is_made(tmp_path):
     make_folder(job_of(tmp_path, "new/deep/answers.csv"))
     assert (tmp_path / "new" / "deep").is_dir()
 
 
-def test_a_folder_that_cannot_be_made_is_wrong_input(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_wrong_input(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="results.*a folder that can be made"):
         make_folder(job_of(tmp_path, "file/answers.csv"))
 
 
-def test_parquet_without_pyarrow_is_told_with_its_command(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_is_told_with_its_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"answers.parquet.*pip install .*\[parquet\]"):
         make_folder(job_of(tmp_path, "answers.parquet"))
 
 
-def test_what_stood_there_is_kept_under_another_name(tmp_path: Path) -> None:
+def test_what_stood_there_is_kept_under_another_name(tmp_path):
     job = job_of(tmp_path, "answers.csv")
     make_folder(job)
-    assert job.results is not None
     job.results.write_text("somebody's own")
     make_room(job.output, plan_of(job), LogTeller(), job.results)
     (kept,) = tmp_path.glob("answers-*.csv")
     assert kept.read_text() == "somebody's own" and not job.results.exists()
 
 
-def test_of_a_job_that_goes_on_it_stays(tmp_path: Path) -> None:
+def test_of_a_job_that_goes_on_it_stays(tmp_path):
     job = job_of(tmp_path, "answers.csv")
     make_folder(job)
-    assert job.results is not None
     plan_of(job).save()
     job.results.write_text("id\n")
     make_room(job.output, plan_of(job), LogTeller(), job.results)
     assert job.results.is_file()
 
 
-def test_a_report_of_a_folder_writes_the_table_that_its_job_asked_for(tmp_path: Path) -> None:
+def test_a_report_of_a_folder_writes_the_table_that_its_job_asked_for(tmp_path):
     out, table = tmp_path / "out", tmp_path / "answers.csv"
     out.mkdir()
     said = {"name": "job", "constraint": {"latency_s": "inf"}, "results": str(table)}
@@ -202,7 +196,7 @@ def test_a_report_of_a_folder_writes_the_table_that_its_job_asked_for(tmp_path: 
     assert write_tables([place_of(out)] * 2) == []
 
 
-def test_each_cause_is_told_by_itself() -> None:
+def test_each_cause_is_told_by_itself():
     found = Attribution(predicted_s=10.0, with_lengths_s=11.0, with_times_s=9.9, measured_s=10.1,
                         same_steps=1.0)
     assert found.sentence == ("time of the run against its prediction +1 %: output lengths +10 %, "

@@ -84,8 +84,7 @@ output: out-{name}
     return load_job(path)
 
 
-def test_those_after_a_run_are_planned_by_what_it_told(tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_after_a_run_are_planned_by_what_it_told(tmp_path, monkeypatch):
     machine, told = Machine(monkeypatch, tmp_path, ("a", "c")), Told()
     jobs = [job_of(tmp_path, "a"), job_of(tmp_path, "never", "1 us"), job_of(tmp_path, "b"),
             job_of(tmp_path, "c"), job_of(tmp_path, "d")]
@@ -102,8 +101,7 @@ def test_those_after_a_run_are_planned_by_what_it_told(tmp_path: Path,
         "done", "failed", "done", "done", "done"]
 
 
-def test_where_runs_tell_nothing_a_job_is_planned_once(tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_runs_tell_nothing_a_job_is_planned_once(tmp_path, monkeypatch):
     machine, told = Machine(monkeypatch, tmp_path, ()), Told()
     done = several.submit_all([job_of(tmp_path, "a"), job_of(tmp_path, "b")], told)
     assert [turn.partition(":")[0] for turn in told.turns] == [
@@ -112,8 +110,7 @@ def test_where_runs_tell_nothing_a_job_is_planned_once(tmp_path: Path,
     assert [job["status"] for job in done["jobs"]] == ["done", "done"]
 
 
-def test_what_keeps_its_bound_no_more_by_what_was_told_does_not_run(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_its_bound_no_more_by_what_was_told_does_not_run(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, tmp_path, ("a",))
     with pytest.raises(several.SomeNotDone) as caught:
         several.submit_all([job_of(tmp_path, "a"), job_of(tmp_path, "b", BETWEEN)], Told())

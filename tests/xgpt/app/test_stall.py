@@ -43,7 +43,7 @@ class Run:
             self.watch.look()
 
 
-def test_a_rank_that_is_silent_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_silent_is_named(tmp_path):
     run = Run(tmp_path)
     run.pass_by(20)
     run.pass_by(60, lives=(0,), works=(0,))
@@ -51,7 +51,7 @@ def test_a_rank_that_is_silent_is_named(tmp_path: Path) -> None:
         run.pass_by(2, lives=(0,), works=(0,))
 
 
-def test_a_rank_that_is_silent_is_told_of_before_that(tmp_path: Path) -> None:
+def test_a_rank_that_is_silent_is_told_of_before_that(tmp_path):
     """And no time that is left, which hangs on it."""
     run = Run(tmp_path)
     run.pass_by(20)
@@ -67,7 +67,7 @@ def test_a_rank_that_is_silent_is_told_of_before_that(tmp_path: Path) -> None:
     assert max(map(len, said)) < 80
 
 
-def test_a_rank_that_is_at_one_step_is_named_and_not_who_waits_for_it(tmp_path: Path) -> None:
+def test_a_rank_that_is_at_one_step_is_named_and_not_who_waits_for_it(tmp_path):
     run = Run(tmp_path, limit_s=30)
     run.pass_by(5)
     run.states[1] = replace(run.states[1], step_since_s=7.0)
@@ -75,7 +75,7 @@ def test_a_rank_that_is_at_one_step_is_named_and_not_who_waits_for_it(tmp_path: 
         run.pass_by(33, works=())
 
 
-def test_a_first_step_may_compile(tmp_path: Path) -> None:
+def test_a_first_step_may_compile(tmp_path):
     run = Run(tmp_path, limit_s=30)
     run.states = {rank: replace(state, num_steps=0) for rank, state in run.states.items()}
     run.states[0] = replace(run.states[0], step_since_s=7.0)
@@ -84,7 +84,7 @@ def test_a_first_step_may_compile(tmp_path: Path) -> None:
         run.pass_by(310, works=())
 
 
-def test_ranks_that_wait_for_each_other_are_told(tmp_path: Path) -> None:
+def test_ranks_that_wait_for_each_other_are_told(tmp_path):
     run = Run(tmp_path, limit_s=30)
     run.pass_by(5)
     run.pass_by(30, works=())
@@ -92,7 +92,7 @@ def test_ranks_that_wait_for_each_other_are_told(tmp_path: Path) -> None:
         run.pass_by(2, works=())
 
 
-def test_the_limit_follows_the_longest_step(tmp_path: Path) -> None:
+def test_the_limit_follows_the_longest_step(tmp_path):
     run = Run(tmp_path)
     assert run.watch.limit_s() == 60
     run.states[0] = replace(STATE, longest_step_s=50.0)
@@ -100,7 +100,7 @@ def test_the_limit_follows_the_longest_step(tmp_path: Path) -> None:
     assert run.watch.limit_s() == 500
 
 
-def test_loading_is_no_hanging_but_silence_is(tmp_path: Path) -> None:
+def test_loading_is_no_hanging_but_silence_is(tmp_path):
     run = Run(tmp_path, limit_s=30)
     run.states = {rank: replace(state, num_steps=0) for rank, state in run.states.items()}
     run.pass_by(100, works=())
@@ -108,21 +108,21 @@ def test_loading_is_no_hanging_but_silence_is(tmp_path: Path) -> None:
         run.pass_by(32, lives=(1,), works=())
 
 
-def test_a_command_that_was_stopped_itself_begins_to_count_anew(tmp_path: Path) -> None:
+def test_a_command_that_was_stopped_itself_begins_to_count_anew(tmp_path):
     run = Run(tmp_path, limit_s=30)
     run.pass_by(5)
     run.now += 1000
     run.pass_by(29, lives=(), works=())
 
 
-def test_a_rank_that_never_tells_anything_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_never_tells_anything_is_named(tmp_path):
     run = Run(tmp_path)
     del run.states[1]
     with pytest.raises(RanksHang, match="rank 1 of 2 gave no sign of life within"):
         run.pass_by(602)
 
 
-def test_the_age_of_the_oldest_sign_is_told() -> None:
+def test_the_age_of_the_oldest_sign_is_told():
     said = signs_of_life([STATE, replace(STATE, rank=1, stage=1, at_s=925.0)], now=1000.0)
     assert said == ("last sign of life: rank 1 (stage 1) 75.0 s ago, told to decode; the others "
                     "0 us ago or less")

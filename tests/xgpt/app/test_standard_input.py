@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from runs import Told
 
 from xgpt.app.opened import open_job
 from xgpt.app.standard_input import KEPT_FILE, standard_input
-from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError
-from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 
 LINES = b'{"tokens": [1, 2, 3]}\n{"tokens": [4]}\nbad\n'
 
 
-class Told(LogTeller):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     (tmp_path / "job.yaml").write_text("""
 model: opt-13b
 cluster: a40-4
@@ -41,17 +31,15 @@ def comes(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw)))
 
 
-def test_it_is_read_once_however_often_the_job_is_opened(
-        job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_read_once_however_often_the_job_is_opened(job, monkeypatch):
     comes(monkeypatch, LINES)
     for _ in range(2):
         requests = open_job(job, Told(), "lengths").requests
-        assert requests is not None and requests.input_tokens is not None
         assert requests.input_tokens.tolist() == [3, 1] and len(requests.bad_lines) == 1
     assert not job.output.exists()
 
 
-def test_a_run_keeps_it_and_goes_on_without(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_it_and_goes_on_without(job, monkeypatch):
     comes(monkeypatch, LINES)
     assert standard_input(job, Told(), is_kept=True).seek(0, 2) == len(LINES)
     assert (job.output / KEPT_FILE).read_bytes() == LINES
@@ -59,7 +47,6 @@ def test_a_run_keeps_it_and_goes_on_without(job: Job, monkeypatch: pytest.Monkey
     for raw in (b"", LINES):
         comes(monkeypatch, raw)
         requests = open_job(job, told, "lengths").requests
-        assert requests is not None
         digests.append(requests.digest)
     assert digests[0] == digests[1]
     assert sum("nothing came on standard input" in line for line in told.lines) == 1
@@ -69,8 +56,7 @@ def test_a_run_keeps_it_and_goes_on_without(job: Job, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_nothing_at_all_is_wrong_input(
-        job: Job, monkeypatch: pytest.MonkeyPatch, is_closed: bool) -> None:
+def test_nothing_at_all_is_wrong_input(job, monkeypatch, is_closed):
     comes(monkeypatch, b"")
     if is_closed:
         monkeypatch.setattr("sys.stdin", None)
@@ -78,7 +64,7 @@ def test_nothing_at_all_is_wrong_input(
         open_job(job, Told(), "run")
 
 
-def test_a_terminal_is_not_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_not_waited_for(job, monkeypatch):
     class Terminal(io.BytesIO):
         def isatty(self) -> bool:
             return True
@@ -88,15 +74,14 @@ def test_a_terminal_is_not_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch)
         open_job(job, Told(), "lengths")
 
 
-def test_a_folder_that_cannot_keep_it_is_named(
-        job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_keep_it_is_named(job, monkeypatch, tmp_path):
     comes(monkeypatch, LINES)
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="a folder that can be written to"):
         standard_input(replace(job, output=tmp_path / "file"), Told(), is_kept=True)
 
 
-def test_files_without_a_request_say_what_may_be_meant(job: Job, tmp_path: Path) -> None:
+def test_files_without_a_request_say_what_may_be_meant(job, tmp_path):
     path = tmp_path / "prompts.jsonl"
     for content, said in (("What is it?\n", "line 1: not JSON.*format: text"), ("\n", "is empty")):
         path.write_text(content)
@@ -104,7 +89,7 @@ def test_files_without_a_request_say_what_may_be_meant(job: Job, tmp_path: Path)
             open_job(load_job(job.source, ["workload.requests=prompts.jsonl"]), Told(), "lengths")
 
 
-def test_what_is_no_json_names_the_format_key(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_json_names_the_format_key(job, monkeypatch):
     comes(monkeypatch, b"What is it?\n")
     with pytest.raises(InputError, match="standard input.*format: text"):
         open_job(job, Told(), "lengths")

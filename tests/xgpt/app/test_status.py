@@ -160,7 +160,7 @@ def test_ranks_that_tell_nothing_any_more_were_not_heard_in_1970(job, out):
         assert "83%" in (text := said("top", job, of=job.parent)) and "ago" not in text
 
 
-def test_no_time_left_is_told_of_what_should_be_over(tmp_path: Path) -> None:
+def test_no_time_left_is_told_of_what_should_be_over(tmp_path):
     """A burst ends all queries, and has not come yet when it was expected to."""
     (tmp_path / "expected.json").write_text(json.dumps({
         "version": 1, "stages": [], "latency_s": [], "ttft_s": [], "done": [[2.0, 1], [2.0, 400]]}))
@@ -170,7 +170,7 @@ def test_no_time_left_is_told_of_what_should_be_over(tmp_path: Path) -> None:
     assert time_left_s(replace(RUNNING, done=399, elapsed_s=1e-5), tmp_path / "none") is None
 
 
-def test_asking_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+def test_asking_does_not_keep_a_run_from_starting(tmp_path):
     import fcntl
     import threading
 
@@ -185,7 +185,7 @@ def test_asking_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
     assert is_locked(tmp_path) is False
 
 
-def test_the_time_left_is_that_of_this_run(tmp_path: Path) -> None:
+def test_the_time_left_is_that_of_this_run(tmp_path):
     resumed = replace(RUNNING, done=200, done_before=190)  # 10 queries in a minute
     assert "20m00s left" in progress_line(resumed, 5.0, time_left_s(resumed, tmp_path))
     plan: Any = SimpleNamespace(output=tmp_path, model_name="toy", model_dir=None, sync_s=5.0,

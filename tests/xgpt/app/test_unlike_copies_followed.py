@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from watched_jobs import follow, outputs_of, session_of, write_state
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import settled
 from xgpt.app.run_folder import plan_for_ranks
-from xgpt.app.simulate import Simulation, simulate_job
+from xgpt.app.simulate import simulate_job
 from xgpt.app.watch import Rescheduler, decisions_with_phases
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
@@ -65,7 +64,7 @@ def unlike(session: OpenedJob, *policies: str) -> Schedule:
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+def planned(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
         session = session_of(tmp_path_factory.mktemp("job"))
@@ -87,7 +86,7 @@ class Run:
         (self.output / BEATS).mkdir(exist_ok=True)
         looks = []
         told = [steps_of(self.session.problem, timing_of(self.session), shape,
-                         lambda kind, stage, of=place: factor(of))  # type: ignore[misc]
+                         lambda kind, stage, of=place: factor(of))
                 for place, shape in enumerate(self.schedule.estimate.shapes)]
         for _ in range(times):
             self._now_s += 1
@@ -132,7 +131,7 @@ class Drifted(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def drifted(planned: Planned) -> Drifted:
+def drifted(planned):
     run, looks = Run(*planned), []
     as_planned = run.session.problem.lengths.outputs.sample(
         3000, np.random.default_rng(16)).tolist()
@@ -144,7 +143,7 @@ def drifted(planned: Planned) -> Drifted:
     return Drifted(run, looks, run.told)
 
 
-def test_other_lengths_change_every_shape_within_its_caches(drifted: Drifted) -> None:
+def test_other_lengths_change_every_shape_within_its_caches(drifted):
     run = drifted.run
     assert drifted.looks == [False, True, False], "once, where they are not as planned"
     (found,) = run.own.decisions
@@ -170,7 +169,7 @@ def test_other_lengths_change_every_shape_within_its_caches(drifted: Drifted) ->
         assert told.group_kv_tokens >= run.own.decider.followed.longest
 
 
-def test_slowed_steps_of_one_shape_change_its_schedule_alone(planned: Planned) -> None:
+def test_slowed_steps_of_one_shape_change_its_schedule_alone(planned):
     run = Run(*planned)
     write_state(run.session, [30] * 3000, phases=4)
     assert run.tell(lambda shape: 1.0) == [False] * 4
@@ -197,7 +196,7 @@ def test_slowed_steps_of_one_shape_change_its_schedule_alone(planned: Planned) -
     assert not any(run.tell(lambda shape: 1.5, times=4)) and len(run.own.decisions) == count
 
 
-def test_lengths_change_no_shape_but_rra_s(planned: Planned) -> None:
+def test_lengths_change_no_shape_but_rra_s(planned):
     session, schedule = planned
     sarathi = unlike(session, "rra", "sarathi")
     run = Run(session, sarathi)
@@ -219,7 +218,7 @@ def test_lengths_change_no_shape_but_rra_s(planned: Planned) -> None:
     assert found.record["choice"] == "keep" and load_change_order(run.output) is None
 
 
-def test_every_shape_has_room_for_its_own_changes(planned: Planned, tmp_path: Path) -> None:
+def test_every_shape_has_room_for_its_own_changes(planned, tmp_path):
     session, schedule = planned
     own, requests = follow(session, schedule), session.requests
     (other,) = own.other_rooms
@@ -232,7 +231,7 @@ def test_every_shape_has_room_for_its_own_changes(planned: Planned, tmp_path: Pa
     assert plan.fingerprint == replace(plan, other_rooms=()).fingerprint, "it decides no answer"
 
 
-def test_a_decision_has_the_phase_of_the_first_copy_that_took_it_up(drifted: Drifted) -> None:
+def test_a_decision_has_the_phase_of_the_first_copy_that_took_it_up(drifted):
     run = drifted.run
     taken = [{"revision": 1, "replica": 2, "phase": 9, "elapsed_s": 3.0},
              {"revision": 1, "replica": 1, "phase": 7, "elapsed_s": 2.0}]
@@ -247,7 +246,7 @@ Unlike = tuple[OpenedJob, TimingSource, Estimate]
 
 
 @pytest.fixture(scope="module")
-def large_and_small(tmp_path_factory: pytest.TempPathFactory) -> Unlike:
+def large_and_small(tmp_path_factory):
     """A large batch on two devices, of three quarters of the queries, beside a small one on one."""
     path = tmp_path_factory.mktemp("job") / "job.yaml"
     path.write_text("model: opt-13b\nworkload: {task: S}\nconstraint: {latency_s: inf}\n"
@@ -264,12 +263,12 @@ def large_and_small(tmp_path_factory: pytest.TempPathFactory) -> Unlike:
 
 
 @pytest.fixture(scope="module")
-def simulated(large_and_small: Unlike) -> Simulation:
+def simulated(large_and_small):
     return simulate_job(*large_and_small)
 
 
 def test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula(
-        large_and_small: Unlike, simulated: Simulation) -> None:
+        large_and_small, simulated):
     _, _, given = large_and_small
     figures, shapes = simulated.figures, given.shapes
     total_qps = sum(shape.figures.throughput_qps for shape in shapes)
@@ -285,7 +284,7 @@ def test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula(
     assert "of the slowest copy (the estimate says" in words
 
 
-def test_changed_lengths_are_replayed_by_all_copies(large_and_small: Unlike) -> None:
+def test_changed_lengths_are_replayed_by_all_copies(large_and_small):
     opened, timing, given = large_and_small
 
     def none(problem: Problem) -> Estimate:
@@ -297,7 +296,7 @@ def test_changed_lengths_are_replayed_by_all_copies(large_and_small: Unlike) -> 
     assert usual.throughput_qps == pytest.approx(given.figures.throughput_qps, rel=0.08)
 
 
-def test_how_to_go_on_from_them_is_refused_by_name(large_and_small: Unlike) -> None:
+def test_how_to_go_on_from_them_is_refused_by_name(large_and_small):
     opened, timing, given = large_and_small
     with pytest.raises(InputError, match="others = 1.* copies that are alike"):
         reschedule(given, opened.problem, timing)

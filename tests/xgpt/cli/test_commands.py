@@ -17,20 +17,13 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 from in_process import xgpt
 
+from jobs import job_file
 from xgpt.app import run_files
 from xgpt.cli import run
 from xgpt.cli.main import cli
 from xgpt.cli.options import KEYS
 
 ROOT = Path(__file__).resolve().parents[3]
-OPT_13B = """
-model: opt-13b
-cluster: a40-4
-workload: {requests: {count: 2000}, task: S}
-constraint: {latency_s: 11.5, confidence: 0.5}
-"""
-
-
 def fresh(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
     """Runs `xgpt ARGUMENTS` in a fresh interpreter; `code` runs after it, whatever the exit."""
     program = ("import sys\nfrom xgpt.cli.main import main\n"
@@ -55,7 +48,7 @@ main()
 """
 
 
-def test_ctrl_c_before_the_command_is_there_ends_it_without_a_word() -> None:
+def test_ctrl_c_before_the_command_is_there_ends_it_without_a_word():
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg", encoding="utf-8")
     entry = parser["options.entry_points"]["console_scripts"].strip()
@@ -68,13 +61,12 @@ def test_ctrl_c_before_the_command_is_there_ends_it_without_a_word() -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
-    path.write_text(OPT_13B)
-    return path
+def job(tmp_path):
+    return job_file(tmp_path, workload="{requests: {count: 2000}, task: S}",
+                    constraint="{latency_s: 11.5, confidence: 0.5}")
 
 
-def test_help_names_every_command_and_imports_nothing_heavy() -> None:
+def test_help_names_every_command_and_imports_nothing_heavy():
     heavy = ("[print('IMPORTED', m) for m in ('torch', 'mpi4py', 'numpy', 'scipy', 'yaml', "
              "'pydantic') if m in sys.modules]")
     done = fresh("--help", code=heavy)
@@ -85,7 +77,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_scheduling_imports_neither_torch_nor_mpi(job: Path) -> None:
+def test_scheduling_imports_neither_torch_nor_mpi(job):
     done = fresh("schedule", job, "--set=schedule={policy: rra, encode_chunk: 0, tp_degree: 1}",
                  code="print('HEAVY', {'torch', 'mpi4py', 'transformers'} & set(sys.modules))")
     assert done.returncode == 0, done.stderr
@@ -93,7 +85,7 @@ def test_scheduling_imports_neither_torch_nor_mpi(job: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_what_submit_imports_has_no_scipy_in_it() -> None:
+def test_what_submit_imports_has_no_scipy_in_it():
     """It would take a third as long again; what asks for it imports it then."""
     code = "import sys, xgpt.app.submit; print(sorted(m for m in sys.modules if 'scipy' in m))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
@@ -105,8 +97,7 @@ def test_what_submit_imports_has_no_scipy_in_it() -> None:
     ("rra", ("encode_batch", "decode_iterations", "encode_chunk", "tp_degree", "tp_gpus")),
     ("waa-c", ("encode_batch", "decode_micro_batches", "encode_chunk", "tp_degree",
                "tp_gpus"))])
-def test_schedule_of_opt_13b_is_confirmed_by_simulate(
-        job: Path, tmp_path: Path, policy: str, keys: tuple[str, ...]) -> None:
+def test_schedule_of_opt_13b_is_confirmed_by_simulate(job, tmp_path, policy, keys):
     fixed = f"--set=schedule.policy={policy}"
     found = xgpt("schedule", job, "--json", "--out", tmp_path / "s.json", fixed,
                  "--horizon", "steady")
@@ -133,7 +124,7 @@ def test_schedule_of_opt_13b_is_confirmed_by_simulate(
     assert replayed_qps == pytest.approx(schedule["throughput_qps"], rel=0.2)
 
 
-def test_sweep_rises_with_the_bound(job: Path) -> None:
+def test_sweep_rises_with_the_bound(job):
     few = "--set=schedule={policy: [rra, ft], encode_chunk: 0, replicas: 1}"
     done = xgpt("sweep", job, few, "--json", "--bounds", "0.01,5,inf")
     rows = json.loads(done.stdout)["rows"]
@@ -154,7 +145,7 @@ def test_sweep_rises_with_the_bound(job: Path) -> None:
     assert told["exit_code"] == 3 and told["rows"][0]["status"] == "infeasible"
 
 
-def test_the_options_are_frozen() -> None:
+def test_the_options_are_frozen():
     """A job's meaning belongs in its file; a new flag needs a reason and a line here."""
     from xgpt.cli.main import COMMANDS, LazyGroup, cli
 
@@ -163,7 +154,6 @@ def test_the_options_are_frozen() -> None:
     flags = {}
     for name in COMMANDS:
         command = cli.get_command(context, name)
-        assert command is not None
         parts = command.commands if isinstance(command, click.Group) else {"": command}
         for part, own in parts.items():
             flags[f"{name} {part}".strip()] = {
@@ -196,8 +186,7 @@ def test_the_options_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
-def test_standard_streams_that_the_caller_closed_change_nothing_else(tmp_path: Path,
-                                                                     closed: str) -> None:
+def test_standard_streams_that_the_caller_closed_change_nothing_else(tmp_path, closed):
     """Nor does the next file that is opened take their number, where libraries print."""
     code = ("import os, sys\nfrom xgpt.cli.main import main\nsys.argv = ['xgpt', 'models']\n"
             "try:\n    main()\nfinally:\n    open('next', 'w').write(str(os.open('.', 0)))\n")
@@ -211,8 +200,7 @@ def test_standard_streams_that_the_caller_closed_change_nothing_else(tmp_path: P
 @pytest.mark.parametrize(("has_metrics", "is_again", "asked"), [
     (False, False, False), (True, False, True), (False, True, True)])
 def test_whether_a_job_is_done_is_asked_where_it_may_be(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_metrics: bool, is_again: bool,
-        asked: bool) -> None:
+        tmp_path, monkeypatch, has_metrics, is_again, asked):
     assert run.METRICS == run_files.METRICS_FILE
     if has_metrics:
         (tmp_path / run.METRICS).touch()
@@ -235,7 +223,7 @@ output: out
 
 
 @pytest.mark.parametrize("command", ["schedule", "simulate"])
-def test_what_a_job_file_names_is_not_started(command: str, tmp_path: Path) -> None:
+def test_what_a_job_file_names_is_not_started(command, tmp_path):
     program, job = tmp_path / "program", tmp_path / "job.yaml"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
     program.chmod(0o755)
@@ -251,7 +239,7 @@ def proposed(*words: str) -> list[str]:
     return [item.value for item in shell.get_completions(list(words[:-1]), words[-1])]
 
 
-def test_commands_and_keys_and_catalog_names() -> None:
+def test_commands_and_keys_and_catalog_names():
     assert {"schedule", "submit"} <= set(proposed("s")) and "models" in proposed("mo")
     assert proposed("schedule", "job.yaml", "--set", "constraint.la") == ["constraint.latency_s="]
     assert "model=opt-13b" in proposed("schedule", "job.yaml", "--set", "model=opt-1")
@@ -261,7 +249,7 @@ def test_commands_and_keys_and_catalog_names() -> None:
     assert proposed("run", "job.yaml", "--set", "run.seed=") == []
 
 
-def test_job_files_and_folders_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_files_and_folders_alone(tmp_path, monkeypatch):
     (tmp_path / "jobs").mkdir()
     for name in ("a.yaml", "jobs/b.yml", "jobs/notes.txt", ".hidden.yaml"):
         (tmp_path / name).write_text("")
@@ -271,14 +259,14 @@ def test_job_files_and_folders_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert proposed("status", "nowhere/") == []
 
 
-def test_every_key_that_is_proposed_is_documented() -> None:
+def test_every_key_that_is_proposed_is_documented():
     documented = (ROOT / "docs" / "job-file.md").read_text("utf-8")
     assert not [key for key in KEYS if f"`{key}`" not in documented and not (
         key.startswith("schedule.") and f"`{key.removeprefix('schedule.')}`" in documented)]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_is_told_how(shell: str) -> None:
+def test_each_shell_is_told_how(shell):
     shown = CliRunner().invoke(cli, ["completion", shell], catch_exceptions=False)
     assert shown.exit_code == 0 and "_XGPT_COMPLETE" in shown.stdout
     if (path := shutil.which(shell)) is not None:

@@ -23,7 +23,7 @@ def printed(*arguments: object) -> str:
     return done.stdout + done.stderr
 
 
-def test_control_characters_are_shown_as_escapes_and_lines_stay_lines() -> None:
+def test_control_characters_are_shown_as_escapes_and_lines_stay_lines():
     assert visible("a\x1b[1m\n\tb\u202e\x9b") == "a\\x1b[1m\n\tb\\u202e\\x9b"
     assert visible("\ud800\U000e0041") == "\\ud800\\U000e0041"
     assert visible("é 漢字 🙂") == "é 漢字 🙂"
@@ -38,14 +38,13 @@ def test_control_characters_are_shown_as_escapes_and_lines_stay_lines() -> None:
     f"model: opt-13b\ncluster: a40-4\nworkload: {{task: S}}\noutput: {json.dumps(EVIL)}\n",
     f"!{EVIL} x", "a: \x1b[31m\n", "a: &\x1b[31m b\n"])
 @pytest.mark.parametrize("command", ["schedule", "run", "status", "report"])
-def test_a_job_file_does_not_write_to_the_terminal(tmp_path: Path, text: str,
-                                                   command: str) -> None:
+def test_a_job_file_does_not_write_to_the_terminal(tmp_path, text, command):
     path = tmp_path / "job.yaml"
     path.write_text(text, encoding="utf-8")
     assert not FORBIDDEN & set(printed(command, path, "--set", "search.max_seconds=1"))
 
 
-def test_names_of_files_and_options_do_not_either(tmp_path: Path) -> None:
+def test_names_of_files_and_options_do_not_either(tmp_path):
     folder = tmp_path / EVIL.replace("/", "")
     folder.mkdir()
     (folder / "job.yaml").write_text("model: opt-13b\n", encoding="utf-8")
@@ -56,14 +55,14 @@ def test_names_of_files_and_options_do_not_either(tmp_path: Path) -> None:
         assert not FORBIDDEN & set(printed(*arguments)), arguments
 
 
-def test_what_a_model_folder_is_called_and_says_is_not_obeyed(tmp_path: Path) -> None:
+def test_what_a_model_folder_is_called_and_says_is_not_obeyed(tmp_path):
     model = tmp_path / f"m{EVIL}"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": EVIL, "architectures": [EVIL]}))
     assert not FORBIDDEN & set(printed("models", model))
 
 
-def test_every_command_prints_through_one_function() -> None:
+def test_every_command_prints_through_one_function():
     found = []
     for path in sorted((ROOT / "xgpt/cli").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -80,7 +79,7 @@ NAME = EVIL.replace("/", "")  # of a file
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str]) -> Path:
+def job(tmp_path_factory, cache):
     """A job that has run: ids, columns, error records, and the names of all its files."""
     pytest.importorskip("torch", reason="runs need the extra `run`")
     import toys
@@ -120,9 +119,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str]) -> Path
         ("report", "OUT", "--format", "md"), ("schedule", "JOB"), ("simulate", "JOB"),
         ("sweep", "JOB"), ("doctor",)))],
     ids=lambda words: " ".join(words)[:40].encode("unicode_escape").decode())
-def test_no_command_about_it_writes_to_the_terminal(words: tuple[str, ...], job: Path,
-                                                    cache: dict[str, str],
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_command_about_it_writes_to_the_terminal(words, job, cache, monkeypatch):
     for name in ("PYTHONPATH", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, cache[name])
     monkeypatch.chdir(job.parent)
@@ -133,7 +130,7 @@ def test_no_command_about_it_writes_to_the_terminal(words: tuple[str, ...], job:
     assert not FORBIDDEN & set(done.stdout + done.stderr), done
 
 
-def test_no_file_that_people_read_holds_what_would(job: Path) -> None:
+def test_no_file_that_people_read_holds_what_would(job):
     output = job.parent / "out"
     (output / "without pictures.md").write_text(run_markdown(read_output(output), ()))
     read = [path for path in output.rglob("*") if path.suffix in {".html", ".md", ".json", ".jsonl"}

@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -36,8 +34,7 @@ def end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return int(str(left.value.code)), shown.out, shown.err
 
 
-def test_a_deep_value_is_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                              capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deep_value_is_text(monkeypatch, tmp_path, capsys):
     model, job = tmp_path / "model", tmp_path / "job.yaml"
     model.mkdir()
     depth = 400  # of what is read at all, and more than copying it piece by piece would bear
@@ -52,8 +49,7 @@ def test_a_deep_value_is_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
         str(value).startswith("[[[") and str(value).endswith("...") for value in values), values
 
 
-def test_what_click_refuses_is_an_object_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_click_refuses_is_an_object_too(monkeypatch, tmp_path, capsys):
     for arguments in (["schedule", "--json"], ["schedul", "--json"],
                       ["schedule", "job.yaml", "--json", "--fast"]):
         code, out, err = end(monkeypatch, capsys, *arguments)
@@ -61,8 +57,7 @@ def test_what_click_refuses_is_an_object_too(monkeypatch: pytest.MonkeyPatch, tm
         assert code == found["exit_code"] == 2 and found["error"] in err.replace("Error: ", "")
 
 
-def test_a_bound_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                    capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bound_that_cannot_be_met(monkeypatch, tmp_path, capsys):
     job = tmp_path / "job.yaml"
     job.write_text(JOB)
     code, out, _ = end(monkeypatch, capsys, "schedule", job, "--json", "--set",
@@ -81,9 +76,7 @@ def test_a_bound_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch, tmp_path: P
          {"file": "f", "line": None, "key": "k", "value": ["inf"], "allowed": "less"}]}),
     (StoppedEarly("go on"), 75, {"status": "stopped", "message": "go on"}),
 ])
-def test_any_end_is_one_object(monkeypatch: pytest.MonkeyPatch, error: Exception, code: int,
-                               expected: dict[str, Any],
-                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_end_is_one_object(monkeypatch, error, code, expected, capsys):
     def fail(**_: object) -> None:
         raise error
 
@@ -92,9 +85,7 @@ def test_any_end_is_one_object(monkeypatch: pytest.MonkeyPatch, error: Exception
     assert got == code and json.loads(out) == {**expected, "exit_code": code} and err
 
 
-def test_a_run_interrupted_before_it_began_goes_on(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_interrupted_before_it_began_goes_on(tmp_path, capsys, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -106,9 +97,7 @@ def test_a_run_interrupted_before_it_began_goes_on(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT])
-def test_a_signal_while_the_command_is_imported_says_so(
-        number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_while_the_command_is_imported_says_so(number, monkeypatch, tmp_path, capsys):
     """It ended the process without a word."""
     before = signal.getsignal(number)
     if before is signal.SIG_IGN:
@@ -156,8 +145,7 @@ main()
 @pytest.mark.parametrize(("first", "command", "module"), [
     (signal.SIGINT, "submit", "xgpt.cli.run"), (signal.SIGTERM, "submit", "xgpt.app.plan"),
     (signal.SIGINT, "submit", "xgpt.app.plan"), (signal.SIGHUP, "sweep", "xgpt.app.sweeps.sweep")])
-def test_signals_after_the_first_change_nothing(first: int, command: str, module: str,
-                                                tmp_path: Path) -> None:
+def test_signals_after_the_first_change_nothing(first, command, module, tmp_path):
     job = tmp_path / "job.yaml"
     job.write_text("{model: opt-125m, cluster: local, workload: {requests: {count: 2}, task: S}}")
     program = STORM.format(first=int(first), command=command, module=module, job=str(job))
@@ -170,8 +158,7 @@ def test_signals_after_the_first_change_nothing(first: int, command: str, module
 @pytest.mark.parametrize(("number", "words", "code"), [
     (signal.SIGINT, ("models", "--json"), 0), (signal.SIGTERM, ("models", "x"), 2),
     (signal.SIGHUP, ("models", "--json"), 0), (signal.SIGUSR1, ("models", "x"), 2)])
-def test_a_signal_once_all_is_told_does_not_take_the_exit_code(
-        number: int, words: tuple[str, ...], code: int) -> None:
+def test_a_signal_once_all_is_told_does_not_take_the_exit_code(number, words, code):
     # at its end the interpreter calls what is registered here, as late as a signal may come
     program = (f"import atexit, os, sys; atexit.register(os.kill, os.getpid(), {int(number)})\n"
                f"sys.argv = ['xgpt', *{words!r}]\n"
@@ -183,7 +170,7 @@ def test_a_signal_once_all_is_told_does_not_take_the_exit_code(
 
 
 @pytest.mark.parametrize("words", [("models",), ("--help",)])
-def test_no_room_for_what_is_printed_is_no_fault_of_xgpt(words: tuple[str, ...]) -> None:
+def test_no_room_for_what_is_printed_is_no_fault_of_xgpt(words):
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-m", "xgpt.cli.main", *words], stdout=full,
                               stderr=subprocess.PIPE, text=True, check=False)
@@ -198,9 +185,7 @@ def test_no_room_for_what_is_printed_is_no_fault_of_xgpt(words: tuple[str, ...])
      "XDG_CACHE_HOME to another folder"),
     (OSError(errno.EACCES, "Permission denied", "/elsewhere/s.json"),
      "/elsewhere/s.json: Permission denied; once that is mended, call it again")])
-def test_a_file_system_that_refuses_is_no_fault_of_xgpt(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError,
-        words: str) -> None:
+def test_a_file_system_that_refuses_is_no_fault_of_xgpt(monkeypatch, capsys, error, words):
     monkeypatch.setenv("XDG_CACHE_HOME", "/kept")
 
     def refused(**_: object) -> None:

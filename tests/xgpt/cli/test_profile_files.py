@@ -25,19 +25,19 @@ METADATA = ProfileMetadata(model="m", model_shape="s", device="cpu-1c", dtype="f
 
 def profile_of(x: float, **metadata: object) -> Profile:
     point = Sample(x=x, samples_s=(1e-3, 1.1e-3, 1.2e-3))
-    return Profile(metadata=replace(METADATA, **metadata), tables={  # type: ignore[arg-type]
+    return Profile(metadata=replace(METADATA, **metadata), tables={
         TableKey("layer_rest"): (point,)})
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     save_profile(profile_of(1), tmp_path / "a.json")
     save_profile(profile_of(8), tmp_path / "b.json")
     save_profile(profile_of(8, dtype="bfloat16"), tmp_path / "other.json")
     return tmp_path
 
 
-def test_a_profile_is_shown_in_eighty_columns_and_as_json(saved: Path) -> None:
+def test_a_profile_is_shown_in_eighty_columns_and_as_json(saved):
     shown = xgpt("profile", "show", saved / "a.json")
     assert shown.returncode == 0, shown.stderr
     assert "layer rest" in shown.stdout and "1.1 ms" in shown.stdout
@@ -47,7 +47,7 @@ def test_a_profile_is_shown_in_eighty_columns_and_as_json(saved: Path) -> None:
         {"x": 1, "y": 0, "median_s": 1.1e-3, "spread": pytest.approx(0.1 / 1.1)}]}
 
 
-def test_profiles_of_the_same_thing_are_merged_and_others_refused(saved: Path) -> None:
+def test_profiles_of_the_same_thing_are_merged_and_others_refused(saved):
     done = xgpt("profile", "merge", saved / "a.json", saved / "b.json", "--out", saved / "ab.json")
     assert done.returncode == 0, done.stderr
     assert [p.x for p in load_profile(saved / "ab.json").table("layer_rest")] == [1, 8]
@@ -60,8 +60,7 @@ def test_profiles_of_the_same_thing_are_merged_and_others_refused(saved: Path) -
 @pytest.mark.parametrize(("metadata", "said"), [
     ({"device": "A40"}, "device 'A40'"), ({"dtype": "float32"}, "dtype"),
     ({"model_shape": "t"}, "model")])
-def test_a_job_refuses_a_profile_of_something_else(
-        tmp_path: Path, metadata: dict[str, str], said: str) -> None:
+def test_a_job_refuses_a_profile_of_something_else(tmp_path, metadata, said):
     from xgpt.core import catalog
     from xprofiler.cache import model_shape
 
@@ -99,7 +98,7 @@ def refused(tmp_path: Path, nodes: int) -> str:
     # memory is enough: nothing is said of it
     (3, r"^no schedule: the job has 400 queries, and the fewest that are present at a time are "
         r"9\d\d, by policy waa-c, encode_batch 1")])
-def test_what_forbids_a_division_is_named(tmp_path: Path, nodes: int, reason: str) -> None:
+def test_what_forbids_a_division_is_named(tmp_path, nodes, reason):
     text = refused(tmp_path, nodes)
     assert re.search(reason, text), text
     if nodes == 3:
@@ -136,8 +135,7 @@ def exact(folder: Path) -> Path:
     return path
 
 
-def test_loops_that_took_as_long_as_predicted_are_no_error_and_chosen_without_regret(
-        tmp_path: Path) -> None:
+def test_loops_that_took_as_long_as_predicted_are_no_error_and_chosen_without_regret(tmp_path):
     told = json.loads(accuracy("--measured", exact(tmp_path), "--json").stdout)["measured"]
     assert [row["operator"] for row in told["rows"]] == ["TPOT", "TTFT", "request"]
     assert all(row["cases"] == 8 and row["worst"] < 1e-6 for row in told["rows"])
@@ -147,7 +145,7 @@ def test_loops_that_took_as_long_as_predicted_are_no_error_and_chosen_without_re
     assert plain["none"] == plain["broken"] == plain["regret"] == with_margin["broken"] == 0
 
 
-def test_the_table_has_a_line_a_row_and_ones_own_first(tmp_path: Path) -> None:
+def test_the_table_has_a_line_a_row_and_ones_own_first(tmp_path):
     shown = accuracy("--measured", exact(tmp_path))
     assert shown.exit_code == 0
     lines = shown.stdout.splitlines()
@@ -159,7 +157,7 @@ def test_the_table_has_a_line_a_row_and_ones_own_first(tmp_path: Path) -> None:
     assert any(line.startswith("latencies within") for line in lines)
 
 
-def test_the_figures_of_the_catalog_keep_what_is_promised() -> None:
+def test_the_figures_of_the_catalog_keep_what_is_promised():
     """Of runs that no constant was fitted to: time per token and requests within 20 %; nine of ten
     latencies within the margin of a confidence of 0.9, and so for others, give or take a twentieth;
     choices with a margin keep the bound and miss less than a tenth."""
@@ -174,7 +172,7 @@ def test_the_figures_of_the_catalog_keep_what_is_promised() -> None:
         one["none"] < 0.1 and one["broken"] < 0.05 and one["regret"] < 0.08 for one in chosen)
 
 
-def test_every_mistake_of_a_users_file_is_told_with_its_line(tmp_path: Path) -> None:
+def test_every_mistake_of_a_users_file_is_told_with_its_line(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(HEADER + ROW.format(weights="", degree="two", batch=1, ttft=1, tpot=1)
                     + "gpt-9,H100,vlm,,1,1,1,1,1,1\n"
@@ -191,14 +189,14 @@ def test_every_mistake_of_a_users_file_is_told_with_its_line(tmp_path: Path) -> 
                                      (HEADER + ROW.format(weights="", degree=1, batch=1, ttft=0,
                                                           tpot=1)).encode()],
                          ids=["empty", "no row", "no text", "columns missing", "no time"])
-def test_a_file_that_cannot_be_read_is_wrong_input(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_cannot_be_read_is_wrong_input(tmp_path, content):
     path = tmp_path / "mine.csv"
     path.write_bytes(content)
     done = accuracy("--measured", path)
     assert isinstance(done.exception, InputError) and str(path) in str(done.exception)
 
 
-def test_too_few_loops_to_choose_among_are_no_chooser(tmp_path: Path) -> None:
+def test_too_few_loops_to_choose_among_are_no_chooser(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(HEADER + ROW.format(weights="", degree=1, batch=1, ttft=30, tpot=8),
                     encoding="utf-8")

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from begun_runs import CONFIG, roofline
 from click.testing import CliRunner
-from taken_as_true import TakenAsTrue
 
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened import open_file
 from xgpt.app.plan import executable, plan_job
 from xgpt.app.telling import LogTeller
 from xgpt.cli.schedule import schedule
 from xgpt.core.json_values import flat
-from xprofiler.roofline import Roofline
-
-CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
-          "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 128,
-          "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-          "hidden_act": "silu"}
-
-
-def roofline(opened: OpenedJob) -> Roofline:
-    problem = opened.problem
-    return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
 
 
 @pytest.mark.parametrize(("controls", "engine", "policy"), [
     ("", "xgpt", None), ("policy: ft", "xgpt", "ft"), ("", "deepspeed", "ft"),
     pytest.param("policy: rra", "xgpt", "rra", marks=pytest.mark.slow),
     pytest.param("policy: orca", "xgpt", "orca", marks=pytest.mark.slow)])
-def test_schedule_prints_what_submit_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                          controls: str, engine: str, policy: str | None) -> None:
+def test_schedule_prints_what_submit_runs(tmp_path, monkeypatch, controls, engine, policy):
     for module in ("plan",):
         monkeypatch.setattr(f"xgpt.app.{module}.timing_of", roofline)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from jobs import job_file
 from xgpt.app import library, what_if
 from xgpt.app.opened import open_file
 from xgpt.app.timing import timing_of
@@ -24,20 +25,14 @@ from xscheduler.price import Offer, price
 
 # Cards without peer access: bounds and gains below are those of slow links. As likely as not, so
 # that computed times have no margin.
-OPT_13B = """
-model: opt-13b
-cluster: {device: A40, num_nodes: 1, devices_per_node: 4, intra_link: pcie4-x16}
-workload: {requests: {count: 1500}, task: S}
-constraint: {latency_s: 8, confidence: 0.5}
-schedule: {encode_chunk: 0}
-"""
+OPT_13B = {"cluster": "{device: A40, num_nodes: 1, devices_per_node: 4, intra_link: pcie4-x16}",
+           "workload": "{requests: {count: 1500}, task: S}", "schedule": "{encode_chunk: 0}",
+           "constraint": "{latency_s: 8, confidence: 0.5}"}
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
-    path.write_text(OPT_13B)
-    return path
+def job(tmp_path):
+    return job_file(tmp_path, **OPT_13B)
 
 
 def run(job: Path, *arguments: str, horizon: str = "steady", **changes: object) -> Result:
@@ -53,7 +48,7 @@ def planned(job: Path, **changes: object) -> Schedule:
     return Planner(session.problem, timing_of(session)).steady()
 
 
-def test_the_schedule_is_explained_and_set_beside_its_alternatives(job: Path) -> None:
+def test_the_schedule_is_explained_and_set_beside_its_alternatives(job):
     done = run(job)
     assert done.exit_code == 0 and max(map(len, done.stdout.splitlines())) <= 80
     found = json.loads(run(job, "--json").stdout)
@@ -69,7 +64,7 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job: Path) ->
     assert not {"price", "drift", "reschedule", "infeasible"} & set(found)
 
 
-def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: Path) -> None:
+def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job):
     two = {"constraint__latency_s": 3, "schedule__policy": "[rra, waa-c]"}
     sure, found = planned(job, **two), planned(job, **two, constraint__drift="15%")
     assert found.margin.factor > 1 and found.margin.cost > 0.01, "else this test shows nothing"
@@ -90,7 +85,7 @@ def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: 
 
 
 @pytest.mark.slow  # test_planner.py asks one planner for many bounds
-def test_bounds_one_after_the_other_are_as_if_asked_alone(job: Path) -> None:
+def test_bounds_one_after_the_other_are_as_if_asked_alone(job):
     session = open_file(job, ["constraint.drift=10%"])
     planner = Planner(session.problem, timing_of(session))
     for bound_s in (20.0, 8.0):
@@ -103,8 +98,7 @@ def test_bounds_one_after_the_other_are_as_if_asked_alone(job: Path) -> None:
     assert planner.steady(8.0) is together, "what was evaluated is known"
 
 
-def test_more_latency_gpus_and_memory_have_their_price(
-        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_latency_gpus_and_memory_have_their_price(job, monkeypatch):
     one = {"schedule__policy": "rra", "schedule__tp_degree": 1}
     known: list[Sequence[Offer]] = []
 
@@ -128,7 +122,7 @@ def test_more_latency_gpus_and_memory_have_their_price(
     assert "What more would bring" in shown and max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_bound_that_cannot_be_met_is_refused_and_offers_say_what_would_do(job: Path) -> None:
+def test_a_bound_that_cannot_be_met_is_refused_and_offers_say_what_would_do(job):
     tightest_s = 1.2
     done = CliRunner().invoke(command.schedule, [
         str(job), "--json", "--price", f"--set=constraint.latency_s={tightest_s}",
@@ -141,7 +135,7 @@ def test_a_bound_that_cannot_be_met_is_refused_and_offers_say_what_would_do(job:
     assert found["price"][0]["throughput_qps"] > 0, "1.32 s can be met"
 
 
-def test_a_deployed_schedule_is_kept_adjusted_or_replaced(job: Path, tmp_path: Path) -> None:
+def test_a_deployed_schedule_is_kept_adjusted_or_replaced(job, tmp_path):
     file = str(tmp_path / "s.json")
     fixed = {"schedule__policy": "rra", "schedule__tp_degree": 1,
              "schedule__encode_chunk": 0}
@@ -162,7 +156,7 @@ def test_a_deployed_schedule_is_kept_adjusted_or_replaced(job: Path, tmp_path: P
         assert f"\n{label}" in shown
 
 
-def test_with_from_the_schedule_recommended_is_written(job: Path, tmp_path: Path) -> None:
+def test_with_from_the_schedule_recommended_is_written(job, tmp_path):
     file, out = str(tmp_path / "s.json"), tmp_path / "next.json"
     assert run(job, "--out", file, schedule__policy="rra", schedule__encode_batch=8,
                schedule__tp_degree=1, schedule__replicas=1).exit_code == 0
@@ -178,7 +172,7 @@ def test_with_from_the_schedule_recommended_is_written(job: Path, tmp_path: Path
     assert written.proof.gap == pytest.approx(found["bound_qps"] / chosen["throughput_qps"] - 1)
 
 
-def test_what_is_adjusted_keeps_the_margin(job: Path, tmp_path: Path) -> None:
+def test_what_is_adjusted_keeps_the_margin(job, tmp_path):
     file, fixed = str(tmp_path / "s.json"), {"schedule__policy": "rra", "schedule__tp_degree": 1}
     assert run(job, "--out", file, **fixed).exit_code == 0
     found = json.loads(run(job, "--from", file, "--json", constraint__drift="15%",
@@ -189,7 +183,7 @@ def test_what_is_adjusted_keeps_the_margin(job: Path, tmp_path: Path) -> None:
     assert ways["adjust"]["estimate"]["latency_s"] <= limit_s
 
 
-def test_drifting_lengths_are_a_table(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drifting_lengths_are_a_table(job, monkeypatch):
     monkeypatch.setattr(drift, "FACTORS", (0.7, 1.0, 1.3))
     monkeypatch.setattr(drift, "SKEWNESS_CHANGES", (0.0, 0.4))
     monkeypatch.setattr(what_if, "drift_rows",
@@ -207,7 +201,7 @@ def test_drifting_lengths_are_a_table(job: Path, monkeypatch: pytest.MonkeyPatch
     assert "replaying" in done.stderr
 
 
-def test_few_replays_are_repeatable_and_end_with_a_schedule(job: Path) -> None:
+def test_few_replays_are_repeatable_and_end_with_a_schedule(job):
     first, second = (json.loads(run(job, "--max-nodes", "1", "--json", schedule__policy="rra",
                                     ).stdout) for _ in range(2))
     for found in (first, second):
@@ -218,7 +212,7 @@ def test_few_replays_are_repeatable_and_end_with_a_schedule(job: Path) -> None:
     assert full["bound_qps"] >= full["throughput_qps"] >= 0.99 * first["throughput_qps"]
 
 
-def test_with_a_gap_the_search_ends_once_that_is_proved(job: Path) -> None:
+def test_with_a_gap_the_search_ends_once_that_is_proved(job):
     full = json.loads(run(job, "--json", schedule__policy="rra").stdout)
     wide = json.loads(run(job, "--json", "--gap", "60%", schedule__policy="rra").stdout)
     assert wide["gap"] <= 0.6 and wide["nodes"] <= full["nodes"]
@@ -227,8 +221,7 @@ def test_with_a_gap_the_search_ends_once_that_is_proved(job: Path) -> None:
         wide["gap"])
 
 
-def test_a_deployed_schedule_of_another_model_is_refused(
-        job: Path, tmp_path: Path) -> None:
+def test_a_deployed_schedule_of_another_model_is_refused(job, tmp_path):
     file = str(tmp_path / "s.json")
     fixed = {"schedule__policy": "rra", "schedule__encode_batch": 8, "schedule__tp_degree": 1}
     run(job, "--out", file, **fixed)

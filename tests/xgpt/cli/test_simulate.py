@@ -10,15 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from jobs import job_file
 from xgpt.cli.simulate import simulate
 from xgpt.core.policies import policy as row_of
 
-OPT_13B = """
-model: opt-13b
-cluster: a40-4
-workload: {requests: {count: 1500}, task: S}
-constraint: {latency_s: 11.5, confidence: 0.5}
-"""
 CONTROLS = {
     "rra": {"encode_batch": 30, "decode_iterations": 9},
     "waa-c": {"encode_batch": 6, "decode_micro_batches": 3},
@@ -32,10 +27,9 @@ CONTROLS = {
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
-    path.write_text(OPT_13B)
-    return path
+def job(tmp_path):
+    return job_file(tmp_path, workload="{requests: {count: 1500}, task: S}",
+                    constraint="{latency_s: 11.5, confidence: 0.5}")
 
 
 def run(job: Path, *arguments: str, **controls: object):
@@ -44,7 +38,7 @@ def run(job: Path, *arguments: str, **controls: object):
 
 
 @pytest.mark.parametrize("policy", CONTROLS)
-def test_every_policy_agrees_with_its_replay_and_stays_within_80_columns(job, policy) -> None:
+def test_every_policy_agrees_with_its_replay_and_stays_within_80_columns(job, policy):
     done = run(job, policy=policy, **CONTROLS[policy])
     assert done.exit_code == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -58,7 +52,7 @@ def test_every_policy_agrees_with_its_replay_and_stays_within_80_columns(job, po
     assert len(replayed["utilisation"]) == len(found["stages"])
 
 
-def test_the_timeline_is_drawn_and_traced(job, tmp_path) -> None:
+def test_the_timeline_is_drawn_and_traced(job, tmp_path):
     done = run(job, "--timeline", str(tmp_path / "pictures" / "t.svg"), policy="waa-c",
                **CONTROLS["waa-c"])
     assert done.exit_code == 0
@@ -75,7 +69,7 @@ def test_the_timeline_is_drawn_and_traced(job, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("policy", [pytest.param("ft", marks=pytest.mark.slow), "waa-c"])
-def test_a_policy_without_variables_is_the_best_within_the_bound(job, policy) -> None:
+def test_a_policy_without_variables_is_the_best_within_the_bound(job, policy):
     best = json.loads(run(job, "--json", policy=policy).stdout)
     assert best["latency_s"] <= 11.5 and best["fits"]
     for batch in (5, 40, 200):
@@ -84,7 +78,7 @@ def test_a_policy_without_variables_is_the_best_within_the_bound(job, policy) ->
         assert other["throughput_qps"] <= best["throughput_qps"] or other["latency_s"] > 11.5
 
 
-def test_the_best_of_each_policy_beside_the_schedule(job) -> None:
+def test_the_best_of_each_policy_beside_the_schedule(job):
     found = json.loads(run(job, "--json", "--baselines", **CONTROLS["rra"]).stdout)["baselines"]
     assert set(found) == set(CONTROLS) - {"rra"}
     assert all(e["latency_s"] <= 11.5 and e["fits"] for e in found.values())
@@ -94,15 +88,11 @@ def test_the_best_of_each_policy_beside_the_schedule(job) -> None:
     ("opt-125m", 1, {"waa-c", "waa-m"}, "needs two devices"),
     ("t5-small", 2, {"orca", "vllm", "sarathi"}, "not for encoder-decoder models")])
 def test_baselines_say_which_policies_are_not_possible_and_why(
-        tmp_path: Path, model: str, devices: int, absent: set[str], why: str) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(f"""
-model: {model}
-cluster: {{device: L4, num_nodes: 1, devices_per_node: {devices}, intra_link: pcie4-x16,
-          inter_link: ib-100g}}
-workload: {{requests: {{count: 60}}, task: S}}
-constraint: {{latency_s: 60}}
-""")
+        tmp_path, model, devices, absent, why):
+    path = job_file(
+        tmp_path, model=model, workload="{requests: {count: 60}, task: S}",
+        cluster=f"{{device: L4, num_nodes: 1, devices_per_node: {devices}, intra_link: pcie4-x16}}",
+        constraint="{latency_s: 60}")
     asked = ("--baselines", "--max-seconds", "30")
     found = json.loads(run(path, "--json", *asked, **CONTROLS["rra"]).stdout)
     assert set(found["not_possible"]) == absent == {

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ _NOBODY = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", 
 
 
 @pytest.fixture
-def open_to_all() -> Iterator[Path]:
+def open_to_all():
     """Beside those of pytest, in which nobody else may look."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
@@ -72,7 +71,7 @@ def test_a_user_without_a_home_has_a_folder_that_is_nobody_elses(open_to_all):
 @pytest.mark.parametrize("words", [
     {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}])
-def test_names_are_utf8_whatever_the_locale(tmp_path: Path, words: dict[str, str]) -> None:
+def test_names_are_utf8_whatever_the_locale(tmp_path, words):
     folder = tmp_path / "é"
     folder.mkdir()
     (folder / "modèle").mkdir()
@@ -85,7 +84,7 @@ def test_names_are_utf8_whatever_the_locale(tmp_path: Path, words: dict[str, str
     assert done.returncode == 2 and "model = 'modèlé': unknown model" in done.stderr
 
 
-def test_a_name_that_mpi_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_mpi_cannot_hold_is_refused(tmp_path):
     pytest.importorskip("mpi4py", reason="ranks need the extra `run`")
     program = RankProgram(module="surroundings", argument=tmp_path, count=2)
     assert "-launcher fork -rmk user" in " ".join(LocalLauncher().command(program))

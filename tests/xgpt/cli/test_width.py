@@ -20,7 +20,7 @@ def check_width(text: str) -> None:
     assert text and max(map(len, text.splitlines())) <= 80, text
 
 
-def test_the_catalog_fits_and_nothing_of_it_is_cut_off() -> None:
+def test_the_catalog_fits_and_nothing_of_it_is_cut_off():
     shown = invoke("models").stdout
     check_width(shown)
     assert "..." not in shown
@@ -32,11 +32,11 @@ def test_the_catalog_fits_and_nothing_of_it_is_cut_off() -> None:
 @pytest.mark.parametrize("words", [
     *([name] for name in COMMANDS), *(["profile", part] for part in ("measure", "show", "merge",
                                                                      "import"))])
-def test_every_help_fits(words: list[str]) -> None:
+def test_every_help_fits(words):
     check_width(invoke(*words, "--help").stdout)
 
 
-def test_a_last_column_of_words_goes_on_below_and_loses_none() -> None:
+def test_a_last_column_of_words_goes_on_below_and_loses_none():
     words = "188 at a time, 219 tokens, 2 groups, TP 8 on 16, and " + "more " * 20
     shown = table(("policy", "queries/s", "configuration"), [("Sarathi", "4.96", words),
                                                              ("FT", "2.1", "")], right=(1,))
@@ -48,8 +48,7 @@ def test_a_last_column_of_words_goes_on_below_and_loses_none() -> None:
     check_width(table(("a", "b"), [("x" * 90, "y")], right=(0,)))
 
 
-def test_what_is_said_fits_the_terminal_and_a_file_keeps_whole_lines(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said_fits_the_terminal_and_a_file_keeps_whole_lines(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
     message = "no schedule satisfies the bound: " + "the tightest that can be met, " * 5 + "\n  end"
     terminal.say(message)
@@ -62,8 +61,7 @@ def test_what_is_said_fits_the_terminal_and_a_file_keeps_whole_lines(
 
 
 @pytest.mark.parametrize("columns", [48, 60, 200])
-def test_tables_fit_a_narrow_terminal_and_keep_80_columns_elsewhere(
-        columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_fit_a_narrow_terminal_and_keep_80_columns_elsewhere(columns, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     words = "the schedule uses 4.772 s of the bound of 5.90 s " * 4
     assert max(map(len, fact("why", words).splitlines())) > 70, "a pipe has no width"
@@ -75,8 +73,7 @@ def test_tables_fit_a_narrow_terminal_and_keep_80_columns_elsewhere(
         assert max(map(len, text.splitlines())) <= min(columns, 80), text
 
 
-def test_a_message_clears_the_line_of_progress(monkeypatch: pytest.MonkeyPatch,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_clears_the_line_of_progress(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "is_terminal", lambda: True)
     shown = terminal.Terminal()
     shown.progress("searching, 2.00 s so far")
@@ -84,8 +81,7 @@ def test_a_message_clears_the_line_of_progress(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().err.endswith("\r" + " " * 24 + "\rfound\n")
 
 
-def test_words_go_on_below_where_numbers_leave_them_no_room(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_go_on_below_where_numbers_leave_them_no_room(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     shown = table(("", "predicted", "measured", "ratio", ""), [

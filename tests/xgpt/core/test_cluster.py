@@ -13,7 +13,7 @@ from xgpt.core.problem import resolve_cluster
 
 
 @pytest.mark.parametrize("rank", [-1, 16])
-def test_a_rank_outside_the_cluster_is_our_own_error(rank: int) -> None:
+def test_a_rank_outside_the_cluster_is_our_own_error(rank):
     with pytest.raises(AssertionError, match="rank"):
         catalog.cluster("a40-16").node_of(rank)
 
@@ -37,7 +37,7 @@ def _cluster(tmp_path: Path, links: str, *overrides: str) -> Cluster:
     return resolve_cluster(load_job(path, overrides))
 
 
-def test_pairs_are_neighbours_and_the_bus_joins_them(tmp_path: Path) -> None:
+def test_pairs_are_neighbours_and_the_bus_joins_them(tmp_path):
     cluster = _cluster(tmp_path, "nvlink3-bridge: 2")
     assert [cluster.link_between(a, b).name for a, b in ((0, 1), (2, 3), (1, 2), (3, 4), (4, 5))
             ] == ["nvlink3-bridge", "nvlink3-bridge", "pcie4-x16", "ib-100g", "nvlink3-bridge"]
@@ -45,7 +45,7 @@ def test_pairs_are_neighbours_and_the_bus_joins_them(tmp_path: Path) -> None:
     assert cluster.link_of((0, 1, 2, 3)).name == "pcie4-x16", "its ring crosses the bus"
 
 
-def test_ranks_take_joined_devices_first_whatever_their_numbers(tmp_path: Path) -> None:
+def test_ranks_take_joined_devices_first_whatever_their_numbers(tmp_path):
     cluster = _cluster(tmp_path, "nvlink3-bridge: [[1, 3]]")
     assert cluster.only.numbers == (1, 3, 0, 2)
     assert cluster.link_between(0, 1).name == "nvlink3-bridge"
@@ -56,7 +56,7 @@ def test_ranks_take_joined_devices_first_whatever_their_numbers(tmp_path: Path) 
     assert mixed.only.numbers == (2, 3, 0, 1)
 
 
-def test_a_group_over_nodes_says_what_joins_it_inside_one() -> None:
+def test_a_group_over_nodes_says_what_joins_it_inside_one():
     link = catalog.cluster("a100-16").link_of(range(16))
     assert (link.name, link.per_node) == ("ib-8x200g", 8)
     assert link.inside == catalog.link("nvlink3")
@@ -64,7 +64,7 @@ def test_a_group_over_nodes_says_what_joins_it_inside_one() -> None:
     assert single == catalog.link("ib-8x200g")
 
 
-def test_equal_parts_have_the_links_that_all_of_them_have(tmp_path: Path) -> None:
+def test_equal_parts_have_the_links_that_all_of_them_have(tmp_path):
     cluster = _cluster(tmp_path, "nvlink3-bridge: 2")
     assert cluster.equal_part(2).link_between(0, 1).name == "nvlink3-bridge"
     one = _cluster(tmp_path, "nvlink3-bridge: [[1, 3]]")
@@ -73,6 +73,6 @@ def test_equal_parts_have_the_links_that_all_of_them_have(tmp_path: Path) -> Non
     assert one.with_nodes(devices_per_node=1).islands == ()
 
 
-def test_a_bus_with_peer_access_may_join_what_one_without_it_does_not(tmp_path: Path) -> None:
+def test_a_bus_with_peer_access_may_join_what_one_without_it_does_not(tmp_path):
     cluster = _cluster(tmp_path, "pcie4-x16-p2p: 2")
     assert cluster.link_of((0, 1)).has_peer_access and not cluster.link_of((1, 2)).has_peer_access

@@ -49,17 +49,17 @@ def test_an_input_error_prints_every_mistake_and_of_very_many_a_terminals_worth(
     (XgptError("x"), 1), (MissingExtraError("torch", "run", "running"), 1),
     (InputError([Mistake(file="f", line=1, key="k", value=1, allowed="a")]), 2),
     (UnknownNameError("model", "x", ["y"]), 2), (InfeasibleError("x"), 3), (StoppedEarly("x"), 75)])
-def test_exit_codes_are_those_of_the_command_line_contract(error: XgptError, code: int) -> None:
+def test_exit_codes_are_those_of_the_command_line_contract(error, code):
     assert error.exit_code == code
 
 
-def test_the_nearest_name_is_suggested_only_if_it_is_near() -> None:
+def test_the_nearest_name_is_suggested_only_if_it_is_near():
     assert nearest("opt13b", ["opt-13b", "t5-11b"]) == (
         "did you mean 'opt-13b'? known: opt-13b, t5-11b")
     assert nearest("zzz", ["opt-13b"]) == "known: opt-13b"
 
 
-def test_a_missing_package_names_the_extra_to_install() -> None:
+def test_a_missing_package_names_the_extra_to_install():
     assert ".[run]" in str(MissingExtraError("torch", "run", "xgpt run"))
 
 
@@ -67,14 +67,12 @@ def test_a_missing_package_names_the_extra_to_install() -> None:
     (errno.ENOSPC, "/out: No space left on device; what is done is kept, and with room made"),
     (errno.EFBIG, "/out/results.jsonl: File too large for a limit on the size of files "
                   "(`ulimit -f`); what is done is kept, and with a higher one")])
-def test_a_disk_without_room_and_a_limit_on_files_have_their_own_remedies(number: int,
-                                                                          said: str) -> None:
+def test_a_disk_without_room_and_a_limit_on_files_have_their_own_remedies(number, said):
     error = OSError(number, os.strerror(number), "/out/results.jsonl")
     assert in_words(error, Path("/out")) == f"{said} the same command goes on from there"
 
 
-def test_a_folder_that_is_gone_while_one_is_in_it_is_no_fault_of_ours(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_gone_while_one_is_in_it_is_no_fault_of_ours(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
     error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))

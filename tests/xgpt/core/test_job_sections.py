@@ -56,7 +56,7 @@ def load(folder: Path, text: str, *overrides: str) -> SlurmSpec | None:
     return load_job(path, overrides).slurm
 
 
-def test_every_option_arrives_in_slurms_own_words(tmp_path: Path) -> None:
+def test_every_option_arrives_in_slurms_own_words(tmp_path):
     spec = load(tmp_path, FULL)
     assert spec == SlurmSpec(
         partition="gpu", account="007", qos="high", constraint="a40&nvme",
@@ -71,7 +71,7 @@ def test_every_option_arrives_in_slurms_own_words(tmp_path: Path) -> None:
     assert spec.gpus_each == 4 and spec.time_s == 26.5 * 3600
 
 
-def test_an_empty_section_is_none_and_one_key_makes_it(tmp_path: Path) -> None:
+def test_an_empty_section_is_none_and_one_key_makes_it(tmp_path):
     assert load(tmp_path, "") is None and load(tmp_path, "slurm:\n") is None
     assert load(tmp_path, "", "slurm.launch=srun") == load(tmp_path, "slurm: {}") == SlurmSpec()
 
@@ -79,13 +79,13 @@ def test_an_empty_section_is_none_and_one_key_makes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "seconds"), [
     ("90", 5400), ("2:30", 150), ("02:00:00", 7200), ("1-0", 86400), ("1-02:30", 95400),
     ("2-01:00:01", 176401), ("infinite", math.inf), ("UNLIMITED", math.inf)])
-def test_a_time_is_read_as_slurm_reads_it(text: str, seconds: float) -> None:
+def test_a_time_is_read_as_slurm_reads_it(text, seconds):
     assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize(("seconds", "text"), [
     (1, "00:01:00"), (3600, "01:00:00"), (3601, "01:01:00"), (90_000, "1-01:00:00")])
-def test_a_time_is_written_in_whole_minutes_that_hold_it(seconds: float, text: str) -> None:
+def test_a_time_is_written_in_whole_minutes_that_hold_it(seconds, text):
     assert time_of(seconds) == text and seconds <= seconds_of(text) < seconds + 60
 
 
@@ -126,7 +126,7 @@ def test_prices(tmp_path):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "b[1]").mkdir()  # a folder's own brackets are no pattern
     root = tmp_path / "b[1]"
     for name in ("c.jsonl", "a.jsonl", "b.csv", "x[0].jsonl", "data.parquet"):
@@ -149,7 +149,7 @@ def names(folder: Path, requests: str) -> list[str]:
     return [str(path.relative_to(folder)) for path in files(folder, requests).paths]
 
 
-def test_files_lists_and_patterns_are_found(folder: Path) -> None:
+def test_files_lists_and_patterns_are_found(folder):
     assert names(folder, "c.jsonl") == ["c.jsonl"]
     assert names(folder, "[c.jsonl, b.csv]") == ["c.jsonl", "b.csv"]
     assert names(folder, "'*.jsonl'") == ["a.jsonl", "c.jsonl", "x[0].jsonl"]
@@ -162,7 +162,7 @@ def test_files_lists_and_patterns_are_found(folder: Path) -> None:
     assert job(folder, "workload.requests=-").workload.requests.is_stdin
 
 
-def test_columns_and_format_are_told_beside_the_file(folder: Path) -> None:
+def test_columns_and_format_are_told_beside_the_file(folder):
     found = files(folder, "{file: b.csv, format: tsv, prompt: question, id: nr, delimiter: ';', "
                   "options: false, carry: [topic, b]}")
     assert found == RequestFiles(
@@ -172,7 +172,7 @@ def test_columns_and_format_are_told_beside_the_file(folder: Path) -> None:
     assert files(folder, "{file: b.csv, carry: []}").carry == ()
 
 
-def test_requests_are_the_same_only_if_read_alike(folder: Path) -> None:
+def test_requests_are_the_same_only_if_read_alike(folder):
     assert files(folder, "a.jsonl").rules == files(folder, "{file: b.csv, format: jsonl}").rules
     plain = files(folder, "b.csv").rules
     assert files(folder, "{file: b.csv, carry: [x]}").rules == plain != ""

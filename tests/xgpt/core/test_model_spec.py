@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -45,7 +44,7 @@ def _shape(spec: ModelSpec) -> ModelSpec:
 @pytest.mark.parametrize(("config", "row"), [
     (OPT_125M, "opt-125m"), (LLAMA_31, "llama-3.1-8b"), (QWEN, "qwen2.5-0.5b"), (GPT2_124M, "gpt2"),
     (T5_11B, "t5-11b")])
-def test_a_config_reads_as_the_catalogs_row(config: dict[str, Any], row: str) -> None:
+def test_a_config_reads_as_the_catalogs_row(config, row):
     read, kept = from_hf_config(config, row), catalog.model(row)
     # the catalog leaves to defaults what the config spells out, and the other way round
     same = {"num_kv_heads": kept.kv_heads, "has_qkv_bias": kept.qkv_bias}
@@ -60,12 +59,12 @@ def test_a_config_reads_as_the_catalogs_row(config: dict[str, Any], row: str) ->
     ({**LLAMA_31, "rope_scaling": {"rope_type": "yarn"}}, "rope_type"),
     ({**QWEN, "use_sliding_window": "yes"}, "use_sliding_window"),
     ({k: v for k, v in OPT_125M.items() if k != "ffn_dim"}, "ffn_dim")])
-def test_what_cannot_run_is_refused_by_its_key(config: dict[str, Any], key: str) -> None:
+def test_what_cannot_run_is_refused_by_its_key(config, key):
     with pytest.raises(InputError, match=key):
         from_hf_config(config, "x")
 
 
-def test_both_spellings_of_rope_settings_read_alike() -> None:
+def test_both_spellings_of_rope_settings_read_alike():
     new = {k: v for k, v in LLAMA_31.items() if k not in ("rope_theta", "rope_scaling")}
     scaling = LLAMA_31["rope_scaling"]
     assert isinstance(scaling, dict)
@@ -73,19 +72,19 @@ def test_both_spellings_of_rope_settings_read_alike() -> None:
     assert from_hf_config(new, "x") == from_hf_config(LLAMA_31, "x")
 
 
-def test_a_tied_head_is_counted_once() -> None:
+def test_a_tied_head_is_counted_once():
     spec = catalog.model("smollm2-135m")
     untied = replace(spec, tied_embeddings=False)
     assert untied.num_params - spec.num_params == spec.vocab_size * spec.hidden_size
 
 
-def test_fewer_key_value_heads_shrink_the_cache_and_the_projections() -> None:
+def test_fewer_key_value_heads_shrink_the_cache_and_the_projections():
     many, few = catalog.model("llama-2-7b"), replace(catalog.model("llama-2-7b"), num_kv_heads=8)
     assert many.kv_elements_per_token_layer == 4 * few.kv_elements_per_token_layer == 2 * 4096
     assert many.attention_params - few.attention_params == 2 * 4096 * 24 * 128
 
 
-def test_an_encoder_decoder_counts_cross_attention() -> None:
+def test_an_encoder_decoder_counts_cross_attention():
     spec = catalog.model("t5-11b")
     assert spec.is_encoder_decoder and not catalog.model("opt-13b").is_encoder_decoder
     extra = spec.decoder_layer_params - spec.encoder_layer_params
@@ -114,8 +113,7 @@ def refused(folder: Path, config: object) -> list[tuple[str, object, str]]:
 
 
 @pytest.mark.parametrize("config", [LLAMA, OPT, GPT2, T5])
-def test_every_size_that_is_no_size_is_named_at_once(tmp_path: Path,
-                                                     config: dict[str, Any]) -> None:
+def test_every_size_that_is_no_size_is_named_at_once(tmp_path, config):
     sizes = [key for key, value in config.items() if isinstance(value, int)]
     values = [None, "12", 0, 1.5, True, [3], -1]
     broken = {**config, **dict(zip(sizes, values, strict=False))}
@@ -134,8 +132,7 @@ def test_every_size_that_is_no_size_is_named_at_once(tmp_path: Path,
 @pytest.mark.parametrize(("config", "key", "most"), [
     (LLAMA, "num_hidden_layers", 10_000), (GPT2, "n_layer", 10_000), (T5, "num_layers", 10_000),
     (LLAMA, "vocab_size", 2**31 - 1)])
-def test_a_size_beyond_all_models_is_refused_and_not_planned(
-        tmp_path: Path, config: dict[str, Any], key: str, most: int) -> None:
+def test_a_size_beyond_all_models_is_refused_and_not_planned(tmp_path, config, key, most):
     assert refused(tmp_path, {**config, key: 2**31}) == [
         (key, 2**31, f"a whole number >= 1, at most {most:,}")]
 
@@ -153,20 +150,19 @@ def test_a_size_beyond_all_models_is_refused_and_not_planned(
                                                     "num_attention_heads"),
     ({**GPT2, "n_head": 3}, "n_head"), ({**T5, "feed_forward_proj": 3}, "feed_forward_proj"),
     ({**LLAMA, "model_type": ["llama"]}, "model_type"), ({}, "model_type")])
-def test_what_is_no_size_is_refused_by_its_key_alone(tmp_path: Path, config: dict[str, Any],
-                                                     key: str) -> None:
+def test_what_is_no_size_is_refused_by_its_key_alone(tmp_path, config, key):
     assert [found for found, _, _ in refused(tmp_path, config)] == [key]
 
 
 @pytest.mark.parametrize(("text", "reason"), [
     ("", "no JSON"), ("{", "no JSON"), ("[]", "not a JSON object"), ("null", "not a JSON object"),
     ("[" * 100_000, "no JSON"), ('{"a": "\x01"}', "no JSON")])
-def test_a_file_that_is_no_config(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_file_that_is_no_config(tmp_path, text, reason):
     ((_, _, why),) = refused(tmp_path, text)
     assert reason in why
 
 
-def test_the_command_refuses_a_job_with_it(tmp_path: Path) -> None:
+def test_the_command_refuses_a_job_with_it(tmp_path):
     (tmp_path / "toy").mkdir()
     (tmp_path / "toy" / "config.json").write_text(json.dumps(
         {**LLAMA, "hidden_size": None, "num_attention_heads": "12"}))

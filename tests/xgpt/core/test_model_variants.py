@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +25,7 @@ OPT = {"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 8, "num_atten
     ({**LLAMA, "model_type": "qwen3"}, "layer_types", ["full_attention", "chunked_attention"]),
     ({**LLAMA, "model_type": "gemma2"}, "use_bidirectional_attention", True),
     (OPT, "activation_function", "gelu"), (OPT, "do_layer_norm_before", False)])
-def test_a_variant_nobody_implements_is_refused(config: dict[str, Any], key: str,
-                                                value: object) -> None:
+def test_a_variant_nobody_implements_is_refused(config, key, value):
     assert from_hf_config(config, "plain").num_layers == 2
     with pytest.raises(InputError, match=key):
         from_hf_config({**config, key: value}, "variant")
@@ -39,8 +37,7 @@ def test_a_variant_nobody_implements_is_refused(config: dict[str, Any], key: str
     ("compression_config", {"format": "sparse-24"}, "sparse-24"),
     ("quantization_config", {"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt"),
     ("quantization_config", {"bits": 8}, "not named")])
-def test_weights_of_an_unknown_method_are_refused_by_its_name(
-        key: str, stored: dict[str, Any], named: str) -> None:
+def test_weights_of_an_unknown_method_are_refused_by_its_name(key, stored, named):
     with pytest.raises(InputError, match=f"{key}.*quantised by .*{named}.*known are.*awq, gptq"):
         from_hf_config({**LLAMA, key: stored}, "variant")
     assert not from_hf_config({**LLAMA, key: None}, "plain").stored_as
@@ -77,7 +74,7 @@ def mixed() -> dict[str, Any]:
      "4 bits (AWQ, groups of 64)"),
     ({**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2", "dynamic": {"-:.*down.*": {}}},
      "8 bits (GPTQ, a scale a row)")])
-def test_weights_of_fewer_bits_are_planned_and_said(stored: dict[str, Any], words: str) -> None:
+def test_weights_of_fewer_bits_are_planned_and_said(stored, words):
     spec = from_hf_config({**LLAMA, "quantization_config": stored}, "x")
     assert spec.stored_as == words and spec.num_params == from_hf_config(LLAMA, "x").num_params
 
@@ -100,13 +97,12 @@ def test_weights_of_fewer_bits_are_planned_and_said(stored: dict[str, Any], word
     ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format", "gptq_v2"),
     ({**GPTQ, "is_marlin_format": True}, "is_marlin_format", "only false"),
     ({**GPTQ, "dynamic": {"+:.*up.*": {"bits": 8}}}, "dynamic", "left out")])
-def test_what_a_method_is_not_read_with_is_named(stored: dict[str, Any], key: str,
-                                                 allowed: str) -> None:
+def test_what_a_method_is_not_read_with_is_named(stored, key, allowed):
     with pytest.raises(InputError, match=f"quantization_config.{key}.*{allowed}"):
         from_hf_config({**LLAMA, "quantization_config": stored}, "x")
 
 
-def test_gpt2s_weights_of_fewer_bits_are_refused() -> None:
+def test_gpt2s_weights_of_fewer_bits_are_refused():
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11,
               "n_positions": 16}
     with pytest.raises(InputError, match="quantization_config.*gpt2 family"):
@@ -121,15 +117,14 @@ SHAPE = LLAMA | {"num_key_value_heads": 1, "head_dim": 6, "max_position_embeddin
     ({"hidden_act": "relu2"}, "hidden_act 'relu2'"),
     ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rope_type 'mrope'"),
     ({"model_type": "gemma2", "hidden_activation": "xielu"}, "hidden_activation 'xielu'")])
-def test_shapes_that_are_only_planned_are_read_and_say_what_is_not_executed(
-        config: dict[str, Any], why: str) -> None:
+def test_shapes_that_are_only_planned_are_read_and_say_what_is_not_executed(config, why):
     spec = from_hf_config({**SHAPE, **config}, "x")
     assert why in spec.planned_only and spec.kv_elements_per_token_layer == 12
     plain = {key: value for key, value in config.items() if key == "model_type"}
     assert not from_hf_config({**SHAPE, **plain}, "x").planned_only
 
 
-def test_a_family_nobody_knows_is_refused_by_its_name_with_who_has_it() -> None:
+def test_a_family_nobody_knows_is_refused_by_its_name_with_who_has_it():
     with pytest.raises(InputError, match="model_type: 'mamba2'|mamba2.*vLLM"):
         from_hf_config({**SHAPE, "model_type": "mamba2"}, "x")
 
@@ -142,12 +137,11 @@ def test_a_family_nobody_knows_is_refused_by_its_name_with_who_has_it() -> None:
     ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True,
       "max_window_layers": 1}, (None, 8)),
     ({"model_type": "mistral", "sliding_window": 8, "max_position_embeddings": 8}, ())])
-def test_windows_are_of_the_layers_that_the_config_says(
-        config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+def test_windows_are_of_the_layers_that_the_config_says(config, windows):
     assert from_hf_config({**SHAPE, **config}, "x").decoder.windows == windows
 
 
-def test_longrope_is_executed_within_the_positions_of_its_short_factors() -> None:
+def test_longrope_is_executed_within_the_positions_of_its_short_factors():
     rope = {"type": "longrope", "short_factor": [1.0, 1.0, 2.0], "long_factor": [1.0, 2.0, 3.0]}
     config = {**SHAPE, "model_type": "phi3", "rope_scaling": rope,
               "original_max_position_embeddings": 16}
@@ -157,14 +151,13 @@ def test_longrope_is_executed_within_the_positions_of_its_short_factors() -> Non
         from_hf_config({**config, "rope_scaling": {"type": "longrope"}}, "x")
 
 
-def test_a_mistral_whose_window_holds_all_positions_is_executed() -> None:
+def test_a_mistral_whose_window_holds_all_positions_is_executed():
     for window in (None, 64, 128):
         spec = from_hf_config({**SHAPE, "model_type": "mistral", "sliding_window": window}, "x")
         assert spec == from_hf_config(SHAPE, "x")
 
 
-def test_a_model_that_is_only_planned_is_planned_elsewhere_and_refused_here(
-        tmp_path: Path) -> None:
+def test_a_model_that_is_only_planned_is_planned_elsewhere_and_refused_here(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({
         **SHAPE, "hidden_act": "relu2", "max_position_embeddings": 1024}))
     words = "model: {model}\ncluster: {cluster}\nworkload: {{task: S, requests: {{count: 5}}}}\n"

@@ -40,7 +40,7 @@ def _one(folder: Path, line: bytes | str | dict[str, Any]) -> Request:
     return request
 
 
-def test_our_three_forms_are_read(tmp_path: Path) -> None:
+def test_our_three_forms_are_read(tmp_path):
     requests, errors = _read(
         tmp_path, {"id": "a", "prompt": "Hi"}, {"id": 7, "tokens": [1, 2]},
         {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stop": "."})
@@ -52,7 +52,7 @@ def test_our_three_forms_are_read(tmp_path: Path) -> None:
                 max_tokens=5, stop=(".",))]
 
 
-def test_openai_batch_lines_are_read_and_keys_that_ask_for_nothing_ignored(tmp_path: Path) -> None:
+def test_openai_batch_lines_are_read_and_keys_that_ask_for_nothing_ignored(tmp_path):
     request = _one(tmp_path, {
         "custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions", "body": {
             "model": "gpt-4o", "messages": [
@@ -67,13 +67,13 @@ def test_openai_batch_lines_are_read_and_keys_that_ask_for_nothing_ignored(tmp_p
     assert request.stop == ("a", "b") and request.seed is not None and request.seed >= 0
 
 
-def test_an_openai_completion_takes_a_prompt_or_its_tokens(tmp_path: Path) -> None:
+def test_an_openai_completion_takes_a_prompt_or_its_tokens(tmp_path):
     body = {"url": "/v1/completions", "custom_id": "x"}
     assert _one(tmp_path, {**body, "body": {"model": "m", "prompt": "Hi"}}).prompt == "Hi"
     assert _one(tmp_path, {**body, "body": {"model": "m", "prompt": [3, 4]}}).tokens == (3, 4)
 
 
-def test_every_option_arrives(tmp_path: Path) -> None:
+def test_every_option_arrives(tmp_path):
     request = _one(tmp_path, {"prompt": "x", "forced_tokens": 4, "max_tokens": 4, "seed": 9,
                               "temperature": 0.5, "top_k": 3, "top_p": 0.2})
     assert (request.forced_tokens, request.max_tokens, request.seed) == (4, 4, 9)
@@ -115,39 +115,38 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     ({"prompt": "x", "max_new_tokens": 5}, "did you mean 'max_tokens'"),
     ({"prompt": "x", "max_token": 5}, "did you mean 'max_tokens'"),
     ({"prompt": "x", "temprature": 5}, "did you mean 'temperature'")])
-def test_a_bad_line_is_an_error_record_and_the_rest_runs(
-        tmp_path: Path, line: bytes | str | dict[str, Any], reason: str) -> None:
+def test_a_bad_line_is_an_error_record_and_the_rest_runs(tmp_path, line, reason):
     requests, errors = _read(tmp_path, {"id": "x1", "prompt": "a"}, line,
                              {"id": "x3", "prompt": "b"})
     assert [(r.line, r.id) for r in requests] == [(1, "x1"), (3, "x3")]
     assert [error.line for error in errors] == [2] and reason in errors[0].error
 
 
-def test_columns_of_a_data_set_are_ignored(tmp_path: Path) -> None:
+def test_columns_of_a_data_set_are_ignored(tmp_path):
     request = _one(tmp_path, {"prompt": "x", "idx": 3, "source": "web", "label": None, "text": "y"})
     assert request.prompt == "x"
 
 
-def test_a_repeated_id_is_an_error_of_the_later_line(tmp_path: Path) -> None:
+def test_a_repeated_id_is_an_error_of_the_later_line(tmp_path):
     requests, errors = _read(tmp_path, {"id": "2", "prompt": "x"}, {"prompt": "y"})
     assert [r.id for r in requests] == ["2"]
     assert errors == [RequestError(line=2, id="2", error="id '2' is already that of line 1",
                                    is_openai=False, code="duplicate_custom_id")]
 
 
-def test_the_id_of_a_bad_line_is_free_again_and_named_in_its_record(tmp_path: Path) -> None:
+def test_the_id_of_a_bad_line_is_free_again_and_named_in_its_record(tmp_path):
     requests, errors = _read(tmp_path, {"id": "a"}, {"id": "a", "prompt": "x"})
     assert [r.line for r in requests] == [2] and [e.id for e in errors] == ["a"]
 
 
-def test_blank_lines_windows_ends_and_a_byte_order_mark_are_taken(tmp_path: Path) -> None:
+def test_blank_lines_windows_ends_and_a_byte_order_mark_are_taken(tmp_path):
     requests, errors = _read(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r', b"", b"  \r",
                              b'{"prompt": "b\xe2\x80\xa8c"}\r')
     assert not errors and [(r.line, r.id, r.prompt) for r in requests] == [
         (1, "1", "a"), (4, "4", "b\u2028c")]
 
 
-def test_an_empty_file_has_no_requests_and_a_missing_one_is_wrong_input(tmp_path: Path) -> None:
+def test_an_empty_file_has_no_requests_and_a_missing_one_is_wrong_input(tmp_path):
     assert _read(tmp_path, "") == ([], [])
     with pytest.raises(InputError, match="cannot be read"):
         list(read_requests(RequestFiles(paths=(tmp_path / "none.jsonl",))))
@@ -166,8 +165,7 @@ _RECORDS = st.dictionaries(st.sampled_from(
 @given(st.lists(_RECORDS.map(lambda r: json.dumps(r).encode())
                 | st.binary(max_size=20).filter(lambda b: b"\n" not in b), max_size=6))
 @examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_line_that_is_not_blank_becomes_a_request_or_an_error(
-        tmp_path: Path, lines: list[bytes]) -> None:
+def test_every_line_that_is_not_blank_becomes_a_request_or_an_error(tmp_path, lines):
     # what begins so is another kind of file, which is one error of its own
     assume(not b"\n".join(lines).startswith((b"\xff\xfe", b"\xfe\xff", b"\x1f\x8b")))
     requests, errors = _read(tmp_path, *lines)
@@ -177,7 +175,7 @@ def test_every_line_that_is_not_blank_becomes_a_request_or_an_error(
     assert len({r.id for r in requests}) == len(requests)
 
 
-def test_a_requests_own_limit_comes_before_the_jobs() -> None:
+def test_a_requests_own_limit_comes_before_the_jobs():
     base = Request(line=1, id="a", prompt="x")
     assert base.output_cap(50) == 50
     assert Request(line=1, id="a", prompt="x", max_tokens=7).output_cap(50) == 7
@@ -185,7 +183,7 @@ def test_a_requests_own_limit_comes_before_the_jobs() -> None:
                    forced_tokens=3).output_cap(50) == 3
 
 
-def test_synthetic_requests_have_the_lengths_asked_for_and_repeat_with_the_seed() -> None:
+def test_synthetic_requests_have_the_lengths_asked_for_and_repeat_with_the_seed():
     lengths = JointLengths(inputs=truncated_normal(20, 5, 40), outputs=truncated_normal(8, 3, 16))
     requests = list(synthetic_requests(lengths, 500, seed=3, vocab_size=100))
     inputs = np.array([len(tokens) for tokens, _ in requests])
@@ -200,7 +198,7 @@ def test_synthetic_requests_have_the_lengths_asked_for_and_repeat_with_the_seed(
     assert [n for _, n in requests] != [n for _, n in other]
 
 
-def test_synthetic_requests_keep_the_correlation_of_their_lengths() -> None:
+def test_synthetic_requests_keep_the_correlation_of_their_lengths():
     lengths = joint_empirical(np.array([[3, 1], [9, 3]]))
     for tokens, count in synthetic_requests(lengths, 50, seed=0, vocab_size=10):
         assert len(tokens) == 3 * count
@@ -218,12 +216,12 @@ SCHEMA = {"type": "object"}
     ({"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
     ({"guided_grammar": "root ::= \"a\""}, {"structured_outputs": {"grammar": "root ::= \"a\""}}),
     ({"min_p": 0.1, "logit_bias": {"7": -100}}, {"min_p": 0.1, "logit_bias": {"7": -100}})])
-def test_what_is_asked_is_told_in_vllms_words(body: dict[str, Any], told: dict[str, Any]) -> None:
+def test_what_is_asked_is_told_in_vllms_words(body, told):
     assert json.loads(passed_of(body)) == told
     assert has_form(passed_of(body)) == ("structured_outputs" in told)
 
 
-def test_what_asks_for_nothing_tells_nothing() -> None:
+def test_what_asks_for_nothing_tells_nothing():
     assert passed_of({"response_format": {"type": "text"}, "logit_bias": {}, "min_p": None}) == ""
     assert not has_form("")
 
@@ -240,18 +238,18 @@ def test_what_asks_for_nothing_tells_nothing() -> None:
     ({"min_p": 2}, "min_p"), ({"repetition_penalty": 0}, "above 0"),
     ({"guided_regex": "a", "forced_tokens": 3}, "forced_tokens"),
     ({"guided_regex": "a", "min_tokens": 3}, "min_tokens")])
-def test_what_no_sampler_takes_is_refused_by_its_key(body: dict[str, Any], reason: str) -> None:
+def test_what_no_sampler_takes_is_refused_by_its_key(body, reason):
     with pytest.raises(BadRecord, match=reason):
         read_record({"prompt": "x", **body}, 1, "a", terms=Terms(engine="vllm"))
 
 
 @pytest.mark.parametrize("engine", [None, "deepspeed"])
-def test_engines_without_such_a_sampler_refuse_it(engine: str | None) -> None:
+def test_engines_without_such_a_sampler_refuse_it(engine):
     with pytest.raises(BadRecord, match="guided_regex: not supported"):
         read_record({"prompt": "x", "guided_regex": "a"}, 1, "a", terms=Terms(engine=engine))
 
 
-def test_only_engines_that_have_them_give_likelihoods() -> None:
+def test_only_engines_that_have_them_give_likelihoods():
     record = {"prompt": "x", "logprobs": 2, "min_tokens": 1}
     for engine in (None, "vllm"):
         assert read_record(record, 1, "a", terms=Terms(engine=engine)).top_logprobs == 2
@@ -260,7 +258,7 @@ def test_only_engines_that_have_them_give_likelihoods() -> None:
 
 
 @pytest.mark.parametrize("is_openai", [True, False])
-def test_a_line_keeps_all_that_its_messages_and_their_template_are_told(is_openai: bool) -> None:
+def test_a_line_keeps_all_that_its_messages_and_their_template_are_told(is_openai):
     call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": '{"city": "B"}'}}
     body = {"messages": [
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
@@ -278,7 +276,7 @@ def test_a_line_keeps_all_that_its_messages_and_their_template_are_told(is_opena
             read_record({**body, "chat_template_kwargs": wrong}, 1, "a")
 
 
-def test_a_message_of_calls_alone_is_counted_where_texts_are(tmp_path: Path) -> None:
+def test_a_message_of_calls_alone_is_counted_where_texts_are(tmp_path):
     """By who looks at a file of prompts, and where the model's tokenizer is not to be had."""
     call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": "{}"}}
     line = {"messages": [{"role": "user", "content": "Weather in Bonn?"},

@@ -88,7 +88,7 @@ KEYS = sorted(set(numbers(json.loads(SCHEMA.read_text(encoding="utf-8")))))
 
 @pytest.mark.parametrize("value", [
     "9223372036854775807", "-9223372036854775808", "1e308", "-1e308", ".nan", "9" * 5000])
-def test_no_number_is_without_a_range(tmp_path: Path, value: str) -> None:
+def test_no_number_is_without_a_range(tmp_path, value):
     assert len(KEYS) > 50
     path, taken = tmp_path / "job.yaml", []
     path.write_text(MOMENTS, encoding="utf-8")

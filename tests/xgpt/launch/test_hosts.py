@@ -56,7 +56,7 @@ def fake_ssh(folder: Path, **answers: str) -> Path:
     return script
 
 
-def test_hosts_make_a_cluster_of_as_many_nodes_which_share_the_ranks(tmp_path: Path) -> None:
+def test_hosts_make_a_cluster_of_as_many_nodes_which_share_the_ranks(tmp_path):
     def cluster(run: str) -> Cluster:
         return resolve_cluster(load_job(job_file(tmp_path, run), ()))
 
@@ -68,8 +68,7 @@ def test_hosts_make_a_cluster_of_as_many_nodes_which_share_the_ranks(tmp_path: P
     assert two.device.name == one.device.name, "a host's cores are divided by its own ranks"
 
 
-def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
     argument, launcher = tmp_path / "run.json", fake_ssh(tmp_path)
     module = [sys.executable, "-m", "mpi4py", "-m", "worker", str(argument)]
@@ -91,8 +90,7 @@ def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(
 
 @pytest.mark.parametrize(("replicas", "each", "per_node"), [
     (2, 3, 6), (8, 1, 8), (3, 4, 8), (2, 8, 8), (1, 16, 8), (2, 5, 5)])
-def test_a_replica_stays_on_its_node_unless_it_is_larger(replicas: int, each: int,
-                                                         per_node: int) -> None:
+def test_a_replica_stays_on_its_node_unless_it_is_larger(replicas, each, per_node):
     assert ranks_per_node(copies(replicas, each), 8) == per_node
 
 
@@ -100,8 +98,7 @@ def test_a_replica_stays_on_its_node_unless_it_is_larger(replicas: int, each: in
     ([(1, 5), (1, 3), (1, 5), (1, 3)], 8), ([(1, 4), (1, 2), (1, 4), (1, 2)], 6),
     ([(1, 16), (1, 5), (3, 1)], 8), ([(1, 4), (1, 2), (1, 1)], 8), ([(1, 5), (1, 4), (1, 5)], None),
     ([(1, 8), (1, 16)], 8), ([(1, 4), (1, 16)], None)])
-def test_copies_of_several_shapes_stay_on_their_nodes(shapes: list[tuple[int, int]],
-                                                      per_node: int | None) -> None:
+def test_copies_of_several_shapes_stay_on_their_nodes(shapes, per_node):
     first, *others = (copies(count, each) for count, each in shapes)
     assert ranks_per_node(first.beside(tuple(others)), 8) == per_node
 
@@ -115,8 +112,7 @@ def copies(count: int, each: int) -> Estimate:
         pools=(pool,), tp_degree=each, tp_gpus=each, replicas=count))
 
 
-def test_nodes_get_no_more_ranks_than_whole_replicas(tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_get_no_more_ranks_than_whole_replicas(tmp_path, monkeypatch):
     """Six ranks, three a node, of nodes with four devices."""
     monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
     ranks = RankProgram(module="worker", argument=tmp_path / "run.json", count=6, per_node=3)
@@ -127,13 +123,13 @@ def test_nodes_get_no_more_ranks_than_whole_replicas(tmp_path: Path,
     assert {"--nodes=2", "--ntasks=6", "--ntasks-per-node=3"} <= set(of_slurm)
 
 
-def test_the_job_says_which_launcher_starts_its_ranks(tmp_path: Path) -> None:
+def test_the_job_says_which_launcher_starts_its_ranks(tmp_path):
     for run, kind in (("ranks: 2", LocalLauncher), ("ranks: 2, hosts: [h1, h2]", HostsLauncher)):
         job = load_job(job_file(tmp_path, run), ())
         assert isinstance(launcher_of(job, resolve(job)), kind)
 
 
-def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path: Path) -> None:
+def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path):
     argument = tmp_path / "run.json"
     argument.touch()
     launcher = fake_ssh(tmp_path, good='sh -c "$*"', bare="exit 41", apart="exit 42",
@@ -153,7 +149,7 @@ def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path: Path) -
         check_hosts(hosts_for(launcher, ("good",)), tmp_path / "absent.json")
 
 
-def test_a_launcher_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_launcher_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match=r"run.launcher.*no such program"):
         check_hosts(hosts_for(tmp_path / "absent", ("h1",)), tmp_path)
 
@@ -176,7 +172,7 @@ def value(command: EngineCommand, flag: str) -> str:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_flags_say_the_schedules_numbers(engine: str) -> None:
+def test_flags_say_the_schedules_numbers(engine):
     schedule, flags = continuous(), ENGINES[engine]
     command = of(engine, schedule)
     assert value(command, flags.queries) == "12" and value(command, flags.tokens) == "64"
@@ -191,26 +187,26 @@ def test_flags_say_the_schedules_numbers(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_copies_are_a_flag_or_several_commands(engine: str) -> None:
+def test_copies_are_a_flag_or_several_commands(engine):
     command, flag = of(engine, continuous(copies=2)), ENGINES[engine].copies
     assert value(command, flag) == "2" if flag else "start it 2 times" in str(command)
 
 
-def test_whole_inputs_have_no_chunks() -> None:
+def test_whole_inputs_have_no_chunks():
     whole = schedule_of(PROBLEM, fixed_estimate(
         "vllm", PROBLEM, roofline_of(PROBLEM), FixedSchedule(max_active=12)))
     assert "--no-enable-chunked-prefill" in of("vllm", whole).words
     assert value(of("sglang", whole), "--chunked-prefill-size") == "-1"
 
 
-def test_what_no_flag_says_is_told() -> None:
+def test_what_no_flag_says_is_told():
     rra = schedule_of(PROBLEM, estimate_of(PROBLEM, encode_batch=4, decode_iterations=8))
     assert "4 queries are encoded every 8 iterations" in str(of("vllm", rra))
     assert "times of xgpt, not of vllm" in str(of("vllm", rra))
     assert "by the times of vllm" in str(of("vllm", rra, times_of="vllm"))
 
 
-def test_two_pools_and_static_batches_are_refused() -> None:
+def test_two_pools_and_static_batches_are_refused():
     schedule = continuous()
     pool = schedule.deployment.pools[0]
     two = replace(schedule.deployment, pools=(

@@ -41,7 +41,7 @@ except RanksFailed as failed:
 """
 
 
-def test_an_end_is_known_where_the_starter_ignored_the_ends_of_children() -> None:
+def test_an_end_is_known_where_the_starter_ignored_the_ends_of_children():
     def ignore() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
@@ -51,14 +51,13 @@ def test_an_end_is_known_where_the_starter_ignored_the_ends_of_children() -> Non
 
 
 @pytest.mark.parametrize("ends", ["kill -BUS $$", "exit 15"])  # the first rank's, or all ranks'
-def test_too_little_shared_memory_is_told_where_ranks_fail(
-        ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_shared_memory_is_told_where_ranks_fail(ends, monkeypatch):
     monkeypatch.setattr(process, "_room_bytes", lambda folder: 65536)
     with pytest.raises(RanksFailed, match=r"0\.1 MB of room: .* set by `--shm-size`"):
         run_watched(["sh", "-c", ends], watch=lambda: None, ask_to_stop=None)
 
 
-def test_too_few_descriptors_are_told_where_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_descriptors_are_told_where_ranks_fail(monkeypatch):
     """MPICH ends with words of its own, or with none."""
     ends = ["sh", "-c", "echo UCX failed; exit 255"]
     with pytest.raises(RanksFailed) as enough:
@@ -70,13 +69,12 @@ def test_too_few_descriptors_are_told_where_ranks_fail(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_descriptors_that_ran_out_are_told_in_words(number: int) -> None:
+def test_descriptors_that_ran_out_are_told_in_words(number):
     said = in_words(OSError(number, os.strerror(number)), Path("/out"))
     assert said is not None and "`ulimit -n`" in said and "the same command goes on" in said
 
 
-def test_modules_in_the_folder_that_it_is_called_in_are_not_those_of_ranks(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_folder_that_it_is_called_in_are_not_those_of_ranks(tmp_path, monkeypatch):
     """A user's `random.py` beside his prompts is no part of Python."""
     for name in ("random", "torch", "xgpt"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} of the user')\n")
@@ -87,8 +85,7 @@ def test_modules_in_the_folder_that_it_is_called_in_are_not_those_of_ranks(
     run_watched([sys.executable, "-m", "random"], watch=lambda: None, ask_to_stop=None)
 
 
-def test_sources_that_are_not_installed_are_found_by_ranks(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_that_are_not_installed_are_found_by_ranks(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     root = str(Path(process.__file__).resolve().parents[2])
     monkeypatch.chdir(root)
@@ -101,14 +98,13 @@ def test_sources_that_are_not_installed_are_found_by_ranks(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends processes so")
-def test_the_launcher_of_ranks_ends_with_who_started_it() -> None:
+def test_the_launcher_of_ranks_ends_with_who_started_it():
     """Ranks that are about to meet hear of nothing else."""
     starts = ("import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); "
               "print(p.pid, flush=True); p.wait()")
     command = [sys.executable, "-I", "-S", isolated.__file__, "sleep", "100"]
     with subprocess.Popen([sys.executable, "-c", starts, *command], stdout=subprocess.PIPE,
                           text=True) as parent:
-        assert parent.stdout is not None
         own = int(parent.stdout.readline())
         wait(lambda: Path(f"/proc/{own}/comm").read_text() == "sleep\n", "it is the command")
         parent.kill()
@@ -118,7 +114,7 @@ def test_the_launcher_of_ranks_ends_with_who_started_it() -> None:
 RANKS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
-def test_what_a_signal_raises_and_something_catches_is_raised_before_ranks_start() -> None:
+def test_what_a_signal_raises_and_something_catches_is_raised_before_ranks_start():
     with pytest.raises(StoppedEarly, match="SIGTERM came while no ranks"), warned_in_good_order():
         with suppress(BaseException):  # as torch's import does
             os.kill(os.getpid(), signal.SIGTERM)
@@ -126,7 +122,7 @@ def test_what_a_signal_raises_and_something_catches_is_raised_before_ranks_start
         pytest.fail("they were started")
 
 
-def test_ranks_that_are_there_already_end() -> None:
+def test_ranks_that_are_there_already_end():
     ranks = start(RANKS)
     with pytest.raises(StoppedEarly), warned_in_good_order():
         with suppress(BaseException):
@@ -135,7 +131,7 @@ def test_ranks_that_are_there_already_end() -> None:
     assert ranks.process.wait(10) != 0
 
 
-def test_what_one_command_was_asked_the_next_is_not() -> None:
+def test_what_one_command_was_asked_the_next_is_not():
     with suppress(StoppedEarly), warned_in_good_order():
         os.kill(os.getpid(), signal.SIGTERM)
     done = start([sys.executable, "-c", "pass"])
@@ -147,8 +143,7 @@ def write_stat(path: Path, busy_ticks: int) -> None:
     path.write_text(f"cpu {busy_ticks} 0 0 123456 7 0 0 0 0 0\ncpu0 1 2 3\n")
 
 
-def test_what_is_neither_idle_nor_ours_is_others(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_neither_idle_nor_ours_is_others(tmp_path, monkeypatch):
     stat, ticks, cores = tmp_path / "stat", os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
     clock, own = iter([100.0, 110.0]), iter([5.0, 5.0 + 4.0])
     monkeypatch.setattr(contention.time, "monotonic", lambda: next(clock))
@@ -159,7 +154,7 @@ def test_what_is_neither_idle_nor_ours_is_others(
     assert meter.others_share() == pytest.approx(6 / 10 / cores)
 
 
-def test_never_less_than_nothing_and_unknown_where_the_system_is_silent(tmp_path: Path) -> None:
+def test_never_less_than_nothing_and_unknown_where_the_system_is_silent(tmp_path):
     assert Contention(tmp_path / "none").others_share() is None
     (tmp_path / "odd").write_text("cpu x y\n")
     assert Contention(tmp_path / "odd").others_share() is None
@@ -177,7 +172,7 @@ def test_a_quiet_machine_is_not_worth_a_word():
     assert "mean little" not in said(0.2)
 
 
-def test_only_what_nobody_has_is_removed(tmp_path: Path) -> None:
+def test_only_what_nobody_has_is_removed(tmp_path):
     files = {name: tmp_path / f"mpich_shm_{name}_0" for name in ("left", "mapped", "young")}
     for path in (*files.values(), tmp_path / "of_another_program"):
         path.write_bytes(bytes(4096))
@@ -189,14 +184,14 @@ def test_only_what_nobody_has_is_removed(tmp_path: Path) -> None:
         "mpich_shm_mapped_0", "mpich_shm_young_0", "of_another_program"]
 
 
-def test_what_mpiexec_wrote_of_the_machine_goes_once_it_is_dead(tmp_path: Path) -> None:
+def test_what_mpiexec_wrote_of_the_machine_goes_once_it_is_dead(tmp_path):
     left, living = (tmp_path / f"hydra_hwloc_xmlfile_{name}" for name in ("left", "living"))
     left.touch()
     with living.open("w"):
         assert remove_leftovers(tmp_path) == [left]
 
 
-def test_folders_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
+def test_folders_that_a_killed_process_left_are_removed(tmp_path):
     program = f"""
 import os, signal
 from pathlib import Path
@@ -220,7 +215,7 @@ with passing_folder("ours-", Path({str(tmp_path)!r})) as folder:
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_a_folder_goes_with_what_is_raised_meanwhile(tmp_path: Path) -> None:
+def test_a_folder_goes_with_what_is_raised_meanwhile(tmp_path):
     with pytest.raises(KeyError), passing_folder("ours-", tmp_path) as folder:
         (folder / "file").touch()
         raise KeyError
@@ -273,12 +268,11 @@ def children(process: subprocess.Popen[str], number: int) -> None:
     wait(are_there, f"{number} children")
 
 
-def test_a_launcher_that_waits_for_ranks_it_could_not_start_is_not_waited_for() -> None:
+def test_a_launcher_that_waits_for_ranks_it_could_not_start_is_not_waited_for():
     with launcher("PMI_RANK=0 sleep 100 & kid=$!; read go; kill $kid; wait $kid") as process, (
             closing(first_end(process))) as end:
         children(process, 1)
         assert end.look() is None and len(end._found) == 1
-        assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
         children(process, 0)
@@ -287,8 +281,7 @@ def test_a_launcher_that_waits_for_ranks_it_could_not_start_is_not_waited_for() 
 
 @pytest.mark.parametrize(("name", "is_known"), [
     ("hydra_pmi_proxy", True), ("mpiexec.hydra", True), ("other", False)])
-def test_a_launcher_that_could_start_none_is_not_waited_for(name: str, is_known: bool,
-                                                            tmp_path: Path) -> None:
+def test_a_launcher_that_could_start_none_is_not_waited_for(name, is_known, tmp_path):
     """Another's ranks may be anywhere."""
     for own in ("hydra_pmi_proxy", name):
         shutil.copy(shutil.which("sleep") or "", tmp_path / own)
@@ -299,12 +292,11 @@ def test_a_launcher_that_could_start_none_is_not_waited_for(name: str, is_known:
         assert looked(end) == (f"rank 0 on {HOST}" if is_known else None)
 
 
-def test_a_rank_that_is_started_late_is_found() -> None:
+def test_a_rank_that_is_started_late_is_found():
     with launcher("PMI_RANK=0 sleep 100 & read go; PMI_RANK=1 sleep 100 &") as process, (
             closing(first_end(process))) as end:
         children(process, 1)
         assert looked(end, 20) is None and len(end._found) == 1
-        assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
         children(process, 2)

@@ -95,7 +95,7 @@ def test_a_profile_is_shown_as_its_screen(name, change):
     check_screen(Path(__file__).with_name("screens.txt"), name, text)
 
 
-def test_no_line_is_wider_than_the_terminal_and_foreign_texts_are_harmless() -> None:
+def test_no_line_is_wider_than_the_terminal_and_foreign_texts_are_harmless():
     hostile = replace(METADATA, device="x" * 200 + "\x1b[31m\N{SNOWMAN}", libraries="a\nb " * 40)
     tables = {TableKey("transfer", 1, "link\x1b" * 30): PROFILE.table("transfer", 1, LINK)}
     text = profile_tables(replace(PROFILE, metadata=hostile, tables={**PROFILE.tables, **tables}))
@@ -150,8 +150,7 @@ def test_the_page_holds_every_plot_the_verdict_and_the_metadata_as_text(plots):
     assert "&lt;img src=x&gt;" in page
 
 
-def test_without_matplotlib_the_extra_is_named(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(profile_table, "can_draw", lambda: False)
     with pytest.raises(MissingExtraError, match=r"matplotlib.*\[report\]"):
         write_profile_plots(PROFILE, tmp_path / "never")

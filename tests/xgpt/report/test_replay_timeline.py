@@ -28,15 +28,14 @@ def tried(count: int, devices: int, qps: float | None, words: str = "rra") -> Co
                        bound_qps=0.0 if qps is None else 1.01 * qps)
 
 
-def test_the_chart_of_the_choice_has_the_copies_with_their_words() -> None:
+def test_the_chart_of_the_choice_has_the_copies_with_their_words():
     chart = choice(fake_schedule().changed(over_copies=(tried(2, 1, 1.5, "waa-c"),
                                                         tried(1, 2, 2.3))))
-    assert chart is not None
     (copies,) = [own for own in chart.series if "copies" in own.label]
     assert list(copies.y) == [1.5, 2.3] and copies.notes[0] == "2 x 1 devices: waa-c"
 
 
-def test_a_sweep_over_copies_draws_a_line_for_each_policy_and_number() -> None:
+def test_a_sweep_over_copies_draws_a_line_for_each_policy_and_number():
     rows = [{"status": "ok", "scenario": "toy", "policy": policy, "copies": copies,
              "bound_s": bound_s, "bound": f"{bound_s} s", "throughput_qps": bound_s * copies,
              "latency_s": bound_s, "replicas": copies}
@@ -213,7 +212,6 @@ def test_the_share_at_work_counts_what_the_boxes_fill():
     steps = [LoggedStep(stage=0, kind="encode", queries=1, tokens=1, start_s=at, end_s=at + 1)
              for at in (0.0, 2.0, 59.0)]
     chart = utilisation(step_lanes(steps), [])
-    assert chart is not None
     (series,) = chart.series
     assert [series.y[i] for i in (0, 1, 2, 3, 58, 59)] == pytest.approx([1, 0, 1, 0, 0, 1])
 

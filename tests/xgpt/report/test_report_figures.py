@@ -34,7 +34,7 @@ from xgpt.report.output import (
 from xgpt.report.words import bound_cost
 
 
-def test_columns_hold_what_was_put_in() -> None:
+def test_columns_hold_what_was_put_in():
     queries = [query(1.5, 7, 2.0), dataclasses.replace(query(9.0, 2**31 - 1), ttft_s=0.25),
                dataclasses.replace(query(3.0), finish_reason="length", tpot_s=0.125)]
     columns = QueryColumns(queries)
@@ -64,8 +64,7 @@ def output_of(queries: list[QueryFigures], bound_s: float, kind: str,
     (1.151, "fair", "15.1 % more"), (0.72, "fair", "28 % less"), (1.31, "bad", "31 % more"),
     (0.0, "bad", "100 % less"), (2.95, "bad", "3.0 times as much"),
 ])
-def test_a_prediction_is_good_within_fifteen_per_cent(measured: float, verdict: str,
-                                                      text: str) -> None:
+def test_a_prediction_is_good_within_fifteen_per_cent(measured, verdict, text):
     (row,) = comparisons({"throughput_qps": {"measured": measured, "predicted": 1.0}})
     assert (row.verdict, row.verdict_text) == (verdict, text)
 
@@ -99,14 +98,14 @@ def test_without_a_bound_or_an_end_or_a_prediction_there_is_no_verdict():
     assert check_bound(Output(directory=Path("out"))).is_kept is None
 
 
-def test_the_job_names_the_bound_where_the_schedule_is_lost() -> None:
+def test_the_job_names_the_bound_where_the_schedule_is_lost():
     job = {"constraint": {"latency_s": 2, "kind": "queries", "quantile": 0.5}}
     output = Output(directory=Path("out"), job=job, queries=(query(1.0), query(3.0)))
     check = check_bound(output)
     assert check.is_kept is True and "50 % were asked for" in check.sentence
 
 
-def test_bounds_on_the_tokens_pace_are_of_all_queries_from_the_start_of_their_encoding() -> None:
+def test_bounds_on_the_tokens_pace_are_of_all_queries_from_the_start_of_their_encoding():
     paced = [dataclasses.replace(query(9.0, start_s=float(start)), ttft_s=start + 1.0, tpot_s=0.1)
              for start in range(99)]
     late = dataclasses.replace(query(9.0, start_s=5.0), ttft_s=8.0, tpot_s=0.3)
@@ -126,7 +125,7 @@ def test_bounds_on_the_tokens_pace_are_of_all_queries_from_the_start_of_their_en
     assert [bound["share_over"] for bound in facts["bounds"]] == [0.01, 0.01, 0.0]
 
 
-def test_a_makespan_is_judged_of_one_whole_run_alone() -> None:
+def test_a_makespan_is_judged_of_one_whole_run_alone():
     schedule = dataclasses.replace(fake_schedule(latency_bound_s=math.inf), bounds=(
         Bound(limit_s=math.inf), Bound(metric="makespan", limit_s=30.0)))
     whole = Output(directory=Path("out"), schedule=schedule, queries=(query(1.0),),
@@ -137,7 +136,7 @@ def test_a_makespan_is_judged_of_one_whole_run_alone() -> None:
     assert check_bound(dataclasses.replace(whole, metrics=stopped)).is_kept is None
 
 
-def test_what_the_bound_costs() -> None:
+def test_what_the_bound_costs():
     assert lost_to_bound(fake_schedule(unbounded_qps=4.62)) == pytest.approx(0.5)
     assert lost_to_bound(fake_schedule(unbounded_qps=2.31)) == 0.0
     assert "no schedule that was seen" in bound_cost(fake_schedule(unbounded_qps=2.31))
@@ -145,7 +144,7 @@ def test_what_the_bound_costs() -> None:
     assert lost_to_bound(fake_schedule(unbounded_qps=None)) is None
 
 
-def test_metrics_so_far_count_from_the_first_encoding_to_the_last_token() -> None:
+def test_metrics_so_far_count_from_the_first_encoding_to_the_last_token():
     metrics = metrics_so_far([query(2.0, start_s=10.0), query(3.0, start_s=11.0)], 1)
     assert metrics["wall_s"] == {"measured": 4.0}
     assert metrics["throughput_qps"] == {"measured": 0.5}
@@ -157,7 +156,7 @@ def step(stage: int, start_s: float, end_s: float) -> LoggedStep:
     return LoggedStep(stage=stage, kind="decode", queries=1, tokens=1, start_s=start_s, end_s=end_s)
 
 
-def test_the_window_is_the_middle_and_holds_no_more_steps_than_allowed() -> None:
+def test_the_window_is_the_middle_and_holds_no_more_steps_than_allowed():
     steps = [step(0, float(i), i + 1.0) for i in range(100)]
     assert middle_window(steps, 20.0) == (40.0, 60.0)
     assert middle_window(steps, None) == (45.0, 55.0)
@@ -167,17 +166,17 @@ def test_the_window_is_the_middle_and_holds_no_more_steps_than_allowed() -> None
     assert middle_window([step(0, 1.0, 1.0)], 1.0) is None
 
 
-def test_busy_share_counts_what_lies_in_the_window() -> None:
+def test_busy_share_counts_what_lies_in_the_window():
     steps = [step(0, 0.0, 4.0), step(0, 6.0, 9.0), step(1, 20.0, 21.0)]
     assert busy_shares(steps, 2.0, 8.0) == {0: pytest.approx(4 / 6), 1: 0.0}
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     return write_fake_run(tmp_path / "out", num_queries=20)
 
 
-def test_a_finished_run_is_read_without_a_remark(run_dir: Path) -> None:
+def test_a_finished_run_is_read_without_a_remark(run_dir):
     output = read_output(run_dir)
     assert output.remarks == ()
     assert len(output.queries) == len(output.answers) == 20
@@ -233,7 +232,7 @@ def test_an_empty_folder_is_read_with_remarks_and_a_missing_one_refused(tmp_path
         read_output(tmp_path / "absent")
 
 
-def test_prompts_are_found_by_the_query_of_each_result(tmp_path: Path) -> None:
+def test_prompts_are_found_by_the_query_of_each_result(tmp_path):
     write_spool(tmp_path, [Record(id="a", line=1, prompt="first"), Record(id="b", line=2),
                            Record(id="c", line=3, prompt="third")])
     rows = [{"id": str(index), "index": index, "text": "t", "input_tokens": 1, "output_tokens": 1,
@@ -242,7 +241,7 @@ def test_prompts_are_found_by_the_query_of_each_result(tmp_path: Path) -> None:
     assert [a.prompt for a in read_output(tmp_path).answers] == ["3 token ids", "third"]
 
 
-def test_openai_batch_lines_are_read_like_ours(tmp_path: Path) -> None:
+def test_openai_batch_lines_are_read_like_ours(tmp_path):
     body = {"choices": [{"message": {"role": "assistant", "content": "Bonjour"},
                          "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 11, "completion_tokens": 3}}
@@ -260,5 +259,5 @@ def test_openai_batch_lines_are_read_like_ours(tmp_path: Path) -> None:
     (3, 3.0), ("inf", float("inf")), (None, None), (True, None), ("3", None),
     (float("nan"), None), (10**400, None), ([1], None),
 ])
-def test_number_takes_numbers_only(value: object, expected: float | None) -> None:
+def test_number_takes_numbers_only(value, expected):
     assert number({"a": {"b": value}}, "a", "b") == expected

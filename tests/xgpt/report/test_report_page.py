@@ -7,7 +7,6 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -63,14 +62,14 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory):
     directory = write_fake_run(tmp_path_factory.mktemp("report") / "out", num_queries=24)
     write_report(directory)
     return directory
 
 
 @pytest.fixture(scope="module")
-def page(run_dir: Path) -> Page:
+def page(run_dir):
     return Page((run_dir / "report.html").read_text(encoding="utf-8"))
 
 
@@ -86,7 +85,6 @@ def test_the_page_says_in_words_what_its_screen_does(run_dir, page):
 def figures_of(page: str) -> dict[str, Any]:
     """The plotly figures of a page, by name."""
     found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page)
-    assert found is not None
     figures: dict[str, Any] = json.loads(found.group(1))
     return figures
 
@@ -96,7 +94,7 @@ def own_part(text: str) -> str:
     return text[:text.index("<script>")]
 
 
-def test_each_chart_has_its_place_and_its_data_as_a_table(run_dir: Path, page: Page) -> None:
+def test_each_chart_has_its_place_and_its_data_as_a_table(run_dir, page):
     figures = figures_of((run_dir / "report.html").read_text(encoding="utf-8"))
     assert list(figures) == page.values("data-chart") == [
         "latency", "done", "lengths", "utilisation", "memory", "choice", "timeline"]
@@ -106,14 +104,14 @@ def test_each_chart_has_its_place_and_its_data_as_a_table(run_dir: Path, page: P
     assert len(ids) == len(set(ids))
 
 
-def test_the_charts_take_their_colours_from_the_page(run_dir: Path) -> None:
+def test_the_charts_take_their_colours_from_the_page(run_dir):
     text = (run_dir / "report.html").read_text(encoding="utf-8")
     colours = set(re.findall(r'"color":"([^"]*)"', own_part(text)))
     defined = set(re.findall(r"(--\w+):", text))
     assert colours and colours <= defined
 
 
-def test_nothing_is_fetched_from_anywhere(run_dir: Path, page: Page) -> None:
+def test_nothing_is_fetched_from_anywhere(run_dir, page):
     for name in ("href", "xlink:href", "src", "srcset", "action", "data"):
         assert all(value.startswith("#") for value in page.values(name))
     text = (run_dir / "report.html").read_text(encoding="utf-8")
@@ -122,7 +120,7 @@ def test_nothing_is_fetched_from_anywhere(run_dir: Path, page: Page) -> None:
     assert not {"link", "iframe", "img", "object", "base", "form"} & set(page.tags)
 
 
-def test_hostile_texts_are_shown_and_are_no_elements(page: Page) -> None:
+def test_hostile_texts_are_shown_and_are_no_elements(page):
     assert page.tags.count("script") == 3 and page.tags.count("style") == 1
     assert not any(name.startswith("on") for _, name, _ in page.attributes)
     assert page.text.count("</script><script>document.title = 'OWNED'</script>") == 2
@@ -140,7 +138,7 @@ def test_texts_are_shown_as_code_and_prose_and_what_turns_them_as_escapes():
     assert code_and_prose(" plain\n") == [(False, " plain\n")]
 
 
-def test_figures_of_a_run_that_went_on_are_said_to_be_of_its_own_queries(tmp_path: Path) -> None:
+def test_figures_of_a_run_that_went_on_are_said_to_be_of_its_own_queries(tmp_path):
     directory = write_fake_run(tmp_path / "out", num_queries=24)
     path = directory / "metrics.json"
     metrics = json.loads(path.read_text(encoding="utf-8")) | {"queries_before": 18}
@@ -158,7 +156,7 @@ def test_figures_of_a_run_that_went_on_are_said_to_be_of_its_own_queries(tmp_pat
     assert [series["name"] for series in figures["latency"]["data"]] == ["measured"]
 
 
-def test_a_run_that_went_on_and_was_killed_has_no_speed(tmp_path: Path) -> None:
+def test_a_run_that_went_on_and_was_killed_has_no_speed(tmp_path):
     directory = write_fake_run(tmp_path / "out", num_queries=24)
     (directory / "metrics.json").unlink()
     (directory / "progress.json").write_text('{"done_before": 18}', encoding="utf-8")
@@ -167,7 +165,7 @@ def test_a_run_that_went_on_and_was_killed_has_no_speed(tmp_path: Path) -> None:
     assert "queries a second" not in text
 
 
-def test_writing_twice_gives_the_same_bytes(run_dir: Path) -> None:
+def test_writing_twice_gives_the_same_bytes(run_dir):
     before = (run_dir / "report.html").read_bytes()
     assert write_report(run_dir) == run_dir / "report.html"
     assert (run_dir / "report.html").read_bytes() == before
@@ -175,7 +173,7 @@ def test_writing_twice_gives_the_same_bytes(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 300, 5000])
-def test_a_killed_run_has_a_page_that_says_so(tmp_path: Path, size: int) -> None:
+def test_a_killed_run_has_a_page_that_says_so(tmp_path, size):
     directory = write_fake_run(tmp_path / "out", num_queries=12)
     for name in ("metrics.json", "steps.jsonl", "profile.json", "errors.jsonl"):
         (directory / name).unlink()
@@ -201,8 +199,7 @@ FOREIGN = json.dumps({"queries": "many", "throughput_qps": 3, "latency_p50_s": {
     *((name, BROKEN[place % 2::2]) for place, name in enumerate(FILES)),
     ("metrics.json", (FOREIGN,)),
     *(pytest.param(name, BROKEN, marks=pytest.mark.slow) for name in FILES)])
-def test_any_single_file_may_be_missing_or_broken(tmp_path: Path, name: str,
-                                                  ways: Sequence[bytes]) -> None:
+def test_any_single_file_may_be_missing_or_broken(tmp_path, name, ways):
     directory = write_fake_run(tmp_path / "out", num_queries=8)
     (directory / name).unlink()
     assert "</html>" in write_report(directory).read_text(encoding="utf-8")
@@ -212,8 +209,7 @@ def test_any_single_file_may_be_missing_or_broken(tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize(("engine", "is_predicted"), [("xgpt", True), ("deepspeed", False)])
-def test_no_pace_is_predicted_of_another_engine(tmp_path: Path, engine: str,
-                                                is_predicted: bool) -> None:
+def test_no_pace_is_predicted_of_another_engine(tmp_path, engine, is_predicted):
     directory = write_fake_run(tmp_path / "out", num_queries=24)
     (directory / EXPECTED_FILE).unlink()
     metrics = json.loads((directory / "metrics.json").read_text())
@@ -223,7 +219,7 @@ def test_no_pace_is_predicted_of_another_engine(tmp_path: Path, engine: str,
     assert f"Engine {engine}" in Page(text).text
 
 
-def test_expected_and_measured_steps_are_on_one_clock(run_dir: Path) -> None:
+def test_expected_and_measured_steps_are_on_one_clock(run_dir):
     figures = figures_of((run_dir / "report.html").read_text(encoding="utf-8"))
     boxes = [trace for trace in figures["timeline"]["data"] if trace["type"] == "bar"]
     first_s: dict[str, float] = {}
@@ -237,13 +233,13 @@ def test_expected_and_measured_steps_are_on_one_clock(run_dir: Path) -> None:
     assert done["predicted"]["x"][1] == 7.5, "as expected, not shifted onto what was measured"
 
 
-def test_without_jinja2_the_extra_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_jinja2_the_extra_is_named(run_dir, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     with pytest.raises(MissingExtraError, match="jinja2"):
         write_report(run_dir)
 
 
-def test_expected_lengths_come_from_moments_or_from_a_task() -> None:
+def test_expected_lengths_come_from_moments_or_from_a_task():
     moments = {"kind": "normal", "mean": 58, "std": 39, "maximum": 160}
     by_moments = expected_output_lengths({"workload": {"output_tokens": moments}})
     assert by_moments is not None and by_moments.mean == pytest.approx(58, abs=1)
@@ -254,7 +250,7 @@ def test_expected_lengths_come_from_moments_or_from_a_task() -> None:
         assert expected_output_lengths({"workload": {"output_tokens": unknown}}) is None
 
 
-def test_the_pages_policy_names_its_own_scripts_and_lets_nothing_else_in(run_dir: Path) -> None:
+def test_the_pages_policy_names_its_own_scripts_and_lets_nothing_else_in(run_dir):
     text = (run_dir / "report.html").read_text(encoding="utf-8")
     [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     rules = dict(rule.strip().split(" ", 1) for rule in html.unescape(policy).split(";"))
@@ -283,7 +279,7 @@ def page_of(folder: Path, rows: Any) -> str:
     return write_report(out).read_text()
 
 
-def test_the_page_has_the_rows_and_no_section_without(tmp_path: Path) -> None:
+def test_the_page_has_the_rows_and_no_section_without(tmp_path):
     page = page_of(tmp_path / "a", [ADJUSTED, KEPT, {**ADJUSTED, "choice": "redeploy"}])
     assert "re-deployment recommended: encode batch 49 to 40" in page
     assert "Changes while it ran" in page and "decode iterations 7 to 11" in page
@@ -293,7 +289,7 @@ def test_the_page_has_the_rows_and_no_section_without(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [3, None, "x", [1, None], [{}], [{"choice": 7, "from": 1}],
                                   [{**ADJUSTED, "to": None, "mean_output_tokens": [1]}]])
-def test_foreign_values_do_not_stop_the_page(tmp_path: Path, rows: Any) -> None:
+def test_foreign_values_do_not_stop_the_page(tmp_path, rows):
     assert page_of(tmp_path, rows)
 
 
@@ -301,7 +297,7 @@ IN_BOUND = BoundCheck(True, "kept")
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> Output:
+def output(tmp_path_factory):
     return read_output(write_fake_run(tmp_path_factory.mktemp("run") / "out", num_queries=24), 0)
 
 
@@ -314,11 +310,11 @@ def commands(output: Output, metrics: dict[str, Any], check: BoundCheck = IN_BOU
     return [step.command for step in next_steps(output, metrics, check)]
 
 
-def test_a_bound_that_costs_much_asks_for_a_sweep(output: Output) -> None:
+def test_a_bound_that_costs_much_asks_for_a_sweep(output):
     assert commands(output, {}) == ["sweep JOB.yaml", "schedule JOB.yaml --price"]
 
 
-def test_each_cause_of_a_miss_has_its_remedy(output: Output) -> None:
+def test_each_cause_of_a_miss_has_its_remedy(output):
     lengths = commands(output, attributed(10, 12, 12, 12))[0]
     assert lengths.startswith("schedule JOB.yaml --set 'workload.output_tokens={mean: ")
     assert commands(output, attributed(10, 10, 12, 12))[0] == "profile JOB.yaml --again"
@@ -330,7 +326,7 @@ def test_each_cause_of_a_miss_has_its_remedy(output: Output) -> None:
     assert "sweep '/my jobs/one.yaml'" in commands(known, {})
 
 
-def test_a_missed_bound_a_dear_margin_and_answers_cut_short_are_told(output: Output) -> None:
+def test_a_missed_bound_a_dear_margin_and_answers_cut_short_are_told(output):
     missed = commands(output, {}, BoundCheck(False, "missed"))
     assert missed[0] == "submit JOB.yaml --set constraint.confidence=0.99"
     cut = replace(output, queries=tuple(
@@ -340,14 +336,14 @@ def test_a_missed_bound_a_dear_margin_and_answers_cut_short_are_told(output: Out
     assert "schedule JOB.yaml --set constraint.confidence=0.8" in commands(dear, {})
 
 
-def test_a_policy_that_is_as_good_is_named(output: Output) -> None:
+def test_a_policy_that_is_as_good_is_named(output):
     schedule = fake_schedule()
     near = replace(schedule.rejected[0], throughput_qps=0.99 * schedule.figures.throughput_qps)
     found = commands(replace(output, schedule=replace(schedule, rejected=(near,))), {})
     assert "submit JOB.yaml --set schedule.policy=waa-c --set output=out/waa-c" in found
 
 
-def test_the_causes_are_drawn_from_the_prediction_to_the_measurement() -> None:
+def test_the_causes_are_drawn_from_the_prediction_to_the_measurement():
     chart = causes(attributed(10, 12, 11.5, 11.5))
     assert chart is not None and list(chart.y.names) == [
         "predicted", "output lengths", "step times", "the rest", "measured"]
@@ -361,15 +357,14 @@ def test_the_causes_are_drawn_from_the_prediction_to_the_measurement() -> None:
         assert causes(broken) is None
 
 
-def test_memory_is_that_of_each_rank_as_predicted_and_as_measured() -> None:
+def test_memory_is_that_of_each_rank_as_predicted_and_as_measured():
     stages = [{"ranks": [0], "peak_memory_bytes": 2**30}, {"ranks": "?"}, 3]
     chart = memory(fake_schedule(), json.loads(json.dumps({"stages": stages})))
-    assert chart is not None
     predicted, measured = chart.series
     assert list(predicted.y) == pytest.approx([412e6 / 2**30, 398e6 / 2**30])
     assert list(measured.y) == [1, None]
 
 
-def test_a_page_names_what_to_try(output: Output) -> None:
+def test_a_page_names_what_to_try(output):
     pytest.importorskip("jinja2", reason="a page needs jinja2 (extra: run)")
     assert "xgpt sweep JOB.yaml" in render(output)

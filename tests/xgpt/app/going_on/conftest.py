@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 
-from begun_runs import CONFIG, COUNT, Run, opened, roofline  # noqa: E402
+from begun_runs import CONFIG, COUNT, opened, roofline  # noqa: E402
 
 from xgpt.app import run as execution  # noqa: E402
 from xgpt.app.plan import Plan, plan_job  # noqa: E402
@@ -21,7 +20,7 @@ from xrunner.world import World  # noqa: E402
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     lines = [{"id": f"q{i}", "tokens": [7, 8, 9 + i], "forced_tokens": 30 if i % 5 == 2 else 3}
@@ -31,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(folder, monkeypatch):
     """Executes the job, until `stop_after` results are there. `ranks_work`: or none may start."""
     alone = World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
                   abort=lambda code: pytest.fail(f"aborted: {code}"),

@@ -8,14 +8,13 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 
-from begun_runs import POLICIES, RUN, Run, opened, roofline  # noqa: E402
+from begun_runs import POLICIES, RUN, opened, roofline  # noqa: E402
 
 from xgpt.app.plan import plan_job  # noqa: E402
 from xgpt.app.run_folder import make_room, plan_for_ranks  # noqa: E402
@@ -65,8 +64,7 @@ def test_a_stopped_run_whose_requests_changed_is_refused_untouched(folder, run, 
     ({"engine_args": {"max_num_seqs": 8}}, "run.engine_args"),
     ({"engine_version": "0.9.2"}, "the engine's version"), ({"engine": "vllm"}, "run.engine"),
     ({"seed": 3, "top_k": 5}, "run.seed, run.top_k"), ({"max_tokens": 7}, "workload.max_tokens")])
-def test_what_else_decides_the_answers_is_refused_by_its_key(
-        folder: Path, run: Run, changes: dict[str, Any], said: str) -> None:
+def test_what_else_decides_the_answers_is_refused_by_its_key(folder, run, changes, said):
     stopped(run)
     out, session = folder / "out", opened(folder)
     plan = plan_for_ranks(session, plan_job(session, roofline(session)).schedule, session.requests)
@@ -76,9 +74,7 @@ def test_what_else_decides_the_answers_is_refused_by_its_key(
     assert (out / "run.json").read_bytes() == asked and (out / HELD_FILE).exists()
 
 
-def test_a_byte_between_the_samples_is_seen_by_who_reads_them_all(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_byte_between_the_samples_is_seen_by_who_reads_them_all(folder, run, monkeypatch, capsys):
     weights = folder / "out" / "model" / "model.safetensors"
     weights.parent.mkdir(parents=True)
     weights.write_bytes(bytes(4 * 2**20))
@@ -99,9 +95,7 @@ def test_a_byte_between_the_samples_is_seen_by_who_reads_them_all(
     assert "begun without `--verify`" not in capsys.readouterr().err
 
 
-def test_what_was_begun_without_reading_all_says_so(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_begun_without_reading_all_says_so(folder, run, monkeypatch, capsys):
     (folder / "out" / "model").mkdir(parents=True)
     (folder / "out" / "model" / "model.safetensors").write_bytes(bytes(2**20))
     stopped(run)
@@ -110,7 +104,7 @@ def test_what_was_begun_without_reading_all_says_so(
     assert "begun without `--verify`" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_folder_that_was_moved_goes_on(folder: Path) -> None:
+def test_a_folder_that_was_moved_goes_on(folder):
     moved = folder.with_name(f"{folder.name} moved")
     shutil.copytree(folder, moved)
     prints = []
@@ -121,7 +115,7 @@ def test_a_folder_that_was_moved_goes_on(folder: Path) -> None:
     assert prints[0] == prints[1]
 
 
-def test_lines_that_no_schedule_answers_do_not_keep_another_from_going_on(folder: Path) -> None:
+def test_lines_that_no_schedule_answers_do_not_keep_another_from_going_on(folder):
     with (folder / "requests.jsonl").open("a") as file:
         for line in ({"tokens": [7] * 201}, {"tokens": [7], "forced_tokens": 500},
                      {"tokens": [7] * 80, "forced_tokens": 49}, {"tokens": [1, 97] * 40}):
@@ -151,7 +145,7 @@ TEMPLATE = ("{% for m in messages %}{{ strftime_now('%S.%f') }}{{ m.content }}{%
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path, monkeypatch):
     """Of two prompts to a model whose template tells the microsecond."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = plain_folder(tmp_path / "model", chat_template=TEMPLATE)
@@ -169,14 +163,12 @@ def prompts(path: Path, *overrides: str) -> OpenedJob:
 
 
 def digest(session: OpenedJob) -> str:
-    assert session.spool is not None
     return session.spool.prompts_digest
 
 
-def test_a_run_that_goes_on_renders_the_prompts_of_its_beginning(job: Path) -> None:
+def test_a_run_that_goes_on_renders_the_prompts_of_its_beginning(job):
     out, first = job.parent / "out", prompts(job)
     assert digest(first) != digest(prompts(job)), "nothing is begun"
-    assert first.spool is not None
     first.spool.save(out, np.array([(0, 8), (1, 8)]), 0)
     assert digest(first) != digest(prompts(job)), "nothing is answered"
     (out / "results.jsonl").write_text('{"index": 0}\n')
@@ -185,7 +177,7 @@ def test_a_run_that_goes_on_renders_the_prompts_of_its_beginning(job: Path) -> N
     assert digest(first) != digest(prompts(job)), "all is done: it is another run"
 
 
-def test_other_tokens_of_the_same_requests_are_refused_untouched(folder: Path, run: Run) -> None:
+def test_other_tokens_of_the_same_requests_are_refused_untouched(folder, run):
     """As another version of transformers may make them, or a template that draws lots."""
     stopped(run)
     out, session = folder / "out", opened(folder)
@@ -200,10 +192,9 @@ def test_other_tokens_of_the_same_requests_are_refused_untouched(folder: Path, r
         make_room(out, replace(plan, chat_template_kwargs={"enable_thinking": False}), Terminal())
 
 
-def test_a_job_tells_the_template_what_it_reads_and_nothing_else(job: Path) -> None:
+def test_a_job_tells_the_template_what_it_reads_and_nothing_else(job):
     def lengths(*overrides: str) -> list[int]:
         requests = prompts(job, *overrides).requests
-        assert requests is not None and requests.input_tokens is not None
         return requests.input_tokens.tolist()
     key = "workload.chat_template_kwargs"
     assert min(lengths(f"{key}={{enable_thinking: true}}")) > max(
@@ -219,7 +210,7 @@ def test_a_job_tells_the_template_what_it_reads_and_nothing_else(job: Path) -> N
     assert told > untold, "a line's own counts before the job's"
 
 
-def test_a_template_among_others_is_a_file_that_decides_the_answers(job: Path) -> None:
+def test_a_template_among_others_is_a_file_that_decides_the_answers(job):
     model = job.parent / "model"
     before = model_files(model), files_state(model)
     (model / "additional_chat_templates").mkdir()

@@ -22,7 +22,7 @@ def read(path: Path) -> list[Request | RequestError]:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt", ".csv"])
-def test_a_line_of_50_megabytes_costs_itself_alone(tmp_path: Path, suffix: str) -> None:
+def test_a_line_of_50_megabytes_costs_itself_alone(tmp_path, suffix):
     path, long = tmp_path / f"requests{suffix}", "x" * 50_000_000
     texts = {".jsonl": ['{"prompt": "a"}', json.dumps({"prompt": long}), '{"prompt": "b"}'],
              ".txt": ["a", long, "b"], ".csv": ["prompt", "a", long, "b"]}
@@ -39,7 +39,7 @@ def test_a_line_of_50_megabytes_costs_itself_alone(tmp_path: Path, suffix: str) 
     assert peak < 120e6, f"{peak / 1e6:.0f} MB"
 
 
-def test_a_cell_of_50_megabytes_costs_its_row_alone(tmp_path: Path) -> None:
+def test_a_cell_of_50_megabytes_costs_its_row_alone(tmp_path):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
@@ -50,8 +50,7 @@ def test_a_cell_of_50_megabytes_costs_its_row_alone(tmp_path: Path) -> None:
     assert isinstance(bad, RequestError) and "prompt is longer than 16 MiB" in bad.error
 
 
-def test_an_array_beyond_what_is_held_in_memory_is_refused(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_beyond_what_is_held_in_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "MAX_ARRAY_BYTES", 2**20)
     path = tmp_path / "requests.json"
     path.write_text(json.dumps(["x" * 2**20]))
@@ -60,7 +59,7 @@ def test_an_array_beyond_what_is_held_in_memory_is_refused(
 
 
 @pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, '{"a":' * 500 + "1" + "}" * 500])
-def test_what_is_nested_too_deeply_is_an_error_record(tmp_path: Path, value: str) -> None:
+def test_what_is_nested_too_deeply_is_an_error_record(tmp_path, value):
     path = tmp_path / "requests.jsonl"
     path.write_text(f'{{"prompt": "a", "extra": {value}}}\n{{"prompt": "b"}}\n')
     bad, good = read(path)
@@ -75,15 +74,14 @@ def test_what_is_nested_too_deeply_is_an_error_record(tmp_path: Path, value: str
     {"prompt": "a", "seed": 2**63}, {"prompt": "a", "temperature": 1e300},
     {"prompt": "a", "temperature": float("inf")}, {"tokens": [2**63 - 1]},
     {"messages": [{"role": "r" * 10**6, "content": "a"}]}])
-def test_every_number_and_text_of_a_request_has_a_range(tmp_path: Path,
-                                                        line: dict[str, object]) -> None:
+def test_every_number_and_text_of_a_request_has_a_range(tmp_path, line):
     path = tmp_path / "requests.jsonl"
     path.write_text(json.dumps(line) + "\n")
     [bad] = read(path)
     assert isinstance(bad, RequestError) and len(bad.error) < 300, bad
 
 
-def test_ids_are_told_apart_in_few_bytes_each() -> None:
+def test_ids_are_told_apart_in_few_bytes_each():
     """16 bytes a slot, of which 0.35 to 0.7 are taken; what is there twice while a table grows is
     a 64th of them."""
     seen = SeenIds()
@@ -99,7 +97,7 @@ def test_ids_are_told_apart_in_few_bytes_each() -> None:
     assert len(seen) == 6_000 and peak / 6_000 < 48, f"{peak / 6_000:.0f} bytes an id"
 
 
-def test_the_file_and_line_of_an_id_are_known_beyond_files_without_any() -> None:
+def test_the_file_and_line_of_an_id_are_known_beyond_files_without_any():
     seen, places = SeenIds(), [(0, 1), (0, 7), (2, 1), (2, 2), (5, 4)]
     for file, line in places:
         seen.add(f"{file}/{line}", file, line)
@@ -107,5 +105,5 @@ def test_the_file_and_line_of_an_id_are_known_beyond_files_without_any() -> None
     assert seen.place("1/1") is None
 
 
-def test_a_stream_without_line_ends_is_one_line() -> None:
+def test_a_stream_without_line_ends_is_one_line():
     assert list(lines.read_text(io.BytesIO(b"x" * (2**24 + 2))))[0].record == lines._TOO_LONG
