@@ -64,6 +64,8 @@ def test_a_bare_machine_is_told_what_it_lacks_in_80_columns(without):
                           "missing"]
     assert "extra `run`" in told["torch"] and "no C++ compiler" in told["compiler"]
     assert told["nvcc"] == "no nvcc on the PATH" and "none" in told["gpus"]
+    done = CliRunner().invoke(cli, ["doctor", "--gpu"])
+    assert done.exception.exit_code == 1 and "no GPU here" in str(done.exception)
 
 
 @pytest.mark.parametrize("part", ["torch", "mpi"])
@@ -76,12 +78,6 @@ def test_a_package_that_crashes_when_imported_is_told_of(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise SystemExit('a torch that is broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert doctor._asked("torch") == "fails: a torch that is broken"
-
-
-def test_without_a_gpu_it_refuses_with_exit_code_1(without):
-    done = CliRunner().invoke(cli, ["doctor", "--gpu"])
-    assert isinstance(done.exception, XgptError) and done.exception.exit_code == 1
-    assert "no GPU here" in str(done.exception)
 
 
 def test_a_card_on_which_all_agree_leaves_a_file(tmp_path, monkeypatch):
@@ -105,17 +101,13 @@ def test_a_kernel_that_differs_is_a_failure_that_names_it(tmp_path, monkeypatch)
     assert (tmp_path / "xgpt-doctor-nvidia-toy-40.json").is_file()
 
 
-def test_without_a_source_tree_it_says_that_it_needs_one(tmp_path, monkeypatch):
-    saying(monkeypatch, CARD, CASE)
-    with pytest.raises(XgptError, match="needs xgpt's source tree"):
-        doctor.compare_on_gpu(LogTeller(), tmp_path, tmp_path / "support")
-
-
 @pytest.mark.parametrize("lines", [[], [CARD, CASE]])
 def test_a_process_that_fails_is_quoted(tmp_path, monkeypatch, lines):
     saying(monkeypatch, *lines, fails="cupy is not installed")
     with pytest.raises(XgptError, match="cupy is not installed"):
         doctor.compare_on_gpu(LogTeller(), tmp_path)
+    with pytest.raises(XgptError, match="needs xgpt's source tree"):
+        doctor.compare_on_gpu(LogTeller(), tmp_path, tmp_path / "kit")
     assert not list(tmp_path.iterdir())
 
 
@@ -135,21 +127,23 @@ def commands(**found: str) -> list[str]:
     return [remedy.command for remedy in remedies(found)]
 
 
-def test_a_machine_that_has_all_needs_nothing(monkeypatch):
-    having(monkeypatch)
-    assert commands(torch="2.13", mpi="mpi4py", compiler="g++ 12", hub="answers") == []
+NO_COMPILER = {"compiler": "no C++ compiler is on the PATH", "native": "none, torch's serve"}
 
 
-def test_packages_that_runs_need_come_first(monkeypatch):
-    having(monkeypatch, without=("torch", "mpi4py"))
-    known = remedies({"compiler": "no C++ compiler is there", "native": "torch is not installed"})
-    assert known[0].is_needed and known[0].command.endswith('".[run,report]"')
-    assert "torch, mpi4py not installed" in known[0].why
-
-
-def test_a_broken_mpi_is_installed_anew(monkeypatch):
-    having(monkeypatch)
-    assert "--force-reinstall" in commands(mpi="fails: no libmpi.so")[0]
+@pytest.mark.parametrize(("without", "found", "said"), [
+    ((), {"torch": "2.13", "mpi": "mpi4py", "compiler": "g++ 12", "hub": "answers"}, []),
+    (("torch", "mpi4py"), {"native": "torch is not installed"}, ['".[run,report]"']),
+    ((), {"mpi": "fails: no libmpi.so"}, ["--force-reinstall"]),
+    ((), NO_COMPILER, ["sudo dnf install -y gcc-c++"]),  # the system's own command
+    ((), NO_COMPILER | {"native": "avx512, from the wheel"}, [])])
+def test_what_is_missing_has_one_command_that_mends_it(monkeypatch, without, found, said):
+    having(monkeypatch, without=without)
+    monkeypatch.setattr(remedying.shutil, "which", lambda name: name == "dnf" or None)
+    assert len(commands(**found)) == len(said)
+    assert all(words in command for words, command in zip(said, commands(**found), strict=True))
+    if without:
+        assert remedies(found)[0].is_needed
+        assert "torch, mpi4py not installed" in remedies(found)[0].why
 
 
 @pytest.mark.parametrize(("smi", "extra", "index"), [
@@ -159,14 +153,6 @@ def test_gpus_take_the_builds_of_their_driver(monkeypatch, smi, extra, index):
     having(monkeypatch, without=("cupy",), gpus=(GPU,), smi=smi)
     torch, cupy = commands()
     assert torch.endswith(index) and cupy.endswith(f'".[{extra}]"')
-
-
-def test_a_compiler_is_named_by_the_system_s_own_command(monkeypatch):
-    having(monkeypatch)
-    monkeypatch.setattr(remedying.shutil, "which", lambda name: name == "dnf" or None)
-    found = {"compiler": "no C++ compiler is on the PATH", "native": "none, torch's serve"}
-    assert commands(**found) == ["sudo dnf install -y gcc-c++"]
-    assert commands(**{**found, "native": "avx512, from the wheel"}) == []
 
 
 def test_the_hub_is_offline_reached_or_not(monkeypatch):
@@ -222,18 +208,12 @@ def machine(monkeypatch):
         monkeypatch.setattr(module, "why_no_torch", lambda kind: None)
 
 
-@pytest.mark.parametrize("ranks", [None, 1, 2])
-def test_a_run_on_this_machines_gpus_is_executed(machine, job, capsys, ranks):
-    checks.refuse_what_cannot_run(job(ranks), Terminal())
+def test_a_run_on_this_machines_gpus_is_executed_and_others_are_planned_only(machine, job, capsys):
+    for ranks in (None, 1, 2):
+        checks.refuse_what_cannot_run(job(ranks), Terminal())
     assert "note" not in capsys.readouterr().err
-
-
-def test_ranks_that_share_a_gpu_are_told_so(machine, job, capsys):
     checks.refuse_what_cannot_run(job(3), Terminal())
     assert "3 ranks share 2 x A40" in capsys.readouterr().err
-
-
-def test_gpus_of_another_machine_are_planned_not_executed(machine, job):
     with pytest.raises(InputError, match="this machine's GPUs.*plan for any cluster"):
         checks.refuse_what_cannot_run(job(cluster="a40-4"), Terminal())
 

@@ -48,15 +48,16 @@ def session_of(folder, schedule, cluster="local"):
     ("tp_gpus: 4", (None, 4), (1, 2, 4))])
 def test_a_run_measures_the_degrees_it_may_use(tmp_path, schedule, plan, measured):
     problem = executable(session_of(tmp_path, schedule)).problem
-    assert (problem.fixed.tp_degree, problem.fixed.tp_gpus) == plan
+    assert (problem.fixed.policy, problem.fixed.tp_degree, problem.fixed.tp_gpus) == (None, *plan)
     assert wanted_profile(session_of(tmp_path, "").job, problem).degrees == measured
 
 
 def test_a_schedule_to_execute_decides_for_the_job(tmp_path):
     planned = session_of(tmp_path, "policy: rra, tp_degree: 2, tp_gpus: 2", cluster="a40-4")
     schedule = plan_job(planned, timing_of(planned)).schedule
-    fixed = executable(session_of(tmp_path, ""), schedule).problem.fixed
-    assert (fixed.tp_degree, fixed.tp_gpus) == (2, 2)
+    for given in (schedule, schedule.changed(policy="waa-m")):
+        fixed = executable(session_of(tmp_path, ""), given).problem.fixed
+        assert (fixed.policy, fixed.tp_degree, fixed.tp_gpus) == (given.estimate.policy, 2, 2)
 
 
 def test_a_degree_the_model_cannot_be_divided_by_is_refused_before_anything_is_measured(tmp_path):
@@ -65,25 +66,12 @@ def test_a_degree_the_model_cannot_be_divided_by_is_refused_before_anything_is_m
         wanted_profile(session.job, executable(session).problem)
 
 
-@pytest.mark.parametrize(("schedule", "policy"), [
-    ("", None), ("policy: rra", "rra"), ("policy: waa-c", "waa-c"), ("policy: waa-m", "waa-m")])
-def test_a_run_searches_every_policy_unless_the_job_names_one(tmp_path, schedule, policy):
-    assert executable(session_of(tmp_path, schedule)).problem.fixed.policy == policy
-
-
 @pytest.mark.parametrize(("schedule", "policy"), [("", "rra"), ("policy: waa-c", "waa-c")])
 def test_lengths_to_be_observed_want_a_schedule_that_can_be_changed_in_place(
         tmp_path, schedule, policy):
     own = session_of(tmp_path, schedule, cluster="a40-4")
     found = plan(replace(own.problem, observes=True, num_queries=None), timing_of(own))
     assert found.estimate.policy == policy
-
-
-def test_a_given_schedule_brings_its_policy(tmp_path):
-    planned = session_of(tmp_path, "", cluster="a40-4")
-    schedule = plan_job(executable(planned), timing_of(planned)).schedule
-    given = schedule.changed(policy="waa-m")
-    assert executable(session_of(tmp_path, ""), given).problem.fixed.policy == "waa-m"
 
 
 @pytest.mark.parametrize(("schedule", "chosen"), [

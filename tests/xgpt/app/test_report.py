@@ -148,39 +148,28 @@ def plan_of(job: Job) -> RunPlan:
         query_kv_tokens=20)
 
 
-def test_its_folder_is_made(tmp_path):
+def test_the_folder_of_a_table_is_made_and_what_keeps_it_from_being_written_is_told(
+        tmp_path, monkeypatch):
     make_folder(job_of(tmp_path, "new/deep/answers.csv"))
     assert (tmp_path / "new" / "deep").is_dir()
-
-
-def test_a_folder_that_cannot_be_made_is_wrong_input(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="results.*a folder that can be made"):
         make_folder(job_of(tmp_path, "file/answers.csv"))
-
-
-def test_parquet_without_pyarrow_is_told_with_its_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"answers.parquet.*pip install .*\[parquet\]"):
         make_folder(job_of(tmp_path, "answers.parquet"))
 
 
-def test_what_stood_there_is_kept_under_another_name(tmp_path):
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_table_that_stands_there_is_kept_or_goes_on(tmp_path, goes_on):
     job = job_of(tmp_path, "answers.csv")
     make_folder(job)
     job.results.write_text("somebody's own")
+    if goes_on:
+        plan_of(job).save()
     make_room(job.output, plan_of(job), LogTeller(), job.results)
-    (kept,) = tmp_path.glob("answers-*.csv")
-    assert kept.read_text() == "somebody's own" and not job.results.exists()
-
-
-def test_of_a_job_that_goes_on_it_stays(tmp_path):
-    job = job_of(tmp_path, "answers.csv")
-    make_folder(job)
-    plan_of(job).save()
-    job.results.write_text("id\n")
-    make_room(job.output, plan_of(job), LogTeller(), job.results)
-    assert job.results.is_file()
+    kept = [path.read_text() for path in tmp_path.glob("answers-*.csv")]
+    assert kept == ["somebody's own"] * (not goes_on) and job.results.exists() == goes_on
 
 
 def test_a_report_of_a_folder_writes_the_table_that_its_job_asked_for(tmp_path):
