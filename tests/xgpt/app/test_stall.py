@@ -43,12 +43,21 @@ class Run:
             self.watch.look()
 
 
-def test_a_rank_that_is_silent_is_named(tmp_path):
-    run = Run(tmp_path)
-    run.pass_by(20)
-    run.pass_by(60, lives=(0,), works=(0,))
-    with pytest.raises(RanksHang, match=r"rank 1 \(stage 1\) has given no sign of life for .*told"):
-        run.pass_by(2, lives=(0,), works=(0,))
+@pytest.mark.parametrize(("limit_s", "first", "then", "said"), [
+    (None, (20, {}), (62, {"lives": (0,), "works": (0,)}),
+     r"rank 1 \(stage 1\) has given no sign of life for .*told"),
+    (30, (5, {}), (32, {"works": ()}), "no rank has begun a step for"),
+    (None, (0, {}), (602, {"lives": (0,), "works": (0,), "told": (0,)}),
+     "rank 1 of 2 gave no sign of life within")])
+def test_who_holds_up_a_run_is_named_and_no_sooner(tmp_path, limit_s, first, then, said):
+    run = Run(tmp_path, limit_s=limit_s)
+    run.pass_by(first[0], **first[1])
+    (seconds, keys) = then
+    for rank in {*run.states} - {*keys.pop("told", (0, 1))}:
+        del run.states[rank]
+    run.pass_by(seconds - 2, **keys)
+    with pytest.raises(RanksHang, match=said):
+        run.pass_by(4, **keys)
 
 
 def test_a_rank_that_is_silent_is_told_of_before_that(tmp_path):
@@ -84,14 +93,6 @@ def test_a_first_step_may_compile(tmp_path):
         run.pass_by(310, works=())
 
 
-def test_ranks_that_wait_for_each_other_are_told(tmp_path):
-    run = Run(tmp_path, limit_s=30)
-    run.pass_by(5)
-    run.pass_by(30, works=())
-    with pytest.raises(RanksHang, match="no rank has begun a step for"):
-        run.pass_by(2, works=())
-
-
 def test_the_limit_follows_the_longest_step(tmp_path):
     run = Run(tmp_path)
     assert run.watch.limit_s() == 60
@@ -113,13 +114,6 @@ def test_a_command_that_was_stopped_itself_begins_to_count_anew(tmp_path):
     run.pass_by(5)
     run.now += 1000
     run.pass_by(29, lives=(), works=())
-
-
-def test_a_rank_that_never_tells_anything_is_named(tmp_path):
-    run = Run(tmp_path)
-    del run.states[1]
-    with pytest.raises(RanksHang, match="rank 1 of 2 gave no sign of life within"):
-        run.pass_by(602)
 
 
 def test_the_age_of_the_oldest_sign_is_told():

@@ -55,12 +55,9 @@ def test_a_script_of_few_options_has_no_more_than_they_say():
         "#SBATCH --signal=B:USR1@120", "#SBATCH --nodes=1", "#SBATCH --ntasks-per-node=2",
         "#SBATCH --requeue"]
     assert "case" not in script and "module" not in script and "activate" not in script
-
-
-def test_without_requeueing_slurm_does_not_do_it_either():
-    script = render_sbatch(batch(spec=SlurmSpec(requeue=0)))
-    assert "#SBATCH --no-requeue" in script and "#SBATCH --requeue" not in script
-    assert '[ "$times" -lt 0 ]' in script
+    never = render_sbatch(batch(spec=SlurmSpec(requeue=0)))
+    assert "#SBATCH --no-requeue" in never and "#SBATCH --requeue" not in never
+    assert '[ "$times" -lt 0 ]' in never
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), max_size=30))
@@ -208,9 +205,6 @@ def test_a_module_that_is_not_loaded_ends_the_job(tmp_path, module, code):
                "echo started")
     assert done.returncode == code and ("started" in done.stdout) == (code == 0)
     assert ("load_module gcc" in done.stderr) == (code == 1)
-
-
-def test_a_virtual_environment_that_is_not_there_ends_the_job(tmp_path):
     done = run(one_task(tmp_path, spec=SlurmSpec(venv="/no/venv")), tmp_path, "echo started")
     assert done.returncode == 1 and ". /no/venv/bin/activate" in done.stderr.splitlines()[-1]
 
@@ -218,6 +212,10 @@ def test_a_virtual_environment_that_is_not_there_ends_the_job(tmp_path):
 def test_a_warning_that_python_could_not_take_yet_counts_too(tmp_path):
     done = run(one_task(tmp_path), tmp_path, "kill -USR1 $PPID; exec sleep 9")
     assert done.returncode == 0 and "time 1 of 3" in done.stdout
+    # one that cannot be requeued ends as stopped
+    (other := tmp_path / "other").mkdir()
+    script = one_task(other).replace("scontrol requeue", "false scontrol requeue")
+    assert run(script, other, WARNED).returncode == 75
 
 
 @pytest.mark.parametrize(("submit", "code"), [
@@ -230,11 +228,6 @@ def test_nothing_else_goes_back_to_the_queue(tmp_path, submit, code):
     done = run(script, tmp_path, submit)
     assert done.returncode == code
     assert not (tmp_path / "tools" / "requeued").exists()
-
-
-def test_a_job_that_cannot_be_requeued_ends_as_stopped(tmp_path):
-    script = one_task(tmp_path).replace("scontrol requeue", "false scontrol requeue")
-    assert run(script, tmp_path, WARNED).returncode == 75
 
 
 @pytest.mark.parametrize(("job_file", "output", "key"), [
