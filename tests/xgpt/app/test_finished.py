@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import fake_run
 import fake_slurm
@@ -65,12 +64,8 @@ def test_it_is_told_in_a_line_and_in_an_object(job):
     found = json.loads(xgpt("submit", job, "--json").stdout)
     assert (found["status"], found["queries"], found["queries_total"]) == (DONE, COUNT, COUNT)
     assert found["wall_s"] == 3 and found["results"] == str(job.parent / "out" / "results.jsonl")
-
-
-def test_a_page_that_a_killed_launcher_did_not_write_is_named(job):
-    (job.parent / "out" / "report.html").unlink()
-    done = xgpt("submit", job)
-    assert done.returncode == 0 and "`xgpt report out` does" in done.stderr
+    (job.parent / "out" / "report.html").unlink()  # which a killed launcher did not write
+    assert "`xgpt report out` does" in xgpt("submit", job).stderr
 
 
 def test_nothing_heavy_is_loaded_for_it(job):
@@ -84,17 +79,15 @@ def test_nothing_heavy_is_loaded_for_it(job):
 
 @pytest.mark.parametrize(("change", "said"), [
     ("run.seed=3", "run.seed"), ("constraint.latency_s=9", "constraint.bounds"),
-    ("cluster=a40-4", "cluster"), ("workload.max_tokens=7", "workload.max_tokens")])
-def test_another_job_is_run_and_the_change_is_named(job, capsys, change, said):
+    ("cluster=a40-4", "cluster"), ("workload.max_tokens=7", "workload.max_tokens"),
+    ("name=job", "the requests")])
+def test_another_job_is_run_and_the_change_is_named(job, change, said):
+    if said == "the requests":
+        (job.parent / "requests.jsonl").write_text('{"id": "0", "tokens": [5]}\n')
     run = xgpt("submit", job, "--set", change)
     assert run.returncode == 1 and "Ran" in run.stderr
     told = " ".join(run.stderr.split())
     assert f"finished results of another job (changed since: {said})" in told
-
-
-def test_other_requests_are_another_job(job):
-    (job.parent / "requests.jsonl").write_text('{"id": "0", "tokens": [5]}\n')
-    assert "changed since: the requests)" in xgpt("submit", job).stderr
 
 
 @pytest.mark.parametrize("spoil", [
@@ -123,30 +116,27 @@ def test_begun_again_it_keeps_all_that_the_earlier_run_left(job):
     assert set_aside(out) is None, "nothing was left to move"
 
 
-def test_no_folder_is_written_over(job):
-    out, seen = job.parent / "out", set[Path]()
-    for text in ("first\n", "second\n", "third\n"):
+def test_no_folder_is_written_over_nor_one_that_a_run_is_writing_to(job):
+    out, seen, texts = job.parent / "out", set(), ["first\n", "second\n", "third\n"]
+    for text in texts:
         (out / "results.jsonl").write_text(text)
-        (aside := set_aside(out))
-        assert aside is not None and aside not in seen
-        seen.add(aside)
-    assert sorted((path / "results.jsonl").read_text() for path in seen) == [
-        "first\n", "second\n", "third\n"]
-
-
-def test_a_table_of_results_elsewhere_is_kept_too(job):
-    table = job.parent / "own.csv"
-    table.write_text("id,text\n")
-    assert "Ran" in xgpt("submit", job, "--again", "--results", table).stderr
-    (aside,) = (job.parent / "out").glob("earlier-*")
-    assert not table.exists() and (aside / "own.csv").read_text() == "id,text\n"
-
-
-def test_what_a_run_is_writing_stays_where_it_is(job):
-    out = job.parent / "out"
+        seen.add(set_aside(out))
+    assert sorted((path / "results.jsonl").read_text() for path in seen) == texts
+    (out / "results.jsonl").touch()
     with output_lock(out), pytest.raises(XgptError, match="another run is writing there"):
         set_aside(out)
-    assert (out / "results.jsonl").is_file() and not list(out.glob("earlier-*"))
+    assert (out / "results.jsonl").is_file() and {*out.glob("earlier-*")} == seen
+
+
+def test_a_table_of_results_elsewhere_is_written_later_and_kept_too(job):
+    done, table = xgpt("submit", job, "--results", "table.csv"), job.parent / "table.csv"
+    assert done.returncode == 0 and f"results: {COUNT} rows in" in done.stderr
+    lines = table.read_text().splitlines()
+    assert lines[0].startswith("id,text,") and [line[:2] for line in lines[1:]] == [
+        f"{i}," for i in range(COUNT)]
+    assert "Ran" in xgpt("submit", job, "--again", "--results", table).stderr
+    (aside,) = (job.parent / "out").glob("earlier-*")
+    assert not table.exists() and (aside / "table.csv").read_text().splitlines() == lines
 
 
 def test_slurm_is_not_asked_for_what_is_done_unless_it_is_begun_again(job, tmp_path, monkeypatch):
@@ -175,12 +165,3 @@ def test_a_model_that_was_overwritten_since_is_another_job(job):
     (model / "config.json").write_text("{ }")
     anew = xgpt("submit", job)
     assert anew.returncode == 1 and "Ran" in anew.stderr and "config.json" in anew.stderr
-
-
-def test_a_table_of_the_results_may_be_asked_for_later(job):
-    done = xgpt("submit", job, "--results", "table.csv")
-    assert done.returncode == 0, done.stderr
-    assert f"results: {COUNT} rows in" in done.stderr
-    lines = (job.parent / "table.csv").read_text().splitlines()
-    assert lines[0].startswith("id,text,") and [line[:2] for line in lines[1:]] == [
-        f"{i}," for i in range(COUNT)]

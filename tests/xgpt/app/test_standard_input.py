@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from runs import Told
 
+from jobs import job as job_of
 from xgpt.app.opened import open_job
 from xgpt.app.standard_input import KEPT_FILE, standard_input
 from xgpt.core.errors import InputError
@@ -18,13 +19,8 @@ LINES = b'{"tokens": [1, 2, 3]}\n{"tokens": [4]}\nbad\n'
 
 @pytest.fixture
 def job(tmp_path):
-    (tmp_path / "job.yaml").write_text("""
-model: opt-13b
-cluster: a40-4
-workload: {requests: '-', output_tokens: {mean: 5, std: 1, max: 9}}
-output: out
-""")
-    return load_job(tmp_path / "job.yaml")
+    return job_of(tmp_path, output="out", workload=(
+        "{requests: '-', output_tokens: {mean: 5, std: 1, max: 9}}"))
 
 
 def comes(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
@@ -55,23 +51,19 @@ def test_a_run_keeps_it_and_goes_on_without(job, monkeypatch):
     assert other is not None and other.digest != digests[0]
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
-def test_nothing_at_all_is_wrong_input(job, monkeypatch, is_closed):
-    comes(monkeypatch, b"")
-    if is_closed:
-        monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(InputError, match=r"cat prompts.jsonl \| xgpt submit"):
+class Typed(io.BytesIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stream", "said"), [
+    (io.BytesIO(), r"cat prompts.jsonl \| xgpt submit"), (None, r"cat prompts.jsonl \| xgpt"),
+    (Typed(LINES), "nothing came"),  # a terminal is not waited for
+    (io.BytesIO(b"What is it?\n"), "standard input.*format: text")])
+def test_what_holds_no_requests_is_wrong_input(job, monkeypatch, stream, said):
+    monkeypatch.setattr("sys.stdin", stream and io.TextIOWrapper(stream))
+    with pytest.raises(InputError, match=said):
         open_job(job, Told(), "run")
-
-
-def test_a_terminal_is_not_waited_for(job, monkeypatch):
-    class Terminal(io.BytesIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(Terminal(LINES)))
-    with pytest.raises(InputError, match="nothing came"):
-        open_job(job, Told(), "lengths")
 
 
 def test_a_folder_that_cannot_keep_it_is_named(job, monkeypatch, tmp_path):
@@ -87,9 +79,3 @@ def test_files_without_a_request_say_what_may_be_meant(job, tmp_path):
         path.write_text(content)
         with pytest.raises(InputError, match=said):
             open_job(load_job(job.source, ["workload.requests=prompts.jsonl"]), Told(), "lengths")
-
-
-def test_what_is_no_json_names_the_format_key(job, monkeypatch):
-    comes(monkeypatch, b"What is it?\n")
-    with pytest.raises(InputError, match="standard input.*format: text"):
-        open_job(job, Told(), "lengths")
