@@ -54,7 +54,7 @@ PLACES = (
     Place("1 stored with fewer bits", "a method nobody knows is read as plain weights",
           "xgpt/core/hf_quantised.py",
           'for key in ("quantization_config", "compression_config"):', "for key in ():",
-          "tests/xgpt/core/test_model_variants.py::"
+          "tests/xgpt/core/test_model_spec.py::"
           "test_weights_of_an_unknown_method_are_refused_by_its_name"),
     Place("1 stored with fewer bits", "scales beside weights that no config speaks of",
           "xrunner/checkpoint/tensors.py",
@@ -242,7 +242,7 @@ PLACES = (
           "test_two_allocations_without_an_answer_end_the_job"),
     Place("surroundings", "a home is taken for granted", "xgpt/core/surroundings.py",
           "    has_home = os.path.isabs(home)", "    return None",
-          "tests/xgpt/cli/test_surroundings.py::"
+          "tests/xgpt/cli/test_json_errors.py::"
           "test_a_user_without_a_home_has_a_folder_that_is_nobody_elses"),
     Place("the folder fails", "results that are removed are not missed", "xrunner/io/durable.py",
           "    return (own.st_dev, own.st_ino) == (named.st_dev, named.st_ino)", "    return True",

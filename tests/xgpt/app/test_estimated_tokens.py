@@ -3,15 +3,21 @@ keeps a margin for it; a run does not."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from in_process import xgpt
+from runs import Told
 
+from jobs import job as job_of
 from xgpt.app import opened as opening
-from xgpt.app.opened import OpenedJob, open_file
-from xgpt.core.errors import MissingExtraError, XgptError
+from xgpt.app.opened import OpenedJob, open_file, open_job
+from xgpt.app.standard_input import KEPT_FILE, standard_input
+from xgpt.core.errors import InputError, MissingExtraError, XgptError
+from xgpt.core.job_file import load_job
 from xgpt.core.workload import Request
 from xrunner.checkpoint.source import find_model
 from xrunner.io.estimated import SPREAD, CharacterTokens, estimated_tokens
@@ -110,3 +116,70 @@ def test_letters_outside_ascii_count_each_and_given_tokens_as_they_are():
     asked = [Request(line=1, id="a", tokens=(5, 6, 7)), Request(line=2, id="b", messages=(
         {"role": "user", "content": "x" * 36}, {"role": "user", "content": "y" * 35}))]
     assert [len(ids) for ids in CharacterTokens().tokenise(asked)] == [3, 20]
+
+
+LINES = b'{"tokens": [1, 2, 3]}\n{"tokens": [4]}\nbad\n'
+
+
+@pytest.fixture
+def piped(tmp_path):
+    return job_of(tmp_path, output="out", workload=(
+        "{requests: '-', output_tokens: {mean: 5, std: 1, max: 9}}"))
+
+
+def comes(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw)))
+
+
+def test_it_is_read_once_however_often_the_job_is_opened(piped, monkeypatch):
+    comes(monkeypatch, LINES)
+    for _ in range(2):
+        requests = open_job(piped, Told(), "lengths").requests
+        assert requests.input_tokens.tolist() == [3, 1] and len(requests.bad_lines) == 1
+    assert not piped.output.exists()
+
+
+def test_a_run_keeps_it_and_goes_on_without(piped, monkeypatch):
+    comes(monkeypatch, LINES)
+    assert standard_input(piped, Told(), is_kept=True).seek(0, 2) == len(LINES)
+    assert (piped.output / KEPT_FILE).read_bytes() == LINES
+    told, digests = Told(), []
+    for raw in (b"", LINES):
+        comes(monkeypatch, raw)
+        requests = open_job(piped, told, "lengths").requests
+        digests.append(requests.digest)
+    assert digests[0] == digests[1]
+    assert sum("nothing came on standard input" in line for line in told.lines) == 1
+    comes(monkeypatch, b'{"tokens": [9]}\n')
+    other = open_job(piped, told, "lengths").requests
+    assert other is not None and other.digest != digests[0]
+
+
+class Typed(io.BytesIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stream", "said"), [
+    (io.BytesIO(), r"cat prompts.jsonl \| xgpt submit"), (None, r"cat prompts.jsonl \| xgpt"),
+    (Typed(LINES), "nothing came"),  # a terminal is not waited for
+    (io.BytesIO(b"What is it?\n"), "standard input.*format: text")])
+def test_what_holds_no_requests_is_wrong_input(piped, monkeypatch, stream, said):
+    monkeypatch.setattr("sys.stdin", stream and io.TextIOWrapper(stream))
+    with pytest.raises(InputError, match=said):
+        open_job(piped, Told(), "run")
+
+
+def test_a_folder_that_cannot_keep_it_is_named(piped, monkeypatch, tmp_path):
+    comes(monkeypatch, LINES)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="a folder that can be written to"):
+        standard_input(replace(piped, output=tmp_path / "file"), Told(), is_kept=True)
+
+
+def test_files_without_a_request_say_what_may_be_meant(piped, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    for content, said in (("What is it?\n", "line 1: not JSON.*format: text"), ("\n", "is empty")):
+        path.write_text(content)
+        with pytest.raises(InputError, match=said):
+            open_job(load_job(piped.source, ["workload.requests=prompts.jsonl"]), Told(), "lengths")

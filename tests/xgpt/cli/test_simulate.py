@@ -6,12 +6,19 @@ import gzip
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
+from begun_runs import CONFIG, roofline
 from click.testing import CliRunner
 
 from jobs import job_file
+from xgpt.app.opened import open_file
+from xgpt.app.plan import executable, plan_job
+from xgpt.app.telling import LogTeller
+from xgpt.cli.schedule import schedule
 from xgpt.cli.simulate import simulate
+from xgpt.core.json_values import flat
 from xgpt.core.policies import policy as row_of
 
 CONTROLS = {
@@ -100,3 +107,33 @@ def test_baselines_say_which_policies_are_not_possible_and_why(
     table = run(path, *asked, **CONTROLS["rra"]).stdout
     assert table.count(why) == len(absent) and max(map(len, table.splitlines())) <= 80
     assert all(f"\n{row_of(name).title} " in table for name in found["baselines"])
+
+
+@pytest.mark.parametrize(("controls", "engine", "policy"), [
+    ("", "xgpt", None), ("policy: ft", "xgpt", "ft"), ("", "deepspeed", "ft"),
+    pytest.param("policy: rra", "xgpt", "rra", marks=pytest.mark.slow),
+    pytest.param("policy: orca", "xgpt", "orca", marks=pytest.mark.slow)])
+def test_schedule_prints_what_submit_runs(tmp_path, monkeypatch, controls, engine, policy):
+    for module in ("plan",):
+        monkeypatch.setattr(f"xgpt.app.{module}.timing_of", roofline)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(
+        {"tokens": [7, 8, 9] * (1 + i % 5), "max_tokens": 30 if i % 5 == 2 else 5}) + "\n"
+        for i in range(24)))
+    path = tmp_path / "job.yaml"
+    path.write_text(f"""
+model: {tmp_path}
+cluster: local
+workload: {{requests: requests.jsonl, output_tokens: {{mean: 9, std: 6, max: 40}}}}
+schedule: {{{controls}}}
+run: {{ranks: 2, dtype: float32, threads_per_rank: 1, engine: {engine}}}
+output: out
+""")
+    done = CliRunner().invoke(schedule, [str(path), "--json"], catch_exceptions=False)
+    printed = json.loads(done.stdout)
+    submitted = plan_job(executable(open_file(path, (), LogTeller(), "run"))).schedule
+    ran: dict[str, Any] = json.loads(json.dumps(flat(submitted), default=str))
+    assert printed["horizon"] == "job" and policy in (None, printed["policy"])
+    for key in ("policy", "encode_batch", "stages", "kv_tokens", "throughput_qps", "latency_s",
+                "status", "decode_micro_batches"):
+        assert printed[key] == ran[key], key
