@@ -87,16 +87,15 @@ def boxes(chart):
             for lane, start, length in zip(series.y, series.base, series.x, strict=True)]
 
 
-def test_a_box_lies_where_its_step_was():
-    chart = draw(result(pool([[0.0], [3.0]], [[2.0], [4.0]], ["E0.0", "D0.0"])), 0.0, 4.0)
-    assert boxes(chart) == [("encode", "stage 0", 0, 2), ("decode", "stage 0", 3, 1)]
-    assert [series.colour for series in chart.series] == ["encode", "decode"]
-
-
-def test_boxes_are_cut_at_the_window_and_ids_are_the_micro_batches():
-    chart = draw(rra(), 1.0, 2.0)
-    assert all(start >= 1 and start + length <= 2 + 1e-9 for _, _, start, length in boxes(chart))
-    assert {text for series in chart.series for text in series.inside} == {"0", "1"}
+def test_a_box_lies_where_its_step_was_cut_at_the_window_with_its_micro_batch():
+    chart = draw(result(pool([[0.0], [3.0], [4.0]], [[2.0], [4.0], [5.0]],
+                             ["E0.0", "D0.0", "M0.0"])), 0.0, 5.0)
+    assert boxes(chart) == [("encode", "stage 0", 0, 2), ("decode", "stage 0", 3, 1),
+                            ("both in one step", "stage 0", 4, 1)]
+    assert [series.colour for series in chart.series][:2] == ["encode", "decode"]
+    cut = draw(rra(), 1.0, 2.0)
+    assert all(start >= 1 and start + length <= 2 + 1e-9 for _, _, start, length in boxes(cut))
+    assert {text for series in cut.series for text in series.inside} == {"0", "1"}
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.1])
@@ -176,23 +175,17 @@ def test_the_steady_window_is_three_periods_from_the_middle(phases, iterations):
     assert longer[1] - longer[0] == pytest.approx(5 * period_s)
 
 
-def test_the_steady_window_knows_phases_of_several_encodings_a_group():
+def test_the_steady_window_of_several_encodings_of_two_pools_and_of_a_short_job():
     steps = [f"{kind}0.{p}" for p in range(20) for kind in "EEEEDD"]
     ends_s = 0.1 * np.arange(1, 1 + len(steps))[:, None]
     start_s, end_s = steady_window(result(pool(ends_s - 0.1, ends_s, steps)))
     assert end_s - start_s == pytest.approx(3 * 0.6)
-
-
-def test_the_steady_window_of_two_pools_holds_a_few_steps_of_each():
     start_s, end_s = steady_window(two_pools())
     assert end_s - start_s == pytest.approx(6 * 0.5)
-    for steps in two_pools().pools:
-        assert ((steps.start_s >= start_s - 1e-9) & (steps.end_s <= end_s + 1e-9)).sum() >= 4
-
-
-def test_a_short_job_is_its_own_window():
-    replay = rra(phases=2)
-    assert steady_window(replay) == (0.0, replay.makespan_s)
+    for own in two_pools().pools:
+        assert ((own.start_s >= start_s - 1e-9) & (own.end_s <= end_s + 1e-9)).sum() >= 4
+    short = rra(phases=2)
+    assert steady_window(short) == (0.0, short.makespan_s)
     once = result(pool([[0.0], [1.0]], [[1.0], [2.0]], ["E0.0", "D0.0"]))
     assert steady_window(once) == (0.0, 2.0)
 

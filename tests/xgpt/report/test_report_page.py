@@ -69,8 +69,13 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page(run_dir):
-    return Page((run_dir / "report.html").read_text(encoding="utf-8"))
+def text(run_dir):
+    return (run_dir / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(text):
+    return Page(text)
 
 
 def test_the_page_says_in_words_what_its_screen_does(run_dir, page):
@@ -94,27 +99,21 @@ def own_part(text: str) -> str:
     return text[:text.index("<script>")]
 
 
-def test_each_chart_has_its_place_and_its_data_as_a_table(run_dir, page):
-    figures = figures_of((run_dir / "report.html").read_text(encoding="utf-8"))
+def test_each_chart_has_its_place_its_colours_and_its_data_as_a_table(text, page):
+    figures = figures_of(text)
     assert list(figures) == page.values("data-chart") == [
         "latency", "done", "lengths", "utilisation", "memory", "choice", "timeline"]
     assert page.tags.count("details") == len(figures)
     assert "latency" in page.text and {"plots", "timeline"} <= set(page.values("id"))
     ids = page.values("id")
     assert len(ids) == len(set(ids))
-
-
-def test_the_charts_take_their_colours_from_the_page(run_dir):
-    text = (run_dir / "report.html").read_text(encoding="utf-8")
     colours = set(re.findall(r'"color":"([^"]*)"', own_part(text)))
-    defined = set(re.findall(r"(--\w+):", text))
-    assert colours and colours <= defined
+    assert colours and colours <= set(re.findall(r"(--\w+):", text))
 
 
-def test_nothing_is_fetched_from_anywhere(run_dir, page):
+def test_nothing_is_fetched_from_anywhere(text, page):
     for name in ("href", "xlink:href", "src", "srcset", "action", "data"):
         assert all(value.startswith("#") for value in page.values(name))
-    text = (run_dir / "report.html").read_text(encoding="utf-8")
     assert len(text) < 6e6
     assert not re.search(r"@import|url\((?!#)|https?://", own_part(text))
     assert not {"link", "iframe", "img", "object", "base", "form"} & set(page.tags)
@@ -154,11 +153,7 @@ def test_figures_of_a_run_that_went_on_are_said_to_be_of_its_own_queries(tmp_pat
     assert "over 24 queries of all runs of this job." in text
     assert "done" not in figures  # the runs' clocks are not one
     assert [series["name"] for series in figures["latency"]["data"]] == ["measured"]
-
-
-def test_a_run_that_went_on_and_was_killed_has_no_speed(tmp_path):
-    directory = write_fake_run(tmp_path / "out", num_queries=24)
-    (directory / "metrics.json").unlink()
+    (directory / "metrics.json").unlink()  # killed
     (directory / "progress.json").write_text('{"done_before": 18}', encoding="utf-8")
     text = Page(write_report(directory).read_text(encoding="utf-8")).text
     assert "24 queries through smollm2-135m on 2 ranks of this machine, by several runs." in text
@@ -219,8 +214,8 @@ def test_no_pace_is_predicted_of_another_engine(tmp_path, engine, is_predicted):
     assert f"Engine {engine}" in Page(text).text
 
 
-def test_expected_and_measured_steps_are_on_one_clock(run_dir):
-    figures = figures_of((run_dir / "report.html").read_text(encoding="utf-8"))
+def test_expected_and_measured_steps_are_on_one_clock(text):
+    figures = figures_of(text)
     boxes = [trace for trace in figures["timeline"]["data"] if trace["type"] == "bar"]
     first_s: dict[str, float] = {}
     for trace in boxes:
@@ -250,8 +245,7 @@ def test_expected_lengths_come_from_moments_or_from_a_task():
         assert expected_output_lengths({"workload": {"output_tokens": unknown}}) is None
 
 
-def test_the_pages_policy_names_its_own_scripts_and_lets_nothing_else_in(run_dir):
-    text = (run_dir / "report.html").read_text(encoding="utf-8")
+def test_the_pages_policy_names_its_own_scripts_and_lets_nothing_else_in(text):
     [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     rules = dict(rule.strip().split(" ", 1) for rule in html.unescape(policy).split(";"))
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
@@ -310,11 +304,10 @@ def commands(output: Output, metrics: dict[str, Any], check: BoundCheck = IN_BOU
     return [step.command for step in next_steps(output, metrics, check)]
 
 
-def test_a_bound_that_costs_much_asks_for_a_sweep(output):
-    assert commands(output, {}) == ["sweep JOB.yaml", "schedule JOB.yaml --price"]
-
-
 def test_each_cause_of_a_miss_has_its_remedy(output):
+    # the bound costs much
+    assert commands(output, {}) == ["sweep JOB.yaml", "schedule JOB.yaml --price"]
+    assert "xgpt sweep JOB.yaml" in render(output)
     lengths = commands(output, attributed(10, 12, 12, 12))[0]
     assert lengths.startswith("schedule JOB.yaml --set 'workload.output_tokens={mean: ")
     assert commands(output, attributed(10, 10, 12, 12))[0] == "profile JOB.yaml --again"
@@ -363,8 +356,3 @@ def test_memory_is_that_of_each_rank_as_predicted_and_as_measured():
     predicted, measured = chart.series
     assert list(predicted.y) == pytest.approx([412e6 / 2**30, 398e6 / 2**30])
     assert list(measured.y) == [1, None]
-
-
-def test_a_page_names_what_to_try(output):
-    pytest.importorskip("jinja2", reason="a page needs jinja2 (extra: run)")
-    assert "xgpt sweep JOB.yaml" in render(output)
