@@ -11,10 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 from in_process import xgpt
 
+from jobs import job_file
 from xgpt.app.accuracy import published_errors
 from xgpt.cli.main import cli
 from xgpt.core import catalog
-from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.errors import InputError
+from xprofiler.cache import model_shape
 from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.profile_file import load_profile, save_profile
 from xsimulator.measured_loops import own_points, predicted
@@ -61,35 +63,23 @@ def test_profiles_of_the_same_thing_are_merged_and_others_refused(saved):
     ({"device": "A40"}, "device 'A40'"), ({"dtype": "float32"}, "dtype"),
     ({"model_shape": "t"}, "model")])
 def test_a_job_refuses_a_profile_of_something_else(tmp_path, metadata, said):
-    from xgpt.core import catalog
-    from xprofiler.cache import model_shape
-
     fits = {"device": "A100-80", "dtype": "bfloat16",
             "model_shape": model_shape(catalog.model("opt-13b"))}
     save_profile(profile_of(1, **{**fits, **metadata}), tmp_path / "p.json")
-    job = tmp_path / "job.yaml"
-    job.write_text("model: opt-13b\ncluster: a100-16\nworkload: {task: S}\nprofile: p.json\n")
-    done = xgpt("schedule", job)
+    done = xgpt("schedule", job_file(tmp_path, cluster="a100-16", profile="p.json"))
     assert done.returncode == 2 and said in done.stderr, done.stderr
     assert "p.json" in done.stderr and "Traceback" not in done.stderr
 
 
-LARGE = """
-model: llama-3.1-405b
-cluster: {num_nodes: NODES, devices_per_node: 8, device: H200, intra_link: nvlink4,
-          inter_link: ib-400g}
-workload: {requests: {count: 400}, input_tokens: {mean: 50, std: 10, max: 100},
-           output_tokens: {mean: 900, std: 200, max: 1500}}
-schedule: {policy: waa-c, tp_degree: 8, tp_gpus: GPUS}
-"""
-
-
-def refused(tmp_path: Path, nodes: int) -> str:
-    job = tmp_path / "job.yaml"
-    job.write_text(LARGE.replace("NODES", str(nodes)).replace("GPUS", str(8 * nodes)))
-    done = CliRunner().invoke(cli, ["schedule", str(job)])
-    assert isinstance(done.exception, InfeasibleError)
-    return str(done.exception)
+def large(folder, nodes):
+    """A job of 405 billion parameters, divided into two pools."""
+    return job_file(
+        folder, model="llama-3.1-405b",
+        cluster=f"{{num_nodes: {nodes}, devices_per_node: 8, device: H200, intra_link: nvlink4, "
+                "inter_link: ib-400g}",
+        workload="{requests: {count: 400}, input_tokens: {mean: 50, std: 10, max: 100}, "
+                 "output_tokens: {mean: 900, std: 200, max: 1500}}",
+        schedule=f"{{policy: waa-c, tp_degree: 8, tp_gpus: {8 * nodes}}}")
 
 
 @pytest.mark.parametrize(("nodes", "reason"), [
@@ -99,17 +89,17 @@ def refused(tmp_path: Path, nodes: int) -> str:
     (3, r"^no schedule: the job has 400 queries, and the fewest that are present at a time are "
         r"9\d\d, by policy waa-c, encode_batch 1")])
 def test_what_forbids_a_division_is_named(tmp_path, nodes, reason):
-    text = refused(tmp_path, nodes)
-    assert re.search(reason, text), text
+    done = xgpt("schedule", large(tmp_path, nodes))
+    text = " ".join(done.stderr.removeprefix("xgpt: ").split())
+    assert done.returncode == 3 and re.search(reason, text), text
     if nodes == 3:
         assert "memory" not in text
         return
     held = re.search(r"at least (\d+ GiB) on its fullest device, of which 125 GiB can be used, by "
                      r"policy waa-c, encode_batch 1, decode_micro_batches (\d+), tp_degree 8", text)
     assert held, text
-    asked = CliRunner().invoke(cli, [
-        "simulate", str(tmp_path / "job.yaml"), "--set", "schedule.encode_batch=1",
-        "--set", f"schedule.decode_micro_batches={held[2]}"]).stdout
+    asked = xgpt("simulate", tmp_path / "job.yaml", "--set", "schedule.encode_batch=1",
+                 "--set", f"schedule.decode_micro_batches={held[2]}").stdout
     assert f"to {held[1]} of 125 GiB per rank: DOES NOT FIT" in asked
 
 
