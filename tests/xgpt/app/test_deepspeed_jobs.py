@@ -1,8 +1,6 @@
 """`run: {engine: deepspeed}`: which batches are planned, and what is refused before anything
 starts."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """`xgpt doctor`: what a machine has, in words and as JSON; a GPU's verdict from what its process
 says; a refusal where there is no GPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

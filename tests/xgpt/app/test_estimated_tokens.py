@@ -1,8 +1,6 @@
 """Where a model's tokenizer cannot be had, planning estimates tokens from characters, says so, and
 keeps a margin for it; a run does not."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

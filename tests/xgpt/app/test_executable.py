@@ -1,7 +1,5 @@
 """What a run plans with and measures: every policy and degree that the job leaves open."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

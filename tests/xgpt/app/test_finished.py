@@ -1,7 +1,5 @@
 """A job that is done says so and runs nothing; begun again, it keeps what it left."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

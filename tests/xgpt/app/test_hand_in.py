@@ -1,8 +1,6 @@
 """Jobs handed in to Slurm, against stand-ins for its programs: what sbatch gets, what is kept, what
 is refused before anything waits in a queue."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """`xgpt status` and `xgpt stop` of jobs under Slurm, against stand-ins for its programs: files and
 Slurm's word are joined, whichever of its programs still knows the job."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

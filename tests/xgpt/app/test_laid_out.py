@@ -1,7 +1,5 @@
 """A job on `cluster: local` is planned on every layout of the cores, by times that are measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a run's log of steps teaches the profile that it was planned with."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

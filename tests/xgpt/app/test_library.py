@@ -1,7 +1,5 @@
 """`import xgpt`: what it loads, and that every example of docs/python.md runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

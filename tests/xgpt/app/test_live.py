@@ -1,7 +1,5 @@
 """`xgpt top`: one look at a job's files, piped and on a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """A profile of this machine: of few points for a job, of more where it is long, or whole."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One process at a time measures on a host, and who waits for it says so."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

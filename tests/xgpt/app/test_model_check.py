@@ -1,7 +1,5 @@
 """`xgpt models --check`: planned or not, executed by which engine, memory, keys not supported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`run.private`, secrets, and what of a model's folder is trusted, on a real run of a toy."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`xgpt report`: which folder gets which report, in which form."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

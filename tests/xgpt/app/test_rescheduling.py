@@ -1,8 +1,6 @@
 """What the launcher makes of the output lengths it sees: when it plans anew, what it hands to the
 run, and what it says. No ranks: a replay stands for them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Several jobs of one command: what is wrong shows before the first runs, and what a run told of
 its steps is planned with by those after it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

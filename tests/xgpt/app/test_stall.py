@@ -1,7 +1,5 @@
 """Who holds up a run is named, and nobody else."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

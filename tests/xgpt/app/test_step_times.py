@@ -2,8 +2,6 @@
 hands to the run, and what it says. No ranks: steps are told of as ranks tell of them, each as long
 as the profile says times a factor."""
 
-from __future__ import annotations
-
 import pytest
 from taken_as_true import timing_of
 from told_steps import Factors, steps_of, tell_all

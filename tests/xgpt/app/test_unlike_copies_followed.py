@@ -2,8 +2,6 @@
 what is seen of all of them together it makes other control variables for each. No ranks: states of
 heads and steps are told of as they tell of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The command line as a user meets it: exit codes, messages, and what it imports."""
 
-from __future__ import annotations
-
 import configparser
 import json
 import shutil

@@ -1,8 +1,6 @@
 """`xgpt schedule --engines`: every engine's best schedule side by side, by whose times, and what
 each does not execute."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What came from files or names never reaches a terminal as a command to it."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

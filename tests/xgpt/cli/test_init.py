@@ -1,7 +1,5 @@
 """`xgpt init`: a job file from options alone, from questions, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`--json` prints one object on stdout however a command ends, beside the words on stderr."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

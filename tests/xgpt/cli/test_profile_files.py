@@ -1,7 +1,5 @@
 """`xgpt profile` where nothing is measured: files shown, merged, imported, refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`xgpt schedule`: what is shown beside the schedule, its options, and one object for all of it."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence

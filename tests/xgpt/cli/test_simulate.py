@@ -1,7 +1,5 @@
 """`xgpt simulate`: every policy, the replay beside the closed form, pictures, baselines."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import xml.etree.ElementTree as ElementTree

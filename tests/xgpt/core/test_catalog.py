@@ -1,7 +1,5 @@
 """The catalog's rows against what the paper and the models' names say."""
 
-from __future__ import annotations
-
 import json
 import re
 import string

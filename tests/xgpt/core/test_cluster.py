@@ -1,7 +1,5 @@
 """Which node a rank is on, and what joins two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

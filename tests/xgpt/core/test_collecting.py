@@ -1,7 +1,5 @@
 """When Python looks for garbage that refers to itself."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """Errors meant for the user: what they say and the exit code they carry."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Job files: what is read, where, and that every mistake is reported at once. Wrong values have
 test_wrong_jobs.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sections of a job file: what their keys become. What is wrong in them has test_wrong_jobs.py."""
 
-from __future__ import annotations
-
 import json
 import math
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Length distributions: moments, limits, quantiles, and joint ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Detection of this machine by what the kernel and nvidia-smi would say; layouts of its cores."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """ModelSpec from Hugging Face's config.json, and the parameters it counts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Models that are planned and not executed: their parameters are those that are published, their
 caches what their attention leaves, and whoever would run them is told."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """One table says what a request may ask: in OpenAI's lines and in ours the same key is given, asks
 for nothing, or is refused by its name; and the page of the job file says the same."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path

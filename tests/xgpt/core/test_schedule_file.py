@@ -1,7 +1,5 @@
 """A Schedule written and read back is the same, infinities included."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The spool: what is put in comes out, by the index of a query."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sweep files and the flags of `xgpt sweep`: which points they make, and what is wrong in them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of unknown origin that are read as a whole: plain ones, and not without end."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource

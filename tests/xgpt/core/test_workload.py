@@ -1,7 +1,5 @@
 """Reading requests: what runs, what becomes an error record, and synthetic ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The corpus of wrong job files (wrong_jobs.txt): each is refused with exit code 2, every mistake
 by its file, line and key, and with the words that say what is allowed."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

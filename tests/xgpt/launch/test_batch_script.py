@@ -1,7 +1,5 @@
 """The batch script: pinned whole by a file, read by a real bash, and every value quoted."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks on several hosts: job keys, mpiexec's options, and hosts that cannot serve."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

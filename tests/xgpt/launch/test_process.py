@@ -1,7 +1,5 @@
 """Commands whose end is known, whoever started this process, and errors of a machine in words."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,8 +1,6 @@
 """Ranks that are started ahead serve like those that are started when they are wanted, take run
 after run, and are started anew where they cannot."""
 
-from __future__ import annotations
-
 import fcntl
 import signal
 from collections.abc import Callable

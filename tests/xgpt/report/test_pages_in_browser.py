@@ -1,8 +1,6 @@
 """The pages in headless Chromium: nothing complains, charts are drawn and can be used, nothing
 hostile runs."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

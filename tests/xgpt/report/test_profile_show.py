@@ -1,7 +1,5 @@
 """Tables and plots of a Profile: every figure beside its floor, what is doubtful marked."""
 
-from __future__ import annotations
-
 import random
 import re
 import xml.etree.ElementTree as ElementTree

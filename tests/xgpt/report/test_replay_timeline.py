@@ -1,7 +1,5 @@
 """Timelines of a replay: boxes where the steps were, gaps where none was."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Verdicts of the report: predicted against measured, and the latency bound."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """report.html: self-contained, safe against hostile texts, and there for an interrupted run."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

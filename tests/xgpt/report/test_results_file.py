@@ -1,8 +1,6 @@
 """Columns of the requests go into the results as they were, beside the answers: each input format
 to each output format and back."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

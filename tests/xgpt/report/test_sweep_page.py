@@ -1,7 +1,5 @@
 """A sweep's page: a curve a policy, gains, where the best policy changes and why."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The job of begun_runs.py in a folder, and its runs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What changed since a run was stopped: refused where it decides the answers, with nothing touched,
 and otherwise no hindrance."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,8 +1,6 @@
 """A run goes on with all that is done: what was held back, and what a killed command left. The
 ranks work in this process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A sweep's points: planned as `xgpt schedule` plans them, kept, gone on with, and written out."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Every format of requests is read alike; what is wrong in one is told with its place."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

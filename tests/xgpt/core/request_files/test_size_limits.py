@@ -1,7 +1,5 @@
 """What is too long or too deep is an error record of its own line, and takes no memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import tracemalloc
