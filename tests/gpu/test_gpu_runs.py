@@ -50,7 +50,7 @@ Made = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory):
     """(directory, transformers' model) of a family."""
 
     @remember
@@ -62,7 +62,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.fixture()
-def device() -> torch.device:
+def device():
     return devices.own_device("gpu", 0)
 
 
@@ -71,8 +71,7 @@ def answers(sink: toy_runs.Collector) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_answers_as_generate_does(made: Made, device: torch.device,
-                                               family: str) -> None:
+def test_every_family_answers_as_generate_does(made, device, family):
     directory, model = made(family)
     queries = toys.random_queries(17)
     expected = {q.index: toys.generate(model, q) for q in queries}
@@ -85,8 +84,7 @@ def test_every_family_answers_as_generate_does(made: Made, device: torch.device,
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
-def test_captured_decode_steps_answer_as_generate_does(
-        made: Made, device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_decode_steps_answer_as_generate_does(made, device, family, monkeypatch):
     directory, model = made(family)
     executor_of = toy_runs.executor_of
     captures = CudaCapture(device), CudaCapture(device)  # a rank's each
@@ -106,15 +104,14 @@ def test_captured_decode_steps_answer_as_generate_does(
 
 
 @pytest.mark.parametrize("dtype", cuda_check.DTYPES)
-def test_a_captured_step_gives_what_it_gives_kernel_by_kernel(device: torch.device,
-                                                              dtype: torch.dtype) -> None:
+def test_a_captured_step_gives_what_it_gives_kernel_by_kernel(device, dtype):
     graphs = graph_trial.toy_graphs(dtype, device, CudaCapture(device))
     for size in (1, 4, 32):
         _, off = graph_trial.tried(graphs, size)
         assert off <= graph_trial.STEPS_OFF * cuda_check.tolerance(dtype), f"{size = }"
 
 
-def test_a_capture_that_fails_leaves_the_gpu_at_work(device: torch.device) -> None:
+def test_a_capture_that_fails_leaves_the_gpu_at_work(device):
     stream, numbers = torch.cuda.current_stream(device), torch.ones(5, device=device)
     with pytest.raises(CaptureError):
         CudaCapture(device)(lambda: numbers * int(numbers.sum()))  # the host may not look there
@@ -125,7 +122,7 @@ def test_a_capture_that_fails_leaves_the_gpu_at_work(device: torch.device) -> No
     assert captured.out.tolist() == [3.0] * 5
 
 
-def test_a_capture_may_follow_on_others_that_are_gone(device: torch.device) -> None:
+def test_a_capture_may_follow_on_others_that_are_gone(device):
     capture, numbers = CudaCapture(device), torch.ones(1 << 20, device=device)
     held = capture(lambda: numbers * 3).out  # its graph is gone
     again = capture(lambda: numbers + 1)
@@ -133,8 +130,7 @@ def test_a_capture_may_follow_on_others_that_are_gone(device: torch.device) -> N
     assert again.out.tolist()[:2] == [2.0, 2.0] and held.shape == again.out.shape
 
 
-def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made: Made,
-                                                                 device: torch.device) -> None:
+def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made, device):
     directory, _ = made("llama")
     queries = [replace(q, is_forced=True, max_new_tokens=12, sampling=Sampling(
         temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
@@ -145,7 +141,7 @@ def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made: Made,
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_step_is_over_when_the_gpu_is_done_with_it(made: Made, device: torch.device) -> None:
+def test_a_step_is_over_when_the_gpu_is_done_with_it(made, device):
     directory, _ = made("llama")
     executor = toy_runs.executor_of(directory, toy_runs.stages_of(directory, [1])[0], device=device)
     executor.start(StartMessage(num_groups=1, slots=2, capacity=8))
@@ -162,7 +158,7 @@ def test_a_step_is_over_when_the_gpu_is_done_with_it(made: Made, device: torch.d
     assert end.query()
 
 
-def test_steps_last_as_long_as_the_gpu_works_on_them(device: torch.device) -> None:
+def test_steps_last_as_long_as_the_gpu_works_on_them(device):
     timeline, steps = timeline_of(device, time.monotonic), []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -183,9 +179,7 @@ def test_steps_last_as_long_as_the_gpu_works_on_them(device: torch.device) -> No
 
 @pytest.mark.parametrize("is_forced", [False, True])
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
-def test_nothing_within_a_step_waits_for_the_gpu(
-        made: Made, device: torch.device, family: str, is_forced: bool,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_within_a_step_waits_for_the_gpu(made, device, family, is_forced, monkeypatch):
     execute = StageExecutor.execute
 
     def strictly(self: StageExecutor, message: StepMessage, inputs: torch.Tensor) -> Any:
@@ -207,7 +201,7 @@ def test_nothing_within_a_step_waits_for_the_gpu(
     assert all(end <= later + 1e-4 for (_, end), (later, _) in pairwise(times))
 
 
-def test_a_tensor_is_whole_when_it_is_in_the_hosts_memory(device: torch.device) -> None:
+def test_a_tensor_is_whole_when_it_is_in_the_hosts_memory(device):
     tensor = torch.zeros(1 << 20, device=device)
     torch.cuda._sleep(200_000_000)
     tensor += 3
@@ -215,7 +209,7 @@ def test_a_tensor_is_whole_when_it_is_in_the_hosts_memory(device: torch.device) 
     assert found.is_pinned() and bool((found == 3).all())
 
 
-def test_caches_that_do_not_fit_are_refused_in_words(made: Made, device: torch.device) -> None:
+def test_caches_that_do_not_fit_are_refused_in_words(made, device):
     directory, _ = made("llama")
     with pytest.raises(XgptError, match="the KV cache of .* more than cuda"):
         KvCache(kv_shape(toys.spec_of(directory), torch.float32, slots=10**6, capacity=10**5),
@@ -257,8 +251,7 @@ def check(made: Made, folder: Path, wanted: list[dict[str, Any]], ranks: int) ->
                           for q in toys.random_queries(QUERIES)}, f"{case = }"
 
 
-def test_ranks_that_share_a_gpu_answer_as_generate_does(made: Made, tmp_path: Path,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_gpu_answer_as_generate_does(made, tmp_path, monkeypatch):
     """All on the first GPU, however many there are: sums go through the host's memory."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
@@ -266,11 +259,11 @@ def test_ranks_that_share_a_gpu_answer_as_generate_does(made: Made, tmp_path: Pa
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank: 2")
-def test_ranks_with_a_gpu_each_sum_over_nccl(made: Made, tmp_path: Path) -> None:
+def test_ranks_with_a_gpu_each_sum_over_nccl(made, tmp_path):
     check(made, tmp_path, cases(made, group="TorchGroup", most_ranks=2), 2)
 
 
-def test_a_group_over_nccl_sums_and_is_closed() -> None:
+def test_a_group_over_nccl_sums_and_is_closed():
     """Of as many ranks as there are GPUs: one will do."""
     ranks = str(torch.cuda.device_count())
     done = subprocess.run(
@@ -281,7 +274,7 @@ def test_a_group_over_nccl_sums_and_is_closed() -> None:
 
 
 @pytest.fixture(scope="module")
-def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def profiles(tmp_path_factory):
     """One profile cache for all runs."""
     return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
@@ -290,8 +283,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (1, "policy: rra, encode_batch: 3, decode_iterations: 4"),
     (2, "policy: rra, encode_batch: 3, decode_iterations: 4"),
     (2, "policy: waa-c, encode_batch: 1")])
-def test_the_whole_command_profiles_schedules_and_runs(
-        made: Made, tmp_path: Path, profiles: dict[str, str], ranks: int, schedule: str) -> None:
+def test_the_whole_command_profiles_schedules_and_runs(made, tmp_path, profiles, ranks, schedule):
     directory, model = made("llama")
     queries = toys.random_queries(20, seed=3)
     job = job_folder.write_job(tmp_path, directory, as_requests(queries), schedule=schedule,
@@ -310,7 +302,7 @@ def test_the_whole_command_profiles_schedules_and_runs(
     assert all(s["peak_memory_bytes"] > 0 for s in measured["stages"])
 
 
-def test_the_quickstart_runs_on_a_gpu(tmp_path: Path) -> None:
+def test_the_quickstart_runs_on_a_gpu(tmp_path):
     try:
         find_model("smollm2-135m", say=lambda message: None)
     except XgptError as cause:

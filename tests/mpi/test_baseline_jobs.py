@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ pytestmark = pytest.mark.mpi
     ("ft", "t5", "encode_batch: 6"),
     ("dsi", "opt", "encode_batch: 8, encode_micro_batches: 4"),
     ("dsi", "t5", "")])
-def test_submit_runs_a_baseline(tmp_path: Path, profiled: Callable[..., dict[str, str]],
-                                policy: str, family: str, more: str) -> None:
+def test_submit_runs_a_baseline(tmp_path, profiled, policy, family, more):
     directory = tmp_path / "model"
     reference = toys.make_model(family, directory)
     queries = toys.random_queries(24, seed=9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +17,7 @@ pytestmark = pytest.mark.mpi
 PLANNED = "constraint: {ttft_s: {limit_s: 2, quantile: 0.9}, tpot_s: 0.5, makespan_s: 10 min}\n"
 
 
-def test_bounds_are_kept_by_a_run_or_told_and_strict(
-        tmp_path: Path, cache: dict[str, str]) -> None:
+def test_bounds_are_kept_by_a_run_or_told_and_strict(tmp_path, cache):
     directory, out = tmp_path / "model", tmp_path / "out"
     _, queries = toys.make_model("llama", directory), toys.random_queries(24)
     job = write_job(tmp_path, directory, as_requests(queries), ranks=1,

@@ -33,14 +33,13 @@ def submit(job: Path, environment: dict[str, str], *overrides: str) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def environment(cache: dict[str, str]) -> dict[str, str]:
+def environment(cache):
     """DeepSpeed's compiled all-reduce is kept where a run keeps it: it takes half a minute."""
     return {"TORCH_EXTENSIONS_DIR": str(cache_dir() / "torch_extensions"), **cache}
 
 
 @pytest.mark.timeout(1200)
-def test_two_ranks_of_a_tiny_opt_answer_as_generate_and_as_the_own_engine_do(
-        tmp_path: Path, environment: dict[str, str]) -> None:
+def test_two_ranks_of_a_tiny_opt_answer_as_generate_and_as_the_own_engine_do(tmp_path, environment):
     directory, out = tmp_path / "model", tmp_path / "out"
     reference = toys.make_model("opt", directory)
     queries = toys.random_queries(14)

@@ -46,7 +46,7 @@ SAID = "what ranks say to each other"
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(tmp_path_factory):
     """(directory, transformers' answers) by family."""
     found = {}
     for family in FAMILIES:
@@ -97,7 +97,7 @@ def check(models: Models, cases: Sequence[Case], answers: Sequence[Any]) -> None
 
 
 @pytest.fixture(scope="module")
-def launched(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+def launched(models, tmp_path_factory):
     """Name of a test -> (its cases, their answers): one launch serves them all."""
     parts = {"layouts": rra_cases(models, RRA_CASES), "pools": waa_cases(models, WAA_CASES),
              "gloo": rra_cases(models, GLOO_CASES, group="gloo"),
@@ -114,33 +114,31 @@ def launched(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Launch
     return found
 
 
-def test_every_layout_answers_as_generate_does(models: Models, launched: Launched) -> None:
+def test_every_layout_answers_as_generate_does(models, launched):
     assert {case[1] for case in RRA_CASES} == set(LAYOUTS)
     assert {case[2] for case in RRA_CASES} == {1, 2, 3, 4}
     assert {case[0] for case in RRA_CASES if sum(case[1]) == 4} == set(FAMILIES)
     check(models, *launched["layouts"])
 
 
-def test_chunks_beside_decoding_answer_as_generate_does(models: Models,
-                                                        launched: Launched) -> None:
+def test_chunks_beside_decoding_answer_as_generate_does(models, launched):
     check(models, *launched["chunks"])
 
 
-def test_sums_over_torch_distributed_answer_the_same(models: Models, launched: Launched) -> None:
+def test_sums_over_torch_distributed_answer_the_same(models, launched):
     """The way that groups of GPUs take, with gloo in the place of NCCL."""
     check(models, *launched["gloo"])
 
 
-def test_two_pools_answer_as_generate_does(models: Models, launched: Launched) -> None:
+def test_two_pools_answer_as_generate_does(models, launched):
     check(models, *launched["pools"])
 
 
-def test_decode_pools_that_encode_inputs_answer_as_generate_does(models: Models,
-                                                                 launched: Launched) -> None:
+def test_decode_pools_that_encode_inputs_answer_as_generate_does(models, launched):
     check(models, *launched["chunks in pools"])
 
 
-def test_every_rank_holds_the_same_sum_and_the_first_one_every_part(launched: Launched) -> None:
+def test_every_rank_holds_the_same_sum_and_the_first_one_every_part(launched):
     """And programs that are none of ours are refused: of two ranks, and of three."""
     _, (said,) = launched[SAID]
     for what in (r"read: b'\x80\x04", "a valid integer", "b'Other' is no kind of message",
@@ -153,8 +151,7 @@ def test_every_rank_holds_the_same_sum_and_the_first_one_every_part(launched: La
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_and_number_of_micro_batches(models: Models, tmp_path: Path,
-                                                  family: str) -> None:
+def test_every_layout_and_number_of_micro_batches(models, tmp_path, family):
     cases = rra_cases(models, [
         (family, layout, groups, batch, iterations) for layout, groups, (batch, iterations)
         in product(LAYOUTS, (1, 2, 3, 4), ((1, 1), (4, 5), (9, 30)))])
@@ -163,7 +160,7 @@ def test_every_layout_and_number_of_micro_batches(models: Models, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_of_two_pools(models: Models, tmp_path: Path, family: str) -> None:
+def test_every_layout_of_two_pools(models, tmp_path, family):
     pools = [(1,), (2,), (1, 1), (2, 1), (1, 2), (1, 1, 1)]
     cases = waa_cases(models, [
         (family, encode, decode, groups, batch)

@@ -4,7 +4,6 @@ killed is completed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ class Toy(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+def toy(tmp_path_factory):
     directory = tmp_path_factory.mktemp("llama")
     reference, queries = toys.make_model("llama", directory), toys.random_queries(30, seed=8)
     return Toy(directory, queries, {q.id: toys.generate(reference, q) for q in queries},
@@ -57,7 +56,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @slow  # test_exact_runs.py has chunks on ranks, the engine's tests their replay
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_chunks_of_three_sizes_on_two_stages(toy: Toy, tmp_path: Path, chunk: int) -> None:
+def test_chunks_of_three_sizes_on_two_stages(toy, tmp_path, chunk):
     problem = toy.problem(devices=2)
     one = estimated("rra", problem, FixedSchedule(
         encode_batch=4, decode_iterations=5, encode_chunk=chunk))
@@ -67,7 +66,7 @@ def test_chunks_of_three_sizes_on_two_stages(toy: Toy, tmp_path: Path, chunk: in
     assert len(one.deployment.stages) == 2
 
 
-def test_two_copies_of_one_rank(toy: Toy, tmp_path: Path) -> None:
+def test_two_copies_of_one_rank(toy, tmp_path):
     problem = toy.problem(devices=1)
     one = estimated("rra", problem, FixedSchedule(encode_batch=6, decode_iterations=4))
     # A copy's window holds its whole share, which it keeps: with a smaller one, a copy whose next
@@ -78,7 +77,7 @@ def test_two_copies_of_one_rank(toy: Toy, tmp_path: Path) -> None:
 
 
 @slow  # chunks are encoded beside decoding in test_exact_runs.py
-def test_what_auto_chooses_of_those_that_encode_beside_decoding(toy: Toy, tmp_path: Path) -> None:
+def test_what_auto_chooses_of_those_that_encode_beside_decoding(toy, tmp_path):
     problem = toy.problem(devices=2)
     problem = replace(problem, fixed=replace(problem.fixed, policies=("sarathi", "vllm")))
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
@@ -136,9 +135,7 @@ def check_run(toy: Toy, out: Path, problem: Problem, one: Estimate,
     pytest.param("sarathi", FixedSchedule(max_active=6, token_budget=8), 2, marks=slow),
     pytest.param("rra", FixedSchedule(encode_batch=3, decode_iterations=8), 2, marks=slow,
                  id="two-copies-of-two-ranks")])
-def test_a_run_goes_on_after_a_rank_was_killed(
-        toy: Toy, tmp_path: Path, profiled: Callable[..., dict[str, str]], policy: str,
-        config: object, copies: int) -> None:
+def test_a_run_goes_on_after_a_rank_was_killed(toy, tmp_path, profiled, policy, config, copies):
     ranks = 4 if policy == "rra" and copies == 2 else 2
     query = PreparedQuery(index=0, id="q0", input_ids=(7, 8, 9), max_new_tokens=40, is_forced=True)
     requests = [{"id": f"q{i}", "tokens": list(query.input_ids), "forced_tokens": 40}

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("kind", ["kill the launcher", *(
     pytest.param(kind, marks=pytest.mark.slow) for kind in (
         "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGTERM", "SIGINT"))])
-def test_ranks_end_with_their_launcher(kind: str, tmp_path: Path) -> None:
+def test_ranks_end_with_their_launcher(kind, tmp_path):
     job, process, own = start(tmp_path)
     assert len(own["rank"]) == 2 and own["mpiexec"]
     FAULTS[kind](job, process, own, random.Random(0))
@@ -45,7 +45,7 @@ def test_ranks_end_with_their_launcher(kind: str, tmp_path: Path) -> None:
     assert state["is_alive"] is False and state["num_results"] + state["num_held"] == len(done)
 
 
-def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path):
     job, process, own = start(tmp_path, run=", stall_timeout: 5")
     os.kill(own["rank"][-1], signal.SIGSTOP)
 
@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_shared_memory_of_killed_ranks_is_removed_by_the_next_start(tmp_path: Path) -> None:
+def test_shared_memory_of_killed_ranks_is_removed_by_the_next_start(tmp_path):
     job, process, own = start(tmp_path)
     left = _shared(own["rank"])
     if not left:
@@ -82,7 +82,7 @@ def test_shared_memory_of_killed_ranks_is_removed_by_the_next_start(tmp_path: Pa
 
 @pytest.mark.parametrize("number", [
     signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
-def test_a_signal_before_the_ranks_start_says_so(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_before_the_ranks_start_says_so(number, tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20).write()
     process = job.start()
     time.sleep(0.2)
@@ -95,7 +95,7 @@ def test_a_signal_before_the_ranks_start_says_so(number: signal.Signals, tmp_pat
 
 @pytest.mark.parametrize("number", [
     signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_ranks_that_wait_end_with_their_command(number: signal.Signals, tmp_path: Path) -> None:
+def test_ranks_that_wait_end_with_their_command(number, tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20).write()
     process = job.start()
     wait(lambda: len(below(process.pid)["rank"]) == 2, "the ranks start while the job is planned")
@@ -126,7 +126,7 @@ def _hears(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("kind", ["kill a rank", *(pytest.param(kind, marks=pytest.mark.slow)
                                                    for kind in ("kill mpiexec", "kill a proxy"))])
-def test_ranks_that_die_are_started_again_and_nothing_is_lost(kind: str, tmp_path: Path) -> None:
+def test_ranks_that_die_are_started_again_and_nothing_is_lost(kind, tmp_path):
     job, process, own = start(tmp_path, count=200)
     done = job.lines()
     FAULTS[kind](job, process, own, random.Random(0))
@@ -153,7 +153,7 @@ if {"xrunner.worker", "xrunner.standby"} & set(sys.orig_argv):
 
 
 @pytest.mark.slow  # four starts of the ranks
-def test_a_query_that_kills_its_rank_is_isolated(tmp_path: Path) -> None:
+def test_a_query_that_kills_its_rank_is_isolated(tmp_path):
     (tmp_path / "poison").mkdir()
     (tmp_path / "poison" / "sitecustomize.py").write_text(_POISON)
     path = os.pathsep.join([str(tmp_path / "poison"), os.environ.get("PYTHONPATH", "")])
@@ -169,7 +169,7 @@ def test_a_query_that_kills_its_rank_is_isolated(tmp_path: Path) -> None:
     assert not (job.output / "deaths.json").exists()
 
 
-def test_ranks_that_start_again_with_another_model_are_ended(tmp_path: Path) -> None:
+def test_ranks_that_start_again_with_another_model_are_ended(tmp_path):
     """Its answers and those that are kept would be of two models, in one file."""
     job, process, own = start(tmp_path, count=400)
     config = job.folder / "out" / "model" / "config.json"
@@ -186,7 +186,7 @@ def test_ranks_that_start_again_with_another_model_are_ended(tmp_path: Path) -> 
     assert job.lines().items() >= done.items() and len(job.answers()) == job.count
 
 
-def test_results_that_are_removed_are_put_back(tmp_path: Path) -> None:
+def test_results_that_are_removed_are_put_back(tmp_path):
     job, process, own = start(tmp_path, count=6000)  # at work, however late this process's turn is
     done = job.lines()
     (job.output / "results.jsonl").unlink()
@@ -196,7 +196,7 @@ def test_results_that_are_removed_are_put_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_renamed_ends_the_run_and_has_everything(tmp_path: Path) -> None:
+def test_a_folder_that_is_renamed_ends_the_run_and_has_everything(tmp_path):
     job, process, own = start(tmp_path)
     done = job.lines()
     job.output.rename(tmp_path / "moved")
@@ -208,7 +208,7 @@ def test_a_folder_that_is_renamed_ends_the_run_and_has_everything(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_removed_ends_the_run_in_words(tmp_path: Path) -> None:
+def test_a_folder_that_is_removed_ends_the_run_in_words(tmp_path):
     job, process, own = start(tmp_path)
     while job.output.exists():  # a file may come while it goes
         shutil.rmtree(job.output, ignore_errors=True)
@@ -219,7 +219,7 @@ def test_a_folder_that_is_removed_ends_the_run_in_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # the next one dies a moment earlier, test_second_job.py asks again for a job
-def test_a_job_whose_command_dies_at_its_very_end_is_done(tmp_path: Path) -> None:
+def test_a_job_whose_command_dies_at_its_very_end_is_done(tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=1, count=60).write()
     process = job.start()
     wait((job.output / "metrics.json").is_file, "metrics.json")
@@ -241,8 +241,7 @@ if "submit" in sys.argv or "submit" in sys.orig_argv:
 """
 
 
-def test_a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned_now(
-        tmp_path: Path) -> None:
+def test_a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned_now(tmp_path):
     (tmp_path / "deadly").mkdir()
     (tmp_path / "deadly" / "sitecustomize.py").write_text(_DIES_BEFORE_ITS_ACCOUNT)
     path = os.pathsep.join([str(tmp_path / "deadly"), os.environ.get("PYTHONPATH", "")])
@@ -265,7 +264,7 @@ def test_a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned
 @pytest.mark.parametrize(("number", "count"), [
     # test_power_cut.py has every moment of a cut, and what goes on after it
     pytest.param(number, 60, marks=pytest.mark.slow) for number in (0, 6, 7)])
-def test_a_short_soak(number: int, count: int, tmp_path: Path) -> None:
+def test_a_short_soak(number, count, tmp_path):
     library = power_cut.compiled(tmp_path)
     expected = undisturbed(tmp_path / "undisturbed", count=count)
     outcome = one_job(SHAPES[number], "power cut", number, tmp_path / "job", library, expected,
@@ -292,7 +291,7 @@ _SAID = {"lacks a library": "rank 1 on {host} cannot start: ModuleNotFoundError:
 
 @pytest.mark.parametrize("how", ["lacks a library", *(
     pytest.param(how, marks=pytest.mark.slow) for how in ("exits", "is killed"))])
-def test_a_rank_that_is_gone_before_the_others_meet_it_is_named(how: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_gone_before_the_others_meet_it_is_named(how, tmp_path):
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "sitecustomize.py").write_text(_GONE_AT_ITS_START)
     path = os.pathsep.join([str(tmp_path / "gone"), os.environ.get("PYTHONPATH", "")])
@@ -322,7 +321,7 @@ Path(sys.argv[1]).touch()
 """
 
 
-def test_a_rank_that_leaves_ends_no_other(tmp_path: Path) -> None:
+def test_a_rank_that_leaves_ends_no_other(tmp_path):
     """MPICH's mpiexec kills all where one is gone without having taken leave of it."""
     script, left = tmp_path / "leaves.py", tmp_path / "left"
     script.write_text(_LEAVES)

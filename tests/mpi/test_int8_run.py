@@ -3,7 +3,6 @@ model's own is measured and said."""
 
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     not is_int8_served(), reason="this processor has no VNNI")]
 
 
-def test_a_job_says_how_far_its_tokens_are_the_models_own(
-        tmp_path: Path, cache: dict[str, str]) -> None:
+def test_a_job_says_how_far_its_tokens_are_the_models_own(tmp_path, cache):
     toys.make_model("llama", tmp_path / "model")
     queries, answers = toys.random_queries(12, seed=5), []
     for ranks in (1, 2):

@@ -24,7 +24,7 @@ LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp has it
 
 
 @pytest.fixture(autouse=True)
-def ranks_find_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def ranks_find_the_script(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(
         [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]))
     for name in isolated.LOOPBACK:
@@ -46,7 +46,7 @@ def may_isolate() -> bool:
                           capture_output=True).returncode == 0
 
 
-def test_ranks_are_in_a_network_of_their_own(tmp_path: Path) -> None:
+def test_ranks_are_in_a_network_of_their_own(tmp_path):
     if not may_isolate():
         pytest.skip("this system permits no network namespace")
     LocalLauncher().run(program(tmp_path), watch=lambda: None)
@@ -56,7 +56,7 @@ def test_ranks_are_in_a_network_of_their_own(tmp_path: Path) -> None:
     assert ranks[0]["rank"], "the transport listens, on what is there"
 
 
-def test_without_such_a_network_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
+def test_without_such_a_network_ranks_listen_on_loopback_alone(tmp_path):
     """The launcher's own port is bound to every interface (docs/security.md); the ranks inherit
     it."""
     refused = ("import sys; from xgpt.launch import isolated; "
@@ -73,7 +73,7 @@ def test_without_such_a_network_ranks_listen_on_loopback_alone(tmp_path: Path) -
         assert len(rank["mpiexec"]) == 1
 
 
-def test_the_users_own_interface_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_interface_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
     seen = subprocess.run([sys.executable, isolated.__file__, "sh", "-c",
                            "readlink /proc/self/ns/net; echo $UCX_NET_DEVICES"],
@@ -82,7 +82,7 @@ def test_the_users_own_interface_counts(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_single_rank_opens_no_port(tmp_path: Path) -> None:
+def test_a_single_rank_opens_no_port(tmp_path):
     job = ToyJob(folder=tmp_path, schedule="policy: rra, encode_batch: 6, decode_iterations: 4",
                  count=1500).write()
     process = job.start()

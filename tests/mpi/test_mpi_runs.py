@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from xsimulator.replay.job import replay_job  # noqa: E402
 from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = pytest.mark.mpi
-Profiled = Callable[..., dict[str, str]]  # by family and ranks (conftest.py)
 
 
 def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, ranks: int,
@@ -49,16 +47,14 @@ def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, rank
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("opt", marks=pytest.mark.slow)])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
-          ) -> tuple[str, Path, Any]:
+def model(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     return request.param, directory, toys.make_model(request.param, directory)
 
 
 @pytest.mark.slow  # test_exact_runs.py has every number of ranks, test_several_jobs.py the command
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_submit_answers_exactly_as_generate_does(model: tuple[str, Path, Any], ranks: int,
-                                                 tmp_path: Path, profiled: Profiled) -> None:
+def test_submit_answers_exactly_as_generate_does(model, ranks, tmp_path, profiled):
     family, directory, reference = model
     queries = toys.random_queries(14, seed=ranks)
     requests: list[dict[str, Any]] = as_requests(queries)
@@ -86,8 +82,7 @@ def test_submit_answers_exactly_as_generate_does(model: tuple[str, Path, Any], r
 
 
 @pytest.mark.slow  # test_several_jobs.py has a job in groups, test_exact_runs.py every layout
-def test_tensor_parallel_stages_run_where_the_job_or_the_schedule_asks_for_them(
-        tmp_path: Path, profiled: Profiled) -> None:
+def test_tensor_parallel_stages_run_where_the_job_or_the_schedule_asks_for_them(tmp_path, profiled):
     directory, out = tmp_path / "model", tmp_path / "out"
     reference = toys.make_model("llama", directory)
     queries = toys.random_queries(20, seed=2)
@@ -111,7 +106,7 @@ def test_tensor_parallel_stages_run_where_the_job_or_the_schedule_asks_for_them(
 
 
 @pytest.mark.slow  # as above
-def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
+def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path):
     """Without the command around them: a group of two and a rank alone, encoder and decoder."""
     directory, out = tmp_path / "model", tmp_path / "out"
     reference = toys.make_model("t5", directory)
@@ -186,7 +181,7 @@ def start_long_run(folder: Path, directory: Path, cache: dict[str, str],
 @pytest.mark.slow  # test_faults.py has ranks that die, and are started again by the same command
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
 def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
-        tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, profiled: Profiled) -> None:
+        tmp_path, tmp_path_factory, profiled):
     directory, cache = tmp_path_factory.mktemp("killed"), profiled("llama")
     reference = toys.make_model("llama", directory)
     # in random order within windows: results are a prefix of the input all the same
@@ -226,8 +221,7 @@ def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
 
 
 @pytest.mark.slow  # test_several_jobs.py has one, and what goes on after it
-def test_an_interrupt_stops_in_good_order_with_exit_code_75(
-        tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, profiled: Profiled) -> None:
+def test_an_interrupt_stops_in_good_order_with_exit_code_75(tmp_path, tmp_path_factory, profiled):
     directory = tmp_path_factory.mktemp("interrupted")
     toys.make_model("llama", directory)
     process = start_long_run(tmp_path, directory, profiled("llama"))
@@ -248,7 +242,7 @@ def test_an_interrupt_stops_in_good_order_with_exit_code_75(
 
 
 def test_a_model_that_lacks_a_layer_is_refused_before_anything_is_measured(
-        tmp_path: Path, cache: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+        tmp_path, cache, tmp_path_factory):
     directory = tmp_path_factory.mktemp("broken")
     toys.make_model("llama", directory)
     weights = directory / "model.safetensors"  # less by a layer than the config says

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch", reason="measuring needs the extra `run`")
-from job_folder import XGPT, MeasuredToy  # noqa: E402
+from job_folder import XGPT  # noqa: E402
 
 from xprofiler.points import Needs, missing  # noqa: E402
-from xprofiler.profile import Profile, TableKey  # noqa: E402
+from xprofiler.profile import TableKey  # noqa: E402
 from xprofiler.profile_file import load_profile  # noqa: E402
 from xprofiler.profile_timing import ProfileTiming  # noqa: E402
 from xprofiler.timing import Operator  # noqa: E402
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
-def job(measured_llama: MeasuredToy) -> Path:
+def job(measured_llama):
     return measured_llama.job
 
 
@@ -36,14 +36,14 @@ def xgpt(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def profile(measured_llama: MeasuredToy) -> Profile:
+def profile(measured_llama):
     done = measured_llama.done
     assert done.returncode == 0, done.stderr
     assert "does not divide" in done.stderr, "degree 3 is refused with its reason"
     return load_profile(measured_llama.profile)
 
 
-def test_every_operator_degree_and_message_is_there(profile: Profile) -> None:
+def test_every_operator_degree_and_message_is_there(profile):
     assert profile.model is not None and profile.peaks is not None
     assert profile.tp_degrees == (1, 2) and list(profile.refused) == [3]
     for degree in (1, 2):
@@ -60,7 +60,7 @@ def test_every_operator_degree_and_message_is_there(profile: Profile) -> None:
     assert all(s >= 0 for s in samples) and sum(s > 0 for s in samples) > 0.9 * len(samples)
 
 
-def test_the_profile_answers_for_both_degrees(profile: Profile) -> None:
+def test_the_profile_answers_for_both_degrees(profile):
     timing = ProfileTiming(profile)
     for degree in (1, 2):
         seconds = timing.operator_s(Operator.LAYER_REST, [1.0, 40.0, 2080.0], tp_degree=degree)
@@ -73,7 +73,7 @@ def test_the_profile_answers_for_both_degrees(profile: Profile) -> None:
 
 @pytest.mark.slow  # tests/xgpt/app/test_local_profile.py has it without ranks
 def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
-        job: Path, measured_llama: MeasuredToy, profile: Profile) -> None:
+        job, measured_llama, profile):
     cache = measured_llama.cache
     again = xgpt(cache, "profile", str(job), "--budget", "1s", "--tp", "1,2", "--json")
     assert again.returncode == 0 and "from the cache" in again.stderr, again.stderr
@@ -93,8 +93,7 @@ def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
             or any(p.is_noisy for points in profile.tables.values() for p in points))
 
 
-def test_a_stopped_measurement_is_kept_and_gone_on_with(measured_llama: MeasuredToy,
-                                                        profile: Profile) -> None:
+def test_a_stopped_measurement_is_kept_and_gone_on_with(measured_llama, profile):
     stopped = measured_llama.stopped
     assert stopped.returncode == 75, stopped.stderr
     assert "goes on" in stopped.stderr

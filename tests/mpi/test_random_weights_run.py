@@ -69,21 +69,20 @@ def check_run(out: Path, done: subprocess.CompletedProcess[str]) -> dict[str, An
 
 
 @pytest.fixture
-def toy_job(tmp_path: Path) -> Path:
+def toy_job(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     return job_of(tmp_path, model=".")
 
 
 @pytest.mark.slow  # tests/xgpt/app/test_library.py runs such a job, test_second_job.py measures one
-def test_a_shape_alone_runs(toy_job: Path, tmp_path: Path, cache: dict[str, str]) -> None:
+def test_a_shape_alone_runs(toy_job, tmp_path, cache):
     metrics = check_run(tmp_path / "out", xgpt("submit", str(toy_job), "--json", cache=cache))
     again = json.loads(xgpt("submit", str(toy_job), "--json", cache=cache).stdout)
     assert again["status"] == "already done" and again["date"] == metrics["date"]
 
 
 @pytest.mark.slow
-def test_requests_of_tokens_go_to_their_cap(toy_job: Path, tmp_path: Path,
-                                            cache: dict[str, str]) -> None:
+def test_requests_of_tokens_go_to_their_cap(toy_job, tmp_path, cache):
     (tmp_path / "tokens.jsonl").write_text("".join(
         json.dumps({"tokens": [i, 7], "max_tokens": 9}) + "\n" for i in range(30)))
     done = xgpt("submit", str(toy_job), "--set", "workload.requests=tokens.jsonl", "--set",
@@ -94,8 +93,7 @@ def test_requests_of_tokens_go_to_their_cap(toy_job: Path, tmp_path: Path,
     assert len({tuple(r["output_ids"]) for r in results}) > 1
 
 
-def test_requests_of_text_and_unknown_shapes_are_refused(tmp_path: Path, cache: dict[str, str],
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_text_and_unknown_shapes_are_refused(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", cache["XDG_CACHE_HOME"])
     monkeypatch.setenv("HF_HUB_CACHE", cache["XDG_CACHE_HOME"] + "/hub")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -110,7 +108,7 @@ def test_requests_of_text_and_unknown_shapes_are_refused(tmp_path: Path, cache: 
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) -> None:
+def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path):
     """Without the command around the ranks, which would measure the model for minutes."""
     job, out = load_job(job_of(tmp_path, model="opt-125m", ranks=2), ()), tmp_path / "out"
     problem = resolve(job)

@@ -7,10 +7,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +38,7 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def llama(tmp_path_factory):
     directory = tmp_path_factory.mktemp("llama")
     return directory, toys.make_model("llama", directory)
 
@@ -50,8 +48,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
                  [[0, 1], [2, 3]], marks=pytest.mark.slow),
     pytest.param("waa-c", FixedSchedule(encode_batch=2), [[0], [1], [2], [3]],
                  marks=pytest.mark.slow)])  # test_family_runs.py has two copies of a rank
-def test_two_replicas_of_two_ranks(llama: tuple[Path, Any], tmp_path: Path, policy: str,
-                                   config: object, layout: list[list[int]]) -> None:
+def test_two_replicas_of_two_ranks(llama, tmp_path, policy, config, layout):
     directory, reference = llama
     queries, out = toys.random_queries(30, seed=8), tmp_path / "out"
     answers = {q.id: toys.generate(reference, q) for q in queries}
@@ -87,7 +84,7 @@ def test_two_replicas_of_two_ranks(llama: tuple[Path, Any], tmp_path: Path, poli
 
 
 @pytest.mark.slow  # test_replicas.py has two shapes on threads
-def test_a_copy_of_two_ranks_beside_one_of_one(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_copy_of_two_ranks_beside_one_of_one(llama, tmp_path):
     """By schedules of their own: RRA in a pipeline, and Sarathi."""
     directory, reference = llama
     queries, out = toys.random_queries(40, seed=8), tmp_path / "out"
@@ -130,7 +127,7 @@ def test_a_copy_of_two_ranks_beside_one_of_one(llama: tuple[Path, Any], tmp_path
 
 
 @pytest.mark.slow  # test_divisions.py plans for three ranks of a processor
-def test_copies_that_the_planner_makes_unlike(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_copies_that_the_planner_makes_unlike(llama, tmp_path):
     """Two copies on three ranks: the planner's own schedules of a pipeline and of a single rank."""
     directory, reference = llama
     queries, out = toys.random_queries(60, seed=8), tmp_path / "out"
@@ -159,8 +156,7 @@ def test_copies_that_the_planner_makes_unlike(llama: tuple[Path, Any], tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
-def test_a_job_of_two_replicas_goes_on_after_one_was_killed(
-        llama: tuple[Path, Any], tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
+def test_a_job_of_two_replicas_goes_on_after_one_was_killed(llama, tmp_path, profiled):
     directory, reference = llama
     requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(300)]
     job = job_folder.write_job(
@@ -182,8 +178,7 @@ def test_a_job_of_two_replicas_goes_on_after_one_was_killed(
 @pytest.mark.slow  # test_replicas.py takes queries back from heads on threads
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
 @pytest.mark.parametrize("slow", [0, 1])
-def test_what_a_stopped_copy_has_not_begun_is_the_others(llama: tuple[Path, Any], tmp_path: Path,
-                                                         slow: int) -> None:
+def test_what_a_stopped_copy_has_not_begun_is_the_others(llama, tmp_path, slow):
     directory, reference = llama
     query = toys.PreparedQuery(index=0, id="q0", input_ids=(7, 8, 9), max_new_tokens=40,
                                is_forced=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
 from given_runs import given, killed_and_gone_on  # noqa: E402
-from job_folder import XGPT, MeasuredToy, read_lines, write_job  # noqa: E402
+from job_folder import XGPT, read_lines, write_job  # noqa: E402
 
 from xgpt.app.metrics import CHANGED  # noqa: E402
 from xgpt.app.opened import open_file  # noqa: E402
@@ -65,9 +64,7 @@ def slow_schedule(problem: Problem, path: Path) -> Path:
 
 @pytest.mark.parametrize("outputs", [
     "{mean: 15, std: 8, max: 40}", pytest.param("observe", marks=pytest.mark.slow)])
-def test_a_running_schedule_changes_and_no_token_does(
-        tmp_path: Path, outputs: str, cache: dict[str, str],
-        profiled: Callable[..., dict[str, str]]) -> None:
+def test_a_running_schedule_changes_and_no_token_does(tmp_path, outputs, cache, profiled):
     directory, out = tmp_path / "model", tmp_path / "out"
     reference = toys.make_model("llama", directory)
     queries = queries_of(seed=8)
@@ -123,7 +120,7 @@ def of_three(measured: Path, device: str, path: Path, *, quicker: float) -> Path
 @pytest.mark.slow  # copies that are alike change above, unlike ones in test_replicas.py
 @pytest.mark.parametrize("cause", ["drift", "step times"])
 def test_copies_of_two_ranks_and_of_one_change_and_no_token_does(
-        tmp_path: Path, cause: str, cache: dict[str, str], measured_llama: MeasuredToy) -> None:
+        tmp_path, cause, cache, measured_llama):
     """Each copy by a plan of its own, for what is seen of both."""
     directory, out = tmp_path / "model", tmp_path / "out"
     reference = toys.make_model("llama", directory)
@@ -169,8 +166,7 @@ def test_copies_of_two_ranks_and_of_one_change_and_no_token_does(
 
 @pytest.mark.slow  # test_replica_runs.py kills a copy of two that are alike
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
-def test_a_job_of_unlike_copies_goes_on_after_a_rank_of_one_was_killed(
-        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
+def test_a_job_of_unlike_copies_goes_on_after_a_rank_of_one_was_killed(tmp_path, profiled):
     """And changes again, by what the second run sees."""
     directory = tmp_path / "model"
     reference, queries = toys.make_model("llama", directory), queries_of(seed=8)
@@ -191,8 +187,7 @@ def test_a_job_of_unlike_copies_goes_on_after_a_rank_of_one_was_killed(
 
 
 @pytest.mark.slow
-def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
-        tmp_path: Path, cache: dict[str, str]) -> None:
+def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(tmp_path, cache):
     directory, out = tmp_path / "model", tmp_path / "out"
     reference = toys.make_model("llama", directory)
     drawn = [replace(q, max_new_tokens=60, is_forced=False)

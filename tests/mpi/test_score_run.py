@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +17,7 @@ pytestmark = pytest.mark.mpi
 COUNT = 60
 
 
-def test_continuations_are_as_likely_as_transformers_finds_them(
-        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
+def test_continuations_are_as_likely_as_transformers_finds_them(tmp_path, profiled):
     folder = tmp_path / "model"
     model = toys.make_model("llama", folder)
     texts = [[*query.input_ids, 7, 11, 3] for query in toys.random_queries(COUNT, seed=3)]
@@ -55,8 +52,7 @@ def test_continuations_are_as_likely_as_transformers_finds_them(
 
 
 @pytest.mark.slow  # tests/xrunner/engine/test_embeddings.py has every policy and layout on threads
-def test_texts_are_embedded_by_transformers_last_hidden_states(
-        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
+def test_texts_are_embedded_by_transformers_last_hidden_states(tmp_path, profiled):
     folder = tmp_path / "model"
     model = toys.make_model("llama", folder)
     texts = [list(query.input_ids) for query in toys.random_queries(40, seed=4)]

@@ -57,7 +57,7 @@ def cached(home: Path) -> Profile:
 
 
 @pytest.fixture
-def home(tmp_path: Path, cache: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, cache, monkeypatch):
     """A cache in which nothing is measured yet."""
     home = tmp_path / "home"
     (home / "xgpt").mkdir(parents=True)
@@ -75,8 +75,7 @@ def beside_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_rank_that_was_started_ahead_measures_and_runs(
-        tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_that_was_started_ahead_measures_and_runs(tmp_path, home, monkeypatch):
     started: list[object] = []  # beside it
     monkeypatch.setattr("xgpt.launch.local.start", lambda *words, **_: started.append(words))
     toys.make_model("llama", tmp_path / "model")
@@ -85,8 +84,7 @@ def test_the_rank_that_was_started_ahead_measures_and_runs(
     assert cached(home).tables
 
 
-def test_the_second_job_measures_nothing(tmp_path: Path, home: Path,
-                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_job_measures_nothing(tmp_path, home, monkeypatch):
     beside_other_tests(monkeypatch)
     model = tmp_path / "model"
     toys.make_model("llama", model)

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ QUERIES = {"first": toys.random_queries(7, seed=1), "long": toys.random_queries(
 
 
 def test_jobs_of_one_model_load_it_once_and_a_stop_ends_all_until_the_same_command_goes_on(
-        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
+        tmp_path, profiled):
     (tmp_path / "model").mkdir()
     reference = toys.make_model("llama", tmp_path / "model")
     jobs = [job_of(tmp_path, name) for name in ("first", "long")]

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
+def disk(tmp_path):
     """A file system of a job's output folder alone."""
     own = Disk(tmp_path / "disk.img", tmp_path / "out")
     own.folder.mkdir()
@@ -67,8 +66,7 @@ class Disk(NamedTuple):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["full", "read-only"])
-def test_a_disk_that_takes_no_more_is_one_message(trouble: str, disk: Disk,
-                                                  tmp_path: Path) -> None:
+def test_a_disk_that_takes_no_more_is_one_message(trouble, disk, tmp_path):
     job, process, own = start(tmp_path, run=", sync_s: 0.2", after=200)
     if trouble == "full":
         disk.fill(left_bytes=20_000)
@@ -92,7 +90,7 @@ def test_a_disk_that_takes_no_more_is_one_message(trouble: str, disk: Disk,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gigabytes", [1, 3, 5])
-def test_memory_that_runs_out_is_one_message(gigabytes: int, tmp_path: Path) -> None:
+def test_memory_that_runs_out_is_one_message(gigabytes, tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=60,
                  prefix=("prlimit", f"--as={gigabytes * 10**9}")).write()
     done = job.run_to_end()
@@ -102,7 +100,7 @@ def test_memory_that_runs_out_is_one_message(gigabytes: int, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("files", [28, 36, 40, 44, 64])
-def test_too_few_descriptors_are_told_as_such(files: int, tmp_path: Path) -> None:
+def test_too_few_descriptors_are_told_as_such(files, tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=60, run=", restarts: 0",
                  prefix=("prlimit", f"--nofile={files}")).write()
     done = job.run_to_end()
@@ -120,7 +118,7 @@ if "xrunner.standby" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
 
 
 @pytest.fixture
-def group() -> Iterator[Path]:
+def group():
     """A control group of 60 MB."""
     base = Path("/sys/fs/cgroup/memory")
     base = base if base.is_dir() else base.parent
@@ -137,7 +135,7 @@ def group() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_the_system_kills_for_its_memory_is_told(group: Path, tmp_path: Path) -> None:
+def test_a_rank_that_the_system_kills_for_its_memory_is_told(group, tmp_path):
     (tmp_path / "confined").mkdir()
     (tmp_path / "confined" / "sitecustomize.py").write_text(_CONFINED)
     path = os.pathsep.join([str(tmp_path / "confined"), os.environ.get("PYTHONPATH", "")])

@@ -7,8 +7,6 @@ import csv
 import json
 import subprocess
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -32,8 +30,7 @@ sys.addaudithook(_opened)
 """
 
 
-def test_requests_are_opened_once_and_the_spool_by_those_who_need_it(
-        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
+def test_requests_are_opened_once_and_the_spool_by_those_who_need_it(tmp_path, profiled):
     directory, out, opened = tmp_path / "model", tmp_path / "out", tmp_path / "opened"
     reference, queries = toys.make_model("llama", directory), toys.random_queries(12)
     requests = [*as_requests(queries), {"id": "bad"}]

@@ -6,10 +6,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,7 +45,7 @@ SCHEDULES = {"rra": "policy: rra, encode_batch: 3, decode_iterations: 4, tp_degr
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[namespaces.TwoHosts]:
+def hosts():
     if (reason := namespaces.refusal()) is not None:
         pytest.skip(reason)
     with namespaces.two_hosts() as found:
@@ -55,7 +53,7 @@ def hosts() -> Iterator[namespaces.TwoHosts]:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def llama(tmp_path_factory):
     directory = tmp_path_factory.mktemp("llama")
     return directory, toys.make_model("llama", directory)
 
@@ -91,8 +89,7 @@ def answers(out: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("policy", ["rra", pytest.param("waa-c", marks=pytest.mark.slow)])
-def test_two_hosts_give_the_tokens_of_one(
-        llama: tuple[Path, Any], hosts: namespaces.TwoHosts, tmp_path: Path, policy: str) -> None:
+def test_two_hosts_give_the_tokens_of_one(llama, hosts, tmp_path, policy):
     directory, reference = llama
     # long prompts: the hidden states alone must be more than MPI's own chatter
     queries = [replace(q, input_ids=q.input_ids * 4) for q in toys.random_queries(24, longest=20)]
@@ -114,9 +111,7 @@ def test_two_hosts_give_the_tokens_of_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", sorted(CONFIGS))
-def test_submit_measures_plans_and_runs_over_both_hosts(
-        llama: tuple[Path, Any], hosts: namespaces.TwoHosts, tmp_path: Path, policy: str,
-        cache: dict[str, str]) -> None:
+def test_submit_measures_plans_and_runs_over_both_hosts(llama, hosts, tmp_path, policy, cache):
     directory, reference = llama
     queries = toys.random_queries(40, seed=6)
     job = job_folder.write_job(tmp_path, directory, as_requests(queries), ranks=2,
@@ -130,8 +125,7 @@ def test_submit_measures_plans_and_runs_over_both_hosts(
         hosts, *XGPT, "profile", str(job), *keys, env=cache).stdout
 
 
-def test_a_host_that_cannot_serve_is_named_before_anything_starts(
-        llama: tuple[Path, Any], hosts: namespaces.TwoHosts, tmp_path: Path) -> None:
+def test_a_host_that_cannot_serve_is_named_before_anything_starts(llama, hosts, tmp_path):
     job = job_folder.write_job(tmp_path, llama[0], as_requests(toys.random_queries(3)), ranks=2,
                                schedule=SCHEDULES["rra"])
     plan = lay_out(tmp_path / "out", job, llama[0], "rra")

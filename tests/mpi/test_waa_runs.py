@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def llama(tmp_path_factory):
     directory = tmp_path_factory.mktemp("llama")
     return directory, toys.make_model("llama", directory)
 
@@ -75,9 +74,7 @@ def check_run(out: Path, reference: Any, queries: list[Any]) -> None:
     assert (out / "report.html").stat().st_size > 10_000
 
 
-def test_submit_runs_the_policy_that_the_job_fixes(llama: tuple[Path, Any], tmp_path: Path,
-                                                   profiled: Callable[..., dict[str, str]],
-                                                   ) -> None:
+def test_submit_runs_the_policy_that_the_job_fixes(llama, tmp_path, profiled):
     directory, reference = llama
     queries = toys.random_queries(40, seed=6)
     job = write_job(tmp_path, directory, as_requests(queries))
@@ -93,9 +90,7 @@ def test_submit_runs_the_policy_that_the_job_fixes(llama: tuple[Path, Any], tmp_
 
 
 @pytest.mark.slow  # test_exact_runs.py has such pools on ranks
-def test_a_decode_pool_that_encodes_inputs_as_well(llama: tuple[Path, Any], tmp_path: Path,
-                                                   profiled: Callable[..., dict[str, str]],
-                                                   ) -> None:
+def test_a_decode_pool_that_encodes_inputs_as_well(llama, tmp_path, profiled):
     directory, reference = llama
     queries = toys.random_queries(60, seed=7)
     job = write_job(tmp_path, directory, as_requests(queries))
@@ -119,9 +114,7 @@ def test_a_decode_pool_that_encodes_inputs_as_well(llama: tuple[Path, Any], tmp_
 
 
 @pytest.mark.slow
-def test_a_stopped_run_ends_in_good_order_and_goes_on(llama: tuple[Path, Any], tmp_path: Path,
-                                                      profiled: Callable[..., dict[str, str]],
-                                                      ) -> None:
+def test_a_stopped_run_ends_in_good_order_and_goes_on(llama, tmp_path, profiled):
     directory, reference = llama
     environment = profiled("llama")
     requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(200)]

@@ -9,19 +9,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from job_folder import SUPPORT
 from vllm_answers import ANSWER
 
-Asked = Callable[..., dict[str, Any]]
-
 
 @pytest.fixture(scope="session")
-def vllm_python() -> str:
+def vllm_python():
     python = os.environ.get("XGPT_VLLM_PYTHON")
     if python is None and importlib.util.find_spec("vllm") is None:
         pytest.skip("needs vLLM: XGPT_VLLM_PYTHON names the Python of an environment that has it")
@@ -29,7 +25,7 @@ def vllm_python() -> str:
 
 
 @pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def toy(tmp_path_factory):
     """A Llama of heads that vLLM's CPU kernels take, and transformers' own instance of it."""
     pytest.importorskip("torch")
     import torch
@@ -46,7 +42,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="session")
-def asked(vllm_python: str) -> Iterator[Asked]:
+def asked(vllm_python):
     """What one process answers (support/vllm_answers.py): vLLM takes longer to import than toys
     take to run. One that ended is followed by another."""
     with tempfile.TemporaryFile("w+") as said:

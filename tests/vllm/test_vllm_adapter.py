@@ -40,8 +40,7 @@ def write_adapter(folder: Path, model: Any) -> Any:
     return merged
 
 
-def test_every_answer_is_the_adapted_models(tmp_path: Path, toy: tuple[Path, Any],
-                                            vllm_python: str, cache: dict[str, str]) -> None:
+def test_every_answer_is_the_adapted_models(tmp_path, toy, vllm_python, cache):
     folder, model = toy
     merged = write_adapter(tmp_path / "adapter", model)
     job = write_job(tmp_path, folder, as_requests(QUERIES), ranks=1,

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -76,8 +75,7 @@ def hold_until_planned(launcher: subprocess.Popen[str], output: Path) -> None:
         os.kill(engine, signal.SIGCONT)
 
 
-def test_a_running_schedule_changes_and_no_token_does(
-        tmp_path: Path, toy: tuple[Path, Any], vllm_python: str, cache: dict[str, str]) -> None:
+def test_a_running_schedule_changes_and_no_token_does(tmp_path, toy, vllm_python, cache):
     folder, reference = toy
     made = toys.random_queries(KINDS, seed=8, longest=6)
     queries = [toys.PreparedQuery(index=i, id=f"q{i}", input_ids=made[i % KINDS].input_ids,

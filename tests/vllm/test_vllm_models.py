@@ -76,8 +76,7 @@ def off_by_rounding(reference: Any, answers: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("variant", ["w4a16", "awq", pytest.param(
     "gptq-4-symmetric", marks=pytest.mark.slow)])
-def test_weights_of_four_bits_are_executed_as_stored(
-        tmp_path: Path, asked: Asked, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_four_bits_are_executed_as_stored(tmp_path, asked, variant, monkeypatch):
     """Through products that unpack the weights as they go, in bfloat16: as far from the widened
     weights in float32 as bfloat16 alone is. A wrong scale or order of values is far off."""
     for name, columns in (("HIDDEN", 128), ("INNER", 256)):  # kernels take multiples of 32
@@ -94,7 +93,7 @@ def test_weights_of_four_bits_are_executed_as_stored(
 @pytest.mark.parametrize("family", [
     pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow)
     for name in modern.FAMILIES if name != REFUSED])
-def test_a_family_is_executed_exactly(tmp_path: Path, asked: Asked, family: str) -> None:
+def test_a_family_is_executed_exactly(tmp_path, asked, family):
     model = modern.make_modern(family, tmp_path, **SHAPE, **OWN_SHAPES.get(family, {}))
     found = compared(model, answers_of(asked, tmp_path, "float32"))
     assert found.wrong == 0 and found.apart < 1e-3
@@ -102,15 +101,14 @@ def test_a_family_is_executed_exactly(tmp_path: Path, asked: Asked, family: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
-def test_an_older_family_is_executed_exactly(tmp_path: Path, asked: Asked,
-                                             family: str) -> None:
+def test_an_older_family_is_executed_exactly(tmp_path, asked, family):
     model = toys.make_model(family, tmp_path, heads=4, head_dim=32)
     found = compared(model, answers_of(asked, tmp_path, "float32"))
     assert found.wrong == 0 and found.apart < 1e-3
 
 
 @pytest.mark.slow
-def test_what_vllm_refuses_is_passed_on(tmp_path: Path, asked: Asked) -> None:
+def test_what_vllm_refuses_is_passed_on(tmp_path, asked):
     modern.make_modern(REFUSED, tmp_path, **SHAPE)
     with pytest.raises(AssertionError, match="XgptError: vLLM does not start: Sliding window"):
         answers_of(asked, tmp_path, "float32")

@@ -35,14 +35,13 @@ def run(folder: Path, model: Path, python: str, cache: dict[str, str], *override
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bytes")
     openai_batch.write_model(folder)
     return folder
 
 
-def test_every_line_is_what_openai_promises(tmp_path: Path, model: Path, vllm_python: str,
-                                            cache: dict[str, str]) -> None:
+def test_every_line_is_what_openai_promises(tmp_path, model, vllm_python, cache):
     run(tmp_path, model, vllm_python, cache, "run.engine_args={tool_call_parser: hermes}",
         schedule="policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 16")
     by_name = openai_batch.checked(tmp_path / "out")
@@ -68,8 +67,7 @@ def test_every_line_is_what_openai_promises(tmp_path: Path, model: Path, vllm_py
     assert "vLLM" in openai_batch.why_not(by_name["no schema"])
 
 
-def test_likelihoods_and_forms_outlive_an_eviction(tmp_path: Path, model: Path, vllm_python: str,
-                                                   cache: dict[str, str]) -> None:
+def test_likelihoods_and_forms_outlive_an_eviction(tmp_path, model, vllm_python, cache):
     """Short of KV blocks queries are put back and encoded again, with what they have written."""
     requests: list[dict[str, Any]] = [
         {"id": f"q{i}", "tokens": [65 + i, 66, 67], "max_tokens": 60, "logprobs": 2,

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,7 @@ def answers(out: Path) -> dict[str, list[int]]:
     return {line["id"]: line["output_ids"] for line in read_lines(out / "results.jsonl")}
 
 
-def test_a_job_is_executed_exactly(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
-                                   cache: dict[str, str]) -> None:
+def test_a_job_is_executed_exactly(tmp_path, toy, vllm_python, cache):
     folder, model = toy
     job = written(tmp_path, folder, vllm_python, "policy: rra, encode_batch: 5, "
                   "decode_iterations: 4, decode_micro_batches: 2, encode_chunk: 0")
@@ -84,9 +83,7 @@ def test_a_job_is_executed_exactly(tmp_path: Path, toy: tuple[Path, Any], vllm_p
     ("sarathi", FixedSchedule(max_active=7, token_budget=16)),
     ("vllm", FixedSchedule(max_active=6, token_budget=24)),
     ("orca", FixedSchedule(max_active=6))], ids=["sarathi", "vllm", "orca"])
-def test_a_schedule_is_executed_exactly(
-        tmp_path: Path, toy: tuple[Path, Any], asked: Callable[..., dict[str, Any]], policy: str,
-        config: FixedSchedule) -> None:
+def test_a_schedule_is_executed_exactly(tmp_path, toy, asked, policy, config):
     """Without the command around the engine's process."""
     (folder, model), out = toy, tmp_path / "out"
     out.mkdir()
@@ -104,8 +101,7 @@ def test_a_schedule_is_executed_exactly(
     assert logged(out) == replayed(problem, out)
 
 
-def test_what_is_drawn_does_not_depend_on_chunks(
-        tmp_path: Path, toy: tuple[Path, Any], asked: Callable[..., dict[str, Any]]) -> None:
+def test_what_is_drawn_does_not_depend_on_chunks(tmp_path, toy, asked):
     """vLLM draws after each chunk and gives it up; its CPU generators cannot be set back."""
     found = []
     for name, budget in (("chunks", 5), ("whole", 500)):
@@ -127,8 +123,7 @@ def test_what_is_drawn_does_not_depend_on_chunks(
     assert found[0] != {q.id: toys.generate(toy[1], q) for q in QUERIES}, "drawn, not greedy"
 
 
-def test_two_processes_divide_each_layer(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
-                                         cache: dict[str, str]) -> None:
+def test_two_processes_divide_each_layer(tmp_path, toy, vllm_python, cache):
     """Its own tensor parallelism: what its processes tell each other is in the steps' times."""
     folder, model = toy
     job = written(tmp_path, folder, vllm_python, "policy: rra, encode_batch: 5, "
@@ -169,8 +164,7 @@ def roofline(problem: Problem) -> Roofline:
     return Roofline(problem.model, problem.cluster.device, problem.dtype)
 
 
-def test_a_killed_engine_loses_nothing(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
-                                       cache: dict[str, str]) -> None:
+def test_a_killed_engine_loses_nothing(tmp_path, toy, vllm_python, cache):
     folder, model = toy
     job = written(tmp_path, folder, vllm_python, "policy: sarathi, max_active: 2, token_budget: 8")
     started = subprocess.Popen(command(job, "run.restarts=0", xgpt=by_data_sheets.COMMAND),
@@ -201,8 +195,7 @@ def _engine_of(launcher: int) -> int:
     raise AssertionError("no engine under way")
 
 
-def test_arguments_are_held_to_those_of_the_installed_version(
-        tmp_path: Path, toy: tuple[Path, Any], vllm_python: str, cache: dict[str, str]) -> None:
+def test_arguments_are_held_to_those_of_the_installed_version(tmp_path, toy, vllm_python, cache):
     job = written(tmp_path, toy[0], vllm_python, "policy: rra")
     done = subprocess.run(command(job, "run.engine_args={enforce_eagr: true, block_size: 32}"),
                           capture_output=True, text=True, env=cache, timeout=300, check=False)
@@ -210,7 +203,7 @@ def test_arguments_are_held_to_those_of_the_installed_version(
     assert "did you mean 'enforce_eager'?" in done.stderr and "block_size" not in done.stderr
 
 
-def test_exported_flags_are_those_of_its_own_parser(tmp_path: Path, vllm_python: str) -> None:
+def test_exported_flags_are_those_of_its_own_parser(tmp_path, vllm_python):
     job = tmp_path / "job.yaml"
     job.write_text("""
 model: opt-13b

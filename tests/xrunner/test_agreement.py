@@ -49,7 +49,7 @@ def logits(spec: ModelSpec, weight_dtype: torch.dtype, stages: int) -> Tensor:
 
 
 @pytest.mark.parametrize("family", SPECS)
-def test_logits_are_near_those_of_float32_and_the_same_over_stages(family: str) -> None:
+def test_logits_are_near_those_of_float32_and_the_same_over_stages(family):
     exact, ours = logits(SPECS[family], torch.float32, 1), logits(SPECS[family], torch.int8, 1)
     assert ours.dtype == torch.float32
     assert 0 < (ours - exact).norm() < 0.15 * exact.norm(), "8 bits, four layers"
@@ -66,8 +66,7 @@ def plan_of(output: Path, model: Path, weight_dtype: str) -> RunPlan:
 
 @pytest.mark.parametrize(("lengths", "taken"), [
     ([5, 30, 12], 3), ([MOST_TOKENS - 1, 1, 1], 2), ([MOST_TOKENS + 9, 3], 1), ([], 0)])
-def test_the_first_inputs_are_read_with_both_types(
-        tmp_path: Path, lengths: list[int], taken: int) -> None:
+def test_the_first_inputs_are_read_with_both_types(tmp_path, lengths, taken):
     toys.make_model("gpt2" if max(lengths, default=0) < 60 else "llama", tmp_path / "model")
     spool = SpoolWriter()
     for number, length in enumerate(lengths):

@@ -8,7 +8,6 @@ build of torch knows; it stands for a GPU.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ class Gate(LocalComm):
 
 
 @pytest.fixture()
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def elsewhere(monkeypatch):
     """Tensors have no values; where a step asks for one (its longest context), it is 9."""
     monkeypatch.setattr(torch.Tensor, "__int__", lambda self: 9)
     with FakeTensorMode():
@@ -108,15 +107,14 @@ def check_steps(executor: StageExecutor) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "t5"])
-def test_a_step_stays_on_its_device(elsewhere: None, family: str) -> None:
+def test_a_step_stays_on_its_device(elsewhere, family):
     spec = spec_of(family)
     model = load_stage(spec, Zeros(), stages(spec, "both")[0], WHOLE, DEVICE)
     check_steps(StageExecutor(model))
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_so_does_a_shard_whose_group_works_through_the_hosts_memory(
-        elsewhere: None, family: str) -> None:
+def test_so_does_a_shard_whose_group_works_through_the_hosts_memory(elsewhere, family):
     def through_host(tensor: Tensor) -> Tensor:
         return devices.to_host(tensor).to(tensor.device)
 
@@ -130,8 +128,7 @@ def test_so_does_a_shard_whose_group_works_through_the_hosts_memory(
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_entries_travel_through_the_hosts_memory_between_two_devices(
-        elsewhere: None, family: str) -> None:
+def test_entries_travel_through_the_hosts_memory_between_two_devices(elsewhere, family):
     spec = spec_of(family)
     pools, comms = stages(spec, "encode", "decode"), [Gate(comm) for comm in local_comms(2)]
     own = transfers(pools[:1], pools[1:], spec)
@@ -155,21 +152,21 @@ def test_entries_travel_through_the_hosts_memory_between_two_devices(
     assert isinstance(tokens, Arriving) and tokens.wait().shape == (3,)
 
 
-def test_ranks_of_a_host_take_its_gpus_in_turn() -> None:
+def test_ranks_of_a_host_take_its_gpus_in_turn():
     assert [devices.gpu_of(place, ["H200"] * 4) for place in range(4)] == [0, 1, 2, 3]
     assert [devices.gpu_of(place, ["H200"]) for place in range(3)] == [0, 0, 0]
     mixed = ["T1000", "A40", "A40"]
     assert [devices.gpu_of(place, mixed) for place in range(5)] == [1, 2, 1, 2, 1]
 
 
-def test_a_rank_without_its_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_its_gpu_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert devices.own_device("cpu", 3) == torch.device("cpu")
     with pytest.raises(XgptError, match="planned for GPUs.*CUDA_VISIBLE_DEVICES"):
         devices.own_device("gpu", 0)
 
 
-def test_float32_products_are_never_rounded_to_tf32() -> None:
+def test_float32_products_are_never_rounded_to_tf32():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -179,7 +176,7 @@ def test_float32_products_are_never_rounded_to_tf32() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_what_lies_in_the_hosts_memory_is_not_copied() -> None:
+def test_what_lies_in_the_hosts_memory_is_not_copied():
     tensor = torch.arange(6.0).view(2, 3).T
     assert devices.to_host(tensor) is tensor
     buffer = devices.host_buffer((2, 3), torch.bfloat16)

@@ -3,8 +3,6 @@ OpenAI promises, and what is refused is only what the runner lacks, by name."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -23,7 +21,7 @@ from xrunner.world import connect  # noqa: E402
 from xsimulator.rough.forms import fixed_estimate
 
 
-def test_every_line_is_what_openai_promises(tmp_path: Path) -> None:
+def test_every_line_is_what_openai_promises(tmp_path):
     model, out, requests = tmp_path / "model", tmp_path / "out", tmp_path / "requests.jsonl"
     out.mkdir()
     openai_batch.write_model(model)

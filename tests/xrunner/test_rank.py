@@ -17,7 +17,7 @@ from xrunner.rank import RunOutcome, operators_of, write_measured
 from xrunner.step_record import StepRecord
 
 
-def test_the_collector_rests_until_all_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_collector_rests_until_all_is_imported(monkeypatch):
     monkeypatch.setattr(lifeline, "end_with_launcher", lambda: None)
     frozen = gc.get_freeze_count()
     try:
@@ -33,7 +33,7 @@ def test_the_collector_rests_until_all_is_imported(monkeypatch: pytest.MonkeyPat
         gc.enable()
 
 
-def test_operators_are_told_once_where_they_are_the_same_on_all_ranks() -> None:
+def test_operators_are_told_once_where_they_are_the_same_on_all_ranks():
     reports = [replace(report(rank, 0), operators=said) for rank, said in (
         (2, "ours"), (1, "ours"), (0, "ours"), (3, None))]
     assert operators_of(reports) == "ours"
@@ -60,7 +60,7 @@ def write(folder: Path, reports: list[RankReport]) -> None:
     write_measured(folder, outcome, tally, reports)
 
 
-def test_the_queries_times_are_told_by_their_percentiles(tmp_path: Path) -> None:
+def test_the_queries_times_are_told_by_their_percentiles(tmp_path):
     write(tmp_path, [])
     measured = json.loads((tmp_path / "measured.json").read_text())
     assert (measured["queries"], measured["output_tokens"]) == (2, 7)
@@ -69,8 +69,7 @@ def test_the_queries_times_are_told_by_their_percentiles(tmp_path: Path) -> None
     assert measured["tpot_p50_s"] == measured["tpot_p99_s"] == 0.5, "one token alone has no pace"
 
 
-def test_a_stage_is_as_busy_as_its_busiest_rank_and_reads_what_its_ranks_read(
-        tmp_path: Path) -> None:
+def test_a_stage_is_as_busy_as_its_busiest_rank_and_reads_what_its_ranks_read(tmp_path):
     write(tmp_path, [replace(report(0, 0), host_s=0.25), report(1, 0, late_s=0.1), report(2, 1)])
     measured = json.loads((tmp_path / "measured.json").read_text())
     stages, ranks = measured["stages"], measured["ranks"]
@@ -87,8 +86,7 @@ def test_a_stage_is_as_busy_as_its_busiest_rank_and_reads_what_its_ranks_read(
         (0, 0, 0.0), (0, 0, 1.0), (1, 2, 0.0), (1, 2, 1.0)]
 
 
-def test_what_came_from_the_disk_is_the_sum_of_the_ranks_where_all_count_it(
-        tmp_path: Path) -> None:
+def test_what_came_from_the_disk_is_the_sum_of_the_ranks_where_all_count_it(tmp_path):
     counted = [replace(report(i, i), disk_bytes=30 * i, disk_bytes_per_s=None if i else 1e9)
                for i in range(3)]
     for reports, expected in ((counted, (90, 1e9)), ([*counted, report(3, 3)], (None, 1e9)),
@@ -99,12 +97,12 @@ def test_what_came_from_the_disk_is_the_sum_of_the_ranks_where_all_count_it(
     assert [r["disk_bytes"] for r in measured["ranks"]] == [None]
 
 
-def test_whose_operators_served_is_what_rank_0_says(tmp_path: Path) -> None:
+def test_whose_operators_served_is_what_rank_0_says(tmp_path):
     write(tmp_path, [replace(report(0, 0), operators="ours"), report(1, 1)])
     assert json.loads((tmp_path / "measured.json").read_text())["operators"] == "ours"
 
 
-def test_ranks_of_a_group_that_took_different_steps_are_our_own_mistake(tmp_path: Path) -> None:
+def test_ranks_of_a_group_that_took_different_steps_are_our_own_mistake(tmp_path):
     with pytest.raises(AssertionError, match="ranks 0 and 1 of stage 0"):
         write(tmp_path, [report(0, 0), report(1, 0, iterations=3)])
     taken_up = replace(report(1, 0), log=(
@@ -112,7 +110,7 @@ def test_ranks_of_a_group_that_took_different_steps_are_our_own_mistake(tmp_path
     write(tmp_path, [report(0, 0), taken_up])  # when encoder output comes is each rank's own
 
 
-def test_two_pools_say_what_each_stage_did_and_what_was_handed_over(tmp_path: Path) -> None:
+def test_two_pools_say_what_each_stage_did_and_what_was_handed_over(tmp_path):
     reports = [replace(report(0, 0), role="encode", handover_bytes=70, handover_s=0.5),
                replace(report(1, 0), role="encode", handover_bytes=30, handover_s=0.7),
                replace(report(2, 1), role="decode", handover_bytes=100)]

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the runner needs the extra `run`")
 from xrunner.loading import Shelf, Weights  # noqa: E402
 
 
-def test_weights_are_read_once_for_runs_of_the_same_and_anew_for_others() -> None:
+def test_weights_are_read_once_for_runs_of_the_same_and_anew_for_others():
     shelf, read = Shelf(), list[str]()
 
     def weights(name: str) -> Weights:

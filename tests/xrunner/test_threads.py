@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")
@@ -33,14 +31,14 @@ class Machine:
             self.threads.look()
 
 
-def test_nothing_changes_while_nobody_disturbs() -> None:
+def test_nothing_changes_while_nobody_disturbs():
     machine = Machine(cores=4)
     machine.start(4)
     machine.work(200)
     assert machine.applied == []
 
 
-def test_a_taken_core_costs_a_thread_and_comes_back() -> None:
+def test_a_taken_core_costs_a_thread_and_comes_back():
     machine = Machine(cores=4)
     threads = machine.start(4)
     machine.cores = 3
@@ -51,7 +49,7 @@ def test_a_taken_core_costs_a_thread_and_comes_back() -> None:
     assert machine.applied == [3, 4] and threads.count == 4
 
 
-def test_tries_in_vain_become_seldom() -> None:
+def test_tries_in_vain_become_seldom():
     machine = Machine(cores=3)
     machine.start(4)
     machine.work(int(60 / LOOK_S))
@@ -63,7 +61,7 @@ def test_tries_in_vain_become_seldom() -> None:
     assert machine.applied[-1] == 4
 
 
-def test_several_taken_cores_and_never_none() -> None:
+def test_several_taken_cores_and_never_none():
     machine = Machine(cores=1)
     threads = machine.start(4)
     machine.work(6)
@@ -73,7 +71,7 @@ def test_several_taken_cores_and_never_none() -> None:
     assert threads.count == 1
 
 
-def test_one_interval_of_waiting_is_none() -> None:
+def test_one_interval_of_waiting_is_none():
     machine = Machine(cores=2)
     machine.start(2)
     for _ in range(20):
@@ -84,14 +82,14 @@ def test_one_interval_of_waiting_is_none() -> None:
     assert machine.applied == []
 
 
-def test_one_thread_has_nothing_to_change() -> None:
+def test_one_thread_has_nothing_to_change():
     machine = Machine(cores=0)
     machine.start(1)
     machine.work(50)
     assert machine.applied == []
 
 
-def test_answers_in_float32_do_not_depend_on_what_else_the_machine_does() -> None:
+def test_answers_in_float32_do_not_depend_on_what_else_the_machine_does():
     assert threads_of("cpu", "float32", 4) is None, "another number adds up in another order"
     assert threads_of("cpu", "bfloat16", 4, is_deterministic=True) is None
     assert threads_of("gpu", "bfloat16", 4) is None
@@ -99,7 +97,7 @@ def test_answers_in_float32_do_not_depend_on_what_else_the_machine_does() -> Non
     assert found is not None and found.most == 4
 
 
-def test_what_the_system_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_counts(tmp_path, monkeypatch):
     interrupted = [0]
     monkeypatch.setattr("xrunner.threads._interrupted", lambda: interrupted[0])
     task = tmp_path / "7"
@@ -121,5 +119,5 @@ def test_what_the_system_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert waited() >= 1.0, "a thread that has ended"
 
 
-def test_a_system_that_counts_nothing(tmp_path: Path) -> None:
+def test_a_system_that_counts_nothing(tmp_path):
     assert WaitedForCores(tmp_path / "none")() == 0.0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from toy_runs import run_in_process
@@ -15,7 +12,7 @@ from xrunner.checkpoint import source
 from xrunner.checkpoint.reader import CheckpointReader
 
 
-def test_shards_and_pytorch_files_give_the_same_tokens(tmp_path: Path) -> None:
+def test_shards_and_pytorch_files_give_the_same_tokens(tmp_path):
     model = make_model("llama", tmp_path / "single")
     model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
@@ -30,7 +27,7 @@ def test_shards_and_pytorch_files_give_the_same_tokens(tmp_path: Path) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_a_missing_or_misshapen_tensor_is_named(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_missing_or_misshapen_tensor_is_named(llama, tmp_path):
     reader = CheckpointReader(llama[0], torch.float32)
     assert reader.get("model.norm.weight", (48,)).shape == (48,)
     with pytest.raises(XgptError, match=r"model.norm.weight.*\[48\].*\[49\]"):
@@ -43,8 +40,7 @@ def test_a_missing_or_misshapen_tensor_is_named(llama: tuple[Path, Any], tmp_pat
 
 @pytest.mark.parametrize(("value", "dtype"), [
     (float("nan"), torch.float32), (float("inf"), torch.float32), (1e6, torch.float16)])
-def test_weights_that_are_not_finite_are_named(value: float, dtype: torch.dtype,
-                                               tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_named(value, dtype, tmp_path):
     """1e6 is more than float16 holds."""
     weight = torch.ones(4, 3)
     weight[2, 1] = value
@@ -53,13 +49,13 @@ def test_weights_that_are_not_finite_are_named(value: float, dtype: torch.dtype,
         CheckpointReader(tmp_path, dtype).get("some.weight", (4, 3))
 
 
-def test_quantised_tensors_in_pytorchs_own_files_are_refused(tmp_path: Path) -> None:
+def test_quantised_tensors_in_pytorchs_own_files_are_refused(tmp_path):
     torch.save({"norm.weight": torch.ones(4, dtype=torch.int8)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(XgptError, match=r"norm.weight.*I8.*scales"):
         CheckpointReader(tmp_path, torch.float32).get("norm.weight", (4,))
 
 
-def test_names_one_level_up_are_found(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_names_one_level_up_are_found(llama, tmp_path):
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(llama[0] / "model.safetensors")
@@ -70,14 +66,13 @@ def test_names_one_level_up_are_found(llama: tuple[Path, Any], tmp_path: Path) -
     assert torch.equal(ours, tensors["model.layers.0.mlp.up_proj.weight"])
 
 
-def test_a_local_directory_serves_itself_and_says_so(llama: tuple[Path, Any]) -> None:
+def test_a_local_directory_serves_itself_and_says_so(llama):
     files = source.find_model(str(llama[0]), say=lambda message: None)
     assert files.directory == llama[0] and "local directory" in files.served_by
     assert files.spec == spec_of(llama[0]) or files.spec.num_layers == 5
 
 
-def test_a_model_nobody_has_is_refused_with_every_reason(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_nobody_has_is_refused_with_every_reason(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def no_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> None:

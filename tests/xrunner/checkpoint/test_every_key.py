@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+def toy(tmp_path_factory):
     """A family's folder and its config.json, which a test may write anew."""
 
     @cache
@@ -84,7 +83,7 @@ def holds(folder: Path, family: str, config: dict[str, Any], key: str) -> str:
 
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)
-def test_every_key_of_transformers_class_is_known(kind: str) -> None:
+def test_every_key_of_transformers_class_is_known(kind):
     """One that a new version adds is found here."""
     from transformers import CONFIG_MAPPING
 
@@ -104,7 +103,7 @@ def test_every_key_of_transformers_class_is_known(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*MODEL_TYPES, *PLANNED_TYPES])
-def test_an_absent_key_has_the_default_of_transformers_class(kind: str) -> None:
+def test_an_absent_key_has_the_default_of_transformers_class(kind):
     """Or is missed by its name. Positions beyond which a model was not trained have none here."""
     from transformers import CONFIG_MAPPING
 
@@ -167,16 +166,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
-def test_a_key_is_executed_as_transformers_does_it_or_refused(
-        toy: Callable[[str], tuple[Path, dict[str, Any]]], family: str,
-        changes: dict[str, Any]) -> None:
+def test_a_key_is_executed_as_transformers_does_it_or_refused(toy, family, changes):
     folder, config = toy(family)
     holds(folder, family, {**config, **changes}, next(iter(changes)))
 
 
 @pytest.mark.parametrize("family", TOYS)
-def test_a_key_that_is_absent_means_what_it_does_in_transformers(
-        toy: Callable[[str], tuple[Path, dict[str, Any]]], family: str) -> None:
+def test_a_key_that_is_absent_means_what_it_does_in_transformers(toy, family):
     """Or is missed by its name, or by that of the tensors whose shape it is."""
     folder, config = toy(family)
     executed = 0
@@ -188,7 +184,7 @@ def test_a_key_that_is_absent_means_what_it_does_in_transformers(
     assert executed or family in ("opt", "gpt2", *toys.ENCODER_DECODER_FAMILIES)
 
 
-def test_windows_are_refused_by_their_key_where_the_family_has_none() -> None:
+def test_windows_are_refused_by_their_key_where_the_family_has_none():
     for kind in ("llama", "olmo2", "granite"):
         config = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 8,
                   "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 11,
@@ -199,7 +195,7 @@ def test_windows_are_refused_by_their_key_where_the_family_has_none() -> None:
             from_hf_config({**config, "sliding_window": 4}, "x")
 
 
-def test_what_nothing_reads_is_told(tmp_path: Path) -> None:
+def test_what_nothing_reads_is_told(tmp_path):
     toys.make_model("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"]["alpha"] = 8.0
@@ -214,7 +210,7 @@ def test_what_nothing_reads_is_told(tmp_path: Path) -> None:
             "generation_config.json") in " ".join(shown.stdout.split())
 
 
-def test_every_key_of_generation_config_is_done_refused_or_told(tmp_path: Path) -> None:
+def test_every_key_of_generation_config_is_done_refused_or_told(tmp_path):
     from transformers import GenerationConfig
 
     done = {"forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens",

@@ -6,8 +6,6 @@ import errno
 import socket
 import ssl
 import urllib.error
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ UNKNOWN = socket.gaierror(-2, "Name or service not known")
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+def failing(monkeypatch):
     def ask(error: Exception) -> None:
         def open_(request: Any, timeout: float) -> Any:
             raise error
@@ -34,8 +32,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
     (UNKNOWN, True), (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), True),
     (TimeoutError("timed out"), True), (OSError(errno.ENETUNREACH, "Network is unreachable"), True),
     (ssl.SSLError(1, "certificate verify failed"), False), ("unknown url type", False)])
-def test_only_what_no_client_gets_round_is_in_vain(
-        failing: Callable[[Exception], None], cause: Any, is_vain: bool) -> None:
+def test_only_what_no_client_gets_round_is_in_vain(failing, cause, is_vain):
     failing(urllib.error.URLError(cause))
     said = hub.why_in_vain(1.0)
     assert (said is not None) == is_vain
@@ -43,8 +40,7 @@ def test_only_what_no_client_gets_round_is_in_vain(
         assert f"https://mirror.example cannot be reached: {cause.strerror or cause}" == said
 
 
-def test_an_answer_of_any_kind_is_one(failing: Callable[[Exception], None],
-                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_of_any_kind_is_one(failing, monkeypatch):
     failing(urllib.error.HTTPError("https://mirror.example", 405, "no", {}, None))  # type: ignore[arg-type]
     assert hub.why_silent(1.0) is None and hub.why_in_vain(1.0) is None
     failing(urllib.error.URLError(UNKNOWN))
@@ -52,9 +48,7 @@ def test_an_answer_of_any_kind_is_one(failing: Callable[[Exception], None],
     assert hub.why_in_vain(1.0) is None  # the client says so itself, at once
 
 
-def test_without_a_network_nothing_is_tried_six_times(
-        failing: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-        ) -> None:
+def test_without_a_network_nothing_is_tried_six_times(failing, monkeypatch, tmp_path):
     client = pytest.importorskip("huggingface_hub")
     calls = []
 

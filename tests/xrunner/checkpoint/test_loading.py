@@ -46,8 +46,7 @@ def load(directory: Path, dtype: torch.dtype, num_stages: int) -> list[Noting]:
 @pytest.mark.parametrize("family", some(
     (*FAMILIES, *ENCODER_DECODER_FAMILIES),
     lambda family: family in ("llama-tied", "opt", "gpt2", "t5", "bart")))
-def test_half_precision_and_sharded_directories_load_and_each_tensor_once(
-        family: str, tmp_path: Path) -> None:
+def test_half_precision_and_sharded_directories_load_and_each_tensor_once(family, tmp_path):
     model = make_model(family, tmp_path / "float32")
     for dtype in HALVES:
         name = str(dtype).removeprefix("torch.")
@@ -72,7 +71,7 @@ def test_half_precision_and_sharded_directories_load_and_each_tensor_once(
 
 
 @pytest.fixture
-def cold_file(tmp_path: Path) -> Path:
+def cold_file(tmp_path):
     """32 MiB that no cache holds."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(os.urandom(2**20) * 32)
@@ -83,7 +82,7 @@ def cold_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="drops caches by posix_fadvise")
-def test_bytes_from_the_disk_are_told_from_those_in_memory(cold_file: Path) -> None:
+def test_bytes_from_the_disk_are_told_from_those_in_memory(cold_file):
     meter = DiskMeter()
     if meter.num_bytes is None:
         pytest.skip("this system does not count what a process reads of storage")
@@ -98,13 +97,12 @@ def test_bytes_from_the_disk_are_told_from_those_in_memory(cold_file: Path) -> N
     assert again is not None and again < 2**20
 
 
-def test_without_a_count_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_count_nothing_is_claimed(monkeypatch):
     monkeypatch.setattr(loading, "_storage_bytes", lambda: None)
     assert DiskMeter().num_bytes is None
 
 
-def test_the_disks_own_rate_is_sampled_from_the_largest_file(cold_file: Path,
-                                                             tmp_path: Path) -> None:
+def test_the_disks_own_rate_is_sampled_from_the_largest_file(cold_file, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     rate = disk_bytes_per_s(tmp_path)
     assert rate is None or rate > 0  # a file system may refuse to read past the page cache

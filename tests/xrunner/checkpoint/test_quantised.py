@@ -4,7 +4,6 @@ what is missing or wrong is named."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.models.weights import TensorPart
 
-Made = Callable[[str], tuple[Path, Any]]
 LAYOUTS = ((1,), (1, 1), (2,))  # tensor-parallel degrees of the stages
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def toy(tmp_path_factory):
     """(directory, transformers' model of the same weights) of a variant, made when first asked."""
 
     @cache
@@ -42,7 +40,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Made:
 # every weight of all of them is compared below
 @pytest.mark.parametrize("name", some(VARIANTS, lambda name: name in (
     "awq", "gptq-3", "gptq-4-ordered", "w4a16-zeros", "w8a8", "fp8-blocks")))
-def test_tokens_equal_generate_of_the_widened_weights(toy: Made, name: str) -> None:
+def test_tokens_equal_generate_of_the_widened_weights(toy, name):
     (directory, model), queries = toy(name), random_queries(5)
     check_weights(directory, spec_of(directory))
     expected = {q.index: generate(model, q) for q in queries}
@@ -53,7 +51,7 @@ def test_tokens_equal_generate_of_the_widened_weights(toy: Made, name: str) -> N
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_any_rows_or_columns_are_those_of_the_whole_and_all_is_exact(toy: Made, name: str) -> None:
+def test_any_rows_or_columns_are_those_of_the_whole_and_all_is_exact(toy, name):
     directory, model = toy(name)
     reader, state = CheckpointReader(directory, torch.float32), model.state_dict()
     for tensor, shape in wanted_tensors(spec_of(directory)):
@@ -66,7 +64,7 @@ def test_any_rows_or_columns_are_those_of_the_whole_and_all_is_exact(toy: Made, 
             assert torch.equal(reader.get(tensor, tuple(whole.shape), part), part.of(whole)), part
 
 
-def test_fewer_bytes_are_read_than_the_weights_have_and_no_more_than_a_ranks(toy: Made) -> None:
+def test_fewer_bytes_are_read_than_the_weights_have_and_no_more_than_a_ranks(toy):
     directory, _ = toy("gptq-4")
     shape, name = (96, 64), "model.layers.0.mlp.up_proj.weight"
     reader = CheckpointReader(directory, torch.bfloat16)
@@ -76,7 +74,7 @@ def test_fewer_bytes_are_read_than_the_weights_have_and_no_more_than_a_ranks(toy
     assert reader.bytes_read == values + scales + zeros + order
 
 
-def test_what_is_stored_is_said_and_what_is_left_out_is_plain(toy: Made) -> None:
+def test_what_is_stored_is_said_and_what_is_left_out_is_plain(toy):
     directory, _ = toy("awq")
     assert spec_of(directory).stored_as == "4 bits (AWQ, groups of 32)"
     assert f"{LEFT_OUT}.weight" in load_file(directory / "model.safetensors")
@@ -98,8 +96,7 @@ QWEIGHT = "model.layers.0.mlp.up_proj.qweight"
     ("fp8-blocks", "weight_scale_inv", lambda t: t[:1], (r"\[3, 3\]", "blocks of 40 x 24")),
     ("fp8-channel", "weight", lambda t: t.to(torch.int8), ("F8_E4M3", "I8"))])
 def test_a_tensor_that_is_missing_or_wrong_is_named_with_its_method(
-        toy: Made, tmp_path: Path, name: str, ending: str,
-        change: Callable[[torch.Tensor], torch.Tensor] | None, words: tuple[str, ...]) -> None:
+        toy, tmp_path, name, ending, change, words):
     directory, _ = toy(name)
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     stored = load_file(directory / "model.safetensors")
@@ -120,7 +117,7 @@ def test_a_tensor_that_is_missing_or_wrong_is_named_with_its_method(
             assert re.search(word, said), (word, said)
 
 
-def test_shapes_that_a_method_cannot_store_are_named(toy: Made, tmp_path: Path) -> None:
+def test_shapes_that_a_method_cannot_store_are_named(toy, tmp_path):
     directory, _ = toy("awq")
     for file in directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -129,8 +126,7 @@ def test_shapes_that_a_method_cannot_store_are_named(toy: Made, tmp_path: Path) 
         check_weights(tmp_path, spec_of(tmp_path))
 
 
-def test_biases_of_zeros_that_autogptq_adds_are_left_and_others_refused(
-        toy: Made, tmp_path: Path) -> None:
+def test_biases_of_zeros_that_autogptq_adds_are_left_and_others_refused(toy, tmp_path):
     directory, _ = toy("gptq-4")
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     stored = load_file(directory / "model.safetensors")
@@ -143,7 +139,7 @@ def test_biases_of_zeros_that_autogptq_adds_are_left_and_others_refused(
         check_weights(tmp_path, spec_of(tmp_path))
 
 
-def test_a_shape_beside_the_weight_has_to_be_its_own(toy: Made, tmp_path: Path) -> None:
+def test_a_shape_beside_the_weight_has_to_be_its_own(toy, tmp_path):
     directory, _ = toy("w4a16")
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     stored = load_file(directory / "model.safetensors")
@@ -154,7 +150,7 @@ def test_a_shape_beside_the_weight_has_to_be_its_own(toy: Made, tmp_path: Path) 
                                                       (96, 64))
 
 
-def test_inputs_of_a_group_that_is_not_there_are_refused(toy: Made, tmp_path: Path) -> None:
+def test_inputs_of_a_group_that_is_not_there_are_refused(toy, tmp_path):
     directory, _ = toy("gptq-4-ordered")
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     stored = load_file(directory / "model.safetensors")

@@ -44,27 +44,26 @@ def folder_of(tmp_path: Path, spec: ModelSpec) -> Path:
 
 
 @pytest.mark.parametrize("name", catalog.names("model"))
-def test_every_shape_of_the_catalog_is_stated_and_read_back(name: str, tmp_path: Path) -> None:
+def test_every_shape_of_the_catalog_is_stated_and_read_back(name, tmp_path):
     folder = folder_of(tmp_path, catalog.model(name))
     assert read_spec(folder, "whatever") == catalog.model(name)
     assert isinstance(open_weights(folder, torch.float32), MadeWeights)
 
 
-def test_a_folder_of_random_weights_has_no_text_and_no_end(tmp_path: Path) -> None:
+def test_a_folder_of_random_weights_has_no_text_and_no_end(tmp_path):
     folder = folder_of(tmp_path, SMALL)
     assert eos_ids(folder) == frozenset() and start_token(folder) == 0
     assert TextTokenizer(folder).decode([1, 2]) == ""
 
 
-def test_a_folder_of_any_other_kind_is_a_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_of_any_other_kind_is_a_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     assert isinstance(open_weights(tmp_path, torch.float32), CheckpointReader)
 
 
 @pytest.mark.parametrize("family", some(SHAPES, lambda family: family in ("opt", "t5")))
-def test_the_tokens_do_not_depend_on_how_the_model_is_divided(
-        family: str, tmp_path: Path) -> None:
+def test_the_tokens_do_not_depend_on_how_the_model_is_divided(family, tmp_path):
     folder = folder_of(tmp_path, SHAPES[family])
     queries = [replace(q, max_new_tokens=12, is_forced=True) for q in random_queries(7)]
     answers = []
@@ -91,7 +90,7 @@ def allocated_peak(work: Callable[[], object]) -> tuple[object, int]:
 
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("degree", [1, 2])
-def test_a_rank_holds_its_slice_and_little_more(family: str, degree: int, tmp_path: Path) -> None:
+def test_a_rank_holds_its_slice_and_little_more(family, degree, tmp_path):
     spec = replace(SHAPES[family], hidden_size=384, intermediate_size=1536, vocab_size=6000,
                    num_layers=6, num_encoder_layers=6 if family == "t5" else 0)
     folder = folder_of(tmp_path, spec)
@@ -111,7 +110,7 @@ def test_a_rank_holds_its_slice_and_little_more(family: str, degree: int, tmp_pa
 
 
 @pytest.mark.parametrize("family", some(SHAPES, lambda family: family in ("llama", "t5")))
-def test_activations_stay_finite_in_half_precision(family: str, tmp_path: Path) -> None:
+def test_activations_stay_finite_in_half_precision(family, tmp_path):
     spec = replace(SHAPES[family], hidden_size=768, num_heads=12, num_kv_heads=None,
                    intermediate_size=3072)
     folder = folder_of(tmp_path, spec)

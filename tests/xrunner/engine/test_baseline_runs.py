@@ -32,7 +32,7 @@ TIGHT = 6 * 16  # KV tokens of a group: six blocks, where a query may need three
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     """A query of these has several; in those that CPUs take it would have one."""
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", 16)
 
@@ -88,9 +88,7 @@ def in_turns(families: Sequence[str], cases: list[tuple[str, tuple[int, ...], in
 
 @pytest.mark.parametrize(("family", "policy", "degrees", "groups"), in_turns(
     ["llama", "opt", "t5", "gpt2"], STATIC))
-def test_static_batches_answer_as_generate_does(answered: Answered, made: Made, family: str,
-                                                policy: str, degrees: tuple[int, ...],
-                                                groups: int) -> None:
+def test_static_batches_answer_as_generate_does(answered, made, family, policy, degrees, groups):
     sink, executors, counts = run(answered, family, made, policy, degrees, groups)
     assert counts["encode"] >= 4 and counts["decode"] > 20
     assert all(e.rows_compacted == 0 for e in executors)
@@ -101,9 +99,8 @@ def test_static_batches_answer_as_generate_does(answered: Answered, made: Made, 
 
 @pytest.mark.parametrize(("family", "policy", "degrees", "groups"), in_turns(
     ["llama", "qwen2", "opt", "gpt2"], CONTINUOUS))
-def test_continuous_batches_answer_as_generate_does(answered: Answered, made: Made, family: str,
-                                                    policy: str, degrees: tuple[int, ...],
-                                                    groups: int) -> None:
+def test_continuous_batches_answer_as_generate_does(answered, made, family, policy, degrees,
+                                                    groups):
     _, _, counts = run(answered, family, made, policy, degrees, groups)
     if policy == "vllm":
         assert counts["encode"] and counts["decode"] and not counts["mixed"]
@@ -117,28 +114,25 @@ def test_continuous_batches_answer_as_generate_does(answered: Answered, made: Ma
 @pytest.mark.parametrize(("policy", "degrees"), some(
     [("ft", (2,)), ("dsi", (2, 1)), ("orca", (2, 1)), ("vllm", (1, 2)), ("sarathi", (2,))],
     lambda case: case[0] in ("dsi", "vllm", "sarathi")))
-def test_tensor_parallel_stages_run_baselines(answered: Answered, made: Made, policy: str,
-                                              degrees: tuple[int, ...]) -> None:
+def test_tensor_parallel_stages_run_baselines(answered, made, policy, degrees):
     run(answered, "llama", made, policy, degrees, len(degrees))
 
 
 @pytest.mark.parametrize(("policy", "batch"), some(
     product(["ft", "dsi", "orca", "vllm", "sarathi"], [1, 17]),
     lambda case: case in (("ft", 1), ("vllm", 1), ("sarathi", 17))))
-def test_one_query_at_a_time_and_all_at_once(answered: Answered, made: Made, policy: str,
-                                             batch: int) -> None:
+def test_one_query_at_a_time_and_all_at_once(answered, made, policy, batch):
     run(answered, "llama", made, policy, (1, 1), 2, batch=batch)
 
 
 @pytest.mark.parametrize("policy", ["orca", "vllm"])
-def test_those_who_join_take_the_rows_of_those_who_left(answered: Answered, made: Made,
-                                                        policy: str) -> None:
+def test_those_who_join_take_the_rows_of_those_who_left(answered, made, policy):
     """While queries wait, rows are moved only where two leave at once."""
     _, executors, _ = run(answered, "llama", made, policy, (1,), 1, batch=4, kv_tokens=4 * 64)
     assert executors[0].rows_compacted <= 5
 
 
-def test_dead_rows_go_on_beyond_the_models_positions(made: Made) -> None:
+def test_dead_rows_go_on_beyond_the_models_positions(made):
     """OPT has 128 learned positions; a long input's row is decoded on with the longest output."""
     from toys import generate
 
@@ -153,7 +147,7 @@ def test_dead_rows_go_on_beyond_the_models_positions(made: Made) -> None:
         q.index: generate(model, q) for q in queries}
 
 
-def test_the_same_seed_draws_the_same_text_under_every_policy(made: Made) -> None:
+def test_the_same_seed_draws_the_same_text_under_every_policy(made):
     directory, _ = made("llama")
     queries = [replace(q, is_forced=True, max_new_tokens=14, sampling=Sampling(
         temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
@@ -169,7 +163,7 @@ def test_the_same_seed_draws_the_same_text_under_every_policy(made: Made) -> Non
 
 
 @pytest.mark.parametrize("policy", ["dsi", "orca", "vllm", "sarathi"])
-def test_stopping_early_ends_every_stage(answered: Answered, made: Made, policy: str) -> None:
+def test_stopping_early_ends_every_stage(answered, made, policy):
     queries, answers = answered("llama")
     sink, _ = run_in_process(made("llama")[0], queries, degrees=(1, 1, 1),
                              rule=rule_of(policy, 3, batch=2), sink=Collector(stop_after=5))
@@ -181,8 +175,7 @@ def test_stopping_early_ends_every_stage(answered: Answered, made: Made, policy:
 @pytest.mark.parametrize("family", [*FAMILIES, *T5_FAMILIES])
 @pytest.mark.parametrize("degrees", [(1,), (2,), (1, 1), (2, 1), (1, 2), (1, 1, 1), (2, 2)])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_every_layout(answered: Answered, made: Made, family: str, degrees: tuple[int, ...],
-                      groups: int) -> None:
+def test_every_layout(answered, made, family, degrees, groups):
     policies = ("ft", "dsi") if family in T5_FAMILIES else ("ft", "dsi", "orca", "vllm", "sarathi")
     for policy in policies:
         for batch in (1, 3, 8):

@@ -4,9 +4,7 @@ joins, grows and goes; and what a rule admits is there, in as many blocks as it 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import SOURCES, TORCH, Implementation
+from implementations import SOURCES, TORCH
 from representative import some
 from toy_runs import run_in_process
 from toys import generate, random_queries
@@ -85,8 +83,7 @@ class Written:
 
 @examples(60)
 @given(st.data(), st.sampled_from([1, 16, 32, 128]))
-def test_each_query_finds_its_own_entries_whatever_joins_grows_and_goes(data: st.DataObject,
-                                                                        size: int) -> None:
+def test_each_query_finds_its_own_entries_whatever_joins_grows_and_goes(data, size):
     width = -(-CAPACITY // size)
     written = Written(cache_of(SLOTS * width, size))
     for _ in range(data.draw(st.integers(1, 10))):
@@ -103,7 +100,7 @@ def test_each_query_finds_its_own_entries_whatever_joins_grows_and_goes(data: st
     assert written.cache.peak_bytes <= written.cache.num_bytes
 
 
-def test_a_pool_gives_no_block_that_is_not_there() -> None:
+def test_a_pool_gives_no_block_that_is_not_there():
     pool = BlockPool(3)
     taken = [pool.take() for _ in range(3)]
     assert sorted(taken) == [0, 1, 2]
@@ -113,7 +110,7 @@ def test_a_pool_gives_no_block_that_is_not_there() -> None:
     assert pool.take() == taken[1] and pool.most_taken == 3
 
 
-def test_blocks_are_not_copied_where_slots_move() -> None:
+def test_blocks_are_not_copied_where_slots_move():
     written = Written(cache_of(30))
     written.step(set(), 4, {0: 40, 1: 17, 2: 3, 3: 33})
     before = written.cache.store.clone()
@@ -124,9 +121,8 @@ def test_blocks_are_not_copied_where_slots_move() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(0, 3000), st.sampled_from([1, 16]),
        st.sampled_from([16, 32, 128]), st.integers(1, 3), st.integers(0, 2**20))
-def test_there_are_blocks_for_whatever_the_budget_admits(
-        slots: int, capacity: int, tokens: int, unit: int, size: int, groups: int,
-        seed: int) -> None:
+def test_there_are_blocks_for_whatever_the_budget_admits(slots, capacity, tokens, unit, size,
+                                                         groups, seed):
     room, rng = Room(slots, capacity, tokens // unit * unit, unit, groups), random.Random(seed)
     left, taken = room.tokens, 0
     for _ in range(slots * groups):
@@ -140,7 +136,6 @@ def test_there_are_blocks_for_whatever_the_budget_admits(
         assert room.num_blocks(size) * size <= room.tokens, "not a token more than was planned"
 
 
-Made = Callable[[str], tuple[Path, Any]]
 TIGHT = 6 * BLOCK_TOKENS
 
 
@@ -170,8 +165,7 @@ class Counting:
 
 @pytest.mark.parametrize("policy", ["vllm", "sarathi"])
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_run_has_the_blocks_that_its_rule_counts(
-        made: Made, monkeypatch: pytest.MonkeyPatch, policy: str, num_stages: int) -> None:
+def test_a_run_has_the_blocks_that_its_rule_counts(made, monkeypatch, policy, num_stages):
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
     rule = rule_of(policy, groups=num_stages)
     assert isinstance(rule, PagedRule)
@@ -196,9 +190,8 @@ def test_a_run_has_the_blocks_that_its_rule_counts(
 @pytest.mark.parametrize(("implementation", "policy"), some(
     product([TORCH, SOURCES], ["orca", "vllm", "sarathi"]),
     lambda case: case[0] is TORCH or case[1] == "vllm"), ids=str)
-def test_torch_and_the_cuda_sources_answer_as_generate_does(
-        made: Made, monkeypatch: pytest.MonkeyPatch, implementation: Implementation,
-        policy: str) -> None:
+def test_torch_and_the_cuda_sources_answer_as_generate_does(made, monkeypatch, implementation,
+                                                            policy):
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
     # the emulated launches take their time
     (directory, model), queries = made("llama"), random_queries(8 if implementation is TORCH else 4)
@@ -208,15 +201,14 @@ def test_torch_and_the_cuda_sources_answer_as_generate_does(
         query.index: generate(model, query) for query in queries}
 
 
-def test_rules_that_leave_queries_where_they_are_ask_for_blocks() -> None:
+def test_rules_that_leave_queries_where_they_are_ask_for_blocks():
     rra = RraRule(encode_batch=4, decode_iterations=5, num_groups=2, max_active=12, kv_tokens=999)
     assert kv_budget(rra) is None and kv_budget(rra, in_blocks=True) == (999 // 2, 1, False)
     assert kv_budget(rule_of("orca", 2)) == (100, 1, False)
     assert kv_budget(rule_of("vllm", 2)) == (TIGHT, BLOCK_TOKENS, False)
 
 
-def test_a_device_that_holds_what_is_planned_is_not_asked_for_rows(
-        made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_holds_what_is_planned_is_not_asked_for_rows(made, monkeypatch):
     """A small device: rows of the longest query do not fit, blocks of the same plan do; and what
     is missing is said before any memory is taken."""
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)

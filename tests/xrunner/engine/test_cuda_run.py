@@ -3,8 +3,6 @@ through the launches that a GPU would have been given."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import cpu_cuda
 import pytest
 import toy_runs
@@ -24,7 +22,7 @@ OF_FAMILY = {"llama": EVERY | {"add_rms_norm", "silu_mul"}, "t5": T5, "t5-1.1": 
     FAMILIES, lambda family: family not in (
         "opt", "llama-tied", "llama3-rope", "qwen2", "mistral", "gpt2", "gpt2-untied", "t5-1.1",
         "mt5", "mbart")))
-def test_every_family_answers_as_generate_does(tmp_path: Path, family: str) -> None:
+def test_every_family_answers_as_generate_does(tmp_path, family):
     model = toys.make_model(family, tmp_path)
     queries = toys.random_queries(5)
     launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())

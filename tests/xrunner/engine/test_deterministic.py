@@ -3,9 +3,8 @@ chunks, and by any policy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ LENGTHS = [1, 37, 5, 300, 64, 2, 18]
 
 
 @pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
+def deterministic():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -47,8 +46,7 @@ def deterministic() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out", "into"), [(7, 5), (96, 64), (576, 1536), (1536, 576)])
-def test_a_row_of_a_product_is_the_same_bits_wherever_it_is(dtype: torch.dtype, out: int,
-                                                            into: int) -> None:
+def test_a_row_of_a_product_is_the_same_bits_wherever_it_is(dtype, out, into):
     generator = torch.Generator().manual_seed(out)
     product = Product((torch.randn(out, into, generator=generator) / into ** 0.5).to(dtype),
                       torch.randn(out, generator=generator).to(dtype), activation="gelu")
@@ -65,8 +63,7 @@ def test_a_row_of_a_product_is_the_same_bits_wherever_it_is(dtype: torch.dtype, 
 @pytest.mark.parametrize(("family", "dtype"), some(
     product(("llama", "gpt2"), DTYPES),
     lambda case: case in (("llama", torch.bfloat16), ("gpt2", torch.float32))))
-def test_hidden_states_are_the_same_bits_in_any_batch_and_in_chunks(
-        made: Any, family: str, dtype: torch.dtype) -> None:
+def test_hidden_states_are_the_same_bits_in_any_batch_and_in_chunks(made, family, dtype):
     directory = made(family)[0]
     spec, [stage] = spec_of(directory), stages_of(directory, [1])
     longest = min(300, (spec.max_positions or 10**6) - 4)
@@ -109,7 +106,7 @@ def test_hidden_states_are_the_same_bits_in_any_batch_and_in_chunks(
 
 
 @pytest.mark.parametrize("dtype", some(DTYPES, lambda dtype: dtype == torch.float32))
-def test_answers_are_the_same_by_every_policy(llama: tuple[Path, Any], dtype: torch.dtype) -> None:
+def test_answers_are_the_same_by_every_policy(llama, dtype):
     directory = llama[0]
     queries = [PreparedQuery(index=q.index, id=q.id, input_ids=q.input_ids, is_forced=True,
                              max_new_tokens=1 + q.max_new_tokens % 9, sampling=Sampling(
@@ -145,7 +142,7 @@ def test_answers_are_the_same_by_every_policy(llama: tuple[Path, Any], dtype: to
         assert {r.query.index: r.output_ids for r in sink.results} == alone, "waa"
 
 
-def test_a_product_that_no_tile_makes_even_is_refused() -> None:
+def test_a_product_that_no_tile_makes_even_is_refused():
     calls = iter(range(10**6))
 
     def product(x: torch.Tensor) -> torch.Tensor:

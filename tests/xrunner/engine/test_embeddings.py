@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +23,7 @@ QUERIES = toys.random_queries(12)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "opt"])
-def toy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
-        ) -> tuple[Path, Any]:
+def toy(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return folder, toys.make_model(request.param, folder)
 
@@ -49,8 +47,7 @@ LAYOUTS = [((1,), False), ((1, 1), True), ((2,), False), ((1, 2), False), ((1, 1
 @pytest.mark.parametrize(("degrees", "is_static", "pooled"), some(
     [(*layout, pooled) for layout in LAYOUTS for pooled in ("last", "mean")],
     lambda case: LAYOUTS.index(case[:2]) in ((2, 4) if case[2] == "last" else (0, 3))))
-def test_embeddings_are_transformers_last_hidden_states(
-        toy: tuple[Path, Any], degrees: tuple[int, ...], is_static: bool, pooled: str) -> None:
+def test_embeddings_are_transformers_last_hidden_states(toy, degrees, is_static, pooled):
     folder, model = toy
     rule = StaticRule(encode_batch=5, num_groups=2, encode_micro_batches=2,
                       kv_tokens=10_000) if is_static else None
@@ -63,7 +60,7 @@ def test_embeddings_are_transformers_last_hidden_states(
         assert result.embedding == pytest.approx(expected(model, query), abs=2e-4, rel=1e-4)
 
 
-def test_what_is_no_number_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_what_is_no_number_is_an_error_of_its_own(tmp_path):
     model = toys.make_model("gpt2-untied", tmp_path)
     with torch.no_grad():
         model.transformer.wte.weight[7] = 3e38  # overflows in the first norm
@@ -77,7 +74,7 @@ def test_what_is_no_number_is_an_error_of_its_own(tmp_path: Path) -> None:
     assert result_line(bad, "toy", str)["embedding"] == []
 
 
-def test_openais_line_has_an_embedding_of_length_one() -> None:
+def test_openais_line_has_an_embedding_of_length_one():
     types = pytest.importorskip("openai.types", reason="its types are in the extra `dev`")
     query = replace(embedded("last")[0], is_openai=True, id="a")
     line = result_line(FinishedQuery(

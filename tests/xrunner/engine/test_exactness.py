@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,8 +34,7 @@ HALF = some(product([1, 2], [torch.bfloat16, torch.float16]),
 @pytest.mark.parametrize(("num_stages", "num_groups"), some(
     [(1, 1), (1, 3), (2, 2), (3, 3), (5, 2)], lambda case: case == (3, 3)))
 def test_tokens_equal_generate_for_batches_that_join_and_leave(
-        toy: tuple[Path, Any], toy_answers: dict[int, list[int]], num_stages: int,
-        num_groups: int) -> None:
+        toy, toy_answers, num_stages, num_groups):
     directory, _ = toy
     queries = random_queries(17)
     sink, executors = run_in_process(directory, queries, num_stages=num_stages,
@@ -47,7 +45,7 @@ def test_tokens_equal_generate_for_batches_that_join_and_leave(
     assert len({len(a) for a in answers.values()}) > 5
 
 
-def test_end_of_sequence_ends_a_query_unless_its_length_is_forced(llama: tuple[Path, Any]) -> None:
+def test_end_of_sequence_ends_a_query_unless_its_length_is_forced(llama):
     directory, model = llama
     queries = [replace(q, max_new_tokens=60) for q in random_queries(25, seed=3)]
     sink, _ = run_in_process(directory, queries, num_stages=2, num_groups=2)
@@ -61,7 +59,7 @@ def test_end_of_sequence_ends_a_query_unless_its_length_is_forced(llama: tuple[P
     assert list(again.output_ids) == generate(model, replace(first, is_forced=True))
 
 
-def test_a_query_of_one_output_token_never_joins_decoding(llama: tuple[Path, Any]) -> None:
+def test_a_query_of_one_output_token_never_joins_decoding(llama):
     directory, model = llama
     queries = [replace(q, max_new_tokens=1) for q in random_queries(6)]
     sink, executors = run_in_process(directory, queries, num_stages=2, num_groups=2)
@@ -71,8 +69,7 @@ def test_a_query_of_one_output_token_never_joins_decoding(llama: tuple[Path, Any
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_the_same_seed_draws_the_same_text_whatever_the_schedule(
-        made: Callable[[str], tuple[Path, Any]], family: str) -> None:
+def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made, family):
     directory, _ = made(family)
     queries = [replace(q, is_forced=True, max_new_tokens=12, sampling=Sampling(
         temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
@@ -89,7 +86,7 @@ def test_the_same_seed_draws_the_same_text_whatever_the_schedule(
     assert {r.query.index: r.output_ids for r in sink.results} != texts[0]
 
 
-def test_a_stop_string_cuts_the_text_and_ends_the_query(llama: tuple[Path, Any]) -> None:
+def test_a_stop_string_cuts_the_text_and_ends_the_query(llama):
     directory, model = llama
     query = replace(random_queries(4)[2], max_new_tokens=20, is_forced=True)
     answer = generate(model, query)
@@ -102,7 +99,7 @@ def test_a_stop_string_cuts_the_text_and_ends_the_query(llama: tuple[Path, Any])
     assert len(result.output_ids) < 20
 
 
-def test_stages_load_disjoint_layers_and_together_the_whole_model(toy: tuple[Path, Any]) -> None:
+def test_stages_load_disjoint_layers_and_together_the_whole_model(toy):
     directory, model = toy
     spec = spec_of(directory)
     _, executors = run_in_process(directory, random_queries(1), num_stages=3, num_groups=1)
@@ -114,7 +111,7 @@ def test_stages_load_disjoint_layers_and_together_the_whole_model(toy: tuple[Pat
     assert max(held) < total
 
 
-def test_stopping_early_leaves_whole_results_and_ends_every_stage(llama: tuple[Path, Any]) -> None:
+def test_stopping_early_leaves_whole_results_and_ends_every_stage(llama):
     directory, model = llama
     queries = random_queries(20)
     sink, _ = run_in_process(directory, queries, num_stages=3, num_groups=3,
@@ -125,8 +122,7 @@ def test_stopping_early_leaves_whole_results_and_ends_every_stage(llama: tuple[P
 
 
 @pytest.mark.parametrize(("degree", "dtype"), HALF)
-def test_half_precision_logits_stay_near_transformers_in_the_same(
-        toy: tuple[Path, Any], degree: int, dtype: torch.dtype) -> None:
+def test_half_precision_logits_stay_near_transformers_in_the_same(toy, degree, dtype):
     directory, model = toy
     spec, tokens = spec_of(directory), torch.arange(6, 30)
     biases = [p for name, p in model.named_parameters() if name.endswith("q_proj.bias")]
@@ -152,8 +148,7 @@ def test_half_precision_logits_stay_near_transformers_in_the_same(
     # transformers in float16 is slow on a CPU
     lambda case: case[1:] == (2, torch.bfloat16)))
 def test_half_precision_logits_of_t5_stay_near_transformers_in_the_same(
-        made: Callable[[str], tuple[Path, Any]], family: str, degree: int,
-        dtype: torch.dtype) -> None:
+        made, family, degree, dtype):
     directory, model = made(family)
     spec, stage = spec_of(directory), stages_of(directory, [1])[0]
     # unscaled attention makes one input's rounding a matter of luck: several are taken together

@@ -4,7 +4,6 @@ rotary positions of every kind, fused tensors, multipliers, experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,13 +23,12 @@ from xrunner.models.stage_model import StageModel
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.query import PreparedQuery
 
-Made = Callable[[str], tuple[Path, Any]]
 QUICK = (2, 1)  # tensor-parallel degrees of the stages
 LAYOUTS = [(1,), (1, 1), (1, 1, 1), (2,)]
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def toy(tmp_path_factory):
     """(directory, transformers' model) of a family, made when first asked for."""
 
     @cache
@@ -42,7 +40,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.fixture(scope="module")
-def expected(toy: Made) -> Callable[[str], dict[int, list[int]]]:
+def expected(toy):
     @cache
     def answers(family: str) -> dict[int, list[int]]:
         return {q.index: generate(toy(family)[1], q) for q in queries()}
@@ -57,8 +55,7 @@ def queries() -> list[PreparedQuery]:
 # the logits of all are compared below
 @pytest.mark.parametrize("family", some(modern.FAMILIES, lambda family: family in (
     "qwen2-windows", "gemma3", "phi4-mini", "granite", "qwen3-moe")))
-def test_tokens_equal_generate_on_two_stages_of_which_one_is_divided(
-        toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str) -> None:
+def test_tokens_equal_generate_on_two_stages_of_which_one_is_divided(toy, expected, family):
     sink, _ = run_in_process(toy(family)[0], queries(), degrees=QUICK, num_groups=2)
     assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
     assert max(map(len, expected(family).values())) > modern.WINDOW
@@ -67,9 +64,7 @@ def test_tokens_equal_generate_on_two_stages_of_which_one_is_divided(
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", LAYOUTS)
 @pytest.mark.parametrize("family", modern.FAMILIES)
-def test_tokens_equal_generate_in_every_layout(
-        toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str,
-        degrees: tuple[int, ...]) -> None:
+def test_tokens_equal_generate_in_every_layout(toy, expected, family, degrees):
     for groups, (batch, iterations) in ((1, (3, 2)), (3, (4, 5))):
         sink, _ = run_in_process(toy(family)[0], queries(), degrees=degrees, num_groups=groups,
                                  encode_batch=batch, decode_iterations=iterations)
@@ -79,9 +74,7 @@ def test_tokens_equal_generate_in_every_layout(
 @pytest.mark.slow
 @pytest.mark.parametrize("pools", [((1,), (1,)), ((1,), (2,)), ((2,), (1, 1))])
 @pytest.mark.parametrize("family", modern.FAMILIES)
-def test_tokens_equal_generate_where_pools_hand_over(
-        toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str,
-        pools: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+def test_tokens_equal_generate_where_pools_hand_over(toy, expected, family, pools):
     directory = toy(family)[0]
     sink, _ = run_waa_in_process(directory, queries(), waa_pools(directory, *pools),
                                  toy_waa_rules(len(pools[0])))
@@ -89,8 +82,7 @@ def test_tokens_equal_generate_where_pools_hand_over(
 
 
 @pytest.mark.parametrize("family", modern.FAMILIES)
-def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(toy: Made,
-                                                                      family: str) -> None:
+def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(toy, family):
     directory, model = toy(family)
     spec, (stage,) = spec_of(directory), stages_of(directory, [1])
     ours = StageModel(spec, CheckpointReader(directory, torch.float32), stage, torch.float32)
@@ -107,7 +99,7 @@ def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(toy: Made,
 
 
 @pytest.mark.parametrize("family", modern.FAMILIES)
-def test_the_tensors_that_are_asked_for_are_those_of_the_file(toy: Made, family: str) -> None:
+def test_the_tensors_that_are_asked_for_are_those_of_the_file(toy, family):
     directory, model = toy(family)
     spec = spec_of(directory)
     check_weights(directory, spec)
@@ -124,8 +116,7 @@ def test_the_tensors_that_are_asked_for_are_those_of_the_file(toy: Made, family:
     ("mistral-window", {"windows": ()}), ("phi4-mini", {"rotary_dim": None}),
     ("smollm3", {"unrotated": ()}), ("granite", {"residual_scale": 1.0}),
     ("granite", {"logit_scale": 1.0}), ("granite", {"embedding_scale": 1.0})])
-def test_what_a_config_states_changes_the_logits(toy: Made, family: str,
-                                                 unlike: dict[str, Any]) -> None:
+def test_what_a_config_states_changes_the_logits(toy, family, unlike):
     """Else the tests above could not fail for want of it."""
     directory, _ = toy(family)
     spec = spec_of(directory)

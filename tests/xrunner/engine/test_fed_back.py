@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ from xrunner.rules.steps import BatchingRule, StepKind, rules_for
 from xsimulator.replay.job import replay_job
 from xsimulator.rough.forms import fixed_estimate
 
-Made = Callable[[str], tuple[Path, Any]]
 RULES: dict[str, Callable[[], BatchingRule]] = {
     "rra": lambda: RraRule(encode_batch=4, decode_iterations=5, num_groups=1, max_active=12,
                            kv_tokens=10_000),
@@ -64,14 +62,14 @@ class Watched(Arriving):
 
 
 @pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def notes(monkeypatch):
     Watched.notes = []
     monkeypatch.setattr(stage, "Arriving", Watched)
     return Watched.notes
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepKind, list[int]]]:
+def told(monkeypatch):
     """The kind of each step, and the tokens that come with it."""
     steps: list[tuple[StepKind, list[int]]] = []
     execute = StageExecutor.execute
@@ -96,8 +94,7 @@ def answers(sink: Collector) -> dict[int, list[int]]:
 @pytest.mark.parametrize("is_forced", [False, True], ids=["ends unknown", "ends known"])
 @pytest.mark.parametrize("policy", RULES)
 def test_the_host_waits_once_a_step_and_is_a_step_ahead_where_ends_are_known(
-        made: Made, notes: list[tuple[str, int]], told: list[tuple[StepKind, list[int]]],
-        policy: str, is_forced: bool) -> None:
+        made, notes, told, policy, is_forced):
     directory, model = made("llama")
     queries = random_queries(14, seed=3)
     queries = forced(queries) if is_forced else queries
@@ -115,8 +112,7 @@ def test_the_host_waits_once_a_step_and_is_a_step_ahead_where_ends_are_known(
     assert decoded and all(set(tokens) == {FED_BACK} for tokens in decoded)
 
 
-def test_who_comes_from_elsewhere_is_told_its_token_once(
-        made: Made, told: list[tuple[StepKind, list[int]]]) -> None:
+def test_who_comes_from_elsewhere_is_told_its_token_once(made, told):
     directory, model = made("llama")
     queries = forced(random_queries(9))
     sink, _ = run_waa_in_process(directory, queries, waa_pools(directory, [1], [1]),
@@ -128,8 +124,7 @@ def test_who_comes_from_elsewhere_is_told_its_token_once(
 
 
 @pytest.mark.parametrize("degrees", [(1, 1), (2,)], ids=["two stages", "tensor parallel"])
-def test_several_ranks_are_fed_by_the_head(made: Made, told: list[tuple[StepKind, list[int]]],
-                                           degrees: tuple[int, ...]) -> None:
+def test_several_ranks_are_fed_by_the_head(made, told, degrees):
     directory, model = made("llama")
     queries = forced(random_queries(6))
     sink, _ = run_in_process(directory, queries, degrees=degrees)
@@ -137,8 +132,7 @@ def test_several_ranks_are_fed_by_the_head(made: Made, told: list[tuple[StepKind
     assert all(FED_BACK not in tokens for _, tokens in told)
 
 
-def test_an_encoder_decoder_model_is_fed_back_too(
-        made: Made, told: list[tuple[StepKind, list[int]]]) -> None:
+def test_an_encoder_decoder_model_is_fed_back_too(made, told):
     directory, model = made("t5")
     queries = random_queries(7)
     sink, _ = run_in_process(directory, queries, degrees=(1,))
@@ -154,8 +148,7 @@ AHEAD = [("rra", FixedSchedule(encode_batch=6, decode_iterations=4)),
 
 
 @pytest.mark.parametrize(("policy", "config"), AHEAD)
-def test_a_head_that_is_ahead_decides_what_the_replay_decides(made: Made, policy: str,
-                                                              config: object) -> None:
+def test_a_head_that_is_ahead_decides_what_the_replay_decides(made, policy, config):
     directory, model = made("llama")
     queries = forced(random_queries(24, seed=11, longest=40))
     inputs = np.array([len(q.input_ids) for q in queries])
@@ -176,9 +169,7 @@ def test_a_head_that_is_ahead_decides_what_the_replay_decides(made: Made, policy
         (step.kind.value, step.phase, step.iteration) for step in steps]
 
 
-def test_results_are_given_out_while_the_device_is_at_the_next_step(
-        made: Made, monkeypatch: pytest.MonkeyPatch,
-        told: list[tuple[StepKind, list[int]]]) -> None:
+def test_results_are_given_out_while_the_device_is_at_the_next_step(made, monkeypatch, told):
     directory, model = made("llama")
     queries = random_queries(9)
 
@@ -207,7 +198,7 @@ def test_results_are_given_out_while_the_device_is_at_the_next_step(
     assert set(late) == {0, 1} and sum(late) > len(queries) // 2
 
 
-def test_last_tokens_go_with_their_queries() -> None:
+def test_last_tokens_go_with_their_queries():
     rng, kept, known = np.random.default_rng(5), LastTokens(torch.device("cpu")), list[int]()
     for _ in range(60):
         joining = int(rng.integers(0, 4))

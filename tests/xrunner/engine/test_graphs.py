@@ -118,8 +118,7 @@ def decodes(executors: list[StageExecutor]) -> int:
 
 @pytest.mark.parametrize("family", ["llama", *(
     pytest.param(family, marks=pytest.mark.slow) for family in ("opt", "gpt2"))])
-def test_captured_steps_answer_as_generate_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                family: str) -> None:
+def test_captured_steps_answer_as_generate_does(tmp_path, monkeypatch, family):
     model, capture = toys.make_model(family, tmp_path), Capture()
     answers, executors = run(tmp_path, monkeypatch, capture, 7, degrees=(1, 1), num_groups=2)
     assert answers == expected(model, 7)
@@ -131,8 +130,7 @@ def test_captured_steps_answer_as_generate_does(tmp_path: Path, monkeypatch: pyt
             f"decode steps of up to {max(capture.sizes)} queries in CUDA graphs")
 
 
-def test_who_decodes_beside_an_input_that_waits_is_captured_too(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_decodes_beside_an_input_that_waits_is_captured_too(tmp_path, monkeypatch):
     """An input that is encoded in part stays in its row until its next chunk."""
     model, capture = toys.make_model("llama", tmp_path), Capture()
     rule = RraRule(encode_batch=2, decode_iterations=20, num_groups=1, max_active=4,
@@ -151,8 +149,7 @@ def test_who_decodes_beside_an_input_that_waits_is_captured_too(
 
 
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("olmo2", marks=pytest.mark.slow)])
-def test_windows_and_norms_over_heads_are_captured_too(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_windows_and_norms_over_heads_are_captured_too(tmp_path, monkeypatch, family):
     model, capture = modern.make_modern(family, tmp_path), Capture()
     answers, executors = run(tmp_path, monkeypatch, capture, 3, degrees=(1,), num_groups=1,
                              max_active=2)
@@ -160,8 +157,7 @@ def test_windows_and_norms_over_heads_are_captured_too(
     assert capture.replays == decodes(executors)
 
 
-def test_groups_that_share_their_blocks_share_their_steps(tmp_path: Path,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_share_their_blocks_share_their_steps(tmp_path, monkeypatch):
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
     model, capture = toys.make_model("llama", tmp_path), Capture()
     rule = vllm(num_groups=2, max_active=6, kv_tokens=2 * 7 * BLOCK_TOKENS, token_budget=40)
@@ -176,8 +172,7 @@ def test_groups_that_share_their_blocks_share_their_steps(tmp_path: Path,
     (Refusing(), "operation not permitted when stream is capturing"),
     (Capture(limit_bytes=0), "they may take 0 B of memory")],
     ids=["refused", "no memory"])
-def test_steps_that_cannot_be_captured_serve_nobody(tmp_path: Path, capture: Capture,
-                                                    why: str) -> None:
+def test_steps_that_cannot_be_captured_serve_nobody(tmp_path, capture, why):
     cache, model = own_cache(tmp_path)
     with kernels():
         found, said = capture_steps(model, [cache], 5, capture)
@@ -185,7 +180,7 @@ def test_steps_that_cannot_be_captured_serve_nobody(tmp_path: Path, capture: Cap
     assert said.startswith("no CUDA graphs: ") and why in said
 
 
-def test_a_run_goes_on_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_without_them(tmp_path, monkeypatch):
     model = toys.make_model("llama", tmp_path)
     answers, (executor,) = run(tmp_path, monkeypatch, Refusing(), degrees=(1,), num_groups=2)
     assert answers == expected(model)
@@ -206,8 +201,7 @@ class Forgetful(Capture):
 
 @pytest.mark.parametrize(("kind", "agrees"), [
     (Capture, True), (Stale, False), (Baked, False), (Forgetful, False)])
-def test_a_trial_finds_a_captured_step_that_is_not_what_it_was(
-        tmp_path: Path, kind: type[Capture], agrees: bool) -> None:
+def test_a_trial_finds_a_captured_step_that_is_not_what_it_was(tmp_path, kind, agrees):
     cache, model = own_cache(tmp_path)
     capture = kind()
     if isinstance(capture, Forgetful):
@@ -227,8 +221,7 @@ def own_cache(directory: Path) -> tuple[KvCache, StageModel]:
     return KvCache(kv_shape(model.spec, torch.float32, slots=5, capacity=20)), model
 
 
-def test_the_smallest_are_captured_as_long_as_there_is_memory(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_are_captured_as_long_as_there_is_memory(tmp_path, monkeypatch):
     model, capture = toys.make_model("llama", tmp_path), Capture(limit_bytes=100, each_bytes=50)
     answers, (executor,) = run(tmp_path, monkeypatch, capture, degrees=(1,), num_groups=1)
     assert answers == expected(model)
@@ -238,14 +231,13 @@ def test_the_smallest_are_captured_as_long_as_there_is_memory(
     assert "of up to 2 queries in CUDA graphs (more would take over 100" in executor.graphs_said
 
 
-def test_what_they_take_is_not_planned_for_anything_else() -> None:
+def test_what_they_take_is_not_planned_for_anything_else():
     assert USABLE_SHARE + 2 * MEMORY_SHARE <= 1 + 1e-9
 
 
 @pytest.mark.parametrize(("blocks", "size", "sizes"), [
     (3, 2, [1, 2, 4, 8]), (1, 1, [1]), (0, 4, [])])
-def test_a_cache_of_few_entries_has_steps_of_few_queries(tmp_path: Path, blocks: int, size: int,
-                                                         sizes: list[int]) -> None:
+def test_a_cache_of_few_entries_has_steps_of_few_queries(tmp_path, blocks, size, sizes):
     """More may be planned at most than a small budget of blocks ever admits."""
     _, model = own_cache(tmp_path)
     cache = KvCache(kv_shape(model.spec, torch.float32, slots=blocks, capacity=size))
@@ -256,7 +248,7 @@ def test_a_cache_of_few_entries_has_steps_of_few_queries(tmp_path: Path, blocks:
     assert said.startswith("no CUDA graphs: the caches") == (not sizes)
 
 
-def test_what_is_small_in_a_row_of_large_values_may_be_off_by_their_rounding() -> None:
+def test_what_is_small_in_a_row_of_large_values_may_be_off_by_their_rounding():
     """As in Gemma, whose hidden states are of hundreds."""
     row, near, far = torch.tensor([[300.0, 0.1]]), torch.tensor([[300.0, 0.9]]), torch.zeros(1, 2)
     assert graph_trial.apart([row], [near]) == pytest.approx(0.8 / (300 / 2**0.5), rel=1e-5)
@@ -266,13 +258,13 @@ def test_what_is_small_in_a_row_of_large_values_may_be_off_by_their_rounding() -
     assert graph_trial.apart([row], [row.masked_fill(row > 1, torch.nan)]) == torch.inf
 
 
-def test_sizes_are_those_that_batches_of_a_group_are_filled_up_to() -> None:
+def test_sizes_are_those_that_batches_of_a_group_are_filled_up_to():
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(11) == [1, 2, 4, 8, 16]
     assert max(sizes_up_to(10_000)) == 512 and len(sizes_up_to(10_000)) == 43
 
 
-def test_a_smaller_step_leaves_no_row_of_the_one_before(tmp_path: Path) -> None:
+def test_a_smaller_step_leaves_no_row_of_the_one_before(tmp_path):
     cache, model = own_cache(tmp_path)
     own = CapturedStep(4, graphs.DecodeGraphs(model, cache.layers, Capture(), width=1,
                                               in_blocks=False))
@@ -284,7 +276,7 @@ def test_a_smaller_step_leaves_no_row_of_the_one_before(tmp_path: Path) -> None:
         assert numbers.tolist() == [0, 1, -1, -1]
 
 
-def test_where_torchs_attention_serves_nothing_is_captured(tmp_path: Path) -> None:
+def test_where_torchs_attention_serves_nothing_is_captured(tmp_path):
     toys.make_model("llama", tmp_path)
     model = toy_runs.executor_of(tmp_path, toy_runs.stages_of(tmp_path, [1])[0]).model
     assert "torch's operators serve" in str(why_not(model))
@@ -295,8 +287,7 @@ def test_where_torchs_attention_serves_nothing_is_captured(tmp_path: Path) -> No
 @pytest.mark.parametrize(("family", "shard", "why"), [
     ("t5", WHOLE, "an encoder-decoder model's"),
     ("llama", Shard(1, 2), "a tensor-parallel group's")])
-def test_a_rank_that_cannot_have_them_says_so(tmp_path: Path, family: str, shard: Shard,
-                                              why: str) -> None:
+def test_a_rank_that_cannot_have_them_says_so(tmp_path, family, shard, why):
     toys.make_model(family, tmp_path)
     executor = toy_runs.executor_of(tmp_path, toy_runs.stages_of(tmp_path, [1])[0], shard,
                                     capture=Refusing())
@@ -335,7 +326,7 @@ class FakeCuda:
         self.stream = "own"
 
 
-def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch):
     fake = FakeCuda([900, 860, 860, 860, 860])
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **_: zeros(*shape))

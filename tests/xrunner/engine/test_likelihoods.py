@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ QUERIES = toys.random_queries(12)
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def toy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     return folder, toys.make_model("llama", folder)
 
@@ -69,8 +68,7 @@ def asking() -> list[PreparedQuery]:
 
 @pytest.mark.parametrize("degrees", some([((1,),), ((1, 1),), ((2,),), ((1, 2),)],
                                          lambda case: case in (((1,),), ((1, 2),))))
-def test_what_is_told_of_chosen_tokens_is_transformers_own(
-        toy: tuple[Path, Any], degrees: tuple[int, ...]) -> None:
+def test_what_is_told_of_chosen_tokens_is_transformers_own(toy, degrees):
     folder, model = toy
     sink, _ = toy_runs.run_in_process(folder, asking(), degrees=degrees, num_groups=2)
     assert len(sink.results) == len(QUERIES)
@@ -106,8 +104,7 @@ def scored(count: int = 12) -> list[PreparedQuery]:
 @pytest.mark.parametrize(("degrees", "is_static"), some([
     ((1,), False), ((1, 1), False), ((2,), True), ((1, 2), False), ((1, 1, 1), True)],
     lambda case: case in (((1, 2), False), ((1, 1, 1), True))))
-def test_given_tokens_are_as_likely_as_transformers_finds_them(
-        toy: tuple[Path, Any], degrees: tuple[int, ...], is_static: bool) -> None:
+def test_given_tokens_are_as_likely_as_transformers_finds_them(toy, degrees, is_static):
     folder, model = toy
     rule = StaticRule(encode_batch=5, num_groups=2, encode_micro_batches=2,
                       kv_tokens=10_000) if is_static else None
@@ -121,7 +118,7 @@ def test_given_tokens_are_as_likely_as_transformers_finds_them(
         assert [one.top[0][0] for one in result.likelihoods] == rows.argmax(dim=1).tolist()
 
 
-def test_what_is_told_of_some_tokens_travels_with_those_of_all() -> None:
+def test_what_is_told_of_some_tokens_travels_with_those_of_all():
     tokens = torch.tensor([3, 49_000, 5])
     told = [None, torch.tensor([[-0.5, 8.0, 9.0, -0.5, -1.5]]), torch.tensor([[-2.0], [-3.0]])]
     ids, likelihoods = unpacked(packed(tokens, told), 3)

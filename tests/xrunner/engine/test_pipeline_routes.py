@@ -16,7 +16,7 @@ def routes_of(degrees: tuple[int, ...]) -> dict[int, Route]:
 
 
 @pytest.mark.parametrize("degrees", [d for n in (1, 2, 3) for d in product((1, 2, 3, 4), repeat=n)])
-def test_every_rank_has_one_sender_that_knows_of_it(degrees: tuple[int, ...]) -> None:
+def test_every_rank_has_one_sender_that_knows_of_it(degrees):
     found = routes_of(degrees)
     assert sorted(found) == list(range(sum(degrees)))
     takes_steps = [taker for r in found.values() for taker in (*r.peers, *r.following)]
@@ -36,7 +36,7 @@ def test_every_rank_has_one_sender_that_knows_of_it(degrees: tuple[int, ...]) ->
             assert there // here <= len(route.following) <= -(-there // here)
 
 
-def test_tokens_go_from_the_last_stages_first_rank_to_the_head() -> None:
+def test_tokens_go_from_the_last_stages_first_rank_to_the_head():
     found = routes_of((2, 1, 3))
     assert [r.rank for r in found.values() if r.tokens_to is not None] == [3]
     assert found[3].tokens_to == 0 and found[0].tokens_from == 3
@@ -46,5 +46,5 @@ def test_tokens_go_from_the_last_stages_first_rank_to_the_head() -> None:
     assert routes_of((2, 4))[0].following == (2, 4) and routes_of((2, 4))[1].following == (3, 5)
 
 
-def test_a_rank_alone_sends_nothing() -> None:
+def test_a_rank_alone_sends_nothing():
     assert routes_of((1,)) == {0: replace(ALONE, pool="both")}

@@ -30,7 +30,6 @@ from xrunner.rules.steps import rules_for
 from xsimulator.replay.job import replay_job
 from xsimulator.rough.forms import fixed_estimate
 
-Made = Callable[[str], tuple[Path, Any]]
 Work = tuple[Path, list[PreparedQuery], np.ndarray]
 
 
@@ -40,7 +39,7 @@ def lengths_of(queries: list[PreparedQuery], outputs: np.ndarray) -> QueryLength
 
 
 @pytest.fixture(scope="module")
-def works(made: Made) -> Callable[[str], Work]:
+def works(made):
     """(model, queries, output tokens that transformers gives to each), by family."""
 
     @cache
@@ -54,7 +53,7 @@ def works(made: Made) -> Callable[[str], Work]:
 
 
 @pytest.fixture
-def work(request: pytest.FixtureRequest, works: Callable[[str], Work]) -> Work:
+def work(request, works):
     return works(request.param)
 
 
@@ -98,8 +97,7 @@ def in_turns(cases: list[Any], is_in_both: Callable[[Any], bool] = lambda case: 
 
 @pytest.mark.parametrize(("work", "degrees", "config", "is_tight"), in_turns(
     RRA, is_large=lambda case: case[0] == (2, 2)), indirect=["work"])
-def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int, ...],
-                                                  config: FixedSchedule, is_tight: bool) -> None:
+def test_a_run_and_its_replay_take_the_same_steps(work, degrees, config, is_tight):
     directory, queries, outputs = work
     inputs = np.array([len(q.input_ids) for q in queries])
     problem = problem_of(directory, np.stack([inputs, outputs], axis=1), sum(degrees))
@@ -123,9 +121,7 @@ def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int
 # those that evict where memory is tight do so there alone
 @pytest.mark.parametrize(("work", "policy", "degrees", "config", "is_tight"), in_turns(
     BASELINES, lambda case: case[0] in ("vllm", "sarathi")), indirect=["work"])
-def test_a_baseline_and_its_replay_take_the_same_steps(
-        work: Work, policy: str, degrees: tuple[int, ...], config: object,
-        is_tight: bool) -> None:
+def test_a_baseline_and_its_replay_take_the_same_steps(work, policy, degrees, config, is_tight):
     directory, queries, outputs = work
     inputs = np.array([len(q.input_ids) for q in queries])
     problem = problem_of(directory, np.stack([inputs, outputs], axis=1), sum(degrees))
@@ -154,9 +150,7 @@ def test_a_baseline_and_its_replay_take_the_same_steps(
 
 @pytest.mark.parametrize(("work", "devices", "config", "is_alone"), in_turns(
     WAA, is_large=lambda case: (case[1].tp_degree or 1) > 1), indirect=["work"])
-def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int,
-                                                        config: FixedSchedule,
-                                                        is_alone: bool) -> None:
+def test_two_pools_and_their_replay_take_the_same_steps(work, devices, config, is_alone):
     """`is_alone`: one batch is in the system at a time (their size divides the job)."""
     directory, queries, outputs = work
     inputs = np.array([len(q.input_ids) for q in queries])
@@ -181,7 +175,7 @@ def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int
 @pytest.mark.parametrize("work", ["llama"], indirect=True)
 @pytest.mark.parametrize(("devices", "groups", "chunk"), [(2, 1, 5), (3, 2, 40)])
 def test_a_decode_pool_that_encodes_all_and_its_replay_take_the_same_steps(
-        work: Work, devices: int, groups: int, chunk: int) -> None:
+        work, devices, groups, chunk):
     """All inputs are left to it at once, so that no step hangs on when word of another comes."""
     directory, queries, outputs = work
     inputs = np.array([len(q.input_ids) for q in queries])

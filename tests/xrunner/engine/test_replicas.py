@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from replayed import run_steps
-from replicated import ANSWERS, CONFIGS, Job, Made, Told
+from replicated import ANSWERS, CONFIGS, Job, Told
 from toys import spec_of
 
 from xgpt.core.job import FIXED
@@ -29,8 +27,7 @@ from xrunner.transport.messages import StopMessage
 
 @pytest.mark.parametrize("slow", [None, 0, 1])
 @pytest.mark.parametrize(("policy", "config"), CONFIGS)
-def test_each_replica_takes_the_steps_of_its_queries_replay(
-        made: Made, policy: str, config: object, slow: int | None) -> None:
+def test_each_replica_takes_the_steps_of_its_queries_replay(made, policy, config, slow):
     """However late it is, or who supplies it."""
     job, sink = Job(made, policy, config), Told()
     executors = job.run(sink, routing=FIXED, slow=slow)
@@ -42,7 +39,7 @@ def test_each_replica_takes_the_steps_of_its_queries_replay(
         assert len(steps) > 10 and steps == job.replayed(sink.results, replica)
 
 
-def test_replicas_of_two_shapes_each_by_a_schedule_of_its_own(made: Made) -> None:
+def test_replicas_of_two_shapes_each_by_a_schedule_of_its_own(made):
     """Two ranks in a pipeline by RRA, and one by Sarathi; who is quicker is given more."""
     job, sink = Job(made, *CONFIGS[0], replicas=1, stages=2), Told()
     alone = Job(made, *CONFIGS[2], stages=1).one
@@ -59,7 +56,7 @@ def test_replicas_of_two_shapes_each_by_a_schedule_of_its_own(made: Made) -> Non
     assert {kind for kind, *_ in run_steps(executors[2])} >= {"mixed"}
 
 
-def test_three_replicas_of_two_stages_each(made: Made) -> None:
+def test_three_replicas_of_two_stages_each(made):
     job, sink = Job(made, *CONFIGS[0], replicas=3, stages=2), Told()
     assert spec_of(job.directory).num_layers > 2
     executors = job.run(sink)
@@ -71,8 +68,7 @@ def test_three_replicas_of_two_stages_each(made: Made) -> None:
 
 @pytest.mark.parametrize(("policy", "config"), [CONFIGS[0], CONFIGS[2]])
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(
-        made: Made, slow: int, policy: str, config: object) -> None:
+def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(made, slow, policy, config):
     job, sink = Job(made, policy, config, count=40), Told()
     executors = job.run(sink, slow=slow)
     job.check_answers(sink.results)
@@ -84,7 +80,7 @@ def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(
         assert run_steps(executors[replica]) == job.replayed_as_told(replica)
 
 
-def test_all_stop_when_rank_zero_is_asked_to_and_what_is_done_is_kept(made: Made) -> None:
+def test_all_stop_when_rank_zero_is_asked_to_and_what_is_done_is_kept(made):
     job, sink = Job(made, *CONFIGS[0], count=60), Told(stop_after=8)
     job.run(sink)
     assert sink.is_complete is False
@@ -93,7 +89,7 @@ def test_all_stop_when_rank_zero_is_asked_to_and_what_is_done_is_kept(made: Made
     assert all(list(r.output_ids) == ANSWERS[r.query.index] for r in sink.results)
 
 
-def test_the_same_ranks_take_another_job_after_one_that_was_stopped(made: Made) -> None:
+def test_the_same_ranks_take_another_job_after_one_that_was_stopped(made):
     job, comms = Job(made, *CONFIGS[0], count=60), local_comms(2)
     job.run(Told(stop_after=8), comms=comms)
     sink = Told()
@@ -102,8 +98,7 @@ def test_the_same_ranks_take_another_job_after_one_that_was_stopped(made: Made) 
     job.check_answers(sink.results)
 
 
-def test_a_change_of_the_control_variables_reaches_every_replica(
-        made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_the_control_variables_reaches_every_replica(made, tmp_path, monkeypatch):
     monkeypatch.setattr("xrunner.io.launcher_link._INTERVAL_S", 0.0)
     monkeypatch.setattr("xrunner.engine.replicas._TELL_S", 0.0)
     job, sink = Job(made, *CONFIGS[0], count=60), Told()
@@ -135,8 +130,7 @@ def test_a_change_of_the_control_variables_reaches_every_replica(
 
 
 @pytest.mark.parametrize("is_both", [True, False])
-def test_each_shape_takes_up_changes_of_its_own(
-        made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_both: bool) -> None:
+def test_each_shape_takes_up_changes_of_its_own(made, tmp_path, monkeypatch, is_both):
     """Two ranks in a pipeline beside one; a replay that is told of it takes the same steps."""
     monkeypatch.setattr("xrunner.io.launcher_link._INTERVAL_S", 0.0)
     monkeypatch.setattr("xrunner.engine.replicas._TELL_S", 0.0)
@@ -175,7 +169,7 @@ def test_each_shape_takes_up_changes_of_its_own(
     assert (now[0] == windows[0]) is not is_both and now[1].batch == 3
 
 
-def test_fewer_queries_than_replicas(made: Made) -> None:
+def test_fewer_queries_than_replicas(made):
     job, sink = Job(made, *CONFIGS[0], replicas=3, count=2), Told()
     executors = job.run(sink)
     assert sink.is_complete
@@ -183,7 +177,7 @@ def test_fewer_queries_than_replicas(made: Made) -> None:
     assert run_steps(executors[2]) == []
 
 
-def test_a_query_is_as_it_was_read() -> None:
+def test_a_query_is_as_it_was_read():
     """What goes from rank to rank is told apart from what rank 0 keeps."""
     query = PreparedQuery(index=3, id="q", input_ids=(1, 2, 3), max_new_tokens=2)
     comms = local_comms(2)

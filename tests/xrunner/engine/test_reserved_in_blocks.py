@@ -3,12 +3,10 @@ copied when queries end, and a device that holds what is planned holds what is r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from implementations import SOURCES, TORCH, Implementation
+from implementations import SOURCES, TORCH
 from representative import some
 from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import generate, random_queries
@@ -19,14 +17,13 @@ from xrunner.engine.blocks import BlockCache
 from xrunner.engine.stage import StageExecutor
 from xrunner.rules.rra import PhaseControls, RraRule
 
-Made = Callable[[str], tuple[Path, Any]]
 SIZE = 16
 QUERIES = random_queries(12)
 LONGEST = max(query.reserve_tokens for query in QUERIES)
 
 
 @pytest.fixture(autouse=True)
-def gpu_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_blocks(monkeypatch):
     """Blocks of a GPU's size: toys have several of them."""
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", SIZE)
 
@@ -53,8 +50,7 @@ def caches(executor: StageExecutor) -> list[BlockCache]:
 @pytest.mark.parametrize(("degrees", "groups", "chunk"), some(
     [((1,), 1, 0), ((1, 1), 2, 0), ((2, 1), 3, 0), ((1, 1), 2, 7)],
     lambda case: case[1] == 3 or case[2]))
-def test_rra_answers_as_generate_does(made: Made, degrees: tuple[int, ...], groups: int,
-                                      chunk: int) -> None:
+def test_rra_answers_as_generate_does(made, degrees, groups, chunk):
     directory, model = made("llama")
     sink, executors = run_in_process(directory, QUERIES, degrees=degrees, in_blocks=True,
                                      rule=rra(groups=groups, chunk=chunk))
@@ -67,7 +63,7 @@ def test_rra_answers_as_generate_does(made: Made, degrees: tuple[int, ...], grou
 
 
 @pytest.mark.parametrize("implementation", [TORCH, SOURCES], ids=str)
-def test_torch_and_the_cuda_sources_take_them(made: Made, implementation: Implementation) -> None:
+def test_torch_and_the_cuda_sources_take_them(made, implementation):
     directory, model = made("llama")
     with implementation.using():
         sink, _ = run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
@@ -76,8 +72,7 @@ def test_torch_and_the_cuda_sources_take_them(made: Made, implementation: Implem
 
 @pytest.mark.parametrize(("encode", "decode", "groups"), some(
     [((1,), (1,), 1), ((2,), (1, 1), 2), ((1,), (2,), 3)], lambda case: case[2] == 2))
-def test_what_waa_hands_over_is_put_into_blocks(made: Made, encode: tuple[int, ...],
-                                                decode: tuple[int, ...], groups: int) -> None:
+def test_what_waa_hands_over_is_put_into_blocks(made, encode, decode, groups):
     directory, model = made("llama")
     rules = toy_waa_rules(len(encode), num_groups=groups, kv_tokens=150)
     sink, executors = run_waa_in_process(directory, QUERIES, waa_pools(directory, encode, decode),
@@ -91,8 +86,7 @@ def test_what_waa_hands_over_is_put_into_blocks(made: Made, encode: tuple[int, .
         assert sum(cache.num_bytes for cache in own) <= own[0].store.nbytes
 
 
-def test_the_memory_is_what_is_reserved_not_rows_of_the_longest(
-        made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_is_what_is_reserved_not_rows_of_the_longest(made, monkeypatch):
     """12 rows of the longest query do not fit this device; blocks for 200 tokens do."""
     directory, _ = made("llama")
     sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=rra(),
@@ -109,7 +103,7 @@ def test_the_memory_is_what_is_reserved_not_rows_of_the_longest(
         run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
 
 
-def test_a_change_finds_the_blocks_that_room_was_made_for(made: Made) -> None:
+def test_a_change_finds_the_blocks_that_room_was_made_for(made):
     directory, model = made("llama")
     rule = rra(kv_tokens=LONGEST)
     rule.make_room(12, 12 * LONGEST)
@@ -122,8 +116,7 @@ def test_a_change_finds_the_blocks_that_room_was_made_for(made: Made) -> None:
     assert cache.pool.most_taken * SIZE > LONGEST + SIZE, "more than the first phases could have"
 
 
-def test_blocks_of_a_query_that_is_done_are_there_for_other_groups_at_once(
-        made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_query_that_is_done_are_there_for_other_groups_at_once(made, monkeypatch):
     """Blocks of one token, so that no last block has room that nobody counts, and no more of them
     than the encode pool keeps under way: a group whose step is still to come would hold the blocks
     of its last query while another group needs them."""

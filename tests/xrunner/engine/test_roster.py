@@ -35,7 +35,7 @@ def give(roster: Roster, tokens: dict[int, int]) -> None:
         roster.active[index].take(token, 1.0, VOCABULARY)
 
 
-def test_slots_of_who_is_done_are_compacted_before_the_next_step() -> None:
+def test_slots_of_who_is_done_are_compacted_before_the_next_step():
     roster = roster_of(SlotUse.COMPACTED, 4)
     message, inputs, given = roster.compose(step(StepKind.ENCODE, [0, 1, 2]), 0.5)
     assert inputs.tolist() == [0, 10, 20, 1, 11, 21, 2, 12, 22] and indices(given) == [0, 1, 2]
@@ -49,7 +49,7 @@ def test_slots_of_who_is_done_are_compacted_before_the_next_step() -> None:
     assert not message.removed and roster.has_work
 
 
-def test_who_joins_takes_a_free_slot_and_who_was_evicted_comes_with_its_output() -> None:
+def test_who_joins_takes_a_free_slot_and_who_was_evicted_comes_with_its_output():
     roster = roster_of(SlotUse.REUSED, 3)
     roster.compose(step(StepKind.ENCODE, [0, 1]), 0.5)
     give(roster, {0: 50, 1: 51})
@@ -63,7 +63,7 @@ def test_who_joins_takes_a_free_slot_and_who_was_evicted_comes_with_its_output()
     assert message.joined[0].input_tokens == 4
 
 
-def test_an_input_that_is_encoded_in_part_rests_beside_those_who_decode() -> None:
+def test_an_input_that_is_encoded_in_part_rests_beside_those_who_decode():
     roster = roster_of(SlotUse.REUSED, 2)
     roster.compose(step(StepKind.ENCODE, [0], chunks=(Chunk(query=0, first=0, tokens=3),)), 0.0)
     give(roster, {0: 50})
@@ -78,7 +78,7 @@ def test_an_input_that_is_encoded_in_part_rests_beside_those_who_decode() -> Non
     assert inputs.tolist() == [60, 21] and indices(given) == [0, 1]
 
 
-def test_rows_of_a_static_batch_are_fed_until_it_is_done() -> None:
+def test_rows_of_a_static_batch_are_fed_until_it_is_done():
     roster = roster_of(SlotUse.KEPT, 3)
     roster.compose(step(StepKind.ENCODE, [0, 1]), 0.0)
     give(roster, {0: 50, 1: 51})
@@ -90,7 +90,7 @@ def test_rows_of_a_static_batch_are_fed_until_it_is_done() -> None:
     assert message.removed == (0, 1) and inputs.tolist() == [2, 12, 22]
 
 
-def test_who_comes_from_another_pool_is_fed_what_it_has() -> None:
+def test_who_comes_from_another_pool_is_fed_what_it_has():
     roster = roster_of(SlotUse.COMPACTED, 0, start_token=7)
     query = PreparedQuery(index=4, id="q", input_ids=(), max_new_tokens=2)
     roster.add(ActiveQuery(query, 0.25, input_tokens=9))
@@ -101,7 +101,7 @@ def test_who_comes_from_another_pool_is_fed_what_it_has() -> None:
     assert roster.active[4].encode_start_s == 0.25
 
 
-def test_a_group_gets_no_more_slots_than_there_are_queries() -> None:
+def test_a_group_gets_no_more_slots_than_there_are_queries():
     rule = RraRule(encode_batch=4, decode_iterations=5, num_groups=2, max_active=12, kv_tokens=999)
     few, many = (roster_of(SlotUse.COMPACTED, count).start_message(rule, 0) for count in (5, 50))
     assert few.slots == 5 and many.slots == rule.group_max_active == 6

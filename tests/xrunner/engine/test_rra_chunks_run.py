@@ -3,10 +3,6 @@ takes the run's steps, one for one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from replayed import problem_of
@@ -16,22 +12,17 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
-from xrunner.query import PreparedQuery
 from xrunner.rules.steps import rules_for
 from xsimulator.replay.job import replay_job
 from xsimulator.rough.forms import fixed_estimate
-
-Made = Callable[[str], tuple[Path, Any]]
-Answered = Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]
 
 
 @pytest.mark.parametrize(("family", "degrees", "chunk", "batch", "iterations", "is_tight"), [
     ("llama", (1,), 5, 4, 6, False), ("llama", (1, 1), 13, 6, 4, False),
     ("llama", (1, 1), 1000, 5, 3, True), ("opt", (1,), 13, 3, 1, False),
     ("gpt2", (1, 1), 5, 9, 12, True), ("qwen2", (2, 1), 9, 5, 4, False)])
-def test_chunks_answer_as_generate_does_and_are_replayed(
-        answered: Answered, made: Made, family: str, degrees: tuple[int, ...], chunk: int,
-        batch: int, iterations: int, is_tight: bool) -> None:
+def test_chunks_answer_as_generate_does_and_are_replayed(answered, made, family, degrees, chunk,
+                                                         batch, iterations, is_tight):
     """`is_tight`: the budget holds two or three queries a group, so that chunks wait for room."""
     directory, (queries, answers) = made(family)[0], answered(family)
     lengths = QueryLengths(

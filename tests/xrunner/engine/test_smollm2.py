@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ NUM_PROMPTS, MAX_NEW_TOKENS = 3, 8
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> tuple[Path, Any]:
+def smollm2():
     from transformers import AutoModelForCausalLM
 
     try:
@@ -33,7 +32,7 @@ def smollm2() -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="module")
-def queries(smollm2: tuple[Path, Any]) -> list[PreparedQuery]:
+def queries(smollm2):
     tokenizer = TextTokenizer(smollm2[0])
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines[::len(lines) // NUM_PROMPTS]]
@@ -45,7 +44,7 @@ def queries(smollm2: tuple[Path, Any]) -> list[PreparedQuery]:
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2: tuple[Path, Any], queries: list[PreparedQuery]) -> dict[int, list[int]]:
+def expected(smollm2, queries):
     directory, model = smollm2
     answers = {}
     for query in queries:
@@ -61,8 +60,7 @@ def expected(smollm2: tuple[Path, Any], queries: list[PreparedQuery]) -> dict[in
 # toys have every number of stages; the real model is large
 @pytest.mark.slow  # toys of its family in every layout: test_exactness*.py
 @pytest.mark.parametrize("num_stages", [2, 1, 3])
-def test_greedy_tokens_equal_generate(smollm2: tuple[Path, Any], queries: list[PreparedQuery],
-                                      expected: dict[int, list[int]], num_stages: int) -> None:
+def test_greedy_tokens_equal_generate(smollm2, queries, expected, num_stages):
     # toys.EOS is an ordinary token of this model; forcing the length shuts it out
     forced = [replace(q, is_forced=True, max_new_tokens=len(expected[q.index])) for q in queries]
     sink, _ = run_in_process(smollm2[0], forced, num_stages=num_stages, num_groups=num_stages,
@@ -70,7 +68,7 @@ def test_greedy_tokens_equal_generate(smollm2: tuple[Path, Any], queries: list[P
     assert {r.query.index: list(r.output_ids) for r in sink.results} == expected
 
 
-def test_the_chat_template_equals_transformers(smollm2: tuple[Path, Any]) -> None:
+def test_the_chat_template_equals_transformers(smollm2):
     from transformers import AutoTokenizer
 
     theirs, ours = AutoTokenizer.from_pretrained(smollm2[0]), TextTokenizer(smollm2[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,8 +32,7 @@ class Spent:
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_the_model_s_part_of_steps_is_not_the_host_s(tmp_path: Path, family: str,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_s_part_of_steps_is_not_the_host_s(tmp_path, family, monkeypatch):
     clock = Spent()
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr(stage.StageExecutor.__init__, "__kwdefaults__", {
@@ -60,6 +58,6 @@ def test_the_model_s_part_of_steps_is_not_the_host_s(tmp_path: Path, family: str
     assert executor.records.busy_s == 2.0 * len(kinds) + 0.5 * heads + 0.25 * contexts
 
 
-def test_of_a_gpu_nobody_knows() -> None:
+def test_of_a_gpu_nobody_knows():
     log = StepLog(torch.device("meta"), time.perf_counter)
     assert log.computed(max, 3, 5) == 5 and log.host_s is None

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules
@@ -40,7 +39,7 @@ RULES: dict[str, Callable[[], BatchingRule]] = {
 @pytest.mark.parametrize(("stop_after", "is_complete"), [(1, False), (COUNT, True)])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_stop_that_comes_with_the_last_token_finds_the_run_complete(
-        llama: tuple[Path, Any], rule: str, stop_after: int, is_complete: bool) -> None:
+        llama, rule, stop_after, is_complete):
     sink, _ = run_in_process(llama[0], random_queries(COUNT), num_stages=1, rule=RULES[rule](),
                              sink=Collector(stop_after))
     assert sink.is_complete is is_complete
@@ -48,8 +47,7 @@ def test_a_stop_that_comes_with_the_last_token_finds_the_run_complete(
 
 
 @pytest.mark.parametrize(("stop_after", "is_complete"), [(1, False), (COUNT, True)])
-def test_so_it_is_with_two_pools(llama: tuple[Path, Any], stop_after: int,
-                                 is_complete: bool) -> None:
+def test_so_it_is_with_two_pools(llama, stop_after, is_complete):
     rules = toy_waa_rules(1, max_in_system=3)
     sink, _ = run_waa_in_process(llama[0], random_queries(COUNT),
                                  two_pools(llama[0], [1], [1]), rules,
@@ -59,8 +57,7 @@ def test_so_it_is_with_two_pools(llama: tuple[Path, Any], stop_after: int,
 
 
 @pytest.mark.parametrize("rule", ["rra", "vllm"])
-def test_a_last_token_under_way_at_a_stop_still_ends_its_query(llama: tuple[Path, Any],
-                                                               rule: str) -> None:
+def test_a_last_token_under_way_at_a_stop_still_ends_its_query(llama, rule):
     queries = [replace(query, max_new_tokens=1) for query in random_queries(COUNT)]
     sink, executors = run_in_process(llama[0], queries, num_stages=2, rule=RULES[rule](),
                                      sink=Collector(1))
@@ -76,8 +73,7 @@ def plan_of(output: Path) -> RunPlan:
         query_kv_tokens=9)
 
 
-def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr("xrunner.io.sink.time.monotonic", lambda: now)
     sink = RunSink(plan_of(tmp_path), num_queries=1, before=Answered(0, frozenset()))
@@ -94,9 +90,8 @@ def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
 @pytest.mark.parametrize(("module", "work"), [(worker, "work"), (deepspeed_worker, "run")])
 @pytest.mark.parametrize(("number", "is_users"), [(errno.ENOSPC, True), (errno.EDQUOT, True),
                                                   (errno.EBADF, False)])
-def test_a_full_disk_ends_a_rank_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                          capsys: pytest.CaptureFixture[str], number: int,
-                                          is_users: bool, module: Any, work: str) -> None:
+def test_a_full_disk_ends_a_rank_in_words(tmp_path, monkeypatch, capsys, number, is_users, module,
+                                          work):
     ended: list[int] = []
     alone = World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
                   abort=ended.append, split=lambda group, place: pytest.fail("in no group"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +38,7 @@ class Counted:
         return SimpleNamespace(id=str(index), index=index, reserve_tokens=1)
 
 
-def test_queries_come_in_their_order_and_no_more_wait_than_need_to() -> None:
+def test_queries_come_in_their_order_and_no_more_wait_than_need_to():
     count, queries, told, waiting = 5 * LEAST_WAITING, Counted(), list[int](), list[Any]()
     roster = SimpleNamespace(num_waiting=0)
 
@@ -67,8 +66,7 @@ def test_queries_come_in_their_order_and_no_more_wait_than_need_to() -> None:
 
 
 @pytest.mark.slow  # every line of 48,000 is traced
-def test_the_launcher_holds_few_bytes_a_line(tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_holds_few_bytes_a_line(tmp_path, monkeypatch):
     """13 of columns, which grow by an eighth, and up to 46 of the ids' tables; texts and tokens are
     in files."""
     monkeypatch.setattr("xgpt.core.spool._BYTES_IN_MEMORY", 2**16)

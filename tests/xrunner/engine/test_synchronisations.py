@@ -135,8 +135,7 @@ CASES = [(family, choice, in_blocks) for family in ("llama", "opt", "gpt2") for 
 @pytest.mark.parametrize(("family", "choice", "in_blocks"), some(
     CASES, lambda case: case[1] == "greedy" and "llama" in case or case[2] and (
         case[0] == "llama" or case[1] == "greedy")))
-def test_a_step_is_waited_for_once_whatever_it_holds(family: str, choice: str, in_blocks: bool,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_waited_for_once_whatever_it_holds(family, choice, in_blocks, monkeypatch):
     monkeypatch.setitem(BLOCK_TOKENS, "cpu", BLOCK_TOKENS["cuda"])
     sent = []
     for layers in (1, 3):
@@ -159,8 +158,7 @@ def test_a_step_is_waited_for_once_whatever_it_holds(family: str, choice: str, i
     Decoder(embedding_scale=5.0, residual_scale=0.4, logit_scale=0.2), Decoder(qk_norm="head"),
     Decoder(qk_norm="all", norm_place="after"), Decoder(windows=(4, None)),
     Decoder(attention_cap=3.0, logit_cap=4.0)], ids=["scaled", "qk", "qk all", "window", "cap"])
-def test_what_newer_models_do_waits_for_nothing(decoder: Decoder,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_newer_models_do_waits_for_nothing(decoder, monkeypatch):
     made = torch.tensor
 
     def from_the_host(*given: Any, device: Any = None, **more: Any) -> Tensor:
@@ -182,7 +180,7 @@ def test_what_newer_models_do_waits_for_nothing(decoder: Decoder,
     ("llama", Decoder(qk_norm="all", norm_place="after")), ("llama", Decoder(windows=(4, None)))])
 @pytest.mark.parametrize("width", [1, 3])
 def test_nothing_passes_between_device_and_host_in_what_is_captured(
-        family: str, decoder: Decoder, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        family, decoder, width, monkeypatch):
     """A graph would keep what the host had at its capture, from memory that is long another's."""
     launched = list[str]()
     monkeypatch.setattr(cuda, "filled", lambda kind, **values: None)  # addresses of no memory
@@ -216,7 +214,7 @@ class Nothing:
         raise AssertionError("nothing is to be captured here")
 
 
-def test_entries_from_another_pool_are_put_in_place_without_a_wait() -> None:
+def test_entries_from_another_pool_are_put_in_place_without_a_wait():
     with elsewhere() as traffic:
         store, block = torch.zeros(2, 2, 4, 3, 8, 4, device=DEVICE), torch.ones(2, 2, 3, 9, 4)
         scatter(store, [3], [4], block[:, :, :, :4])  # one query's part of what came together
@@ -224,7 +222,7 @@ def test_entries_from_another_pool_are_put_in_place_without_a_wait() -> None:
         assert not traffic.waits and traffic.uploads == 2
 
 
-def test_what_is_waited_for_is_seen() -> None:
+def test_what_is_waited_for_is_seen():
     with elsewhere() as traffic:
         there = on_device([1, 2, 3], DEVICE)
         assert not traffic.waits and traffic.uploads == 1
@@ -249,8 +247,7 @@ class Views(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_layer_takes_no_parts_that_are_the_same_for_all(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_takes_no_parts_that_are_the_same_for_all(monkeypatch):
     monkeypatch.setattr(cuda, "filled", lambda kind, **values: None)  # addresses of no memory
     monkeypatch.setattr(cuda, "is_wide", lambda *tensors, row: True)
 

@@ -42,7 +42,7 @@ def step(line: Timeline, device: Device, seconds: float) -> Worked:
     return line.end()
 
 
-def test_steps_that_wait_for_each_other_follow_on_each_other() -> None:
+def test_steps_that_wait_for_each_other_follow_on_each_other():
     device = Device()
     line = Timeline(lambda: device.now_s, device.put_event)
     asked = []
@@ -57,7 +57,7 @@ def test_steps_that_wait_for_each_other_follow_on_each_other() -> None:
     assert all(worked.is_over() for worked in asked)
 
 
-def test_a_step_of_an_idle_device_begins_when_it_is_asked_for() -> None:
+def test_a_step_of_an_idle_device_begins_when_it_is_asked_for():
     device = Device()
     line = Timeline(lambda: device.now_s, device.put_event)
     first = step(line, device, 1.0)
@@ -67,7 +67,7 @@ def test_a_step_of_an_idle_device_begins_when_it_is_asked_for() -> None:
     assert second.times() == (5.0, 7.0)  # asked again
 
 
-def test_without_a_queue_a_step_is_over_when_it_returns() -> None:
+def test_without_a_queue_a_step_is_over_when_it_returns():
     now = iter((3.0, 4.5))
     line = Timeline(lambda: next(now))
     line.begin()

@@ -4,11 +4,8 @@ every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 from representative import some
@@ -22,12 +19,9 @@ from toy_runs import (
 )
 from toys import generate, random_queries, spec_of
 
-from xrunner.query import PreparedQuery, Sampling
+from xrunner.query import Sampling
 from xrunner.rules.steps import Step
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
-
-Made = Callable[[str], tuple[Path, Any]]
-Answered = Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]
 
 FAMILIES = ("llama", "opt", "gpt2", "t5")
 # degrees of the encode and the decode pool's stages, decode groups, encode batch
@@ -45,9 +39,7 @@ def answers(sink: Collector) -> dict[int, list[int]]:
     [(family, *case) for place, family in enumerate(FAMILIES) for i, case in enumerate(CASES)
      if family in ("llama", "t5") or i % 4 == place],
     lambda case: case[0] == FAMILIES[CASES.index(case[1:]) % 4]))
-def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
-                               encode: tuple[int, ...], decode: tuple[int, ...], groups: int,
-                               batch: int) -> None:
+def test_tokens_equal_generate(made, answered, family, encode, decode, groups, batch):
     queries, expected = answered(family)
     pools = waa_pools(made(family)[0], encode, decode)
     rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups)
@@ -60,8 +52,7 @@ def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
     [(family, *cuts) for family in ("llama", "t5") for cuts in (
         ([1], [4]), ([4], [1]), ([2], [3]), ([3], [1]))],
     lambda case: case[1] == ([1] if case[0] == "llama" else [4])))
-def test_pools_that_divide_layers_unevenly(made: Made, answered: Answered, family: str,
-                                           encode_cuts: list[int], decode_cuts: list[int]) -> None:
+def test_pools_that_divide_layers_unevenly(made, answered, family, encode_cuts, decode_cuts):
     queries, expected = answered(family)
     cuts = [min(cut, 3) for cut in decode_cuts] if family == "t5" else decode_cuts
     pools = waa_pools(made(family)[0], (2, 1), (1, 2), encode_cuts, cuts)
@@ -73,8 +64,7 @@ def test_pools_that_divide_layers_unevenly(made: Made, answered: Answered, famil
     ("llama", (1,), (1,), 1, 3, 7, False), ("opt", (1, 1), (1, 1), 3, 2, 64, True),
     ("gpt2", (1,), (2, 1), 2, 4, 3, False), ("qwen2", (2,), (1,), 2, 2, 16, True)])
 def test_decode_pools_that_encode_inputs_answer_as_generate_does(
-        made: Made, answered: Answered, family: str, encode: tuple[int, ...],
-        decode: tuple[int, ...], groups: int, batch: int, chunk: int, in_blocks: bool) -> None:
+        made, answered, family, encode, decode, groups, batch, chunk, in_blocks):
     queries, expected = answered(family)
     pools = waa_pools(made(family)[0], encode, decode)
     rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups, encode_chunk=chunk,
@@ -92,9 +82,7 @@ def test_decode_pools_that_encode_inputs_answer_as_generate_does(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "llama3-rope", "gpt2-untied", "t5-1.1"])
 @pytest.mark.parametrize(("encode", "decode"), [case[:2] for case in CASES])
-def test_tokens_equal_generate_in_every_way(made: Made, answered: Answered, family: str,
-                                            encode: tuple[int, ...],
-                                            decode: tuple[int, ...]) -> None:
+def test_tokens_equal_generate_in_every_way(made, answered, family, encode, decode):
     queries, expected = answered(family)
     pools = waa_pools(made(family)[0], encode, decode)
     for groups, (batch, most) in product((1, 2, 3, 4), ((1, 1), (3, 8), (9, 17))):
@@ -108,9 +96,7 @@ def test_tokens_equal_generate_in_every_way(made: Made, answered: Answered, fami
     [(family, *pools) for family in ("llama", "t5")
      for pools in (((1,), (1,)), ((1, 1), (2, 1)))],
     lambda case: case == ("t5", (1,), (1,))))
-def test_no_more_are_in_the_system_than_the_rule_allows(
-        made: Made, answered: Answered, family: str, encode: tuple[int, ...],
-        decode: tuple[int, ...]) -> None:
+def test_no_more_are_in_the_system_than_the_rule_allows(made, answered, family, encode, decode):
     """Tight bounds on queries, decode entries and encode entries: the encode pool waits."""
     queries, expected = answered(family)
     pools = waa_pools(made(family)[0], encode, decode)
@@ -126,7 +112,7 @@ def test_no_more_are_in_the_system_than_the_rule_allows(
 
 @pytest.mark.parametrize("encode", some([((1,),), ((1, 1),), ((2,),)],
                                         lambda case: case == ((1, 1),)))
-def test_who_ends_with_the_first_token_stays_behind(made: Made, encode: tuple[int, ...]) -> None:
+def test_who_ends_with_the_first_token_stays_behind(made, encode):
     """By its limit, or (known only then) by its end of sequence or a stop string."""
     directory, model = made("llama")
     queries = random_queries(12, seed=3)
@@ -155,7 +141,7 @@ def test_who_ends_with_the_first_token_stays_behind(made: Made, encode: tuple[in
         len(q.input_ids) for q in job if q.max_new_tokens > 1)
 
 
-def test_a_job_that_ends_with_first_tokens_alone(made: Made) -> None:
+def test_a_job_that_ends_with_first_tokens_alone(made):
     directory, model = made("opt")
     queries = [replace(q, max_new_tokens=1) for q in random_queries(7, seed=8)]
     sink, executors = run_waa_in_process(directory, queries, waa_pools(directory, (1,), (1,)),
@@ -168,8 +154,7 @@ def test_a_job_that_ends_with_first_tokens_alone(made: Made) -> None:
     [(family, *pools) for family in ("llama", "t5")
      for pools in (((1,), (1,)), ((1, 1), (2, 1)), ((2,), (1, 1)))],
     lambda case: (case[0] == "t5") == (case[1] == (1,))))
-def test_stopping_early_ends_every_rank(made: Made, answered: Answered, family: str,
-                                        encode: tuple[int, ...], decode: tuple[int, ...]) -> None:
+def test_stopping_early_ends_every_rank(made, answered, family, encode, decode):
     queries, expected = answered(family)
     pools = waa_pools(made(family)[0], encode, decode)
     for after in (0, 4):
@@ -180,7 +165,7 @@ def test_stopping_early_ends_every_rank(made: Made, answered: Answered, family: 
         assert answers(sink).items() <= expected.items()
 
 
-def test_drawn_tokens_are_those_of_round_robin(made: Made) -> None:
+def test_drawn_tokens_are_those_of_round_robin(made):
     """A draw depends on its own query alone, whichever pool makes it."""
     directory, _ = made("llama")
     queries = [replace(q, sampling=Sampling(temperature=1.0, top_k=9, seed=q.index))

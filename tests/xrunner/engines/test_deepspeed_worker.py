@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from xrunner.engines import deepspeed_worker
 from xrunner.plan import RunPlan
 from xrunner.transport.comm import local_comms
 from xrunner.world import World
-
-Made = Callable[[str], tuple[Path, Any]]
 
 
 def never(*_: object) -> Any:
@@ -47,7 +44,7 @@ def estimate_of(layers: int, **changes: Any) -> Estimate:
 
 
 @pytest.fixture
-def plan(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan:
+def plan(made, tmp_path, monkeypatch):
     directory, model = made("opt")
     monkeypatch.setattr(deepspeed_worker, "load_model", lambda *_: model)
     lines = [{"id": q.id, "tokens": list(q.input_ids), "max_tokens": q.max_new_tokens}
@@ -75,7 +72,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_leaves_the_same_files_as_the_own_engine(plan: RunPlan, made: Made) -> None:
+def test_a_run_leaves_the_same_files_as_the_own_engine(plan, made):
     deepspeed_worker.run(plan, WORLD)
     results = lines_of(plan.output / "results.jsonl")
     assert [r["output_ids"] for r in results] == [
@@ -91,8 +88,7 @@ def test_a_run_leaves_the_same_files_as_the_own_engine(plan: RunPlan, made: Made
     assert [s["queries"] for s in steps if s["kind"] == "encode"] == [4, 4, 3]
 
 
-def test_a_stop_leaves_whole_batches_and_the_same_command_goes_on(
-        plan: RunPlan, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_leaves_whole_batches_and_the_same_command_goes_on(plan, made, monkeypatch):
     results = plan.output / "results.jsonl"
 
     def stop_after_a_batch(sink: Any) -> bool:
@@ -112,14 +108,14 @@ def test_a_stop_leaves_whole_batches_and_the_same_command_goes_on(
         toys.generate(made("opt")[1], q) for q in toys.random_queries(11)]
 
 
-def test_the_stop_file_ends_a_run_before_its_first_batch(plan: RunPlan) -> None:
+def test_the_stop_file_ends_a_run_before_its_first_batch(plan):
     (plan.output / "stop").touch()
     deepspeed_worker.run(plan, WORLD)
     assert (plan.output / "results.jsonl").read_text() == ""
     assert json.loads((plan.output / "measured.json").read_text())["state"] == "stopped"
 
 
-def test_a_schedule_of_other_stages_or_another_policy_is_refused(plan: RunPlan) -> None:
+def test_a_schedule_of_other_stages_or_another_policy_is_refused(plan):
     estimate = estimate_of(5)
     save(plan.output, replace(estimate, controls=RraControls(
         encode_batch=5, decode_iterations=1, decode_micro_batches=1)))
@@ -133,5 +129,5 @@ def test_a_schedule_of_other_stages_or_another_policy_is_refused(plan: RunPlan) 
         deepspeed_worker.run(plan, WORLD)
 
 
-def test_another_engines_results_are_not_gone_on_with(plan: RunPlan) -> None:
+def test_another_engines_results_are_not_gone_on_with(plan):
     assert plan.fingerprint != replace(plan, engine="xgpt").fingerprint

@@ -119,7 +119,7 @@ RULES = {
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("max_pass", [10_000, 16])
-def test_every_rule_gets_every_querys_own_tokens(name: str, max_pass: int) -> None:
+def test_every_rule_gets_every_querys_own_tokens(name, max_pass):
     queries = random_queries(40)
     core = CountingCore(max_pass)
     sink, executor = run(RULES[name](), queries, core)
@@ -133,7 +133,7 @@ def test_every_rule_gets_every_querys_own_tokens(name: str, max_pass: int) -> No
 
 
 @pytest.mark.parametrize("name", ["vllm, short of memory", "sarathi, short of memory"])
-def test_evicted_queries_were_there(name: str) -> None:
+def test_evicted_queries_were_there(name):
     """Else the rules short of memory would show nothing."""
     rule, seen = RULES[name](), list[int]()
     decide = rule.decide
@@ -148,7 +148,7 @@ def test_evicted_queries_were_there(name: str) -> None:
     assert seen
 
 
-def test_a_request_that_is_full_costs_nothing_more_in_a_batch_that_goes_on() -> None:
+def test_a_request_that_is_full_costs_nothing_more_in_a_batch_that_goes_on():
     queries = [PreparedQuery(index=0, id="a", input_ids=(7,) * 10, max_new_tokens=2),
                PreparedQuery(index=1, id="b", input_ids=(8, 9), max_new_tokens=18)]
     rule = StaticRule(encode_batch=2, num_groups=1, kv_tokens=10_000, encode_micro_batches=1)
@@ -156,7 +156,7 @@ def test_a_request_that_is_full_costs_nothing_more_in_a_batch_that_goes_on() -> 
     assert [list(r.output_ids) for r in sink.results] == [expected(q) for q in queries]
 
 
-def test_passes_hold_all_tokens_in_order_and_no_more_than_the_most() -> None:
+def test_passes_hold_all_tokens_in_order_and_no_more_than_the_most():
     wanted = [("a", 1), ("b", 1), ("c", 7), ("d", 3), ("e", 9)]
     split = list(passes(wanted, 5))
     assert all(sum(one.values()) <= 5 for one in split)

@@ -51,9 +51,7 @@ def writer_of(path: Path) -> ResultWriter:
 @pytest.mark.parametrize("is_openai", [False, True])
 @pytest.mark.parametrize(("edit", "missing", "fault", "length"), [
     *((*edit, 9) for edit in EDITS), (*EDITS[0], 2**23)])  # the last beyond what is parsed
-def test_what_was_changed_is_told_and_put_right(
-        tmp_path: Path, edit: Callable[[Lines], Lines], missing: set[int], fault: str,
-        length: int, is_openai: bool) -> None:
+def test_what_was_changed_is_told_and_put_right(tmp_path, edit, missing, fault, length, is_openai):
     path = tmp_path / "results.jsonl"
     write_spool(tmp_path, [Record(id=f"é{i}", line=i + 1) for i in range(COUNT)])
     results = [finished(index, is_openai=is_openai, text="so " * (length // 3))

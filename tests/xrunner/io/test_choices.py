@@ -52,7 +52,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_choices_of_a_request_are_one_response(tmp_path: Path) -> None:
+def test_the_choices_of_a_request_are_one_response(tmp_path):
     path = tmp_path / "results.jsonl"
     writer = opened(path)
     for result in finished():
@@ -72,7 +72,7 @@ def test_the_choices_of_a_request_are_one_response(tmp_path: Path) -> None:
     assert answered(path) == Answered(7, frozenset()) and count_results(path) == 7
 
 
-def test_taken_apart_it_is_what_each_answer_alone_would_be() -> None:
+def test_taken_apart_it_is_what_each_answer_alone_would_be():
     own = [result for result in finished() if result.query.id == "b"]
     alone = [result_line(result, "toy", str) for result in own]
     (whole,) = [json.loads(merged([json.dumps(line) for line in alone]))]
@@ -86,7 +86,7 @@ def test_taken_apart_it_is_what_each_answer_alone_would_be() -> None:
 @pytest.mark.parametrize("order", [
     (0, 1, 2, 3, 4, 5, 6), (6, 5, 4, 3, 2, 1, 0), (3, 0, 5, 1, 4, 6, 2), (1, 3, 2, 6, 0, 5, 4)])
 def test_whenever_a_run_is_killed_the_next_one_ends_with_the_same_lines(
-        tmp_path: Path, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path, order, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1.8e9)  # each response says when it was made
     results = finished()
     whole = tmp_path / "whole.jsonl"
@@ -116,8 +116,7 @@ def test_whenever_a_run_is_killed_the_next_one_ends_with_the_same_lines(
         assert not (folder / HELD_FILE).exists()
 
 
-def test_what_is_answered_keeps_the_second_in_which_it_was(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_answered_keeps_the_second_in_which_it_was(tmp_path, monkeypatch):
     path, results = tmp_path / "results.jsonl", finished()
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.9)
     killed = opened(path)
@@ -132,7 +131,7 @@ def test_what_is_answered_keeps_the_second_in_which_it_was(
     assert created == [0, 123, 0, 0]
 
 
-def test_one_without_an_answer_leaves_the_request_without(tmp_path: Path) -> None:
+def test_one_without_an_answer_leaves_the_request_without(tmp_path):
     path = tmp_path / "results.jsonl"
     writer = opened(path)
     for result in finished():
@@ -146,7 +145,7 @@ def test_one_without_an_answer_leaves_the_request_without(tmp_path: Path) -> Non
     assert answered(path) == Answered(7, frozenset())
 
 
-def test_a_run_answers_lines_with_n(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_run_answers_lines_with_n(llama, tmp_path):
     """Through intake, engine, results, and those who read them."""
     plan = plan_of(tmp_path, llama[0], temperature=0.0)
 

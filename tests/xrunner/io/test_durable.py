@@ -22,7 +22,7 @@ def finished(index: int, text: str = "", id_: str | None = None) -> FinishedQuer
 
 
 @pytest.fixture
-def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def synced(monkeypatch):
     """What was put on the disk, in order, by name and size."""
     done, sync, lock = list[str](), os.fsync, threading.Lock()
 
@@ -36,7 +36,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_a_file_is_on_the_disk_before_its_name_is(tmp_path: Path, synced: list[str]) -> None:
+def test_a_file_is_on_the_disk_before_its_name_is(tmp_path, synced):
     write_atomically(tmp_path / "a.json", "new")
     assert synced == [f".a.json.{os.getpid()}.tmp 3", tmp_path.name]
     synced.clear()
@@ -44,8 +44,7 @@ def test_a_file_is_on_the_disk_before_its_name_is(tmp_path: Path, synced: list[s
     assert not synced and (tmp_path / "a.json").read_text() == "newer"
 
 
-def test_what_is_written_is_on_the_disk_soon_and_at_the_end(tmp_path: Path,
-                                                            synced: list[str]) -> None:
+def test_what_is_written_is_on_the_disk_soon_and_at_the_end(tmp_path, synced):
     path = tmp_path / "results.jsonl"
     writer = ResultWriter(path, first_index=0, model="toy", sync_s=0.05)
     writer.write(finished(0))
@@ -61,7 +60,7 @@ def test_what_is_written_is_on_the_disk_soon_and_at_the_end(tmp_path: Path,
     assert answered(path)[:2] == (3, frozenset())
 
 
-def test_a_result_that_cannot_be_written_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_written_is_an_error_of_its_own(tmp_path):
     path = tmp_path / "results.jsonl"
     writer = ResultWriter(path, first_index=0, model="toy")
     for index, text in enumerate(("fine", "half a \ud83d", "fine")):
@@ -72,7 +71,7 @@ def test_a_result_that_cannot_be_written_is_an_error_of_its_own(tmp_path: Path) 
     assert "cannot be written: UnicodeEncodeError" in rows[1]["error"]
 
 
-def test_a_file_that_was_replaced_is_not_written_over(tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_is_not_written_over(tmp_path):
     path = tmp_path / "results.jsonl"
     writer = ResultWriter(path, first_index=0, model="toy")
     writer.write(finished(0))

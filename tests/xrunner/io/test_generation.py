@@ -4,7 +4,6 @@ it, or refused by key."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,8 +33,7 @@ def greedy(model: Any, tokens: list[int], most: int, least: int | None) -> list[
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize(("family", "degrees", "unrepeated"), [
     ("bart", (1,), 0), ("bart", (1, 1), 3), ("mbart", (1, 2), 2), ("mbart", (2,), 1)])
-def test_what_a_models_files_say_is_as_generate_has_it(
-        tmp_path: Path, family: str, degrees: tuple[int, ...], unrepeated: int) -> None:
+def test_what_a_models_files_say_is_as_generate_has_it(tmp_path, family, degrees, unrepeated):
     model = toys.make_bart(family, tmp_path, forced_bos_token_id=FIRST,
                            forced_eos_token_id=toys.EOS, min_length=9,
                            no_repeat_ngram_size=unrepeated)
@@ -60,7 +58,7 @@ def test_what_a_models_files_say_is_as_generate_has_it(
         assert len(found) < most or found[-1] == toys.EOS
 
 
-def test_an_exact_length_has_no_end_that_is_given(tmp_path: Path) -> None:
+def test_an_exact_length_has_no_end_that_is_given(tmp_path):
     toys.make_bart("bart", tmp_path, forced_bos_token_id=FIRST, forced_eos_token_id=toys.EOS)
     plan = plan_of(tmp_path, tmp_path)
     spool, _ = spooled(plan, {"tokens": [6, 8], "forced_tokens": 5})
@@ -74,13 +72,12 @@ def test_an_exact_length_has_no_end_that_is_given(tmp_path: Path) -> None:
     ({"model_type": "t5"}, GivenTokens()),
     ({"model_type": "bart", "forced_bos_token_id": 0, "forced_eos_token_id": [9, 4]},
      GivenTokens(0, 4))])
-def test_where_config_json_alone_is_there_it_says(tmp_path: Path, config: dict[str, Any],
-                                                  expected: GivenTokens) -> None:
+def test_where_config_json_alone_is_there_it_says(tmp_path, config, expected):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert given_tokens(tmp_path) == expected
 
 
-def test_what_is_not_done_is_refused_by_every_key(tmp_path: Path) -> None:
+def test_what_is_not_done_is_refused_by_every_key(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     # facebook/bart-large-cnn's
     says = {"forced_bos_token_id": 0, "forced_eos_token_id": 2, "length_penalty": 2.0,

@@ -30,8 +30,7 @@ def open_writer(path: Path) -> ResultWriter:
 
 
 @pytest.mark.parametrize("is_openai", [False, True])
-def test_what_is_held_is_on_the_disk_at_once_and_comes_out_unchanged(tmp_path: Path,
-                                                                     is_openai: bool) -> None:
+def test_what_is_held_is_on_the_disk_at_once_and_comes_out_unchanged(tmp_path, is_openai):
     path = tmp_path / "results.jsonl"
     killed = open_writer(path)
     for index in (0, 2, 3, 5):
@@ -51,7 +50,7 @@ def test_what_is_held_is_on_the_disk_at_once_and_comes_out_unchanged(tmp_path: P
     assert not (tmp_path / HELD_FILE).exists()
 
 
-def test_no_file_where_nothing_ever_waits(tmp_path: Path) -> None:
+def test_no_file_where_nothing_ever_waits(tmp_path):
     writer = open_writer(tmp_path / "results.jsonl")
     for index in range(3):
         writer.write(finished(index))
@@ -61,7 +60,7 @@ def test_no_file_where_nothing_ever_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", [b'{"index": 7, "te', b'{"index": 7}', b"\xff\xfe\n", b"[7]\n",
                                   b'{"index": "7"}\n', b'{"xgpt": 7}\n'])
-def test_a_torn_line_is_left_out_and_does_not_spoil_the_next(tmp_path: Path, torn: bytes) -> None:
+def test_a_torn_line_is_left_out_and_does_not_spoil_the_next(tmp_path, torn):
     path = tmp_path / "results.jsonl"
     killed = open_writer(path)
     killed.write(finished(2))
@@ -73,7 +72,7 @@ def test_a_torn_line_is_left_out_and_does_not_spoil_the_next(tmp_path: Path, tor
     assert answered(path) == Answered(0, frozenset({2, 7}))
 
 
-def test_a_result_whose_line_was_torn_as_its_turn_came_is_still_held(tmp_path: Path) -> None:
+def test_a_result_whose_line_was_torn_as_its_turn_came_is_still_held(tmp_path):
     path = tmp_path / "results.jsonl"
     killed = open_writer(path)
     for index in (1, 2, 0):
@@ -85,8 +84,7 @@ def test_a_result_whose_line_was_torn_as_its_turn_came_is_still_held(tmp_path: P
     assert path.read_bytes() == whole and not (tmp_path / HELD_FILE).exists()
 
 
-def test_lines_whose_turn_has_come_leave_the_file_as_it_grows(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_whose_turn_has_come_leave_the_file_as_it_grows(tmp_path, monkeypatch):
     monkeypatch.setattr(held_module, "_DEAD_CHARS", 2000)
     path, source = tmp_path / "results.jsonl", random.Random(3)
     writer, most = open_writer(path), 0

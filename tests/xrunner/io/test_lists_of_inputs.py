@@ -50,8 +50,7 @@ def answers(output: Path, model: Path, queries: Sequence[PreparedQuery]) -> dict
     return {row["custom_id"]: row["response"]["body"] for row in rows}
 
 
-def test_each_prompt_of_a_list_has_its_choices_as_if_it_were_alone(
-        llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_each_prompt_of_a_list_has_its_choices_as_if_it_were_alone(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0], temperature=0.0)
     drawn = {"temperature": 1.5, "seed": 3, "n": 2}
     before = int(time.time())
@@ -78,8 +77,7 @@ def test_each_prompt_of_a_list_has_its_choices_as_if_it_were_alone(
                                                                 2, 2]
 
 
-def test_a_chat_with_several_choices_is_of_openais_type(llama: tuple[Path, Any],
-                                                        tmp_path: Path) -> None:
+def test_a_chat_with_several_choices_is_of_openais_type(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0], temperature=0.0)
     spool, _ = spooled(plan, line("a", prompt=A, n=2), line("b", prompt=A))
     found = answers(tmp_path, llama[0], [replace(query, is_chat=True)
@@ -91,8 +89,7 @@ def test_a_chat_with_several_choices_is_of_openais_type(llama: tuple[Path, Any],
         assert body["created"] > 1.7e9
 
 
-def test_one_prompt_that_cannot_run_leaves_its_line_without_an_answer(
-        llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_one_prompt_that_cannot_run_leaves_its_line_without_an_answer(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0], temperature=0.0)
     spool, errors = spooled(
         plan, line("a", prompt=A), line("long", prompt=[A, [5] * 90, B], n=2),
@@ -105,7 +102,7 @@ def test_one_prompt_that_cannot_run_leaves_its_line_without_an_answer(
     assert [*answers(tmp_path, llama[0], list(queries_of(spool, plan)))] == ["a", "b"]
 
 
-def test_each_text_of_a_list_has_its_embedding(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_each_text_of_a_list_has_its_embedding(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0])
     path = tmp_path / "requests.jsonl"
     path.write_text("".join(json.dumps({
@@ -132,8 +129,7 @@ def test_each_text_of_a_list_has_its_embedding(llama: tuple[Path, Any], tmp_path
     assert [query.output_tokens for query in read_output(tmp_path).queries] == [0] * 4
 
 
-def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_says(
-        tmp_path: Path) -> None:
+def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_says(tmp_path):
     model = toys.make_model("llama", tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({
         "repetition_penalty": 1.3, "eos_token_id": toys.EOS, "pad_token_id": 0}))

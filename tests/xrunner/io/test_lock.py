@@ -17,7 +17,7 @@ from xgpt.core.errors import XgptError
 from xrunner.io.lock import is_locked, output_lock
 
 
-def test_a_second_run_is_refused_until_the_first_and_its_children_are_gone(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_until_the_first_and_its_children_are_gone(tmp_path):
     with output_lock(tmp_path) as descriptor:
         with pytest.raises(XgptError, match="another run"), output_lock(tmp_path):
             pass
@@ -42,7 +42,7 @@ with output_lock(Path(sys.argv[1])):
 
 
 @pytest.fixture(params=sorted(_NO_FLOCK))
-def shim(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def shim(request, tmp_path):
     """The system's locks as on file systems that do not carry them from one host to another: each
     host has its own (as if there were none), or all are refused."""
     if shutil.which("cc") is None or subprocess.run(
@@ -69,8 +69,7 @@ def on_host(name: str, folder: Path, shim: Path) -> Iterator[subprocess.Popen[st
             process.kill()
 
 
-def test_two_hosts_without_locks_between_them_do_not_share_a_folder(shim: Path,
-                                                                    tmp_path: Path) -> None:
+def test_two_hosts_without_locks_between_them_do_not_share_a_folder(shim, tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
     with on_host("node-a", folder, shim) as first:
@@ -99,7 +98,7 @@ def owner(folder: Path, **values: object) -> Path:
     return path
 
 
-def test_another_hosts_run_is_seen_by_its_file_until_it_is_silent(tmp_path: Path) -> None:
+def test_another_hosts_run_is_seen_by_its_file_until_it_is_silent(tmp_path):
     """As on a file system whose locks do not reach other hosts."""
     (tmp_path / ".lock").touch()
     path = owner(tmp_path)
@@ -115,7 +114,7 @@ def test_another_hosts_run_is_seen_by_its_file_until_it_is_silent(tmp_path: Path
     assert sorted(file.name for file in tmp_path.iterdir()) == [".lock"]
 
 
-def test_what_a_dead_process_of_this_host_left_is_taken_over_at_once(tmp_path: Path) -> None:
+def test_what_a_dead_process_of_this_host_left_is_taken_over_at_once(tmp_path):
     with output_lock(tmp_path):
         mine = json.loads((tmp_path / ".owner.json").read_text())
     child = subprocess.Popen(["true"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ def finished(index: int, *, text: str = "täxt\n", openai: bool = False) -> Fini
                          encode_start_s=0.5, first_token_s=1.5, last_token_s=1.75)
 
 
-def test_results_leave_in_input_order_and_each_as_soon_as_it_can(tmp_path: Path) -> None:
+def test_results_leave_in_input_order_and_each_as_soon_as_it_can(tmp_path):
     path = tmp_path / "results.jsonl"
     writer = ResultWriter(path, first_index=0, model="toy")
     seen = []
@@ -43,7 +42,7 @@ def test_results_leave_in_input_order_and_each_as_soon_as_it_can(tmp_path: Path)
                     "latency_s": 1.25, "encode_start_s": 0.5, "ttft_s": 1.5, "tpot_s": 0.25}
 
 
-def test_a_query_without_an_answer_says_why_in_its_line(tmp_path: Path) -> None:
+def test_a_query_without_an_answer_says_why_in_its_line(tmp_path):
     path = tmp_path / "results.jsonl"
     writer = ResultWriter(path, first_index=0, model="toy")
     for index in range(2):
@@ -56,7 +55,7 @@ def test_a_query_without_an_answer_says_why_in_its_line(tmp_path: Path) -> None:
     assert openai["error"] == {"code": "no_answer", "message": "logits not finite"}
 
 
-def test_a_torn_last_line_is_cut_and_the_rest_counted(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_cut_and_the_rest_counted(tmp_path):
     path = tmp_path / "results.jsonl"
     assert count_results(path) == 0
     path.write_text('{"index": 0}\n{"index": 1}\n{"index": 2, "te')
@@ -72,8 +71,7 @@ def test_a_torn_last_line_is_cut_and_the_rest_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("torn", ["", '{"index": 9, "te', "\0" * 40])
 @pytest.mark.parametrize("last", ['{"index": 7}', '{"id": "a", "xgpt": {"index": 7, "tokens": []}}',
                                   '{"xgpt": {"index": 6, "choices": [{"index": 6}, {}]}}'])
-def test_the_last_whole_line_tells_how_many_there_are(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, torn: str, last: str) -> None:
+def test_the_last_whole_line_tells_how_many_there_are(tmp_path, monkeypatch, chunk, torn, last):
     path = tmp_path / "results.jsonl"
     path.write_text("".join(f'{{"index": {i}, "text": "{i}"}}\n' for i in range(
         6 if "choices" in last else 7)) + f"{last}\n{torn}")
@@ -86,15 +84,14 @@ def test_the_last_whole_line_tells_how_many_there_are(
 
 @pytest.mark.parametrize("text", [None, "", '{"index": 0', '{"index": 0}\n{"text": ""}\n',
                                   '{"index": 0}\n\0\0\n', '{"index": 0}\n[1]\n'])
-def test_where_the_last_line_does_not_tell_all_are_counted(tmp_path: Path,
-                                                           text: str | None) -> None:
+def test_where_the_last_line_does_not_tell_all_are_counted(tmp_path, text):
     path = tmp_path / "results.jsonl"
     if text is not None:
         path.write_text(text)
     assert answered_by_last_line(path) == answered(path)
 
 
-def test_an_openai_request_is_answered_with_a_batch_response(tmp_path: Path) -> None:
+def test_an_openai_request_is_answered_with_a_batch_response(tmp_path):
     path = tmp_path / "results.jsonl"
     writer = ResultWriter(path, first_index=0, model="toy")
     writer.write(finished(0, text="Hello", openai=True))
@@ -109,7 +106,7 @@ def test_an_openai_request_is_answered_with_a_batch_response(tmp_path: Path) -> 
     assert (line["xgpt"]["ttft_s"], line["xgpt"]["tpot_s"]) == (1.5, 0.25)
 
 
-def test_errors_are_written_in_line_order_and_no_file_when_there_are_none(tmp_path: Path) -> None:
+def test_errors_are_written_in_line_order_and_no_file_when_there_are_none(tmp_path):
     path = tmp_path / "errors.jsonl"
     write_errors(path, [RequestError(line=9, id=None, error="b"),
                         RequestError(line=2, id="x", error="a")])

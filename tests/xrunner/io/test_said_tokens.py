@@ -5,8 +5,6 @@ which a query comes to its next token."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +26,7 @@ SAYS = ({"repetition_penalty": 1.3, "min_new_tokens": 6, "eos_token_id": [toys.E
 
 
 @pytest.fixture(scope="module", params=SAYS, ids=["penalty", "both", "given"])
-def answered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
-             ) -> Iterator[tuple[Path, list[PreparedQuery], dict[int, list[int]]]]:
+def answered(request, tmp_path_factory):
     """(the model's folder, queries as they are taken up, what `generate` answers by index)"""
     from transformers import GenerationConfig
 
@@ -72,9 +69,7 @@ def tokens_of(results: list[FinishedQuery], queries: list[PreparedQuery]) -> dic
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("way", ["rra", "sarathi", "vllm", "waa"])
-def test_a_decoder_only_models_own_rules_are_as_generate_has_them(
-        answered: tuple[Path, list[PreparedQuery], dict[int, list[int]]], way: str,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_only_models_own_rules_are_as_generate_has_them(answered, way, monkeypatch):
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", 16)
     folder, queries, expected = answered
     if way == "waa":
@@ -91,7 +86,7 @@ def test_a_decoder_only_models_own_rules_are_as_generate_has_them(
     assert tokens_of(sink.results, queries) == expected
 
 
-def test_an_engine_that_does_not_do_it_refuses_it_by_key(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_do_it_refuses_it_by_key(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps(
         {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "forced_eos_token_id": 2,

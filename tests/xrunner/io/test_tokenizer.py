@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 
@@ -21,14 +20,14 @@ if add_generation_prompt %}<assistant>{% endif %}"""
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = plain_folder(tmp_path / "model", bos_token="<s>")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
-def test_a_template_is_compiled_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_is_compiled_once(directory, monkeypatch):
     compiled: list[str] = []
     kind = jinja2.sandbox.ImmutableSandboxedEnvironment
     compile_ = kind.from_string
@@ -41,7 +40,7 @@ def test_a_template_is_compiled_once(directory: Path, monkeypatch: pytest.Monkey
     assert len(compiled) == 1
 
 
-def test_what_a_template_refuses_is_said(directory: Path) -> None:
+def test_what_a_template_refuses_is_said(directory):
     with pytest.raises(ValueError, match="no tools"):
         TextTokenizer(directory).render_chat([{"role": "tool", "content": "x"}])
     for wrong in ("{% if %}", "{{ messages.none.none }}"):
@@ -56,7 +55,7 @@ def test_what_a_template_refuses_is_said(directory: Path) -> None:
 @pytest.mark.parametrize("template", [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
     "{{ raise_exception.__globals__.keys() }}", "{{ cycler.__init__.__globals__.os.popen('id') }}"])
-def test_a_template_does_not_reach_pythons_objects(directory: Path, template: str) -> None:
+def test_a_template_does_not_reach_pythons_objects(directory, template):
     (directory / "chat_template.jinja").write_text(template)
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(ValueError, match=r"chat template: .*(unsafe|is undefined)"):
@@ -64,14 +63,13 @@ def test_a_template_does_not_reach_pythons_objects(directory: Path, template: st
     assert messages == [{"role": "user", "content": "x"}]
 
 
-def test_a_template_that_is_no_text_is_refused_by_its_file(directory: Path) -> None:
+def test_a_template_that_is_no_text_is_refused_by_its_file(directory):
     (directory / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(XgptError, match=r"chat_template.jinja: .*can't decode"):
         TextTokenizer(directory)
 
 
-def test_code_in_a_models_folder_is_never_run(tmp_path: Path,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_a_models_folder_is_never_run(tmp_path, monkeypatch):
     """transformers asks on the terminal whether to run it: a piped `y` did."""
     (tmp_path / "vocab.txt").write_text("[UNK]\n[PAD]\nword\n")
     (tmp_path / "config.json").write_text(

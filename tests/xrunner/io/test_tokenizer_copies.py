@@ -20,7 +20,7 @@ READ = ("import sys, pathlib; from xrunner.io.tokenizer import TextTokenizer as 
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return plain_folder(tmp_path / "model", bos_token="<s>",
                         chat_template="{{ bos_token }}{{ messages[0].content }}")
@@ -30,7 +30,7 @@ def copies(model: Path) -> list[str]:
     return sorted(path.name for path in (model.parent / "cache/xgpt/tokenizers").iterdir())
 
 
-def test_two_that_make_the_same_copy_at_once_do_not_hurt_each_other(model: Path) -> None:
+def test_two_that_make_the_same_copy_at_once_do_not_hurt_each_other(model):
     words = [sys.executable, "-c", READ, str(model)]
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     told = {process.communicate(timeout=120)[0] for process in both}
@@ -39,8 +39,7 @@ def test_two_that_make_the_same_copy_at_once_do_not_hurt_each_other(model: Path)
     assert warm == told.pop().replace("True", "False"), "it is read without transformers"
 
 
-def test_a_copy_is_of_the_files_and_of_the_version(model: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_of_the_files_and_of_the_version(model, monkeypatch):
     TextTokenizer(model)
     first = copies(model)
     (model / "model.safetensors").write_bytes(b"weights")
@@ -54,7 +53,7 @@ def test_a_copy_is_of_the_files_and_of_the_version(model: Path,
     assert len(copies(moved)) == 3
 
 
-def test_a_folder_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_without_a_vocabulary_has_no_tokenizer(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("x")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "not there"):

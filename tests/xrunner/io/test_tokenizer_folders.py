@@ -4,7 +4,6 @@ chats and answers are as transformers has them, or are refused by name."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,16 +248,16 @@ LEAVE_OUT = "would leave it out"
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_there_are_sixty() -> None:
+def test_there_are_sixty():
     assert len(FOLDERS) >= 60
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_texts_chats_and_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_texts_chats_and_answers_are_those_of_transformers(name, tmp_path):
     folder = write_folder(tmp_path / "model", FOLDERS[name])
     theirs, ours = AutoTokenizer.from_pretrained(folder), TextTokenizer(folder)
     assert ours.encode_many(TEXTS, special=True) == [theirs(text)["input_ids"] for text in TEXTS]

@@ -5,9 +5,6 @@ Its tokens and logits against transformers' are in test_exactness.py and test_sh
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from toy_runs import split_stages
@@ -28,7 +25,7 @@ CONFIG = {"model_type": "gpt2", "n_layer": 5, "n_embd": 48, "n_head": 6, "vocab_
 
 
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def gpt2(tmp_path_factory):
     directory = tmp_path_factory.mktemp("gpt2")
     return directory, make_model("gpt2", directory)
 
@@ -37,18 +34,18 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     ("activation_function", "gelu"), ("scale_attn_weights", False),
     ("scale_attn_by_inverse_layer_idx", True), ("reorder_and_upcast_attn", True),
     ("add_cross_attention", True)])
-def test_a_variant_is_refused_by_its_key(key: str, value: object) -> None:
+def test_a_variant_is_refused_by_its_key(key, value):
     from_hf_config(CONFIG, "x")
     with pytest.raises(InputError, match=f"{key} = .* is not supported"):
         from_hf_config({**CONFIG, key: value}, "x")
 
 
-def test_an_untied_head_is_read_as_such() -> None:
+def test_an_untied_head_is_read_as_such():
     assert from_hf_config(CONFIG, "x").tied_embeddings
     assert not from_hf_config({**CONFIG, "tie_word_embeddings": False}, "x").tied_embeddings
 
 
-def test_weights_are_turned_once_and_lie_in_rows(gpt2: tuple[Path, Any]) -> None:
+def test_weights_are_turned_once_and_lie_in_rows(gpt2):
     directory, model = gpt2
     layer = gpt2_layer(spec_of(directory), CheckpointReader(directory, torch.float32), 1)
     attn, mlp = model.transformer.h[1].attn, model.transformer.h[1].mlp
@@ -57,7 +54,7 @@ def test_weights_are_turned_once_and_lie_in_rows(gpt2: tuple[Path, Any]) -> None
         assert torch.equal(ours.weight, conv.weight.detach().t()) and ours.weight.is_contiguous()
 
 
-def test_a_shard_takes_its_heads_from_query_key_and_value(gpt2: tuple[Path, Any]) -> None:
+def test_a_shard_takes_its_heads_from_query_key_and_value(gpt2):
     directory, model = gpt2
     reader = CheckpointReader(directory, torch.float32)
     layer = gpt2_layer(spec_of(directory), reader, 2, Shard(1, 2))
@@ -68,7 +65,7 @@ def test_a_shard_takes_its_heads_from_query_key_and_value(gpt2: tuple[Path, Any]
     assert layer.weights.qkv.weight.is_contiguous() and layer.weights.out.bias is None
 
 
-def test_a_tied_head_is_the_embedding_itself_where_a_rank_holds_it(gpt2: tuple[Path, Any]) -> None:
+def test_a_tied_head_is_the_embedding_itself_where_a_rank_holds_it(gpt2):
     directory, _ = gpt2
     spec, reader = spec_of(directory), CheckpointReader(directory, torch.float32)
     ends = gpt2_ends(spec, reader, first=True, last=True, shard=Shard(1, 2))
@@ -78,7 +75,7 @@ def test_a_tied_head_is_the_embedding_itself_where_a_rank_holds_it(gpt2: tuple[P
     assert alone.embedding is None and torch.equal(*alone.head.tensors, *ends.head.tensors)
 
 
-def test_weights_go_to_the_device_asked_for(gpt2: tuple[Path, Any]) -> None:
+def test_weights_go_to_the_device_asked_for(gpt2):
     directory, _ = gpt2
     spec, reader = spec_of(directory), CheckpointReader(directory, torch.float32)
     model = StageModel(spec, reader, split_stages(spec.num_layers, 1)[0], torch.float32,
@@ -90,7 +87,7 @@ def test_weights_go_to_the_device_asked_for(gpt2: tuple[Path, Any]) -> None:
     assert len(held) > 5 * 8 and {t.device.type for t in held} == {"meta"}
 
 
-def test_the_mlp_uses_gelu_by_tanh(gpt2: tuple[Path, Any]) -> None:
+def test_the_mlp_uses_gelu_by_tanh(gpt2):
     directory, model = gpt2
     layer = gpt2_layer(spec_of(directory), CheckpointReader(directory, torch.float32), 0)
     theirs, hidden = model.transformer.h[0], torch.linspace(-1, 1, 5 * 48).view(5, 48)

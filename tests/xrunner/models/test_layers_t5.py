@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -93,14 +91,13 @@ def greedy(runner: Runner) -> tuple[list[list[int]], list[Tensor]]:
 
 
 @pytest.fixture(scope="module", params=["1.0", "1.1"])
-def toy_t5(request: pytest.FixtureRequest,
-           tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def toy_t5(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("t5")
     return directory, make_t5(request.param, directory)
 
 
 @torch.inference_mode()
-def test_encoder_output_and_decoder_logits_are_transformers(toy_t5: tuple[Path, Any]) -> None:
+def test_encoder_output_and_decoder_logits_are_transformers(toy_t5):
     directory, model = toy_t5
     runner = Runner(spec_of(directory), CheckpointReader(directory, F32))
     tokens = inputs()
@@ -122,7 +119,7 @@ def test_encoder_output_and_decoder_logits_are_transformers(toy_t5: tuple[Path, 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("degree", [2, 3])
-def test_shards_of_t5_equal_the_whole(toy_t5: tuple[Path, Any], degree: int) -> None:
+def test_shards_of_t5_equal_the_whole(toy_t5, degree):
     directory, _ = toy_t5
     torch.set_num_threads(1)
     spec, tokens = spec_of(directory), inputs()
@@ -145,14 +142,13 @@ def test_shards_of_t5_equal_the_whole(toy_t5: tuple[Path, Any], degree: int) -> 
     torch.testing.assert_close(cross, whole[2], rtol=1e-4, atol=1e-4)
 
 
-def test_a_config_saved_by_transformers_5_scales_its_head_as_the_published_one(
-        toy_t5: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_config_saved_by_transformers_5_scales_its_head_as_the_published_one(toy_t5, tmp_path):
     directory, model = toy_t5
     model.config.save_pretrained(tmp_path)
     assert spec_of(tmp_path).tied_embeddings == spec_of(directory).tied_embeddings
 
 
-def test_unknown_activations_are_refused(toy_t5: tuple[Path, Any]) -> None:
+def test_unknown_activations_are_refused(toy_t5):
     config = json.loads((toy_t5[0] / "config.json").read_text())
     with pytest.raises(InputError, match="feed_forward_proj = 'gated-silu'"):
         from_hf_config({**config, "feed_forward_proj": "gated-silu"}, "x")

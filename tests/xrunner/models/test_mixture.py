@@ -50,8 +50,7 @@ def by_row(rows: torch.Tensor, weights: tuple[torch.Tensor, ...],
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_normed", [True, False])
 @pytest.mark.parametrize(("count", "per_token"), [(1, 1), (4, 1), (4, 2), (4, 4), (9, 3)])
-def test_every_row_gets_what_its_experts_give(count: int, per_token: int, is_normed: bool,
-                                              dtype: torch.dtype) -> None:
+def test_every_row_gets_what_its_experts_give(count, per_token, is_normed, dtype):
     experts = Experts(count=count, per_token=per_token, inner=INNER, is_normed=is_normed)
     weights = weights_of(count, dtype)
     rows = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(5)).to(dtype)
@@ -63,7 +62,7 @@ def test_every_row_gets_what_its_experts_give(count: int, per_token: int, is_nor
             torch.testing.assert_close(found.double(), by_row(own, weights, experts), **close)
 
 
-def test_rows_that_all_want_one_expert_leave_the_others_nothing() -> None:
+def test_rows_that_all_want_one_expert_leave_the_others_nothing():
     experts = Experts(count=5, per_token=1, inner=INNER)
     weights = weights_of(5, torch.float32)
     weights[0][:] = 0

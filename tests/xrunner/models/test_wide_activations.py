@@ -57,8 +57,7 @@ def logits(spec: ModelSpec, weight_dtype: torch.dtype, stages: int, *, is_exact:
 
 @pytest.mark.parametrize("family", SPECS)
 @pytest.mark.parametrize("stages", [1, 3])
-def test_logits_are_nearer_to_float32_than_those_of_bfloat16(
-        family: str, stages: int) -> None:
+def test_logits_are_nearer_to_float32_than_those_of_bfloat16(family, stages):
     spec, passed = SPECS[family], list[torch.dtype]()
     exact = logits(spec, F32, 1, is_exact=True)
     narrow, wide = logits(spec, BF16, stages), logits(spec, F32, stages, passed=passed)
@@ -66,7 +65,7 @@ def test_logits_are_nearer_to_float32_than_those_of_bfloat16(
     assert 0 < (wide - exact).norm() < 0.8 * (narrow.float() - exact).norm()
 
 
-def test_sums_over_a_group_go_as_the_models_type() -> None:
+def test_sums_over_a_group_go_as_the_models_type():
     summed = list[tuple[torch.dtype, tuple[int, ...]]]()
 
     def all_reduce(tensor: Tensor) -> Tensor:
@@ -78,7 +77,7 @@ def test_sums_over_a_group_go_as_the_models_type() -> None:
     assert summed == [(BF16, (rows, 48))] * 8 + [(BF16, (3, 48))] * 8
 
 
-def test_a_stage_leaves_what_it_is_given_as_it_is() -> None:
+def test_a_stage_leaves_what_it_is_given_as_it_is():
     """A message within one process is the sender's own tensor."""
     stage = split_stages(SHAPE.num_layers, 2)[1]
     for dtype, held in ((F32, F32), (BF16, BF16), (BF16, F32)):

@@ -140,8 +140,7 @@ def decode_cases(draw: st.DrawFn) -> tuple[Shape, int, list[int], list[int]]:
 @many
 @given(case=decode_cases(), has_bias=st.booleans(), size=block_sizes)
 def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
-        implementation: Implementation, case: tuple[Shape, int, list[int], list[int]],
-        has_bias: bool, size: int | None) -> None:
+        implementation, case, has_bias, size):
     shape, capacity, slots, lengths = case
     keys, values = cache_of(shape, 9, capacity)
     # the rows of a product that has key and value behind the query
@@ -182,9 +181,7 @@ def spans(draw: st.DrawFn) -> tuple[Shape, int, list[Span]]:
 @every_implementation
 @many
 @given(case=spans(), size=block_sizes)
-def test_a_token_that_is_encoded_attends_to_what_came_before_it(
-        implementation: Implementation, case: tuple[Shape, int, list[Span]],
-        size: int | None) -> None:
+def test_a_token_that_is_encoded_attends_to_what_came_before_it(implementation, case, size):
     shape, capacity, parts = case
     keys, values = cache_of(shape, 6, capacity)
     total = sum(part.tokens for part in parts)
@@ -214,7 +211,7 @@ def test_a_token_that_is_encoded_attends_to_what_came_before_it(
 @many
 @given(shape=shapes, lengths=st.lists(st.integers(1, 70), max_size=4), has_bias=st.booleans())
 def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
-        implementation: Implementation, shape: Shape, lengths: list[int], has_bias: bool) -> None:
+        implementation, shape, lengths, has_bias):
     shape = shape._replace(group=1)
     joint = shape.normal(sum(lengths), 3 * shape.heads * shape.dim)
     query, key, value = joint.view(-1, 3, shape.heads, shape.dim).unbind(1)
@@ -236,8 +233,7 @@ def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
 @pytest.mark.parametrize(("dtype", "kv_dtype", "threads"), some(
     product(DTYPES, DTYPES, [1, 2, 7]),
     lambda case: case[2] == 7 or (case[0] == case[1] and case[2] == 2)), ids=str)
-def test_one_long_query_is_cut_among_threads(implementation: Implementation, dtype: torch.dtype,
-                                             kv_dtype: torch.dtype, threads: int) -> None:
+def test_one_long_query_is_cut_among_threads(implementation, dtype, kv_dtype, threads):
     shape = Shape(dtype, kv_dtype, 1, 4, 64, None, threads, 5)
     keys, values = cache_of(shape, 2, 5000)
     keys[0, :, 3000] *= 3  # a maximum that one part alone sees
@@ -252,7 +248,7 @@ def test_one_long_query_is_cut_among_threads(implementation: Implementation, dty
 
 
 @every_implementation
-def test_scores_far_apart_neither_overflow_nor_vanish(implementation: Implementation) -> None:
+def test_scores_far_apart_neither_overflow_nor_vanish(implementation):
     """Scores from -10,000 to 10,000 within one query: the largest alone is left."""
     keys = torch.linspace(-100, 100, 300).repeat_interleave(16).view(1, 1, 300, 16).contiguous()
     values = torch.arange(300.0).repeat_interleave(16).view(1, 1, 300, 16).contiguous()

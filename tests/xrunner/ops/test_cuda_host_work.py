@@ -57,7 +57,7 @@ def count(frame: FrameType, event: str, _: object) -> None:
 
 
 @pytest.mark.parametrize("encodes", [False, True])
-def test_a_layer_calls_few_functions_of_ours_before_its_launches(*, encodes: bool) -> None:
+def test_a_layer_calls_few_functions_of_ours_before_its_launches(*, encodes):
     launched: list[Launch] = []
     layer(CudaOps(launched.append, 132), encodes=encodes)
     kernels = [launch.source for launch in launched]
@@ -85,8 +85,7 @@ def launcher_of(monkeypatch: pytest.MonkeyPatch, launch_kernel: Any) -> Launcher
     return cuda_modules.CupyLauncher(torch.device("cuda", 3))
 
 
-def test_the_driver_is_handed_the_struct_on_the_stream_of_its_device(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_handed_the_struct_on_the_stream_of_its_device(monkeypatch):
     given = []
 
     def launch_kernel(*words: int) -> None:
@@ -100,7 +99,7 @@ def test_the_driver_is_handed_the_struct_on_the_stream_of_its_device(
     assert given == [(77, 5, 2, 1, 256, 1, 1, 16, 1003, 24)]
 
 
-def test_what_the_driver_refuses_is_told_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_driver_refuses_is_told_of_the_kernel(monkeypatch):
     def launch_kernel(*_: int) -> None:
         raise Refused("an illegal address\nat line 4")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cpu_cuda
-import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -30,7 +29,7 @@ def by_kernel(launcher: cpu_cuda.CpuLauncher, spans: list[Span],
     return bool(launcher.launched), out
 
 
-def test_long_inputs_in_half_precision_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_inputs_in_half_precision_are_left_to_torch(monkeypatch):
     launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
     is_ours, expected = by_kernel(launcher, INPUTS, torch.bfloat16)
     assert is_ours, "short ones are not"
@@ -44,7 +43,7 @@ def test_long_inputs_in_half_precision_are_left_to_torch(monkeypatch: pytest.Mon
     assert by_kernel(launcher, INPUTS, torch.bfloat16)[0]
 
 
-def test_a_chunk_counts_with_what_it_attends_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_counts_with_what_it_attends_to(monkeypatch):
     launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
     is_ours, expected = by_kernel(launcher, CHUNKS, torch.bfloat16)
     assert is_ours
@@ -57,7 +56,7 @@ def test_a_chunk_counts_with_what_it_attends_to(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(out.float(), expected.float(), atol=0.02, rtol=0.02)
 
 
-def test_what_flash_attention_is_told_of_a_chunk_is_its_mask() -> None:
+def test_what_flash_attention_is_told_of_a_chunk_is_its_mask():
     generator = torch.Generator().manual_seed(5)
     query, key, value = (torch.randn(1, 2, rows, DIM, generator=generator) for rows in (5, 9, 9))
     mask = attention._causal(torch.arange(9), 4, 5, attention.PLAIN, torch.float32)

@@ -23,9 +23,7 @@ def made(dtype: torch.dtype, out: int, into: int, *, has_bias: bool) -> tuple[to
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("dtype", "held"), TYPES)
 @pytest.mark.parametrize(("rows", "out", "into"), [(1, 8, 5), (33, 96, 64), (200, 48, 129)])
-def test_a_packed_product_is_the_plain_one(
-        dtype: torch.dtype, held: torch.dtype, activation: str, has_bias: bool, rows: int, out: int,
-        into: int) -> None:
+def test_a_packed_product_is_the_plain_one(dtype, held, activation, has_bias, rows, out, into):
     weight, bias = made(dtype, out, into, has_bias=has_bias)
     x = torch.randn(rows, into, generator=torch.Generator().manual_seed(rows)).to(dtype)
     product = Product(weight, bias, activation=activation)
@@ -42,7 +40,7 @@ def test_a_packed_product_is_the_plain_one(
         torch.testing.assert_close(ours.double(), exact, **near)
 
 
-def test_what_cannot_be_packed_stays_as_it_came() -> None:
+def test_what_cannot_be_packed_stays_as_it_came():
     weight, _ = made(torch.float16, 8, 8, has_bias=False)
     product = Product(weight)
     product.pack(torch.float16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -22,7 +21,7 @@ ROWS = (0, 1, 2, 3, 16, 63, 64, 65, 200, 255, 256, 257, 2080)
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
+def threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -34,8 +33,8 @@ def threads() -> Iterator[None]:
     [(*shape, *threads, has_bias)
      for shape, threads, has_bias in product(SHAPES, THREADS, (False, True))],
     lambda case: (SHAPES.index(case[:2]) + THREADS.index(case[2:4]) + case[4]) % 2 == 0))
-def test_a_weight_packed_once_multiplies_any_number_of_rows(
-        threads: None, out: int, into: int, packing: int, computing: int, has_bias: bool) -> None:
+def test_a_weight_packed_once_multiplies_any_number_of_rows(threads, out, into, packing, computing,
+                                                            has_bias):
     generator = torch.Generator().manual_seed(out + into)
     weight = torch.randn(out, into, generator=generator) / into ** 0.5
     bias = torch.randn(out, generator=generator) if has_bias else None
@@ -54,14 +53,14 @@ def test_a_weight_packed_once_multiplies_any_number_of_rows(
 
 
 @needs_mkl
-def test_a_weight_that_is_no_whole_piece_of_memory_is_packed_as_it_reads() -> None:
+def test_a_weight_that_is_no_whole_piece_of_memory_is_packed_as_it_reads():
     weight = torch.randn(33, 97).T
     x = torch.randn(5, 33)
     torch.testing.assert_close(MklWeight(weight)(x), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 @needs_mkl
-def test_packed_weights_take_no_more_memory_than_their_numbers() -> None:
+def test_packed_weights_take_no_more_memory_than_their_numbers():
     def resident() -> int:
         pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -76,7 +75,7 @@ def test_packed_weights_take_no_more_memory_than_their_numbers() -> None:
 
 
 @needs_mkl
-def test_float32_weights_are_mkl_s_unless_an_activation_follows() -> None:
+def test_float32_weights_are_mkl_s_unless_an_activation_follows():
     for activation, is_mkl in (("none", True), ("gelu", False), ("relu", False)):
         product = Product(torch.randn(8, 8), activation=activation)
         product.pack(torch.float32)
@@ -86,8 +85,7 @@ def test_float32_weights_are_mkl_s_unless_an_activation_follows() -> None:
 @pytest.mark.parametrize("lacks", [
     "torch's MKL", "the operator", "Intel's processor", "right sums"
     ])
-def test_without_mkl_the_product_is_onednn_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                             lacks: str) -> None:
+def test_without_mkl_the_product_is_onednn_s(monkeypatch, tmp_path, lacks):
     if lacks == "torch's MKL":
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     elif lacks == "the operator":

@@ -39,14 +39,14 @@ def declared_in_header() -> dict[str, str]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """An empty cache of libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "xgpt" / "native"
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sources(tmp_path, monkeypatch):
     """csrc/ops/cpu of one function, which compiles in an instant."""
     folder = tmp_path / "csrc" / "ops" / "cpu"
     folder.mkdir(parents=True)
@@ -55,11 +55,11 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_table_of_operators_is_that_of_the_header() -> None:
+def test_the_table_of_operators_is_that_of_the_header():
     assert declared_in_header() == native.OPERATORS
 
 
-def test_the_levels_are_those_of_the_header() -> None:
+def test_the_levels_are_those_of_the_header():
     found = re.search(r"enum \{ (XGPT_PORTABLE.*?) \}", HEADER, re.S)
     assert found is not None
     names = [part.split("=")[0].strip() for part in found.group(1).split(",")]
@@ -70,7 +70,7 @@ needs_compiler = pytest.mark.skipif(not native.levels(), reason=native.describe(
 
 
 @needs_compiler
-def test_every_level_can_be_used_and_none_beyond() -> None:
+def test_every_level_can_be_used_and_none_beyond():
     lib = native.library()
     assert lib is not None
     before = lib.xgpt_level()
@@ -86,11 +86,11 @@ def test_every_level_can_be_used_and_none_beyond() -> None:
 
 
 @needs_compiler
-def test_work_runs_on_torch_s_own_threads() -> None:
+def test_work_runs_on_torch_s_own_threads():
     assert native._gomp_parallel() is not None or "OpenMP" not in torch.__config__.parallel_info()
 
 
-def test_a_tensor_that_no_operator_serves_is_told_apart() -> None:
+def test_a_tensor_that_no_operator_serves_is_told_apart():
     assert native.dtype_code(torch.zeros(1)) == 0
     assert native.dtype_code(torch.zeros(1, dtype=torch.bfloat16)) == 1
     assert native.dtype_code(torch.zeros(1, dtype=torch.float64)) is None
@@ -99,7 +99,7 @@ def test_a_tensor_that_no_operator_serves_is_told_apart() -> None:
 
 
 @needs_compiler
-def test_a_library_is_built_once(cache: Path, sources: Path) -> None:
+def test_a_library_is_built_once(cache, sources):
     first = build.cached_library(cache)
     made = first.stat().st_mtime_ns
     assert build.cached_library(cache) == first and first.stat().st_mtime_ns == made
@@ -108,14 +108,14 @@ def test_a_library_is_built_once(cache: Path, sources: Path) -> None:
 
 
 @needs_compiler
-def test_sources_are_compiled_each_and_linked_to_one_library(cache: Path, sources: Path) -> None:
+def test_sources_are_compiled_each_and_linked_to_one_library(cache, sources):
     (sources / "two.cpp").write_text('extern "C" int two(void) { return 2; }\n')
     lib = ctypes.CDLL(str(build.cached_library(cache)))
     assert (lib.one(), lib.two()) == (1, 2)
 
 
 @needs_compiler
-def test_ranks_wait_for_no_source_of_replays(cache: Path, sources: Path) -> None:
+def test_ranks_wait_for_no_source_of_replays(cache, sources):
     two = sources.parents[1] / "replay" / "two.cpp"
     two.parent.mkdir()
     two.write_text('extern "C" int two(void) { return 2; }\n')
@@ -136,8 +136,7 @@ def test_ranks_wait_for_no_source_of_replays(cache: Path, sources: Path) -> None
 @pytest.mark.parametrize(("best", "least", "pairs"), [
     (0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 2, 1), (3, 2, 0)])
 def test_what_is_kept_here_has_the_sets_and_products_that_serve_here(
-        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, best: int, least: int,
-        pairs: int) -> None:
+        cache, sources, monkeypatch, best, least, pairs):
     monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
     (sources / "one.cpp").write_text("""
 #ifdef XGPT_NO_PAIRS
@@ -160,7 +159,7 @@ extern "C" int two(void) { return PAIRS; }
 
 
 @needs_compiler
-def test_a_set_that_a_build_lacks_is_refused(tmp_path: Path) -> None:
+def test_a_set_that_a_build_lacks_is_refused(tmp_path):
     found = build.find_compiler()
     every = tmp_path / "every.so"
     build.compile_library(build.source_folder(), every, found, names=LEVELS)
@@ -176,7 +175,7 @@ def test_a_set_that_a_build_lacks_is_refused(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_where_nothing_may_be_loaded_from_the_temporary_folder_all_sets_are_compiled(
-        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache, sources, monkeypatch):
     monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
     (sources / "levels.cpp").write_text('extern "C" int xgpt_best_level(void) { return 1; }\n')
     (sources / "one.cpp").write_text('#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n')
@@ -192,8 +191,7 @@ def test_where_nothing_may_be_loaded_from_the_temporary_folder_all_sets_are_comp
 
 
 @needs_compiler
-def test_sets_that_cannot_be_wished_for_are_refused(
-        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_that_cannot_be_wished_for_are_refused(cache, sources, monkeypatch):
     monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
     own = build.cached_library(cache)
     monkeypatch.setenv("XGPT_NATIVE_LEVELS", "own")
@@ -203,8 +201,7 @@ def test_sets_that_cannot_be_wished_for_are_refused(
 
 
 @needs_compiler
-def test_a_library_of_another_processor_is_not_called(
-        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_another_processor_is_not_called(cache, sources, monkeypatch):
     """A cache may be shared by machines whose processors tell themselves apart by nothing."""
     (sources / "one.cpp").write_text("\n".join(
         f'extern "C" int {name}(void) {{ return {int(name == "xgpt_least_level")}; }}'
@@ -215,15 +212,14 @@ def test_a_library_of_another_processor_is_not_called(
 
 
 @needs_compiler
-def test_other_options_make_another_library(cache: Path, sources: Path,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_options_make_another_library(cache, sources, monkeypatch):
     first = build.cached_library(cache)
     monkeypatch.setenv("XGPT_NATIVE_FLAGS", "-g")
     assert build.cached_library(cache) != first
 
 
 @needs_compiler
-def test_ranks_that_start_together_build_one_library(tmp_path: Path, sources: Path) -> None:
+def test_ranks_that_start_together_build_one_library(tmp_path, sources):
     calls = tmp_path / "calls"
     compiler = tmp_path / "c++"
     found = build.find_compiler()
@@ -241,7 +237,7 @@ def test_ranks_that_start_together_build_one_library(tmp_path: Path, sources: Pa
 
 
 @needs_compiler
-def test_a_failing_build_names_its_error(cache: Path, sources: Path) -> None:
+def test_a_failing_build_names_its_error(cache, sources):
     (sources / "one.cpp").write_text("int one(void) { return nowhere; }\n")
     with pytest.raises(build.BuildError, match="fails on csrc: .*nowhere"):
         build.cached_library(cache)
@@ -252,8 +248,7 @@ def test_a_failing_build_names_its_error(cache: Path, sources: Path) -> None:
 
 @pytest.mark.parametrize(("asked", "words"), [
     ("/nowhere/c++", "which is not there"), ("false", "--version fails")])
-def test_a_compiler_that_cannot_serve_leaves_torch(
-        cache: Path, monkeypatch: pytest.MonkeyPatch, asked: str, words: str) -> None:
+def test_a_compiler_that_cannot_serve_leaves_torch(cache, monkeypatch, asked, words):
     monkeypatch.setenv("CXX", asked)
     found = native.open_native("auto")
     assert found.library is None and words in found.reason
@@ -261,21 +256,20 @@ def test_a_compiler_that_cannot_serve_leaves_torch(
         native.open_native("require")
 
 
-def test_no_compiler_at_all_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_at_all_is_said(cache, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     assert "no C++ compiler" in native.open_native("auto").reason
 
 
-def test_a_cache_that_cannot_be_written_leaves_torch(
-        sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_leaves_torch(sources, tmp_path, monkeypatch):
     (tmp_path / "xgpt").write_text("a file where the folder would be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = native.open_native("auto")
     assert found.library is None and found.reason
 
 
-def test_native_can_be_switched_off_and_nothing_else_is_understood() -> None:
+def test_native_can_be_switched_off_and_nothing_else_is_understood():
     assert native.open_native("off") == native.Native(None, reason="XGPT_NATIVE is off")
     with pytest.raises(XgptError, match="auto, off, require"):
         native.open_native("on")
@@ -283,7 +277,7 @@ def test_native_can_be_switched_off_and_nothing_else_is_understood() -> None:
 
 @needs_compiler
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
-def test_wide_registers_are_used_where_their_instruction_set_was_asked_for_alone() -> None:
+def test_wide_registers_are_used_where_their_instruction_set_was_asked_for_alone():
     """A template of the standard library that was compiled for AVX-512 would serve, and end, every
     processor that has none."""
     lib = native.library()

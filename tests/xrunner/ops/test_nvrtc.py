@@ -43,7 +43,7 @@ def compiled(source: str, generation: int) -> tuple[str, bytes]:
 
 @pytest.mark.parametrize("generation", [80, 90, 100])
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_kernel_is_in_what_nvrtc_makes(name: str, generation: int) -> None:
+def test_every_kernel_is_in_what_nvrtc_makes(name, generation):
     source = source_of(name)
     said, binary = compiled(source, generation)
     assert binary and not said.strip(), said
@@ -57,6 +57,6 @@ def test_every_kernel_is_in_what_nvrtc_makes(name: str, generation: int) -> None
         assert f"\0{kernel}\0".encode() in binary, kernel
 
 
-def test_what_nvrtc_refuses_is_seen() -> None:
+def test_what_nvrtc_refuses_is_seen():
     said, binary = compiled('#include <vector>\nextern "C" __global__ void none() {}', 90)
     assert not binary and "vector" in said

@@ -107,8 +107,7 @@ class Call:
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("dtype", [0, 1])
 @pytest.mark.parametrize("kv_dtype", [0, 1])
-def test_what_the_wrong_arguments_are_made_from_is_served(name: str, dtype: int,
-                                                          kv_dtype: int) -> None:
+def test_what_the_wrong_arguments_are_made_from_is_served(name, dtype, kv_dtype):
     assert Call(name, {"dtype": dtype, "kv_dtype": kv_dtype})() == 0
 
 
@@ -133,8 +132,7 @@ def is_wrong(name: str, changed: dict[str, Any]) -> bool:
     [(name, code, changed) for name in OPERATORS for code, cases in WRONG.items()
      for changed in cases if is_wrong(name, changed)],
     ids=lambda v: v if isinstance(v, str) else str(v))
-def test_wrong_arguments_are_refused_and_nothing_is_written(
-        name: str, code: str, changed: dict[str, Any]) -> None:
+def test_wrong_arguments_are_refused_and_nothing_is_written(name, code, changed):
     call = Call(name, changed)
     assert call() == CODES[code]
     with pytest.raises(ValueError, match="native operator: "):
@@ -142,7 +140,7 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(
     assert all((memory == 1).all() for memory in call.memory.values())
 
 
-def test_every_code_has_words_of_its_own() -> None:
+def test_every_code_has_words_of_its_own():
     lib = native.library()
     assert lib is not None
     words = {lib.xgpt_words(code) for code in (0, *CODES.values(), 99)}
@@ -156,7 +154,7 @@ def test_every_code_has_words_of_its_own() -> None:
     ("xgpt_silu_mul", {"tokens": 0}), ("xgpt_kv_compact", {"num_moves": 0}),
     ("xgpt_kv_gather", {"n": 0}), ("xgpt_kv_scatter", {"n": 0}),
     ("xgpt_kv_compact", {"num_arrays": 0}), ("xgpt_kv_gather", {"num_arrays": 0})])
-def test_nothing_to_do_is_served_and_nothing_is_written(name: str, counts: dict[str, int]) -> None:
+def test_nothing_to_do_is_served_and_nothing_is_written(name, counts):
     call = Call(name, counts)
     assert call() == 0
     assert all((memory == 1).all() for memory in call.memory.values())

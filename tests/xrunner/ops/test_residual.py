@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from xrunner.ops.residual import Residual
 
 
-def test_products_are_added_once_by_the_norm_that_follows_or_by_the_next() -> None:
+def test_products_are_added_once_by_the_norm_that_follows_or_by_the_next():
     start, parts, weight = torch.randn(5, 24), torch.randn(4, 5, 24), torch.randn(24)
     stream = Residual(start.clone())
     stream.add(parts[0])

@@ -7,8 +7,8 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
-from token_rows import DTYPES, Rows, rows
+from implementations import IMPLEMENTATIONS, TOLERANCE, num_threads
+from token_rows import DTYPES, rows
 from torch import Tensor
 
 from xrunner.ops.contexts import Places
@@ -28,7 +28,7 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @every_implementation
 @many
 @given(case=rows, eps=st.sampled_from([1e-6, 1e-5, 1e-1]), adds=st.booleans())
-def test_rms_norm(implementation: Implementation, case: Rows, eps: float, adds: bool) -> None:
+def test_rms_norm(implementation, case, eps, adds):
     hidden, weight = case.normal(case.tokens, case.size) * 3, case.normal(case.size)
     device, stream, added = implementation.device, hidden.clone(), None
     if adds:
@@ -46,7 +46,7 @@ def test_rms_norm(implementation: Implementation, case: Rows, eps: float, adds: 
 @every_implementation
 @many
 @given(case=rows, adds=st.booleans())
-def test_layer_norm(implementation: Implementation, case: Rows, adds: bool) -> None:
+def test_layer_norm(implementation, case, adds):
     if 1 < case.size < 8:  # a few values may be nearly equal: all is rounding then
         case = case._replace(size=8)
     hidden = case.normal(case.tokens, case.size) * 3 + 2
@@ -68,7 +68,7 @@ def test_layer_norm(implementation: Implementation, case: Rows, adds: bool) -> N
 @every_implementation
 @many
 @given(case=rows, factor=st.sampled_from([1.0, 40.0]))
-def test_silu_mul(implementation: Implementation, case: Rows, factor: float) -> None:
+def test_silu_mul(implementation, case, factor):
     """Gates up to +-160 or so: e to the minus gate is beyond float32 there."""
     joint = case.normal(case.tokens, 2 * case.size) * factor
     gate, up = joint.double().chunk(2, dim=-1)
@@ -81,9 +81,8 @@ def test_silu_mul(implementation: Implementation, case: Rows, factor: float) -> 
 @many
 @given(case=rows, heads=st.integers(1, 4), kv_heads=st.integers(1, 3), rotates=st.booleans(),
        kept=st.sampled_from(DTYPES))
-def test_place_rotates_and_writes_where_it_is_told(
-        implementation: Implementation, case: Rows, heads: int, kv_heads: int, rotates: bool,
-        kept: torch.dtype) -> None:
+def test_place_rotates_and_writes_where_it_is_told(implementation, case, heads, kv_heads, rotates,
+                                                   kept):
     """`kept`: the type of the cache."""
     dim = min(case.size, 64) * (2 if rotates else 1)
     slots, capacity, device = 3, 29, implementation.device

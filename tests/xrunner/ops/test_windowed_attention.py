@@ -35,7 +35,7 @@ def formula(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: i
 
 
 @pytest.fixture(params=["native", "torch"])
-def _implementation(request: pytest.FixtureRequest) -> object:
+def _implementation(request):
     if request.param == "native":
         yield
     else:
@@ -63,7 +63,7 @@ def laid_out(in_blocks: bool) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.
 @pytest.mark.usefixtures("_implementation")
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
-def test_attention_equals_the_formula(scoring: Scoring, in_blocks: bool) -> None:
+def test_attention_equals_the_formula(scoring, in_blocks):
     cache, keys, values, table = laid_out(in_blocks)
     query = torch.randn(len(LENGTHS), HEADS, DIM)
     got = decode_attention(query, cache, decode_context(LENGTHS, None, "cpu", table), scoring)

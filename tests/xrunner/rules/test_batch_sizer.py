@@ -29,8 +29,7 @@ SIZER = BatchSizer(mean_input=MEAN, adjustment=0.1)
 
 @given(inputs=st.lists(st.integers(1, 60), min_size=1, max_size=60), batch=st.integers(1, 25),
        lean=st.integers(-30, 30))
-def test_a_batch_that_leads_stays_within_the_band_or_where_it_was(
-        inputs: list[int], batch: int, lean: int) -> None:
+def test_a_batch_that_leads_stays_within_the_band_or_where_it_was(inputs, batch, lean):
     usual, led = SIZER.count(inputs, batch), SIZER.count(inputs, batch, lean)
     if batch < LEAST_ADJUSTED or len(inputs) < batch:
         assert led == usual, "too few to share out, or the job's last"
@@ -40,7 +39,7 @@ def test_a_batch_that_leads_stays_within_the_band_or_where_it_was(
         assert abs(sum(inputs[:led]) - batch * MEAN) <= 0.1 * batch * MEAN + 1e-9
 
 
-def test_within_the_threshold_nobody_is_led() -> None:
+def test_within_the_threshold_nobody_is_led():
     assert SIZER.lean(4.0, 50.0) == SIZER.lean(-4.9, 50.0) == 0
     assert SIZER.lean(6.0, 50.0) == -6 and SIZER.lean(-6.0, 50.0) == 6
 
@@ -75,7 +74,7 @@ def rule_of(target_active: float, count: int) -> RraRule:
     return rule
 
 
-def test_longer_outputs_than_planned_shrink_the_encode_batch_and_shorter_ones_grow_it() -> None:
+def test_longer_outputs_than_planned_shrink_the_encode_batch_and_shorter_ones_grow_it():
     # planned: outputs of 6 tokens, so that four encodings' worth are active when a phase begins
     planned, _ = encode_sizes(rule_of(80.0, 1000), iter([6] * 1000))
     longer, held = encode_sizes(rule_of(80.0, 1000), iter([8] * 1000))
@@ -88,14 +87,14 @@ def test_longer_outputs_than_planned_shrink_the_encode_batch_and_shorter_ones_gr
     assert max(held[20:-3]) < max(grown[20:-3])
 
 
-def test_an_empty_pool_is_not_filled_at_once_and_the_last_queries_are_not_counted() -> None:
+def test_an_empty_pool_is_not_filled_at_once_and_the_last_queries_are_not_counted():
     encoded, _ = encode_sizes(rule_of(80.0, 210), iter([5] * 210))
     assert max(encoded) <= 22, "no batch beyond the upper threshold"
     rule = rule_of(80.0, 19)
     assert encode_sizes(rule, iter([5] * 19))[0] == [19]
 
 
-def test_a_scattered_decode_batch_keeps_nearer_to_its_mean() -> None:
+def test_a_scattered_decode_batch_keeps_nearer_to_its_mean():
     def spread(target_active: float) -> float:
         rng = np.random.default_rng(5)
         lengths = iter(np.where(rng.random(40_000) < 0.1, 41, 2).tolist())
@@ -117,8 +116,7 @@ def problem_of(adjustment: Adjustment) -> Problem:
     (Adjustment(), True, False, 0.1), (Adjustment(steers=False), False, False, 0.1),
     (Adjustment(steers=True, share=0.05), True, True, 0.05), (Adjustment(share=0.0), False, False,
                                                              0.0)])
-def test_what_the_job_says_reaches_the_rules(adjustment: Adjustment, rra_leads: bool,
-                                             waa_leads: bool, share: float) -> None:
+def test_what_the_job_says_reaches_the_rules(adjustment, rra_leads, waa_leads, share):
     problem = problem_of(adjustment)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     found = fixed_estimate("rra", problem, timing,
@@ -146,7 +144,7 @@ def waa_rule(target_active: float) -> WaaEncodeRule:
     return rule
 
 
-def test_waas_encode_batch_follows_the_decode_batch_where_asked_to() -> None:
+def test_waas_encode_batch_follows_the_decode_batch_where_asked_to():
     for target_active, expected in ((0.0, [20, 20, 20, 20]), (40.0, [22, 22, 20, 18])):
         rule, sizes = waa_rule(target_active), []
         for _ in range(4):  # handed over at once, and none is done: 0, 22, 44, 64 are decoding

@@ -16,7 +16,7 @@ from xrunner.rules.windows import Load, Window, rra_window, window_of
 from xsimulator.rough.forms import fixed_estimate
 
 
-def test_in_turn_or_to_who_has_the_fewest_tokens() -> None:
+def test_in_turn_or_to_who_has_the_fewest_tokens():
     tokens = [100.0, 1.0, 1.0, 1.0, 90.0, 5.0]
     assert deal(tokens, 2, ROUND_ROBIN) == [[0, 2, 4], [1, 3, 5]]
     assert deal(tokens, 2, LEAST_TOKENS) == [[0], [1, 2, 3, 4, 5]]
@@ -24,8 +24,7 @@ def test_in_turn_or_to_who_has_the_fewest_tokens() -> None:
 
 
 @given(st.lists(st.integers(1, 500), max_size=200), st.integers(1, 9), st.sampled_from(ROUTINGS))
-def test_every_query_has_one_replica_and_shares_keep_the_order(
-        tokens: list[int], replicas: int, routing: str) -> None:
+def test_every_query_has_one_replica_and_shares_keep_the_order(tokens, replicas, routing):
     shares = deal([float(t) for t in tokens], replicas, routing)
     assert sorted(place for share in shares for place in share) == list(range(len(tokens)))
     assert all(share == sorted(share) for share in shares)
@@ -34,14 +33,14 @@ def test_every_query_has_one_replica_and_shares_keep_the_order(
         assert max(loads) - min(loads) <= max(tokens)  # nobody is behind by more than a query
 
 
-def test_tokens_are_those_expected_unless_more_is_known() -> None:
+def test_tokens_are_those_expected_unless_more_is_known():
     inputs, most = np.array([10, 10, 10]), np.array([50, 5, 50])
     exact = np.array([False, False, True])
     assert expected_tokens(inputs, most, 20.0, exact).tolist() == [30, 15, 60]
     assert expected_tokens(inputs, most, 0.0).tolist() == [60, 15, 60]  # nothing is expected
 
 
-def test_a_replica_is_kept_supplied_and_no_more() -> None:
+def test_a_replica_is_kept_supplied_and_no_more():
     router = Router([1.0] * 20, windows=[Window(waiting=3, present=5)] * 2,
                     routing=ROUND_ROBIN)
     assert router.top_up(0, Load(0, 0)) == [0, 2, 4, 6, 8]
@@ -51,7 +50,7 @@ def test_a_replica_is_kept_supplied_and_no_more() -> None:
     assert (router.num_left(0), router.num_left(1), router.is_empty) == (3, 5, False)
 
 
-def test_who_has_run_dry_takes_over_from_the_longest_share() -> None:
+def test_who_has_run_dry_takes_over_from_the_longest_share():
     router = Router([1.0] * 24, windows=[Window(waiting=2)] * 3, routing=ROUND_ROBIN)
     for replica in range(3):
         router.top_up(replica, Load(0, 0))
@@ -67,13 +66,13 @@ def test_who_has_run_dry_takes_over_from_the_longest_share() -> None:
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_a_window_larger_than_a_share_takes_nothing_that_another_begins_with(replicas: int) -> None:
+def test_a_window_larger_than_a_share_takes_nothing_that_another_begins_with(replicas):
     router = Router([1.0] * 36 * replicas, windows=[Window(waiting=55)] * replicas)
     assert [len(router.top_up(replica, Load(0, 0))) for replica in range(replicas)] == \
         [36] * replicas
 
 
-def test_the_last_query_goes_to_who_is_idle() -> None:
+def test_the_last_query_goes_to_who_is_idle():
     router = Router([1.0] * 4, windows=[Window(waiting=1)] * 2, routing=ROUND_ROBIN)
     assert router.top_up(0, Load(0, 0)) == [0]
     assert router.top_up(1, Load(0, 0)) == [1]
@@ -84,8 +83,7 @@ def test_the_last_query_goes_to_who_is_idle() -> None:
 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 6), st.integers(0, 8),
        st.randoms(use_true_random=False))
-def test_all_are_given_out_whoever_is_quick(count: int, replicas: int, waiting: int, present: int,
-                                            chance: object) -> None:
+def test_all_are_given_out_whoever_is_quick(count, replicas, waiting, present, chance):
     """Replicas that begin and end queries as it comes; each asks whenever one of its own has."""
     router = Router([1.0] * count, windows=[Window(waiting=waiting, present=present)] * replicas)
     waits = [len(router.top_up(r, Load(0, 0))) for r in range(replicas)]
@@ -101,7 +99,7 @@ def test_all_are_given_out_whoever_is_quick(count: int, replicas: int, waiting: 
     assert given_out == count and router.is_empty
 
 
-def test_rras_window_holds_two_rounds_at_their_largest() -> None:
+def test_rras_window_holds_two_rounds_at_their_largest():
     assert rra_window(10, 2, EvenBatches()).waiting == 2 * 10 + 10
     adjusted = EvenBatches(adjustment=0.1, mean_input_tokens=50.0)
     assert rra_window(10, 2, adjusted).waiting == 2 * 20 + 10
@@ -114,8 +112,7 @@ def test_rras_window_holds_two_rounds_at_their_largest() -> None:
     ("ft", FixedSchedule(encode_batch=9, decode_micro_batches=4), 9, 0, 9),
     ("orca", FixedSchedule(max_active=20), 8, 28, 1),
     ("sarathi", FixedSchedule(max_active=64, token_budget=40), 16, 80, 1)])
-def test_every_kind_of_policy_has_a_window(policy: str, config: object, waiting: int,
-                                           present: int, batch: int) -> None:
+def test_every_kind_of_policy_has_a_window(policy, config, waiting, present, batch):
     problem = toy_problem()
     estimate = fixed_estimate(policy, problem, roofline_of(problem), config)
     assert window_of(estimate) == Window(waiting=waiting, present=present, batch=batch,
@@ -134,7 +131,7 @@ def paced(*begun: int, window: Window = RRA_LIKE) -> Paces:
     return paces
 
 
-def test_a_replica_that_begins_half_as_many_has_twice_the_time() -> None:
+def test_a_replica_that_begins_half_as_many_has_twice_the_time():
     quick, slow = paced(4, 2).times()
     assert slow / quick == pytest.approx(2, rel=0.1)
     assert len(set(paced(4, 4, 4).times())) == 1, "who begins first is no quicker"
@@ -145,7 +142,7 @@ def called(paces: Paces, *loads: tuple[int, int], window: Window = RRA_LIKE) -> 
     return recalls([window] * len(loads), paces, loads_, [0] * len(loads), [False] * len(loads))
 
 
-def test_between_equal_replicas_only_a_second_batch_goes_to_one_that_is_dry() -> None:
+def test_between_equal_replicas_only_a_second_batch_goes_to_one_that_is_dry():
     equal = paced(4, 4)
     assert called(equal, (4, 8), (8, 8)) == []
     assert called(equal, (0, 8), (4, 8)) == [], "it would begin them no sooner"
@@ -153,19 +150,19 @@ def test_between_equal_replicas_only_a_second_batch_goes_to_one_that_is_dry() ->
     assert called(equal, (0, 0), (3, 8)) == [Recall(1, (0,) * 3)], "who is idle begins at once"
 
 
-def test_what_waits_in_a_replica_that_is_behind_goes_to_one_that_is_not() -> None:
+def test_what_waits_in_a_replica_that_is_behind_goes_to_one_that_is_not():
     assert called(paced(8, 2), (5, 8), (12, 8)) == [Recall(1, (0,) * 12)]
     assert called(paced(8, 2), (12, 8), (5, 8)) == [], "not back"
     assert called(paced(8, 2), (9, 8), (12, 8)) == [], "while that has enough"
 
 
-def test_a_replica_that_has_begun_nothing_yet_is_about_to() -> None:
+def test_a_replica_that_has_begun_nothing_yet_is_about_to():
     paces = Paces([RRA_LIKE] * 2)
     paces.note_begun(0, 4)
     assert called(paces, (0, 4), (12, 0)) == []
 
 
-def test_who_keeps_what_it_was_dealt_is_asked_for_nothing() -> None:
+def test_who_keeps_what_it_was_dealt_is_asked_for_nothing():
     router = Router([1.0] * 20, windows=[Window(waiting=4, batch=4)] * 2, routing=FIXED)
     assert [len(router.top_up(replica, Load(0, 0))) for replica in (0, 1)] == [10, 10]
     for _ in range(10):
@@ -173,7 +170,7 @@ def test_who_keeps_what_it_was_dealt_is_asked_for_nothing() -> None:
     assert router.top_up(0, Load(0, 10)) == [] and router.recalls([Load(0, 10), Load(9, 1)]) == []
 
 
-def test_of_who_has_none_to_give_back_nothing_is_wanted_again() -> None:
+def test_of_who_has_none_to_give_back_nothing_is_wanted_again():
     router = Router([1.0] * 20, windows=[Window(waiting=12, batch=4)] * 2)
     for replica in (0, 1):
         router.top_up(replica, Load(0, 0))
@@ -188,8 +185,7 @@ def test_of_who_has_none_to_give_back_nothing_is_wanted_again() -> None:
 @given(st.integers(1, 40), st.integers(2, 4), st.sampled_from([
     RRA_LIKE, Window(waiting=3, present=9, at_work=6), Window(waiting=2, batch=2)]),
        st.randoms(use_true_random=False))
-def test_every_query_is_begun_once_however_answers_cross(count: int, replicas: int, window: Window,
-                                                         chance: object) -> None:
+def test_every_query_is_begun_once_however_answers_cross(count, replicas, window, chance):
     """Replicas that begin and end queries, and answer what is wanted of them, as it comes."""
     pick = chance.randrange  # type: ignore[attr-defined]
     router = Router([1.0] * count, windows=[window] * replicas)

@@ -7,7 +7,6 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ def phases_of(steps: list[Any]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def test_a_change_holds_from_its_phase_on() -> None:
+def test_a_change_holds_from_its_phase_on():
     rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=2, max_active=40,
                    kv_tokens=4000)
     rule.make_room(30)
@@ -73,8 +72,7 @@ def changes(draw: st.DrawFn, capacity: int, slots: int) -> list[tuple[int, Phase
        iterations=st.integers(1, 7),
        outputs=st.lists(st.integers(1, 20), min_size=1, max_size=50))
 def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
-        data: st.DataObject, num_groups: int, encode_batch: int, iterations: int,
-        outputs: list[int]) -> None:
+        data, num_groups, encode_batch, iterations, outputs):
     slots = 10
     rule = RraRule(encode_batch=encode_batch, decode_iterations=iterations, num_groups=num_groups,
                    max_active=5 * num_groups, kv_tokens=60 * num_groups)
@@ -121,8 +119,7 @@ class Changing(Collector):
 @pytest.mark.parametrize(("stages", "family"), some(
     [(1, "llama"), (1, "t5"), (2, "llama"), (2, "t5")],
     lambda case: case == (2, "llama")))
-def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(
-        made: Any, family: str, stages: int) -> None:
+def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(made, family, stages):
     directory, model = made(family)
     queries = [replace(q, max_new_tokens=q.max_new_tokens + 5)
                for q in random_queries(30, seed=12, longest=40)]
@@ -163,7 +160,7 @@ def result(index: int, tokens: int) -> FinishedQuery:
                          encode_start_s=0.0, first_token_s=0.5, last_token_s=1.0)
 
 
-def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path: Path) -> None:
+def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path):
     rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=1, max_active=8, kv_tokens=900)
     rule.make_room(12)
     rule.submit(9, 50)
@@ -189,7 +186,7 @@ def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path: Pat
     assert json.loads(json.dumps(link.taken)) == link.taken
 
 
-def test_it_counts_what_is_over_the_bound(tmp_path: Path) -> None:
+def test_it_counts_what_is_over_the_bound(tmp_path):
     link = LauncherLink(tmp_path, first_query=3, at_work=dict, limit_s=2.0)
     for index, took_s in enumerate((1.0, 2.0, 2.1, 5.0), start=3):
         link.finished(replace(result(index, 2), encode_start_s=1.0, last_token_s=1.0 + took_s))
@@ -199,7 +196,7 @@ def test_it_counts_what_is_over_the_bound(tmp_path: Path) -> None:
     assert state is not None and state.kept == (3, 4, 2, 1), "an error record has no latency"
 
 
-def test_it_counts_what_earlier_runs_left_over_the_bound(tmp_path: Path) -> None:
+def test_it_counts_what_earlier_runs_left_over_the_bound(tmp_path):
     took_s = {0: 1.0, 1: 3.0, 2: 2.5, 3: 0.5, 4: 9.0, 6: 4.0, 7: 1.0}  # of 4 there is no answer
     lines = {index: json.dumps(result_line(replace(
         result(index, 0 if index == 4 else 2), encode_start_s=0.0, last_token_s=own,
@@ -218,7 +215,7 @@ def test_it_counts_what_earlier_runs_left_over_the_bound(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("is_openai", [False, True])
-def test_an_earlier_run_s_embeddings_are_answers(tmp_path: Path, is_openai: bool) -> None:
+def test_an_earlier_run_s_embeddings_are_answers(tmp_path, is_openai):
     lines = []
     for index, (took_s, error) in enumerate([(1.0, None), (3.0, None), (9.0, "no number")]):
         one = replace(result(index, 1), encode_start_s=0.0, last_token_s=took_s,
@@ -230,8 +227,7 @@ def test_an_earlier_run_s_embeddings_are_answers(tmp_path: Path, is_openai: bool
     assert LauncherLink(tmp_path, first_query=3, limit_s=2.0)._kept == (0, 2, 1, 1)
 
 
-def test_only_the_latest_queries_are_told_of(tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_latest_queries_are_told_of(tmp_path, monkeypatch):
     monkeypatch.setattr("xrunner.io.launcher_link._LEAST_KEPT", 50)
     link = LauncherLink(tmp_path, first_query=0, at_work=lambda: {3: (5, 90), 299: (6, 1)})
     for index in range(298):
@@ -244,7 +240,7 @@ def test_only_the_latest_queries_are_told_of(tmp_path: Path,
     assert len(state.finished) == 298 - state.first
 
 
-def test_queries_taken_in_another_order_are_told_of_by_their_places(tmp_path: Path) -> None:
+def test_queries_taken_in_another_order_are_told_of_by_their_places(tmp_path):
     """Of 300 queries in random order the 64 first may have any index; what is told is how many."""
     order = [7, 299, 4, 150]
     link = LauncherLink(tmp_path, first_query=2, order=order, at_work=lambda: {150: (6, 1)})
@@ -256,7 +252,7 @@ def test_queries_taken_in_another_order_are_told_of_by_their_places(tmp_path: Pa
     assert state.active == {5: (6, 1)}
 
 
-def test_where_nobody_knows_who_is_at_work_only_a_whole_beginning_is_told(tmp_path: Path) -> None:
+def test_where_nobody_knows_who_is_at_work_only_a_whole_beginning_is_told(tmp_path):
     link = LauncherLink(tmp_path, first_query=10)
     for index, tokens in ((11, 3), (12, 5), (14, 2), (10, 30)):
         link.look(math.inf)

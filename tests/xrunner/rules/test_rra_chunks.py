@@ -26,7 +26,7 @@ def encoded_in(steps: list[Step]) -> list[int]:
     return [sum(chunk.tokens for chunk in step.chunks) for step in steps]
 
 
-def test_a_phases_inputs_are_spread_evenly_over_its_iterations() -> None:
+def test_a_phases_inputs_are_spread_evenly_over_its_iterations():
     rule = rule_of(chunk=30)
     for query in range(12):
         assert rule.submit(query, 60, 25)
@@ -40,7 +40,7 @@ def test_a_phases_inputs_are_spread_evenly_over_its_iterations() -> None:
     assert [step.joined for step in phase] == [(8,), (), (9,), (), (10,), (), (11,), ()]
 
 
-def test_an_input_larger_than_a_chunk_joins_when_its_last_part_is_in() -> None:
+def test_an_input_larger_than_a_chunk_joins_when_its_last_part_is_in():
     rule = rule_of(chunk=10, batch=1, iterations=4)
     for query in range(2):
         assert rule.submit(query, 60, 33)
@@ -51,7 +51,7 @@ def test_an_input_larger_than_a_chunk_joins_when_its_last_part_is_in() -> None:
     assert max(encoded_in(steps)) <= 10
 
 
-def test_what_does_not_fit_the_chunks_of_a_phase_goes_on_in_the_next() -> None:
+def test_what_does_not_fit_the_chunks_of_a_phase_goes_on_in_the_next():
     rule = rule_of(chunk=8, batch=3, iterations=2)  # 16 tokens of 60 a phase
     for query in range(9):
         assert rule.submit(query, 60, 20)
@@ -60,7 +60,7 @@ def test_what_does_not_fit_the_chunks_of_a_phase_goes_on_in_the_next() -> None:
     assert sum(count == 8 for count in encoded_in(steps)) >= 20, "chunks are full while it lasts"
 
 
-def test_all_groups_encode_in_the_same_rounds() -> None:
+def test_all_groups_encode_in_the_same_rounds():
     rule = rule_of(chunk=40, batch=6, iterations=12, groups=3)
     for query in range(60):
         assert rule.submit(query, 90, 11 + query % 7)
@@ -72,7 +72,7 @@ def test_all_groups_encode_in_the_same_rounds() -> None:
     assert rounds and all(groups == {0, 1, 2} for groups in rounds.values())
 
 
-def test_without_a_chunk_size_a_batch_is_encoded_alone_and_rows_are_compacted() -> None:
+def test_without_a_chunk_size_a_batch_is_encoded_alone_and_rows_are_compacted():
     rule = rule_of(chunk=0)
     assert rule.slot_use is SlotUse.COMPACTED and rule_of(chunk=1).slot_use is SlotUse.REUSED
     for query in range(8):
@@ -89,8 +89,7 @@ def test_without_a_chunk_size_a_batch_is_encoded_alone_and_rows_are_compacted() 
 @example(chunk=1, batch=1, iterations=1, groups=4, max_active=1, capacity=160, adjusted=False,
          sizes=[(21, 20)])  # refused: its 41 tokens are more than a group's 40
 def test_every_query_is_encoded_whole_once_and_no_limit_is_broken(
-        chunk: int, batch: int, iterations: int, groups: int, max_active: int, capacity: int,
-        adjusted: bool, sizes: list[tuple[int, int]]) -> None:
+        chunk, batch, iterations, groups, max_active, capacity, adjusted, sizes):
     even = EvenBatches(adjustment=0.1, mean_input_tokens=20.0, target_active=3.0)
     rule = RraRule(encode_batch=batch, decode_iterations=iterations, num_groups=groups,
                    max_active=max_active, kv_tokens=capacity, encode_chunk=chunk,
@@ -113,7 +112,7 @@ def test_every_query_is_encoded_whole_once_and_no_limit_is_broken(
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_change_keeps_the_chunks_and_holds_from_its_phase_on(groups: int) -> None:
+def test_a_change_keeps_the_chunks_and_holds_from_its_phase_on(groups):
     rule = rule_of(chunk=16, batch=4 * groups, iterations=6, groups=groups)
     for query in range(60):
         assert rule.submit(query, 60, 12)
@@ -128,7 +127,7 @@ def test_a_change_keeps_the_chunks_and_holds_from_its_phase_on(groups: int) -> N
     assert max(encoded_in(steps)) <= 16
 
 
-def test_a_change_may_bring_another_chunk_but_not_chunks_where_there_were_none() -> None:
+def test_a_change_may_bring_another_chunk_but_not_chunks_where_there_were_none():
     rule = rule_of(chunk=16, batch=4, iterations=6, groups=1)
     for query in range(60):
         assert rule.submit(query, 60, 12)

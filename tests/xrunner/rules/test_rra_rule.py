@@ -16,7 +16,7 @@ from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
 
 
-def test_a_phase_encodes_every_group_then_decodes_each_in_turn() -> None:
+def test_a_phase_encodes_every_group_then_decodes_each_in_turn():
     rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=2, max_active=20, kv_tokens=1000)
     for query in range(8):
         assert rule.submit(query, 10)
@@ -29,8 +29,7 @@ def test_a_phase_encodes_every_group_then_decodes_each_in_turn() -> None:
 
 
 @given(encode_batch=st.integers(1, 40), num_groups=st.integers(1, 8), phase=st.integers(0, 30))
-def test_quotas_of_a_phase_sum_to_the_encode_batch_and_stay_even(
-        encode_batch: int, num_groups: int, phase: int) -> None:
+def test_quotas_of_a_phase_sum_to_the_encode_batch_and_stay_even(encode_batch, num_groups, phase):
     rule = RraRule(encode_batch=encode_batch, decode_iterations=1, num_groups=num_groups,
                    max_active=99, kv_tokens=99)
     quotas = [rule.quota(group, phase) for group in range(num_groups)]
@@ -44,8 +43,7 @@ def test_quotas_of_a_phase_sum_to_the_encode_batch_and_stay_even(
        max_active=st.integers(1, 12), capacity=st.integers(40, 200),
        outputs=st.lists(st.integers(1, 20), min_size=1, max_size=40))
 def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
-        encode_batch: int, iterations: int, num_groups: int, max_active: int, capacity: int,
-        outputs: list[int]) -> None:
+        encode_batch, iterations, num_groups, max_active, capacity, outputs):
     rule = RraRule(encode_batch=encode_batch, decode_iterations=iterations, num_groups=num_groups,
                    max_active=max_active, kv_tokens=capacity)
     wanted = {q: n for q, n in enumerate(outputs) if rule.submit(q, n)}
@@ -61,7 +59,7 @@ def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
         assert sum(len(s.joined) for s in steps if s.phase == phase) <= encode_batch
 
 
-def test_reserved_tokens_never_exceed_a_groups_share() -> None:
+def test_reserved_tokens_never_exceed_a_groups_share():
     rule = RraRule(encode_batch=10, decode_iterations=3, num_groups=2, max_active=50, kv_tokens=100)
     assert not rule.submit(99, 51), "can never fit: told at once"
     for query in range(12):

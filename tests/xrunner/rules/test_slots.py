@@ -11,7 +11,7 @@ from xrunner.rules.slots import Departures, GroupSlots, SlotUse
 
 
 @given(st.data(), st.booleans())
-def test_a_stage_that_obeys_holds_what_the_head_does(data: st.DataObject, is_reused: bool) -> None:
+def test_a_stage_that_obeys_holds_what_the_head_does(data, is_reused):
     head, stage, present = GroupSlots[int](), GroupSlots[int](), set[int]()
     following = 0
     for _ in range(data.draw(st.integers(1, 12))):
@@ -30,7 +30,7 @@ def test_a_stage_that_obeys_holds_what_the_head_does(data: st.DataObject, is_reu
         assert len(moves) <= len(removed)
 
 
-def test_slots_of_those_who_go_are_reused_by_the_first_who_join() -> None:
+def test_slots_of_those_who_go_are_reused_by_the_first_who_join():
     slots = GroupSlots[int]()
     slots.seat([0, 1, 2, 3], is_reused=True)
     slots.vacate([3, 0, 1])
@@ -39,13 +39,13 @@ def test_slots_of_those_who_go_are_reused_by_the_first_who_join() -> None:
 
 
 @pytest.mark.parametrize("use", [SlotUse.COMPACTED, SlotUse.REUSED])
-def test_who_terminates_early_departs_at_once(use: SlotUse) -> None:
+def test_who_terminates_early_departs_at_once(use):
     departures = Departures(use)
     departures.join(3)
     assert list(departures.finish([2])) == [2] and list(departures.finish([])) == []
 
 
-def test_a_static_batch_departs_as_a_whole_in_the_inputs_order() -> None:
+def test_a_static_batch_departs_as_a_whole_in_the_inputs_order():
     departures = Departures(SlotUse.KEPT)
     departures.join(2)
     departures.join(1)

@@ -54,7 +54,7 @@ def words(steps: list[Step]) -> str:
     return " ".join(f"{s.kind.value[0].upper()}{s.group}" for s in steps)
 
 
-def test_ft_encodes_all_micro_batches_and_decodes_them_in_turn() -> None:
+def test_ft_encodes_all_micro_batches_and_decodes_them_in_turn():
     rule = rule_of(4, 2)
     for query in range(8):
         assert rule.submit(query, 10)
@@ -67,7 +67,7 @@ def test_ft_encodes_all_micro_batches_and_decodes_them_in_turn() -> None:
     assert {s.phase for s in steps[:9]} == {0} and {s.phase for s in steps[9:]} == {1}
 
 
-def test_dsi_encodes_each_decode_group_in_parts_without_waiting() -> None:
+def test_dsi_encodes_each_decode_group_in_parts_without_waiting():
     rule = rule_of(8, 2, 4)
     for query in range(8):
         assert rule.submit(query, 10)
@@ -84,7 +84,7 @@ def test_dsi_encodes_each_decode_group_in_parts_without_waiting() -> None:
     assert words(steps) == "E0 E0 E1 E1 D0 D1 D0 D1 D0"
 
 
-def test_the_whole_batch_decodes_until_its_longest_query_is_done() -> None:
+def test_the_whole_batch_decodes_until_its_longest_query_is_done():
     rule = rule_of(4, 2)
     outputs = {0: 1, 1: 2, 2: 9, 3: 1}
     for query in outputs:
@@ -96,7 +96,7 @@ def test_the_whole_batch_decodes_until_its_longest_query_is_done() -> None:
         (StepKind.DECODE, 0): 9, (StepKind.DECODE, 1): 8}
 
 
-def test_no_query_joins_before_the_batch_is_done() -> None:
+def test_no_query_joins_before_the_batch_is_done():
     rule = rule_of(2, 1)
     for query in range(4):
         assert rule.submit(query, 10)
@@ -116,7 +116,7 @@ def test_no_query_joins_before_the_batch_is_done() -> None:
     assert step is not None and step.joined == (2, 3)
 
 
-def test_every_row_reserves_the_batchs_longest_output() -> None:
+def test_every_row_reserves_the_batchs_longest_output():
     rule = rule_of(6, 2, kv=100)  # 50 a group
     assert not rule.submit(9, 51, 1), "can never fit: told at once"
     for query, (inputs, reserve) in enumerate([(5, 10), (5, 10), (5, 10), (5, 25), (5, 10)]):
@@ -129,7 +129,7 @@ def test_every_row_reserves_the_batchs_longest_output() -> None:
 
 
 @pytest.mark.parametrize(("groups", "encodes"), [(2, 3), (4, 2)])
-def test_encode_micro_batches_are_a_multiple_of_the_groups(groups: int, encodes: int) -> None:
+def test_encode_micro_batches_are_a_multiple_of_the_groups(groups, encodes):
     with pytest.raises(AssertionError):
         rule_of(8, groups, encodes)
 
@@ -138,7 +138,7 @@ def test_encode_micro_batches_are_a_multiple_of_the_groups(groups: int, encodes:
 @given(batch=st.integers(1, 20), groups=st.integers(1, 4), parts=st.integers(1, 4),
        kv=st.integers(40, 300), outputs=st.lists(st.integers(1, 20), min_size=1, max_size=40))
 def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
-        batch: int, groups: int, parts: int, kv: int, outputs: list[int]) -> None:
+        batch, groups, parts, kv, outputs):
     rule = rule_of(batch, groups, groups * parts, kv)
     wanted = {q: n for q, n in enumerate(outputs) if rule.submit(q, n + q % 7, q % 7)}
     steps = drive(rule, wanted)

@@ -65,16 +65,16 @@ MESSAGES: list[Message] = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_back_as_it_was(message: Message) -> None:
+def test_a_message_comes_back_as_it_was(message):
     again, shape = read_header(header_of(message, ((2, 3), "bool")))
     assert again == message and type(again) is type(message) and shape == ((2, 3), "bool")
 
 
-def test_every_kind_of_message_is_tried() -> None:
+def test_every_kind_of_message_is_tried():
     assert {type(message) for message in MESSAGES} == set(get_args(Message))
 
 
-def test_whole_numbers_of_numpy_arrive_as_plain_ones() -> None:
+def test_whole_numbers_of_numpy_arrive_as_plain_ones():
     again, _ = read_header(header_of(TokensMessage(group=np.int64(3)), None))  # type: ignore[arg-type]
     assert again == TokensMessage(group=3) and type(again.group) is int  # type: ignore[union-attr]
 
@@ -92,7 +92,7 @@ STEP = b'StepMessage [[{"kind":"%s","group":0,"phase":1,"iteration":2},null]]'
     b'BlockMessage [[{"batch":1,"queries":[1,"2"],"lengths":[3]},null]]',
     b'BlockMessage [[{"batch":1,"queries":[1,[2]],"lengths":[3]},null]]',
     b"TokensMessage " + b"[" * 100_000])
-def test_what_is_none_of_ours_is_refused(data: bytes) -> None:
+def test_what_is_none_of_ours_is_refused(data):
     assert read_header(STEP % b"mixed")
     with pytest.raises(ForeignMessage, match="same version"):
         read_header(data)
@@ -101,7 +101,7 @@ def test_what_is_none_of_ours_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize("value, kind", [
     (float("inf"), float), ([0.1 + 0.2, -math.inf], list[float]), ((1, "é"), tuple[int, str]),
     (None, int | None), (REPORT, RankReport)])
-def test_what_all_ranks_exchange_comes_back_as_it_was(value: object, kind: object) -> None:
+def test_what_all_ranks_exchange_comes_back_as_it_was(value, kind):
     assert from_bytes(to_bytes(value, kind), kind) == value
 
 
@@ -110,7 +110,7 @@ PICKLING = frozenset({"bcast", "allgather", "alltoall", "allreduce", "isend", "i
                       "irecv", "ssend", "bsend", "sendrecv", "mprobe", "improbe", "recv"})
 
 
-def test_no_rank_pickles() -> None:
+def test_no_rank_pickles():
     """The few others that are called so: a socket's recv, and those of the sweep's own processes,
     which are no ranks."""
     found = []
