@@ -6,7 +6,6 @@ None of this runs without a CUDA device, or with a PyTorch that has no CUDA.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replays import answers_of, generated
 
 torch = pytest.importorskip("torch", reason="ranks need the extra `run`")
 import cuda_check  # noqa: E402
@@ -26,7 +26,8 @@ import graph_trial  # noqa: E402
 import job_folder  # noqa: E402
 import toy_runs  # noqa: E402
 import toys  # noqa: E402
-from job_folder import SUPPORT, XGPT, as_requests, read_lines  # noqa: E402
+from job_folder import SUPPORT, as_requests, read_lines  # noqa: E402
+from mpi_runs import answered, call, json_of, launched, sets  # noqa: E402
 
 from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.launch.local import find_mpiexec  # noqa: E402
@@ -66,19 +67,15 @@ def device():
     return devices.own_device("gpu", 0)
 
 
-def answers(sink: toy_runs.Collector) -> dict[int, list[int]]:
-    return {r.query.index: list(r.output_ids) for r in sink.results}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_as_generate_does(made, device, family):
     directory, model = made(family)
     queries = toys.random_queries(17)
-    expected = {q.index: toys.generate(model, q) for q in queries}
+    expected = generated(model, queries)
     for degrees, groups in (((1,), 2), ((1, 1), 2), ((2,), 1), ((2, 1), 3)):
         sink, executors = toy_runs.run_in_process(directory, queries, degrees=degrees,
                                                   num_groups=groups, device=device)
-        assert answers(sink) == expected, f"{degrees = }"
+        assert answers_of(sink) == expected, f"{degrees = }"
         assert all(e.groups[0].cache.store.device == device for e in executors)
         assert sum(e.rows_compacted for e in executors) > 0
 
@@ -96,7 +93,7 @@ def test_captured_decode_steps_answer_as_generate_does(made, device, family, mon
                                               device=device)
     if cuda_modules.gpu_of(device).ops is None:
         pytest.skip(f"our kernels do not serve: {cuda_modules.describe(device)}")
-    assert answers(sink) == {q.index: toys.generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     for executor, capture in zip(executors, captures, strict=True):
         assert "queries in CUDA graphs" in executor.graphs_said
         assert all(group.graphs.steps for group in executor.groups)
@@ -135,8 +132,9 @@ def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made, device):
     queries = [replace(q, is_forced=True, max_new_tokens=12, sampling=Sampling(
         temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
         for q in toys.random_queries(QUERIES)]
-    texts = [answers(toy_runs.run_in_process(directory, queries, degrees=degrees, num_groups=groups,
-                                             encode_batch=batch, device=device)[0])
+    texts = [answers_of(toy_runs.run_in_process(
+        directory, queries, degrees=degrees, num_groups=groups, encode_batch=batch,
+        device=device)[0])
              for degrees, groups, batch in (((1,), 1, 9), ((1, 1), 2, 3), ((2,), 1, 4))]
     assert texts[0] == texts[1] == texts[2]
 
@@ -194,7 +192,7 @@ def test_nothing_within_a_step_waits_for_the_gpu(made, device, family, is_forced
     toy_runs.run_in_process(directory, queries, degrees=(1,), device=device)  # loads kernels
     monkeypatch.setattr(StageExecutor, "execute", strictly)
     sink, (executor,) = toy_runs.run_in_process(directory, queries, degrees=(1,), device=device)
-    assert answers(sink) == {q.index: toys.generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     # one step after the other, as the GPU took them
     times = [(record.start_s, record.end_s) for record in executor.log]
     assert all(begin < end for begin, end in times)
@@ -237,13 +235,7 @@ def cases(made: Made, *, group: str, most_ranks: int) -> list[dict[str, Any]]:
 
 
 def check(made: Made, folder: Path, wanted: list[dict[str, Any]], ranks: int) -> None:
-    (folder / "cases.json").write_text(json.dumps(wanted))
-    done = subprocess.run(
-        [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py",
-         str(SUPPORT / "runs_script.py"), str(folder / "cases.json"),
-         str(folder / "answers.json")], capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((folder / "answers.json").read_text())
+    found, _ = launched(folder, wanted, ranks)
     models = {str(directory): model for directory, model in map(made, ("llama", "opt", "gpt2",
                                                                        "t5"))}
     for case, answer in zip(wanted, found, strict=True):
@@ -288,17 +280,12 @@ def test_the_whole_command_profiles_schedules_and_runs(made, tmp_path, profiles,
     queries = toys.random_queries(20, seed=3)
     job = job_folder.write_job(tmp_path, directory, as_requests(queries), schedule=schedule,
                                ranks=ranks)
-    for command in (["profile", str(job), "--budget", "1s"], ["submit", str(job)]):
-        done = subprocess.run([*XGPT, *command], capture_output=True, text=True, timeout=140,
-                              env=profiles, check=False)
-        assert done.returncode == 0, done.stderr
-    out = tmp_path / "out"
-    assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
-        q.id: toys.generate(model, q) for q in queries}
-    assert json.loads((out / "run.json").read_text())["device_kind"] == "gpu"
-    shared = ranks > torch.cuda.device_count()
-    assert ("share" in done.stderr) == shared
-    measured = json.loads((out / "measured.json").read_text())
+    call("profile", job, "--budget", "1s", env=profiles)
+    done, out = call("submit", job, env=profiles), tmp_path / "out"
+    answered(out, queries, model)
+    assert json_of(out / "run.json")["device_kind"] == "gpu"
+    assert ("share" in done.stderr) == (ranks > torch.cuda.device_count())
+    measured = json_of(out / "measured.json")
     assert all(s["peak_memory_bytes"] > 0 for s in measured["stages"])
 
 
@@ -308,10 +295,7 @@ def test_the_quickstart_runs_on_a_gpu(tmp_path):
     except XgptError as cause:
         pytest.skip(f"the model is not to be had here: {cause}")
     job = ROOT / "jobs" / "quickstart.yaml"
-    done = subprocess.run(
-        [*XGPT, "submit", str(job), "--set", "run.ranks=1", "--set", f"output={tmp_path}/out"],
-        capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
+    call("submit", job, *sets("run.ranks=1", f"output={tmp_path}/out"), env=os.environ)
     results = read_lines(tmp_path / "out" / "results.jsonl")
     prompts = read_lines(ROOT / "jobs" / "prompts" / "quickstart.jsonl")
     assert [r["id"] for r in results] == [p["id"] for p in prompts]

@@ -16,16 +16,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import power_cut
 import pytest
+from disturbed import RRA, TOGETHER_S, end, start
+from faults import FAULTS, ToyJob, alive, below, wait
+from mpi_runs import injected
+from soak import SHAPES, one_job, undisturbed
 
-pytest.importorskip("torch", reason="runs need the extra `run`")
-import power_cut  # noqa: E402
-from disturbed import RRA, TOGETHER_S, end, start  # noqa: E402
-from faults import FAULTS, ToyJob, alive, below, wait  # noqa: E402
-from soak import SHAPES, one_job, undisturbed  # noqa: E402
-
-from xgpt.app.status import run_status  # noqa: E402
-from xgpt.launch.local import find_mpiexec  # noqa: E402
+from xgpt.app.status import run_status
+from xgpt.launch.local import find_mpiexec
 
 pytestmark = pytest.mark.mpi
 
@@ -154,12 +153,8 @@ if {"xrunner.worker", "xrunner.standby"} & set(sys.orig_argv):
 
 @pytest.mark.slow  # four starts of the ranks
 def test_a_query_that_kills_its_rank_is_isolated(tmp_path):
-    (tmp_path / "poison").mkdir()
-    (tmp_path / "poison" / "sitecustomize.py").write_text(_POISON)
-    path = os.pathsep.join([str(tmp_path / "poison"), os.environ.get("PYTHONPATH", "")])
-    schedule = "policy: rra, encode_batch: 2, decode_iterations: 4"
-    job = ToyJob(folder=tmp_path, schedule=schedule, count=12,
-                 environ={"PYTHONPATH": path, "POISON": "3"}).write()
+    job = ToyJob(folder=tmp_path, schedule="policy: rra, encode_batch: 2, decode_iterations: 4",
+                 count=12, environ=injected(tmp_path / "poison", _POISON, POISON="3")).write()
     done = job.run_to_end()
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     rows = [json.loads(line) for line in (job.output / "results.jsonl").read_text().splitlines()]
@@ -196,26 +191,23 @@ def test_results_that_are_removed_are_put_back(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_renamed_ends_the_run_and_has_everything(tmp_path):
+@pytest.mark.parametrize("is_renamed", [True, False])
+def test_a_folder_that_is_gone_ends_the_run_in_words(is_renamed, tmp_path):
+    """Renamed, it has everything; removed, the same command begins anew."""
     job, process, own = start(tmp_path)
     done = job.lines()
-    job.output.rename(tmp_path / "moved")
-    facts = end(process, own)
-    assert facts["code"] == 1 and "was removed or renamed while a run wrote" in facts["told"]
-    shutil.rmtree(job.output, ignore_errors=True)
-    (tmp_path / "moved").rename(job.output)
-    assert job.lines().items() >= done.items()
-
-
-@pytest.mark.slow
-def test_a_folder_that_is_removed_ends_the_run_in_words(tmp_path):
-    job, process, own = start(tmp_path)
-    while job.output.exists():  # a file may come while it goes
+    if is_renamed:
+        job.output.rename(tmp_path / "moved")
+    while not is_renamed and job.output.exists():  # a file may come while it goes
         shutil.rmtree(job.output, ignore_errors=True)
     facts = end(process, own)
     assert facts["code"] == 1 and "was removed" in facts["told"]
     shutil.rmtree(job.output, ignore_errors=True)
-    assert job.run_to_end().returncode == 0 and len(job.answers()) == job.count
+    if is_renamed:
+        (tmp_path / "moved").rename(job.output)
+        assert job.lines().items() >= done.items()
+    else:
+        assert job.run_to_end().returncode == 0 and len(job.answers()) == job.count
 
 
 @pytest.mark.slow  # the next one dies a moment earlier, test_second_job.py asks again for a job
@@ -242,10 +234,8 @@ if "submit" in sys.argv or "submit" in sys.orig_argv:
 
 
 def test_a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned_now(tmp_path):
-    (tmp_path / "deadly").mkdir()
-    (tmp_path / "deadly" / "sitecustomize.py").write_text(_DIES_BEFORE_ITS_ACCOUNT)
-    path = os.pathsep.join([str(tmp_path / "deadly"), os.environ.get("PYTHONPATH", "")])
-    job = ToyJob(folder=tmp_path, schedule=RRA, environ={"PYTHONPATH": path}).write()
+    job = ToyJob(folder=tmp_path, schedule=RRA, environ=injected(
+        tmp_path / "deadly", _DIES_BEFORE_ITS_ACCOUNT)).write()
     made = "requests: {count: 40}, input_tokens: {mean: 5, std: 2, max: 9}"
     job.file.write_text(job.file.read_text().replace("requests: requests.jsonl", made))
     assert job.run_to_end().returncode == -9
@@ -261,14 +251,18 @@ def test_a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned
     assert not list(job.output.glob("results-*"))
 
 
-@pytest.mark.parametrize(("number", "count"), [
-    # test_power_cut.py has every moment of a cut, and what goes on after it
-    pytest.param(number, 60, marks=pytest.mark.slow) for number in (0, 6, 7)])
-def test_a_short_soak(number, count, tmp_path):
+# test_power_cut.py has every moment of a cut, and what goes on after it
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "kind"), [
+    ("rra, 1 rank", "power cut"), ("rra, 2 copies", "power cut"),
+    ("rra, 2 copies of 2 stages", "power cut"), ("rra in chunks, 2 stages", "kill a rank"),
+    ("rra, 2 copies of 2 stages", "kill a rank"), ("sarathi, 2 stages", "kill a rank"),
+    ("rra shuffled, 3 stages", "kill the launcher"), ("waa-c, 2 ranks", "SIGINT")])
+def test_a_short_soak(shape, kind, tmp_path):
     library = power_cut.compiled(tmp_path)
-    expected = undisturbed(tmp_path / "undisturbed", count=count)
-    outcome = one_job(SHAPES[number], "power cut", number, tmp_path / "job", library, expected,
-                      count=count)
+    expected = undisturbed(tmp_path / "undisturbed", count=60)
+    (own,) = (one for one in SHAPES if one.name == shape)
+    outcome = one_job(own, kind, len(shape + kind), tmp_path / "job", library, expected, count=60)
     assert not outcome.trouble, outcome
 
 
@@ -292,11 +286,8 @@ _SAID = {"lacks a library": "rank 1 on {host} cannot start: ModuleNotFoundError:
 @pytest.mark.parametrize("how", ["lacks a library", *(
     pytest.param(how, marks=pytest.mark.slow) for how in ("exits", "is killed"))])
 def test_a_rank_that_is_gone_before_the_others_meet_it_is_named(how, tmp_path):
-    (tmp_path / "gone").mkdir()
-    (tmp_path / "gone" / "sitecustomize.py").write_text(_GONE_AT_ITS_START)
-    path = os.pathsep.join([str(tmp_path / "gone"), os.environ.get("PYTHONPATH", "")])
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20, run=", restarts: 0",
-                 environ={"PYTHONPATH": path, "HOW": how}).write()
+                 environ=injected(tmp_path / "gone", _GONE_AT_ITS_START, HOW=how)).write()
     process = job.start()
     wait((job.output / "run.json").is_file, "the job is planned")
     own, began_s = below(process.pid), time.monotonic()

@@ -9,15 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from faults import ToyJob, await_lines, below
+from job_folder import SUPPORT, read_lines
+from listening import listens
 
-pytest.importorskip("torch", reason="ranks need the extra `run`")
-from faults import ToyJob, await_lines, below  # noqa: E402
-from job_folder import SUPPORT, read_lines  # noqa: E402
-from listening import listens  # noqa: E402
-
-from xgpt.launch import isolated  # noqa: E402
-from xgpt.launch.launcher import RankProgram  # noqa: E402
-from xgpt.launch.local import LocalLauncher  # noqa: E402
+from xgpt.launch import isolated
+from xgpt.launch.launcher import RankProgram
+from xgpt.launch.local import LocalLauncher
 
 pytestmark = pytest.mark.mpi
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp has it

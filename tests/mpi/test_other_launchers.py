@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("mpi4py", reason="ranks need the extra `run`")
 from job_folder import SUPPORT, read_lines  # noqa: E402
 from surroundings import LEFT, OWN  # noqa: E402
 

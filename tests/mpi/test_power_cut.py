@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import pytest
 
-pytest.importorskip("torch", reason="runs need the extra `run`")
 if shutil.which("cc") is None:
     pytest.skip("no C compiler", allow_module_level=True)
 import power_cut  # noqa: E402

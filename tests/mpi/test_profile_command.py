@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-from pathlib import Path
 
 import pytest
+from mpi_runs import call
 
-pytest.importorskip("torch", reason="measuring needs the extra `run`")
-from job_folder import XGPT  # noqa: E402
-
-from xprofiler.points import Needs, missing  # noqa: E402
-from xprofiler.profile import TableKey  # noqa: E402
-from xprofiler.profile_file import load_profile  # noqa: E402
-from xprofiler.profile_timing import ProfileTiming  # noqa: E402
-from xprofiler.timing import Operator  # noqa: E402
+from xprofiler.points import Needs, missing
+from xprofiler.profile import TableKey
+from xprofiler.profile_file import load_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.timing import Operator
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(scope="module")
-def job(measured_llama):
-    return measured_llama.job
-
-
-def environment(cache: Path) -> dict[str, str]:
-    return {**os.environ, "XDG_CACHE_HOME": str(cache)}
-
-
-def xgpt(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*XGPT, *arguments], capture_output=True, text=True, timeout=200,
-                          env=environment(cache), check=False)
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +55,14 @@ def test_the_profile_answers_for_both_degrees(profile):
 
 @pytest.mark.slow  # tests/xgpt/app/test_local_profile.py has it without ranks
 def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
-        job, measured_llama, profile):
-    cache = measured_llama.cache
-    again = xgpt(cache, "profile", str(job), "--budget", "1s", "--tp", "1,2", "--json")
-    assert again.returncode == 0 and "from the cache" in again.stderr, again.stderr
+        measured_llama, profile):
+    job, env = measured_llama.job, {**os.environ, "XDG_CACHE_HOME": str(measured_llama.cache)}
+    again = call("profile", job, "--budget", "1s", "--tp", "1,2", "--json", env=env)
+    assert "from the cache" in again.stderr, again.stderr
     spent_s = json.loads(again.stdout)["spent_s"]
-    more = xgpt(cache, "profile", str(job), "--budget", f"{spent_s + 3}s", "--tp", "1,2",
-                "--out", str(job.with_name("more.json")))
-    assert more.returncode == 0 and "timing more" in more.stderr, more.stderr
+    more = call("profile", job, "--budget", f"{spent_s + 3}s", "--tp", "1,2",
+                "--out", job.with_name("more.json"), env=env)
+    assert "timing more" in more.stderr, more.stderr
     grown = load_profile(job.with_name("more.json"))
     for key, points in profile.tables.items():
         if key.name == "decode_attention":

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
+from in_process import xgpt
+from job_folder import write_job
 
-pytest.importorskip("torch", reason="runs need the extra `run`")
-import toys  # noqa: E402
-from in_process import xgpt  # noqa: E402
-from job_folder import write_job  # noqa: E402
-
-from xprofiler.profile import Profile  # noqa: E402
-from xprofiler.profile_file import load_profile  # noqa: E402
+from xprofiler.profile import Profile
+from xprofiler.profile_file import load_profile
 
 pytestmark = pytest.mark.mpi
 

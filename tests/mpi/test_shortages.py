@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-pytest.importorskip("torch", reason="runs need the extra `run`")
-from disturbed import RRA, end, start  # noqa: E402
-from faults import ToyJob, wait  # noqa: E402
+from disturbed import RRA, end, start
+from faults import ToyJob, wait
+from mpi_runs import injected
 
 pytestmark = pytest.mark.mpi
 
@@ -89,23 +88,15 @@ def test_a_disk_that_takes_no_more_is_one_message(trouble, disk, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gigabytes", [1, 3, 5])
-def test_memory_that_runs_out_is_one_message(gigabytes, tmp_path):
-    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=60,
-                 prefix=("prlimit", f"--as={gigabytes * 10**9}")).write()
-    done = job.run_to_end()
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == 0 or "memory ran out" in done.stderr, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("files", [28, 36, 40, 44, 64])
-def test_too_few_descriptors_are_told_as_such(files, tmp_path):
+@pytest.mark.parametrize(("limit", "words"), [
+    *((f"--as={gigabytes * 10**9}", "memory ran out") for gigabytes in (1, 3, 5)),
+    *((f"--nofile={files}", "open files|ulimit -n") for files in (28, 36, 40, 44, 64))])
+def test_memory_or_descriptors_that_run_out_are_one_message(limit, words, tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=60, run=", restarts: 0",
-                 prefix=("prlimit", f"--nofile={files}")).write()
+                 prefix=("prlimit", limit)).write()
     done = job.run_to_end()
     assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == 0 or re.search("open files|ulimit -n", done.stderr), done.stderr
+    assert done.returncode == 0 or re.search(words, done.stderr), done.stderr
 
 
 # The second rank goes into a group of little memory before it has any.
@@ -136,11 +127,8 @@ def group():
 
 @pytest.mark.slow
 def test_a_rank_that_the_system_kills_for_its_memory_is_told(group, tmp_path):
-    (tmp_path / "confined").mkdir()
-    (tmp_path / "confined" / "sitecustomize.py").write_text(_CONFINED)
-    path = os.pathsep.join([str(tmp_path / "confined"), os.environ.get("PYTHONPATH", "")])
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20, run=", restarts: 1",
-                 environ={"PYTHONPATH": path, "GROUP": str(group)}).write()
+                 environ=injected(tmp_path / "confined", _CONFINED, GROUP=str(group))).write()
     done = job.run_to_end()
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     error = json.loads(done.stdout)["error"]

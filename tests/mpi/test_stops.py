@@ -8,10 +8,8 @@ import os
 import signal
 
 import pytest
-
-pytest.importorskip("torch", reason="runs need the extra `run`")
-from disturbed import RRA, end, start  # noqa: E402
-from faults import ToyJob, alive, below, wait  # noqa: E402
+from disturbed import RRA, end, start
+from faults import ToyJob, alive, below, wait
 
 pytestmark = pytest.mark.mpi
 

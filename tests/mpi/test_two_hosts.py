@@ -9,19 +9,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import job_folder
+import namespaces
 import pytest
+import toys
+from given_runs import given, toy_plan
+from job_folder import XGPT, as_requests
+from mpi_runs import answered, sets
+from replays import estimated
 
-pytest.importorskip("torch", reason="runs need the extra `run`")
-import job_folder  # noqa: E402
-import namespaces  # noqa: E402
-import toys  # noqa: E402
-from given_runs import given, toy_plan  # noqa: E402
-from job_folder import XGPT, as_requests, read_lines  # noqa: E402
-
-from xgpt.app.opened import open_file  # noqa: E402
-from xgpt.core.job import FixedSchedule
-from xprofiler.roofline import Roofline  # noqa: E402
-from xsimulator.rough.forms import fixed_estimate
+from xgpt.app.opened import open_file
 
 pytestmark = [pytest.mark.mpi, pytest.mark.netns]
 
@@ -38,8 +35,7 @@ assert not hosts.is_here and hosts.ranks_each == 1
 hosts.run(RankProgram(module="xrunner.worker", argument=Path(sys.argv[2]), count=2),
           watch=lambda: None)
 """
-CONFIGS = {"rra": FixedSchedule(encode_batch=3, decode_iterations=4),
-           "waa-c": FixedSchedule(encode_batch=1)}
+CONFIGS = {"rra": {"encode_batch": 3, "decode_iterations": 4}, "waa-c": {"encode_batch": 1}}
 SCHEDULES = {"rra": "policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1",
              "waa-c": "policy: waa-c, encode_batch: 1"}
 
@@ -50,12 +46,6 @@ def hosts():
         pytest.skip(reason)
     with namespaces.two_hosts() as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("llama")
-    return directory, toys.make_model("llama", directory)
 
 
 def keys_of(hosts: namespaces.TwoHosts) -> list[str]:
@@ -76,16 +66,11 @@ def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
     """What a run's ranks read, as the simulator plans it for this machine."""
     out.mkdir()
     problem = open_file(job_file).problem
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = fixed_estimate(policy, problem, timing, CONFIGS[policy])
+    estimate = estimated(policy, problem, **CONFIGS[policy])
     given(estimate, problem, out / "schedule.json")
     plan = toy_plan(directory, out, query_kv_tokens=estimate.deployment.group_kv_tokens)
     toys.write_spool(plan, job_file.with_name("requests.jsonl"))
     return plan.save()
-
-
-def answers(out: Path) -> dict[str, list[int]]:
-    return {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")}
 
 
 @pytest.mark.parametrize("policy", ["rra", pytest.param("waa-c", marks=pytest.mark.slow)])
@@ -102,7 +87,7 @@ def test_two_hosts_give_the_tokens_of_one(llama, hosts, tmp_path, policy):
     assert done.returncode == 0, done.stderr
     sent = [now - then for now, then in zip(hosts.sent_bytes(), before, strict=True)]
     # which are those of one host, too (test_exact_runs.py)
-    assert answers(tmp_path / "two") == {q.id: toys.generate(reference, q) for q in queries}
+    answered(tmp_path / "two", queries, reference)
     hidden_bytes = sum(len(q.input_ids) for q in queries) * 48 * 4
     assert hidden_bytes > 100_000
     # a pipeline's second stage is sent every input's hidden states; WAA's decode pool the entries
@@ -116,11 +101,11 @@ def test_submit_measures_plans_and_runs_over_both_hosts(llama, hosts, tmp_path, 
     queries = toys.random_queries(40, seed=6)
     job = job_folder.write_job(tmp_path, directory, as_requests(queries), ranks=2,
                                schedule=SCHEDULES[policy])
-    keys = [word for key in keys_of(hosts) for word in ("--set", key)]
+    keys = sets(*keys_of(hosts))
     for command in (("profile", str(job), "--budget", "1s"), ("submit", str(job))):
         done = on_first_host(hosts, *XGPT, *command, *keys, env=cache)
         assert done.returncode == 0, done.stderr
-    assert answers(tmp_path / "out") == {q.id: toys.generate(reference, q) for q in queries}
+    answered(tmp_path / "out", queries, reference)
     assert "transfer over network" in on_first_host(
         hosts, *XGPT, "profile", str(job), *keys, env=cache).stdout
 

@@ -145,8 +145,7 @@ def make_job(llama, folder):
         (own / "requests.jsonl").write_text("".join(
             json.dumps(request) + "\n" for request in as_requests(queries)))
         options = slurm or "nodes: 1, ntasks_per_node: 2, time: 10"
-        (own / f"{name}.yaml").write_text(JOB.format(
-            model=llama[0], slurm=options) + more)
+        (own / f"{name}.yaml").write_text(JOB.format(model=llama[0], slurm=options) + more)
         return own / f"{name}.yaml"
 
     return make

@@ -64,8 +64,7 @@ def test_a_job_is_handed_in_followed_and_done(slurm, llama, make_job, over_netwo
 def test_a_warning_of_the_time_limit_requeues_and_the_job_goes_on_with_every_line_once(
         slurm, llama, make_job):
     queries = toys.random_queries(600, seed=4)
-    job = make_job(queries=queries,
-                   slurm="nodes: 1, ntasks_per_node: 2, time: 10, requeue: 1")
+    job = make_job(queries=queries, slurm="nodes: 1, ntasks_per_node: 2, time: 10, requeue: 1")
     (job_id,) = slurm.submit(job)
     until(lambda: num_lines(job) >= 3 or slurm.slurm_state(job_id) in ENDED)
     # what Slurm itself sends when the limit is near, by a clock that may be a minute fast

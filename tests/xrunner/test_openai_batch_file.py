@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="runs need the extra `run`")
 pytest.importorskip("openai", reason="its types are in the extra `dev`")
 import openai_batch  # noqa: E402
 import toys  # noqa: E402

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch", reason="ranks need the extra `run`")
-from xgpt.core.errors import XgptError  # noqa: E402
-from xgpt.core.lifeline import DONE, READY  # noqa: E402
-from xrunner import standby  # noqa: E402
+from xgpt.core.errors import XgptError
+from xgpt.core.lifeline import DONE, READY
+from xrunner import standby
 
 RUN = b"xrunner.worker\0run.json"
 

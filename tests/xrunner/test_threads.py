@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="ranks need the extra `run`")
-
 from xrunner.threads import HOLD_S, LOOK_S, Threads, WaitedForCores, threads_of
 
 

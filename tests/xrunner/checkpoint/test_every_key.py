@@ -199,8 +199,7 @@ def test_what_nothing_reads_is_told(tmp_path):
     toys.make_model("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"]["alpha"] = 8.0
-    (tmp_path / "config.json").write_text(json.dumps(
-        {**config, "use_qk_norm": True, "moe": None}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "use_qk_norm": True, "moe": None}))
     said = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({**said, "top_p": 0.8, "x": 1}))
     assert toys.spec_of(tmp_path).not_used == "use_qk_norm, rope_parameters.alpha"

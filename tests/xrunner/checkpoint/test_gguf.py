@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from replays import answers_of, generated
 from toy_runs import run_in_process
-from toys import EOS, VOCAB, generate, random_queries, stir_norms_and_biases
+from toys import EOS, VOCAB, random_queries, stir_norms_and_biases
 
 from xgpt.app.model_check import check_model_named
 from xgpt.core.errors import InputError, MissingExtraError, XgptError
@@ -30,7 +31,6 @@ from xrunner.checkpoint.tensors import check_weights
 from xrunner.models.weights import TensorPart
 
 gguf = pytest.importorskip("gguf")
-pytest.importorskip("transformers")
 
 LAYOUTS = ((1,), (1, 1), (2,))  # tensor-parallel degrees of the stages
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -181,11 +181,11 @@ def test_tokens_equal_generate_of_the_widened_weights(toy, architecture):
     files = found(path)
     assert files.spec.stored_as.startswith("GGUF (") and "GGUF file" in files.served_by
     check_weights(files.directory, files.spec)
-    expected = {q.index: generate(model, q) for q in queries}
+    expected = generated(model, queries)
     assert len(set(map(tuple, expected.values()))) > 3
     for degrees in LAYOUTS:
         sink, _ = run_in_process(files.directory, queries, degrees=degrees)
-        assert {r.query.index: list(r.output_ids) for r in sink.results} == expected
+        assert answers_of(sink) == expected
 
 
 @pytest.mark.parametrize("architecture", KINDS)

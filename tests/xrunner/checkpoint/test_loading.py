@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of
 
 from xrunner import loading
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.loading import DiskMeter, disk_bytes_per_s
+from xrunner.loading import DiskMeter, Shelf, Weights, disk_bytes_per_s
 from xrunner.models.encoder_decoder import load_stage
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -108,3 +108,22 @@ def test_the_disks_own_rate_is_sampled_from_the_largest_file(cold_file, tmp_path
     assert rate is None or rate > 0  # a file system may refuse to read past the page cache
     cold_file.unlink()
     assert disk_bytes_per_s(tmp_path) is None, "two bytes measure no rate"
+
+
+def test_weights_are_read_once_for_runs_of_the_same_and_anew_for_others():
+    shelf, read = Shelf(), list[str]()
+
+    def weights(name: str) -> Weights:
+        def load() -> Weights:
+            assert not shelf.holds(name)
+            read.append(name)
+            return Weights(cast(Any, name), 2.0, 100, 50, 1e9)
+
+        return shelf.weights(name, load)
+
+    assert [weights("a").bytes_read for _ in range(3)] == [100, 0, 0]
+    again = weights("a")
+    assert (again.model, again.seconds, again.disk_bytes, again.disk_bytes_per_s) == (
+        "a", 0.0, 0, None)
+    assert [weights(name).seconds for name in ("b", "a")] == [2.0, 2.0]
+    assert read == ["a", "b", "a"] and shelf.holds("a") and not shelf.holds("b")

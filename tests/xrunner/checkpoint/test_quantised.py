@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from quantised_toys import LEFT_OUT, VARIANTS, make_quantised, write_config
+from replays import answers_of, generated
 from representative import some
 from safetensors.torch import load_file, save_file
 from toy_runs import run_in_process
-from toys import generate, random_queries, spec_of
+from toys import random_queries, spec_of
 
 from xgpt.core.errors import InputError, XgptError
 from xrunner.checkpoint.layout import wanted_tensors
@@ -43,11 +44,11 @@ def toy(tmp_path_factory):
 def test_tokens_equal_generate_of_the_widened_weights(toy, name):
     (directory, model), queries = toy(name), random_queries(5)
     check_weights(directory, spec_of(directory))
-    expected = {q.index: generate(model, q) for q in queries}
+    expected = generated(model, queries)
     assert len(set(map(tuple, expected.values()))) > 3
     for degrees in LAYOUTS:
         sink, _ = run_in_process(directory, queries, degrees=degrees)
-        assert {r.query.index: list(r.output_ids) for r in sink.results} == expected
+        assert answers_of(sink) == expected
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -98,8 +98,7 @@ def test_a_rank_holds_its_slice_and_little_more(family, degree, tmp_path):
     for stage in stages:
         weights = open_weights(folder, torch.bfloat16)
         shard = WHOLE if degree == 1 else Shard(1, 2)
-        model, peak = allocated_peak(
-            partial(load_stage, spec, weights, stage, shard))
+        model, peak = allocated_peak(partial(load_stage, spec, weights, stage, shard))
         slice_bytes = weights.bytes_read
         assert model is not None
         assert 0.2 * spec.num_params * 2 / degree < slice_bytes < 0.75 * spec.num_params * 2

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replays import answers_of, generated
 from representative import some
 from toy_runs import Collector, run_in_process
 from toys import FAMILIES, T5_FAMILIES, random_queries
@@ -74,7 +75,7 @@ def run(answered: Answered, family: str, made: Made, policy: str, degrees: Seque
     queries, answers = answered(family)
     rule = Watched(rule_of(policy, groups, **sizes))
     sink, executors = run_in_process(made(family)[0], queries, degrees=degrees, rule=rule)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == answers
+    assert answers_of(sink) == answers
     orders = [[record[:6] for record in e.log if record.kind != "cross_kv"] for e in executors]
     assert all(order == orders[0] for order in orders), "ranks took different steps"
     return sink, executors, rule.counts
@@ -134,7 +135,6 @@ def test_those_who_join_take_the_rows_of_those_who_left(answered, made, policy):
 
 def test_dead_rows_go_on_beyond_the_models_positions(made):
     """OPT has 128 learned positions; a long input's row is decoded on with the longest output."""
-    from toys import generate
 
     directory, model = made("opt")
     first, second = random_queries(2, seed=4)
@@ -143,8 +143,7 @@ def test_dead_rows_go_on_beyond_the_models_positions(made):
     queries[0] = replace(queries[0], input_ids=queries[0].input_ids[:120], max_new_tokens=8,
                          is_forced=True)
     sink, _ = run_in_process(directory, queries, degrees=(1, 1), rule=rule_of("ft", 1))
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
-        q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
 
 
 def test_the_same_seed_draws_the_same_text_under_every_policy(made):

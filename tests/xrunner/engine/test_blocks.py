@@ -13,9 +13,10 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import SOURCES, TORCH
+from replays import answers_of, generated
 from representative import some
 from toy_runs import run_in_process
-from toys import generate, random_queries
+from toys import random_queries
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
@@ -197,8 +198,7 @@ def test_torch_and_the_cuda_sources_answer_as_generate_does(made, monkeypatch, i
     (directory, model), queries = made("llama"), random_queries(8 if implementation is TORCH else 4)
     with implementation.using():
         sink, _ = run_in_process(directory, queries, num_stages=1, rule=rule_of(policy))
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
-        query.index: generate(model, query) for query in queries}
+    assert answers_of(sink) == generated(model, queries)
 
 
 def test_rules_that_leave_queries_where_they_are_ask_for_blocks():

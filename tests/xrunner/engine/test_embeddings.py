@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from representative import some
-
-pytest.importorskip("torch", reason="the runner needs the extra `run`")
 import torch
 import toy_runs
 import toys
+from representative import some
 
 from xrunner.io.result_line import result_line
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling

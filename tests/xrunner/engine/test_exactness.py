@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lockstep import Lockstep
+from replays import answers_of, generated
 from representative import some
 from toy_runs import Collector, run_in_process, stages_of
 from toys import T5_FAMILIES, generate, logits_of, random_queries, spec_of
@@ -39,7 +40,7 @@ def test_tokens_equal_generate_for_batches_that_join_and_leave(
     queries = random_queries(17)
     sink, executors = run_in_process(directory, queries, num_stages=num_stages,
                                         num_groups=num_groups)
-    answers = {r.query.index: list(r.output_ids) for r in sink.results}
+    answers = answers_of(sink)
     assert answers == toy_answers
     assert all(e.rows_compacted > 0 for e in executors)  # else compaction went untested
     assert len({len(a) for a in answers.values()}) > 5
@@ -63,8 +64,7 @@ def test_a_query_of_one_output_token_never_joins_decoding(llama):
     directory, model = llama
     queries = [replace(q, max_new_tokens=1) for q in random_queries(6)]
     sink, executors = run_in_process(directory, queries, num_stages=2, num_groups=2)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
-        q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     assert not [record for e in executors for record in e.log if record.kind == "decode"]
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
+from replays import answers_of, generated
 from representative import some
 from toy_runs import Collector, run_in_process, stages_of
-from toys import generate, random_queries
+from toys import random_queries
 
 from xrunner.engine.stage import StageExecutor
 
@@ -19,10 +20,6 @@ FAMILIES = ("llama", "opt", "gpt2", "t5")
 CASES = [((1,), 2, 4, 5), ((2,), 1, 3, 2), ((1, 1), 1, 4, 5), ((2, 1), 2, 4, 1), ((1, 2), 3, 3, 4),
          ((2, 2), 4, 5, 3), ((1, 1, 1), 3, 9, 30), ((2, 1, 1), 4, 1, 1), ((1, 2, 1), 1, 2, 3),
          ((1, 1, 2), 2, 6, 2), ((1, 1, 1, 1), 4, 4, 5)]
-
-
-def answers(sink: Collector) -> dict[int, list[int]]:
-    return {r.query.index: list(r.output_ids) for r in sink.results}
 
 
 # each layout with one of the families, and each family with a quarter of the layouts
@@ -34,7 +31,7 @@ def test_tokens_equal_generate(made, answered, family, degrees, groups, batch, i
     queries, expected = answered(family)
     sink, executors = run_in_process(made(family)[0], queries, degrees=degrees, num_groups=groups,
                                      encode_batch=batch, decode_iterations=iterations)
-    assert answers(sink) == expected
+    assert answers_of(sink) == expected
     assert len(executors) == sum(degrees)
     assert all(not any(e.awaits_encoded(group) for group in range(groups)) for e in executors)
 
@@ -47,7 +44,7 @@ def test_tokens_equal_generate_in_every_way(made, answered, family, degrees):
     for groups, (batch, iterations) in product((1, 2, 3, 4), ((1, 1), (3, 2), (9, 30))):
         sink, _ = run_in_process(made(family)[0], queries, degrees=degrees, num_groups=groups,
                                  encode_batch=batch, decode_iterations=iterations)
-        assert answers(sink) == expected, f"{groups = } {batch = } {iterations = }"
+        assert answers_of(sink) == expected, f"{groups = } {batch = } {iterations = }"
 
 
 # who moves where does not hang on the family, but on whether there are two caches
@@ -58,12 +55,12 @@ def test_queries_end_early_in_every_position(made, family, degrees):
     """Of four queries that are encoded together, every subset leaves after three tokens."""
     directory, model = made(family)
     queries = [replace(q, max_new_tokens=7, is_forced=True) for q in random_queries(4, seed=5)]
-    longest = {q.index: generate(model, q) for q in queries}
+    longest = generated(model, queries)
     subsets = [set(c) for size in range(1, 5) for c in combinations(range(4), size)]
     for early in subsets if degrees == (1,) else subsets[::4]:
         job = [replace(q, max_new_tokens=3) if q.index in early else q for q in queries]
         sink, executors = run_in_process(directory, job, degrees=degrees, decode_iterations=9)
-        assert answers(sink) == {q.index: longest[q.index][:q.max_new_tokens] for q in job}
+        assert answers_of(sink) == {q.index: longest[q.index][:q.max_new_tokens] for q in job}
         # the last slots close the gaps before them
         moved = len({slot for slot in range(4 - len(early)) if slot in early})
         assert {e.rows_compacted for e in executors} == {moved}, f"{early = }"
@@ -79,7 +76,7 @@ def test_a_row_is_compacted_after_every_iteration(made, family, degrees):
                for q in random_queries(6, seed=7)]
     sink, executors = run_in_process(directory, queries, degrees=degrees, encode_batch=6,
                                      decode_iterations=12)
-    assert answers(sink) == {q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     assert {e.rows_compacted for e in executors} == {5}
 
 
@@ -103,7 +100,7 @@ def test_a_stage_without_an_encoder_layer_passes_on_what_comes(made, answered):
               for stage, (first, count) in zip(stages, counts, strict=True)]
     queries, expected = answered("t5")
     sink, _ = run_in_process(directory, queries, stages=stages, num_groups=3)
-    assert answers(sink) == expected
+    assert answers_of(sink) == expected
 
 
 @pytest.mark.parametrize(("family", "degrees"), some(
@@ -115,7 +112,7 @@ def test_stopping_early_ends_every_rank(made, answered, family, degrees):
         sink, executors = run_in_process(made(family)[0], queries, degrees=degrees, num_groups=3,
                                          sink=Collector(stop_after=after))
         assert after <= len(sink.results) < len(queries)
-        assert answers(sink).items() <= expected.items()
+        assert answers_of(sink).items() <= expected.items()
         assert not any(e.awaits_encoded() for e in executors)
 
 

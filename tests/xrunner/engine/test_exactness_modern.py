@@ -12,6 +12,7 @@ from typing import Any
 import modern
 import pytest
 import torch
+from replays import answers_of
 from representative import some
 from toy_runs import run_in_process, run_waa_in_process, stages_of, toy_waa_rules, waa_pools
 from toys import VOCAB, generate, logits_of, random_queries, spec_of
@@ -57,7 +58,7 @@ def queries() -> list[PreparedQuery]:
     "qwen2-windows", "gemma3", "phi4-mini", "granite", "qwen3-moe")))
 def test_tokens_equal_generate_on_two_stages_of_which_one_is_divided(toy, expected, family):
     sink, _ = run_in_process(toy(family)[0], queries(), degrees=QUICK, num_groups=2)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
+    assert answers_of(sink) == expected(family)
     assert max(map(len, expected(family).values())) > modern.WINDOW
 
 
@@ -68,7 +69,7 @@ def test_tokens_equal_generate_in_every_layout(toy, expected, family, degrees):
     for groups, (batch, iterations) in ((1, (3, 2)), (3, (4, 5))):
         sink, _ = run_in_process(toy(family)[0], queries(), degrees=degrees, num_groups=groups,
                                  encode_batch=batch, decode_iterations=iterations)
-        assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
+        assert answers_of(sink) == expected(family)
 
 
 @pytest.mark.slow
@@ -78,7 +79,7 @@ def test_tokens_equal_generate_where_pools_hand_over(toy, expected, family, pool
     directory = toy(family)[0]
     sink, _ = run_waa_in_process(directory, queries(), waa_pools(directory, *pools),
                                  toy_waa_rules(len(pools[0])))
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
+    assert answers_of(sink) == expected(family)
 
 
 @pytest.mark.parametrize("family", modern.FAMILIES)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cpu_cuda
@@ -19,6 +18,7 @@ import torch
 import toy_runs
 import toys
 from cuda_check import tolerance
+from replays import answers_of
 from torch import Tensor
 
 from xrunner.engine import blocks, graphs
@@ -27,7 +27,6 @@ from xrunner.engine.graphs import (
     Captured,
     CapturedStep,
     CaptureError,
-    CudaCapture,
     capture_steps,
     sizes_up_to,
     why_not,
@@ -105,7 +104,7 @@ def run(directory: Path, monkeypatch: pytest.MonkeyPatch, capture: Capture, coun
     with kernels():
         sink, executors = toy_runs.run_in_process(directory, toys.random_queries(count),
                                                   **{"max_active": 4, **given})
-    return {r.query.index: list(r.output_ids) for r in sink.results}, executors
+    return answers_of(sink), executors
 
 
 def expected(model: Any, count: int = 5) -> dict[int, list[int]]:
@@ -294,54 +293,3 @@ def test_a_rank_that_cannot_have_them_says_so(tmp_path, family, shard, why):
     with kernels():
         executor.start(StartMessage(num_groups=1, slots=2, capacity=8, encoded_capacity=8))
     assert str(executor.graphs_said).startswith(f"no CUDA graphs: {why}")
-
-
-class FakeCuda:
-    """As much of torch.cuda as a capture takes, on which one ends in an error; like torch's, it
-    leaves its stream the current one then."""
-
-    def __init__(self, free_bytes: list[int]) -> None:
-        self.stream, self._free_bytes = "own", free_bytes
-        self.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
-        self.graph_pool_handle = self.synchronize = self.empty_cache = lambda *given: None
-        self.Stream, self.captured_on = lambda device: object(), list[object]()
-
-    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(total_memory=1000)
-
-    def current_stream(self, device: torch.device) -> str:
-        return self.stream
-
-    def set_stream(self, stream: str) -> None:
-        self.stream = stream
-
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return self._free_bytes.pop(0), 1000
-
-    @contextmanager
-    def graph(self, graph: object, stream: object, **given: object) -> Iterator[None]:
-        self.captured_on.append(stream)
-        self.stream = "of the capture"
-        yield  # an error passes through, and what follows is left out
-        self.stream = "own"
-
-
-def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch):
-    fake = FakeCuda([900, 860, 860, 860, 860])
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **_: zeros(*shape))
-    monkeypatch.setattr(torch, "cuda", fake)
-    capture = CudaCapture(torch.device("cuda"))
-    assert capture.limit_bytes == 50
-    assert capture(lambda: torch.ones(3)).out.tolist() == [1, 1, 1] and capture.taken_bytes == 40
-
-    def failing() -> Tensor:
-        raise RuntimeError("CUDA error: operation not permitted\nmore of it")
-
-    with pytest.raises(CaptureError, match=r"^CUDA error: operation not permitted$"):
-        capture(failing)
-    assert fake.stream == "own"
-    CudaCapture(torch.device("cuda"))(lambda: torch.ones(1))
-    holder, first, second, *others = fake.captured_on
-    assert holder is first is second, "one graph holds the pool of the others"
-    assert len(set(map(id, others))) == 1 and others[0] is not first

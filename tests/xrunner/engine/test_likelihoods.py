@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the runner needs the extra `run`")
 import torch
 import toy_runs
 import toys

@@ -41,8 +41,7 @@ def test_tokens_go_from_the_last_stages_first_rank_to_the_head():
     assert [r.rank for r in found.values() if r.tokens_to is not None] == [3]
     assert found[3].tokens_to == 0 and found[0].tokens_from == 3
     assert found[0].encoded_from == 3, "the head waits for one rank alone"
-    assert {r.rank: r.steps_from for r in found.values()} == {
-        0: None, 1: 0, 2: 0, 3: 2, 4: 2, 5: 2}
+    assert {r.rank: r.steps_from for r in found.values()} == {0: None, 1: 0, 2: 0, 3: 2, 4: 2, 5: 2}
     assert routes_of((2, 4))[0].following == (2, 4) and routes_of((2, 4))[1].following == (3, 5)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from implementations import SOURCES, TORCH
+from replays import answers_of, generated
 from representative import some
-from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
-from toys import generate, random_queries
+from toy_runs import run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
+from toys import random_queries
 
 from xgpt.core.errors import XgptError
 from xrunner.engine import blocks, group
@@ -33,12 +34,8 @@ def rra(*, groups: int = 1, chunk: int = 0, kv_tokens: int = 200) -> RraRule:
                    kv_tokens=kv_tokens * groups, encode_chunk=chunk)
 
 
-def answers(sink: Collector) -> dict[int, list[int]]:
-    return {r.query.index: list(r.output_ids) for r in sink.results}
-
-
 def expected(model: Any) -> dict[int, list[int]]:
-    return {query.index: generate(model, query) for query in QUERIES}
+    return generated(model, QUERIES)
 
 
 def caches(executor: StageExecutor) -> list[BlockCache]:
@@ -54,7 +51,7 @@ def test_rra_answers_as_generate_does(made, degrees, groups, chunk):
     directory, model = made("llama")
     sink, executors = run_in_process(directory, QUERIES, degrees=degrees, in_blocks=True,
                                      rule=rra(groups=groups, chunk=chunk))
-    assert answers(sink) == expected(model)
+    assert answers_of(sink) == expected(model)
     for executor in executors:
         assert executor.rows_compacted == 0
         # no group had more than its rule reserves
@@ -67,7 +64,7 @@ def test_torch_and_the_cuda_sources_take_them(made, implementation):
     directory, model = made("llama")
     with implementation.using():
         sink, _ = run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
-    assert answers(sink) == expected(model)
+    assert answers_of(sink) == expected(model)
 
 
 @pytest.mark.parametrize(("encode", "decode", "groups"), some(
@@ -77,7 +74,7 @@ def test_what_waa_hands_over_is_put_into_blocks(made, encode, decode, groups):
     rules = toy_waa_rules(len(encode), num_groups=groups, kv_tokens=150)
     sink, executors = run_waa_in_process(directory, QUERIES, waa_pools(directory, encode, decode),
                                          rules, in_blocks=True)
-    assert answers(sink) == expected(model)
+    assert answers_of(sink) == expected(model)
     for rank in range(sum(encode), sum(encode) + sum(decode)):
         own = caches(executors[rank])
         assert len({id(cache.pool) for cache in own}) == 1, "one budget, one pool for all groups"
@@ -89,13 +86,12 @@ def test_what_waa_hands_over_is_put_into_blocks(made, encode, decode, groups):
 def test_the_memory_is_what_is_reserved_not_rows_of_the_longest(made, monkeypatch):
     """12 rows of the longest query do not fit this device; blocks for 200 tokens do."""
     directory, _ = made("llama")
-    sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=rra(),
-                                       in_blocks=True)
+    sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
     (cache,) = caches(executor)
     assert cache.pool.count * SIZE < 12 * LONGEST
     monkeypatch.setattr(group, "free_bytes", lambda device: cache.num_bytes)
     again, _ = run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
-    assert answers(again) == answers(sink)
+    assert answers_of(again) == answers_of(sink)
     with pytest.raises(XgptError, match=f"12 queries of up to {LONGEST} tokens .* are missing"):
         run_in_process(directory, QUERIES, num_stages=1, rule=rra())
     monkeypatch.setattr(group, "free_bytes", lambda device: cache.num_bytes - 1)
@@ -111,7 +107,7 @@ def test_a_change_finds_the_blocks_that_room_was_made_for(made):
     rule.change(PhaseControls(encode_batch=6, decode_iterations=3, group_max_active=12,
                               group_kv_tokens=12 * LONGEST), phase=2)
     sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=rule, in_blocks=True)
-    assert answers(sink) == expected(model)
+    assert answers_of(sink) == expected(model)
     (cache,) = caches(executor)
     assert cache.pool.most_taken * SIZE > LONGEST + SIZE, "more than the first phases could have"
 
@@ -126,6 +122,6 @@ def test_blocks_of_a_query_that_is_done_are_there_for_other_groups_at_once(made,
     with TORCH.using():  # the native kernels take blocks of 16 or more
         sink, executors = run_waa_in_process(
             directory, QUERIES, waa_pools(directory, (1,), (1,)), rules, in_blocks=True)
-    assert answers(sink) == expected(model)
+    assert answers_of(sink) == expected(model)
     (pool,) = {cache.pool for cache in caches(executors[1])}
     assert pool.count == LONGEST + 5

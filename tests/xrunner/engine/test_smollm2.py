@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from replays import answers_of
 from toy_runs import run_in_process
 
 from xgpt.core.errors import XgptError
@@ -65,7 +66,7 @@ def test_greedy_tokens_equal_generate(smollm2, queries, expected, num_stages):
     forced = [replace(q, is_forced=True, max_new_tokens=len(expected[q.index])) for q in queries]
     sink, _ = run_in_process(smollm2[0], forced, num_stages=num_stages, num_groups=num_stages,
                              encode_batch=3, decode_iterations=6)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == expected
+    assert answers_of(sink) == expected
 
 
 def test_the_chat_template_equals_transformers(smollm2):

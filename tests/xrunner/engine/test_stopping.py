@@ -7,9 +7,9 @@ import errno
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from plans import plan_of
 from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules
 from toy_runs import waa_pools as two_pools
 from toys import random_queries
@@ -65,18 +65,10 @@ def test_a_last_token_under_way_at_a_stop_still_ends_its_query(llama, rule):
     assert len(sink.results) == encoded < COUNT and sink.is_complete is False
 
 
-def plan_of(output: Path) -> RunPlan:
-    return RunPlan(
-        name="toy", output=output, model_dir=output, model_name="toy", served_by="test",
-        requests="test", is_chat=False, max_tokens=4, dtype="float32", weight_dtype="float32",
-        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
-        query_kv_tokens=9)
-
-
 def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr("xrunner.io.sink.time.monotonic", lambda: now)
-    sink = RunSink(plan_of(tmp_path), num_queries=1, before=Answered(0, frozenset()))
+    sink = RunSink(plan_of(tmp_path, tmp_path), num_queries=1, before=Answered(0, frozenset()))
     assert not sink.should_stop()
     (tmp_path / STOP_FILE).touch()
     now += 1.0
@@ -102,7 +94,7 @@ def test_a_full_disk_ends_a_rank_in_words(tmp_path, monkeypatch, capsys, number,
 
     monkeypatch.setattr(module, "connect", lambda kind="cpu": alone)
     monkeypatch.setattr(module, work, fail)
-    path = str(plan_of(tmp_path).save())
+    path = str(plan_of(tmp_path, tmp_path).save())
     if not is_users:
         with pytest.raises(OSError, match=os.strerror(number)):
             module.main([path])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -232,40 +231,3 @@ def test_what_is_waited_for_is_seen():
         assert len(traffic.waits) == 3 and all("_to_copy" in told for told in traffic.waits)
         assert there.device == DEVICE and Arriving(there).wait().device.type == "cpu"
         assert traffic.downloads == 1 and len(traffic.waits) == 3
-
-
-class Views(TorchDispatchMode):
-    """Parts of tensors that the host takes: each is work of its own between two launches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ in ("slice", "select", "unbind", "split")
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_layer_takes_no_parts_that_are_the_same_for_all(monkeypatch):
-    monkeypatch.setattr(cuda, "filled", lambda kind, **values: None)  # addresses of no memory
-    monkeypatch.setattr(cuda, "is_wide", lambda *tensors, row: True)
-
-    def launch(asked: Launch) -> None:
-        pass
-
-    monkeypatch.setitem(cuda_modules._gpus, DEVICE, Gpu(CudaOps(launch, 100), launch))
-    encode, decode, _, (mixed, _) = steps_of(GREEDY)
-    mixed = replace(mixed, spans=(Span(3, 0, 3, True),))
-    steps, of_layers = [encode, decode, (mixed, [FED_BACK] * 3 + [1] * 3)], []
-    for layers in (2, 3):
-        counts = []
-        with elsewhere():
-            executor = executor_of("llama", layers, None)
-            for message, tokens in steps:
-                with Views() as views:
-                    executor.execute(message, torch.tensor(tokens))
-                counts.append(views.count)
-        of_layers.append(counts)
-    assert [more - few for few, more in zip(*of_layers, strict=True)] == [1, 1, 3], (
-        "the query, of what one product gave; beside one another whose it is, too")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from replays import answers_of, generated
 from representative import some
 from toy_runs import (
     Collector,
@@ -30,10 +31,6 @@ CASES = [((1,), (1,), 1, 3), ((1,), (1, 1), 2, 4), ((1, 1), (1,), 3, 2), ((1, 1)
          ((1, 1, 1), (1, 1), 1, 2)]
 
 
-def answers(sink: Collector) -> dict[int, list[int]]:
-    return {r.query.index: list(r.output_ids) for r in sink.results}
-
-
 # each case with one of the families
 @pytest.mark.parametrize(("family", "encode", "decode", "groups", "batch"), some(
     [(family, *case) for place, family in enumerate(FAMILIES) for i, case in enumerate(CASES)
@@ -44,7 +41,7 @@ def test_tokens_equal_generate(made, answered, family, encode, decode, groups, b
     pools = waa_pools(made(family)[0], encode, decode)
     rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups)
     sink, executors = run_waa_in_process(made(family)[0], queries, pools, rules)
-    assert answers(sink) == expected
+    assert answers_of(sink) == expected
     assert len(executors) == sum(encode) + sum(decode)
 
 
@@ -57,7 +54,7 @@ def test_pools_that_divide_layers_unevenly(made, answered, family, encode_cuts, 
     cuts = [min(cut, 3) for cut in decode_cuts] if family == "t5" else decode_cuts
     pools = waa_pools(made(family)[0], (2, 1), (1, 2), encode_cuts, cuts)
     sink, _ = run_waa_in_process(made(family)[0], queries, pools, toy_waa_rules(2, num_groups=2))
-    assert answers(sink) == expected
+    assert answers_of(sink) == expected
 
 
 @pytest.mark.parametrize(("family", "encode", "decode", "groups", "batch", "chunk", "in_blocks"), [
@@ -71,7 +68,7 @@ def test_decode_pools_that_encode_inputs_answer_as_generate_does(
                           max_in_system=12)
     sink, executors = run_waa_in_process(made(family)[0], queries, pools, rules,
                                          in_blocks=in_blocks)
-    assert answers(sink) == expected
+    assert answers_of(sink) == expected
     steps = executors[ranks_of(pools[1])[0]].log
     handed = sum(record.queries for record in executors[0].log)
     assert 0 < handed < len(queries), "both pools encode"
@@ -89,7 +86,7 @@ def test_tokens_equal_generate_in_every_way(made, answered, family, encode, deco
         rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups,
                               max_in_system=most)
         sink, _ = run_waa_in_process(made(family)[0], queries, pools, rules)
-        assert answers(sink) == expected, f"{groups = } {batch = } {most = }"
+        assert answers_of(sink) == expected, f"{groups = } {batch = } {most = }"
 
 
 @pytest.mark.parametrize(("family", "encode", "decode"), some(
@@ -104,7 +101,7 @@ def test_no_more_are_in_the_system_than_the_rule_allows(made, answered, family, 
     for bounds in ({"max_in_system": 3}, {"kv_tokens": most + 1}, {"encode_kv_tokens": 25}):
         rules = _Watched.of(toy_waa_rules(len(encode), num_groups=2, **bounds))
         sink, executors = run_waa_in_process(made(family)[0], queries, pools, rules)
-        assert answers(sink) == expected
+        assert answers_of(sink) == expected
         assert rules[0].most_in_system <= bounds.get("max_in_system", 8)
         decoded = [r.queries for e in executors.values() for r in e.log if r.kind == "decode"]
         assert 0 < max(decoded) <= rules[1].group_max_active
@@ -127,7 +124,7 @@ def test_who_ends_with_the_first_token_stays_behind(made, encode):
     rules = toy_waa_rules(len(encode), encode_batch=4, num_groups=2, max_in_system=9)
     sink, executors = run_waa_in_process(directory, job, pools, rules)
     expected = {q.index: [first[q.index]] if q.index % 4 < 2 else generate(model, q) for q in job}
-    assert answers(sink) == expected
+    assert answers_of(sink) == expected
     reasons = {r.query.index: r.finish_reason for r in sink.results}
     assert {reasons[i] for i in range(0, 12, 4)} == {"length"}
     assert {reasons[i] for i in range(1, 12, 4)} == {"stop"}
@@ -137,8 +134,7 @@ def test_who_ends_with_the_first_token_stays_behind(made, encode):
     got = sum(e.receiver.num_bytes for e in executors.values() if e.receiver is not None)
     spec = spec_of(directory)
     token_bytes = spec.num_layers * 2 * spec.kv_heads * spec.head_dim * 4
-    assert sent == got == token_bytes * sum(
-        len(q.input_ids) for q in job if q.max_new_tokens > 1)
+    assert sent == got == token_bytes * sum(len(q.input_ids) for q in job if q.max_new_tokens > 1)
 
 
 def test_a_job_that_ends_with_first_tokens_alone(made):
@@ -146,7 +142,7 @@ def test_a_job_that_ends_with_first_tokens_alone(made):
     queries = [replace(q, max_new_tokens=1) for q in random_queries(7, seed=8)]
     sink, executors = run_waa_in_process(directory, queries, waa_pools(directory, (1,), (1,)),
                                          toy_waa_rules(1))
-    assert answers(sink) == {q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     assert not executors[1].log and executors[1].receiver.num_bytes == 0
 
 
@@ -162,7 +158,7 @@ def test_stopping_early_ends_every_rank(made, answered, family, encode, decode):
                                      toy_waa_rules(len(encode), num_groups=2),
                                      sink=Collector(stop_after=after))
         assert after <= len(sink.results) < len(queries)
-        assert answers(sink).items() <= expected.items()
+        assert answers_of(sink).items() <= expected.items()
 
 
 def test_drawn_tokens_are_those_of_round_robin(made):
@@ -173,7 +169,7 @@ def test_drawn_tokens_are_those_of_round_robin(made):
     plain, _ = run_in_process(directory, queries, num_stages=1)
     sink, _ = run_waa_in_process(directory, queries, waa_pools(directory, (1,), (2,)),
                                  toy_waa_rules(1, num_groups=2))
-    assert answers(sink) == answers(plain)
+    assert answers_of(sink) == answers_of(plain)
 
 
 class _Watched(WaaEncodeRule):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import toys
 from flat_estimates import estimate_from_flat
+from plans import plan_of
 
 from xgpt.core.controls import RraControls
 from xgpt.core.deployment import StageAssignment
@@ -19,7 +20,6 @@ from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat
 from xrunner.engines import deepspeed_worker
-from xrunner.plan import RunPlan
 from xrunner.transport.comm import local_comms
 from xrunner.world import World
 
@@ -52,11 +52,8 @@ def plan(made, tmp_path, monkeypatch):
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
         *lines, {"id": "bad", "tokens": []}, {"id": "long", "tokens": [9] * 90}]))
     save(tmp_path, estimate_of(toys.spec_of(directory).num_layers))
-    own = RunPlan(
-        name="toy", output=tmp_path, model_dir=directory, model_name="toy", served_by="test",
-        requests="test", is_chat=False, max_tokens=40, dtype="float32", weight_dtype="float32",
-        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
-        query_kv_tokens=100, engine="deepspeed")
+    own = plan_of(tmp_path, directory, max_tokens=40, seed=0, temperature=0.0, query_kv_tokens=100,
+                  engine="deepspeed")
     toys.write_spool(own, tmp_path / "requests.jsonl")
     return own
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replays import answers_of, generated
 from representative import some
 from toy_runs import Collector, run_in_process
-from toys import EOS, generate, random_queries, spec_of
+from toys import EOS, random_queries, spec_of
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
@@ -73,10 +74,6 @@ def run(made: tuple[Path, Any], queries: Sequence[PreparedQuery], rule: StaticRu
         thread.join(timeout=30)
         assert not thread.is_alive()
     return sink, executors
-
-
-def answers_of(sink: Collector) -> dict[int, list[int]]:
-    return {r.query.index: list(r.output_ids) for r in sink.results}
 
 
 FAMILIES = ("opt", "llama", "qwen2", "gpt2")
@@ -139,7 +136,7 @@ def test_a_row_that_is_done_may_outlive_the_models_positions(made, family):
                PreparedQuery(index=1, id="b", input_ids=(8, 9), max_new_tokens=120,
                              is_forced=True)]
     sink, _ = run(made(family), queries, rule_of(2))
-    assert answers_of(sink) == {q.index: generate(made(family)[1], q) for q in queries}
+    assert answers_of(sink) == generated(made(family)[1], queries)
 
 
 def test_limits_stop_strings_and_seeds_end_and_draw_as_in_the_own_engine(made):

@@ -7,23 +7,22 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 import pytest
+from replays import answers_of
+from toy_runs import Collector
+from toys import VOCAB, random_queries
 
-pytest.importorskip("torch", reason="the head needs the extra `run`")
-from toy_runs import Collector  # noqa: E402
-from toys import VOCAB, random_queries  # noqa: E402
-
-from xrunner.engine.head import Head  # noqa: E402
-from xrunner.engine.pipeline import ALONE, Neighbours  # noqa: E402
-from xrunner.engine.roster import Vocabulary  # noqa: E402
-from xrunner.engines.vllm.core import Token  # noqa: E402
-from xrunner.engines.vllm.executor import VllmExecutor, passes  # noqa: E402
-from xrunner.query import PreparedQuery, Sampling  # noqa: E402
-from xrunner.rules.iteration import OrcaRule  # noqa: E402
-from xrunner.rules.paged import sarathi, vllm  # noqa: E402
-from xrunner.rules.rra import RraRule  # noqa: E402
-from xrunner.rules.static import StaticRule  # noqa: E402
-from xrunner.rules.steps import BatchingRule  # noqa: E402
-from xrunner.transport.comm import local_comms  # noqa: E402
+from xrunner.engine.head import Head
+from xrunner.engine.pipeline import ALONE, Neighbours
+from xrunner.engine.roster import Vocabulary
+from xrunner.engines.vllm.core import Token
+from xrunner.engines.vllm.executor import VllmExecutor, passes
+from xrunner.query import PreparedQuery, Sampling
+from xrunner.rules.iteration import OrcaRule
+from xrunner.rules.paged import sarathi, vllm
+from xrunner.rules.rra import RraRule
+from xrunner.rules.static import StaticRule
+from xrunner.rules.steps import BatchingRule
+from xrunner.transport.comm import local_comms
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -123,8 +122,7 @@ def test_every_rule_gets_every_querys_own_tokens(name, max_pass):
     queries = random_queries(40)
     core = CountingCore(max_pass)
     sink, executor = run(RULES[name](), queries, core)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
-        q.index: expected(q) for q in queries}
+    assert answers_of(sink) == {q.index: expected(q) for q in queries}
     assert core.largest <= max_pass
     if max_pass > 1000:  # a step is a pass
         assert executor.passes == len(executor.log)

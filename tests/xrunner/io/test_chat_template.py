@@ -7,12 +7,9 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+from transformers.utils import chat_template_utils as theirs
 
-pytest.importorskip("transformers", reason="runs need the extra `run`")
-
-from transformers.utils import chat_template_utils as theirs  # noqa: E402
-
-from xrunner.io.chat_template import ChatTemplate  # noqa: E402
+from xrunner.io.chat_template import ChatTemplate
 
 USER = {"role": "user", "content": "x"}
 CALLS = [{"id": "1", "type": "function", "function": {"name": "w", "arguments": {"city": "Bonn"}}},

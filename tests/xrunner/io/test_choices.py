@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import toy_runs
+from plans import plan_of, spooled
 from schemas import faults
-from test_intake_queries import plan_of, spooled
 
 from xgpt.core.choices import merged, num_parts, parts
 from xgpt.core.spool_columns import Columns

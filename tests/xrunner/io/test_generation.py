@@ -10,7 +10,7 @@ import pytest
 import torch
 import toy_runs
 import toys
-from test_intake_queries import plan_of, spooled
+from plans import plan_of, spooled
 
 from xgpt.core.errors import InputError
 from xrunner.io.generation import GivenTokens, given_tokens

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from toys import spec_of, write_spool
+from plans import plan_of, spooled
+from toys import spec_of
 
 from xgpt.core import catalog
 from xgpt.core.queries import Requests
-from xgpt.core.spool import Spool
 from xrunner.io import runnable as looked_at
 from xrunner.io.intake import queries_of
 from xrunner.io.runnable import runnable
-from xrunner.plan import RunPlan, load_plan
-
-
-def plan_of(output: Path, model: Path, **changes: Any) -> RunPlan:
-    values: dict[str, Any] = {
-        "name": "toy", "output": output, "model_dir": model, "model_name": "toy",
-        "served_by": "test", "requests": "test", "is_chat": False, "max_tokens": 8,
-        "dtype": "float32", "weight_dtype": "float32", "seed": 2, "temperature": 0.5, "top_k": None,
-        "top_p": 1.0, "ignore_eos": False, "threads_per_rank": 1, "query_kv_tokens": 40}
-    return RunPlan(**{**values, **changes})
-
-
-def spooled(plan: RunPlan, *requests: dict[str, Any] | str) -> tuple[Spool, list[dict[str, Any]]]:
-    """(the spool, error records)"""
-    path, errors = plan.output / "requests.jsonl", plan.output / "errors.jsonl"
-    path.write_text("".join(
-        (line if isinstance(line, str) else json.dumps(line)) + "\n" for line in requests))
-    write_spool(plan, path)
-    path.unlink()  # nobody needs it any more
-    return Spool(plan.output), [json.loads(line) for line in errors.read_text().splitlines()
-                                ] if errors.exists() else []
+from xrunner.plan import load_plan
 
 
 @pytest.mark.parametrize(("most", "fitting"), [(0, 4), (9, 4), (5, 3), (2, 2)])

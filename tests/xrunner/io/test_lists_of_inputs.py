@@ -15,8 +15,9 @@ import pytest
 import torch
 import toy_runs
 import toys
+from plans import plan_of, spooled
+from replays import answers_of
 from schemas import faults
-from test_intake_queries import plan_of, spooled
 
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.reader import read_requests
@@ -140,7 +141,7 @@ def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_sa
                                     for penalty in asked))
     assert not errors
     sink, _ = toy_runs.run_in_process(tmp_path, list(queries_of(spool, plan)), degrees=(1,))
-    found = {result.query.index: list(result.output_ids) for result in sink.results}
+    found = answers_of(sink)
     given_tokens.cache_clear()
     inputs = torch.tensor([A])
     for index, penalty in enumerate((1.3, 1.0, 1.6)):

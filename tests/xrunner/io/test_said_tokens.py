@@ -11,7 +11,7 @@ import pytest
 import torch
 import toy_runs
 import toys
-from test_intake_queries import plan_of, spooled
+from plans import plan_of, spooled
 
 from xgpt.core.errors import InputError
 from xrunner.engine import blocks

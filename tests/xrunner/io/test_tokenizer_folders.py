@@ -7,10 +7,7 @@ import json
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="runs need the extra `run`")
-
-from chat_templates import (  # noqa: E402
+from chat_templates import (
     BRACKETS,
     CHATML,
     GENERATION,
@@ -25,10 +22,10 @@ from chat_templates import (  # noqa: E402
     THINKING,
     TURNS,
 )
-from small_tokenizers import begun_with, older_files, trained, write_folder  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+from small_tokenizers import begun_with, older_files, trained, write_folder
+from transformers import AutoTokenizer
 
-from xrunner.io.tokenizer import TextTokenizer  # noqa: E402
+from xrunner.io.tokenizer import TextTokenizer
 
 FAST = "PreTrainedTokenizerFast"
 

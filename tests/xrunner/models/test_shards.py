@@ -12,6 +12,7 @@ from lockstep import Lockstep
 from safetensors.torch import save_file
 from torch import Tensor
 from toy_runs import split_stages
+from toy_stages import shape
 from toys import logits_of, spec_of
 
 from xgpt.core.errors import XgptError
@@ -29,14 +30,11 @@ from xrunner.ops.linear import Product
 from xrunner.rules.slots import Span
 
 # 97 tokens are divided evenly neither by 2 nor by 3; the products are as wide as the residual
-SHAPE = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=48, num_heads=12,
-                  num_kv_heads=6, vocab_size=97, intermediate_size=36, is_gated_mlp=True,
-                  has_bias=False, tied_embeddings=False, max_positions=64)
-PLAIN = replace(SHAPE, num_kv_heads=None, is_gated_mlp=False, has_bias=True, tied_embeddings=True,
-                has_learned_positions=True)
-SPECS = {"llama": SHAPE, "llama-tied": replace(SHAPE, tied_embeddings=True),
-         "qwen2": replace(SHAPE, has_qkv_bias=True), "opt": replace(PLAIN, family="opt"),
-         "gpt2": replace(PLAIN, family="gpt2", activation="gelu_new")}
+OWN = {"num_layers": 2, "num_heads": 12}
+SHAPE = shape(**OWN, num_kv_heads=6, tied_embeddings=False)
+SPECS = {"llama": SHAPE, "llama-tied": shape(**OWN, num_kv_heads=6),
+         "qwen2": shape(**OWN, num_kv_heads=6, tied_embeddings=False, has_qkv_bias=True),
+         "opt": shape("opt", **OWN), "gpt2": shape("gpt2", **OWN)}
 LENGTHS, CAPACITY, DECODES = [5, 1, 9], 16, 3
 
 

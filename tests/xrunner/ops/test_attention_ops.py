@@ -202,8 +202,7 @@ def test_a_token_that_is_encoded_attends_to_what_came_before_it(implementation, 
     cache, table = there(implementation, cache, table)
     with implementation.using(), num_threads(shape.threads):
         step = encode_context(parts, implementation.device, table)
-        got = encode_attention(query.to(implementation.device), cache, step,
-                               Scoring(shape.scale))
+        got = encode_attention(query.to(implementation.device), cache, step, Scoring(shape.scale))
     assert_near(got.cpu(), torch.cat(expected), shape.dtype)
 
 

@@ -108,10 +108,8 @@ def test_a_report_has_every_case_and_what_is_wrong_with_it(launcher, kernel, ope
     found = list(gpu_report.records(CudaOps(wrong, 100), wrong, CPU, host_clock, (1,)))
     differing = [record for record in found if not record["agrees"]]
     assert {(r["operator"], r["dtype"]) for r in differing} == {(operator, "bfloat16")}
-    assert all(r["bytes_per_s"] > 0 and r["off_by"] <= r["tolerance"] for r in found
-               if r["agrees"])
-    refused = next(gpu_report.records(CudaOps(Refusing(), 1), Refusing(), CPU,
-                                      host_clock, (1,)))
+    assert all(r["bytes_per_s"] > 0 and r["off_by"] <= r["tolerance"] for r in found if r["agrees"])
+    refused = next(gpu_report.records(CudaOps(Refusing(), 1), Refusing(), CPU, host_clock, (1,)))
     assert refused["agrees"] is False and "kernel_s" not in refused
 
 

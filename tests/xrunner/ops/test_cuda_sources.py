@@ -198,68 +198,11 @@ def test_norms(ops, dtype, tokens, seed, is_added, size):
     assert torch.equal(summed, expected[1])  # rounded as torch rounds
 
 
-@some
-@given(dtype=DTYPES, tokens=st.integers(0, 5), seed=st.integers(0, 2**20),
-       heads=st.tuples(st.integers(1, 9), st.integers(1, 3)), dim=st.integers(1, 70),
-       is_turned=st.booleans())
-def test_place(ops, dtype, tokens, seed, heads, dim, is_turned):
-    dim += dim % 2 if is_turned else 0
-    joint = drawn(seed, tokens, (heads[0] + 2 * heads[1]) * dim, dtype=dtype)
-    cache = tuple(drawn(seed + i, tokens + 1, heads[1], 4, dim, dtype=dtype) for i in (1, 2))
-    angles = drawn(seed + 3, tokens, dim // 2)
-    rotation = (angles.cos(), angles.sin()) if is_turned else None
-    slots, positions = torch.arange(tokens, 0, -1), torch.arange(tokens) % 4
-    expected = reference.place(joint, rotation, cache, slots, positions)
-    ops.place(joint, rotation, cache, slots, positions)
-    agrees(expected, [joint[:, :heads[0] * dim], *cache])
-
-
 def test_a_token_outside_the_cache_is_written_nowhere(ops):
     keys, values = torch.full((2, 1, 3, 8), SENTINEL), torch.full((2, 1, 3, 8), SENTINEL)
     ops.place(drawn(1, 4, 24), None, (keys, values), torch.tensor([-1, 2, 0, 1]),
               torch.tensor([0, 0, 3, -1]))
     assert bool((keys == SENTINEL).all()) and bool((values == SENTINEL).all())
-
-
-@some
-@given(dtype=DTYPES, tokens=st.integers(0, 3), inner=st.sampled_from([0, 1, 8, 77, 1536, 2056]),
-       seed=st.integers(0, 2**20))
-def test_silu_mul(ops, dtype, tokens, inner, seed):
-    joint = drawn(seed, tokens, 2 * inner, dtype=dtype)
-    agrees([reference.silu_mul(joint)], [ops.silu_mul(joint)])
-
-
-@st.composite
-def stores(draw: st.DrawFn) -> Tensor:
-    """Whole stores, and parts of them by layers and heads; no two entries alike."""
-    shape = (draw(st.integers(1, 3)), 2, draw(st.integers(1, 6)), draw(st.integers(1, 3)),
-             draw(st.sampled_from([1, 7, 200])), draw(st.sampled_from([1, 5, 8, 64])))
-    store = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-    store = store.to(draw(st.sampled_from([torch.float32, torch.int16, torch.float64])))
-    return store[draw(st.integers(0, shape[0] - 1)):, :, :, draw(st.integers(0, shape[3] - 1)):]
-
-
-@some
-@given(store=stores(), data=st.data())
-def test_moves_happen_one_after_the_other(ops, launcher, store, data):
-    slot, length = st.integers(0, store.shape[2] - 1), st.integers(0, store.shape[4])
-    moves = data.draw(st.lists(st.builds(Move, slot, slot), max_size=6))
-    lengths = [data.draw(length) for _ in moves]
-    expected = reference.compacted(store, moves, lengths)
-    cuda_kv.compact(launcher, store, moves, lengths)
-    assert torch.equal(store, expected)
-
-
-@some
-@given(store=stores(), data=st.data())
-def test_entries_go_into_a_block_and_back(ops, launcher, store, data):
-    slots = data.draw(st.permutations(range(store.shape[2])))
-    lengths = [data.draw(st.integers(0, store.shape[4])) for _ in slots]
-    expected = reference.there_and_back(store, slots, lengths)
-    after = torch.zeros_like(store)
-    block = cuda_kv.gather(launcher, store, slots, lengths)
-    cuda_kv.scatter(launcher, after, slots, lengths, block)
-    assert all(map(torch.equal, expected, [after, block]))
 
 
 def test_every_layer_and_move_goes_in_one_launch(launcher):

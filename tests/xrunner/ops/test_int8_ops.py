@@ -63,8 +63,7 @@ def test_rescaled_sums(implementation, case, has_bias):
 @given(case=rows, out=st.sampled_from([1, 5, 48, 200]))
 def test_a_product_is_that_of_its_codes(implementation, case, out):
     """Sums of products of codes are whole numbers: float64 has them exactly."""
-    x, weight = case.normal(case.tokens, case.size), case.normal(out, case.size, 1)[
-        ..., 0]
+    x, weight = case.normal(case.tokens, case.size), case.normal(out, case.size, 1)[..., 0]
     held = Int8Weight(weight)
     codes = (weight / held.scales[:, None]).round()
     assert (codes.abs() <= 127).all()

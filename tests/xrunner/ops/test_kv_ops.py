@@ -165,32 +165,6 @@ def test_a_block_of_another_shape_and_a_slot_named_twice_are_refused(implementat
         kv.scatter(store, [1, 1], [2, 2], torch.zeros(2, 2, 2, 4, 8))
 
 
-SIZES = {"arrays": 4, "stride": 2 * 4 * 8, "heads": 2, "entry": 8, "slots": 3, "capacity": 4}
-
-
-@pytest.mark.skipif(native.library() is None, reason=native.describe())
-@pytest.mark.parametrize(("slots", "lengths", "tokens", "sizes", "words"), [
-    ([3], [1], 1, {}, "lies outside"), ([-1], [1], 1, {}, "lies outside"),
-    ([0, 0], [1, 1], 2, {}, "lies outside"), ([0], [5], 5, {}, "beyond the capacity"),
-    ([0], [-1], 1, {}, "beyond the capacity"), ([0], [2], 1, {}, "beyond the capacity"),
-    ([0], [1], 1, {"heads": 0}, "a size"), ([0], [1], 1, {"entry": 0}, "a size"),
-    ([0], [1], 1, {"stride": 63}, "a size"), ([0], [1], 1, {"arrays": -1}, "a size"),
-    ([0], [1], 1, {"slots": -1}, "a size"), ([0], [1], 1, {"capacity": -1}, "a size")])
-def test_the_library_itself_refuses_what_it_cannot_serve(slots, lengths, tokens, sizes, words):
-    lib = native.library()
-    assert lib is not None
-    store, block = torch.zeros(4, 3, 2, 4, 8, dtype=torch.uint8), torch.zeros(512,
-                                                                              dtype=torch.uint8)
-    s = SIZES | sizes
-    addresses = torch.tensor([store[i].data_ptr() for i in range(4)])
-    at, many = torch.tensor(slots), torch.tensor(lengths)
-    code = lib.xgpt_kv_scatter(
-        block.data_ptr(), tokens, addresses.data_ptr(), s["arrays"], s["stride"], at.data_ptr(),
-        many.data_ptr(), len(slots), s["heads"], s["entry"], s["slots"], s["capacity"], 1)
-    with pytest.raises(ValueError, match=words):
-        native.check(code)
-
-
 def test_a_large_block_has_the_memory_of_the_last_unless_that_is_in_use():
     store = torch.arange(2 * 4 * 1024 * 600.).view(1, 2, 4, 1, 1024, 600)
     first = kv.gather(store, [0, 1], [1024, 1024])

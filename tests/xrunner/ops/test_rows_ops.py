@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, num_threads
 from token_rows import DTYPES, rows
 from torch import Tensor
+from torch.nn import functional as F
 
 from xrunner.ops.contexts import Places
+from xrunner.ops.residual import Residual
 from xrunner.ops.rows import Rotation, layer_norm, place, rms_norm, silu_mul
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
@@ -37,8 +39,7 @@ def test_rms_norm(implementation, case, eps, adds):
     scale = (hidden.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     stream = stream.to(device)
     with implementation.using(), num_threads(case.threads):
-        got = rms_norm(stream, weight.to(device), eps,
-                       None if added is None else added.to(device))
+        got = rms_norm(stream, weight.to(device), eps, None if added is None else added.to(device))
     assert torch.equal(stream.cpu(), hidden)
     assert_near(got.cpu(), hidden.double() * scale * weight.double(), case.dtype)
 
@@ -111,3 +112,20 @@ def test_place_rotates_and_writes_where_it_is_told(implementation, case, heads, 
     assert_near(there[0].cpu().to(near), expected[0], near)
     assert there[0].dtype == kept
     assert torch.equal(there[1].cpu().double(), expected[1])
+
+
+def test_products_are_added_once_by_the_norm_that_follows_or_by_the_next():
+    start, parts, weight = torch.randn(5, 24), torch.randn(4, 5, 24), torch.randn(24)
+    stream = Residual(start.clone())
+    stream.add(parts[0])
+    normed = stream.rms_norm(weight, 1e-5)
+    torch.testing.assert_close(normed, F.rms_norm(start + parts[0], (24,), weight, 1e-5))
+    torch.testing.assert_close(stream.rms_norm(weight, 1e-5), normed)
+    stream.add(parts[1])
+    stream.add(parts[2], lambda part: 3 * part)  # of a tensor-parallel group of equals
+    expected = start + parts[0] + parts[1] + 3 * parts[2]
+    torch.testing.assert_close(stream.layer_norm(weight, weight, 1e-5),
+                               F.layer_norm(expected, (24,), weight, weight, 1e-5))
+    stream.add(parts[3])
+    torch.testing.assert_close(stream.total(), expected + parts[3])
+    torch.testing.assert_close(stream.total(), expected + parts[3])

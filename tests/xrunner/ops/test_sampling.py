@@ -94,8 +94,7 @@ def test_a_divided_vocabulary_gives_the_tokens_of_a_whole_one(degree, vocab):
         found = Lockstep(degree).run(work)
         assert found[1:] == [None] * (degree - 1)
         assert found[0] is not None
-        assert found[0].tolist() == sample(
-            WholeScores(logits), chosen, positions).tolist()
+        assert found[0].tolist() == sample(WholeScores(logits), chosen, positions).tolist()
 
 
 @pytest.mark.parametrize("degree", [1, 2])

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from examples import examples
+from holding import holding
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,9 +39,7 @@ def drive(rule: OrcaRule, iterations: dict[int, int]) -> list[Step]:
 
 
 def test_two_groups_take_turns_and_encode_one_query_a_step():
-    rule = OrcaRule(num_groups=2, max_active=4, kv_tokens=1000)
-    for query in range(5):
-        assert rule.submit(query, 10)
+    rule = holding(OrcaRule(num_groups=2, max_active=4, kv_tokens=1000), 5, 10)
     steps = drive(rule, dict.fromkeys(range(5), 2))
     seen = [(s.kind.value, s.group, s.joined) for s in steps[:8]]
     assert seen == [

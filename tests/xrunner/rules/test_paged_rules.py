@@ -127,8 +127,7 @@ def test_every_query_gets_its_tokens_within_blocks_slots_and_budget(
     kv_tokens = num_groups * blocks * BLOCK_TOKENS
     rule = make(num_groups=num_groups, max_active=num_groups + more, kv_tokens=kv_tokens,
                 token_budget=budget)
-    iterations = data.draw(st.lists(st.integers(0, 39), min_size=len(inputs),
-                                    max_size=len(inputs)))
+    iterations = data.draw(st.lists(st.integers(0, 39), min_size=len(inputs), max_size=len(inputs)))
     steps, _ = drive(rule, inputs, iterations)
     assert rule.next_group() is None
     for step in steps:

@@ -41,8 +41,7 @@ def test_tokens_are_those_expected_unless_more_is_known():
 
 
 def test_a_replica_is_kept_supplied_and_no_more():
-    router = Router([1.0] * 20, windows=[Window(waiting=3, present=5)] * 2,
-                    routing=ROUND_ROBIN)
+    router = Router([1.0] * 20, windows=[Window(waiting=3, present=5)] * 2, routing=ROUND_ROBIN)
     assert router.top_up(0, Load(0, 0)) == [0, 2, 4, 6, 8]
     assert router.top_up(1, Load(0, 0)) == [1, 3, 5, 7, 9]
     assert router.top_up(0, Load(3, 2)) == []

@@ -16,6 +16,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from replayed import problem_of, replayed_steps, run_steps
+from replays import answers_of
 from representative import some
 from toy_runs import Collector, run_in_process
 from toys import generate, random_queries
@@ -41,8 +42,7 @@ def phases_of(steps: list[Any]) -> dict[int, tuple[int, int]]:
 
 
 def test_a_change_holds_from_its_phase_on():
-    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=2, max_active=40,
-                   kv_tokens=4000)
+    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=2, max_active=40, kv_tokens=4000)
     rule.make_room(30)
     for query in range(40):
         assert rule.submit(query, 10)
@@ -110,8 +110,7 @@ class Changing(Collector):
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
         done = [count for count in self._estimates if len(self.results) >= count]
         for count in done:
-            controls = phase_controls(self._estimates.pop(count),
-                                      slots=self._rule.group_max_active)
+            controls = phase_controls(self._estimates.pop(count), slots=self._rule.group_max_active)
             self.taken.append((self._rule.next_phase, controls))
             self._rule.change(controls, phase=self._rule.next_phase)
 
@@ -137,7 +136,7 @@ def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(made, f
     sink = Changing(rule, {5: later, 18: last})
     _, executors = run_in_process(directory, queries, stages=begin.deployment.stages, rule=rule,
                                   sink=sink)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == dict(enumerate(expected))
+    assert answers_of(sink) == dict(enumerate(expected))
     assert len(sink.taken) == 2
     again = rra_rule(begin)
     again.make_room(20)

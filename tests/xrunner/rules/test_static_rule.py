@@ -6,6 +6,7 @@ from collections import Counter, deque
 
 import pytest
 from examples import examples
+from holding import holding
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,9 +56,7 @@ def words(steps: list[Step]) -> str:
 
 
 def test_ft_encodes_all_micro_batches_and_decodes_them_in_turn():
-    rule = rule_of(4, 2)
-    for query in range(8):
-        assert rule.submit(query, 10)
+    rule = holding(rule_of(4, 2), 8, 10)
     steps = drive(rule, dict.fromkeys(range(8), 4))
     one = "E0 E1 D0 D1 D0 D1 D0 D1 D0"  # the last: group 1's last token is not there yet
     assert words(steps) == f"{one} {one}"
@@ -68,18 +67,13 @@ def test_ft_encodes_all_micro_batches_and_decodes_them_in_turn():
 
 
 def test_dsi_encodes_each_decode_group_in_parts_without_waiting():
-    rule = rule_of(8, 2, 4)
-    for query in range(8):
-        assert rule.submit(query, 10)
+    rule = holding(rule_of(8, 2, 4), 8, 10)
     for _ in range(4):
         assert rule.next_group() is not None and not rule.needs_tokens
-        step = rule.decide()
-        assert step is not None and len(step.joined) == 2
+        assert len(rule.decide().joined) == 2
     assert rule.next_group() == 0 and rule.needs_tokens
 
-    rule = rule_of(8, 2, 4)
-    for query in range(8):
-        assert rule.submit(query, 10)
+    rule = holding(rule_of(8, 2, 4), 8, 10)
     steps = drive(rule, dict.fromkeys(range(8), 3))
     assert words(steps) == "E0 E0 E1 E1 D0 D1 D0 D1 D0"
 
@@ -97,9 +91,7 @@ def test_the_whole_batch_decodes_until_its_longest_query_is_done():
 
 
 def test_no_query_joins_before_the_batch_is_done():
-    rule = rule_of(2, 1)
-    for query in range(4):
-        assert rule.submit(query, 10)
+    rule = holding(rule_of(2, 1), 4, 10)
     rule.next_group()
     rule.decide()
     for _ in range(3):
@@ -112,8 +104,7 @@ def test_no_query_joins_before_the_batch_is_done():
     rule.finish(1)
     assert rule.decide() is None and rule.reserved_tokens == 0
     assert rule.next_group() == 0
-    step = rule.decide()
-    assert step is not None and step.joined == (2, 3)
+    assert rule.decide().joined == (2, 3)
 
 
 def test_every_row_reserves_the_batchs_longest_output():

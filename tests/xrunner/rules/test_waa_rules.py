@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from examples import examples
+from holding import holding
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -205,22 +206,17 @@ def test_what_is_left_to_the_decode_pool_is_encoded_there_once_in_order(
 
 
 def test_a_batch_of_the_encode_pool_has_room_beside_what_is_left_to_the_other():
-    rule = encoder(encode_batch=4, max_in_system=7,
-                   aim=DecodeAim(planned_active=9, stock_tokens=99))
-    for query in range(20):
-        rule.submit(query, 30, 20)
+    rule = holding(encoder(encode_batch=4, max_in_system=7, aim=DecodeAim(planned_active=9,
+                   stock_tokens=99)), 20, 30, 20)
     assert [one.query for one in rule.give()] == [0, 1, 2] and rule.give() == []
-    step = rule.decide()
-    assert step is not None and step.joined == (3, 4, 5, 6)
+    assert rule.decide().joined == (3, 4, 5, 6)
     rule.release(0)
     assert rule.give() == [] and rule.next_group() is None, "one place is kept for three more"
 
 
 def test_no_more_lies_ready_than_the_stock_and_none_while_enough_decode():
-    rule = encoder(encode_batch=1, max_in_system=99,
-                   aim=DecodeAim(planned_active=4, stock_tokens=30))
-    for query in range(20):
-        rule.submit(query, 30, 20)
+    rule = holding(encoder(encode_batch=1, max_in_system=99, aim=DecodeAim(planned_active=4,
+                   stock_tokens=30)), 20, 30, 20)
     assert [one.query for one in rule.give()] == [0, 1], "the second exceeds 30 tokens"
     rule.begun([0])
     assert [one.query for one in rule.give()] == [2]
@@ -241,14 +237,12 @@ def test_what_waits_in_the_decode_pool_is_begun_only_while_fewer_than_planned_ar
     steps = [rule.decide(), rule.decide()]
     assert [step.joined for step in steps if step is not None] == [(1, 2), ()]
     rule.finish(1)
-    step = rule.decide()
-    assert step is not None and step.joined == (3,)
+    assert rule.decide().joined == (3,)
 
 
 def test_who_is_handed_over_leaves_room_in_every_group_for_inputs_that_wait():
-    rule = WaaDecodeRule(num_groups=2, kv_tokens=10_000, group_max_active=20, encode_chunk=5)
-    for query in range(8):
-        rule.submit(query, 30)
+    rule = holding(WaaDecodeRule(num_groups=2, kv_tokens=10_000, group_max_active=20,
+                   encode_chunk=5), 8, 30)
     for query in range(8, 12):
         rule.take(Waiting(query, 30, 5))
     steps = [rule.decide() for _ in range(4)]
@@ -257,9 +251,7 @@ def test_who_is_handed_over_leaves_room_in_every_group_for_inputs_that_wait():
 
 
 def test_no_batch_starts_until_all_of_it_has_room_in_the_system():
-    rule = encoder(encode_batch=4, max_in_system=10)
-    for query in range(12):
-        assert rule.submit(query, 30, 20)
+    rule = holding(encoder(encode_batch=4, max_in_system=10), 12, 30, 20)
     assert [rule.decide() is not None for _ in range(3)] == [True, True, False]
     for query in range(8):
         rule.finish(query)
@@ -267,23 +259,19 @@ def test_no_batch_starts_until_all_of_it_has_room_in_the_system():
     rule.release(0)
     assert rule.next_group() is None, "two and one are not four"
     rule.release(1)
-    step = rule.decide()
-    assert step is not None and step.joined == (8, 9, 10, 11)
+    assert rule.decide().joined == (8, 9, 10, 11)
 
 
 def test_the_last_queries_do_not_wait_for_a_whole_batch():
     rule = encoder(encode_batch=4)
     rule.submit(0, 30, 20)
-    step = rule.decide()
-    assert step is not None and step.joined == (0,) and rule.next_group() is None
+    assert rule.decide().joined == (0,) and rule.next_group() is None
 
 
 @pytest.mark.parametrize(("budgets", "freed_by"), [
     ({"kv_tokens": 149}, "release"), ({"encode_kv_tokens": 99}, "finish")])
 def test_a_full_cache_of_either_pool_holds_the_encoding_back(budgets, freed_by):
-    rule = encoder(encode_batch=2, max_in_system=99, **budgets)
-    for query in range(6):
-        rule.submit(query, 30, 20)
+    rule = holding(encoder(encode_batch=2, max_in_system=99, **budgets), 6, 30, 20)
     assert [rule.decide() is not None for _ in range(3)] == [True, True, False]
     for query in (0, 1):
         getattr(rule, "finish" if freed_by == "release" else "release")(query)
@@ -294,11 +282,8 @@ def test_a_full_cache_of_either_pool_holds_the_encoding_back(budgets, freed_by):
 
 
 def test_a_batch_larger_than_the_system_goes_alone():
-    rule = encoder(encode_batch=4, max_in_system=2)
-    for query in range(8):
-        rule.submit(query, 30, 20)
-    step = rule.decide()
-    assert step is not None and step.joined == (0, 1, 2, 3)
+    rule = holding(encoder(encode_batch=4, max_in_system=2), 8, 30, 20)
+    assert rule.decide().joined == (0, 1, 2, 3)
     for query in range(4):
         rule.finish(query)
         assert rule.next_group() is None
@@ -307,11 +292,8 @@ def test_a_batch_larger_than_the_system_goes_alone():
 
 
 def test_a_batch_that_no_budget_could_ever_hold_is_cut():
-    rule = encoder(encode_batch=4, kv_tokens=70)
-    for query in range(4):
-        rule.submit(query, 30, 20)
-    step = rule.decide()
-    assert step is not None and step.joined == (0, 1)
+    rule = holding(encoder(encode_batch=4, kv_tokens=70), 4, 30, 20)
+    assert rule.decide().joined == (0, 1)
     assert not rule.submit(9, 71, 20) and rule.submit(9, 70, 20)
 
 
