@@ -228,3 +228,21 @@ def test_every_key_of_generation_config_is_done_refused_or_told(tmp_path):
         else:
             assert not_taken(folder) == [key]
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(("family", "key", "value"), [
+    ("gpt2", "activation_function", "gelu"), ("gpt2", "scale_attn_weights", False),
+    ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("gpt2", "reorder_and_upcast_attn", True),
+    ("gpt2", "add_cross_attention", True), ("t5", "feed_forward_proj", "gated-silu")])
+def test_a_variant_is_refused_by_its_key(toy, family, key, value):
+    config = toy(family)[1]
+    from_hf_config(config, "x")
+    with pytest.raises(InputError, match=f"{key} = "):
+        from_hf_config({**config, key: value}, "x")
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_t5_saved_by_transformers_5_scales_its_head_as_the_published_one(tmp_path, version):
+    toys.make_t5(version, tmp_path / "published").config.save_pretrained(tmp_path / "saved")
+    assert (toys.spec_of(tmp_path / "saved").tied_embeddings
+            == toys.spec_of(tmp_path / "published").tied_embeddings == (version == "1.0"))

@@ -4,6 +4,7 @@ what is missing or wrong is named."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,19 @@ def test_what_is_stored_is_said_and_what_is_left_out_is_plain(toy):
 QWEIGHT = "model.layers.0.mlp.up_proj.qweight"
 
 
+def rewritten(directory: Path, folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """A copy of a model with other tensors."""
+    (folder / "config.json").write_text((directory / "config.json").read_text())
+    stored = load_file(directory / "model.safetensors")
+    change(stored)
+    save_file(stored, folder / "model.safetensors")
+
+
+def weight_of(folder: Path) -> torch.Tensor:
+    return CheckpointReader(folder, torch.float32).get(QWEIGHT.replace("qweight", "weight"),
+                                                       (96, 64))
+
+
 @pytest.mark.parametrize(("name", "ending", "change", "words"), [
     ("awq", "qzeros", None, ("no such tensor", "AWQ", r"\[2, 12\]")),
     ("awq", "scales", lambda t: t[:1], (r"\[2, 96\]", "AWQ, groups of 32", r"\[1, 96\]")),
@@ -98,21 +112,20 @@ QWEIGHT = "model.layers.0.mlp.up_proj.qweight"
     ("fp8-channel", "weight", lambda t: t.to(torch.int8), ("F8_E4M3", "I8"))])
 def test_a_tensor_that_is_missing_or_wrong_is_named_with_its_method(
         toy, tmp_path, name, ending, change, words):
-    directory, _ = toy(name)
-    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
-    stored = load_file(directory / "model.safetensors")
     broken = QWEIGHT.replace("qweight", ending)
-    old = stored.pop(broken)
-    if change is not None:
-        stored[broken] = change(old).contiguous()
-    save_file(stored, tmp_path / "model.safetensors")
+
+    def breaks(stored: dict[str, Any]) -> None:
+        old = stored.pop(broken)
+        if change is not None:
+            stored[broken] = change(old).contiguous()
+
+    rewritten(toy(name)[0], tmp_path, breaks)
     with pytest.raises(InputError) as caught:
         check_weights(tmp_path, spec_of(tmp_path))
     (mistake,) = caught.value.mistakes
     assert mistake.key == broken
     with pytest.raises(XgptError) as loading:
-        CheckpointReader(tmp_path, torch.float32).get(QWEIGHT.replace("qweight", "weight"),
-                                                      (96, 64))
+        weight_of(tmp_path)
     for said in (str(caught.value), str(loading.value)):
         for word in words:
             assert re.search(word, said), (word, said)
@@ -128,35 +141,21 @@ def test_shapes_that_a_method_cannot_store_are_named(toy, tmp_path):
 
 
 def test_biases_of_zeros_that_autogptq_adds_are_left_and_others_refused(toy, tmp_path):
-    directory, _ = toy("gptq-4")
-    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
-    stored = load_file(directory / "model.safetensors")
-    bias = stored.setdefault(QWEIGHT.replace("qweight", "bias"), torch.zeros(96).half())
-    save_file(stored, tmp_path / "model.safetensors")
+    name = QWEIGHT.replace("qweight", "bias")
+    rewritten(toy("gptq-4")[0], tmp_path, lambda stored: stored.setdefault(
+        name, torch.zeros(96).half()))
     check_weights(tmp_path, spec_of(tmp_path))
-    bias[95] = 0.5
-    save_file(stored, tmp_path / "model.safetensors")
+    rewritten(tmp_path, tmp_path, lambda stored: stored[name].fill_(0.5))
     with pytest.raises(InputError, match="up_proj.bias.*no layer of the llama family takes it"):
         check_weights(tmp_path, spec_of(tmp_path))
 
 
-def test_a_shape_beside_the_weight_has_to_be_its_own(toy, tmp_path):
-    directory, _ = toy("w4a16")
-    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
-    stored = load_file(directory / "model.safetensors")
-    stored[QWEIGHT.replace("qweight", "weight_shape")][1] = 60
-    save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(XgptError, match=r"weight_shape says \[96, 60\].*\[96, 64\]"):
-        CheckpointReader(tmp_path, torch.float32).get(QWEIGHT.replace("qweight", "weight"),
-                                                      (96, 64))
-
-
-def test_inputs_of_a_group_that_is_not_there_are_refused(toy, tmp_path):
-    directory, _ = toy("gptq-4-ordered")
-    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
-    stored = load_file(directory / "model.safetensors")
-    stored[QWEIGHT.replace("qweight", "g_idx")][5] = 4
-    save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(XgptError, match="up_proj.weight.*g_idx names the group 4 of 4"):
-        CheckpointReader(tmp_path, torch.float32).get(QWEIGHT.replace("qweight", "weight"),
-                                                      (96, 64))
+@pytest.mark.parametrize(("name", "ending", "place", "value", "words"), [
+    ("w4a16", "weight_shape", 1, 60, r"weight_shape says \[96, 60\].*\[96, 64\]"),
+    ("gptq-4-ordered", "g_idx", 5, 4, "up_proj.weight.*g_idx names the group 4 of 4")])
+def test_a_shape_beside_the_weight_and_groups_have_to_be_its_own(
+        toy, tmp_path, name, ending, place, value, words):
+    rewritten(toy(name)[0], tmp_path, lambda stored: stored[
+        QWEIGHT.replace("qweight", ending)].index_fill_(0, torch.tensor([place]), value))
+    with pytest.raises(XgptError, match=words):
+        weight_of(tmp_path)

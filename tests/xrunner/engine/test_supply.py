@@ -12,9 +12,13 @@ import pytest
 
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.spool import SpoolWriter
+from xrunner.engine.roster import Roster
 from xrunner.engine.supply import LEAST_WAITING, FromSpool
 from xrunner.io.intake import take_in
+from xrunner.query import PreparedQuery
 from xrunner.rules.order import in_run_order, run_order
+from xrunner.rules.rra import RraRule
+from xrunner.rules.slots import SlotUse
 
 
 class Characters:
@@ -84,3 +88,15 @@ def test_the_launcher_holds_few_bytes_a_line(tmp_path, monkeypatch):
 
     few, many = held(16_000), held(32_000)
     assert (many - few) / 16_000 < 100, f"{(many - few) / 16_000:.0f} bytes"
+
+
+def test_a_group_gets_no_more_slots_than_there_are_queries():
+    rule = RraRule(encode_batch=4, decode_iterations=5, num_groups=2, max_active=12, kv_tokens=999)
+    found = []
+    for count in (5, 50):
+        roster = Roster(SlotUse.COMPACTED, None)
+        for i in range(count):
+            roster.add(PreparedQuery(index=i, id=f"q{i}", input_ids=(1, 2, 3), max_new_tokens=5))
+        found.append(roster.start_message(rule, 0))
+    assert [message.slots for message in found] == [5, 6]
+    assert found[0].capacity == 3 + 5, "input and most output of a query"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -71,37 +69,6 @@ def test_shards_in_lockstep_equal_the_whole_stage(family, degree):
     cache = torch.cat([s["cache"] for s in shards], dim=3)
     torch.testing.assert_close(cache, whole["cache"], rtol=1e-4, atol=1e-4)
     assert whole["hidden"].std() > 1  # else the residual would hide a wrong product
-
-
-@pytest.mark.parametrize("family", SPECS)
-def test_a_shard_holds_its_share_and_every_rank_the_same_attributes(family):
-    spec = SPECS[family]
-    stage = split_stages(spec.num_layers, 1)[0]
-    models = [StageModel(spec, RandomWeights(torch.float32), stage, torch.float32, Shard(i, 3))
-              for i in range(3)]
-    for model in models:
-        assert (model.kv_heads, model.layers[0].dim) == (spec.kv_heads // 3, spec.head_dim)
-        assert all((layer.heads, layer.kv_heads) == (spec.num_heads // 3, model.kv_heads)
-                   for layer in model.layers)
-    whole = StageModel(spec, RandomWeights(torch.float32), stage, torch.float32)
-    sizes = [_matrix_elements(m.layers[0]) for m in (*models, whole)]
-    assert sizes[:3] == [sizes[3] // 3] * 3
-
-
-@pytest.mark.parametrize("family", SPECS)
-def test_weights_and_all_that_is_made_in_a_step_are_on_the_inputs_device(family):
-    """On the device `meta`, which refuses to be mixed with any other."""
-    spec, stage, meta = SPECS[family], split_stages(2, 1)[0], torch.device("meta")
-    model = StageModel(spec, RandomWeights(torch.float32), stage, torch.float32, Shard(1, 2), meta)
-    cache = torch.zeros(2, 2, 3, model.kv_heads, CAPACITY, spec.head_dim, device=meta)
-    step = decode_context([length + 1 for length in LENGTHS], device=meta)
-    spans = encode_context(whole_inputs(LENGTHS), meta)
-    tokens = torch.zeros(sum(LENGTHS), dtype=torch.long, device=meta)
-    with torch.inference_mode():
-        encoded = model.encode(tokens, cache, spans)
-        logits = logits_of(model, model.decode(tokens[:3], cache, step))
-    assert encoded.device == logits.device == meta
-    assert (encoded.shape, logits.shape) == ((15, 48), (3, 48))
 
 
 def test_a_degree_that_does_not_divide_is_refused_with_the_counts():
@@ -190,34 +157,9 @@ def test_a_checkpoints_shards_together_are_the_whole(llama):
     assert readers[0].bytes_read + readers[1].bytes_read == readers[2].bytes_read + norms
 
 
-def test_a_checkpoints_shards_in_lockstep_give_transformers_logits(toy):
-    directory, model = toy
-    torch.set_num_threads(1)
-    spec, tokens = spec_of(directory), torch.arange(6, 30)
-    step = encode_context(whole_inputs([len(tokens)]))
-    stage = split_stages(spec.num_layers, 1)[0]
-
-    def run(shard: Shard) -> Tensor:
-        ours = StageModel(spec, CheckpointReader(directory, torch.float32), stage, torch.float32,
-                          shard)
-        cache = KvCache(kv_shape(spec, torch.float32, slots=1, capacity=len(tokens),
-                                 kv_heads=ours.kv_heads))
-        with torch.inference_mode():
-            return logits_of(ours, ours.encode(tokens, cache.store, step))
-
-    logits = torch.cat(Lockstep(2).run(run), dim=1)
-    with torch.no_grad():
-        expected = model(tokens[None]).logits[0]
-    assert (logits - expected).abs().max() < 1e-3 * expected.std()
-
-
 def _weight(product: Product) -> Tensor:
     """[out, in], however it is laid out: its product with the unit matrix."""
     return product(torch.eye(product.shape[1])).t()
-
-
-def _matrix_elements(layer: Any) -> int:
-    return sum(math.prod(product.shape) for product in layer.products)
 
 
 def test_an_encode_step_in_pieces_is_the_same(monkeypatch):

@@ -41,29 +41,21 @@ def run(launcher: cpu_cuda.CpuLauncher, kernel: str, out: torch.Tensor, threads:
                     NUMBERS(out.data_ptr(), 0)))
 
 
-@pytest.mark.parametrize("order", cpu_cuda.ORDERS)
-def test_a_barrier_holds_until_all_threads_came(launcher, order):
-    launcher.order = cpu_cuda.ORDERS[order]
-    out = torch.zeros(96)
-    run(launcher, "next_thread", out)
-    assert out.tolist() == [*range(1, 96), 0]
-
-
-def test_a_missing_barrier_shows_in_one_of_the_orders(launcher):
-    found = []
-    for launcher.order in (0, 1):
-        found.append(torch.zeros(96))
-        run(launcher, "next_without_barrier", found[-1])
-    assert any(out.tolist() != [*range(1, 96), 0] for out in found)
-
-
-def test_a_warp_that_runs_ahead_shows_what_it_overwrites(launcher):
+def found_in(launcher: cpu_cuda.CpuLauncher, kernel: str) -> list[bool]:
+    """Whether it gives each thread its neighbour's number, in each order of the threads."""
     found = []
     for launcher.order in cpu_cuda.ORDERS.values():
-        found.append(torch.zeros(96))
-        run(launcher, "overwritten", found[-1])
-    is_right = [out.tolist() == [*range(1, 96), 0] for out in found]
-    assert is_right[:2] == [True, True] and not all(is_right[2:])
+        out = torch.zeros(96)
+        run(launcher, kernel, out)
+        found.append(out.tolist() == [*range(1, 96), 0])
+    return found
+
+
+def test_missing_barriers_and_warps_that_run_ahead_show_in_one_of_the_orders(launcher):
+    assert found_in(launcher, "next_thread") == [True] * 4, "a barrier holds until all came"
+    assert not all(found_in(launcher, "next_without_barrier")[:2])
+    found = found_in(launcher, "overwritten")
+    assert all(found[:2]) and not all(found[2:]), "by warp"
 
 
 @pytest.mark.parametrize("order", cpu_cuda.ORDERS)

@@ -67,18 +67,17 @@ def test_the_levels_are_those_of_the_header():
 
 
 needs_compiler = pytest.mark.skipif(not native.levels(), reason=native.describe())
+ONE = 'extern "C" int {}(void) {{ return {}; }}\n'
 
 
 @needs_compiler
 def test_every_level_can_be_used_and_none_beyond():
     lib = native.library()
-    assert lib is not None
     before = lib.xgpt_level()
     try:
         for name in native.levels():
             native.use_level(name)
-            assert native.LEVELS[lib.xgpt_level()] == name
-            assert name in native.describe()
+            assert native.LEVELS[lib.xgpt_level()] == name and name in native.describe()
         with pytest.raises(ValueError, match="lacks the instruction set"):
             native.check(lib.xgpt_use_level(len(native.LEVELS)))
     finally:
@@ -91,40 +90,36 @@ def test_work_runs_on_torch_s_own_threads():
 
 
 def test_a_tensor_that_no_operator_serves_is_told_apart():
-    assert native.dtype_code(torch.zeros(1)) == 0
-    assert native.dtype_code(torch.zeros(1, dtype=torch.bfloat16)) == 1
-    assert native.dtype_code(torch.zeros(1, dtype=torch.float64)) is None
+    assert [native.dtype_code(torch.zeros(1, dtype=dtype)) for dtype in (
+        torch.float32, torch.bfloat16, torch.float64)] == [0, 1, None]
     assert not native.serves(torch.zeros(1, dtype=torch.float16))
     assert not native.serves(torch.zeros(1, device="meta"))
 
 
 @needs_compiler
-def test_a_library_is_built_once(cache, sources):
+def test_a_library_is_built_once_of_all_sources_and_anew_for_others(cache, sources, monkeypatch):
+    (sources / "two.cpp").write_text(ONE.format("two", 2))
     first = build.cached_library(cache)
-    made = first.stat().st_mtime_ns
+    lib, made = ctypes.CDLL(str(first)), first.stat().st_mtime_ns
+    assert (lib.one(), lib.two()) == (1, 2)
     assert build.cached_library(cache) == first and first.stat().st_mtime_ns == made
     (sources / "two.h").write_text("\n")
-    assert build.cached_library(cache) != first
-
-
-@needs_compiler
-def test_sources_are_compiled_each_and_linked_to_one_library(cache, sources):
-    (sources / "two.cpp").write_text('extern "C" int two(void) { return 2; }\n')
-    lib = ctypes.CDLL(str(build.cached_library(cache)))
-    assert (lib.one(), lib.two()) == (1, 2)
+    second = build.cached_library(cache)
+    monkeypatch.setenv("XGPT_NATIVE_FLAGS", "-g")
+    assert len({first, second, build.cached_library(cache)}) == 3
 
 
 @needs_compiler
 def test_ranks_wait_for_no_source_of_replays(cache, sources):
     two = sources.parents[1] / "replay" / "two.cpp"
     two.parent.mkdir()
-    two.write_text('extern "C" int two(void) { return 2; }\n')
+    two.write_text(ONE.format("two", 2))
     first = build.cached_library(cache)
     own, replays = ctypes.CDLL(str(first)), ctypes.CDLL(
         str(build.cached_library(cache, build.REPLAYS)))
     assert hasattr(own, "one") and not hasattr(own, "two")
     assert hasattr(replays, "two") and not hasattr(replays, "one")
-    two.write_text('extern "C" int two(void) { return 3; }\n')
+    two.write_text(ONE.format("two", 3))
     two.with_name("two.h").write_text("\n")
     assert build.cached_library(cache) == first, "nor is it compiled anew for one"
     whole = cache / "whole.so"
@@ -144,27 +139,26 @@ def test_what_is_kept_here_has_the_sets_and_products_that_serve_here(
 #else
 #define PAIRS 1
 #endif
-extern "C" int one(void) { return 10 * XGPT_LEAST_LEVEL + XGPT_MOST_LEVEL; }
-extern "C" int two(void) { return PAIRS; }
-""")
-    (sources / "levels.cpp").write_text("".join(
-        f'extern "C" int xgpt_{name}(void) {{ return {value}; }}\n' for name, value in (
-            ("best_level", best), ("has_pairs", pairs))))
+""" + ONE.format("one", "10 * XGPT_LEAST_LEVEL + XGPT_MOST_LEVEL") + ONE.format("two", "PAIRS"))
+    (sources / "levels.cpp").write_text(
+        ONE.format("xgpt_best_level", best) + ONE.format("xgpt_has_pairs", pairs))
     own = build.cached_library(cache)
-    assert ctypes.CDLL(str(own)).one() == 10 * least + best
-    assert ctypes.CDLL(str(own)).two() == pairs
+    lib = ctypes.CDLL(str(own))
+    assert (lib.one(), lib.two()) == (10 * least + best, pairs)
+    monkeypatch.setenv("XGPT_NATIVE_LEVELS", "own")
+    assert build.cached_library(cache) == own
+    monkeypatch.setenv("XGPT_NATIVE_LEVELS", "avx2")
+    assert "XGPT_NATIVE_LEVELS is 'avx2'; it may be own, all" in native.open_native("auto").reason
     monkeypatch.setenv("XGPT_NATIVE_LEVELS", "all")
-    (sources / "one.cpp").write_text('#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n')
+    (sources / "one.cpp").write_text("#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n")
     assert build.cached_library(cache) != own
 
 
 @needs_compiler
 def test_a_set_that_a_build_lacks_is_refused(tmp_path):
-    found = build.find_compiler()
-    every = tmp_path / "every.so"
+    found, every, few = build.find_compiler(), tmp_path / "every.so", tmp_path / "few.so"
     build.compile_library(build.source_folder(), every, found, names=LEVELS)
     best = ctypes.CDLL(str(every)).xgpt_best_level()
-    few = tmp_path / "few.so"
     build.compile_library(build.source_folder(), few, found, names=LEVELS, flags=(
         f"-DXGPT_LEAST_LEVEL={min(best, 1)}", "-DXGPT_MOST_LEVEL=1"))
     lib = ctypes.CDLL(str(few))
@@ -177,8 +171,8 @@ def test_a_set_that_a_build_lacks_is_refused(tmp_path):
 def test_where_nothing_may_be_loaded_from_the_temporary_folder_all_sets_are_compiled(
         cache, sources, monkeypatch):
     monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
-    (sources / "levels.cpp").write_text('extern "C" int xgpt_best_level(void) { return 1; }\n')
-    (sources / "one.cpp").write_text('#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n')
+    (sources / "levels.cpp").write_text(ONE.format("xgpt_best_level", 1))
+    (sources / "one.cpp").write_text("#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n")
     load = ctypes.CDLL
 
     def mounted_noexec(name: str) -> ctypes.CDLL:
@@ -191,38 +185,18 @@ def test_where_nothing_may_be_loaded_from_the_temporary_folder_all_sets_are_comp
 
 
 @needs_compiler
-def test_sets_that_cannot_be_wished_for_are_refused(cache, sources, monkeypatch):
-    monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
-    own = build.cached_library(cache)
-    monkeypatch.setenv("XGPT_NATIVE_LEVELS", "own")
-    assert build.cached_library(cache) == own
-    monkeypatch.setenv("XGPT_NATIVE_LEVELS", "avx2")
-    assert "XGPT_NATIVE_LEVELS is 'avx2'; it may be own, all" in native.open_native("auto").reason
-
-
-@needs_compiler
-def test_a_library_of_another_processor_is_not_called(cache, sources, monkeypatch):
+def test_a_library_of_another_processor_is_not_called(cache, sources):
     """A cache may be shared by machines whose processors tell themselves apart by nothing."""
-    (sources / "one.cpp").write_text("\n".join(
-        f'extern "C" int {name}(void) {{ return {int(name == "xgpt_least_level")}; }}'
-        for name in native.OPERATORS))
+    (sources / "one.cpp").write_text("".join(
+        ONE.format(name, int(name == "xgpt_least_level")) for name in native.OPERATORS))
     found = native.open_native("auto")
     assert found.library is None
     assert "compiled for avx2 and more, and this processor has portable" in found.reason
 
 
 @needs_compiler
-def test_other_options_make_another_library(cache, sources, monkeypatch):
-    first = build.cached_library(cache)
-    monkeypatch.setenv("XGPT_NATIVE_FLAGS", "-g")
-    assert build.cached_library(cache) != first
-
-
-@needs_compiler
 def test_ranks_that_start_together_build_one_library(tmp_path, sources):
-    calls = tmp_path / "calls"
-    compiler = tmp_path / "c++"
-    found = build.find_compiler()
+    calls, compiler, found = tmp_path / "calls", tmp_path / "c++", build.find_compiler()
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo >> {calls}\n'
                         f'exec {" ".join(found.command)} "$@"\n')
     compiler.chmod(0o755)
@@ -242,31 +216,25 @@ def test_a_failing_build_names_its_error(cache, sources):
     with pytest.raises(build.BuildError, match="fails on csrc: .*nowhere"):
         build.cached_library(cache)
     assert not list(cache.glob("*.so")) and not list(cache.glob(".*.tmp"))
-    (sources / "one.cpp").write_text("int one(void) { return 1; }\n")
+    (sources / "one.cpp").write_text(ONE.format("one", 1))
     assert build.cached_library(cache).is_file()
 
 
-@pytest.mark.parametrize(("asked", "words"), [
-    ("/nowhere/c++", "which is not there"), ("false", "--version fails")])
-def test_a_compiler_that_cannot_serve_leaves_torch(cache, monkeypatch, asked, words):
-    monkeypatch.setenv("CXX", asked)
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"CXX": "/nowhere/c++"}, "which is not there"), ({"CXX": "false"}, "--version fails"),
+    ({"CXX": None, "PATH": ""}, "no C\\+\\+ compiler"), ({}, "")])
+def test_what_cannot_be_built_or_kept_leaves_torch_with_its_reason(
+        tmp_path, cache, sources, monkeypatch, variables, words):
+    """The last: the cache cannot be written."""
+    for name, value in variables.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name,
+                                                                                       value)
+    if not variables:
+        (tmp_path / "xgpt").write_text("a file where the folder would be")
     found = native.open_native("auto")
-    assert found.library is None and words in found.reason
+    assert found.library is None and found.reason and re.search(words, found.reason)
     with pytest.raises(XgptError, match=f"(?s)require.*{words}"):
         native.open_native("require")
-
-
-def test_no_compiler_at_all_is_said(cache, monkeypatch):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "")
-    assert "no C++ compiler" in native.open_native("auto").reason
-
-
-def test_a_cache_that_cannot_be_written_leaves_torch(sources, tmp_path, monkeypatch):
-    (tmp_path / "xgpt").write_text("a file where the folder would be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = native.open_native("auto")
-    assert found.library is None and found.reason
 
 
 def test_native_can_be_switched_off_and_nothing_else_is_understood():

@@ -16,7 +16,6 @@ from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.model import ModelSpec
 from xrunner.devices import Arriving
 from xrunner.engine.kv import KvCache, kv_shape
-from xrunner.engine.pipeline import routes
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport import courier
@@ -81,16 +80,6 @@ def test_an_encoders_output_goes_to_every_decode_rank_once():
     t5 = catalog.model("t5-11b")
     found = transfers_of(pools_of(((1, 1), (2, 1)), ((1, 3), (2, 3))), t5)
     assert [(transfer.source, transfer.target) for transfer in found] == [(1, 3), (1, 4), (2, 5)]
-
-
-def test_pools_are_routed_apart():
-    pools = pools_of(((2, 5), (1, 1)), ((1, 3), (2, 3)))
-    found = routes(pools)
-    assert [found[rank].pool for rank in sorted(found)] == ["encode"] * 3 + ["decode"] * 3
-    assert {rank: route.steps_from for rank, route in found.items()} == {
-        0: None, 1: 0, 2: 0, 3: None, 4: 3, 5: 3}
-    assert found[2].tokens_to == 0 and found[4].tokens_to == 3
-    assert all(not r.encoded_to and r.encoded_from is None for r in found.values())
 
 
 def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it():
