@@ -34,11 +34,11 @@ def sets(*overrides: str) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
-def call(*words: object, env: Mapping[str, str], code: int = 0,
-         xgpt: Sequence[str] = XGPT) -> subprocess.CompletedProcess[str]:
+def call(*words: object, env: Mapping[str, str], code: int = 0, xgpt: Sequence[str] = XGPT,
+         timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
     """The command at its end, with that exit code."""
-    done = subprocess.run([*xgpt, *map(str, words)], capture_output=True, text=True, timeout=280,
-                          env={**env}, check=False)
+    done = subprocess.run([*xgpt, *map(str, words)], capture_output=True, text=True,
+                          timeout=timeout_s, env={**env}, check=False)
     assert done.returncode == code, done.stderr
     return done
 
@@ -86,11 +86,11 @@ def check_steps(out: Path, problem: Problem, shapes: Sequence[Estimate],
 
 def stopped_under_way(words: Sequence[object], results: Path, env: Mapping[str, str], *,
                       number: signal.Signals = signal.SIGINT, count: int = 12,
-                      whom: Callable[[int], int] = lambda pid: pid,
+                      whom: Callable[[int], int] = lambda pid: pid, xgpt: Sequence[str] = XGPT,
                       ) -> tuple[subprocess.Popen[str], str, str]:
     """A command that got a signal once `count` results were there: (it, what it printed, what it
     said). `whom`: the process that gets it, by the command's."""
-    process = subprocess.Popen([*XGPT, *map(str, words)], stdout=subprocess.PIPE, text=True,
+    process = subprocess.Popen([*xgpt, *map(str, words)], stdout=subprocess.PIPE, text=True,
                                stderr=subprocess.PIPE, env={**env})
     deadline = time.monotonic() + 200
     while not (results.is_file() and results.read_bytes().count(b"\n") >= count):

@@ -12,6 +12,9 @@ import tempfile
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="the reference needs the extra `run`")
+
 from job_folder import SUPPORT
 from vllm_answers import ANSWER
 

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import modern
 import pytest
-
-pytest.importorskip("torch", reason="the reference needs the extra `run`")
-import modern  # noqa: E402
-import quantised_toys  # noqa: E402
-import torch  # noqa: E402
-import toys  # noqa: E402
+import quantised_toys
+import torch
+import toys
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 Asked = Callable[..., dict[str, Any]]  # conftest.py

@@ -4,27 +4,18 @@ steps."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from replays import answers_of, generated
+from replays import answers_of, estimated, generated, problem_for, replayed, steps_of, whole_steps
 from representative import some
 from toy_runs import Collector, run_in_process
 from toys import EOS, random_queries, spec_of
 
-from xgpt.core import catalog
-from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
-from xgpt.core.lengths import joint_empirical
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
-from xprofiler.roofline import Roofline
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, Route, await_start, serve_stage
 from xrunner.engine.roster import Vocabulary
@@ -32,8 +23,6 @@ from xrunner.engines.padded_model import PaddedModel, padded_left
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.static import StaticRule, static_rule
 from xrunner.transport.comm import local_comms
-from xsimulator.replay.job import replay_job
-from xsimulator.rough.forms import fixed_estimate
 
 
 def rule_of(batch: int, groups: int = 1, encodes: int | None = None) -> StaticRule:
@@ -104,29 +93,16 @@ def test_a_result_is_there_when_its_batch_is(made):
     ("ft", 4, 1, None), ("ft", 7, 3, None), ("dsi", 8, 1, 3), ("dsi", 8, 2, 2)])
 def test_the_steps_are_those_of_the_replay(made, answered, name, batch, groups, parts):
     queries, expected = answered("opt")
-    pairs = np.array([(len(q.input_ids), len(expected[q.index])) for q in queries])
-    problem = problem_of(made("opt")[0], pairs)
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = fixed_estimate(name, problem, timing, FixedSchedule(
-        encode_batch=batch, decode_micro_batches=groups, tp_degree=2, tp_gpus=2,
-        encode_micro_batches=None if parts is None else parts * groups))
+    outputs = [len(expected[q.index]) for q in queries]
+    problem = problem_for(made("opt")[0], queries, outputs, devices=2)
+    estimate = estimated(name, problem, encode_batch=batch, decode_micro_batches=groups,
+                         tp_degree=2, tp_gpus=2,
+                         encode_micro_batches=None if parts is None else parts * groups)
     _, executors = run(made("opt"), queries, static_rule(estimate), ranks=2)
-    lengths = QueryLengths(inputs=pairs[:, 0], outputs=pairs[:, 1],
-                           most_outputs=np.array([q.max_new_tokens for q in queries]))
-    replayed = replay_job(problem, timing, estimate, lengths).pools[0]
-    wanted = [(step.kind.value, step.group, step.phase, step.iteration, int(encoded or decoded))
-              for step, encoded, decoded in zip(replayed.steps, replayed.encoded, replayed.decoded,
-                                                strict=True)]
+    pool = replayed(problem, estimate, queries, outputs).pools[0]
     for executor in executors:
-        assert [(r.kind, r.group, r.phase, r.iteration, r.queries) for r in executor.log] == wanted
-
-
-def problem_of(directory: Path, pairs: Any) -> Problem:
-    joint = joint_empirical(pairs)
-    return Problem(model=spec_of(directory), dtype="float32", num_queries=len(pairs),
-                   cluster=catalog.cluster("a40-4").with_nodes(num_nodes=1, devices_per_node=2),
-                   lengths=joint, default_max_tokens=joint.outputs.max, fixed=FixedSchedule(),
-                   constraint=latency_constraint(latency_s=math.inf))
+        assert [step[:5] for step in steps_of(executor.log)] == [
+            step[:5] for step in whole_steps(pool)]
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])

@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from holding import holding
 from hypothesis import given
 from hypothesis import strategies as st
+from replays import estimated
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import EvenBatches
 from xgpt.core.job import Adjustment, FixedSchedule
 from xgpt.core.problem import Problem
-from xprofiler.roofline import Roofline
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
 from xrunner.rules.rra import RraRule, rra_rule
 from xrunner.rules.steps import StepKind
 from xrunner.rules.waa import WaaEncodeRule, waa_rules
-from xsimulator.rough.forms import fixed_estimate
 
 MEAN = 20.0
 SIZER = BatchSizer(mean_input=MEAN, adjustment=0.1)
@@ -69,9 +69,7 @@ def rule_of(target_active: float, count: int) -> RraRule:
                    kv_tokens=10**9, even=EvenBatches(
                        adjustment=SIZER.adjustment, mean_input_tokens=SIZER.mean_input,
                        target_active=target_active))
-    for query in range(count):
-        assert rule.submit(query, 100, int(MEAN))
-    return rule
+    return holding(rule, count, 100, int(MEAN))
 
 
 def test_longer_outputs_than_planned_shrink_the_encode_batch_and_shorter_ones_grow_it():
@@ -118,30 +116,23 @@ def problem_of(adjustment: Adjustment) -> Problem:
                                                              0.0)])
 def test_what_the_job_says_reaches_the_rules(adjustment, rra_leads, waa_leads, share):
     problem = problem_of(adjustment)
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    found = fixed_estimate("rra", problem, timing,
-        FixedSchedule(encode_batch=24, decode_iterations=8))
+    found = estimated("rra", problem, encode_batch=24, decode_iterations=8)
     target = rra_rule(found).controls.target_active
     assert (target > 0) == rra_leads and found.controls.even.adjustment == share
     if rra_leads:  # B_E are encoded; those with more to do are the decode batch
         assert target == pytest.approx(found.figures.decode_batch - 24, rel=0.01)
-    waa = fixed_estimate("waa-c", problem, timing, FixedSchedule(encode_batch=8))
+    waa = estimated("waa-c", problem, encode_batch=8)
     target = waa.controls.even.target_active
     assert waa.controls.even.adjustment == share
     assert (target == waa.figures.decode_batch) == waa_leads and (target > 0) == waa_leads
 
 
 def waa_rule(target_active: float) -> WaaEncodeRule:
-    problem = problem_of(Adjustment())
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    found = fixed_estimate("waa-c", problem, timing, FixedSchedule(encode_batch=20))
+    found = estimated("waa-c", problem_of(Adjustment()), encode_batch=20)
     roomy = tuple(replace(pool, kv_tokens=10**9) for pool in found.deployment.pools)
     found = found.changed(mean_input_tokens=MEAN, target_active=target_active, max_in_system=1000,
                           pools=roomy)
-    rule, _ = waa_rules(found)
-    for query in range(500):
-        assert rule.submit(query, 100, int(MEAN))
-    return rule
+    return holding(waa_rules(found)[0], 500, 100, int(MEAN))
 
 
 def test_waas_encode_batch_follows_the_decode_batch_where_asked_to():
@@ -149,7 +140,6 @@ def test_waas_encode_batch_follows_the_decode_batch_where_asked_to():
         rule, sizes = waa_rule(target_active), []
         for _ in range(4):  # handed over at once, and none is done: 0, 22, 44, 64 are decoding
             step = rule.decide()
-            assert step is not None
             sizes.append(len(step.joined))
             for query in step.joined:
                 rule.finish(query)

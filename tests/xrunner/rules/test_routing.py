@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_jobs import roofline_of, toy_problem
+from toy_jobs import estimate_of, toy_problem
 
 from xgpt.core.controls import EvenBatches
-from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS, FixedSchedule
+from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
 from xrunner.rules.recalls import Paces, Recall, recalls
 from xrunner.rules.routing import Router, deal, expected_tokens
 from xrunner.rules.windows import Load, Window, rra_window, window_of
-from xsimulator.rough.forms import fixed_estimate
 
 
 def test_in_turn_or_to_who_has_the_fewest_tokens():
@@ -105,15 +104,13 @@ def test_rras_window_holds_two_rounds_at_their_largest():
 
 
 @pytest.mark.parametrize(("policy", "config", "waiting", "present", "batch"), [
-    ("rra", FixedSchedule(encode_batch=8, decode_iterations=4), 2 * 8 + 8, 0, 8),
-    ("waa-c",
-        FixedSchedule(encode_batch=2), 4 * 2, 0, 2),  # a batch for each group of the encode pool
-    ("ft", FixedSchedule(encode_batch=9, decode_micro_batches=4), 9, 0, 9),
-    ("orca", FixedSchedule(max_active=20), 8, 28, 1),
-    ("sarathi", FixedSchedule(max_active=64, token_budget=40), 16, 80, 1)])
+    ("rra", {"encode_batch": 8, "decode_iterations": 4}, 2 * 8 + 8, 0, 8),
+    ("waa-c", {"encode_batch": 2}, 4 * 2, 0, 2),  # a batch for each group of the encode pool
+    ("ft", {"encode_batch": 9, "decode_micro_batches": 4}, 9, 0, 9),
+    ("orca", {"max_active": 20}, 8, 28, 1),
+    ("sarathi", {"max_active": 64, "token_budget": 40}, 16, 80, 1)])
 def test_every_kind_of_policy_has_a_window(policy, config, waiting, present, batch):
-    problem = toy_problem()
-    estimate = fixed_estimate(policy, problem, roofline_of(problem), config)
+    estimate = estimate_of(toy_problem(), policy, **config)
     assert window_of(estimate) == Window(waiting=waiting, present=present, batch=batch,
                                          at_work=estimate.figures.decode_batch)
 
