@@ -4,8 +4,6 @@ graph too; `xgpt doctor --gpu` leaves its file.
 None of this runs without a CUDA device, a PyTorch that has CUDA, and cupy.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 

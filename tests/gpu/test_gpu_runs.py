@@ -4,8 +4,6 @@ and with several on one GPU, under real mpiexec too; NCCL between GPUs where the
 None of this runs without a CUDA device, or with a PyTorch that has no CUDA.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """DeepSpeed-Inference on two real ranks: the tokens of transformers' `generate` and of the own
 engine, in the same files."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -2,8 +2,6 @@
 ranks, single and in tensor-parallel groups; and what ranks say to each other. One launch runs many
 cases."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What happens to real commands with real ranks when one of them dies or hangs: everybody ends, the
 message says what is to be done, and the same command goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Nobody beyond this machine can talk to the ranks of a run on it, or to what starts them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

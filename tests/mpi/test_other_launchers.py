@@ -1,7 +1,5 @@
 """What other launchers and resource managers left in the environment is nothing to ranks here."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`xgpt submit` with real ranks, by each policy that a job may name: what is in the folder then."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """A power cut at any operation of a job: what was on the disk stays there, whatever else is there,
 and the same command goes on from it. The operations are those of a real run, recorded."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

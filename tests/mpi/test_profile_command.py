@@ -1,7 +1,5 @@
 """`xgpt profile` with real ranks on a toy: what is measured, stopped, gone on with and merged."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """`weights: random` by the whole command: no model files, no network, no text."""
 
-from __future__ import annotations
-
 import json
 
 import in_process

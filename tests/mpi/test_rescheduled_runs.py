@@ -1,8 +1,6 @@
 """Real ranks whose output lengths are not those planned for: the schedule changes while they run,
 and not one token does."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 ones: tokens equal `generate`, each copy takes the steps of its queries' replay, and each rank reads
 its slice."""
 
-from __future__ import annotations
-
 import pytest
 import toys
 from given_runs import given, run, toy_plan

@@ -1,8 +1,6 @@
 """On two real ranks `xgpt score` finds continuations as likely as transformers does, and a job that
 embeds gives its last hidden states."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

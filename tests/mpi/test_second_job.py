@@ -1,8 +1,6 @@
 """What a run measured goes back into the cached profile, so that a second job of the same model on
 the same machine measures nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Several jobs of one command: the same ranks take them one after another, with the weights they
 have, and give each job's own tokens."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """A disk that is full or fails, and memory that runs out, under real commands with real ranks: one
 message, and the same command goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 results are a CSV file too. The run says whether it kept its bounds, and `--strict` is an error
 where it did not."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import Counter

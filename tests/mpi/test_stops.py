@@ -1,8 +1,6 @@
 """`xgpt stop` while ranks, or the command itself, do not hear of it, before they start, and after a
 death."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """A run over two hosts (network namespaces with their own addresses) gives the tokens of a run on
 one, and its messages go over the cable between them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A Slurm of two nodes on this machine for these tests, and toy jobs to hand in to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """The whole way through a real Slurm of two nodes: handed in, followed, done; warned of its time
 limit, requeued, resumed; stopped, cancelled, failed; several as an array."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """vLLM's interpreter for the tests marked `vllm`: XGPT_VLLM_PYTHON, else this one where it has
 vLLM. Without either they are skipped."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,8 +1,6 @@
 """An adapter that the job names changes every answer as it does when it is merged into the
 weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

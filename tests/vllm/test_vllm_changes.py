@@ -1,8 +1,6 @@
 """A schedule that vLLM executes changes while it runs, as our own engine's does, and no token
 does."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

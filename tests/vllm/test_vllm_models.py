@@ -1,8 +1,6 @@
 """Which models and which stored weights vLLM executes through our engine core: toys of each family
 of config in float32 against transformers, and weights of fewer bits against the same, widened."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

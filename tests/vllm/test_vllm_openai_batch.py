@@ -1,8 +1,6 @@
 """A file of OpenAI's batch format through vLLM: what its own sampler has is passed to it, and comes
 back in OpenAI's response objects."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """vLLM executes our schedules: greedy float32 tokens are `generate`'s, steps are the replay's, and
 a killed engine loses nothing."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -5,8 +5,6 @@ FakeTensor), which refuse what two devices' tensors would refuse. `lazy` is a de
 build of torch knows; it stands for a GPU.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest

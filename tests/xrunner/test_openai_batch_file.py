@@ -1,8 +1,6 @@
 """A file of OpenAI's batch format through our own runner: every line is answered or refused as
 OpenAI promises, and what is refused is only what the runner lacks, by name."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """measured.json and steps.jsonl of stages of several ranks: all figures, and each step once."""
 
-from __future__ import annotations
-
 import gc
 import json
 from dataclasses import replace

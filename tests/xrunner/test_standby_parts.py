@@ -1,7 +1,5 @@
 """A rank that waits takes what it is told: runs, and other programs' parts."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import weakref

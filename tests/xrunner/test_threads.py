@@ -1,7 +1,5 @@
 """How many threads a rank computes with while others take its cores."""
 
-from __future__ import annotations
-
 import pytest
 
 from xrunner.threads import HOLD_S, LOOK_S, Threads, WaitedForCores, threads_of

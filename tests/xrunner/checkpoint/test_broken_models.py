@@ -1,7 +1,5 @@
 """A model's folder that is broken is refused before anything is measured: by file and key."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Reading checkpoints: shards, wrong shapes, missing tensors, and where a model comes from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from toy_runs import run_in_process

@@ -1,8 +1,6 @@
 """Every key of config.json that transformers' class of a family reads is executed, refused by its
 name, or of no influence; others are told as not used."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,8 +1,6 @@
 """Every tensor of a file is used, told as not used, or refused; none that config.json makes
 obligatory may be absent; what is tied is read as transformers reads it."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache

@@ -1,8 +1,6 @@
 """GGUF files: tokens equal transformers' of the same weights, widened here by GGML's description of
 its types; what is not understood is refused by its key."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

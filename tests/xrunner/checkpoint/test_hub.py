@@ -1,7 +1,5 @@
 """The hub's client is not called where there is no way to the hub, and is where there may be."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import ssl

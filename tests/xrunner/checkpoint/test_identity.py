@@ -1,7 +1,5 @@
 """A model is known by what is in its files, not by where they lie or when they were written."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

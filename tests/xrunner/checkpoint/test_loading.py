@@ -1,8 +1,6 @@
 """Loading: every tensor of a slice once, from any kind of checkpoint directory, and what of it
 came from the disk."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, cast

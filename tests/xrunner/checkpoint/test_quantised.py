@@ -1,8 +1,6 @@
 """Weights of fewer bits: tokens equal transformers' of the widened weights, on any part of a rank;
 what is missing or wrong is named."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import cache

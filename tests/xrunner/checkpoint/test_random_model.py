@@ -1,7 +1,5 @@
 """`weights: random`: the same model however it is divided, and never more of it than a slice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,8 +1,6 @@
 """Baselines executed: greedy float32 tokens equal transformers' `generate`, query by query, with
 static batches, with queries that join while others decode, and with queries that are evicted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace

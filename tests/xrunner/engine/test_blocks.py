@@ -1,8 +1,6 @@
 """KV entries in blocks: each query finds its own, no block is had twice and none is lost, whatever
 joins, grows and goes; and what a rule admits is there, in as many blocks as it counts."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from typing import Any

@@ -1,8 +1,6 @@
 """A whole run on the CUDA sources, executed on the CPU: every family answers as `generate` does,
 through the launches that a GPU would have been given."""
 
-from __future__ import annotations
-
 import cpu_cuda
 import pytest
 import toy_runs

@@ -1,8 +1,6 @@
 """`run.deterministic`: a query's numbers are the same bits alone, in batches of any size, in
 chunks, and by any policy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any

@@ -1,8 +1,6 @@
 """Embeddings of texts are transformers' last hidden states, the last token's or their mean, over
 stages, tensor-parallel groups and policies."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

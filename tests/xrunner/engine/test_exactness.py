@@ -1,7 +1,5 @@
 """Greedy float32 tokens equal transformers' `generate`, query by query."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

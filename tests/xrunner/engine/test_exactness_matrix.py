@@ -2,8 +2,6 @@
 micro-batches, and way in which queries join, leave and are compacted. Caches are checked after
 every step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations, product
 

@@ -2,8 +2,6 @@
 and after each block, norms of queries and keys, windows shorter than the sequences, soft-capping,
 rotary positions of every kind, fused tensors, multipliers, experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tokens that stay where they were chosen: who decodes is fed from there, the host takes each
 step's tokens once, and where no end hangs on them it asks for the next step first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

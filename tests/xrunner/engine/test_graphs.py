@@ -1,8 +1,6 @@
 """Captured decode steps, with the CUDA sources executed on the CPU and what stands for a capture:
 work that is done once more, into the same place, whenever it is replayed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

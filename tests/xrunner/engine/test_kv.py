@@ -1,7 +1,5 @@
 """The KV cache: slots, compaction against a plain model of it, growth, zeros."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import sys

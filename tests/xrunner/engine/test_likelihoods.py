@@ -1,8 +1,6 @@
 """Log-likelihoods of chosen and of given tokens are transformers' own, over stages, tensor-parallel
 groups, policies and pools; `min_tokens` bars the end as transformers does."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A query whose logits are no numbers ends with an error, the others as if it were not there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

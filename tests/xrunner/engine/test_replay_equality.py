@@ -5,8 +5,6 @@ never depends on it; when a batch reaches the decode pool, and so which step it 
 one batch is in the system at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

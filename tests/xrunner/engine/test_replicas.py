@@ -1,7 +1,5 @@
 """Replicas on threads: one job, several heads, and rank 0 that routes between its own steps."""
 
-from __future__ import annotations
-
 import pytest
 from replayed import run_steps
 from replicated import ANSWERS, CONFIGS, Job, Told

@@ -1,8 +1,6 @@
 """RRA and WAA with their KV entries in blocks: the tokens are those of `generate`, nothing is
 copied when queries end, and a device that holds what is planned holds what is run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

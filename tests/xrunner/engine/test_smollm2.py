@@ -1,7 +1,5 @@
 """The quickstart's real model on its real prompts: tokens equal transformers' `generate`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stop string is found when it appears, at a cost that does not grow with the output."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

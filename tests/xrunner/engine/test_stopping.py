@@ -1,8 +1,6 @@
 """A run that is asked to stop says whether it is done: one that is done and called stopped would
 be started again, and begin with its first query."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """A job of many queries: so many wait in memory, all are taken up in their order, and the launcher
 holds a few bytes a line."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ for a GPU): what passes between that device and the host is seen as torch carrie
 would ask the device for a value cannot be answered at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

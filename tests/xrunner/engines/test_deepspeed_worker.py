@@ -1,8 +1,6 @@
 """What DeepSpeed's first rank leaves in the folder: results, figures, a stop, and the rest later.
 The model is transformers' own here; tests/mpi/test_deepspeed_runs.py has DeepSpeed itself."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

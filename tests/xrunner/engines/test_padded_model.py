@@ -2,8 +2,6 @@
 the same answers as transformers' `generate` and as the runner's own engine, by the replay's
 steps."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import replace

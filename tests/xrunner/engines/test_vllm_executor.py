@@ -1,8 +1,6 @@
 """Every batching rule's steps as passes of a vLLM engine core, here one that stands in for vLLM's;
 tests/vllm has the real one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import count
 

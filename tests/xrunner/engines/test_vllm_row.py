@@ -1,7 +1,5 @@
 """What the engine vllm refuses before anything is started, and what it plans."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ranks tell of themselves while they run."""
 
-from __future__ import annotations
-
 from xrunner.io.beat import BEATS, Beat, read_beats
 
 

@@ -1,8 +1,6 @@
 """Chat templates: their environment is that of transformers, and what they do not read is refused
 by name."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Any
 

@@ -1,8 +1,6 @@
 """OpenAI's `n`: as many queries while a job runs, one response with as many choices; a run that is
 killed in between goes on."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

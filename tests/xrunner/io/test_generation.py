@@ -1,8 +1,6 @@
 """What an encoder-decoder model's files say of its tokens is done as transformers' `generate` does
 it, or refused by key."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

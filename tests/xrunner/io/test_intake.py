@@ -1,7 +1,5 @@
 """Requests taken in: each line and each text once; numbers for the plan, records for the spool."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import cast

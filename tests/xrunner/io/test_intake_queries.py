@@ -1,7 +1,5 @@
 """Which requests a schedule can run, and what a rank takes up of them."""
 
-from __future__ import annotations
-
 import tracemalloc
 from dataclasses import replace
 

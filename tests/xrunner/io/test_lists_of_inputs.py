@@ -1,8 +1,6 @@
 """A list of prompts, or of texts to embed, is one line of results with an answer to each, as OpenAI
 answers it; and what a request says of a penalty counts before what the model's files say."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -1,7 +1,5 @@
 """One run at a time in an output folder, even after its launcher was killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """results.jsonl: in the input's order, a valid prefix at any moment, resumable."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

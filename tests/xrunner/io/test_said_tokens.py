@@ -2,8 +2,6 @@
 ends of texts and of given tokens is done as transformers' `generate` does it, under every way in
 which a query comes to its next token."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chat templates: rendered, refused in words, and compiled once."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Folders of tokenizers, in the forms that models are published with and each key alone: texts,
 chats and answers are as transformers has them, or are refused by name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

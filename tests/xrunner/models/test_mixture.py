@@ -1,8 +1,6 @@
 """A mixture of experts gives each row what its experts give it, weighted, whoever they are: where
 one expert has all rows or none, where every row has every expert, and of no rows."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="the runner needs the extra `run`")

@@ -1,7 +1,5 @@
 """Tensor-parallel shards: run in lockstep, they compute what the whole layers compute."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """Weights of a bfloat16 model held as float32: activations are float32, what is kept and what goes
 to other ranks stays bfloat16, and the logits come nearer to those of float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Attention over a cache and over packed inputs: every implementation does what a softmax over each
 token's own entries, in float64, does."""
 
-from __future__ import annotations
-
 from itertools import accumulate, product
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """What executes CUDA sources on the CPU: barriers, shuffles, shared memory, float16; it shows the
 faults it is there for."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

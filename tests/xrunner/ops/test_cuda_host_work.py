@@ -1,8 +1,6 @@
 """What the host does for the kernels of a layer, where no GPU is: how many functions of Python it
 calls, and what it hands to the driver."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 

@@ -1,8 +1,6 @@
 """Whether the CUDA kernels serve on a GPU, and what is said of it: a GPU is stood in for by what
 executes the sources on the CPU, sound or with a kernel that is wrong."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,8 +1,6 @@
 """The .cu sources, executed on the CPU (tests/kit/cpu_cuda.h) through the launches that a GPU
 would get: they compute what torch does, whatever the order of a block's threads."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

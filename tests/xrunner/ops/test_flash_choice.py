@@ -1,7 +1,5 @@
 """Which inputs a GPU leaves to flash attention, with the CUDA sources executed on the CPU."""
 
-from __future__ import annotations
-
 import cpu_cuda
 import torch
 from torch.nn.functional import scaled_dot_product_attention

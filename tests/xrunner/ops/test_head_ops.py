@@ -1,7 +1,5 @@
 """The output head: the largest logit of each row, by every implementation, and piece by piece."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from examples import examples

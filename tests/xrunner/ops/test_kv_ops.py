@@ -1,7 +1,5 @@
 """Entries copied between slots and blocks: every implementation does what torch's indexing does."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

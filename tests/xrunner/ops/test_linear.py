@@ -1,7 +1,5 @@
 """Products on packed weights are torch's, in every type and with every activation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """MKL's products on a weight packed once are right for every number of rows, and fall back."""
 
-from __future__ import annotations
-
 import os
 from itertools import product
 from pathlib import Path

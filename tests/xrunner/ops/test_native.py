@@ -1,7 +1,5 @@
 """The native operators are built once, found again, and done without where they cannot be had."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

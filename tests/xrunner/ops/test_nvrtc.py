@@ -2,8 +2,6 @@
 headers of nvcc nor the host's. `XGPT_NVRTC` is the path of its library, whose wheel needs no GPU;
 without it there is nothing to compile by (.ci/run has it)."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

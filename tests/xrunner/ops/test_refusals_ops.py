@@ -1,7 +1,5 @@
 """The library refuses what it cannot serve, in words, and then has written nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The passes over tokens' rows: every implementation does what the formula, in float64, does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from examples import examples

@@ -1,7 +1,5 @@
 """Sampling: greedy, top-k, top-p, and draws that depend on nothing but their own query."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lockstep import Lockstep

@@ -1,8 +1,6 @@
 """A wheel holds the native operators and their sources, and installs without a compiler, too; a
 checkout that is installed as it lies has them compiled for its first run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """Attention to the last entries alone, and with capped scores, equals the plain formula: rows and
 blocks, encoded in one piece or in several, and decoded."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The decode batch led back to its mean: how far, where not at all, and that it comes back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """ORCA's rule: one encoding a step, its limits, and that every query is served once."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM's and Sarathi's rules: blocks, evictions, budgets, and that every query is served once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Queries shared out among replicas, given out a few at a time, and taken over."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,8 +1,6 @@
 """RRA's variables change between phases: nothing is lost, no limit broken, and a replay that is
 told of the changes takes the run's steps."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

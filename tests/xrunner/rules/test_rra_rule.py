@@ -1,7 +1,5 @@
 """The batching rule: order, quotas, limits, and that every query is served once."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Queries taken up at random within windows: a permutation, the same each time, that a stopped run
 can go on with; what is written stays in the input's order."""
 
-from __future__ import annotations
-
 import json
 import random
 

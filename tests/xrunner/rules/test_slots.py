@@ -1,8 +1,6 @@
 """The account of slots: what the head tells its stages of a group's slots is what both then hold,
 and whose result is due when."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Static batching: order of steps, nobody leaves early, and the KV share is kept."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 import pytest

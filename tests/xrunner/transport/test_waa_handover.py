@@ -1,7 +1,5 @@
 """Entries between pools: every one a decode rank holds comes once, from a rank that holds it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

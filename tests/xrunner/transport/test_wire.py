@@ -1,8 +1,6 @@
 """What travels between ranks is JSON of stated types: it comes back as it was, and what is none of
 it is refused."""
 
-from __future__ import annotations
-
 import ast
 import math
 from pathlib import Path
