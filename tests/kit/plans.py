@@ -1,16 +1,19 @@
 # owner tb
-"""What ranks of a toy are told, and the spool of its requests."""
+"""What ranks of a toy are told, the spool of its requests, and its results written."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from toys import write_spool
 
 from xgpt.core.spool import Spool
+from xrunner.io.results import ResultWriter, count_results
 from xrunner.plan import RunPlan
+from xrunner.query import FinishedQuery
 
 
 def plan_of(output: Path, model: Path, **changes: Any) -> RunPlan:
@@ -31,3 +34,16 @@ def spooled(plan: RunPlan, *requests: dict[str, Any] | str) -> tuple[Spool, list
     path.unlink()  # nobody needs it any more
     return Spool(plan.output), [json.loads(line) for line in errors.read_text().splitlines()
                                 ] if errors.exists() else []
+
+
+def open_writer(path: Path) -> ResultWriter:
+    return ResultWriter(path, first_index=count_results(path), model="toy")
+
+
+def written(path: Path, results: Iterable[FinishedQuery]) -> list[dict[str, Any]]:
+    """The file's lines, once these are written to it."""
+    writer = open_writer(path)
+    for result in results:
+        writer.write(result)
+    writer.close()
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import toy_runs
-from plans import plan_of, spooled
+from plans import open_writer, plan_of, spooled, written
 from schemas import faults
 
 from xgpt.core.choices import merged, num_parts, parts
@@ -19,7 +19,7 @@ from xgpt.report.output import read_output
 from xgpt.report.results_file import chunks_of
 from xrunner.io.intake import queries_of
 from xrunner.io.result_line import result_line
-from xrunner.io.results import HELD_FILE, Answered, ResultWriter, answered, count_results
+from xrunner.io.results import HELD_FILE, Answered, answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -42,21 +42,13 @@ def finished() -> list[FinishedQuery]:
     return found
 
 
-def opened(path: Path) -> ResultWriter:
-    return ResultWriter(path, first_index=count_results(path), model="toy")
-
-
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_choices_of_a_request_are_one_response(tmp_path):
     path = tmp_path / "results.jsonl"
-    writer = opened(path)
-    for result in finished():
-        writer.write(result)
-    writer.close()
-    rows = rows_of(path)
+    rows = written(path, finished())
     assert [row["custom_id"] for row in rows] == ["a", "b", "c", "d"]
     body = rows[1]["response"]["body"]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
@@ -88,15 +80,12 @@ def test_whenever_a_run_is_killed_the_next_one_ends_with_the_same_lines(
     monkeypatch.setattr(time, "time", lambda: 1.8e9)  # each response says when it was made
     results = finished()
     whole = tmp_path / "whole.jsonl"
-    writer = opened(whole)
-    for result in results:
-        writer.write(result)
-    writer.close()
+    written(whole, results)
     for killed_after in range(len(order) + 1):
         folder = tmp_path / str(killed_after)
         folder.mkdir()
         path = folder / "results.jsonl"
-        killed = opened(path)
+        killed = open_writer(path)
         for index in order[:killed_after]:
             killed.write(results[index])
         before = answered(path)
@@ -105,11 +94,7 @@ def test_whenever_a_run_is_killed_the_next_one_ends_with_the_same_lines(
                         for fault in faults("results-line", row)]
         done = set(range(before.written)) | before.held
         assert done == set(order[:killed_after]), "nothing is lost, or answered twice"
-        again = opened(path)
-        for index in order:
-            if index not in done:
-                again.write(results[index])
-        again.close()
+        written(path, (results[index] for index in order if index not in done))
         assert path.read_text() == whole.read_text()
         assert not (folder / HELD_FILE).exists()
 
@@ -117,26 +102,19 @@ def test_whenever_a_run_is_killed_the_next_one_ends_with_the_same_lines(
 def test_what_is_answered_keeps_the_second_in_which_it_was(tmp_path, monkeypatch):
     path, results = tmp_path / "results.jsonl", finished()
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.9)
-    killed = opened(path)
+    killed = open_writer(path)
     for index in (0, 4, 5):
         killed.write(results[index])
     monkeypatch.setattr(time, "time", lambda: 1_800_000_123.0)
-    again = opened(path)
-    for index in (1, 2, 3, 6):
-        again.write(results[index])
-    again.close()
-    created = [row["response"]["body"]["created"] - 1_800_000_000 for row in rows_of(path)]
+    created = [row["response"]["body"]["created"] - 1_800_000_000
+               for row in written(path, (results[index] for index in (1, 2, 3, 6)))]
     assert created == [0, 123, 0, 0]
 
 
 def test_one_without_an_answer_leaves_the_request_without(tmp_path):
     path = tmp_path / "results.jsonl"
-    writer = opened(path)
-    for result in finished():
-        is_bad = result.query.index == 2
-        writer.write(replace(result, finish_reason="error", error="logits") if is_bad else result)
-    writer.close()
-    row = rows_of(path)[1]
+    row = written(path, (replace(result, finish_reason="error", error="logits")
+                         if result.query.index == 2 else result for result in finished()))[1]
     assert row["response"] is None
     assert row["error"] == {"code": "no_answer", "message": "logits"}
     assert [part["xgpt"]["index"] for part in parts(row)] == [1, 2, 3]
@@ -160,13 +138,9 @@ def test_a_run_answers_lines_with_n(llama, tmp_path):
     queries = list(queries_of(spool, plan))
     assert [query.choices for query in queries] == [1, 4, 4, 4, 4, 2, 2, 1]
     sink, _ = toy_runs.run_in_process(llama[0], queries, degrees=(1,))
-    path = tmp_path / "results.jsonl"
-    writer = opened(path)
-    for result in sink.results:
-        writer.write(result)
-    writer.close()
-    assert not [fault for row in rows_of(path) for fault in faults("results-line", row)]
-    rows = {row["custom_id"]: row for row in rows_of(path)}
+    lines = written(tmp_path / "results.jsonl", sink.results)
+    assert not [fault for row in lines for fault in faults("results-line", row)]
+    rows = {row["custom_id"]: row for row in lines}
     texts = {name: [choice["text"] for choice in row["response"]["body"]["choices"]]
              for name, row in rows.items()}
     assert {name: len(own) for name, own in texts.items()} == {

@@ -13,7 +13,7 @@ import pytest
 import torch
 import toy_runs
 import toys
-from plans import plan_of, spooled
+from plans import plan_of, spooled, written
 from replays import answers_of
 from schemas import faults
 
@@ -23,7 +23,6 @@ from xgpt.core.spool import Spool, SpoolWriter
 from xgpt.report.output import read_output
 from xrunner.io.generation import given_tokens
 from xrunner.io.intake import hand_on, queries_of, take_in
-from xrunner.io.results import ResultWriter, count_results
 from xrunner.query import PreparedQuery
 
 types = pytest.importorskip("openai.types", reason="its types are in the extra `dev`")
@@ -38,12 +37,7 @@ def line(name: str, **body: Any) -> dict[str, Any]:
 def answers(output: Path, model: Path, queries: Sequence[PreparedQuery]) -> dict[str, Any]:
     """The bodies of a run's responses by their custom_id."""
     sink, _ = toy_runs.run_in_process(model, queries, degrees=(1,))
-    path = output / "results.jsonl"
-    writer = ResultWriter(path, first_index=count_results(path), model="toy")
-    for result in sink.results:
-        writer.write(result)
-    writer.close()
-    rows = [json.loads(row) for row in path.read_text().splitlines()]
+    rows = written(output / "results.jsonl", sink.results)
     assert not [fault for row in rows for fault in faults("results-line", row)]
     assert all(row["error"] is None and row["response"]["status_code"] == 200 for row in rows)
     return {row["custom_id"]: row["response"]["body"] for row in rows}

@@ -5,13 +5,13 @@ import os
 import random
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_run import write_spool
+from plans import open_writer, written
 
 from xgpt.core.errors import XgptError
 from xgpt.core.spool import Record
@@ -41,19 +41,6 @@ def finished(index: int, *, text: str = "täxt\n", is_openai: bool = False,
     return FinishedQuery(query=query, output_ids=(4, 5), finish_reason="stop", text=text,
                          encode_start_s=0.5, first_token_s=min(1.5, 0.5 + latency_s),
                          last_token_s=0.5 + latency_s)
-
-
-def open_writer(path: Path) -> ResultWriter:
-    return ResultWriter(path, first_index=count_results(path), model="toy")
-
-
-def written(path: Path, results: Iterable[FinishedQuery]) -> list[dict[str, Any]]:
-    """The file's lines, once these are written to it."""
-    writer = open_writer(path)
-    for result in results:
-        writer.write(result)
-    writer.close()
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_results_leave_in_input_order_and_each_as_soon_as_it_can(tmp_path):
