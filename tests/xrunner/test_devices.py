@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from toy_stages import shape
 from zero_weights import Zeros
 
 from xgpt.core.deployment import StageAssignment
@@ -57,37 +58,27 @@ def elsewhere(monkeypatch):
         yield
 
 
-def spec_of(family: str) -> ModelSpec:
-    return ModelSpec(
-        name="toy", family=family, num_layers=LAYERS, hidden_size=24, num_heads=6,
-        num_kv_heads=2 if family == "llama" else 6, vocab_size=50, intermediate_size=32,
-        is_gated_mlp=family == "llama", has_bias=family in ("opt", "gpt2"), tied_embeddings=True,
-        max_positions=64, num_encoder_layers=LAYERS if family == "t5" else 0)
+SPECS = {"llama": shape(num_layers=LAYERS, num_kv_heads=2),
+         "t5": shape("t5", num_layers=LAYERS, num_encoder_layers=LAYERS, num_kv_heads=None,
+                     is_gated_mlp=False, max_positions=None)}
 
 
 def stages(spec: ModelSpec, *roles: str) -> list[StageAssignment]:
     """One stage of one rank for each role."""
-    found = []
-    for place, role in enumerate(roles):
-        encoder = spec.num_encoder_layers if role != "decode" else 0
-        is_encoder = spec.is_encoder_decoder and role == "encode"
-        found.append(StageAssignment(
-            index=place, ranks=(place,), first_layer=0, num_layers=0 if is_encoder else LAYERS,
-            first_encoder_layer=0, num_encoder_layers=encoder))
-    return found
+    return [StageAssignment(
+        index=place, ranks=(place,), first_layer=0, first_encoder_layer=0,
+        num_layers=0 if spec.is_encoder_decoder and role == "encode" else LAYERS,
+        num_encoder_layers=spec.num_encoder_layers if role != "decode" else 0)
+        for place, role in enumerate(roles)]
 
 
-def encode(*, goes_on: bool = False) -> StepMessage:
-    choices = (Sampling(), Sampling(), Sampling())
-    return StepMessage(
-        kind=StepKind.ENCODE, group=0, phase=0, iteration=0, removed=(), ended=(),
-        joined=tuple(Joined(query=i, input_tokens=n, sampling=s, goes_on=goes_on)
-                     for i, (n, s) in enumerate(zip(LENGTHS, choices, strict=True))))
+def step(kind: StepKind, *joined: Joined, removed: tuple[int, ...] = ()) -> StepMessage:
+    return StepMessage(kind=kind, group=0, phase=0, iteration=0, removed=removed, joined=joined)
 
 
-def decode(removed: tuple[int, ...] = (), joined: tuple[Joined, ...] = ()) -> StepMessage:
-    return StepMessage(kind=StepKind.DECODE, group=0, phase=0, iteration=1, removed=removed,
-                       ended=(), joined=joined)
+def joining(*, goes_on: bool = False) -> list[Joined]:
+    return [Joined(query=i, input_tokens=n, sampling=Sampling(), goes_on=goes_on)
+            for i, n in enumerate(LENGTHS)]
 
 
 def on_host(count: int) -> Tensor:
@@ -95,39 +86,32 @@ def on_host(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.long)
 
 
-def check_steps(executor: StageExecutor) -> None:
+def through_host(tensor: Tensor) -> Tensor:
+    return devices.to_host(tensor).to(tensor.device)
+
+
+def gather(tensor: Tensor) -> Tensor:
+    return torch.stack([devices.to_host(tensor)] * 2)
+
+
+# engine/test_synchronisations.py has whole models of the other families
+@pytest.mark.parametrize(("family", "shard"), [
+    ("t5", WHOLE), ("llama", Shard(0, 2, through_host, gather)),
+    ("t5", Shard(0, 2, through_host, gather))])
+def test_a_step_stays_on_its_device(elsewhere, family, shard):
+    """And a shard's, whose group works through the host's memory."""
+    spec = SPECS[family]
+    executor = StageExecutor(load_stage(spec, Zeros(), stages(spec, "both")[0], shard, DEVICE))
     executor.start(START)
     assert executor.groups[0].cache.store.device == DEVICE
-    first = executor.execute(encode(), on_host(sum(LENGTHS)))
-    assert first is not None
-    after = executor.execute(decode(removed=(0,)), on_host(2))
+    assert executor.execute(step(StepKind.ENCODE, *joining()), on_host(sum(LENGTHS))) is not None
+    after = executor.execute(step(StepKind.DECODE, removed=(0,)), on_host(2))
     assert isinstance(after, Arriving) and after.wait().shape == (2,)
-
-
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "t5"])
-def test_a_step_stays_on_its_device(elsewhere, family):
-    spec = spec_of(family)
-    model = load_stage(spec, Zeros(), stages(spec, "both")[0], WHOLE, DEVICE)
-    check_steps(StageExecutor(model))
-
-
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_so_does_a_shard_whose_group_works_through_the_hosts_memory(elsewhere, family):
-    def through_host(tensor: Tensor) -> Tensor:
-        return devices.to_host(tensor).to(tensor.device)
-
-    def gather(tensor: Tensor) -> Tensor:
-        return torch.stack([devices.to_host(tensor)] * 2)
-
-    spec = spec_of(family)
-    model = load_stage(spec, Zeros(), stages(spec, "both")[0],
-                       Shard(0, 2, through_host, gather), DEVICE)
-    check_steps(StageExecutor(model))
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_entries_travel_through_the_hosts_memory_between_two_devices(elsewhere, family):
-    spec = spec_of(family)
+    spec = SPECS[family]
     pools, comms = stages(spec, "encode", "decode"), [Gate(comm) for comm in local_comms(2)]
     own = transfers(pools[:1], pools[1:], spec)
     models = [load_stage(spec, Zeros(), stage, WHOLE, DEVICE, role=role)
@@ -136,7 +120,7 @@ def test_entries_travel_through_the_hosts_memory_between_two_devices(elsewhere, 
     decoder = StageExecutor(models[1], receiver=EntryReceiver(comms[1], own, [1]))
     for executor in (encoder, decoder):
         executor.start(START)
-    message = encode(goes_on=True)
+    message = step(StepKind.ENCODE, *joining(goes_on=True))
     encoder.execute(message, on_host(sum(LENGTHS)))
     comms[0].is_open.set()
     encoder.close()
@@ -146,7 +130,7 @@ def test_entries_travel_through_the_hosts_memory_between_two_devices(elsewhere, 
     assert decoder.receiver.is_held(0)
     held = [e.tensor for entries in decoder.receiver._entries.values() for e in entries]
     assert len(held) == 3 and {t.device.type for t in held} == {"cpu"}
-    tokens = decoder.execute(decode(joined=message.joined), on_host(3))
+    tokens = decoder.execute(step(StepKind.DECODE, *message.joined), on_host(3))
     assert isinstance(tokens, Arriving) and tokens.wait().shape == (3,)
 
 
