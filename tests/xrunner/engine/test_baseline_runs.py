@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from holding import rule_of
 from replays import answers_of, generated
 from representative import some
 from toy_runs import Collector, run_in_process
@@ -17,9 +18,6 @@ from toys import FAMILIES, T5_FAMILIES, random_queries
 from xrunner.engine import blocks
 from xrunner.engine.stage import StageExecutor
 from xrunner.query import PreparedQuery, Sampling
-from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import sarathi, vllm
-from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule, Step
 
 Made = Callable[[str], tuple[Path, Any]]
@@ -36,17 +34,11 @@ def small_blocks(monkeypatch):
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", 16)
 
 
-def rule_of(policy: str, groups: int, *, batch: int = 5, kv_tokens: int = TIGHT) -> BatchingRule:
+def own_rule(policy: str, groups: int, *, batch: int = 5, kv_tokens: int = TIGHT) -> BatchingRule:
     """`batch`: queries at a time, in each group."""
-    most, kv_tokens = batch * groups, kv_tokens * groups
-    if policy in ("ft", "dsi"):
-        return StaticRule(encode_batch=most, num_groups=groups, kv_tokens=10_000,
-                          encode_micro_batches=groups * (2 if policy == "dsi" else 1))
-    if policy == "orca":
-        return OrcaRule(num_groups=groups, max_active=most, kv_tokens=10_000)
-    kind = vllm if policy == "vllm" else sarathi
-    return kind(num_groups=groups, max_active=most, kv_tokens=kv_tokens,
-                token_budget=40 if policy == "vllm" else 9)
+    is_paged = policy in ("vllm", "sarathi")
+    return rule_of(policy, groups=groups, batch=batch * groups, budget=9 if policy == "sarathi"
+                   else 40, kv_tokens=kv_tokens * groups if is_paged else 10_000)
 
 
 class Watched:
@@ -71,7 +63,7 @@ class Watched:
 def run(answered: Answered, family: str, made: Made, policy: str, degrees: Sequence[int],
         groups: int, **sizes: int) -> tuple[Collector, list[StageExecutor], Counter[str]]:
     queries, answers = answered(family)
-    rule = Watched(rule_of(policy, groups, **sizes))
+    rule = Watched(own_rule(policy, groups, **sizes))
     sink, executors = run_in_process(made(family)[0], queries, degrees=degrees, rule=rule)
     assert answers_of(sink) == answers
     orders = [[record[:6] for record in e.log if record.kind != "cross_kv"] for e in executors]
@@ -140,7 +132,7 @@ def test_dead_rows_go_on_beyond_the_models_positions(made):
                replace(second, max_new_tokens=100, is_forced=True, index=1)]
     queries[0] = replace(queries[0], input_ids=queries[0].input_ids[:120], max_new_tokens=8,
                          is_forced=True)
-    sink, _ = run_in_process(directory, queries, degrees=(1, 1), rule=rule_of("ft", 1))
+    sink, _ = run_in_process(directory, queries, degrees=(1, 1), rule=own_rule("ft", 1))
     assert answers_of(sink) == generated(model, queries)
 
 
@@ -151,7 +143,7 @@ def test_the_same_seed_draws_the_same_text_under_every_policy(made):
         for q in random_queries(9)]
     texts = []
     for policy in ("ft", "orca", "vllm", "sarathi"):
-        rule = Watched(rule_of(policy, 2, kv_tokens=4 * 16))
+        rule = Watched(own_rule(policy, 2, kv_tokens=4 * 16))
         sink, _ = run_in_process(directory, queries, degrees=(1, 1), rule=rule)
         texts.append({r.query.index: r.output_ids for r in sink.results})
         assert bool(rule.counts["evicted"]) == (policy in ("vllm", "sarathi"))
@@ -163,7 +155,7 @@ def test_the_same_seed_draws_the_same_text_under_every_policy(made):
 def test_stopping_early_ends_every_stage(answered, made, policy):
     queries, answers = answered("llama")
     sink, _ = run_in_process(made("llama")[0], queries, degrees=(1, 1, 1),
-                             rule=rule_of(policy, 3, batch=2), sink=Collector(stop_after=5))
+                             rule=own_rule(policy, 3, batch=2), sink=Collector(stop_after=5))
     assert 5 <= len(sink.results) < len(queries)
     assert all(list(r.output_ids) == answers[r.query.index] for r in sink.results)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from holding import rule_of
 from representative import some
 from toy_runs import run_in_process, run_waa_in_process, stages_of, toy_waa_rules, waa_pools
 from toys import random_queries, spec_of
@@ -19,11 +20,7 @@ from xrunner.ops import invariant
 from xrunner.ops.contexts import decode_context, encode_context
 from xrunner.ops.linear import Product
 from xrunner.query import PreparedQuery, Sampling
-from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import sarathi, vllm
-from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import Span
-from xrunner.rules.static import StaticRule
 
 DTYPES = [torch.float32, torch.bfloat16]
 LENGTHS = [1, 37, 5, 300, 64, 2, 18]
@@ -119,20 +116,15 @@ def test_answers_are_the_same_by_every_policy(llama, dtype):
 
     alone: dict[int, Any] = {}
     for query in queries:
-        alone |= answers([query], RraRule(encode_batch=1, decode_iterations=4, num_groups=1,
-                                          max_active=1, kv_tokens=10_000))
+        alone |= answers([query], rule_of("rra", encode=1, iterations=4, batch=1))
     rules = {
-        "rra": RraRule(encode_batch=5, decode_iterations=3, num_groups=1, max_active=12,
-                       kv_tokens=10_000),
-        "chunks": RraRule(encode_batch=5, decode_iterations=3, num_groups=1, max_active=12,
-                          kv_tokens=10_000, encode_chunk=7),
-        "ft": StaticRule(encode_batch=9, num_groups=1, kv_tokens=10_000, encode_micro_batches=1),
-        "orca": OrcaRule(num_groups=1, max_active=6, kv_tokens=10_000),
-        "vllm": vllm(num_groups=1, max_active=5, kv_tokens=10_000, token_budget=40),
-        "sarathi": sarathi(num_groups=1, max_active=5, kv_tokens=10_000, token_budget=9)}
+        "rra": rule_of("rra", encode=5, iterations=3, batch=12),
+        "chunks": rule_of("rra", encode=5, iterations=3, batch=12, chunk=7),
+        "ft": rule_of("ft", batch=9), "orca": rule_of("orca"), "vllm": rule_of("vllm"),
+        "sarathi": rule_of("sarathi", budget=9)}
     for policy, rule in rules.items():
         assert answers(queries, rule) == alone, policy
-    assert answers(queries, OrcaRule(num_groups=2, max_active=6, kv_tokens=10_000),
+    assert answers(queries, rule_of("orca", groups=2),
                    degrees=[1, 1]) == alone, "two stages"
     if dtype == torch.float32:  # the support's WAA is of float32
         sink, _ = run_waa_in_process(directory, queries, waa_pools(directory, [1], [1]),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from holding import rule_of
 from replays import answers_of, estimated, generated, problem_for, replayed, steps_of, whole_steps
 from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import random_queries
@@ -18,24 +19,17 @@ from xrunner.engine.last_tokens import FED_BACK, LastTokens
 from xrunner.engine.stage import StageExecutor
 from xrunner.ops.contexts import decode_context
 from xrunner.query import PreparedQuery
-from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import BLOCK_TOKENS, sarathi, vllm
-from xrunner.rules.rra import RraRule
+from xrunner.rules.paged import BLOCK_TOKENS
 from xrunner.rules.slots import Move, apply_moves, compaction_moves
-from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule, StepKind, rules_for
 
+TIGHT = 5 * BLOCK_TOKENS
 RULES: dict[str, Callable[[], BatchingRule]] = {
-    "rra": lambda: RraRule(encode_batch=4, decode_iterations=5, num_groups=1, max_active=12,
-                           kv_tokens=10_000),
-    "rra in chunks": lambda: RraRule(encode_batch=4, decode_iterations=3, num_groups=1,
-                                     max_active=12, kv_tokens=10_000, encode_chunk=9),
-    "ft": lambda: StaticRule(encode_batch=5, num_groups=1, encode_micro_batches=1,
-                             kv_tokens=10_000),
-    "orca": lambda: OrcaRule(num_groups=1, max_active=6, kv_tokens=10_000),
-    "vllm": lambda: vllm(num_groups=1, max_active=6, kv_tokens=5 * BLOCK_TOKENS, token_budget=60),
-    "sarathi": lambda: sarathi(num_groups=1, max_active=6, kv_tokens=5 * BLOCK_TOKENS,
-                               token_budget=12)}
+    "rra": lambda: rule_of("rra", batch=12),
+    "rra in chunks": lambda: rule_of("rra", batch=12, iterations=3, chunk=9),
+    "ft": lambda: rule_of("ft", batch=5), "orca": lambda: rule_of("orca"),
+    "vllm": lambda: rule_of("vllm", kv_tokens=TIGHT, budget=60),
+    "sarathi": lambda: rule_of("sarathi", kv_tokens=TIGHT, budget=12)}
 
 
 class Watched(Arriving):

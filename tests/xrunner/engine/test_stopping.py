@@ -3,10 +3,10 @@ be started again, and begin with its first query."""
 
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from holding import rule_of
 from plans import plan_of
 from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules
 from toy_runs import waa_pools as two_pools
@@ -18,28 +18,20 @@ from xrunner.io.results import Answered
 from xrunner.io.sink import RunSink
 from xrunner.io.stop import STOP_FILE
 from xrunner.plan import RunPlan
-from xrunner.rules.paged import vllm
-from xrunner.rules.rra import RraRule
-from xrunner.rules.static import StaticRule
-from xrunner.rules.steps import BatchingRule
 from xrunner.transport.comm import local_comms
 from xrunner.world import World
 
 COUNT = 7
-RULES: dict[str, Callable[[], BatchingRule]] = {
-    "rra": lambda: RraRule(encode_batch=2, decode_iterations=3, num_groups=2, max_active=6,
-                           kv_tokens=1000),
-    "static": lambda: StaticRule(encode_batch=3, num_groups=2, encode_micro_batches=2,
-                                 kv_tokens=1000),
-    "vllm": lambda: vllm(num_groups=1, max_active=3, kv_tokens=1600, token_budget=40)}
+RULES = {"rra": {"encode": 2, "iterations": 3, "groups": 2}, "ft": {"groups": 2},
+         "vllm": {"batch": 3, "kv_tokens": 1600}}
 
 
 @pytest.mark.parametrize(("stop_after", "is_complete"), [(1, False), (COUNT, True)])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_stop_that_comes_with_the_last_token_finds_the_run_complete(
         llama, rule, stop_after, is_complete):
-    sink, _ = run_in_process(llama[0], random_queries(COUNT), num_stages=1, rule=RULES[rule](),
-                             sink=Collector(stop_after))
+    sink, _ = run_in_process(llama[0], random_queries(COUNT), num_stages=1,
+                             rule=rule_of(rule, **RULES[rule]), sink=Collector(stop_after))
     assert sink.is_complete is is_complete
     assert (len(sink.results) == COUNT) is is_complete
 
@@ -57,8 +49,8 @@ def test_so_it_is_with_two_pools(llama, stop_after, is_complete):
 @pytest.mark.parametrize("rule", ["rra", "vllm"])
 def test_a_last_token_under_way_at_a_stop_still_ends_its_query(llama, rule):
     queries = [replace(query, max_new_tokens=1) for query in random_queries(COUNT)]
-    sink, executors = run_in_process(llama[0], queries, num_stages=2, rule=RULES[rule](),
-                                     sink=Collector(1))
+    sink, executors = run_in_process(llama[0], queries, num_stages=2,
+                                     rule=rule_of(rule, **RULES[rule]), sink=Collector(1))
     encoded = sum(step.queries for step in executors[-1].log if step.kind == "encode")
     assert len(sink.results) == encoded < COUNT and sink.is_complete is False
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 import pytest
+from holding import rule_of
 from replays import answers_of
 from toy_runs import Collector
 from toys import VOCAB, random_queries
@@ -15,10 +16,6 @@ from xrunner.engine.roster import Vocabulary
 from xrunner.engines.vllm.core import Token
 from xrunner.engines.vllm.executor import VllmExecutor, passes
 from xrunner.query import PreparedQuery, Sampling
-from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import sarathi, vllm
-from xrunner.rules.rra import RraRule
-from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule
 from xrunner.transport.comm import local_comms
 
@@ -97,21 +94,17 @@ def run(rule: BatchingRule, queries: Sequence[PreparedQuery],
 
 
 RULES = {
-    "rra": lambda: RraRule(encode_batch=5, decode_iterations=4, num_groups=1, max_active=14,
-                           kv_tokens=900),
-    "rra, three groups": lambda: RraRule(encode_batch=7, decode_iterations=3, num_groups=3,
-                                         max_active=15, kv_tokens=1200),
-    "rra in chunks": lambda: RraRule(encode_batch=5, decode_iterations=4, num_groups=1,
-                                     max_active=14, kv_tokens=900, encode_chunk=6),
-    "orca": lambda: OrcaRule(num_groups=2, max_active=9, kv_tokens=900),
-    "vllm, short of memory": lambda: vllm(num_groups=1, max_active=9, kv_tokens=160,
-                                          token_budget=50),
-    "sarathi": lambda: sarathi(num_groups=1, max_active=9, kv_tokens=900, token_budget=12),
-    "sarathi, short of memory": lambda: sarathi(num_groups=2, max_active=12, kv_tokens=224,
-                                                token_budget=12),
-    "ft": lambda: StaticRule(encode_batch=8, num_groups=2, kv_tokens=10_000,
-                             encode_micro_batches=2),
-}
+    "rra": lambda: rule_of("rra", encode=5, iterations=4, batch=14, kv_tokens=900),
+    "rra, three groups": lambda: rule_of("rra", encode=7, iterations=3, groups=3, batch=15,
+                                         kv_tokens=1200),
+    "rra in chunks": lambda: rule_of("rra", encode=5, iterations=4, batch=14, kv_tokens=900,
+                                     chunk=6),
+    "orca": lambda: rule_of("orca", groups=2, batch=9, kv_tokens=900),
+    "vllm, short of memory": lambda: rule_of("vllm", batch=9, kv_tokens=160, budget=50),
+    "sarathi": lambda: rule_of("sarathi", batch=9, kv_tokens=900, budget=12),
+    "sarathi, short of memory": lambda: rule_of("sarathi", groups=2, batch=12, kv_tokens=224,
+                                                budget=12),
+    "ft": lambda: rule_of("ft", groups=2, batch=8)}
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -147,8 +140,7 @@ def test_evicted_queries_were_there(name):
 def test_a_request_that_is_full_costs_nothing_more_in_a_batch_that_goes_on():
     queries = [PreparedQuery(index=0, id="a", input_ids=(7,) * 10, max_new_tokens=2),
                PreparedQuery(index=1, id="b", input_ids=(8, 9), max_new_tokens=18)]
-    rule = StaticRule(encode_batch=2, num_groups=1, kv_tokens=10_000, encode_micro_batches=1)
-    sink, _ = run(rule, queries, CountingCore(100, longest=20))
+    sink, _ = run(rule_of("ft", batch=2), queries, CountingCore(100, longest=20))
     assert [list(r.output_ids) for r in sink.results] == [expected(q) for q in queries]
 
 
