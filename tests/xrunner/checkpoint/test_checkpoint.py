@@ -105,7 +105,7 @@ def test_only_what_no_client_gets_round_is_in_vain(failing, cause, is_vain):
 
 
 def test_an_answer_of_any_kind_is_one(failing, monkeypatch):
-    failing(urllib.error.HTTPError("https://mirror.example", 405, "no", {}, None))  # type: ignore[arg-type]
+    failing(urllib.error.HTTPError("https://mirror.example", 405, "no", {}, None))
     assert hub.why_silent(1.0) is None and hub.why_in_vain(1.0) is None
     failing(urllib.error.URLError(UNKNOWN))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

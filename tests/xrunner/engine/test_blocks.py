@@ -173,7 +173,7 @@ def test_a_run_has_the_blocks_that_its_rule_counts(made, monkeypatch, policy, nu
                                      rule=counting)
     assert len(sink.results) == len(queries)
     for executor in executors:
-        pools = [own.cache.pool for own in executor.groups]  # type: ignore[union-attr]
+        pools = [own.cache.pool for own in executor.groups]
         assert [pool.count for pool in pools] == [TIGHT // BLOCK_TOKENS] * num_stages
         if policy == "vllm":
             assert [pool.most_taken for pool in pools] == counting.most

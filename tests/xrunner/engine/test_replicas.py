@@ -1,5 +1,9 @@
 """Replicas on threads: one job, several heads, and rank 0 that routes between its own steps."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 from replayed import run_steps
 from replicated import ANSWERS, CONFIGS, Job, Told
@@ -17,8 +21,7 @@ from xrunner.io.launcher_link import (
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.replica import replicas_of
 from xrunner.rules.changes import OfShapes
-from xrunner.rules.rra import PhaseControls, RraRule
-from xrunner.rules.windows import Window
+from xrunner.rules.rra import PhaseControls
 from xrunner.transport.comm import local_comms
 from xrunner.transport.messages import StopMessage
 
@@ -96,24 +99,39 @@ def test_the_same_ranks_take_another_job_after_one_that_was_stopped(made):
     job.check_answers(sink.results)
 
 
-def test_a_change_of_the_control_variables_reaches_every_replica(made, tmp_path, monkeypatch):
+@pytest.fixture
+def at_once(monkeypatch):
+    """What the launcher writes is looked at in every step."""
     monkeypatch.setattr("xrunner.io.launcher_link._INTERVAL_S", 0.0)
     monkeypatch.setattr("xrunner.engine.replicas._TELL_S", 0.0)
-    job, sink = Job(made, *CONFIGS[0], count=60), Told()
-    controls = PhaseControls(encode_batch=4, decode_iterations=9, group_max_active=12,
-                             group_kv_tokens=9000)
-    ChangeOrder(revision=1, controls=controls).save(tmp_path)
+
+
+def linked(job: Job, sink: Told, folder: Path, order: ChangeOrder,
+           seen: Callable[[Head, ToReplicas], Any] = lambda head, others: None) -> Any:
+    """The executors of a job that is told of a change. `seen`: rank 0's head before it starts."""
+    order.save(folder)
+    assert load_change_order(folder) == order
 
     def prepare(head: Head, others: ToReplicas) -> None:
-        assert isinstance(head.rule, RraRule)
         sink.launcher = LauncherLink(
-            tmp_path, first_query=0, rule=OfEveryReplica(
+            folder, first_query=0, rule=OfEveryReplica(
                 head.rule, others, replicas_of(job.estimate)),
             at_work=lambda: head.lengths_so_far() | others.lengths_so_far())
+        seen(head, others)
 
     executors = job.run(sink, prepare=prepare)
     job.check_answers(sink.results)
-    assert sink.launcher is not None
+    return executors
+
+
+def controls(batch: int, iterations: int) -> PhaseControls:
+    return PhaseControls(encode_batch=batch, decode_iterations=iterations, group_max_active=12,
+                         group_kv_tokens=9000)
+
+
+def test_a_change_of_the_control_variables_reaches_every_replica(made, tmp_path, at_once):
+    job, sink = Job(made, *CONFIGS[0], count=60), Told()
+    executors = linked(job, sink, tmp_path, ChangeOrder(revision=1, controls=controls(4, 9)))
     first, second = sink.launcher.taken
     assert (first["revision"], first.get("replica"), first["encode_batch"]) == (1, None, 4)
     assert (second["revision"], second["replica"]) == (1, 1)
@@ -123,38 +141,23 @@ def test_a_change_of_the_control_variables_reaches_every_replica(made, tmp_path,
         assert max(step.iteration for step in after) == 9 > max(step.iteration for step in before)
     # every query has one place, in the order in which they were taken up
     seen = read_observed(tmp_path)
-    assert seen is not None and not seen.finished.keys() & seen.active.keys()
+    assert not seen.finished.keys() & seen.active.keys()
     assert max({**seen.finished, **seen.active}) == len(seen.finished) + len(seen.active) - 1
 
 
 @pytest.mark.parametrize("is_both", [True, False])
-def test_each_shape_takes_up_changes_of_its_own(made, tmp_path, monkeypatch, is_both):
+def test_each_shape_takes_up_changes_of_its_own(made, tmp_path, at_once, is_both):
     """Two ranks in a pipeline beside one; a replay that is told of it takes the same steps."""
-    monkeypatch.setattr("xrunner.io.launcher_link._INTERVAL_S", 0.0)
-    monkeypatch.setattr("xrunner.engine.replicas._TELL_S", 0.0)
     job, sink = Job(made, *CONFIGS[0], replicas=1, stages=2, count=60), Told()
     job.estimate = job.one.beside((Job(made, *CONFIGS[0], stages=1).one,))
-    first, second = (PhaseControls(encode_batch=batch, decode_iterations=iterations,
-                                   group_max_active=12, group_kv_tokens=9000)
-                     for batch, iterations in ((4, 9), (3, 7)))
-    order = ChangeOrder(revision=1, controls=OfShapes((first if is_both else None, second)))
-    order.save(tmp_path)
-    assert load_change_order(tmp_path) == order
-    windows: list[Window] = []
+    windows: list[Any] = []
 
-    def prepare(head: Head, others: ToReplicas) -> None:
-        assert isinstance(head.rule, RraRule)
+    def seen(head: Head, others: ToReplicas) -> None:
         head.rule.make_room(12)
-        windows[:] = others._accounts.router.windows
-        sink.launcher = LauncherLink(tmp_path, first_query=0, rule=OfEveryReplica(
-            head.rule, others, replicas_of(job.estimate)),
-            at_work=lambda: head.lengths_so_far() | others.lengths_so_far())
-        seen.append(others)
+        windows.extend([list(others._accounts.router.windows), others])
 
-    seen: list[ToReplicas] = []
-    executors = job.run(sink, prepare=prepare)
-    job.check_answers(sink.results)
-    assert sink.launcher is not None
+    executors = linked(job, sink, tmp_path, ChangeOrder(revision=1, controls=OfShapes(
+        (controls(4, 9) if is_both else None, controls(3, 7)))), seen)
     taken = [[change for change in sink.launcher.taken if change.get("replica", 0) == replica]
              for replica in (0, 1)]
     assert [len(own) for own in taken] == [int(is_both), 1]
@@ -163,8 +166,9 @@ def test_each_shape_takes_up_changes_of_its_own(made, tmp_path, monkeypatch, is_
         assert run_steps(executors[rank]) == job.replayed_as_told(replica, taken[replica])
         most = max(step.iteration for step in executors[rank].log)
         assert most == ((9 if is_both else 4), 7)[replica]
-    now = seen[0]._accounts.router.windows
-    assert (now[0] == windows[0]) is not is_both and now[1].batch == 3
+    before, others = windows
+    now = others._accounts.router.windows
+    assert (now[0] == before[0]) is not is_both and now[1].batch == 3
 
 
 def test_fewer_queries_than_replicas(made):
@@ -190,6 +194,6 @@ def test_a_query_is_as_it_was_read():
             return 0.0
 
     comms[0].send(1, StopMessage())
-    supply.close(HeadAtRest())  # type: ignore[arg-type]
+    supply.close(HeadAtRest())
     message, _ = comms[0].receive(1)
-    assert message.results[0].query.input_ids == () and message.has_ended  # type: ignore[union-attr]
+    assert message.results[0].query.input_ids == () and message.has_ended

@@ -51,7 +51,7 @@ def test_queries_come_in_their_order_and_no_more_wait_than_need_to():
 
     head: Any = SimpleNamespace(roster=roster, submit=submit)
     order = run_order(count, 100, 3)
-    supply = FromSpool(queries, in_run_order(count, 100, 3), count,  # type: ignore[arg-type]
+    supply = FromSpool(queries, in_run_order(count, 100, 3), count,
                        least=10, begin=told.extend)
     taken, most = [], 0
     while True:

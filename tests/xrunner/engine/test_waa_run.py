@@ -180,7 +180,7 @@ class _Watched(WaaEncodeRule):
     @classmethod
     def of(cls, rules: tuple[WaaEncodeRule, WaaDecodeRule]) -> tuple[_Watched, WaaDecodeRule]:
         rules[0].__class__ = cls
-        return rules  # type: ignore[return-value]
+        return rules
 
     def decide(self) -> Step | None:
         step = super().decide()

@@ -132,7 +132,7 @@ def test_evicted_queries_were_there(name):
         seen.extend(step.evicted if step is not None else ())
         return step
 
-    rule.decide = watched  # type: ignore[method-assign]
+    rule.decide = watched
     run(rule, random_queries(40), CountingCore(10_000))
     assert seen
 

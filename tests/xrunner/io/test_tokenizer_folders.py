@@ -194,7 +194,7 @@ def keys() -> dict[str, dict[str, Any]]:
         "chat_template in both places": {**plain, **without(legacy(plain), "chat_template.jinja"),
                                          "chat_template.jinja": CHATML},
         "templates by name": legacy({**plain, "chat_template.jinja": [
-            {"name": "default", "template": CHATML}, {"name": "tool_use", "template": THINKING}]}),  # type: ignore[dict-item]
+            {"name": "default", "template": CHATML}, {"name": "tool_use", "template": THINKING}]}),
         "templates by name, none the default": legacy({**plain, "chat_template.jinja": [
             {"name": "rag", "template": CHATML}]}),
         "additional_chat_templates": {

@@ -68,7 +68,7 @@ def test_rows_that_all_want_one_expert_leave_the_others_nothing():
     rows = torch.rand(ROWS, HIDDEN, generator=torch.Generator().manual_seed(5))
     mixture, asked = mixture_of(weights, experts, packed=True), list[tuple[int, int]]()
     for number, own in enumerate(mixture.mlps):
-        mixture.mlps[number] = lambda given, number=number, own=own: (  # type: ignore[call-overload]
+        mixture.mlps[number] = lambda given, number=number, own=own: (
             asked.append((number, len(given))), own(given))[1]
     torch.testing.assert_close(mixture(rows).double(), by_row(rows, weights, experts),
                                atol=1e-5, rtol=1e-4)

@@ -254,5 +254,5 @@ def test_scores_far_apart_neither_overflow_nor_vanish(implementation):
         for order in (torch.arange(300), torch.arange(299, -1, -1), torch.randperm(300)):
             cache = tuple(part[:, :, order].to(implementation.device) for part in (keys, values))
             step = decode_context([300], device=implementation.device)
-            got = decode_attention(query.to(implementation.device), cache, step)  # type: ignore[arg-type]
+            got = decode_attention(query.to(implementation.device), cache, step)
             assert torch.equal(got.cpu(), torch.full((1, 16), 299.0))

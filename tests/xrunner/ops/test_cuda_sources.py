@@ -267,7 +267,7 @@ def test_arguments_have_the_members_of_the_kernels_structs():
 def test_wrong_arguments_are_refused_in_words(launcher, words, call):
     before = len(launcher.launched)
     with pytest.raises(ValueError, match=words):
-        call(CudaOps(launcher, 1))  # type: ignore[operator]
+        call(CudaOps(launcher, 1))
     assert len(launcher.launched) == before
 
 
@@ -299,4 +299,4 @@ def encoded(ops: CudaOps, span: Span) -> Tensor:
 ])
 def test_wrong_copies_are_refused_in_words(launcher, words, call):
     with pytest.raises(ValueError, match=words):
-        call(launcher, torch.zeros(1, 2, 2, 1, 4, 8))  # type: ignore[operator]
+        call(launcher, torch.zeros(1, 2, 2, 1, 4, 8))

@@ -91,6 +91,6 @@ def test_reserved_tokens_never_exceed_a_groups_share(capacity, together):
         most.append(rule.reserved_tokens)
         finish(query)
 
-    rule.finish = watch  # type: ignore[method-assign]
+    rule.finish = watch
     drive(rule, dict.fromkeys(range(12), 5))
     assert max(most) == 2 * together * 20

@@ -85,8 +85,8 @@ def test_all_are_given_out_whoever_is_quick(count, replicas, waiting, present, c
     waits = [len(router.top_up(r, Load(0, 0))) for r in range(replicas)]
     given_out, active = sum(waits), [0] * replicas
     while given_out < count:
-        replica = chance.randrange(replicas)  # type: ignore[attr-defined]
-        if waits[replica] and chance.random() < 0.5:  # type: ignore[attr-defined]
+        replica = chance.randrange(replicas)
+        if waits[replica] and chance.random() < 0.5:
             waits[replica], active[replica] = waits[replica] - 1, active[replica] + 1
         else:
             active[replica] = max(active[replica] - 1, 0)
@@ -181,7 +181,7 @@ def test_of_who_has_none_to_give_back_nothing_is_wanted_again():
        st.randoms(use_true_random=False))
 def test_every_query_is_begun_once_however_answers_cross(count, replicas, window, chance):
     """Replicas that begin and end queries, and answer what is wanted of them, as it comes."""
-    pick = chance.randrange  # type: ignore[attr-defined]
+    pick = chance.randrange
     router = Router([1.0] * count, windows=[window] * replicas)
     waits: list[list[int]] = [[] for _ in range(replicas)]
     active, begun, wanted = [0] * replicas, list[int](), dict[int, int]()

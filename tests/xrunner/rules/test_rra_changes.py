@@ -84,7 +84,7 @@ def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
             assert before[step.group] < sum(group.values()) <= rule.controls.group_kv_tokens
         return step
 
-    rule.decide = watched  # type: ignore[method-assign]
+    rule.decide = watched
     steps = drive(rule, dict(enumerate(outputs)))
     order = [query for step in steps for query in step.joined]
     assert order == sorted(order) and Counter(order) == Counter(range(len(outputs)))

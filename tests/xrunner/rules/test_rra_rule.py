@@ -70,7 +70,7 @@ def test_reserved_tokens_never_exceed_a_groups_share():
         drive_limits.append(rule.reserved_tokens)
         rule_finish(query)
 
-    rule.finish = watch  # type: ignore[method-assign]
+    rule.finish = watch
     drive(rule, dict.fromkeys(range(12), 5))
     assert max(drive_limits) == 80  # two queries of 20 in each group's 50
 
