@@ -146,9 +146,9 @@ def _of_no_second(lines: bytes) -> bytes:
     return re.sub(rb'"created": \d+', b"", lines)
 
 
-@pytest.mark.parametrize("is_openai", [False, True])
-@pytest.mark.parametrize(("edit", "missing", "fault", "length"), [
-    *((*edit, 9) for edit in EDITS), (*EDITS[0], 2**23)])  # the last beyond what is parsed
+@pytest.mark.parametrize(("edit", "missing", "fault", "length", "is_openai"), [
+    *((*edit, 9, is_openai) for edit in EDITS for is_openai in (False, True)),
+    (*EDITS[0], 2**23, False)])  # beyond what is parsed
 def test_what_was_changed_is_told_and_put_right(tmp_path, edit, missing, fault, length, is_openai):
     path = tmp_path / "results.jsonl"
     write_spool(tmp_path, [Record(id=f"é{i}", line=i + 1) for i in range(COUNT)])

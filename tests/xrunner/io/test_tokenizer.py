@@ -41,7 +41,7 @@ def test_a_template_is_compiled_once(directory, monkeypatch):
 def test_what_a_template_refuses_is_said(directory):
     with pytest.raises(ValueError, match="no tools"):
         TextTokenizer(directory).render_chat([{"role": "tool", "content": "x"}])
-    for wrong in ("{% if %}", "{{ messages.none.none }}"):
+    for wrong in ("{% if %}", "{{ messages.none.none }}", "{{ messages + 1 }}", "{{ 1 / 0 }}"):
         (directory / "chat_template.jinja").write_text(wrong)
         with pytest.raises(ValueError, match="chat template: "):
             TextTokenizer(directory).render_chat([{"role": "user", "content": "x"}])

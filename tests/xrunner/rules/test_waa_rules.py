@@ -262,12 +262,6 @@ def test_no_batch_starts_until_all_of_it_has_room_in_the_system():
     assert rule.decide().joined == (8, 9, 10, 11)
 
 
-def test_the_last_queries_do_not_wait_for_a_whole_batch():
-    rule = encoder(encode_batch=4)
-    rule.submit(0, 30, 20)
-    assert rule.decide().joined == (0,) and rule.next_group() is None
-
-
 @pytest.mark.parametrize(("budgets", "freed_by"), [
     ({"kv_tokens": 149}, "release"), ({"encode_kv_tokens": 99}, "finish")])
 def test_a_full_cache_of_either_pool_holds_the_encoding_back(budgets, freed_by):
@@ -281,20 +275,19 @@ def test_a_full_cache_of_either_pool_holds_the_encoding_back(budgets, freed_by):
     assert rule.next_group() is not None
 
 
-def test_a_batch_larger_than_the_system_goes_alone():
-    rule = holding(encoder(encode_batch=4, max_in_system=2), 8, 30, 20)
-    assert rule.decide().joined == (0, 1, 2, 3)
-    for query in range(4):
+@pytest.mark.parametrize(("own", "count", "joined"), [
+    ({}, 1, (0,)),  # the last queries do not wait for a whole batch
+    ({"max_in_system": 2}, 8, (0, 1, 2, 3)),  # larger than the system: it goes alone
+    ({"kv_tokens": 70}, 4, (0, 1))])  # that no budget could ever hold: it is cut
+def test_the_first_of_batches_that_do_not_fit(own, count, joined):
+    rule = holding(encoder(encode_batch=4, **own), count, 30, 20)
+    assert rule.decide().joined == joined
+    for query in joined:
         rule.finish(query)
-        assert rule.next_group() is None
+        assert rule.next_group() is None, "others are still in the system"
         rule.release(query)
-    assert rule.next_group() is not None
-
-
-def test_a_batch_that_no_budget_could_ever_hold_is_cut():
-    rule = holding(encoder(encode_batch=4, kv_tokens=70), 4, 30, 20)
-    assert rule.decide().joined == (0, 1)
-    assert not rule.submit(9, 71, 20) and rule.submit(9, 70, 20)
+        assert (rule.next_group() is not None) == (query == joined[-1] and count > len(joined))
+    assert rule.submit(9, 71, 20) == ("kv_tokens" not in own) and rule.submit(10, 70, 20)
 
 
 @given(count=st.integers(1, 60), num_groups=st.integers(1, 7))
