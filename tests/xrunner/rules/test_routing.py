@@ -136,18 +136,15 @@ def called(paces: Paces, *loads: tuple[int, int], window: Window = RRA_LIKE) -> 
     return recalls([window] * len(loads), paces, loads_, [0] * len(loads), [False] * len(loads))
 
 
-def test_between_equal_replicas_only_a_second_batch_goes_to_one_that_is_dry():
-    equal = paced(4, 4)
-    assert called(equal, (4, 8), (8, 8)) == []
-    assert called(equal, (0, 8), (4, 8)) == [], "it would begin them no sooner"
-    assert called(equal, (0, 8), (8, 8)) == [Recall(1, (0,) * 4)]
-    assert called(equal, (0, 0), (3, 8)) == [Recall(1, (0,) * 3)], "who is idle begins at once"
-
-
-def test_what_waits_in_a_replica_that_is_behind_goes_to_one_that_is_not():
-    assert called(paced(8, 2), (5, 8), (12, 8)) == [Recall(1, (0,) * 12)]
-    assert called(paced(8, 2), (12, 8), (5, 8)) == [], "not back"
-    assert called(paced(8, 2), (9, 8), (12, 8)) == [], "while that has enough"
+@pytest.mark.parametrize(("begun", "loads", "expected"), [
+    ((4, 4), ((4, 8), (8, 8)), []), ((4, 4), ((0, 8), (4, 8)), []),  # it would begin no sooner
+    ((4, 4), ((0, 8), (8, 8)), [Recall(1, (0,) * 4)]),
+    ((4, 4), ((0, 0), (3, 8)), [Recall(1, (0,) * 3)]),  # who is idle begins at once
+    ((8, 2), ((5, 8), (12, 8)), [Recall(1, (0,) * 12)]),  # of a replica that is behind
+    ((8, 2), ((12, 8), (5, 8)), []),  # not back
+    ((8, 2), ((9, 8), (12, 8)), [])])  # while that has enough
+def test_what_waits_elsewhere_goes_to_who_would_begin_it_sooner(begun, loads, expected):
+    assert called(paced(*begun), *loads) == expected
 
 
 def test_a_replica_that_has_begun_nothing_yet_is_about_to():
