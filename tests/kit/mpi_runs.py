@@ -58,8 +58,7 @@ def answered(out: Path, queries: Sequence[PreparedQuery], reference: Any) -> lis
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return json.loads(path.read_text())
 
 
 def check_steps(out: Path, problem: Problem, shapes: Sequence[Estimate],

@@ -44,8 +44,7 @@ def timing_of(problem: Problem) -> Roofline:
 
 def estimated(policy: str, problem: Problem, **config: Any) -> Estimate:
     """What the simulator makes of a policy's variables."""
-    found: Estimate = fixed_estimate(policy, problem, timing_of(problem), FixedSchedule(**config))
-    return found
+    return fixed_estimate(policy, problem, timing_of(problem), FixedSchedule(**config))
 
 
 def replayed(problem: Problem, estimate: Estimate, queries: Sequence[PreparedQuery],

@@ -63,8 +63,7 @@ class Cluster:
     def status(self, output: Path) -> dict[str, Any]:
         done = self.xgpt("status", output, "--json")
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        return json.loads(done.stdout)
 
     def slurm_state(self, job_id: str) -> str:
         said = self.call("scontrol", "--oneliner", "show", "job", job_id).stdout

@@ -60,8 +60,7 @@ def asked(vllm_python):
             process.stdin.flush()
             for line in process.stdout:
                 if line.startswith(ANSWER):
-                    answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
-                    return answer
+                    return json.loads(line.removeprefix(ANSWER))
             said.seek(0)
             raise AssertionError(said.read()[-3000:])
 

@@ -36,8 +36,7 @@ def written(folder: Path, model: Path, python: str, schedule: str, ranks: int = 
 
 def submit(job: Path, environment: dict[str, str], xgpt: Sequence[str] = XGPT) -> dict[str, Any]:
     done = call("submit", job, "--json", env=environment, timeout_s=800, xgpt=xgpt)
-    metrics: dict[str, Any] = json.loads(done.stdout)
-    return metrics
+    return json.loads(done.stdout)
 
 
 def answers(out: Path) -> dict[str, list[int]]:

@@ -58,8 +58,7 @@ def write(folder: Path, reports: list[RankReport]) -> dict[str, Any]:
             encode_start_s=1.0, first_token_s=2.0, last_token_s=last_s))
     outcome = RunOutcome(state="done", wall_s=10.0, queries_before=0, num_errors=0)
     write_measured(folder, outcome, tally, reports)
-    found: dict[str, Any] = json.loads((folder / "measured.json").read_text())
-    return found
+    return json.loads((folder / "measured.json").read_text())
 
 
 def test_the_queries_times_are_told_by_their_percentiles(tmp_path):

@@ -19,7 +19,6 @@ class Machine:
         return self.threads
 
     def work(self, looks: int) -> None:
-        assert self.threads is not None
         for _ in range(looks):
             self.now_s += LOOK_S
             if self.threads.count > self.cores:

@@ -33,8 +33,7 @@ def expected(model: Any, query: PreparedQuery) -> list[float]:
     with torch.no_grad():
         states = model.base_model(torch.tensor([list(query.input_ids)])).last_hidden_state[0]
     pooled = states[-1] if query.sampling.pooled == "last" else states.mean(dim=0)
-    values: list[float] = pooled.tolist()
-    return values
+    return pooled.tolist()
 
 
 LAYOUTS = [((1,), False), ((1, 1), True), ((2,), False), ((1, 2), False), ((1, 1, 1), True)]

@@ -82,8 +82,7 @@ def _generated(model: Any, query: PreparedQuery) -> list[int]:
         out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
                              max_new_tokens=query.max_new_tokens, min_new_tokens=least,
                              eos_token_id=toys.EOS, pad_token_id=0)
-    ids: list[int] = out[0, inputs.shape[1]:].tolist()
-    return ids
+    return out[0, inputs.shape[1]:].tolist()
 
 
 def scored(count: int = 12) -> list[PreparedQuery]:

@@ -27,8 +27,7 @@ def greedy(model: Any, tokens: list[int], most: int, least: int | None) -> list[
     with torch.no_grad():
         out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
                              max_new_tokens=most, min_new_tokens=least)
-    answer: list[int] = out[0, 1:].tolist()
-    return answer
+    return out[0, 1:].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
@@ -132,8 +131,7 @@ def generated(model: Any, query: PreparedQuery) -> list[int]:
     with torch.no_grad():
         out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
                              max_new_tokens=query.max_new_tokens)
-    answer: list[int] = out[0, inputs.shape[1]:].tolist()
-    return answer
+    return out[0, inputs.shape[1]:].tolist()
 
 
 def tokens_of(results: list[FinishedQuery], queries: list[PreparedQuery]) -> dict[int, list[int]]:

@@ -81,7 +81,6 @@ def test_a_divided_vocabulary_gives_the_tokens_of_a_whole_one(degree, vocab):
 
         def work(shard: Shard, chosen=chosen, positions=positions) -> torch.Tensor | None:
             part = shard.vocabulary_part(vocab)
-            assert part is not None
             return sample_shards(WholeScores(logits[:, part.start:part.stop]), chosen, positions,
                                  shard, vocab)
 
@@ -104,7 +103,6 @@ def test_logits_that_are_no_numbers_give_no_token(degree):
         return sample_shards(WholeScores(own), choices * 4, list(range(12)), shard, 11)
 
     tokens = Lockstep(degree).run(work)[0]
-    assert tokens is not None
     assert tokens[3:9].tolist() == [NOT_FINITE] * 6
     good = [0, 1, 2, 9, 10, 11]
     assert tokens[good].tolist() == sample(WholeScores(logits[good]), choices * 2, good).tolist()

@@ -139,7 +139,6 @@ def test_a_source_distribution_holds_csrc(tree):
     with tarfile.open(archive) as packed:
         places = {name.partition("/")[2] for name in packed.getnames()}
         told = packed.extractfile(f"xgpt-{xgpt.__version__}/PKG-INFO")
-        assert told is not None
         metadata = told.read().decode()
     assert {str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.[ch]*")} <= places
     assert {f"{package}/py.typed" for package in PARTS[5:]} <= places, "their types are told"

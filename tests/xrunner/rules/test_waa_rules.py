@@ -115,7 +115,6 @@ class Pools:
 
     def _decode(self) -> None:
         group = self.decode.next_group()
-        assert group is not None
         for query in [q for q in self.active[group] if self.left[q] == 0]:
             self.active[group].remove(query)
             self.decode.finish(query)
