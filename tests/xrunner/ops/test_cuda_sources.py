@@ -1,7 +1,6 @@
 """The .cu sources, executed on the CPU (tests/kit/cpu_cuda.h) through the launches that a GPU
 would get: they compute what torch does, whatever the order of a block's threads."""
 
-import re
 from typing import Any
 
 import cpu_cuda
@@ -15,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xrunner.ops import cuda, cuda_kv, launch
+from xrunner.ops import cuda, cuda_kv
 from xrunner.ops.contexts import BlockTable, encode_context
 from xrunner.ops.cuda import CudaOps, DistanceBias
-from xrunner.ops.cuda_modules import kernels_folder
 from xrunner.rules.slots import Move, Span
 
 CPU = torch.device("cpu")
@@ -217,29 +215,6 @@ def test_the_check_of_a_gpu_passes_here(launcher):
         agrees(case.expected(), case.found())
         seen.add(case.operator)
     assert len(seen) == 8
-
-
-def test_arguments_have_the_members_of_the_kernels_structs():
-    kinds = {launch.ADD_NORM, launch.PLACE, launch.SILU_MUL, launch.DECODE, launch.ENCODE,
-             launch.KV_COMPACT, launch.KV_PACK}
-    text = "".join(path.read_text("utf-8") for pattern in ("*.cu", "cuda_*.h")
-                   for path in kernels_folder().glob(pattern))
-    text = re.sub(r"//.*|/\*.*?\*/", "", text, flags=re.M)
-    found = {}
-    for name, body in re.findall(r"^struct (\w+) \{(.*?)^\};", text, re.M | re.S):
-        found[name] = []
-        for declared in body.split(";"):
-            first, *others = declared.split(",")
-            if first.split()[:1] == ["Rows"]:
-                found[name] += found["Rows"]
-            elif first.split():
-                kind, stars = re.sub(r"\bconst\b|\w+$", "", first).strip(), first + "".join(others)
-                found[name] += [(re.sub(r"\W", "", word.split()[-1]),
-                                 "pointer" if "*" in stars else kind)
-                                for word in (first, *others)]
-    kind_of = {"c_void_p": "pointer", "c_long": "i64", "c_longlong": "i64", "c_float": "float"}
-    for kind in kinds:
-        assert [(n, kind_of[t.__name__]) for n, t in kind._fields_] == found[kind.__name__]
 
 
 @pytest.mark.parametrize(("words", "call"), [
