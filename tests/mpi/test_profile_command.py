@@ -1,10 +1,7 @@
 """`xgpt profile` with real ranks on a toy: what is measured, stopped, gone on with and merged."""
 
-import json
-import os
 
 import pytest
-from mpi_runs import call
 
 from xprofiler.points import Needs, missing
 from xprofiler.profile import TableKey
@@ -49,28 +46,6 @@ def test_the_profile_answers_for_both_degrees(profile):
     # that fell with more work (noise); tests/xprofiler holds the exact rule to given samples.
     table = [p.median_s for p in profile.table("decode_attention") if p.y == 17]
     assert min(table) <= timing.operator_s(Operator.DECODE_ATTENTION, 9, 17) <= max(table)
-
-
-@pytest.mark.slow  # tests/xgpt/app/test_local_profile.py has it without ranks
-def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
-        measured_llama, profile):
-    job, env = measured_llama.job, {**os.environ, "XDG_CACHE_HOME": str(measured_llama.cache)}
-    again = call("profile", job, "--budget", "1s", "--tp", "1,2", "--json", env=env)
-    assert "from the cache" in again.stderr, again.stderr
-    spent_s = json.loads(again.stdout)["spent_s"]
-    more = call("profile", job, "--budget", f"{spent_s + 3}s", "--tp", "1,2",
-                "--out", job.with_name("more.json"), env=env)
-    assert "timing more" in more.stderr, more.stderr
-    grown = load_profile(job.with_name("more.json"))
-    for key, points in profile.tables.items():
-        if key.name == "decode_attention":
-            found = {(p.x, p.y): p for p in grown.tables[key]}
-            # A point whose repeats disagreed, or that other work disturbed, is measured anew.
-            assert all(found[p.x, p.y] == p or p.is_noisy or p.is_disturbed
-                       for p in points), "what was measured stays"
-    # On a machine that other work disturbs, the whole budget may go into points that disagree.
-    assert (sum(map(len, grown.tables.values())) > sum(map(len, profile.tables.values()))
-            or any(p.is_noisy for points in profile.tables.values() for p in points))
 
 
 def test_a_stopped_measurement_is_kept_and_gone_on_with(measured_llama, profile):
