@@ -19,7 +19,6 @@ from xrunner.ops.contexts import BlockTable, encode_context
 from xrunner.ops.cuda import CudaOps, DistanceBias
 from xrunner.rules.slots import Move, Span
 
-CPU = torch.device("cpu")
 DTYPES = st.sampled_from(cuda_check.DTYPES)
 BLOCK_SIZES = st.sampled_from([0, 1, 4, 16, 64])  # 0: a block holds a whole query
 SENTINEL = 77.0  # what a buffer holds where nothing may be written
