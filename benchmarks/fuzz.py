@@ -155,7 +155,7 @@ def _schedules() -> list[str]:
 def _profiles() -> list[str]:
     """The profile that the tests' own jobs are planned by, made of a data sheet's figures."""
     if "profiles" not in _KEPT:
-        sys.path.insert(0, str(ROOT / "tests/support"))
+        sys.path.insert(0, str(ROOT / "tests/kit"))
         from laid_out import amdahl, profile_of
 
         from xgpt.core import catalog
@@ -191,7 +191,7 @@ def model_folder(rng: random.Random, folder: Path) -> None:
 
 def _toy(family: str) -> Path:
     """A toy model's folder, made once."""
-    sys.path.insert(0, str(ROOT / "tests/support"))
+    sys.path.insert(0, str(ROOT / "tests/kit"))
     import small_tokenizers
     import toys
 

@@ -111,7 +111,7 @@ def xgpt_command() -> list[str]:
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """One profile cache for all runs: a toy's profile serves every job on it, and is measured
-    briefly (support/measured_briefly), for how good the plans are does not matter."""
+    briefly (kit/measured_briefly), for how good the plans are does not matter."""
     path = [str(SUPPORT / "measured_briefly"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "XDG_CACHE_HOME": str(_new_cache(tmp_path_factory.mktemp("cache"))),
             "PYTHONPATH": os.pathsep.join(path)}

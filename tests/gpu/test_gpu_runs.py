@@ -228,7 +228,7 @@ WAA = [("llama", (1,), (1,)), ("t5", (1,), (1,)), ("opt", (2,), (1,)), ("gpt2", 
 
 
 def cases(made: Made, *, group: str, most_ranks: int) -> list[dict[str, Any]]:
-    """As tests/support/runs_script.py takes them. `group`: how tensor-parallel ranks are to sum."""
+    """As tests/kit/runs_script.py takes them. `group`: how tensor-parallel ranks are to sum."""
     found: list[dict[str, Any]] = []
     for family, degrees in RRA:
         found.append({"directory": str(made(family)[0]), "degrees": degrees, "num_groups": 2,

@@ -47,7 +47,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="session")
 def asked(vllm_python: str) -> Iterator[Asked]:
-    """What one process answers (support/vllm_answers.py): vLLM takes longer to import than toys
+    """What one process answers (kit/vllm_answers.py): vLLM takes longer to import than toys
     take to run. One that ended is followed by another."""
     with tempfile.TemporaryFile("w+") as said:
         processes: list[subprocess.Popen[str]] = []

@@ -34,7 +34,7 @@ _LIMIT_S = 600.0  # the native operators may have to be compiled
 _INSTRUCTION_SETS = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "AVX-512 bf16"),
                      ("avx512_vnni", "VNNI"), ("amx_bf16", "AMX bf16"), ("asimd", "NEON"),
                      ("sve", "SVE"))
-_CHECKS = Path(__file__).resolve().parents[2] / "tests" / "support"  # of a source tree
+_CHECKS = Path(__file__).resolve().parents[2] / "tests" / "kit"  # of a source tree
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 

@@ -1,4 +1,4 @@
-"""The .cu sources, executed on the CPU (tests/support/cpu_cuda.h) through the launches that a GPU
+"""The .cu sources, executed on the CPU (tests/kit/cpu_cuda.h) through the launches that a GPU
 would get: they compute what torch does, whatever the order of a block's threads."""
 
 from __future__ import annotations

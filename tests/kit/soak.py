@@ -1,7 +1,7 @@
 """Jobs on toy models, each killed or stopped once or twice on its way: every line is there once, it
 is what an undisturbed run gives (float32), and nothing that was done is run again.
 
-    python tests/support/soak.py --jobs 150 --rows soak.jsonl --out benchmarks/results
+    python tests/kit/soak.py --jobs 150 --rows soak.jsonl --out benchmarks/results
 
 Each job's outcome is a line of --rows: the same command goes on after those that are there. The
 folder of a job that went wrong is kept, and printed."""
@@ -166,7 +166,7 @@ def page(outcomes: Sequence[Outcome], seed: int) -> str:
     troubles = [outcome for outcome in outcomes if outcome.trouble]
     lines = [
         "# Jobs through faults", "",
-        f"{date.today()}; `python tests/support/soak.py --jobs {len(outcomes)} --seed {seed}`: "
+        f"{date.today()}; `python tests/kit/soak.py --jobs {len(outcomes)} --seed {seed}`: "
         f"{len(outcomes)} jobs of {COUNT} "
         f"queries of a toy model (float32, random weights), {faults.total() - faults[LATE]} "
         f"faults, {sum(o.wall_s for o in outcomes) / 60:.0f} minutes of jobs, several at a time, "
