@@ -18,8 +18,8 @@ from typing import Any
 import examples
 import pytest
 from compiled import keep_compiled
+from examples import one_in
 from job_folder import SUPPORT, XGPT, MeasuredToy, write_job
-from representative import one_in
 
 # of every instruction set that this processor has, not only of the one that serves
 os.environ.setdefault("XGPT_NATIVE_LEVELS", "all")

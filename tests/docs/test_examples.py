@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
-from in_process import xgpt
+from job_folder import xgpt
 
 from xgpt.cli.main import cli
 from xgpt.core.job_file import load_job

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shaken import Shaken
+from problems import Shaken
 
 import xgpt
 from xgpt.core.schedule import Estimate

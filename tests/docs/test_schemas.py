@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from in_process import xgpt
+from job_folder import xgpt
 from schemas import OF_FILE, SCHEMAS, faults
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import xgpt
-from job_folder import SUPPORT, XGPT, as_requests, write_job
+from job_folder import SUPPORT, XGPT, as_requests, write_job, xgpt
 
 from xgpt.core import policies
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from taken_as_true import TakenAsTrue
+from problems import TakenAsTrue
 
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable

@@ -1,13 +1,13 @@
 """Where compiled modules are kept for those who want none beside the sources
 (PYTHONDONTWRITEBYTECODE): the processes that tests start would else compile all of theirs anew."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
 import sysconfig
 from pathlib import Path
+
+from xrunner.ops.build import BuildError, find_compiler
 
 
 def keep_compiled(folder: Path) -> None:
@@ -31,3 +31,10 @@ def _link_all(of: Path, folder: Path) -> None:
                 if f".{sys.implementation.cache_tag}." in name:
                     with contextlib.suppress(FileExistsError):  # another session's
                         (target / name).symlink_to(Path(path, name))
+
+
+def has_compiler() -> bool:
+    try:
+        return bool(find_compiler().command)
+    except BuildError:
+        return False

@@ -2,14 +2,14 @@
 set, the CUDA sources executed on the CPU, and on a GPU where there is one. A test of an operator
 calls its public function within `using()`, on tensors of `device`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import cpu_cuda
 import torch
+from hypothesis import strategies as st
+from torch import Tensor
 
 from xrunner.ops import native
 
@@ -65,3 +65,23 @@ def num_threads(count: int) -> Iterator[None]:
 
 # What a result in the type may be off, of the largest number that went into it.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
+
+
+SIZES = [1, 2, 3, 8, 15, 16, 17, 33, 64, 100, 576]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+class Rows(NamedTuple):
+    tokens: int
+    size: int
+    dtype: torch.dtype
+    threads: int
+    seed: int
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + len(shape))
+        return torch.randn(shape, generator=generator).to(dtype or self.dtype)
+
+
+rows = st.builds(Rows, st.integers(0, 9) | st.just(70), st.sampled_from(SIZES),
+                 st.sampled_from(DTYPES), st.integers(1, 4), st.integers(0, 2**31))

@@ -1,13 +1,16 @@
 """Jobs that the tests of whole commands write, and what they read of a run."""
 
-from __future__ import annotations
-
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from xgpt.cli.main import main
 
 SUPPORT = Path(__file__).parent  # where the scripts lie that ranks run
 XGPT = [sys.executable, "-c", "from xgpt.__main__ import main; main()"]
@@ -51,3 +54,16 @@ def as_requests(queries: list[Any]) -> list[dict[str, Any]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def xgpt(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """What the command prints, and its exit code."""
+    words, code = ["xgpt", *map(str, arguments)], 0
+    printed, told = io.StringIO(), io.StringIO()
+    with patch.object(sys, "argv", words), redirect_stdout(printed), redirect_stderr(told):
+        try:
+            main()
+        except SystemExit as left:
+            assert isinstance(left.code, int)
+            code = left.code
+    return subprocess.CompletedProcess(words, code, printed.getvalue(), told.getvalue())

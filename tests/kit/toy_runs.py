@@ -1,15 +1,14 @@
 """The whole runner on toy models: stages, pools and rules, and ranks that are threads of this
 process."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from lockstep import Lockstep
 from toys import EOS, spec_of
 
 from xgpt.core.deployment import Pool, StageAssignment
@@ -252,3 +251,34 @@ def serve(comm: Comm, route: Route, executor: StageExecutor) -> None:
     await_start(neighbours, executor)
     serve_stage(neighbours, executor)
     executor.close()
+
+
+T = TypeVar("T")
+
+
+class Lockstep:
+    """All ranks of a tensor-parallel group as threads that meet at every sum and gather."""
+
+    def __init__(self, degree: int) -> None:
+        self._partials: list[torch.Tensor] = [torch.empty(0)] * degree
+        self._barrier = threading.Barrier(degree, timeout=30)
+        self.shards = [Shard(i, degree, partial(self._sum, i), partial(self._gather, i))
+                       for i in range(degree)]
+
+    def run(self, work: Callable[[Shard], T]) -> list[T]:
+        with ThreadPoolExecutor(len(self.shards)) as pool:
+            return list(pool.map(work, self.shards))
+
+    def _sum(self, index: int, partial: torch.Tensor) -> torch.Tensor:
+        return self._all(index, partial).sum(0)
+
+    def _gather(self, index: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        parts = self._all(index, tensor)
+        return parts if index == 0 else None
+
+    def _all(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        self._partials[index] = tensor
+        self._barrier.wait()
+        parts = torch.stack(self._partials)
+        self._barrier.wait()  # nobody overwrites its own before all have taken them
+        return parts

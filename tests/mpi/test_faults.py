@@ -20,8 +20,7 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import power_cut  # noqa: E402
-from disturbed import RRA, TOGETHER_S, end, start  # noqa: E402
-from faults import FAULTS, ToyJob, alive, below, wait  # noqa: E402
+from faults import FAULTS, RRA, TOGETHER_S, ToyJob, alive, below, end, start, wait  # noqa: E402
 from soak import SHAPES, one_job, undisturbed  # noqa: E402
 
 from xgpt.app.status import run_status  # noqa: E402

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
-import in_process  # noqa: E402
+import job_folder  # noqa: E402
 from given_runs import given  # noqa: E402
 from job_folder import XGPT, read_lines  # noqa: E402
 
@@ -101,10 +101,10 @@ def test_requests_of_text_and_unknown_shapes_are_refused(tmp_path: Path, cache: 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "texts.jsonl").write_text('{"tokens": [5]}\n{"prompt": "Hello"}\n')
     job = job_of(tmp_path, model="opt-125m", requests="texts.jsonl")
-    done = in_process.xgpt("submit", job)
+    done = job_folder.xgpt("submit", job)
     assert done.returncode == 2
     assert "run.weights = 'random'" in done.stderr and "line 2" in done.stderr
-    done = in_process.xgpt("submit", job_of(tmp_path, model="some/model"))
+    done = job_folder.xgpt("submit", job_of(tmp_path, model="some/model"))
     assert done.returncode == 2 and "give a catalog name, or a folder" in done.stderr
 
 

@@ -13,8 +13,7 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
-from in_process import xgpt  # noqa: E402
-from job_folder import write_job  # noqa: E402
+from job_folder import write_job, xgpt  # noqa: E402
 
 from xprofiler.profile import Profile  # noqa: E402
 from xprofiler.profile_file import load_profile  # noqa: E402

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
-from disturbed import RRA, end, start  # noqa: E402
-from faults import ToyJob, wait  # noqa: E402
+from faults import RRA, ToyJob, end, start, wait  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
-from disturbed import RRA, end, start  # noqa: E402
-from faults import ToyJob, alive, below, wait  # noqa: E402
+from faults import RRA, ToyJob, alive, below, end, start, wait  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 

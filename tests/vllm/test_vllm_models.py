@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 
 pytest.importorskip("torch", reason="the reference needs the extra `run`")
-import modern  # noqa: E402
 import quantised_toys  # noqa: E402
 import torch  # noqa: E402
 import toys  # noqa: E402
@@ -25,7 +24,7 @@ SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 32}
 # LongRoPE has a factor for each pair of a head's elements that turn
 OWN_SHAPES = {"phi4-mini": {"rope_parameters": {
-    **modern.FAMILIES["phi4-mini"][1]["rope_parameters"],
+    **toys.MODERN_FAMILIES["phi4-mini"][1]["rope_parameters"],
     "short_factor": [1.0 + 0.02 * i for i in range(12)],
     "long_factor": [1.5 + 0.1 * i for i in range(12)]}}}
 REFUSED = "qwen2-windows"  # a window in some layers of Qwen2
@@ -93,9 +92,9 @@ def test_weights_of_four_bits_are_executed_as_stored(
 
 @pytest.mark.parametrize("family", [
     pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow)
-    for name in modern.FAMILIES if name != REFUSED])
+    for name in toys.MODERN_FAMILIES if name != REFUSED])
 def test_a_family_is_executed_exactly(tmp_path: Path, asked: Asked, family: str) -> None:
-    model = modern.make_modern(family, tmp_path, **SHAPE, **OWN_SHAPES.get(family, {}))
+    model = toys.make_modern(family, tmp_path, **SHAPE, **OWN_SHAPES.get(family, {}))
     found = compared(model, answers_of(asked, tmp_path, "float32"))
     assert found.wrong == 0 and found.apart < 1e-3
 
@@ -111,6 +110,6 @@ def test_an_older_family_is_executed_exactly(tmp_path: Path, asked: Asked,
 
 @pytest.mark.slow
 def test_what_vllm_refuses_is_passed_on(tmp_path: Path, asked: Asked) -> None:
-    modern.make_modern(REFUSED, tmp_path, **SHAPE)
+    toys.make_modern(REFUSED, tmp_path, **SHAPE)
     with pytest.raises(AssertionError, match="XgptError: vLLM does not start: Sliding window"):
         answers_of(asked, tmp_path, "float32")

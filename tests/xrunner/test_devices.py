@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from zero_weights import Zeros
+from toys import Zeros
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from toy_jobs import estimate_of, roofline_of, toy_problem
+from problems import estimate_of, roofline_of, toy_problem
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from toy_jobs import estimate_of, roofline_of, toy_problem
+from problems import estimate_of, roofline_of, toy_problem
 
 from xgpt.core.lengths import joint_empirical, truncated_normal
 from xgpt.core.queries import QueryLengths

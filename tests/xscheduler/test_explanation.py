@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from toy_jobs import estimate_of, schedule_of, toy_problem
+from problems import estimate_of, schedule_of, toy_problem
 
 from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Rejected

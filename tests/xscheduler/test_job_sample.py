@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from doubted import CONFIG, doubts_of
-from toy_jobs import estimate_of, roofline_of, toy_problem
+from problems import CONFIG, doubts_of, estimate_of, roofline_of, toy_problem
 
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule

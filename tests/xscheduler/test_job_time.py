@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from taken_as_true import timing_of
+from problems import timing_of
 
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checked_replay import replay_checked
-from problems import problem_of
+from problems import problem_of, replay_checked
 
 from xgpt.core.constraint import Bound
 from xgpt.core.job import FixedSchedule

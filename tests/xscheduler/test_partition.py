@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from toy_jobs import toy_problem
+from problems import toy_problem
 
 from xgpt.core.copies import sum_of
 from xgpt.core.job import FixedSchedule

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from taken_as_true import TakenAsTrue
+from problems import TakenAsTrue
 
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError

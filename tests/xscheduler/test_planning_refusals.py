@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from problems import problem_of, roofline_of
-from refusing import Refusing
-from toy_jobs import roofline_of as toy_times
-from toy_jobs import toy_problem
+from problems import Refusing, problem_of, roofline_of, toy_problem
+from problems import roofline_of as toy_times
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from toy_jobs import MEMORY, roofline_of, schedule_of, toy_problem
+from problems import MEMORY, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule

@@ -8,9 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from problems_suite import roofline_of
-from refusing import Refusing
-from toy_jobs import estimate_of, toy_problem
+from problems import Refusing, estimate_of, roofline_of, toy_problem
 
 from xgpt.core.constraint import Bound, Metric
 from xgpt.core.errors import InfeasibleError

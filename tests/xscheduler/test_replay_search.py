@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from shaken import Shaken
-from taken_as_true import TakenAsTrue
+from problems import Shaken, TakenAsTrue
 
 from xgpt.core import catalog
 from xgpt.core.cluster import uniform_cluster

@@ -7,8 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from taken_as_true import timing_of
-from toy_jobs import estimate_of, roofline_of, toy_problem
+from problems import estimate_of, roofline_of, timing_of, toy_problem
 
 from xgpt.app.opened import open_file
 from xgpt.app.plan import plan_job

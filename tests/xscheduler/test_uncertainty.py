@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from doubted import CONFIG, doubts_of, observed
-from toy_jobs import estimate_of, roofline_of, toy_problem
+from problems import CONFIG, doubts_of, estimate_of, observed, roofline_of, toy_problem
 
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical, truncated_normal, with_output_moments

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import math
 
-from problems_suite import roofline_of, toy_problem
+from problems import roofline_of, toy_problem
 
+from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Status
 from xscheduler.planner import PlanOptions, plan
 from xscheduler.watch import Watch
 
 NO_TIME_S = 1e-9
+WHOLE = FixedSchedule(encode_chunk=0)
 
 
 def test_a_search_cut_short_stays_below_what_there_is_and_below_its_own_bound() -> None:
-    problem = toy_problem(num_queries=200)
+    problem = toy_problem(num_queries=200, fixed=WHOLE)
     timing = roofline_of(problem)
     best = plan(problem, timing, PlanOptions(horizon="steady"))
     cut = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=NO_TIME_S))
@@ -24,7 +26,7 @@ def test_a_search_cut_short_stays_below_what_there_is_and_below_its_own_bound() 
 
 
 def test_with_time_enough_the_schedule_is_the_one_without_a_limit() -> None:
-    problem = toy_problem()
+    problem = toy_problem(fixed=WHOLE)
     timing = roofline_of(problem)
     limited = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=1e9))
     assert limited.proof.status != Status.LIMIT
@@ -32,7 +34,7 @@ def test_with_time_enough_the_schedule_is_the_one_without_a_limit() -> None:
 
 
 def test_a_plan_without_time_keeps_its_bound_with_its_margin() -> None:
-    problem = toy_problem(latency_s=1.0)
+    problem = toy_problem(latency_s=1.0, fixed=WHOLE)
     timing = roofline_of(problem)
     limited = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=NO_TIME_S))
     assert limited.proof.status == Status.LIMIT

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from checked_replay import replay_checked
+from problems import replay_checked
 
 from xgpt.core import catalog
 from xgpt.core.cluster import uniform_cluster

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from toy_jobs import roofline_of, toy_problem
+from problems import roofline_of, toy_problem
 
 from xprofiler.timing import Operator
 from xsimulator.layer_times import LayerTimes

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from problems import roofline_of, toy_problem
 from published.runs import Shape, static_batch_s, superpod_link
-from toy_jobs import roofline_of, toy_problem
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, places_of

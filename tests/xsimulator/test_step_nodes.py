@@ -1,13 +1,13 @@
 """Copies on parts of a cluster ask for a layer's times once."""
 
-from problems_suite import roofline_of, toy_problem
+from problems import roofline_of, toy_problem
 
 from xscheduler.copies import problems_of_copies
 from xsimulator.plans import Plans, StagePlans
 
 
 def test_copies_on_parts_of_any_size_share_what_is_asked_of_a_layer():
-    problem = toy_problem(devices=4)
+    problem = toy_problem()
     plans, kept = Plans(roofline_of(problem)), []
     for parts in problems_of_copies(problem):
         for one in parts:

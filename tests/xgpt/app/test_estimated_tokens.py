@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from in_process import xgpt
+from job_folder import xgpt
 
 from xgpt.app import opened as opening
 from xgpt.app.opened import OpenedJob, open_file

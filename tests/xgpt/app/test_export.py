@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from in_process import xgpt
+from job_folder import xgpt
 
 from xgpt.launch.manifests import Exported, render_jobset, render_skypilot
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import fake_run
 import fake_slurm
 import pytest
-from in_process import xgpt
+from job_folder import xgpt
 
 from xgpt.app.finished import DONE, asked_of, set_aside
 from xgpt.cli import run as command

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from in_process import xgpt as command
+from job_folder import xgpt as command
+from problems import TakenAsTrue
 from schemas import faults, faults_of_folder
-from taken_as_true import TakenAsTrue
 
 import xgpt
 from xgpt.app.opened import OpenedJob

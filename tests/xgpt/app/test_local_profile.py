@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toy_jobs import toy_problem
+from problems import toy_problem
 
 from xgpt.app import local_profile as app
 from xgpt.app.local_profile import (

@@ -9,8 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
-from in_process import xgpt  # noqa: E402
-from job_folder import read_lines, write_job  # noqa: E402
+from job_folder import read_lines, write_job, xgpt  # noqa: E402
 
 POISON = 41  # a token whose embedding is finite, and whose layers' sums are not
 SCHEDULE = "policy: rra, encode_batch: 2, decode_iterations: 3, tp_degree: 1"

@@ -12,8 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
-from in_process import xgpt  # noqa: E402
-from job_folder import write_job  # noqa: E402
+from job_folder import write_job, xgpt  # noqa: E402
 
 from xgpt.core.errors import InputError  # noqa: E402
 from xrunner.checkpoint.tensors import check_weights  # noqa: E402

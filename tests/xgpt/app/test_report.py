@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_run import HOSTILE_TEXTS, write_fake_run
-from fake_sweep import HOSTILE, write_fake_sweep
+from fake_run import HOSTILE, HOSTILE_TEXTS, write_fake_run, write_fake_sweep
 
 from xgpt.app import report
 from xgpt.app.report import write_reports

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from taken_as_true import timing_of
-from told_steps import Factors, steps_of, tell_all
-from watched_jobs import follow, session_of, write_state
+from problems import timing_of
+from watched_jobs import Factors, follow, session_of, steps_of, tell_all, write_state
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job

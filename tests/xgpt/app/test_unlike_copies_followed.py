@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from taken_as_true import timing_of
-from told_steps import steps_of
-from watched_jobs import follow, outputs_of, session_of, write_state
+from problems import timing_of
+from watched_jobs import follow, outputs_of, session_of, steps_of, write_state
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_folder import plan_for_ranks

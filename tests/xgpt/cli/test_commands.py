@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
-from in_process import xgpt
+from job_folder import xgpt
 
 ROOT = Path(__file__).resolve().parents[3]
 OPT_13B = """

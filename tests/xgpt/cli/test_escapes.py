@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from in_process import xgpt
+from job_folder import xgpt
 
 from xgpt.core.visible import visible
 

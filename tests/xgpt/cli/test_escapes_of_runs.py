@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
-from in_process import xgpt  # noqa: E402
+from job_folder import xgpt  # noqa: E402
 from test_escapes import EVIL, FORBIDDEN  # noqa: E402
 
 from xgpt.app.report import run_markdown  # noqa: E402

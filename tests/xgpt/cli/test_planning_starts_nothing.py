@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from in_process import xgpt
+from job_folder import xgpt
 
 JOB = """
 model: opt-125m

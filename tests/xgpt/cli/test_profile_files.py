@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from in_process import xgpt
+from job_folder import xgpt
 
 from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.profile_file import load_profile, save_profile

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_sweep import write_fake_sweep
-from in_process import xgpt
+from fake_run import write_fake_sweep
+from job_folder import xgpt
 
 pytest.importorskip("jinja2", reason="a page needs jinja2 (extra: run)")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from taken_as_true import TakenAsTrue
+from problems import TakenAsTrue
 
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job

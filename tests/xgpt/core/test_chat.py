@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from in_process import xgpt
+from job_folder import xgpt
 
 from xgpt.core.chat import BadRecord
 from xgpt.core.workload import read_record

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_jobs import estimate_of, schedule_of, toy_problem
+from problems import estimate_of, schedule_of, toy_problem
 
 from xgpt.core.errors import InputError
 from xgpt.core.schedule_file import from_json, load_schedule, to_json

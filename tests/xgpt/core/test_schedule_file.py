@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flat_estimates import estimate_from_flat
+from problems import estimate_from_flat
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import InputError

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
+from problems import estimate_of, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.errors import XgptError
 from xgpt.core.job import FixedSchedule

@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import problems
 import pytest
-import toy_jobs
 
 from xgpt.core.cluster import Cluster
 from xgpt.core.deployment import Deployment, Pool, StageAssignment
@@ -125,8 +125,8 @@ def copies(count: int, each: int) -> Estimate:
     """So many copies, each a tensor-parallel group."""
     stage = StageAssignment(index=0, ranks=tuple(range(each)), first_layer=0, num_layers=2)
     pool = Pool(name="all", role="both", stages=(stage,), num_groups=1, kv_tokens=9)
-    return replace(toy_jobs.estimate_of(
-        toy_jobs.toy_problem(), encode_batch=2, decode_iterations=4), deployment=Deployment(
+    return replace(problems.estimate_of(
+        problems.toy_problem(), encode_batch=2, decode_iterations=4), deployment=Deployment(
         pools=(pool,), tp_degree=each, tp_gpus=each, replicas=count))
 
 

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from disturbed import TOGETHER_S
-from faults import alive, wait
+from faults import TOGETHER_S, alive, wait
 
 from xgpt.core.troubles import in_words
 from xgpt.launch import isolated, process

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_run import HOSTILE_TEXTS, write_fake_run
-from fake_sweep import write_fake_sweep
+from fake_run import HOSTILE_TEXTS, write_fake_run, write_fake_sweep
 
 from xgpt.report.comparison import write_comparison
 from xgpt.report.page import write_report

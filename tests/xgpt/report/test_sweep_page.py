@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from fake_sweep import HOSTILE, write_fake_sweep
+from fake_run import HOSTILE, write_fake_sweep
 
 from xgpt.core.errors import InputError
 from xgpt.report.chart import Chart

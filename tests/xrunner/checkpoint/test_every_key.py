@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import modern
 import pytest
 import torch
 import toys
@@ -40,7 +39,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path,
     @cache
     def make(family: str) -> tuple[Path, dict[str, Any]]:
         folder = tmp_path_factory.mktemp(family)
-        (modern.make_modern if family in modern.FAMILIES else toys.make_model)(family, folder)
+        (toys.make_modern if family in toys.MODERN_FAMILIES else toys.make_model)(family, folder)
         return folder, json.loads((folder / "config.json").read_text())
 
     return make

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import modern
 import pytest
 import torch
 import toys
@@ -25,7 +24,7 @@ MADE = {**dict.fromkeys(("llama", "llama-tied", "qwen2", "opt", "gpt2", "gpt2-un
                          *toys.ENCODER_DECODER_FAMILIES), toys.make_model),
         **dict.fromkeys(("llama-biased", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3",
                          "smollm3", "olmo2", "granite", "mixtral", "qwen3-moe"),
-                        modern.make_modern)}
+                        toys.make_modern)}
 # what a file may lack: T5's head is tied wherever there is none, BART's bias is of zeros then
 OPTIONAL = {("t5-1.1", HEAD), ("mt5", HEAD), ("bart", "final_logits_bias"),
             ("mbart", "final_logits_bias")}

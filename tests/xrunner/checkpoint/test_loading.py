@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from representative import some
+from examples import some
 from toy_runs import split_stages
 from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of
 

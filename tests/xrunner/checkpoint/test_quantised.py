@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from examples import some
 from quantised_toys import LEFT_OUT, VARIANTS, make_quantised, write_config
-from representative import some
 from safetensors.torch import load_file, save_file
 from toy_runs import run_in_process
 from toys import generate, random_queries, spec_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from representative import some
+from examples import some
 from safetensors.torch import save_file
 from toy_runs import run_in_process, split_stages
 from toys import logits_of, random_queries, spec_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from representative import some
+from examples import some
 from toy_runs import Collector, run_in_process
 from toys import FAMILIES, T5_FAMILIES, random_queries
 

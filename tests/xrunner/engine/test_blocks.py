@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from examples import examples
+from examples import examples, some
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import SOURCES, TORCH, Implementation
-from representative import some
 from toy_runs import run_in_process
 from toys import generate, random_queries
 

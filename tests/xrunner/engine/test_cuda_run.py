@@ -9,7 +9,7 @@ import cpu_cuda
 import pytest
 import toy_runs
 import toys
-from representative import some
+from examples import some
 
 FAMILIES = (*toys.FAMILIES, *toys.ENCODER_DECODER_FAMILIES)
 EVERY = {"decode_attention", "encode_attention", "place", "kv_compact"}

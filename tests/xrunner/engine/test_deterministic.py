@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from representative import some
+from examples import some
 from toy_runs import run_in_process, run_waa_in_process, stages_of, toy_waa_rules, waa_pools
 from toys import random_queries, spec_of
 

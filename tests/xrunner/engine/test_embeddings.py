@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from representative import some
+from examples import some
 
 pytest.importorskip("torch", reason="the runner needs the extra `run`")
 import torch

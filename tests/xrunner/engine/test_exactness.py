@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from lockstep import Lockstep
-from representative import some
-from toy_runs import Collector, run_in_process, stages_of
+from examples import some
+from toy_runs import Collector, Lockstep, run_in_process, stages_of
 from toys import T5_FAMILIES, generate, logits_of, random_queries, spec_of
 
 from xrunner.checkpoint.reader import CheckpointReader

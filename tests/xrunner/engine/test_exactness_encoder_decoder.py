@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from representative import some
+from examples import some
 from toy_runs import run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import ENCODER_DECODER_FAMILIES, T5_FAMILIES
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from representative import some
+from examples import some
 from toy_runs import Collector, run_in_process, stages_of
 from toys import generate, random_queries
 

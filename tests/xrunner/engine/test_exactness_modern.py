@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import modern
 import pytest
 import torch
-from representative import some
+import toys
+from examples import some
 from toy_runs import run_in_process, run_waa_in_process, stages_of, toy_waa_rules, waa_pools
 from toys import VOCAB, generate, logits_of, random_queries, spec_of
 
@@ -36,7 +36,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Made:
     @cache
     def make(family: str) -> tuple[Path, Any]:
         directory = tmp_path_factory.mktemp(family)
-        return directory, modern.make_modern(family, directory)
+        return directory, toys.make_modern(family, directory)
 
     return make
 
@@ -55,18 +55,18 @@ def queries() -> list[PreparedQuery]:
 
 
 # the logits of all are compared below
-@pytest.mark.parametrize("family", some(modern.FAMILIES, lambda family: family in (
+@pytest.mark.parametrize("family", some(toys.MODERN_FAMILIES, lambda family: family in (
     "qwen2-windows", "gemma3", "phi4-mini", "granite", "qwen3-moe")))
 def test_tokens_equal_generate_on_two_stages_of_which_one_is_divided(
         toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str) -> None:
     sink, _ = run_in_process(toy(family)[0], queries(), degrees=QUICK, num_groups=2)
     assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
-    assert max(map(len, expected(family).values())) > modern.WINDOW
+    assert max(map(len, expected(family).values())) > toys.WINDOW
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", LAYOUTS)
-@pytest.mark.parametrize("family", modern.FAMILIES)
+@pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
 def test_tokens_equal_generate_in_every_layout(
         toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str,
         degrees: tuple[int, ...]) -> None:
@@ -78,7 +78,7 @@ def test_tokens_equal_generate_in_every_layout(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pools", [((1,), (1,)), ((1,), (2,)), ((2,), (1, 1))])
-@pytest.mark.parametrize("family", modern.FAMILIES)
+@pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
 def test_tokens_equal_generate_where_pools_hand_over(
         toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str,
         pools: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
@@ -88,7 +88,7 @@ def test_tokens_equal_generate_where_pools_hand_over(
     assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
 
 
-@pytest.mark.parametrize("family", modern.FAMILIES)
+@pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
 def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(toy: Made,
                                                                       family: str) -> None:
     directory, model = toy(family)
@@ -106,7 +106,7 @@ def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(toy: Made,
     assert theirs.std() > 0.1
 
 
-@pytest.mark.parametrize("family", modern.FAMILIES)
+@pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
 def test_the_tensors_that_are_asked_for_are_those_of_the_file(toy: Made, family: str) -> None:
     directory, model = toy(family)
     spec = spec_of(directory)

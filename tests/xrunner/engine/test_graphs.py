@@ -13,7 +13,6 @@ from typing import Any
 
 import cpu_cuda
 import graph_trial
-import modern
 import pytest
 import torch
 import toy_runs
@@ -153,7 +152,7 @@ def test_who_decodes_beside_an_input_that_waits_is_captured_too(
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("olmo2", marks=pytest.mark.slow)])
 def test_windows_and_norms_over_heads_are_captured_too(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    model, capture = modern.make_modern(family, tmp_path), Capture()
+    model, capture = toys.make_modern(family, tmp_path), Capture()
     answers, executors = run(tmp_path, monkeypatch, capture, 3, degrees=(1,), num_groups=1,
                              max_active=2)
     assert answers == expected(model, 3)

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="the runner needs the extra `run`")
 import torch
 import toy_runs
 import toys
-from representative import some
+from examples import some
 
 from xrunner.ops.likelihoods import packed, unpacked
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import some
 from replayed import problem_of, replayed_steps, run_steps
-from representative import some
 from toy_runs import ranks_of, run_in_process, run_waa_in_process
 from toys import generate, random_queries
 

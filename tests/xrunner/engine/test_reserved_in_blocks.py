@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import some
 from implementations import SOURCES, TORCH, Implementation
-from representative import some
 from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import generate, random_queries
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from representative import some
+from examples import some
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from zero_weights import Zeros
+from toys import Zeros
 
 from xgpt.core.decoder import Decoder
 from xgpt.core.deployment import StageAssignment

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import toys
-from flat_estimates import estimate_from_flat
+from problems import estimate_from_flat
 
 from xgpt.core.controls import RraControls
 from xgpt.core.deployment import StageAssignment

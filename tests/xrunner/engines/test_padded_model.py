@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from representative import some
+from examples import some
 from toy_runs import Collector, run_in_process
 from toys import EOS, generate, random_queries, spec_of
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lockstep import Lockstep
 from torch import Tensor
+from toy_runs import Lockstep
 from toys import VOCAB, logits_of, make_t5, spec_of
 
 from xgpt.core.errors import InputError

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from lockstep import Lockstep
 from safetensors.torch import save_file
 from torch import Tensor
-from toy_runs import split_stages
+from toy_runs import Lockstep, split_stages
 from toys import logits_of, spec_of
 
 from xgpt.core.errors import XgptError

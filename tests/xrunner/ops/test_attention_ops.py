@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from examples import examples
+from examples import examples, some
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
-from representative import some
 from torch import Tensor
 
 from xrunner.ops.attention import (

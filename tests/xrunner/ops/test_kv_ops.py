@@ -6,11 +6,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from examples import examples
+from examples import examples, some
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, Implementation
-from representative import some
 from torch import Tensor
 
 from xrunner.ops import kv, native

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from representative import some
+from examples import some
 
 from xrunner.ops import linear, mkl
 from xrunner.ops.linear import Product

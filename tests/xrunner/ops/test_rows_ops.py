@@ -7,8 +7,15 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
-from token_rows import DTYPES, Rows, rows
+from implementations import (
+    DTYPES,
+    IMPLEMENTATIONS,
+    TOLERANCE,
+    Implementation,
+    Rows,
+    num_threads,
+    rows,
+)
 from torch import Tensor
 
 from xrunner.ops.contexts import Places

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lockstep import Lockstep
+from toy_runs import Lockstep
 
 from xrunner.models.shard import Shard
 from xrunner.ops.head import WholeScores

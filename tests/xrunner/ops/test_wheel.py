@@ -11,7 +11,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from compilers import has_compiler
+from compiled import has_compiler
 
 import xgpt
 from xrunner.ops import native

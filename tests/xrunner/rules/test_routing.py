@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_jobs import roofline_of, toy_problem
+from problems import roofline_of, toy_problem
 
 from xgpt.core.controls import EvenBatches
 from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS, FixedSchedule

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from driven_rra import drive
-from examples import examples
+from examples import examples, some
 from hypothesis import given
 from hypothesis import strategies as st
 from replayed import problem_of, replayed_steps, run_steps
-from representative import some
 from toy_runs import Collector, run_in_process
 from toys import generate, random_queries
 

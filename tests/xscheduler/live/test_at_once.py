@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from taken_as_true import timing_of
+from problems import timing_of
 from watched_jobs import session_of
 
 from xgpt.app.opened import OpenedJob

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from taken_as_true import timing_of
+from problems import timing_of
 from watched_jobs import follow, outputs_of, session_of, write_state
 
 import xgpt.cli.schedule as command

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from representative import some
-from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
+from examples import some
+from problems import estimate_of, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from problems import timing_of
 from slowed_replay import Replayed, Worked, in_pulses, slowed_replay, steadily
-from taken_as_true import timing_of
 
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from told_steps import steps_of
-from toy_jobs import estimate_of, roofline_of, toy_problem
+from problems import estimate_of, roofline_of, toy_problem
+from watched_jobs import steps_of
 
 from xscheduler.live.pace import LASTING_S, LONG, MOST_PATIENCE, SWIFT, Pace, PaceDrift, Ratio, Seen
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
+from problems import estimate_of, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.controls import max_in_system
 from xgpt.core.schedule import Estimate

@@ -9,8 +9,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import problem_of, roofline_of
-from taken_as_true import TakenAsTrue
+from problems import TakenAsTrue, problem_of, roofline_of
 
 from xgpt.core.errors import XgptError
 from xgpt.core.job import FixedSchedule

@@ -8,9 +8,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from problems import problem_of
+from problems import TakenAsTrue, problem_of
 from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
-from taken_as_true import TakenAsTrue
 
 from xgpt.core.errors import XgptError
 from xgpt.core.job import FixedSchedule

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from problems import problem_of, roofline_of
+from problems import TakenAsTrue, problem_of, roofline_of
 from replayed_both_ways import same_both_ways
-from taken_as_true import TakenAsTrue
 
 from xgpt.core.errors import XgptError
 from xgpt.core.job import FixedSchedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from examples import some
 from problems import problem_of, roofline_of
-from representative import some
 
 from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule

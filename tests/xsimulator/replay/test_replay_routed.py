@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from toy_jobs import roofline_of, toy_problem
+from problems import roofline_of, toy_problem
 
 from xgpt.core.job import FIXED, LEAST_TOKENS, FixedSchedule
 from xgpt.core.queries import QueryLengths
