@@ -1,8 +1,6 @@
 """What every test may use: markers that skip visibly what a machine lacks, how two processes share
 the tests, and profiles of toy models, which are measured once."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

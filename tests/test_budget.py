@@ -1,8 +1,6 @@
 """What the default run may hold: six minutes on two cores are kept by what tests start, which can
 be counted, and not by seconds, which depend on the machine's other work."""
 
-from __future__ import annotations
-
 import pytest
 
 MOST_WITH_RANKS = 50  # most import torch in two to four processes, and plan before that

@@ -1,8 +1,6 @@
 """The documents name files, folders, modules and headings that exist, and the layout names every
 room of the tree."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Imports point one way (docs/design.md), and torch and MPI stay where they belong."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

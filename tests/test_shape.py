@@ -1,7 +1,5 @@
 """The code keeps a size that can be read: files, classes, functions; imports stand at the top."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator

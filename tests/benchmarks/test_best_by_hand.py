@@ -1,7 +1,5 @@
 """No random configuration is better than the planner's, on a few problems of best_by_hand.py."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

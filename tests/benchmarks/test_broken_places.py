@@ -1,7 +1,5 @@
 """The table of what each promise's test sees names places and tests that are there."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The floor's counts: products of a model's parts, entries that decoding reads, steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small share of the fuzzer's cases (benchmarks/fuzz.py), and those that failed once."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What processes did to a folder is written down whole, whoever else writes at the same time."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

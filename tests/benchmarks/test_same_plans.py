@@ -1,7 +1,5 @@
 """The judge of two commits: this tree against a stored schedule, and what makes it object."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The catalog's figures of accuracy: one that is not computed so is named; without measurements the
 check passes. Points and pages of others' measurements."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,8 +1,6 @@
 """The examples of the documents: job files load, planning commands run, and every command and
 option that a page names is one that there is. (docs/python.md: tests/xgpt/app/test_library.py.)"""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

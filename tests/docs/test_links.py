@@ -1,7 +1,5 @@
 """Every link from a page to another file of this repository leads to one that is there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/models.md names the kinds of model that are read, each with the test that covers it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

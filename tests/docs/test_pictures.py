@@ -1,7 +1,5 @@
 """The pictures of the documents show what the simulator says today, and say it in words."""
 
-from __future__ import annotations
-
 import html
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """The pages that promise something name tests that are there, and one for each promise."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

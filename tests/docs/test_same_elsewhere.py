@@ -1,8 +1,6 @@
 """The tutorial's table on machines that compute otherwise: whose sums differ in the last digits, or
 that have no compiler. Schedules are as good everywhere."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

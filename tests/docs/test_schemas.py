@@ -1,8 +1,6 @@
 """The schemas are what the code says today, and real files are of them. (The files of a run:
 tests/xgpt/app/test_library.py.)"""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

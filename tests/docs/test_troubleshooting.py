@@ -1,7 +1,5 @@
 """Every message that docs/troubleshooting.md explains is one that the code still says."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -1,8 +1,6 @@
 """What the tests of toys share: a job on a toy model with its profile, and packages that look
 installed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An engine in a package of its own plans and runs jobs by the commands as they are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A policy in a package of its own is planned, replayed and run by the commands as they are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

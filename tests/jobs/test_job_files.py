@@ -1,7 +1,5 @@
 """Every job file that is handed to users loads, and its prompts are usable requests."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,8 +1,6 @@
 """A job of random weights whose ranks work in the test's process, to be stopped and gone on with; a
 test may change what WORKLOAD, RUN and POLICIES say in it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 all ranks between them, however slow a toy is on several: for jobs of whose plans nobody asks
 whether they are good. `python by_data_sheets.py submit JOB.yaml`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The .cu sources of csrc/ compiled by a C++ compiler and executed on the CPU (cpu_cuda.h)."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """RRA's rule driven without a model."""
 
-from __future__ import annotations
-
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import Step, StepKind
 

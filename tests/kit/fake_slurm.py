@@ -1,8 +1,6 @@
 """Stand-ins for sbatch, squeue, sacct, scontrol, srun and scancel: programs on the PATH that keep
 their state in files, so that tests of what is asked of Slurm need none."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Runs of a schedule that a test gives, on real ranks: what starts them, waits for their results,
 and finds one of them to kill."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -2,8 +2,6 @@
 that it was captured with, and on others, fewer ones, at other places, with the longest query that
 there may be. The caches hold nothing: random entries stand in for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -91,7 +89,7 @@ class _Rows(NamedTuple):
     step: DecodeContext
 
     @classmethod
-    def of(cls, graphs: DecodeGraphs, size: int, *, is_second: bool) -> _Rows:
+    def of(cls, graphs: DecodeGraphs, size: int, *, is_second: bool) -> "_Rows":
         """Of `size` rows, each with some entries; or the second one: of one row less (but of one),
         elsewhere, the first with as many entries as a query may have."""
         model, (num_blocks, _, block_size, _) = graphs.model, graphs.layers[0][0].shape

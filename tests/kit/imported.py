@@ -1,7 +1,5 @@
 """What the tests of the importers share: where others' data lies, tables to write, a tiny model."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Profiles of a toy on any layout of the cores, from a law of threads, without measuring."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -2,8 +2,6 @@
 appended. Each: the interfaces there are; where this process, and where mpiexec's, listen, as
 addresses in hexadecimal (of /proc/net/tcp)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ As a command, it runs another on the first host: `python namespaces.py COMMAND..
 names in $XGPT_HOSTS and what starts commands on them in $XGPT_LAUNCHER.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -7,8 +7,6 @@ answered has a response of status 200, whose body is the endpoint's own; one tha
 refuses has a response of its status, whose body is that refusal; `error` is of what never was a
 request, with `code` and `message`. Lines may come in any order: they are known by `custom_id`."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

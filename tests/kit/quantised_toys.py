@@ -2,8 +2,6 @@
 the model that transformers makes of the same weights, widened. Written from the formats'
 descriptions, value by value: nothing of xrunner.checkpoint.quantised is used."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

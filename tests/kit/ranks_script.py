@@ -2,8 +2,6 @@
 every size of group up to all of them. Pickles are refused.
 Usage: ranks_script.py mpi|gloo|nccl ..."""
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before what takes seconds to import
     from xgpt.core.lifeline import begin_rank
 

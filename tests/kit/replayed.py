@@ -1,7 +1,5 @@
 """A run's problem, and the steps that the run and its replay took, to be compared."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Toy jobs by several replicas on threads, and the replays of what each was given."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,6 @@ many of the ranks as its stages have. A case may ask for GPUs (`device`), and fo
 (`group`). Before them, the checks of ranks_script.py for up to three ranks, where they are named.
 Usage: runs_script.py CASES.json ANSWERS.json [mpi|gloo ...]"""
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before what takes seconds to import
     from xgpt.core.lifeline import begin_rank
 

@@ -1,7 +1,5 @@
 """Holding the files of a run to their schemas (docs/schema/)."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

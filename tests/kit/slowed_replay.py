@@ -6,8 +6,6 @@ is what the timing source says, and `worked` when it is done. The launcher looks
 beside ranks, and a plan takes `plan_s` seconds of the run's clock, a change at once AT_ONCE_S; or
 it is told at once, which is how well the bound could be kept at all."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Tokenizers of a few hundred tokens, trained in a moment, in the forms that models are published
 with."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

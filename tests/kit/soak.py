@@ -6,8 +6,6 @@ is what an undisturbed run gives (float32), and nothing that was done is run aga
 Each job's outcome is a line of --rows: the same command goes on after those that are there. The
 folder of a job that went wrong is kept, and printed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

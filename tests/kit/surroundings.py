@@ -1,8 +1,6 @@
 """`-m surroundings FILE`: what a rank finds around it, one JSON line a rank appended. And what
 other launchers and resource managers leave in the environment of whatever they start."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -8,8 +8,6 @@ imported once for all that is asked, each a line of JSON on its input:
 Each is answered by a line that begins with ANSWER: `tokens` and `logprobs` of each input, {} of a
 run, or `error` in words."""
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

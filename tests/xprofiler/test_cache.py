@@ -1,7 +1,5 @@
 """The fingerprint of the timed code is of files that are there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

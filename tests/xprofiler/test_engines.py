@@ -1,8 +1,6 @@
 """Constants by engine and generation of GPU: what rows say, and what stands in where one says
 nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

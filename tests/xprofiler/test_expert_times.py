@@ -1,8 +1,6 @@
 """Times and sizes of a mixture of experts: all of them are held, a token's own are multiplied, and
 those that a step's tokens go to are read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

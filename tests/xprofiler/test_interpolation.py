@@ -1,7 +1,5 @@
 """Grid: exact at its points, monotone where physics is, vectorised, silent beyond four times."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Timing sources made of another one: what they change, and that all else is the other's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

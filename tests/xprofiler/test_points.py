@@ -1,7 +1,5 @@
 """What to measure: a skeleton that spans a job's sizes, then where lines are furthest off."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

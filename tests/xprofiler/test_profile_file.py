@@ -1,7 +1,5 @@
 """The profile's file: one point a line, nothing lost, every fault named."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A profile of another device, dtype or model is refused; one that is merely near is marked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

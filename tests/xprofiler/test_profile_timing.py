@@ -1,7 +1,5 @@
 """A profile as a TimingSource: each table in its own shape, refusals and marks in words."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The analytic roofline: laws the search relies on, and agreement with published measurements."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

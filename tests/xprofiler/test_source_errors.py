@@ -1,7 +1,5 @@
 """Errors of computed times: by group of operators, by engine, and the margins that follow."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

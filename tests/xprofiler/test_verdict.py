@@ -1,7 +1,5 @@
 """The verdict on a profile's own numbers: what is counted, and the sentence a person reads."""
 
-from __future__ import annotations
-
 import pytest
 
 from xprofiler.points import Kind, Point

@@ -1,7 +1,5 @@
 """Least operations and bytes of each operator, against figures counted by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

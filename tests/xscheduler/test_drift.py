@@ -1,7 +1,5 @@
 """Schedules under changed output lengths: the rows, what is kept, and what is searched anew."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

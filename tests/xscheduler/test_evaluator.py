@@ -1,7 +1,5 @@
 """Figures of a schedule on its own stages, by the rough formula and by replay."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

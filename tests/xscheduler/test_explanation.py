@@ -1,7 +1,5 @@
 """Three sentences about a choice: each says what the figures say, and nothing else."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A bound on a share of a job's queries is one on a sample."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The schedule of a short job is what answers it soonest, within the same bound."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

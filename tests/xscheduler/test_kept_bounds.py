@@ -1,7 +1,5 @@
 """Bounds are kept with their margins: what a replay shows, times the factor."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Devices divided into parts of several sizes, against every division there is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

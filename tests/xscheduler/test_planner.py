@@ -1,7 +1,5 @@
 """plan(problem, timing): the one schedule that is shown and executed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

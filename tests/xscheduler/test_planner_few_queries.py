@@ -1,7 +1,5 @@
 """A job of a few queries by a schedule that is fixed for many is planned, and says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

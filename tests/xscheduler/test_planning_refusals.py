@@ -1,7 +1,5 @@
 """A refusal says what is in the way, and what can be had is then had."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a little more of each limit brings: asked of the right problems, told in the right words."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Bounds that hold jointly: the search obeys them, replays keep them, and a job is done in time."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The search by replays finds what there is: beside random configurations by the same replay."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """A request longer than the plan's lengths gets its room where memory allows, and a run that is to
 see lengths first gets some for the queries that it may come to hold."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

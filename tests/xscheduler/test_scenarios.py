@@ -1,7 +1,5 @@
 """A quick slice of the paper's scenarios: the bounds, FT's configurations, the gain."""
 
-from __future__ import annotations
-
 import math
 
 import paper_scenarios

@@ -1,7 +1,5 @@
 """The fewest devices, and the least price, agree with planning every size."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

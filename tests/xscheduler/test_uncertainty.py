@@ -1,7 +1,5 @@
 """Margins: what they cover, and what they say."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """A search that ends early: what it says it has proved holds, and without a limit the clock decides
 nothing."""
 
-from __future__ import annotations
-
 import math
 
 from problems import roofline_of, toy_problem

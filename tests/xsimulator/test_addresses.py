@@ -1,7 +1,5 @@
 """Addresses of arrays are those that numpy says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

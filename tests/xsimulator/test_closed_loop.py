@@ -1,7 +1,5 @@
 """A closed loop of requests: what a step takes is added up, and nobody is lost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

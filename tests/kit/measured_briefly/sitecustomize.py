@@ -2,8 +2,6 @@
 measure see every size, as always, but few times, and small peaks. What samples are taken of, how
 they are kept and what is planned with them stays as it is."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Points of a draft: samples of one place, and what is left out as disturbed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from xprofiler.importers.draft import grouped_messages, samples_at, undisturbed

@@ -3,8 +3,6 @@
 Tests of the files themselves read `shared/data` beside the checkout and skip where it is absent.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path

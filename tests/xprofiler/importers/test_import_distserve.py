@@ -3,8 +3,6 @@
 Tests of the files themselves read `shared/data` beside the checkout and skip where it is absent.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

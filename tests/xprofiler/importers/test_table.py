@@ -1,7 +1,5 @@
 """Tables of others' files: units, and every fault named with its line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Decode steps timed as a GPU takes them captured, with what stands for a capture on a CPU: work
 that is done once more, into the same place, whenever it is replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

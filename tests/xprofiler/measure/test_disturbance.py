@@ -1,7 +1,5 @@
 """What is noticed of others while something is measured, and what becomes of it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

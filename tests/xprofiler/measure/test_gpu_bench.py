@@ -1,7 +1,5 @@
 """The bench and its clock on a CUDA device, and the direct handover between two."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="the bench needs the extra `run`")

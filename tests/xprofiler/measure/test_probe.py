@@ -1,7 +1,5 @@
 """A real step taken apart: nothing counted twice, nothing left out, nothing changed by looking."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace

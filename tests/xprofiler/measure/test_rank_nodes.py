@@ -1,7 +1,5 @@
 """Which ranks are timed together: groups within a node, or evenly over several."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")

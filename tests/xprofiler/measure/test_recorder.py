@@ -1,7 +1,5 @@
 """Steps taken apart into the profile's tables, and a measurement that goes on where it stopped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sums of a tensor-parallel group are timed within real steps of a shard's layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

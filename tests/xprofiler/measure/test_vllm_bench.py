@@ -1,7 +1,5 @@
 """Steps of an engine that are timed as wholes are taken apart into what they are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

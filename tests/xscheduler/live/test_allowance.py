@@ -1,7 +1,5 @@
 """What the queries that are done have left of a bound on a share of all queries."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

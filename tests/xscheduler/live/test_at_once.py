@@ -1,8 +1,6 @@
 """A change that is found at once where steps have become slower: smaller batches, by a few replays,
 before all is planned."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

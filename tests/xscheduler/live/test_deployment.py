@@ -1,7 +1,5 @@
 """What is loaded for a schedule, and what moves between two."""
 
-from __future__ import annotations
-
 import pytest
 
 from xgpt.core import catalog

@@ -1,8 +1,6 @@
 """Output lengths while queries are still at work: the estimate is unbiased where the mean of those
 that are done is not, and drift is told from chance."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 """`output_tokens: observe` under a bound that the caps miss: what a job begins with, and how it
 settles. No ranks: a replay stands for them."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

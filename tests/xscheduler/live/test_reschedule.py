@@ -1,8 +1,6 @@
 """Keep, adjust or redeploy: the search on given stages against configurations drawn at random, and
 the choice."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """A run that is slowed in the middle keeps a bound that it could keep, and the same run misses it
 where nothing is planned anew: replayed, with its launcher beside it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple

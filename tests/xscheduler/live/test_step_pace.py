@@ -1,8 +1,6 @@
 """When steps count as slower or quicker than planned: slower ones soon and closely, quicker ones
 once they have lasted. Steps are told as ranks tell of them, a few at a time."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a run changes to stays within the caches that it has, however much more would be quicker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Figures of a replay without its steps are those of its records."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

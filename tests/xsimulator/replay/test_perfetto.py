@@ -1,7 +1,5 @@
 """The trace file of a replay: what the Trace Event Format asks for, and what the replay did."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,8 +1,6 @@
 """Memory: what an estimate says fits never exceeds a device, however the lengths fall; and what
 cannot fit is refused (paper sections 7.3 and 7.4)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from examples import some

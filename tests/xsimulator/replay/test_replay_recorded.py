@@ -1,7 +1,5 @@
 """A run's record as the source of step times."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies of the model replayed together: who gets which query, and what one that is slow costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ranks that outnumber the cores: who works alone is not slowed down, who never does is in full."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

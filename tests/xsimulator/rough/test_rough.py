@@ -1,7 +1,5 @@
 """The rough formulas beside replays and the memory model: random points of every policy."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The row of the engine: what it executes, and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Rank 0 reads the queries from the spool, answers those that no earlier run has a
 the run's account; the others have nothing to do.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
