@@ -3,13 +3,11 @@ when, and how many queries would be over the bound.
 
 The rules, the stages and the launcher's decider are those of a run. The clock is not: a step's work
 is what the timing source says, and `worked` when it is done. The launcher looks as often as it does
-beside ranks, and a plan takes `plan_s` seconds of the run's clock, a change at once AT_ONCE_S; or
-it is told at once, which is how well the bound could be kept at all."""
+beside ranks, and a plan takes `plan_s` seconds of the run's clock, a change at once AT_ONCE_S."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -18,15 +16,12 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Schedule
-from xprofiler.retimed import Factor
 from xprofiler.timing import TimingSource
 from xrunner.io.beat import MOST_STEPS, ToldStep
 from xrunner.rules.changes import Changeable, changes_of
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import EncodingRule, Step, rules_for
 from xscheduler.live.decisions import AnyLook, Decider, Decision, Followed
-from xscheduler.live.pace import PaceDrift
-from xscheduler.live.slowed import StepLook
 from xscheduler.room import HEADROOM, slots_for
 from xsimulator.replay.flow import Arrivals, Handover
 from xsimulator.replay.job import planned_queries
@@ -149,14 +144,6 @@ class _Launcher:
         self._rule, self._pools, self._found, self._plan_s = rule, pools, found, plan_s
         self._told_s, self._is_planning = 0.0, False
 
-    def hear_at_once(self, factors: Mapping[str, Factor], now: float) -> None:
-        """Steps of these kinds take so many times as long from now on, and it knows."""
-        drift = PaceDrift(before=dict.fromkeys(factors, 1.0), now=factors, planned=factors,
-                          stages=dict.fromkeys(factors, 0), steps=0)
-        done = self._queries.num_done
-        look = StepLook(drift=drift, done=done, left=len(self._queries.inputs) - done)
-        self._take(look, self._decider.decide(look), now)
-
     def look(self, now: float) -> None:
         if self._queries.num_done == len(self._queries.inputs):
             return
@@ -188,9 +175,7 @@ class _Launcher:
         self._decider.take(look, decision)
         self._found.decisions.append((now, decision))
         if decision.schedule is not None:
-            is_told = isinstance(look, StepLook) and look.drift.steps == 0
-            taken_s = now if is_told else now + TAKES_S / 2
-            self._kernel.at(taken_s, ARRIVAL, lambda at: self._change(decision, at))
+            self._kernel.at(now + TAKES_S / 2, ARRIVAL, lambda at: self._change(decision, at))
         if decision.follow_up is not None:
             self._decide(decision.follow_up, now)
 
@@ -218,11 +203,9 @@ class _Launcher:
 
 def slowed_replay(problem: Problem, timing: TimingSource, schedule: Schedule, worked: Worked,
                   lengths: Sequence[np.ndarray], *, threshold: float | None = 0.15,
-                  plan_s: float = 1.0,
-                  known: tuple[float, Mapping[str, Factor]] | None = None) -> Replayed:
+                  plan_s: float = 1.0) -> Replayed:
     """One replay of a job of one copy with these (inputs, outputs). threshold: `run.step_times`;
-    None: nothing is planned anew. known: when the launcher is told which factors, besides
-    watching."""
+    None: nothing is planned anew."""
     estimate = schedule.estimate
     inputs, outputs = lengths
     jobs: QueryLengths = planned_queries(problem, inputs, outputs)
@@ -257,8 +240,6 @@ def slowed_replay(problem: Problem, timing: TimingSource, schedule: Schedule, wo
             is_observing=False, slots=slots, longest=longest), timing)
         launcher = _Launcher(decider, kernel, queries, rules[0], pools, found, plan_s)
         kernel.at(LOOK_S, ARRIVAL, launcher.look)
-        if known is not None:
-            kernel.at(known[0], ARRIVAL, partial(launcher.hear_at_once, known[1]))
     Arrivals(kernel, queries, pools[:1]).start()
     kernel.run()
     found.start_s = np.array(queries.start_s, float)

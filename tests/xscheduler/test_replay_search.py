@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from problems import Shaken, TakenAsTrue
+from problems import Shaken, roofline_of, uniform_problem
 
 from xgpt.core import catalog
-from xgpt.core.cluster import uniform_cluster
-from xgpt.core.constraint import latency_constraint
 from xgpt.core.copies import devices_of_copies
 from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
@@ -32,24 +30,8 @@ LONG = JointLengths(inputs=truncated_normal(128, 68, 256), outputs=truncated_nor
 EVEN = JointLengths(inputs=truncated_normal(300, 100, 600), outputs=truncated_normal(300, 100, 600))
 
 
-def problem_of(model: str, device: str, devices: int, lengths: JointLengths,
-               latency_s: float = math.inf, fixed: FixedSchedule | None = None,
-               link: str = "nvlink3", nodes: int = 1) -> Problem:
-    cluster = uniform_cluster(
-        name="given", device=catalog.device(device), num_nodes=nodes, devices_per_node=devices,
-        intra_link=catalog.link(link), inter_link=catalog.link("ib-400g"))
-    return Problem(
-        model=catalog.model(model), cluster=cluster, lengths=lengths, dtype="float16",
-        num_queries=None, fixed=fixed or FixedSchedule(), default_max_tokens=lengths.outputs.max,
-        constraint=latency_constraint(latency_s=latency_s, confidence=0.5))
-
-
-def times_of(problem: Problem) -> TakenAsTrue:
-    return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
-
-
 def found(problem: Problem, timing: TimingSource | None = None) -> Schedule:
-    return plan(problem, timing or times_of(problem), STEADY)
+    return plan(problem, timing or roofline_of(problem), STEADY)
 
 
 class Drawn(NamedTuple):
@@ -62,7 +44,7 @@ class Drawn(NamedTuple):
 def drawn(problem: Problem, count: int, seed: int) -> Iterator[Drawn]:
     """Of random configurations that have room those that keep the bound."""
     rng = np.random.default_rng(seed)
-    cells = list(cells_of(problem, times_of(problem)))
+    cells = list(cells_of(problem, roofline_of(problem)))
     limits = Limits(latency_s=problem.constraint.latency_s)
     for index in rng.integers(len(cells), size=count):
         cell, replays = cells[index]
@@ -103,7 +85,7 @@ def draw_point(cell: Cell, rng: np.random.Generator, tries: int = 20) -> Point |
     ("opt-13b", "L4", 4, LONG, math.inf)])
 def test_no_random_configuration_is_much_better(model: str, device: str, devices: int,
                                                 lengths: JointLengths, latency_s: float) -> None:
-    problem = problem_of(model, device, devices, lengths, latency_s)
+    problem = uniform_problem(model, device, devices, lengths, latency_s)
     schedule = found(problem)
     assert schedule.figures.latency_s <= latency_s
     best = max(drawn(problem, DRAWN, seed=devices))
@@ -112,7 +94,7 @@ def test_no_random_configuration_is_much_better(model: str, device: str, devices
 
 def test_one_copy_may_leave_a_device_idle() -> None:
     """One on five of the six devices: of two on three each there are 9.1 queries/s."""
-    problem = problem_of("qwen2.5-32b", "A100-80", 6, EVEN, 16.94)
+    problem = uniform_problem("qwen2.5-32b", "A100-80", 6, EVEN, 16.94)
     schedule = found(problem)
     assert schedule.figures.throughput_qps >= 0.98 * 12.35
     assert schedule.figures.latency_s <= 16.94
@@ -121,7 +103,7 @@ def test_one_copy_may_leave_a_device_idle() -> None:
 def test_one_odd_point_does_not_tell_of_a_whole_cell() -> None:
     """The first that is replayed without tensor parallelism has a fifth less than its formula says;
     others have as much, 41 queries/s: with tensor parallelism there are 34."""
-    problem = problem_of("opt-13b", "A40", 4, catalog.task("S"), 12.0, FixedSchedule(
+    problem = uniform_problem("opt-13b", "A40", 4, catalog.task("S"), 12.0, FixedSchedule(
         policies=("sarathi",), replicas=1), link="pcie4-x16-p2p")
     schedule = found(problem)
     assert schedule.figures.throughput_qps >= 0.98 * 40.85
@@ -130,8 +112,8 @@ def test_one_odd_point_does_not_tell_of_a_whole_cell() -> None:
 
 def test_unlike_copies_are_taken_where_they_are_best() -> None:
     """Four devices and one, rather than five alike or two and two."""
-    problem = problem_of("opt-13b", "A40", 5, SHORT, 4.5, link="pcie4-x16")
-    schedule = plan(problem, times_of(problem), PlanOptions(horizon="steady"))
+    problem = uniform_problem("opt-13b", "A40", 5, SHORT, 4.5, link="pcie4-x16")
+    schedule = plan(problem, roofline_of(problem), PlanOptions(horizon="steady"))
     alike = max(row.throughput_qps or 0.0 for row in schedule.over_copies if not row.devices)
     assert len(set(devices_of_copies(schedule.estimate))) > 1
     assert schedule.figures.throughput_qps > 1.05 * alike > 0
@@ -142,22 +124,22 @@ def test_unlike_copies_are_taken_where_they_are_best() -> None:
 def test_as_many_copies_are_taken_as_the_job_fixes(nodes: int, devices: int,
                                                    replicas: int) -> None:
     fixed = FixedSchedule(replicas=replicas, policies=("rra", "orca"), encode_chunk=0)
-    problem = problem_of("opt-1.3b", "L4", devices, SHORT, fixed=fixed, nodes=nodes)
+    problem = uniform_problem("opt-1.3b", "L4", devices, SHORT, fixed=fixed, nodes=nodes)
     sizes = devices_of_copies(found(problem).estimate)
     assert len(sizes) == replicas and sum(sizes) == nodes * devices
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_times_that_differ_in_the_last_digits_change_no_plan(seed: int) -> None:
-    problem = problem_of("opt-1.3b", "L4", 3, SHORT, 2.5)
-    own, other = found(problem), found(problem, Shaken(times_of(problem), seed))
+    problem = uniform_problem("opt-1.3b", "L4", 3, SHORT, 2.5)
+    own, other = found(problem), found(problem, Shaken(roofline_of(problem), seed))
     assert own.estimate.controls == other.estimate.controls
     assert own.deployment == other.deployment
     assert own.figures.throughput_qps == pytest.approx(other.figures.throughput_qps, rel=1e-6)
 
 
 def test_without_the_library_as_much_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = problem_of("opt-1.3b", "L4", 1, SHORT)
+    problem = uniform_problem("opt-1.3b", "L4", 1, SHORT)
     own = found(problem)
     monkeypatch.setenv("XGPT_NATIVE", "off")
     native.cache_clear()
