@@ -156,7 +156,7 @@ def _profiles() -> list[str]:
     """The profile that the tests' own jobs are planned by, made of a data sheet's figures."""
     if "profiles" not in _KEPT:
         sys.path.insert(0, str(ROOT / "tests/kit"))
-        from laid_out import amdahl, profile_of
+        from profiles import amdahl, profile_of
 
         from xgpt.core import catalog
         from xprofiler.profile_file import save_profile

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from profiles import metadata
 
 from xgpt.core import catalog
 from xprofiler.interpolation import Grid
@@ -25,7 +26,7 @@ from xprofiler.points import (
     refinement,
     skeleton,
 )
-from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.profile import Profile, Sample, TableKey
 from xprofiler.timing import Operator
 
 
@@ -36,9 +37,6 @@ def worst_error(tables: dict[Operator, list[Sample]]) -> float:
 
 DECODER = catalog.model("opt-125m")  # 2048 positions
 BOTH = catalog.model("t5-11b")
-METADATA = ProfileMetadata(
-    model="toy", model_shape="m", device="cpu", dtype="float32", ranks=1, threads_per_rank=1,
-    kernels="k", libraries="torch 2")
 needs_of_jobs = st.builds(
     Needs, input_tokens=st.integers(8, 5000), context_tokens=st.integers(2, 5000),
     queries=st.integers(1, 1000), tokens=st.integers(1, 20_000))
@@ -70,22 +68,12 @@ def test_the_skeleton_spans_what_is_needed_and_no_more(needs: Needs, is_both: bo
     assert {(p.x, p.y) for p in points if p.kind is decode} == {
         (x, y) for x in queries for y in contexts}
     assert all(p.x * p.y <= max(needs.tokens, p.x) for p in points if p.kind is encode)
+    found = [queries, contexts, lengths]
     if not is_both:
-        assert sizes(points, Kind.REST)[0][-1] == needs.tokens
-
-
-@given(needs=needs_of_jobs)
-def test_neighbours_are_at_most_a_few_times_apart(needs: Needs) -> None:
-    points = skeleton(replace(DECODER, max_positions=None), needs)
-    queries, contexts = sizes(points, Kind.DECODE)
-    for found in (queries, contexts, sizes(points, Kind.ENCODE)[0], sizes(points, Kind.REST)[0]):
-        assert all(b / a < 12 for a, b in zip(found, found[1:], strict=False)), found
-
-
-@given(needs=needs_of_jobs)
-def test_no_point_is_asked_for_twice(needs: Needs) -> None:
-    points = skeleton(DECODER, needs)
-    assert len(points) == len(set(points))
+        found.append(sizes(points, Kind.REST)[0])
+        assert found[-1][-1] == needs.tokens
+    assert all(b / a < 12 for own in found for a, b in zip(own, own[1:], strict=False)), found
+    assert len(points) == len(set(points)), "no point is asked for twice"
 
 
 @pytest.mark.parametrize("kind", [Kind.DECODE, Kind.REST])
@@ -110,7 +98,7 @@ def measured(points: list[Point], degree: int = 1) -> Profile:
     for point in points:
         key = TableKey(OWN_TABLE[point.kind].value, degree)
         tables[key] = (*tables.get(key, ()), Sample(x=point.x, y=point.y, samples_s=(1.0,)))
-    return Profile(metadata=METADATA, tables=tables, model=DECODER)
+    return Profile(metadata=metadata(), tables=tables, model=DECODER)
 
 
 def test_missing_is_what_the_skeleton_has_and_the_profile_has_not() -> None:
@@ -175,7 +163,7 @@ def test_what_a_profile_leaves_out_lies_within_its_own_sizes() -> None:
     assert Point(Kind.DECODE, 3, 130) in found
     assert left_out(measured(whole), 1) == []
     assert left_out(measured([]), 1) == [], "nothing has no sizes"
-    others = replace(measured(quick), metadata=replace(METADATA, origin="vidur"))
+    others = replace(measured(quick), metadata=metadata(origin="vidur"))
     assert left_out(others, 1) == [], "whose points are their own"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from profiles import metadata
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, XgptError
@@ -16,7 +17,6 @@ from xprofiler.cache import cached_profile_path, model_shape
 from xprofiler.profile import (
     Peaks,
     Profile,
-    ProfileMetadata,
     Sample,
     TableKey,
     merge,
@@ -30,10 +30,8 @@ from xprofiler.profile_file import (
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge
 
-METADATA = ProfileMetadata(
-    model="toy", model_shape="m", device="cpu", dtype="float32", ranks=2, threads_per_rank=1,
-    kernels="k", libraries="torch 2", sampling="drawn", is_padded=False, origin="measured",
-    clock="1980 MHz", date="2026-11-21", commit="abc")
+METADATA = metadata(ranks=2, sampling="drawn", is_padded=False, origin="measured",
+                    clock="1980 MHz", date="2026-11-21", commit="abc")
 OTHER = {
     "model_shape": "n", "device": "other", "dtype": "bfloat16", "ranks": 3, "threads_per_rank": 2,
     "kernels": "new", "libraries": "torch 3", "sampling": "greedy", "is_padded": True,
@@ -84,6 +82,9 @@ def faults(path: Path) -> dict[str, str]:
 def test_a_file_keeps_everything(path: Path) -> None:
     save_profile(profile(), path)
     assert load_profile(path) == profile()
+    before = path.read_text()
+    save_profile(load_profile(path), path)
+    assert path.read_text() == before, "writing what was read changes no byte"
     # so does one that knows the least
     bare = Profile(metadata=METADATA, tables={})
     save_profile(bare, path)
@@ -98,13 +99,6 @@ def test_a_models_shape_survives(path: Path, name: str) -> None:
     back = load_profile(path).model
     assert back == model
     assert back is not None and model_shape(back) == model_shape(model)
-
-
-def test_writing_what_was_read_changes_no_byte(path: Path, tmp_path: Path) -> None:
-    save_profile(profile(), path)
-    again = tmp_path / "again.json"
-    save_profile(load_profile(path), again)
-    assert again.read_text() == path.read_text()
 
 
 def test_a_file_has_one_point_a_line_so_that_one_changed_point_is_one_changed_line(
@@ -133,9 +127,6 @@ def test_a_file_says_its_units_verdict_and_version(path: Path) -> None:
     assert set(raw["units"]) == {key.name for key in profile().tables}
     assert raw["metadata"]["ranks"] == 2
     assert list(raw["tables"]) == [str(key) for key in profile().tables]
-
-
-def test_every_operator_has_axes() -> None:
     assert {op.value for op in Operator} <= set(AXES)
 
 
@@ -165,27 +156,29 @@ def test_a_write_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("text", [
     "", "[]", "{}", "null", "[" * 100_000, '{"version": 99}', '{"version": null}',
     '{"version": []}', '{"version": true}', '{"version": 2.0}',
-    '{"version": 1}', '{"version": 2}', '{"version": 2, "tables": {}}'])
-def test_a_file_that_is_no_profile_is_refused_by_name(path: Path, text: str) -> None:
-    path.write_text(text)
-    assert faults(path)
-
-
-@pytest.mark.parametrize("text", [
+    '{"version": 1}', '{"version": 2}', '{"version": 2, "tables": {}}',
     '{"version": 5, "metadata": [1], "tables": {}}',
     '{"version": 5, "metadata": {}, "tables": [1]}'])
-def test_an_odd_file_is_refused_by_name(path: Path, text: str) -> None:
+def test_a_file_that_is_no_profile_is_refused_by_name(path: Path, text: str) -> None:
+    assert "not a readable profile" in faults(path)[""], "it is not there"
     path.write_text(text)
     assert faults(path)
 
 
-@pytest.mark.parametrize("value", ["long", None, [1]])
-def test_spent_seconds_that_are_no_number_are_refused_by_name(path: Path, value: object) -> None:
-    assert "spent_s" in faults(changed_file(path, lambda raw: raw.update(spent_s=value)))
+NESTED = json.loads("[" * 900 + "]" * 900)  # found by the fuzzer: taken, and not written again
 
 
-def test_a_file_that_is_not_there_is_refused_by_name(path: Path) -> None:
-    assert "not a readable profile" in faults(path)[""]
+@pytest.mark.parametrize(("part", "key", "value", "fault"), [
+    *(("", "spent_s", value, "spent_s") for value in ("long", None, [1])),
+    *(("model", key, NESTED, f"model.{key}") for key in ("activation", "max_positions", "source")),
+    ("model", "rope_scaling", {"factor": [NESTED]}, "model.rope_scaling"),
+    ("tables", "layer_rest tp=1", [[1, 0, [1.0]], [1, 0, [2.0]]], "tables.layer_rest tp=1"),
+    *(("tables", key, [[1, 0, [1.0]]], f"tables.{key}") for key in (
+        "", "head tp=0", "head tp=-1", "head tp=two", "head speed=3", "Head tp=1"))])
+def test_a_value_that_cannot_be_is_refused_by_its_key(path: Path, part: str, key: str,
+                                                      value: object, fault: str) -> None:
+    spoilt = changed_file(path, lambda raw: (raw[part] if part else raw).update({key: value}))
+    assert set(faults(spoilt)) == {fault}
 
 
 def test_another_version_names_the_one_that_is_read(path: Path) -> None:
@@ -209,15 +202,6 @@ def test_every_fault_is_named_at_once(path: Path) -> None:
         "tables.layer_rest tp=2", "tables.unheard tp=1", "model"}
 
 
-@pytest.mark.parametrize("key", ["activation", "max_positions", "rope_scaling", "source"])
-def test_a_shape_that_is_nested_is_refused_by_its_key(path: Path, key: str) -> None:
-    """Found by the fuzzer: it was taken, and could not be written again."""
-    nested = json.loads("[" * 900 + "]" * 900)
-    value = {"factor": [nested]} if key == "rope_scaling" else nested
-    refused = faults(changed_file(path, lambda raw: raw["model"].update({key: value})))
-    assert set(refused) == {f"model.{key}"}
-
-
 @pytest.mark.parametrize("row", [
     [1, 0], [1, 0, []], [1, 0, 2.0], [-1, 0, [1.0]], [1, 0, [-1.0]], ["1", 0, [1.0]],
     [1, None, [1.0]], [True, 0, [1.0]], [1, 0, [float("nan")]], [1, 0, [float("inf")]], {}, 3,
@@ -236,20 +220,6 @@ def test_a_steps_own_cost_may_be_nothing(path: Path) -> None:
     assert load_profile(path).table("step_overhead")[0].median_s == 0.0
 
 
-def test_two_rows_of_one_point_are_refused(path: Path) -> None:
-    def spoil(raw: dict[str, Any]) -> None:
-        raw["tables"]["layer_rest tp=1"].append([1, 0, [2.0]])
-
-    assert set(faults(changed_file(path, spoil))) == {"tables.layer_rest tp=1"}
-
-
-@pytest.mark.parametrize("key", [
-    "", "head tp=0", "head tp=-1", "head tp=two", "head speed=3", "Head tp=1"])
-def test_a_table_of_no_known_name_or_degree_is_refused(path: Path, key: str) -> None:
-    spoilt = changed_file(path, lambda raw: raw["tables"].update({key: [[1, 0, [1.0]]]}))
-    assert set(faults(spoilt)) == {f"tables.{key}"}
-
-
 def test_profiles_of_one_thing_merge_and_a_point_in_both_keeps_the_quieter() -> None:
     quiet = Sample(x=4, samples_s=(1.0, 1.01, 1.02, 1.03))
     loud = Sample(x=4, samples_s=(1.0, 2.0, 3.0, 4.0))
@@ -266,41 +236,30 @@ def test_profiles_of_one_thing_merge_and_a_point_in_both_keeps_the_quieter() -> 
     assert (merged.model, merged.peaks) == (second.model, second.peaks)
     assert merge(second, first).tables == merged.tables
     assert merge(second, second).tables == second.tables
-
-
-def test_merged_points_are_in_order_of_y_then_x() -> None:
-    key = TableKey("decode_attention")
+    # points are in order of y, then x; a single sample does not displace a measurement of many
+    key, single = TableKey("decode_attention"), Sample(x=4, samples_s=(9.0,))
     first, second = points((4, 10, 1.0), (1, 20, 1.0)), points((1, 10, 1.0), (4, 20, 1.0))
-    merged = merge(profile(tables={key: first}), profile(tables={key: second}))
+    merged = merge(profile(tables={key: first, head: (quiet,)}),
+                   profile(tables={key: second, head: (single,)}))
     assert [(p.x, p.y) for p in merged.tables[key]] == [(1, 10), (4, 10), (1, 20), (4, 20)]
-
-
-def test_a_single_sample_does_not_displace_a_measurement_of_many() -> None:
-    many = Sample(x=1, samples_s=(1.0, 1.01, 1.02, 1.03, 1.04))
-    single = Sample(x=1, samples_s=(9.0,))
-    ours, theirs = (profile(tables={TableKey("head"): (s,)}) for s in (many, single))
-    assert merge(ours, theirs).table("head") == (many,)
+    assert merged.tables[head] == (quiet,)
 
 
 @pytest.mark.parametrize("key", OTHER)
-def test_profiles_of_different_things_do_not_merge(key: str) -> None:
-    other = profile(metadata=replace(METADATA, **{key: OTHER[key]}))  # type: ignore[arg-type]
+def test_profiles_of_different_things_do_not_merge_and_have_files_of_their_own(
+        tmp_path: Path, key: str) -> None:
+    other = replace(METADATA, **{key: OTHER[key]})  # type: ignore[arg-type]
     with pytest.raises(XgptError, match=f"cannot be merged; {key}: "):
-        merge(profile(), other)
+        merge(profile(), profile(metadata=other))
+    path = cached_profile_path(tmp_path, METADATA)
+    assert cached_profile_path(tmp_path, other) != path
+    labelled = replace(METADATA, **LABELS)  # type: ignore[arg-type]
+    assert cached_profile_path(tmp_path, labelled) == path
 
 
 def test_every_field_of_the_metadata_is_part_of_the_identity_or_a_label() -> None:
     assert set(METADATA.identity) == set(OTHER)
     assert set(OTHER) | set(LABELS) == set(METADATA.__dataclass_fields__)
-
-
-@pytest.mark.parametrize("key", OTHER)
-def test_the_cache_has_a_profile_for_this_metadata_alone(tmp_path: Path, key: str) -> None:
-    path = cached_profile_path(tmp_path, METADATA)
-    labelled = replace(METADATA, **LABELS)  # type: ignore[arg-type]
-    assert cached_profile_path(tmp_path, labelled) == path
-    other = replace(METADATA, **{key: OTHER[key]})  # type: ignore[arg-type]
-    assert cached_profile_path(tmp_path, other) != path
 
 
 def test_spread_is_the_interquartile_range_over_the_median() -> None:

@@ -4,13 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from profiles import metadata
 
 from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey, match
 from xprofiler.profile_timing import ProfileTiming
 
-WANTED = ProfileMetadata(
-    model="toy", model_shape="m", device="cpu worker", dtype="float32", ranks=2,
-    threads_per_rank=1, kernels="k", libraries="torch 2", sampling="greedy")
+WANTED = metadata(device="cpu worker", ranks=2, sampling="greedy")
 PLACES = [(is_cpu, is_here) for is_cpu in (True, False) for is_here in (True, False)]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from laid_out import amdahl, profile_of
+from profiles import amdahl, metadata, profile_of
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Link
@@ -20,7 +20,6 @@ from xprofiler.profile import (
     TRANSFER,
     LearnedSteps,
     Profile,
-    ProfileMetadata,
     Sample,
     TableKey,
 )
@@ -31,9 +30,7 @@ from xprofiler.timing import MessageKind, Operator, of_role
 
 REDUCE, SEND, HAND_OVER = MessageKind.ALL_REDUCE, MessageKind.TRANSFER, MessageKind.HANDOVER
 
-METADATA = ProfileMetadata(
-    model="toy", model_shape="m", device="cpu worker", dtype="float32", ranks=2,
-    threads_per_rank=3, kernels="k", libraries="torch 2", date="2026-11-21")
+METADATA = metadata(device="cpu worker", ranks=2, threads_per_rank=3, date="2026-11-21")
 NEAR = Link(name="near", bandwidth_bytes_per_s=1e9, latency_s=1e-6)
 FAR = Link(name="far", bandwidth_bytes_per_s=1e8, latency_s=1e-5)
 FALLBACK = Roofline(catalog.model("opt-125m"), catalog.device("A100-80"), "float16")

@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from problems import CONFIG, doubts_of, estimate_of, observed, roofline_of, toy_problem
+from profiles import metadata
 
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical, truncated_normal, with_output_moments
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
-from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.profile import Profile, Sample, TableKey
 from xprofiler.profile_timing import ProfileTiming, TableError
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import student_quantile
@@ -156,10 +157,8 @@ def profile_timing(noisy: str = "", scatter: float = 0.0, bend: float = 0.0) -> 
                 points.append(Sample(x=x, y=y, samples_s=tuple(
                     seconds * (1 + wide * k) for k in (-2, -1, 0, 1, 2))))
         tables[TableKey(name)] = tuple(points)
-    metadata = ProfileMetadata(model="toy", model_shape="m", device="toy", dtype="float16", ranks=4,
-                               threads_per_rank=1, kernels="k", libraries="none", is_padded=False)
-    problem = toy_problem()
-    return ProfileTiming(Profile(metadata=metadata, tables=tables), roofline_of(problem))
+    return ProfileTiming(Profile(tables=tables, metadata=metadata(
+        device="toy", dtype="float16", ranks=4, is_padded=False)), roofline_of(toy_problem()))
 
 
 def profile_margin(timing: ProfileTiming):

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from problems import LINK, TOY, toy_problem
+from profiles import metadata
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule
-from xprofiler.profile import STEP_OVERHEAD, TRANSFER, Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.profile import STEP_OVERHEAD, TRANSFER, Profile, Sample, TableKey
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator, Reach
@@ -19,9 +20,6 @@ from xsimulator.measured_range import Presented, beyond_measured
 from xsimulator.plans import StagePlans
 from xsimulator.rough.forms import fixed_estimate
 
-METADATA = ProfileMetadata(
-    model="toy", model_shape="m", device="toy", dtype="float16", ranks=1, threads_per_rank=1,
-    kernels="k", libraries="l")
 SMALL = {"queries": (1, 3, 8), "tokens": (8, 64, 256), "contexts": (10, 40, 100),
          "lengths": (5, 20, 80), "together": (1, 4)}
 AXES = {Operator.LAYER_REST: ("tokens", None), Operator.EMBED: ("tokens", None),
@@ -49,7 +47,8 @@ def profiled(problem, *, messages=None, **sizes):
         tables[TableKey(TRANSFER, 1, LINK.name)] = tuple(
             Sample(x=x, samples_s=(float(truth.message_s(MessageKind.TRANSFER, x, LINK)),))
             for x in messages)
-    return ProfileTiming(Profile(metadata=METADATA, tables=tables), fallback=truth)
+    own = Profile(metadata=metadata(device="toy", dtype="float16"), tables=tables)
+    return ProfileTiming(own, fallback=truth)
 
 
 def rra_of(problem, timing, encode_batch, decode_iterations=4, **plan):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from laid_out import Law, amdahl, profile_of
+from profiles import Law, amdahl, profile_of
 
 from xgpt.app import profile_identity
 from xgpt.app.laid_out import on_open_layouts, on_ranks

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from laid_out import amdahl, profile_of
+from profiles import amdahl, profile_of
 
 from xgpt.app.learn import LEAST_STEPS, learn, learned_of
 from xgpt.app.opened import OpenedJob, open_file

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from laid_out import amdahl, profile_of
+from profiles import amdahl, profile_of
 
 from xgpt.app import local_profile
 from xgpt.app.local_profile import wanted_profile

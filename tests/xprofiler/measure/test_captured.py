@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from profiles import profile
 
 torch = pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
@@ -19,16 +20,13 @@ from xprofiler.measure.probe import LayerParts, Probe, StepParts  # noqa: E402
 from xprofiler.measure.recorder import Recorder  # noqa: E402
 from xprofiler.measure.worker import Measuring  # noqa: E402
 from xprofiler.points import Kind, Point  # noqa: E402
-from xprofiler.profile import Profile, ProfileMetadata  # noqa: E402
 from xprofiler.timing import Operator  # noqa: E402
 from xrunner.engine.graphs import Captured, CaptureError  # noqa: E402
 
 SPEC = ModelSpec(name="llama", family="llama", num_layers=3, hidden_size=48, num_heads=6,
                  num_kv_heads=2, vocab_size=97, intermediate_size=80, is_gated_mlp=True,
                  has_bias=False, max_positions=256, activation="silu")
-EMPTY = Profile(tables={}, metadata=ProfileMetadata(
-    model="toy", model_shape="m", device="H200", dtype="float32", ranks=2, threads_per_rank=1,
-    kernels="k", libraries="torch 2"))
+EMPTY = profile()
 
 
 class Ticks:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from profiles import profile
 
 pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
@@ -16,16 +17,12 @@ from xprofiler.profile import (  # noqa: E402
     STEP_OVERHEAD,
     TRANSFER,
     Profile,
-    ProfileMetadata,
     Sample,
     TableKey,
 )
 from xprofiler.timing import Operator  # noqa: E402
 
-METADATA = ProfileMetadata(
-    model="toy", model_shape="m", device="cpu", dtype="float32", ranks=1, threads_per_rank=1,
-    kernels="k", libraries="torch 2")
-EMPTY = Profile(metadata=METADATA, tables={})
+EMPTY = profile()
 LAYERS = 3
 
 

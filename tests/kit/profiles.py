@@ -1,6 +1,8 @@
-"""Profiles of a toy on any layout of the cores, from a law of threads, without measuring."""
+"""Profiles of a toy without measuring: of given points, or on any layout of the cores by a law of
+threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,19 @@ _SIZES = {Operator.ENCODE_ATTENTION: ((5, 40, 130), (1, 4)),
           Operator.KV_COMPACTION: ((1, 5), (17, 520))}
 
 
+def metadata(**changed: Any) -> ProfileMetadata:
+    """Of a toy on a processor, measured here."""
+    return ProfileMetadata(**{
+        "model": "toy", "model_shape": "m", "device": "cpu", "dtype": "float32", "ranks": 1,
+        "threads_per_rank": 1, "kernels": "k", "libraries": "torch 2", **changed})
+
+
+def profile(**tables: Sequence[Sample]) -> Profile:
+    """Of the points of each table of one rank."""
+    return Profile(metadata=metadata(),
+                   tables={TableKey(name): tuple(table) for name, table in tables.items()})
+
+
 def amdahl(serial: float) -> Law:
     """Threads divide all but this share."""
     return lambda threads: serial + (1 - serial) / threads
@@ -46,7 +61,6 @@ def profile_of(model: ModelSpec, ranks: int, threads: int, law: Law, *, dtype: s
         for name in (TRANSFER, HANDOVER):
             tables[TableKey(name, 1, "shared-memory")] = tuple(
                 Sample(x=n, samples_s=(2e-5 + n / 5e9,) * 3) for n in (2**10, 2**20))
-    metadata = ProfileMetadata(
+    return Profile(tables=tables, model=model, metadata=metadata(
         model=model.name, model_shape="toy", device=device.name, dtype=dtype, ranks=ranks,
-        threads_per_rank=threads, kernels="", libraries="", is_padded=False)
-    return Profile(metadata=metadata, tables=tables, model=model)
+        threads_per_rank=threads, kernels="", libraries="", is_padded=False))
