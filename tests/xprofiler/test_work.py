@@ -1,12 +1,21 @@
 """Least operations and bytes of each operator, against figures counted by hand."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from xgpt.core import catalog
-from xgpt.core.model import ModelSpec
-from xprofiler.profile import Peaks
-from xprofiler.timing import Operator
+from xgpt.core.decoder import Decoder, Experts
+from xgpt.core.hf_config import from_hf_config
+from xgpt.core.model import ModelSpec, active_layer_params
+from xprofiler.constants import GPU
+from xprofiler.kernels import Kernels, RowKernels
+from xprofiler.made_sources import MOST_SIZES, Raised, Remembered
+from xprofiler.profile import HANDOVER_DIRECT, STEP_OVERHEAD, Peaks, TableKey
+from xprofiler.roofline import Roofline
+from xprofiler.timing import MessageKind, Operator, TimingSource
 from xprofiler.work import LeastWork, bound_by, floor_s, work
 
 # H 8, A 8, K 2 x 2 heads x 2 = 8, gated MLP of 10, V 33
@@ -77,3 +86,133 @@ def test_the_floor_is_the_higher_of_the_two_and_says_which() -> None:
     needed = LeastWork(flops=np.array([100.0, 400.0, 0.0]), num_bytes=np.array([20.0, 20.0, 0.0]))
     assert floor_s(needed, peaks).tolist() == [2.0, 4.0, 0.0]
     assert bound_by(needed, peaks).tolist() == ["memory", "compute", "memory"]
+
+
+# --- Times and sizes of a mixture of experts
+
+
+EXPERTS = Experts(count=8, per_token=2, inner=64)
+MIXED = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=32, num_heads=4,
+                  vocab_size=50, intermediate_size=64, is_gated_mlp=True, has_bias=False,
+                  decoder=Decoder(experts=EXPERTS))
+DENSE = replace(MIXED, decoder=Decoder())
+
+
+def test_published_shapes_have_their_published_parameters() -> None:
+    mixtral = from_hf_config({
+        "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+        "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "max_position_embeddings": 32768}, "mixtral-8x7b")
+    assert mixtral.num_params == 46_702_792_704  # "46.7 billion, of which a token uses 12.9"
+    idle = mixtral.decoder_layer_params - active_layer_params(mixtral)
+    assert (mixtral.num_params - 32 * idle) / 1e9 == pytest.approx(12.88, abs=0.01)
+
+
+def test_experts_that_are_hit_grow_with_the_tokens_up_to_all() -> None:
+    hit = EXPERTS.hit(np.array([0, 1, 4, 1000]))
+    assert hit[:2] == pytest.approx([0, 2]) and hit[3] == pytest.approx(8)
+    # two of eight a token, four tokens: an expert is missed by all with 0.75 ** 4
+    assert hit[2] == pytest.approx(8 * (1 - 0.75**4))
+
+
+def test_least_work_reads_the_experts_that_are_hit_and_multiplies_a_tokens_own() -> None:
+    at = {"tp_degree": 1, "item_bytes": 2}
+    for tokens in (1, 4, 4096):
+        mixed, dense = (work(model, Operator.LAYER_REST, tokens, **at) for model in (MIXED, DENSE))
+        one = 3 * 32 * 64
+        assert mixed.flops - dense.flops == pytest.approx(2 * tokens * one)
+        assert mixed.num_bytes - dense.num_bytes == pytest.approx(
+            2 * one * (float(EXPERTS.hit(tokens)) - 1))
+
+
+def test_a_layers_time_grows_with_its_tokens_and_a_tokens_never_does() -> None:
+    device = catalog.device("A40")
+    rows = RowKernels(MIXED, Kernels(device, "bfloat16", GPU))
+    tokens = np.arange(1.0, 3000.0)
+    times = rows.layer_rest_s(tokens, 1)
+    assert (np.diff(times) > 0).all() and (np.diff(times / tokens) < 0).all()
+
+
+# --- Timing sources made of another one
+
+
+LINK = catalog.link("nvlink3")
+
+
+class Counting:
+    """The roofline of a small model, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self._source = Roofline(catalog.model("opt-125m"), catalog.device("A40"), "float16")
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def operator_s(self, *of: Any, **options: Any) -> Any:
+        self.asked += 1
+        return self._source.operator_s(*of, **options)
+
+    def message_s(self, *of: Any, **options: Any) -> Any:
+        self.asked += 1
+        return self._source.message_s(*of, **options)
+
+
+def all_answers(source: TimingSource) -> dict[Any, float]:
+    """By the table of a profile that would say it."""
+    answers = {TableKey(op.value, degree): float(source.operator_s(op, 5, 7, tp_degree=degree))
+               for op in Operator for degree in (1, 2)}
+    answers |= {TableKey(kind.value, degree, LINK.name): float(
+        source.message_s(kind, 1e6, LINK, tp_degree=degree))
+        for kind, degree in ((MessageKind.TRANSFER, 1), (MessageKind.HANDOVER, 1),
+                             (MessageKind.ALL_REDUCE, 2))}
+    return {**answers, TableKey(STEP_OVERHEAD): source.facts.step_overhead_s}
+
+
+def test_an_answer_is_remembered_and_not_to_be_written_to() -> None:
+    source = Counting()
+    once = Remembered(source)
+    expected = all_answers(Counting())
+    assert all_answers(once) == expected
+    asked = source.asked
+    assert all_answers(once) == expected and source.asked == asked
+    sizes = np.arange(4.0)
+    answer = once.operator_s(Operator.HEAD, sizes)
+    assert once.operator_s(Operator.HEAD, sizes.copy()) is answer
+    assert once.operator_s(Operator.HEAD, sizes, tp_degree=2) is not answer
+    with pytest.raises(ValueError, match="read-only"):
+        answer[0] = 1.0
+
+
+def test_large_arrays_are_asked_for_again() -> None:
+    source = Counting()
+    once, sizes = Remembered(source), np.ones(MOST_SIZES + 1)
+    for _ in range(2):
+        once.operator_s(Operator.HEAD, sizes)
+    assert source.asked == 2
+
+
+def test_what_is_not_changed_is_the_sources_own() -> None:
+    source = Counting()
+    for made in (Remembered(source), Raised(source, TableKey("head"), 2.0)):
+        assert made.facts == source.facts and made.provenance() == source.provenance()
+        assert made.reach(Operator.HEAD, 1) == source.reach(Operator.HEAD, 1)
+
+
+@pytest.mark.parametrize("key", [*all_answers(Counting()), TableKey(HANDOVER_DIRECT, 1, LINK.name)],
+                         ids=str)
+def test_raised_times_are_those_of_one_table(key: TableKey) -> None:
+    plain, raised = all_answers(Counting()), all_answers(Raised(Counting(), key, 1.5))
+    # of two ways of handing over the quicker is what is answered for both
+    own = key._replace(name="kv_handover") if key.name == HANDOVER_DIRECT else key
+    assert raised == {other: (1.5 if other == own else 1.0) * s for other, s in plain.items()}
+
+
+def test_who_asks_for_the_same_longer_times_is_given_the_same_source() -> None:
+    source = Remembered(Counting())
+    head = source.raised(TableKey("head"), 1.01)
+    assert source.raised(TableKey("head"), 1.01) is head
+    assert source.raised(TableKey("head"), 1.02) is not head
+    plain, raised = (float(one.operator_s(Operator.HEAD, 5)) for one in (source, head))
+    assert raised == 1.01 * plain

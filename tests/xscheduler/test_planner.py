@@ -1,18 +1,29 @@
 """plan(problem, timing): the one schedule that is shown and executed."""
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from problems import problem_of, roofline_of
+from click.testing import CliRunner
+from problems import Refusing, problem_of, roofline_of, timing_of, toy_problem
+from problems import roofline_of as toy_times
 
+from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.plan import executable, plan_job
+from xgpt.cli.schedule import schedule
+from xgpt.cli.terminal import Terminal
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Status
-from xscheduler.planner import Planner, PlanOptions, plan
+from xprofiler.roofline import Roofline
+from xscheduler.found_schedule import SearchPlanner
+from xscheduler.planner import Planner, PlanOptions, plan, plan_with_enough
+from xscheduler.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("short_replays")
 STEADY = PlanOptions(horizon="steady")
@@ -94,3 +105,169 @@ def test_one_planner_answers_for_many_bounds_and_for_problems_like_its_own() -> 
         planner.steady(4.0).figures.throughput_qps), "by copies of any sizes"
     fewer = replace(problem, cluster=catalog.cluster("a40-8"))
     assert planner.of(fewer).estimate.figures.throughput_qps > rates[1]
+
+
+# --- A job of a few queries by a schedule that is fixed for many is planned, and says so
+
+
+NOTE = "batches will not fill"
+
+
+def opened(folder: Path, schedule: str, count: int, more: str = "") -> OpenedJob:
+    (folder / "job.yaml").write_text(
+        f"model: opt-13b\ncluster: a40-4\nworkload: {{requests: {{count: {count}}}, task: S}}\n"
+        f"schedule: {{{schedule}}}\n{more}")
+    return executable(open_file(folder / "job.yaml", (), Terminal()))
+
+
+@pytest.mark.parametrize(("schedule", "count"), [
+    ("policy: rra, encode_batch: 8, decode_iterations: 4", 1),
+    ("policy: rra, encode_batch: 8, decode_iterations: 4", 6),
+    ("policy: waa-c, encode_batch: 4", 2), ("policy: orca, max_active: 7", 5),
+    ("policy: ft, encode_batch: 16", 3),
+    ("policy: sarathi, max_active: 9, token_budget: 64", 4)])
+def test_what_only_the_number_of_queries_forbids_is_planned(
+        tmp_path: Path, schedule: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    session = opened(tmp_path, schedule, count)
+    few = plan_job(session, timing_of(session)).schedule.estimate
+    assert f"the job has {count} quer" in (said := capsys.readouterr().err) and NOTE in said
+    session = opened(tmp_path, schedule, 5000)
+    many = plan_job(session, timing_of(session)).schedule.estimate
+    assert NOTE not in capsys.readouterr().err
+    for name in ("policy", "encode_batch", "decode_iterations", "max_active", "token_budget"):
+        if f"{name}: " in schedule:
+            assert few.variables[name] == many.variables[name], name
+
+
+def test_nothing_changes_where_nothing_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    session = opened(tmp_path, "policy: rra", 3)
+    found = plan_job(session, timing_of(session)).schedule.estimate
+    assert found.figures.encode_batch <= 3 and NOTE not in capsys.readouterr().err
+
+    def refuse(problem: Problem) -> None:
+        assert problem.num_queries == 3, "planned again"
+        raise InfeasibleError("no")
+
+    with pytest.raises(InfeasibleError):
+        plan_with_enough(session.problem, refuse, print)  # type: ignore[arg-type]
+
+
+def test_what_more_queries_would_not_help_is_refused_as_before(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session = opened(tmp_path, "policy: rra, encode_batch: 8, decode_iterations: 4", 6,
+                     "constraint: {latency_s: 0.001}\n")
+    with pytest.raises(InfeasibleError):
+        plan_job(session, timing_of(session))
+    assert NOTE not in capsys.readouterr().err
+
+
+def test_the_schedule_command_says_the_same(tmp_path: Path) -> None:
+    fixed = "policy: rra, encode_batch: 8, decode_iterations: 4, tp_degree: 1"
+    opened(tmp_path, fixed, 6)
+    shown = CliRunner().invoke(schedule, [str(tmp_path / "job.yaml"), "--json"])
+    assert shown.exit_code == 0 and NOTE in shown.output
+
+
+# --- A search that ends early
+
+
+NO_TIME_S = 1e-9
+WHOLE = FixedSchedule(encode_chunk=0)
+
+
+def test_a_search_cut_short_stays_below_what_there_is_and_below_its_own_bound() -> None:
+    problem = toy_problem(num_queries=200, fixed=WHOLE)
+    timing = roofline_of(problem)
+    best = plan(problem, timing, PlanOptions(horizon="steady"))
+    cut = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=NO_TIME_S))
+    assert cut.proof.status == Status.LIMIT and best.proof.status != Status.LIMIT
+    assert cut.figures.throughput_qps <= best.figures.throughput_qps <= cut.proof.bound_qps
+
+
+def test_with_time_enough_the_schedule_is_the_one_without_a_limit() -> None:
+    problem = toy_problem(fixed=WHOLE)
+    timing = roofline_of(problem)
+    limited = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=1e9))
+    assert limited.proof.status != Status.LIMIT
+    assert limited.estimate == plan(problem, timing, PlanOptions(horizon="steady")).estimate
+
+
+def test_a_plan_without_time_keeps_its_bound_with_its_margin() -> None:
+    problem = toy_problem(latency_s=1.0, fixed=WHOLE)
+    timing = roofline_of(problem)
+    limited = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=NO_TIME_S))
+    assert limited.proof.status == Status.LIMIT
+    assert limited.figures.latency_s * limited.margin.factor <= 1.0
+    assert limited.figures.throughput_qps <= limited.proof.bound_qps
+
+
+def test_only_what_is_watched_counts_and_a_new_schedule_begins_anew() -> None:
+    watch = Watch(math.inf)
+    assert watch.seconds == 0
+    with watch, watch:
+        pass
+    spent = watch.seconds
+    assert spent > 0 and watch.seconds == spent
+    assert not watch.ends(64, 2.0, 3.0) and "best 2 queries/s, at most 3 possible" in watch.words
+    watch.reset()
+    assert watch.seconds == 0 and watch.words == ""
+
+
+# --- A refusal says what is in the way, and what can be had is then had
+
+
+REFUSALS_STEADY = PlanOptions(horizon="steady", is_brief=True)
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.9])
+@pytest.mark.parametrize("fixed", [
+    FixedSchedule(), FixedSchedule(policies=("rra",), encode_chunk=0),
+    FixedSchedule(policies=("waa-c",)), FixedSchedule(policies=("sarathi",), replicas=2)])
+def test_the_tightest_bound_that_is_named_is_accepted(fixed: FixedSchedule,
+                                                      confidence: float) -> None:
+    own = replace(problem_of("opt-13b", "a40-4", latency_s=0.1), fixed=fixed)
+    own = replace(own, constraint=replace(own.constraint, confidence=confidence))
+    timing = Roofline(own.model, own.cluster.device, own.dtype)
+    with pytest.raises(InfeasibleError, match="The tightest that can be met is") as refusal:
+        plan(own, timing, REFUSALS_STEADY)
+    tightest_s = refusal.value.tightest_s
+    assert 0.1 < tightest_s < 60
+    if confidence > 0.5:
+        assert "with its margin" in str(refusal.value)
+    found = plan(replace(own, constraint=own.constraint.with_latency(limit_s=tightest_s)), timing,
+                 REFUSALS_STEADY)
+    assert found.figures.latency_s * found.margin.factor <= tightest_s * (1 + 1e-9)
+
+
+def test_weights_that_no_device_holds_are_named_with_what_they_take() -> None:
+    own = problem_of("gpt3-39b", "a40-4")
+    one = replace(own, cluster=own.cluster.with_nodes(devices_per_node=1))
+    with pytest.raises(InfeasibleError, match="there is too little memory.*more devices"):
+        plan(one, roofline_of(one), REFUSALS_STEADY)
+
+
+def test_fixed_values_that_take_the_memory_are_named() -> None:
+    fixed = FixedSchedule(policies=("rra",), encode_batch=60_000, decode_iterations=1)
+    own = replace(problem_of("opt-13b", "a40-4"), fixed=fixed)
+    with pytest.raises(InfeasibleError, match=r"schedule.encode_batch = 60000") as refusal:
+        plan(own, roofline_of(own), REFUSALS_STEADY)
+    assert "too little memory" in str(refusal.value)
+
+
+def test_too_few_queries_for_what_is_fixed_are_counted() -> None:
+    fixed = FixedSchedule(policies=("rra",), encode_batch=8, decode_iterations=4)
+    own = replace(problem_of("opt-13b", "a40-4"), fixed=fixed, num_queries=3)
+    with pytest.raises(InfeasibleError, match="the job has 3 queries, and the fewest") as refusal:
+        SearchPlanner(own, roofline_of(own)).best(math.inf, has_margin=False)
+    assert math.isinf(refusal.value.tightest_s)
+    many = replace(own, num_queries=3000)
+    assert SearchPlanner(many, roofline_of(many)).best(math.inf, has_margin=False)
+
+
+@pytest.mark.parametrize("policy", ["rra", "waa-m", "ft", "vllm"])
+def test_a_profile_that_ends_before_the_job_is_named(policy: str) -> None:
+    own = toy_problem(fixed=FixedSchedule(policies=(policy,), tp_degree=1))
+    timing: Any = Refusing(toy_times(own), 0.0)
+    with pytest.raises(InfeasibleError, match="was measured for smaller sizes"):
+        plan(own, timing, REFUSALS_STEADY)

@@ -4,8 +4,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+
+from xgpt.core.model import ModelSpec
+from xprofiler.measure.sums import Sums, seconds_of_sums, summing_bench
 
 pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
@@ -106,3 +112,74 @@ def test_patience_is_spent_on_waiting_and_on_attempts(monkeypatch: pytest.Monkey
     assert len(slept) == 2
     assert not own.has_patience() and 0 < len(slept) - 2 <= 6, "within two seconds in all"
     assert not own.has_patience() and len(slept) <= 8
+
+
+# --- Which ranks are timed together
+
+
+pytest.importorskip("torch", reason="ranks need the extra `run`")
+from xprofiler.measure.network import RankNodes  # noqa: E402
+
+
+@pytest.mark.parametrize(("node_of", "size", "near", "far"), [
+    ((0, 0, 0, 0), 2, [(0, 1), (2, 3)], []),
+    ((0, 0, 1, 1), 2, [(0, 1), (2, 3)], [(0, 2)]),
+    ((0, 0, 1, 1), 4, [], [(0, 1, 2, 3)]),
+    ((0, 1, 2, 3), 2, [], [(0, 1)]),
+    ((0, 1, 2, 3), 4, [], [(0, 1, 2, 3)]),
+    ((0, 0, 0, 1), 2, [(0, 1)], [(0, 3)]),
+    ((0, 0, 0, 1), 3, [(0, 1, 2)], []),
+])
+def test_groups_lie_within_a_node_or_evenly_over_several(
+        node_of: tuple[int, ...], size: int, near: list[tuple[int, ...]],
+        far: list[tuple[int, ...]]) -> None:
+    where = RankNodes(node_of=node_of)
+    assert where.near_groups(size) == near
+    assert where.far_groups(size) == far
+
+
+# --- Sums of a tensor-parallel group are timed within real steps of a shard's layers
+
+
+TOY = ModelSpec(name="toy", family="llama", num_layers=9, hidden_size=32, num_heads=2,
+                num_kv_heads=2, vocab_size=64, intermediate_size=48, max_positions=200)
+
+
+class Alone:
+    """A communicator of this rank."""
+
+    def __init__(self) -> None:
+        self.barriers = 0
+
+    def Barrier(self) -> None:  # noqa: N802
+        self.barriers += 1
+
+    def Get_rank(self) -> int:  # noqa: N802
+        return 0
+
+    def Bcast(self, mine: Any, root: int) -> None:  # noqa: N802
+        assert root == 0
+
+
+class Noting:
+    """A group that leaves every tensor as it is."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.rows.append(len(tensor))
+        return tensor
+
+
+@pytest.mark.parametrize(("rows", "layers"), [(1, 6), (36, 6), (900, 4)])
+def test_steps_with_sums_take_turns_with_steps_without(rows: int, layers: int) -> None:
+    sums, comm, group = Sums(), Alone(), Noting()
+    with torch.inference_mode():
+        bench = summing_bench(TOY, torch.float32, 2, sums, device=torch.device("cpu"),
+                              weight_dtype=torch.float32)
+        added = seconds_of_sums(comm, group, bench, sums, rows)
+    assert comm.barriers == 2 * (len(added) + 1), "all ranks begin each step together"
+    # two a layer, all of the step's rows, in every other step
+    assert sums.count == 2 * layers and group.rows == [rows] * (2 * layers * (len(added) + 1))
+    assert len(added) >= 5 and all(s >= 0 for s in added)

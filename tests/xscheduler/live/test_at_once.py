@@ -1,22 +1,25 @@
 """A change that is found at once where steps have become slower: smaller batches, by a few replays,
 before all is planned."""
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import pytest
-from problems import timing_of
+from problems import estimate_of, roofline_of, schedule_of, timing_of, toy_problem
 from watched_jobs import session_of
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import max_in_system
-from xgpt.core.schedule import Schedule
+from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.retimed import Factor, Retimed
 from xscheduler.evaluator import Evaluator
-from xscheduler.live.allowance import Kept, KeptLook
-from xscheduler.live.at_once import WholeLook
+from xscheduler.live.allowance import ENOUGH, LEAST, Allowance, Kept, KeptLook
+from xscheduler.live.at_once import WholeLook, revise_at_once
 from xscheduler.live.decisions import Decider, Followed
 from xscheduler.live.pace import PaceDrift
+from xscheduler.live.reschedule import revise
 from xscheduler.live.slowed import StepLook
 
 
@@ -97,3 +100,160 @@ def test_what_is_over_the_bound_leads_to_one_too(planned: Planned) -> None:
     assert decision is not None and decider.take(look, decision)
     lost = KeptLook(kept=Kept(0, 600, 5), left=2400, share=0.01, planned=0.01, is_lost=True)
     assert decider.decide_at_once(lost) is None, "no less may be over it than was planned for"
+
+
+# --- What a run changes to stays within the caches that it has, however much more would be quic
+
+
+SHORTER = (5, 2, 12)
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "waa": ("waa-c", {"encode_batch": 4, "decode_micro_batches": 2}),
+    "waa in chunks": ("waa-c", {"encode_batch": 4, "decode_micro_batches": 2, "encode_chunk": 24}),
+    "orca": ("orca", {"max_active": 24}),
+    "vllm": ("vllm", {"max_active": 24, "token_budget": 200}),
+    "sarathi": ("sarathi", {"max_active": 24, "token_budget": 60}),
+}
+
+
+def began_of(name: str) -> Estimate:
+    policy, variables = RUNS[name]
+    return estimate_of(toy_problem(), policy, **variables)
+
+
+def assert_is_within(now: Estimate, began: Estimate) -> None:
+    assert now.deployment == began.deployment, "stages, groups and KV tokens"
+    assert max_in_system(now.controls) <= max_in_system(began.controls)
+    for name in ("encode_batch", "token_budget"):
+        if (most := getattr(began.controls, name, None)) is not None:
+            assert getattr(now.controls, name) <= most
+    if hasattr(began.controls, "encode_chunk"):
+        assert now.controls.encode_chunk == began.controls.encode_chunk  # type: ignore[union-attr]
+    assert now.figures.memory_bytes == began.figures.memory_bytes
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_limits_only_fall(name: str) -> None:
+    """Shorter outputs leave room that was not there when the caches were made."""
+    began, problem = began_of(name), toy_problem(outputs=SHORTER)
+    found = revise(schedule_of(problem, began), problem, roofline_of(problem), began=began, worth=0)
+    if found.estimate is not None:
+        assert_is_within(found.estimate, began)
+    assert found.keep.estimate is not None and found.is_kept
+    assert_is_within(found.keep.estimate, began)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_tight_bound_is_kept_with_less(name: str) -> None:
+    began, free = began_of(name), toy_problem()
+    keep = revise(schedule_of(free, began), free, roofline_of(free), began=began).keep
+    assert keep.estimate is not None
+    problem = toy_problem(latency_s=0.93 * keep.estimate.figures.latency_s)
+    for revised in (revise, revise_at_once):
+        given: dict[str, Any] = {"most_present": None} if revised is revise_at_once else {}
+        found = revised(schedule_of(problem, began), problem, roofline_of(problem), began=began,
+                        **given)
+        assert found is not None and found.estimate is not None and found.keep.qps == 0
+        assert found.keep.reason is not None and found.keep.reason.startswith("latency would be ")
+        assert_is_within(found.estimate, began)
+        assert found.estimate.figures.latency_s <= problem.constraint.latency_s
+    # and back again, no further than the caches of the beginning
+    back = revise(schedule_of(free, found.estimate), free, roofline_of(free), began=began)
+    assert back.estimate is not None
+    assert_is_within(back.estimate, began)
+    assert back.estimate.figures.throughput_qps >= 0.98 * keep.qps
+
+
+@pytest.mark.parametrize("chunk", [0, 50])
+def test_rra_takes_up_no_more_queries_than_its_caches_hold(chunk: int) -> None:
+    problem = toy_problem(outputs=SHORTER)
+    now = estimate_of(toy_problem(), encode_batch=8, decode_iterations=8, encode_chunk=chunk)
+    free, held = (revise(schedule_of(problem, now), problem, roofline_of(problem),
+                         most_present=most).estimate for most in (None, 60))
+    assert free is not None and held is not None
+    assert held.figures.decode_batch <= 60.5 < free.figures.decode_batch
+    for found in (free, held):
+        assert found.deployment.stages == now.deployment.stages
+        assert found.deployment.num_groups == now.deployment.num_groups
+        assert (found.controls.encode_chunk > 0) == (chunk > 0)  # type: ignore[union-attr]
+        assert found.figures.fits
+
+
+# --- What the queries that are done have left of a bound on a share of all queries
+
+
+OWN = latency_constraint(10.0, kind="queries", quantile=0.95)
+
+
+def test_what_is_left_is_what_the_whole_job_may_have() -> None:
+    own = Allowance(OWN, 1000)
+    assert own.share(None) == pytest.approx(0.05)
+    assert own.share(Kept(0, 400, 32)) == pytest.approx(18 / 600)
+    left = own.constrained(OWN, Kept(0, 400, 32))
+    assert left.quantile == pytest.approx(0.97) and left.latency_s == OWN.latency_s
+    # where nobody knows what was over it of 500 queries of an earlier run: of its own 500 alone
+    assert own.share(Kept(500, 100, 9)) == pytest.approx(16 / 400)
+
+
+def test_it_is_never_more_than_was_asked_for() -> None:
+    own = Allowance(OWN, 1000)
+    assert own.share(Kept(0, 400, 2)) == pytest.approx(0.05)
+    assert own.constrained(OWN, Kept(0, 400, 20)) is OWN
+
+
+def test_what_is_lost_costs_no_more() -> None:
+    own = Allowance(OWN, 1000)
+    assert own.share(Kept(0, 400, 49)) == pytest.approx(LEAST * 0.05), "a plan for less is hopeless"
+    assert own.share(Kept(0, 400, 50)) == pytest.approx(LEAST * 0.05), "not one more may"
+    assert own.share(Kept(0, 400, 51)) == pytest.approx(0.05), "nothing saves the bound now"
+
+
+def test_a_bound_that_is_lost_is_said_to_be_once() -> None:
+    own = Allowance(OWN, 1000)
+    lost = own.look(Kept(0, 400, 60))
+    assert lost is not None and lost.is_lost
+    assert lost.sentence == ("60 of 400 queries took longer than the bound, more than may of the "
+                             "whole job: it is lost, and the rest is planned for as if it were a "
+                             "job of its own")
+    own.take(lost.kept)
+    assert own.look(Kept(0, 900, 300)) is None
+
+
+def test_queries_that_failed_are_none_of_those_that_may_be_late() -> None:
+    own = Allowance(OWN, 1000)
+    assert own.share(Kept(0, 400, 22, failed=300)) == pytest.approx(13 / 300)
+    lost = own.look(Kept(0, 400, 36, failed=300))
+    assert lost is not None and lost.is_lost and lost.left == 300
+
+
+def test_a_look_is_due_when_less_is_left_than_planned_for() -> None:
+    own = Allowance(OWN, 1000)
+    assert own.look(None) is None
+    assert own.look(Kept(0, ENOUGH - 1, 40)) is None, "few tell little of a share"
+    assert own.look(Kept(0, 200, 15)) is None, "35 of 800 is about as much"
+    found = own.look(Kept(0, 300, 24))
+    assert found is not None and found.share == pytest.approx(26 / 700)
+    assert (found.done, found.left) == (300, 700)
+    assert found.sentence == ("24 of 300 queries took longer than the bound: 3.7% of those left "
+                              "may (5.0% were planned for)")
+    own.take(found.kept)
+    assert own.look(Kept(0, 320, 30)) is None, "it has only just been planned"
+    assert own.look(Kept(0, 400, 28)) is None, "as planned"
+    worse = own.look(Kept(0, 400, 33))
+    assert worse is not None and worse.planned == pytest.approx(found.share)
+
+
+def test_what_came_back_is_given_back() -> None:
+    own = Allowance(OWN, 1000)
+    own.take(Kept(0, 400, 38))  # 2 % are left
+    assert own.look(Kept(0, 600, 39)) is None
+    back = own.look(Kept(0, 700, 39))
+    assert back is not None and back.share == pytest.approx(11 / 300)
+
+
+@pytest.mark.parametrize("constraint", [
+    latency_constraint(10.0, kind="sequence", quantile=0.95),
+    latency_constraint(math.inf, kind="queries", quantile=0.95)])
+def test_other_bounds_have_none(constraint: object) -> None:
+    own = Allowance(constraint, 1000)  # type: ignore[arg-type]
+    assert own.look(Kept(0, 400, 300)) is None
+    assert own.constrained(constraint, Kept(0, 400, 300)) is constraint  # type: ignore[arg-type]
