@@ -40,6 +40,8 @@ def test_nothing_uncertain_costs_nothing() -> None:
     found = margin_of(toy_problem(latency_s=0.1), estimate_of(toy_problem(), **CONFIG))
     assert (found.factor, found.timing, found.lengths, found.drift) == (1, 1, 1, 1)
     assert "not covered" in found.sentence and "given" in found.sentence
+    found = margin_of(observed(toy_problem(), 50), drift=0.2)
+    assert found.factor == 1 and "no bound" in found.sentence
 
 
 def computed_margin(engine: str, confidence: float = 0.9):
@@ -76,16 +78,6 @@ def test_a_refusal_says_what_takes_a_smaller_margin_of_computed_times() -> None:
     assert "plan.engine" not in vllm.remedy and "none at 0.5" in vllm.remedy
 
 
-def test_as_likely_as_not_takes_computed_times_as_they_are() -> None:
-    factors = [computed_margin("xgpt", confidence)[0].factor for confidence in (0.5, 0.8, 0.95)]
-    assert factors[0] == 1 < factors[1] < factors[2]
-
-
-def test_an_infinite_bound_needs_no_margin() -> None:
-    found = margin_of(observed(toy_problem(), 50), drift=0.2)
-    assert found.factor == 1 and "no bound" in found.sentence
-
-
 def test_more_observations_leave_a_smaller_margin() -> None:
     factors = [margin_of(observed(toy_problem(latency_s=0.1), n)).lengths
                for n in (60, 6000, 600_000)]
@@ -98,6 +90,7 @@ def test_limits_rise_with_confidence(spread: float) -> None:
     logs = np.random.default_rng(0).normal(0.01, 0.1, 40)
     limits = [upper_limit(logs, spread, c) for c in (0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.999)]
     assert limits == sorted(limits) and limits[0] < limits[-1]
+    assert upper_limit(np.zeros(1), 0.02, 0.95) == pytest.approx(0.02 * 1.6449, rel=1e-3)
 
 
 def test_margins_rise_with_confidence_and_repeat_exactly() -> None:
@@ -105,10 +98,8 @@ def test_margins_rise_with_confidence_and_repeat_exactly() -> None:
     factors = [margin_of(problem, confidence=c).factor for c in (0.6, 0.95, 0.99)]
     assert factors == sorted(factors) and factors[0] < factors[-1]
     assert margin_of(problem) == margin_of(problem)
-
-
-def test_limit_of_a_normal_alone() -> None:
-    assert upper_limit(np.zeros(1), 0.02, 0.95) == pytest.approx(0.02 * 1.6449, rel=1e-3)
+    factors = [computed_margin("xgpt", confidence)[0].factor for confidence in (0.5, 0.8, 0.95)]
+    assert factors[0] == 1 < factors[1] < factors[2], "as likely as not takes times as they are"
 
 
 def test_drift_is_the_worst_of_the_drifted_latencies() -> None:
@@ -195,22 +186,18 @@ def test_planted_noise_is_found_and_weighed_by_its_share() -> None:
 
 
 def test_a_planted_bend_is_an_error_between_points() -> None:
+    timing = profile_timing()
+    bare = replace(timing.profile, tables={  # too few samples tell no noise
+        key: tuple(replace(p, samples_s=p.samples_s[:1]) for p in points)
+        for key, points in timing.profile.tables.items()})
+    found = ProfileTiming(bare, roofline_of(toy_problem()))
+    assert all(error.unknown == 1 and error.noise == 0 for error in found.table_errors().values())
+    assert "too few samples" in profile_margin(found).sentence
     straight, bent = (profile_timing("layer_rest", bend=b).table_errors()[TableKey("layer_rest")]
                       for b in (0.0, 0.2))
     assert straight.interpolation == pytest.approx(0, abs=1e-9)
     # the bent point and its two neighbours are missed by other lines
     assert 0.2 / 1.2 / 4 / math.sqrt(3) < bent.interpolation < 0.2
-
-
-def test_too_few_samples_tell_no_noise() -> None:
-    timing = profile_timing()
-    bare = replace(timing.profile, tables={
-        key: tuple(replace(p, samples_s=p.samples_s[:1]) for p in points)
-        for key, points in timing.profile.tables.items()})
-    errors = ProfileTiming(bare, roofline_of(toy_problem())).table_errors()
-    assert all(error.unknown == 1 and error.noise == 0 for error in errors.values())
-    assert "too few samples" in profile_margin(
-        ProfileTiming(bare, roofline_of(toy_problem()))).sentence
 
 
 def test_a_profile_that_was_measured_briefly_has_a_least_error_and_says_so() -> None:

@@ -237,11 +237,12 @@ def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[OpenedJob, Schedul
     assert all(controls.group_max_active <= job.own.slots for _, controls in job.changes)
 
 
-def state_of(session: OpenedJob, lengths: list[int]) -> None:
-    """These queries are done, none is at work."""
-    (session.job.output / OBSERVED_FILE).write_text(json.dumps({
+def at(own: Rescheduler, lengths: list[int]) -> bool:
+    """A look once these queries are done, and none is at work."""
+    (own._output / OBSERVED_FILE).write_text(json.dumps({
         "first": 0, "active": [],
         "finished": [(i, 20 + i % 40, n) for i, n in enumerate(lengths)]}))
+    return own.update()
 
 
 def fresh(begun: tuple[OpenedJob, Schedule], folder: Path, **changes: Any) -> Rescheduler:
@@ -252,21 +253,16 @@ def fresh(begun: tuple[OpenedJob, Schedule], folder: Path, **changes: Any) -> Re
     return follow(session, schedule, **changes)
 
 
-def at(own: Rescheduler, begun: tuple[OpenedJob, Schedule], lengths: list[int]) -> bool:
-    state_of(replace(begun[0], job=replace(begun[0].job, output=own._output)), lengths)
-    return own.update()
-
-
 def test_few_queries_are_trusted_with_half_the_bound(begun: tuple[OpenedJob, Schedule],
                                                      tmp_path: Path) -> None:
     own = fresh(begun, tmp_path)
-    assert at(own, begun, outputs_of(20, 4, 19)) is False, "too few"
-    assert at(own, begun, outputs_of(20, 4, 20)) is True
+    assert at(own, outputs_of(20, 4, 19)) is False, "too few"
+    assert at(own, outputs_of(20, 4, 20)) is True
     (found,) = own.decisions
     assert found.schedule is not None
     assert found.schedule.estimate.figures.latency_s <= CAUTION * BOUND_S
-    assert at(own, begun, outputs_of(20, 4, 49)) is False, "looked at again from 50 on"
-    assert at(own, begun, outputs_of(20, 4, 60)) is True
+    assert at(own, outputs_of(20, 4, 49)) is False, "looked at again from 50 on"
+    assert at(own, outputs_of(20, 4, 60)) is True
     later = own.decisions[1].schedule
     assert later is not None and CAUTION * BOUND_S < later.estimate.figures.latency_s <= BOUND_S
     assert later.estimate.figures.throughput_qps > found.schedule.estimate.figures.throughput_qps
@@ -276,10 +272,9 @@ def test_few_queries_are_trusted_with_half_the_bound(begun: tuple[OpenedJob, Sch
 def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
         begun: tuple[OpenedJob, Schedule], tmp_path: Path) -> None:
     start = begun[1].estimate
-    own = fresh(
-        begun, tmp_path, needed=50, running=begun[1].changed(encode_batch=60, decode_iterations=20)
-    )  # as 24 short ones had it
-    assert at(own, begun, outputs_of(20, 4, 24) + [200] * 30) is True
+    own = fresh(begun, tmp_path, needed=50, running=begun[1].changed(  # as 24 short ones had it
+        encode_batch=60, decode_iterations=20))
+    assert at(own, outputs_of(20, 4, 24) + [200] * 30) is True
     (back,) = own.decisions
     assert back.schedule is not None and back.schedule.estimate == start
     assert back.record["choice"] == "adjust" and back.record["revision"] == 1
@@ -287,9 +282,7 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     told = load_change_order(own._output)
     assert told is not None and told.revision == 1
     assert (told.controls.encode_batch, told.controls.decode_iterations) == (
-        start.figures.encode_batch,
-        start.figures.decode_iterations,
-    )
+        start.figures.encode_batch, start.figures.decode_iterations)
     assert own.decider.is_observing, "it looks again"
 
 
@@ -297,13 +290,13 @@ def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(
         begun: tuple[OpenedJob, Schedule], tmp_path: Path) -> None:
     own = fresh(begun, tmp_path)
     long = [150, 200] * 150
-    assert at(own, begun, long[:30]) is False, "too early to tell"
-    assert at(own, begun, long[:80]) is True
+    assert at(own, long[:30]) is False, "too early to tell"
+    assert at(own, long[:80]) is True
     (found,) = own.decisions
     assert found.schedule is None and found.record["choice"] == "keep"
     assert "the schedule stays: no other batch sizes do: the tightest latency" in found.sentence
-    assert at(own, begun, long[:150]) is False, "until as many again are done"
-    assert at(own, begun, long[:200]) is False, "which is nothing new"
+    assert at(own, long[:150]) is False, "until as many again are done"
+    assert at(own, long[:200]) is False, "which is nothing new"
     assert own.decider.needed == 400 and len(own.decisions) == 1
     assert load_change_order(own._output) is None
 
