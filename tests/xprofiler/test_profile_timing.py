@@ -61,28 +61,22 @@ def timing(tables: Any = None, *, refused: dict[int, str] | None = None,
                          fallback, marks)
 
 
-def test_operators_are_joined_by_lines_through_zero() -> None:
-    got = timing().operator_s(Operator.LAYER_REST, [0, 0.5, 1, 2.5, 4, 8, 16, 33])
-    assert got.tolist() == [0, 0.5, 1, 2.5, 4, 6, 10, np.inf]
-    # further arguments of a call do not count
-    assert timing().operator_s(Operator.HEAD, 4, [1, 99]).tolist() == [4, 4]
-
-
-def test_decode_attention_is_bilinear_and_grows_with_context() -> None:
-    got = timing().operator_s(Operator.DECODE_ATTENTION, [1, 4, 2.5, 4, 4], [10, 20, 15, 30, 81])
-    assert got.tolist() == [1, 7, 3.25, 11, np.inf]
-
-
-def test_encode_attention_is_joined_by_powers_and_settles_with_the_batch() -> None:
-    got = timing().operator_s(Operator.ENCODE_ATTENTION, [10, 15, 40, 10, 10], [0, 1, 1, 2.5, 999])
-    assert got.tolist() == pytest.approx([1, 1.5**2, 16, 2, 3])
-
-
-def test_a_degree_has_its_own_tables() -> None:
-    tables = {**TABLES, TableKey("layer_rest", 4): points((1, 0, 0.5), (8, 0, 2.0))}
-    got = [float(timing(tables).operator_s(Operator.LAYER_REST, 8, tp_degree=d)) for d in (1, 4)]
-    assert got == [6, 2]
-    assert timing(tables).profile.tp_degrees == (1, 4)
+@pytest.mark.parametrize(("operator", "x", "y", "degree", "seconds"), [
+    # joined by lines through zero; further arguments of a call do not count
+    (Operator.LAYER_REST, [0, 0.5, 1, 2.5, 4, 8, 16, 33], 0, 1, [0, 0.5, 1, 2.5, 4, 6, 10, np.inf]),
+    (Operator.HEAD, 4, [1, 99], 1, [4, 4]), (Operator.LAYER_REST, 8, 0, 4, 2),
+    # bilinear, and growing with the context
+    (Operator.DECODE_ATTENTION, [1, 4, 2.5, 4, 4], [10, 20, 15, 30, 81], 1,
+     [1, 7, 3.25, 11, np.inf]),
+    # joined by powers, and settling with the batch
+    (Operator.ENCODE_ATTENTION, [10, 15, 40, 10, 10], [0, 1, 1, 2.5, 999], 1,
+     [1, 1.5**2, 16, 2, 3]),
+    (Operator.LAYER_REST, np.ones((2, 3)), 0, 1, np.ones((2, 3)))])
+def test_each_table_has_its_own_shape(operator: Operator, x: Any, y: Any, degree: int,
+                                      seconds: Any) -> None:
+    source = timing({**TABLES, TableKey("layer_rest", 4): points((1, 0, 0.5), (8, 0, 2.0))})
+    found = source.operator_s(operator, x, y, tp_degree=degree)
+    assert found == pytest.approx(np.array(seconds)) and source.profile.tp_degrees == (1, 4)
 
 
 def test_messages_cost_their_latency_and_then_by_the_byte() -> None:
@@ -92,6 +86,7 @@ def test_messages_cost_their_latency_and_then_by_the_byte() -> None:
     assert source.message_s(REDUCE, np.array([50, 600]), NEAR, tp_degree=4).tolist() == [2, 2.5]
     assert source.message_s(REDUCE, np.array([50, 600]), FAR, tp_degree=1).tolist() == [0, 0]
     assert source.message_s(SEND, 11_100, NEAR) == pytest.approx(11.5), "of any size"
+    assert source.message_s(SEND, np.ones((4, 2)), NEAR).shape == (4, 2)
 
 
 def test_a_handover_takes_the_quicker_way_that_was_measured() -> None:
@@ -101,7 +96,9 @@ def test_a_handover_takes_the_quicker_way_that_was_measured() -> None:
 
 
 def test_the_hosts_share_is_the_overheads_median() -> None:
-    assert timing().facts.step_overhead_s == 0.25
+    assert timing().facts.step_overhead_s == 0.25 and timing().facts.is_padded
+    plain = Profile(metadata=replace(METADATA, is_padded=False), tables=TABLES)
+    assert not ProfileTiming(plain).facts.is_padded, "as the measured kernels are"
     none = {k: v for k, v in TABLES.items() if k.name != STEP_OVERHEAD}
     assert timing(none).facts.step_overhead_s == 0
     helped = timing(none, fallback=FALLBACK).facts
@@ -161,25 +158,10 @@ def test_provenance_says_whose_numbers_these_are_and_how_they_differ() -> None:
     assert helped.provenance().endswith(f"; transfer over near: {FALLBACK.provenance()}")
 
 
-def test_padding_is_the_measured_kernels() -> None:
-    assert timing().facts.is_padded
-    plain = Profile(metadata=replace(METADATA, is_padded=False), tables=TABLES)
-    assert not ProfileTiming(plain).facts.is_padded
-
-
 @pytest.mark.parametrize("operator", Operator)
 def test_only_messages_have_a_cost_without_work(operator: Operator) -> None:
     assert table_shape(TableKey(operator.value)).through_zero
     assert not table_shape(TableKey(TRANSFER, 1, "near")).through_zero
-
-
-def test_what_comes_back_broadcasts_like_its_arguments() -> None:
-    source = timing()
-    got = source.operator_s(Operator.DECODE_ATTENTION, np.ones((5, 1)), np.full(3, 10.0))
-    assert got.shape == (5, 3)
-    assert source.operator_s(Operator.LAYER_REST, np.ones((2, 3)), 0).shape == (2, 3)
-    assert source.operator_s(Operator.LAYER_REST, 1.0).shape == ()
-    assert source.message_s(SEND, np.ones((4, 2)), NEAR).shape == (4, 2)
 
 
 @pytest.mark.parametrize(("device", "rows", "encoder", "times"), [

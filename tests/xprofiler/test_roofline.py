@@ -11,7 +11,7 @@ from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import UnknownNameError
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import FP8, INT8
-from xprofiler.constants import BY_KIND, GPU, RooflineConstants
+from xprofiler.constants import GPU, RooflineConstants
 from xprofiler.engines import LINK_FIELDS, changed, engine_constants
 from xprofiler.links import link_kind
 from xprofiler.roofline import Roofline
@@ -104,15 +104,6 @@ def test_tensor_parallel_speed_ups_are_those_of_the_engine_not_of_the_sum_of_ope
         assert np.median(speed_ups) == pytest.approx(published, rel=0.10)
 
 
-def test_all_reduce_of_one_rank_is_free_and_grows_with_bytes():
-    source, link = sources()[0], catalog.link("nvlink3")
-    assert source.message_s(REDUCE, 1e6, link, tp_degree=1) == 0
-    seconds = source.message_s(REDUCE, [1e3, 1e6, 64e6], link, tp_degree=8)
-    assert (np.diff(seconds) > 0).all()
-    # 64 MiB over 8 GPUs of an A100 node: 675 us measured
-    assert source.message_s(REDUCE, 2**26, link, tp_degree=8) == pytest.approx(675e-6, rel=0.25)
-
-
 @pytest.mark.parametrize(("name", "share"), [
     ("nvlink3", 0.70), ("ib-200g", 0.70), ("pcie4-x16", 0.13),  # A40: 4 GB/s through the host
     ("pcie4-x16-p2p", 0.52)])
@@ -160,15 +151,15 @@ def test_all_reduce_is_a_collective_and_the_ranks_skew(name, degree):
     assert (np.diff(seconds) >= 0).all() and (np.diff(seconds / volume) <= 0).all()
     assert source.message_s(REDUCE, volume, link, tp_degree=degree) == pytest.approx(
         seconds + source.links.synchronisation_s(degree))
+    assert source.message_s(HAND_OVER, 1e9, link) > source.message_s(SEND, 1e9, link)
+    assert source.message_s(REDUCE, 1e6, link, tp_degree=1) == 0
+    if (name, degree) == ("nvlink3", 8):  # 64 MiB over 8 GPUs of an A100 node: 675 us measured
+        found_s = source.message_s(REDUCE, 2**26, link, tp_degree=8)
+        assert found_s == pytest.approx(675e-6, rel=0.25)
+    waits_s = [source.links.synchronisation_s(t) for t in (1, 2, 3, 4, 8, 16, 32)]
+    assert waits_s[0] == 0 and (np.diff(waits_s[:-1]) > 0).all() and waits_s[-1] == waits_s[-2]
     # no ring moves its bytes faster than the link does
     assert (seconds > 2 * (degree - 1) / degree * volume / link.bandwidth_bytes_per_s).all()
-
-
-def test_synchronisation_grows_with_the_degree_and_one_rank_has_none():
-    seconds = [sources()[0].links.synchronisation_s(t) for t in (1, 2, 3, 4, 8, 16, 32)]
-    assert seconds[0] == 0
-    assert (np.diff(seconds[:-1]) > 0).all()
-    assert seconds[-1] == seconds[-2]
 
 
 def test_queries_encoded_together_share_the_launch_and_keep_their_work():
@@ -195,18 +186,9 @@ def test_an_encoder_layer_takes_less_than_a_decoder_layer_with_cross_attention()
     decoder, encoder, cross_kv = (source.operator_s(o, tokens) for o in (
         Operator.LAYER_REST, Operator.ENCODER_REST, Operator.CROSS_KV))
     assert (encoder < decoder).all() and (cross_kv < encoder).all()
-
-
-def test_cross_attention_costs_what_decode_attention_costs_at_that_context():
-    source = sources()[1]
     for context in (1, 100, 10000):
         assert source.operator_s(Operator.CROSS_ATTENTION, 7, context) == source.operator_s(
             Operator.DECODE_ATTENTION, 7, context)
-
-
-def test_handover_costs_more_than_the_message():
-    source, link = sources()[0], catalog.link("nvlink3")
-    assert source.message_s(HAND_OVER, 1e9, link) > source.message_s(SEND, 1e9, link)
 
 
 def test_given_constants_replace_those_of_the_kind_and_the_provenance_says_so():
@@ -263,6 +245,8 @@ def test_a_row_changes_what_it_names_and_leaves_the_rest() -> None:
 def test_an_engine_never_measured_on_a_generation_takes_its_nearest() -> None:
     ada, ampere = (engine_constants(catalog.device(name), "vllm") for name in ("L4", "A40"))
     assert ada == ampere != engine_constants(catalog.device("H100"), "vllm")
+    with pytest.raises(UnknownNameError, match="vllm"):
+        engine_constants(catalog.device("H100"), "vlm")
 
 
 def test_engines_of_today_reduce_small_messages_in_microseconds() -> None:
@@ -327,9 +311,3 @@ def test_fp8_products_of_vllm_have_columns_of_their_own_where_those_of_16_bits_d
 
     assert of(FP8, 8192.0) / of(FP8, 1024.0) < 4.3  # bound by products: 8 times the columns
     assert of("", 8192.0) / of("", 1024.0) > 6.5
-
-
-def test_a_processors_constants_are_the_same_whatever_the_engine() -> None:
-    with pytest.raises(UnknownNameError, match="vllm"):
-        engine_constants(catalog.device("H100"), "vlm")
-    assert BY_KIND["cpu"].gemm_half_columns == 0

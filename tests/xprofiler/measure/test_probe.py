@@ -152,6 +152,9 @@ def test_marks_alone_put_a_fixed_number_of_moments_around_the_parts() -> None:
     assert clock.marks == 2 + 2 * 4 + 1
     assert parts == StepParts(whole_s=10, rest_s=3, attention_s=1, embed_s=1, head_s=1)
     assert parts.overhead_s(1) == 4
+    # clocks of a GPU's events and of the whole may disagree by a rounding
+    assert StepParts(whole_s=1.0, rest_s=0.6, attention_s=0.5, embed_s=0, head_s=0
+                     ).overhead_s(1) == 0
 
 
 def test_a_step_that_skips_a_layer_is_our_own_mistake() -> None:
@@ -166,12 +169,6 @@ def test_a_step_that_skips_a_layer_is_our_own_mistake() -> None:
 
     with pytest.raises(AssertionError, match=r"self\.rest"):
         probe.time(skipping)
-
-
-def test_what_is_less_than_nothing_besides_the_parts_is_nothing() -> None:
-    """Clocks of a GPU's events and of the whole may disagree by a rounding."""
-    parts = StepParts(whole_s=1.0, rest_s=0.6, attention_s=0.5, embed_s=0, head_s=0)
-    assert parts.overhead_s(1) == 0
 
 
 def executor_of(spec: ModelSpec) -> StageExecutor:
@@ -261,13 +258,6 @@ def test_an_encoder_decoders_steps_add_up_to_the_whole() -> None:
 
 
 @pytest.mark.parametrize("bench_class", [LayerBench, EncoderDecoderBench])
-def test_moving_cache_rows_can_be_timed_again_and_again(bench_class: Any) -> None:
-    bench = bench_class(T5 if bench_class is EncoderDecoderBench else SPECS["opt"], torch.float32)
-    move = bench.compaction(3, 16)
-    assert all(move() > 0 for _ in range(3))
-
-
-@pytest.mark.parametrize("bench_class", [LayerBench, EncoderDecoderBench])
 def test_layers_whose_caches_would_take_too_much_are_timed_with_one_or_fewer(
         bench_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An output of 99,999 tokens, which T5 may be asked for, takes 200 MB a query and layer."""
@@ -290,29 +280,24 @@ def test_layers_whose_caches_would_take_too_much_are_timed_with_one_or_fewer(
         parts = (bench.decode(contexts, [40] * 6) if bench_class is EncoderDecoderBench
                  else bench.decode(contexts))()
         all_parts_are_there(parts, bench.num_layers)
-        assert bench.compaction(3, 40)() > 0
+        move = bench.compaction(3, 40)
+        assert all(move() > 0 for _ in range(3)), "again and again"
         layers = bench.num_layers if is_whole else 1
         assert taken == [one * layers] * len(taken) and len(taken) >= 2
 
 
-@pytest.mark.parametrize(("queries", "longest"), [(1, 1), (1, 50), (2, 1), (7, 129)])
-def test_contexts_of_a_decode_step_are_ragged_with_the_longest_among_them(
-        queries: int, longest: int) -> None:
-    contexts = ragged(queries, longest)
-    assert len(contexts) == queries and max(contexts) == longest and min(contexts) >= 1
-    assert contexts == ragged(queries, longest)
-    assert queries < 7 or len(set(contexts)) > queries // 2
-
-
-@pytest.mark.parametrize(("queries", "mean"), [(1, 1), (1, 300), (7, 2), (33, 100), (128, 519)])
-def test_contexts_around_a_mean_have_it(queries: int, mean: int) -> None:
-    contexts = around(queries, mean)
-    assert len(contexts) == queries and sum(contexts) == mean * queries and min(contexts) >= 1
-    assert contexts == around(queries, mean) and max(contexts) <= 2 * mean
-
-
-@pytest.mark.parametrize("tokens", [1, 30, 75, 300, 2080])
-def test_ordinary_inputs_sum_to_the_rows_asked_for(tokens: int) -> None:
-    lengths = ordinary_inputs(tokens)
-    assert sum(lengths) == tokens and min(lengths) >= 1
-    assert lengths == ordinary_inputs(tokens)
+def test_sizes_of_a_timed_step_are_those_asked_for_and_always_the_same() -> None:
+    for queries, longest in ((1, 1), (1, 50), (2, 1), (7, 129)):
+        contexts = ragged(queries, longest)
+        assert len(contexts) == queries and max(contexts) == longest and min(contexts) >= 1
+        assert contexts == ragged(queries, longest)
+        assert queries < 7 or len(set(contexts)) > queries // 2
+    for queries, mean in ((1, 1), (1, 300), (7, 2), (33, 100), (128, 519)):
+        contexts = around(queries, mean)
+        assert len(contexts) == queries and sum(contexts) == mean * queries
+        assert min(contexts) >= 1 and max(contexts) <= 2 * mean
+        assert contexts == around(queries, mean)
+    for tokens in (1, 30, 75, 300, 2080):
+        lengths = ordinary_inputs(tokens)
+        assert sum(lengths) == tokens and min(lengths) >= 1
+        assert lengths == ordinary_inputs(tokens)
