@@ -9,7 +9,6 @@ from best_by_hand import (
     Judged,
     Row,
     drawn_cells,
-    drawn_points,
     line_of,
     page,
     planned,
@@ -34,15 +33,6 @@ def cells() -> list[Cell]:
             if len(cell.points)]
 
 
-def test_there_are_forty_problems_of_six_models_and_five_devices() -> None:
-    assert 4 * len(SCENARIOS) >= 40
-    assert len({one.model for one in SCENARIOS}) >= 6
-    assert len({one.device for one in SCENARIOS}) >= 5
-    assert len({one.task for one in SCENARIOS}) >= 5
-    devices = {one.nodes * one.per_node for one in SCENARIOS}
-    assert (min(devices), max(devices)) == (1, 64)
-
-
 def test_sizes_are_drawn_evenly_and_then_policies(cells: list[Cell]) -> None:
     drawn = list(drawn_cells(cells, 4000, np.random.default_rng(0)))
     assert sum(many for _, many in drawn) == 4000
@@ -52,14 +42,6 @@ def test_sizes_are_drawn_evenly_and_then_policies(cells: list[Cell]) -> None:
             of_one[cell.policy] += many
     assert of_one.total() == pytest.approx(2000, abs=150)
     assert max(of_one.values()) < 1.4 * min(of_one.values())
-
-
-def test_points_lie_within_the_cells(cells: list[Cell]) -> None:
-    rng = np.random.default_rng(0)
-    for cell in cells:
-        points = drawn_points(cell, 1000, rng)
-        assert np.all(points >= cell.points.min(axis=0))
-        assert np.all(points <= cell.points.max(axis=0))
 
 
 def test_a_planner_below_the_best_drawn_is_counted() -> None:

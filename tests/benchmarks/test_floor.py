@@ -12,10 +12,8 @@ from floor import (
     WAYS,
     Machine,
     Numbers,
-    Part,
     kv_tokens,
     model_of,
-    part_seconds,
     parts_of,
     rates,
     whole_steps,
@@ -45,16 +43,6 @@ def test_a_decoder_s_products_are_two_operations_a_weight(name: str) -> None:
         spec.num_layers * spec.decoder_layer_params - vectors)
     assert 0 < vectors < 0.01 * spec.num_layers * spec.decoder_layer_params
     assert parts["head"].flops_per_row == 2 * spec.vocab_size * spec.hidden_size
-
-
-def test_an_encoder_decoder_has_two_attentions_and_projects_its_input_once() -> None:
-    spec = catalog.model("t5-11b")
-    parts, hidden = parts_of(spec), spec.hidden_size
-    width = spec.num_heads * spec.head_dim
-    apart = parts["layer"].flops_per_row / spec.num_layers - (
-        parts["encoder"].flops_per_row / spec.num_encoder_layers)
-    assert apart == 2 * 2 * hidden * width
-    assert parts["cross_kv"].flops_per_row == 2 * spec.num_layers * hidden * 2 * width
 
 
 def test_every_decode_step_reads_what_its_queries_have_so_far() -> None:
@@ -96,13 +84,6 @@ def test_a_run_with_narrow_weights_has_their_products_as_one_of_the_ways(
     assert sum(NARROW_WAYS[held] in line for line in table) == 2, "layers and head"
     own = rates(machine_of("smollm2-135m", BFLOAT16, 1e9))
     assert not any(NARROW_WAYS[held] in line for line in own)
-
-
-def test_products_are_timed_in_every_way_and_all_layers_count() -> None:
-    part, numbers = Part(shapes=((48, 32), (32, 48)), count=7), Numbers(torch.float32, "int8")
-    seconds = part_seconds(part, numbers, rows=(3, 200))
-    assert seconds.shape == (len(numbers.ways), 2) and (seconds > 0).all()
-    assert part_seconds(part, Numbers(torch.float32), rows=(3,)).shape == (len(WAYS), 1)
 
 
 def test_the_floor_of_a_run_is_its_operations_over_the_rate_and_its_bytes_over_the_bandwidth(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import faults
 from problems import TakenAsTrue
 
 from xgpt.app.opened import OpenedJob, open_file
@@ -13,11 +14,7 @@ from xgpt.app.plan import executable
 from xgpt.cli.terminal import Terminal
 from xprofiler.roofline import Roofline
 
-CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
-          "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 128,
-          "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-          "hidden_act": "silu"}
+CONFIG = {**faults.CONFIG, "num_hidden_layers": 2}
 COUNT = 24
 WORKLOAD = {"requests": "requests: requests.jsonl"}
 RUN = {"dtype": "dtype: float32"}

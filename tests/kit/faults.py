@@ -16,7 +16,7 @@ from typing import Any
 SUPPORT = Path(__file__).resolve().parent
 XGPT = [sys.executable, str(SUPPORT / "by_data_sheets.py")]
 WAIT_S = 300.0  # for what must come; a loaded machine takes its time
-_CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
            "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
            "num_hidden_layers": 4, "vocab_size": 97, "max_position_embeddings": 128,
            "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
@@ -46,7 +46,7 @@ class ToyJob:
     def write(self) -> "ToyJob":
         model = self.folder / "model"
         model.mkdir(parents=True, exist_ok=True)
-        (model / "config.json").write_text(json.dumps(_CONFIG))
+        (model / "config.json").write_text(json.dumps(CONFIG))
         (self.folder / "requests.jsonl").write_text("".join(
             json.dumps({"id": f"q{i}", "tokens": [7, 8, 9 + i % 80, i // 80],
                         "forced_tokens": 30 if i % 5 == 2 else 3 + i % 7}) + "\n"

@@ -2,7 +2,6 @@
 and finds one of them to kill."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -14,21 +13,19 @@ from typing import Any, NamedTuple
 
 import toys
 from faults import below
+from problems import as_given
 
 from xgpt.core.job import FIXED
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
-from xgpt.core.schedule_file import save_schedule, schedule_from_flat
+from xgpt.core.schedule_file import save_schedule
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import LocalLauncher
 from xrunner.plan import RunPlan
 
 
 def given(estimate: Estimate, problem: Problem, path: Path) -> Path:
-    save_schedule(schedule_from_flat(
-        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
-        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
-        fingerprint=problem.fingerprint), path)
+    save_schedule(as_given(problem, estimate), path)
     return path
 
 

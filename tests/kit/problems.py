@@ -181,6 +181,14 @@ def schedule_of(problem: Problem, estimate=None, **changes) -> Schedule:
         fingerprint=problem.fingerprint)
 
 
+def as_given(problem: Problem, estimate: Estimate) -> Schedule:
+    """A schedule of which nothing was proved."""
+    return schedule_from_flat(
+        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
+        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
+        fingerprint=problem.fingerprint)
+
+
 def doubts_of(problem: Problem, timing: TimingSource | None = None) -> Doubts:
     return Doubts(problem, Evaluator(problem, timing or roofline_of(problem)))
 

@@ -162,31 +162,21 @@ def page(outcomes: Sequence[Outcome], seed: int) -> str:
     shapes = Counter(outcome.shape for outcome in outcomes)
     faults = Counter(fault for outcome in outcomes for fault in outcome.faults)
     troubles = [outcome for outcome in outcomes if outcome.trouble]
-    lines = [
+    return "\n".join([
         "# Jobs through faults", "",
-        f"{date.today()}; `python tests/kit/soak.py --jobs {len(outcomes)} --seed {seed}`: "
-        f"{len(outcomes)} jobs of {COUNT} "
-        f"queries of a toy model (float32, random weights), {faults.total() - faults[LATE]} "
-        f"faults, {sum(o.wall_s for o in outcomes) / 60:.0f} minutes of jobs, several at a time, "
-        f"on {os.cpu_count()} cores ({platform.machine()}) that others used too.", "",
+        f"{date.today()}; `python tests/kit/soak.py --jobs {len(outcomes)} --seed {seed}`: jobs of "
+        f"{COUNT} queries of a toy model in float32, {sum(o.wall_s for o in outcomes) / 60:.0f} "
+        f"minutes of jobs on {os.cpu_count()} shared cores ({platform.machine()}).", "",
         f"**{len(outcomes) - len(troubles)} of {len(outcomes)} jobs ended with every line once, "
         "with the tokens of an undisturbed run, and with every line that was there after the last "
         "fault as it was.** From the end of the command, or of who was killed, to the end of all "
         f"its processes it took {max(o.together_s for o in outcomes):.1f} s at most. "
-        f"{sum(0 < o.kept < COUNT for o in outcomes)} jobs went on from the middle, "
-        f"{sum(o.kept == COUNT for o in outcomes)} had all their results when they went on, and "
-        f"{sum(o.kept == 0 for o in outcomes)} none.", "",
-        "| fault | times |", "|---|---|", *(f"| {name} | {n} |" for name, n in
-                                          sorted(faults.items())), "",
-        "A power cut is a kill after which the folder is what a disk may have of it at some "
-        "operation of the recorded run: what was synced, and a random choice of what was not. "
-        f"`{LATE}`: the job was done before its fault.", "",
-        "| job | times |", "|---|---|", *(f"| {name} | {n} |" for name, n in shapes.items()), ""]
-    if troubles:
-        lines += ["What went wrong:", "", *(
-            f"- {o.number}: {o.shape}, {', '.join(o.faults)}: {' '.join(o.trouble.split())}"
-            for o in troubles)]
-    return "\n".join(lines).rstrip() + "\n"
+        f"{sum(0 < o.kept < COUNT for o in outcomes)} jobs went on from the middle. "
+        f"`{LATE}`: the job was done before its fault. A power cut leaves what was synced, and a "
+        "random choice of the rest.", "", "| fault or job | times |", "|---|---|",
+        *(f"| {name} | {n} |" for name, n in [*sorted(faults.items()), *shapes.items()]), "",
+        *(f"- {o.number}: {o.shape}, {', '.join(o.faults)}: {' '.join(o.trouble.split())}"
+          for o in troubles)]).rstrip() + "\n"
 
 
 def read_rows(path: Path | None) -> dict[int, Outcome]:

@@ -42,47 +42,22 @@ def make_model(family: str, directory: Path, *, heads: int = 6, head_dim: int = 
     if family in ENCODER_DECODER_FAMILIES:
         version = {"t5": "1.0", "t5-1.1": "1.1"}.get(family, family)
         return make_t5(version, directory, encoder_layers=5, decoder_layers=4)
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        MistralConfig,
-        MistralForCausalLM,
-        OPTConfig,
-        OPTForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-    )
+    if family not in ("opt", "gpt2", "gpt2-untied"):
+        return make_modern(family, directory)
+    import transformers
 
     torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 5,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128,
-        "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
+    width = heads * head_dim
+    own: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": EOS,
+                           "pad_token_id": 0}
     if family == "opt":
-        model: Any = OPTForCausalLM(OPTConfig(
-            vocab_size=VOCAB, hidden_size=heads * head_dim, ffn_dim=80, num_hidden_layers=5,
-            num_attention_heads=heads, max_position_embeddings=128,
-            word_embed_proj_dim=heads * head_dim,
-            init_std=0.3, bos_token_id=1, eos_token_id=EOS, pad_token_id=0))
-    elif family in ("gpt2", "gpt2-untied"):
-        model = GPT2LMHeadModel(GPT2Config(
-            vocab_size=VOCAB, n_embd=heads * head_dim, n_inner=80, n_layer=5, n_head=heads,
-            n_positions=128,
-            initializer_range=0.3, bos_token_id=1, eos_token_id=EOS, pad_token_id=0,
-            tie_word_embeddings=family == "gpt2"))
-    elif family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
-    elif family == "mistral":
-        model = MistralForCausalLM(MistralConfig(**shape, sliding_window=None, head_dim=10))
-    elif family == "llama3-rope":
-        scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                   "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-                   "rope_theta": 10000.0}
-        model = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=scaling))
+        model: Any = transformers.OPTForCausalLM(transformers.OPTConfig(
+            **own, hidden_size=width, ffn_dim=80, num_hidden_layers=5, num_attention_heads=heads,
+            max_position_embeddings=128, word_embed_proj_dim=width, init_std=0.3))
     else:
-        model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=family == "llama-tied"))
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            **own, n_embd=width, n_inner=80, n_layer=5, n_head=heads, n_positions=128,
+            initializer_range=0.3, tie_word_embeddings=family == "gpt2"))
     stir_norms_and_biases(model)
     model.eval().save_pretrained(directory)
     return model
@@ -92,23 +67,18 @@ def make_t5(version: str, directory: Path, *, encoder_layers: int = 3,
             decoder_layers: int = 2) -> Any:
     """Writes a T5 to `directory`, of version "1.0" or "1.1", or an "mt5", as published checkpoints
     of it are; returns transformers' own instance."""
-    from transformers import (
-        MT5Config,
-        MT5ForConditionalGeneration,
-        T5Config,
-        T5ForConditionalGeneration,
-    )
+    import transformers
 
     torch.manual_seed(0)
-    is_new, is_mt5 = version != "1.0", version == "mt5"
+    is_new, prefix = version != "1.0", "MT5" if version == "mt5" else "T5"
     # few buckets and a short reach, so that all kinds of distance occur in short inputs
-    config = (MT5Config if is_mt5 else T5Config)(
+    config = getattr(transformers, f"{prefix}Config")(
         vocab_size=VOCAB, d_model=32, d_kv=4, d_ff=36, num_layers=encoder_layers,
         num_decoder_layers=decoder_layers,
         num_heads=6, relative_attention_num_buckets=8, relative_attention_max_distance=10,
         feed_forward_proj="gated-gelu" if is_new else "relu", tie_word_embeddings=not is_new,
         decoder_start_token_id=0, eos_token_id=EOS, pad_token_id=0)
-    model: Any = (MT5ForConditionalGeneration if is_mt5 else T5ForConditionalGeneration)(config)
+    model: Any = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.4)
     if is_new:
@@ -237,6 +207,14 @@ _LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.
              "long_factor": [2.0, 4.0, 8.0], "original_max_position_embeddings": 64,
              "partial_rotary_factor": 0.75}
 # name -> (prefix of transformers' classes, what its config states beside the shape)
+_OLDER: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama3-rope": ("Llama", {"rope_parameters": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32, "rope_theta": 10000.0}}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 10})}
 MODERN_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-yarn": ("Qwen2", {"rope_parameters": _YARN}),
     "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW,
@@ -276,7 +254,7 @@ def make_modern(family: str, directory: Path, **other: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    prefix, own = MODERN_FAMILIES[family]
+    prefix, own = (_OLDER | MODERN_FAMILIES)[family]
     config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **own, **other})
     # the others leave soft-capping out
     config._attn_implementation = "eager" if family == "gemma2" else "sdpa"

@@ -1,6 +1,5 @@
 """The rough formulas beside replays and the memory model: random points of every policy."""
 
-import math
 import zlib
 from collections.abc import Callable
 from functools import cache
@@ -8,15 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from problems import problem_of, roofline_of
+from problems import as_given, problem_of, roofline_of
 
 from xgpt.core.controls import WaaControls
 from xgpt.core.deployment import Pool
 from xgpt.core.lengths import FloatArray, JointLengths, truncated_normal
 from xgpt.core.policies import policies, policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule
-from xgpt.core.schedule_file import from_json, schedule_from_flat, to_json
+from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import from_json, to_json
 from xprofiler.roofline import Roofline
 from xscheduler.replay_search import Replays
 from xscheduler.tensor_plans import tensor_plans
@@ -109,19 +108,11 @@ def test_a_schedule_in_chunks_is_one_that_ranks_take(name: str) -> None:
     stocks = []
     for point in points[points[:, 2] > 0][::5].tolist():
         estimate = formula.estimate((1, 0), tuple(point))
-        schedule = as_given(estimate, problem)
+        schedule = as_given(problem, estimate)
         assert from_json(to_json(schedule)) == schedule, f"{point = }"
         assert isinstance(estimate.controls, WaaControls)
         stocks.append(estimate.controls.stock_tokens)
     assert min(stocks) == 1 < max(stocks)
-
-
-def as_given(estimate: Estimate, problem: Problem) -> Schedule:
-    """A schedule of which nothing was proved."""
-    return schedule_from_flat(
-        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
-        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
-        fingerprint=problem.fingerprint)
 
 
 @pytest.mark.parametrize(("model", "policy"), CASES)
