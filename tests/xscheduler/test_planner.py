@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from problems import Refusing, problem_of, roofline_of, timing_of, toy_problem
 from problems import roofline_of as toy_times
 
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
-from xgpt.cli.schedule import schedule
 from xgpt.cli.terminal import Terminal
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
@@ -27,6 +25,7 @@ from xscheduler.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("short_replays")
 STEADY = PlanOptions(horizon="steady")
+BRIEF = PlanOptions(horizon="steady", is_brief=True)
 
 
 def job_of(num_queries: int | None = 100, latency_s: float = 12.0, *, observes: bool = False,
@@ -162,13 +161,6 @@ def test_what_more_queries_would_not_help_is_refused_as_before(
     assert NOTE not in capsys.readouterr().err
 
 
-def test_the_schedule_command_says_the_same(tmp_path: Path) -> None:
-    fixed = "policy: rra, encode_batch: 8, decode_iterations: 4, tp_degree: 1"
-    opened(tmp_path, fixed, 6)
-    shown = CliRunner().invoke(schedule, [str(tmp_path / "job.yaml"), "--json"])
-    assert shown.exit_code == 0 and NOTE in shown.output
-
-
 # --- A search that ends early
 
 
@@ -179,7 +171,7 @@ WHOLE = FixedSchedule(encode_chunk=0)
 def test_a_search_cut_short_stays_below_what_there_is_and_below_its_own_bound() -> None:
     problem = toy_problem(num_queries=200, fixed=WHOLE)
     timing = roofline_of(problem)
-    best = plan(problem, timing, PlanOptions(horizon="steady"))
+    best = plan(problem, timing, STEADY)
     cut = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=NO_TIME_S))
     assert cut.proof.status == Status.LIMIT and best.proof.status != Status.LIMIT
     assert cut.figures.throughput_qps <= best.figures.throughput_qps <= cut.proof.bound_qps
@@ -190,7 +182,7 @@ def test_with_time_enough_the_schedule_is_the_one_without_a_limit() -> None:
     timing = roofline_of(problem)
     limited = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=1e9))
     assert limited.proof.status != Status.LIMIT
-    assert limited.estimate == plan(problem, timing, PlanOptions(horizon="steady")).estimate
+    assert limited.estimate == plan(problem, timing, STEADY).estimate
 
 
 def test_a_plan_without_time_keeps_its_bound_with_its_margin() -> None:
@@ -217,9 +209,6 @@ def test_only_what_is_watched_counts_and_a_new_schedule_begins_anew() -> None:
 # --- A refusal says what is in the way, and what can be had is then had
 
 
-REFUSALS_STEADY = PlanOptions(horizon="steady", is_brief=True)
-
-
 @pytest.mark.parametrize("confidence", [0.5, 0.9])
 @pytest.mark.parametrize("fixed", [
     FixedSchedule(), FixedSchedule(policies=("rra",), encode_chunk=0),
@@ -230,13 +219,13 @@ def test_the_tightest_bound_that_is_named_is_accepted(fixed: FixedSchedule,
     own = replace(own, constraint=replace(own.constraint, confidence=confidence))
     timing = Roofline(own.model, own.cluster.device, own.dtype)
     with pytest.raises(InfeasibleError, match="The tightest that can be met is") as refusal:
-        plan(own, timing, REFUSALS_STEADY)
+        plan(own, timing, BRIEF)
     tightest_s = refusal.value.tightest_s
     assert 0.1 < tightest_s < 60
     if confidence > 0.5:
         assert "with its margin" in str(refusal.value)
     found = plan(replace(own, constraint=own.constraint.with_latency(limit_s=tightest_s)), timing,
-                 REFUSALS_STEADY)
+                 BRIEF)
     assert found.figures.latency_s * found.margin.factor <= tightest_s * (1 + 1e-9)
 
 
@@ -244,14 +233,14 @@ def test_weights_that_no_device_holds_are_named_with_what_they_take() -> None:
     own = problem_of("gpt3-39b", "a40-4")
     one = replace(own, cluster=own.cluster.with_nodes(devices_per_node=1))
     with pytest.raises(InfeasibleError, match="there is too little memory.*more devices"):
-        plan(one, roofline_of(one), REFUSALS_STEADY)
+        plan(one, roofline_of(one), BRIEF)
 
 
 def test_fixed_values_that_take_the_memory_are_named() -> None:
     fixed = FixedSchedule(policies=("rra",), encode_batch=60_000, decode_iterations=1)
     own = replace(problem_of("opt-13b", "a40-4"), fixed=fixed)
     with pytest.raises(InfeasibleError, match=r"schedule.encode_batch = 60000") as refusal:
-        plan(own, roofline_of(own), REFUSALS_STEADY)
+        plan(own, roofline_of(own), BRIEF)
     assert "too little memory" in str(refusal.value)
 
 
@@ -270,4 +259,4 @@ def test_a_profile_that_ends_before_the_job_is_named(policy: str) -> None:
     own = toy_problem(fixed=FixedSchedule(policies=(policy,), tp_degree=1))
     timing: Any = Refusing(toy_times(own), 0.0)
     with pytest.raises(InfeasibleError, match="was measured for smaller sizes"):
-        plan(own, timing, REFUSALS_STEADY)
+        plan(own, timing, BRIEF)
