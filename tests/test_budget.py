@@ -4,7 +4,7 @@ be counted, and not by seconds, which depend on the machine's other work."""
 import pytest
 
 MOST_WITH_RANKS = 50  # most import torch in two to four processes, and plan before that
-WHOLE = 4000  # tests: fewer are a part of the run, chosen by hand
+WHOLE = 2500  # tests: fewer are a part of the run, chosen by hand
 
 
 def test_few_default_tests_start_ranks(request: pytest.FixtureRequest) -> None:
