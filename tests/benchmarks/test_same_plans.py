@@ -44,9 +44,3 @@ def test_a_bound_is_kept_with_the_schedule_s_own_margin() -> None:
     assert row(latency_s=1.01 * BOUND_S / margin.factor).is_broken
     bare = replace(older, schedule=replace(older.schedule, margin=replace(margin, factor=1.0)))
     assert not row(bare, latency_s=BOUND_S).is_broken
-
-
-def test_a_bound_that_only_this_tree_refuses_is_lost() -> None:
-    refused = Planned(seconds=1.0, schedule=None, refusal="no schedule")
-    assert row(refused).is_lost and not row(refused).is_below
-    assert "- Refused by this tree alone: 1 (p under 2.46 s)." in summary([row(refused), row()])

@@ -1,27 +1,21 @@
 """The search by replays finds what there is: beside random configurations by the same replay."""
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import pytest
+from best_by_hand import best_drawn, replayed
 from problems import Shaken, roofline_of, uniform_problem
 
 from xgpt.core import catalog
 from xgpt.core.copies import devices_of_copies
-from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
-from xscheduler.cells import cells_of
 from xscheduler.planner import PlanOptions, plan
-from xscheduler.space import Cell, Limits, Point
-from xsimulator.memory import capacity_bytes
 from xsimulator.native import native
-from xsimulator.replay.predict import checked_queries
 
 DRAWN, BETTER = 200, 1.02
 STEADY = PlanOptions(horizon="steady", is_brief=True)
@@ -34,51 +28,6 @@ def found(problem: Problem, timing: TimingSource | None = None) -> Schedule:
     return plan(problem, timing or roofline_of(problem), STEADY)
 
 
-class Drawn(NamedTuple):
-    """A configuration in equal copies, and what its replay comes to."""
-
-    throughput_qps: float
-    words: str
-
-
-def drawn(problem: Problem, count: int, seed: int) -> Iterator[Drawn]:
-    """Of random configurations that have room those that keep the bound."""
-    rng = np.random.default_rng(seed)
-    cells = list(cells_of(problem, roofline_of(problem)))
-    limits = Limits(latency_s=problem.constraint.latency_s)
-    for index in rng.integers(len(cells), size=count):
-        cell, replays = cells[index]
-        point = draw_point(cell, rng)
-        if point is None:
-            continue
-        estimate = cell.formula.estimate(cell.plan, point)
-        replayed = replays.of(estimate, checked_queries(cell.problem, estimate))
-        if replayed.figures is not None and limits.are_kept(replayed.figures):
-            yield Drawn(cell.copies * replayed.throughput_qps,
-                        f"{cell.copies} x {cell.policy} {cell.plan} {point}")
-
-
-def draw_point(cell: Cell, rng: np.random.Generator, tries: int = 20) -> Point | None:
-    """Each variable anywhere between the least and the most that any point has; None where none of
-    the first has room."""
-    if not len(cell.points):
-        return None
-    least, most = cell.points.min(axis=0), cell.points.max(axis=0)
-    low, high = np.log(np.maximum(least, 1)), np.log(np.maximum(most, 1))
-    for _ in range(tries):
-        values = np.rint(np.exp(rng.uniform(low, high))).astype(np.int64)
-        values[(least == 0) & (rng.random(len(values)) < 0.5)] = 0
-        values[most == 0] = 0
-        try:
-            rough = cell.formula.rough(cell.plan, values[None])
-        except InputError:
-            continue
-        if rough.throughput_qps[0] > 0 and (
-                rough.memory_bytes[0] <= capacity_bytes(cell.problem.cluster.device)):
-            return tuple(values.tolist())
-    return None
-
-
 @pytest.mark.parametrize(("model", "device", "devices", "lengths", "latency_s"), [
     ("opt-1.3b", "L4", 1, SHORT, 2.5), ("opt-1.3b", "L4", 3, LONG, math.inf),
     ("llama-3.1-8b", "A40", 2, LONG, 16.0), ("opt-13b", "A40", 4, SHORT, 4.0),
@@ -86,10 +35,11 @@ def draw_point(cell: Cell, rng: np.random.Generator, tries: int = 20) -> Point |
 def test_no_random_configuration_is_much_better(model: str, device: str, devices: int,
                                                 lengths: JointLengths, latency_s: float) -> None:
     problem = uniform_problem(model, device, devices, lengths, latency_s)
-    schedule = found(problem)
+    schedule, timing = found(problem), roofline_of(problem)
     assert schedule.figures.latency_s <= latency_s
-    best = max(drawn(problem, DRAWN, seed=devices))
-    assert best.throughput_qps <= BETTER * schedule.figures.throughput_qps, best.words
+    own_qps = replayed(problem, timing, schedule.estimate).throughput_qps
+    best, count = best_drawn(problem, timing, own_qps, DRAWN, np.random.default_rng(devices))
+    assert 0 < best.throughput_qps <= BETTER * own_qps and count, best.words
 
 
 def test_one_copy_may_leave_a_device_idle() -> None:

@@ -199,13 +199,6 @@ def test_the_h200_prompt_attention_that_beats_the_peak_is_left_out() -> None:
     assert seconds(profile, Operator.ENCODE_ATTENTION, 8192, 1) > 0.5559e-3
 
 
-@needs_data
-def test_mha_models_lack_vllms_decode_attention() -> None:
-    with pytest.raises(InputError, match="40 key-value heads"):
-        import_folder("aiconfigurator", DATA / "aiconfigurator", catalog.model("opt-13b"), A100,
-                      "bfloat16")
-
-
 def test_an_unknown_source_lists_the_known(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="vidur"):
         import_folder("vidor", tmp_path, TINY, A100, "float16")

@@ -17,10 +17,6 @@ from xgpt.core.model import ModelSpec  # noqa: E402
 from xprofiler.measure.bench import LayerBench  # noqa: E402
 from xprofiler.measure.captured import Capturing, TimedCapture  # noqa: E402
 from xprofiler.measure.probe import LayerParts, Probe, StepParts  # noqa: E402
-from xprofiler.measure.recorder import Recorder  # noqa: E402
-from xprofiler.measure.worker import Measuring  # noqa: E402
-from xprofiler.points import Kind, Point  # noqa: E402
-from xprofiler.timing import Operator  # noqa: E402
 from xrunner.engine.graphs import Captured, CaptureError  # noqa: E402
 
 SPEC = ModelSpec(name="llama", family="llama", num_layers=3, hidden_size=48, num_heads=6,
@@ -181,25 +177,6 @@ def test_what_a_run_does_not_capture_is_not_captured_here(monkeypatch: pytest.Mo
     bench, capture = bench_of()  # torch's operators serve
     with torch.inference_mode():
         assert bench.decode([4, 9])().captured_rest_s is None and not capture.shapes
-
-
-def test_where_one_rank_cannot_capture_none_of_the_profile_is() -> None:
-    others = [""]
-    session = Measuring.__new__(Measuring)
-    session._recorder, session._captures, session._in_group = Recorder(EMPTY), True, 0
-    session._spec, session._known, session._device = SPEC, EMPTY, torch.device("cpu")
-    session._watch, session.request = None, SimpleNamespace(  # type: ignore[assignment]
-        is_quick=False)
-    session._ranks = SimpleNamespace(  # type: ignore[assignment]
-        steady=lambda step, **how: [step()], gather=lambda mine, kind: [mine, *others])
-    with kernels():
-        bench, _ = bench_of()
-        session._measure(bench, 1, Point(Kind.DECODE, 2, 9))
-        assert session._recorder.has_captured(1)
-        others[0] = "operation not permitted"
-        session._measure(bench, 1, Point(Kind.DECODE, 4, 9))
-    assert session._recorder.has_captured(1) is False and bench.capturing is None
-    assert [p.x for p in session._recorder.operator(Operator.DECODE_ATTENTION, 1)] == [2, 4]
 
 
 def refused(capture: Capture, work: Callable[[], Any]) -> Captured:

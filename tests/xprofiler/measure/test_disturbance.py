@@ -51,13 +51,6 @@ def test_others_time_waiting_and_the_worst_host() -> None:
     assert missing_share(hosts, cores=2) == pytest.approx(0.2)
 
 
-def test_what_child_processes_use_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that divides its layers computes in processes that it has started."""
-    monkeypatch.setattr(disturbance, "children_s", lambda process: 5.0)
-    found = Disturbance(ranks.Ranks(None), 0.0)._now()
-    assert found.own_s > 5.0
-
-
 def test_a_living_child_counts_with_its_own_children() -> None:
     before_s = children_s(os.getpid())  # of what other tests of this process have started
     with subprocess.Popen([sys.executable, "-c", BURN], stdout=subprocess.PIPE) as child:

@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
 from xgpt.core.deployment import StageAssignment  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
-from xprofiler.measure import bench as bench_module  # noqa: E402
 from xprofiler.measure.bench import (  # noqa: E402
     LayerBench,
     around,
@@ -22,7 +21,6 @@ from xprofiler.measure.clock import CpuClock  # noqa: E402
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench  # noqa: E402
 from xprofiler.measure.probe import Probe, StepParts  # noqa: E402
 from xrunner.devices import Arriving  # noqa: E402
-from xrunner.engine.kv import KvCache, KvShape, kv_shape  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
 from xrunner.models.stage_model import StageModel  # noqa: E402
 from xrunner.models.weights import RandomWeights  # noqa: E402
@@ -257,35 +255,6 @@ def test_an_encoder_decoders_steps_add_up_to_the_whole() -> None:
     assert 0 < parts_s < encode.whole_s
 
 
-@pytest.mark.parametrize("bench_class", [LayerBench, EncoderDecoderBench])
-def test_layers_whose_caches_would_take_too_much_are_timed_with_one_or_fewer(
-        bench_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output of 99,999 tokens, which T5 may be asked for, takes 200 MB a query and layer."""
-    spec = T5 if bench_class is EncoderDecoderBench else SPECS["opt"]
-    bench, taken = bench_class(spec, torch.float32), list[int]()
-    one = kv_shape(spec, torch.float32, slots=6, capacity=40, num_layers=1).num_bytes
-    assert bench.num_layers > 1
-
-    class Counted(KvCache):
-        def __init__(self, shape: KvShape, *rest: Any) -> None:
-            super().__init__(shape, *rest)
-            taken.append(self.num_bytes)
-
-    monkeypatch.setattr(bench_module, "KvCache", Counted)
-    for most, is_whole in ((2**30, True), (one, False)):
-        monkeypatch.setattr(bench_module, "_MAX_KV_BYTES", most)
-        monkeypatch.setattr(bench_module, "_SHARED_KV_BYTES", one - 1)
-        taken.clear()
-        contexts = [39] * 6
-        parts = (bench.decode(contexts, [40] * 6) if bench_class is EncoderDecoderBench
-                 else bench.decode(contexts))()
-        all_parts_are_there(parts, bench.num_layers)
-        move = bench.compaction(3, 40)
-        assert all(move() > 0 for _ in range(3)), "again and again"
-        layers = bench.num_layers if is_whole else 1
-        assert taken == [one * layers] * len(taken) and len(taken) >= 2
-
-
 def test_sizes_of_a_timed_step_are_those_asked_for_and_always_the_same() -> None:
     for queries, longest in ((1, 1), (1, 50), (2, 1), (7, 129)):
         contexts = ragged(queries, longest)
@@ -301,3 +270,10 @@ def test_sizes_of_a_timed_step_are_those_asked_for_and_always_the_same() -> None
         lengths = ordinary_inputs(tokens)
         assert sum(lengths) == tokens and min(lengths) >= 1
         assert lengths == ordinary_inputs(tokens)
+
+
+@pytest.mark.parametrize("bench_class", [LayerBench, EncoderDecoderBench])
+def test_moving_cache_rows_can_be_timed_again_and_again(bench_class: Any) -> None:
+    bench = bench_class(T5 if bench_class is EncoderDecoderBench else SPECS["opt"], torch.float32)
+    move = bench.compaction(3, 16)
+    assert all(move() > 0 for _ in range(3))
