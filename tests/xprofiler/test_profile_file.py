@@ -274,7 +274,7 @@ def test_spread_is_the_interquartile_range_over_the_median() -> None:
     assert many.standard_error < few.standard_error
 
 
-# --- A profile of another device, dtype or model is refused
+# --- which job a profile is of ----------------------------------------------------------------
 
 
 WANTED = metadata(device="cpu worker", ranks=2, sampling="greedy")

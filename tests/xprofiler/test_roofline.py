@@ -199,7 +199,7 @@ def test_given_constants_replace_those_of_the_kind_and_the_provenance_says_so():
     assert np.isinf(plain.reach(Operator.HEAD, 8)).all() and not plain.facts.is_padded
 
 
-# --- Constants by engine and generation of GPU
+# --- engines ----------------------------------------------------------------------------------
 
 
 MODEL = catalog.model("llama-3.1-8b")

@@ -149,7 +149,7 @@ def test_no_more_than_a_tenth_of_noise_is_reckoned_with(points, is_noisy: bool) 
     assert (error.noise == MOST_NOISE) == is_noisy
 
 
-# --- Errors of computed times
+# --- errors of computed times -----------------------------------------------------------------
 
 
 PRODUCTS, ATTENTION = OperatorGroup.PRODUCTS, OperatorGroup.DECODE_ATTENTION

@@ -1,4 +1,4 @@
-"""Least operations and bytes of each operator, against figures counted by hand."""
+"""Least operations and bytes of each operator, counted by hand; sources made of another one."""
 
 from dataclasses import replace
 from typing import Any
@@ -88,7 +88,7 @@ def test_the_floor_is_the_higher_of_the_two_and_says_which() -> None:
     assert bound_by(needed, peaks).tolist() == ["memory", "compute", "memory"]
 
 
-# --- Times and sizes of a mixture of experts
+# --- mixtures of experts ----------------------------------------------------------------------
 
 
 EXPERTS = Experts(count=8, per_token=2, inner=64)
@@ -134,7 +134,7 @@ def test_a_layers_time_grows_with_its_tokens_and_a_tokens_never_does() -> None:
     assert (np.diff(times) > 0).all() and (np.diff(times / tokens) < 0).all()
 
 
-# --- Timing sources made of another one
+# --- sources made of another one --------------------------------------------------------------
 
 
 LINK = catalog.link("nvlink3")

@@ -1,4 +1,4 @@
-"""Figures of a schedule on its own stages, by the rough formula and by replay."""
+"""Figures of a schedule on its own stages, by formula and by replay; short jobs; room."""
 
 import math
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_outputs_that_are_to_be_observed_are_predicted_each_at_its_own_cap() -> 
     assert predicted.output_tokens_per_s * predicted.wall_s == pytest.approx(caps.sum())
 
 
-# --- The schedule of a short job is what answers it soonest, within the same bound
+# --- short jobs -------------------------------------------------------------------------------
 
 
 pytestmark = pytest.mark.usefixtures("short_replays")
@@ -175,7 +175,7 @@ def test_a_steady_best_that_no_time_is_known_of_is_not_said_to_take_for_ever(
     assert "inf" not in said.replace("infinite", "")
 
 
-# --- A request longer than the plan's lengths gets its room where memory allows, and a run that
+# --- room -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

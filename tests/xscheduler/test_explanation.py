@@ -1,4 +1,4 @@
-"""Three sentences about a choice: each says what the figures say, and nothing else."""
+"""Three sentences about a choice say what the figures say; what more of each limit brings."""
 
 import math
 from dataclasses import replace
@@ -140,7 +140,7 @@ def test_a_margin_is_a_limit_of_its_own():
     assert explain_choice(schedule, problem)[2].startswith("No limit is reached")
 
 
-# --- What a little more of each limit brings
+# --- what a little more of each limit brings --------------------------------------------------
 
 
 class Recorder:

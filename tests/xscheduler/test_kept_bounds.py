@@ -82,7 +82,7 @@ def test_a_bound_on_the_tokens_pace_is_kept_beside_the_latencys(metric: str) -> 
     assert schedule.figures.throughput_qps <= 1.02 * planned(12.0, 0.5)[1].figures.throughput_qps
 
 
-# --- Bounds that hold jointly
+# --- several bounds ---------------------------------------------------------------------------
 
 
 RRA = FixedSchedule(policies=("rra",), encode_chunk=0)

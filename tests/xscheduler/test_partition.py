@@ -1,4 +1,4 @@
-"""Devices divided into parts of several sizes, against every division there is."""
+"""Devices divided into parts against every division there is; the fewest or cheapest devices."""
 
 import math
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ def test_nodes_are_divided_into_as_many_copies_as_the_job_fixes(copies: int | No
             sum(worth[one] for one in sizes) for sizes in able))
 
 
-# --- The fewest devices, and the least price, agree with planning every size
+# --- the fewest devices, and the least price --------------------------------------------------
 
 
 pytestmark = pytest.mark.usefixtures("short_replays")

@@ -1,4 +1,4 @@
-"""plan(problem, timing): the one schedule that is shown and executed."""
+"""plan(problem, timing): the one schedule that is shown and executed, and what it refuses."""
 
 import math
 from dataclasses import replace
@@ -106,7 +106,7 @@ def test_one_planner_answers_for_many_bounds_and_for_problems_like_its_own() -> 
     assert planner.of(fewer).estimate.figures.throughput_qps > rates[1]
 
 
-# --- A job of a few queries by a schedule that is fixed for many is planned, and says so
+# --- few queries ------------------------------------------------------------------------------
 
 
 NOTE = "batches will not fill"
@@ -161,7 +161,7 @@ def test_what_more_queries_would_not_help_is_refused_as_before(
     assert NOTE not in capsys.readouterr().err
 
 
-# --- A search that ends early
+# --- a search that ends early -----------------------------------------------------------------
 
 
 NO_TIME_S = 1e-9
@@ -206,7 +206,7 @@ def test_only_what_is_watched_counts_and_a_new_schedule_begins_anew() -> None:
     assert watch.seconds == 0 and watch.words == ""
 
 
-# --- A refusal says what is in the way, and what can be had is then had
+# --- refusals ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("fixed", "confidence"), [

@@ -226,7 +226,7 @@ def test_errors_of_tables_add_as_squares(monkeypatch: pytest.MonkeyPatch) -> Non
     assert factor(0.02, 0.1) == pytest.approx(math.hypot(first, second), rel=0.02)
 
 
-# --- A bound on a share of a job's queries is one on a sample
+# --- a job as a sample ------------------------------------------------------------------------
 
 
 BOUND_S = 0.16

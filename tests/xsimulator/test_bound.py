@@ -230,7 +230,7 @@ def test_none_of_thirty_exceeds_it(seed: int) -> None:
     assert not exceeded(draw_problem(rng), 30, rng)
 
 
-# --- What the devices could do at all
+# --- what the devices could do at all ---------------------------------------------------------
 
 
 def test_products_and_bytes_of_queries_of_one_length_are_those_counted_by_hand():

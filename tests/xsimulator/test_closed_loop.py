@@ -97,7 +97,7 @@ def test_what_is_spent_is_told_by_group_of_operators() -> None:
     assert many.shares[host] < found.shares[host]  # shared by 64
 
 
-# --- Addresses of arrays are those that numpy says
+# --- addresses of arrays ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("array", [

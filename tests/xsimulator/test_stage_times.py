@@ -126,7 +126,7 @@ def test_bounds_take_rows_for_no_slower_than_in_either_kind_of_step():
     assert (encode[:, 0] > 2 * least[:, 0]).all() and (decode[:-1, 2] > 1.2 * least[:-1, 2]).all()
 
 
-# --- An operator that a job does not have takes no time, and is not asked for
+# --- operators that are not there -------------------------------------------------------------
 
 
 def test_a_head_that_is_not_there_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_head_that_is_not_there_is_not_asked_for(monkeypatch: pytest.MonkeyPat
     assert without.head_s([1.0, 2.0], 1).tolist() == [0.0, 0.0]
 
 
-# --- The convex function below step times is the highest of its tangents, and below the times
+# --- convex times -----------------------------------------------------------------------------
 
 
 def test_the_function_is_convex_below_the_times_and_touches_them():
@@ -172,7 +172,7 @@ def test_the_function_is_convex_below_the_times_and_touches_them():
                                    pieces * times.mean_s(asked / pieces))
 
 
-# --- Copies on parts of a cluster ask for a layer's times once
+# --- copies -----------------------------------------------------------------------------------
 
 
 def test_copies_on_parts_of_any_size_share_what_is_asked_of_a_layer():
@@ -188,7 +188,7 @@ def test_copies_on_parts_of_any_size_share_what_is_asked_of_a_layer():
     assert other.layers is not kept[0], "another source has other times"
 
 
-# --- Times of stages whose groups are joined by different links, and of groups over several nod
+# --- unlike links -----------------------------------------------------------------------------
 
 
 BRIDGE, BUS = catalog.link("nvlink3-bridge"), catalog.link("pcie4-x16")

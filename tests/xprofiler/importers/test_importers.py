@@ -176,7 +176,7 @@ def test_every_vidur_layer_of_a_catalog_model_is_found() -> None:
         import_folder("vidur", DATA / "vidur", catalog.model("opt-13b"), A100, "float16")
 
 
-# --- DistServe's fits come out of a profile's sums again
+# --- DistServe --------------------------------------------------------------------------------
 
 
 FITS = {"prefill": [10.0, 0.1, 1e-5], "decoding_smallbs": [12.0, 1e-3, 0.05],
@@ -283,7 +283,7 @@ def test_opt_13b_of_distserve(tmp_path: Path, degree: int) -> None:
     assert 1.0 <= held < 1.08
 
 
-# --- Tables of others' files
+# --- tables -----------------------------------------------------------------------------------
 
 
 COLUMNS = (Column("size", "count", least=1), Column("time", "ms"),
@@ -342,7 +342,7 @@ def test_rows_that_timed_nothing_are_left_out_and_counted(tmp_path: Path) -> Non
         read_table(path, columns)
 
 
-# --- Points of a draft
+# --- drafts -----------------------------------------------------------------------------------
 
 
 def test_rows_of_one_place_are_samples_of_one_point() -> None:

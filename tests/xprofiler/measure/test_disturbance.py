@@ -107,7 +107,7 @@ def test_patience_is_spent_on_waiting_and_on_attempts(monkeypatch: pytest.Monkey
     assert not own.has_patience() and len(slept) <= 8
 
 
-# --- Which ranks are timed together
+# --- ranks that are timed together ------------------------------------------------------------
 
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")
@@ -131,7 +131,7 @@ def test_groups_lie_within_a_node_or_evenly_over_several(
     assert where.far_groups(size) == far
 
 
-# --- Sums of a tensor-parallel group are timed within real steps of a shard's layers
+# --- sums of a group --------------------------------------------------------------------------
 
 
 TOY = ModelSpec(name="toy", family="llama", num_layers=9, hidden_size=32, num_heads=2,

@@ -229,7 +229,7 @@ def test_a_schedule_that_cannot_be_deployed_here_is_refused():
         reschedule(rra().changed(policy="ft"), problem, roofline_of(problem))
 
 
-# --- What is loaded for a schedule, and what moves between two
+# --- what is loaded ---------------------------------------------------------------------------
 
 
 OPT = catalog.model("opt-13b")  # 40 layers

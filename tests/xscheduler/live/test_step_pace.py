@@ -149,7 +149,7 @@ def test_a_slow_stage_counts_as_far_as_it_holds_up_the_others(groups: int, facto
     assert math.exp(in_turn.mean.log) == pytest.approx(1.5)
 
 
-# --- Output lengths while queries are still at work
+# --- observed output lengths ------------------------------------------------------------------
 
 
 PLANNED = truncated_normal(50, 25, 120)

@@ -140,7 +140,7 @@ def test_a_query_that_never_fits_is_refused_when_it_comes() -> None:
                                       kv_tokens=10)])
 
 
-# --- The timelines that the paper draws in Figures 1 (ORCA
+# --- the timelines of the paper's Figures 1 (ORCA) and 4, in units of one stage's time --------
 
 
 class Units:

@@ -182,7 +182,7 @@ def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state() ->
     assert steady_figures(result, constraint, empirical(np.ones(3, np.int64))) is None
 
 
-# --- The steady state within a replay
+# --- the steady state within a replay ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["sequence", "queries"])
