@@ -19,7 +19,7 @@ def scenario_of(name: str) -> HandScenario:
     return scenario
 
 
-def test_a_planner_below_the_best_drawn_is_counted() -> None:
+def test_a_planner_below_the_best_drawn_is_counted():
     def row(planned_qps: float, drawn_qps: float) -> Row:
         return Row(scenario="s", bound_s=1.0, planned=Judged(planned_qps, "a"), bound_qps=11.0,
                    drawn=Judged(drawn_qps, "b"), replays=1, seconds=1.0)
@@ -35,7 +35,7 @@ def test_a_planner_below_the_best_drawn_is_counted() -> None:
 
 @pytest.mark.parametrize(("name", "bound"), [("llama-3.1-8b/1x2 A40/T", 1),
                                              ("opt-13b/1x8 A100-80/C2", 0)])
-def test_what_is_chosen_keeps_its_bound_in_the_longest_replay(name: str, bound: int) -> None:
+def test_what_is_chosen_keeps_its_bound_in_the_longest_replay(name, bound):
     """Here what was chosen kept it by few queries, and broke it by many by up to 1 %."""
     scenario = scenario_of(name)
     problem, timing = scenario.problem(scenario.bounds()[bound]), scenario.timing()

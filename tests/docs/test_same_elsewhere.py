@@ -2,7 +2,6 @@
 that have no compiler. Schedules are as good everywhere."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ BOUNDS_S = {"4.00 s": 4.0, "8.00 s": 8.0, "none": np.inf}
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def job(tmp_path_factory):
     text = TUTORIAL.read_text(encoding="utf-8")
     (own,) = re.findall(r"Save this as `elsewhere.yaml`:\n\n```yaml\n(.*?)```", text, re.S)
     file = tmp_path_factory.mktemp("tutorial") / "elsewhere.yaml"
@@ -31,7 +30,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_library(monkeypatch):
     monkeypatch.setenv("XGPT_NATIVE", "off")
     native.cache_clear()
     yield
@@ -57,10 +56,10 @@ def check(found: list[Estimate]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_where_times_differ_in_the_last_digits(job: Any, seed: int) -> None:
+def test_where_times_differ_in_the_last_digits(job, seed):
     check(planned(job, seed))
 
 
-def test_where_nothing_is_compiled(job: Any, no_library: None) -> None:
+def test_where_nothing_is_compiled(job, no_library):
     check(planned(job))
     assert native() is None

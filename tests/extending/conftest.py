@@ -4,7 +4,6 @@ installed."""
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,7 @@ class ToyJob:
 
 
 @pytest.fixture(scope="session")
-def toy_job(tmp_path_factory: pytest.TempPathFactory,
-            profiled: Callable[..., dict[str, str]]) -> ToyJob:
+def toy_job(tmp_path_factory, profiled):
     pytest.importorskip("torch", reason="runs need the extra `run`")
     from toys import make_model, random_queries
 
@@ -44,7 +42,7 @@ def toy_job(tmp_path_factory: pytest.TempPathFactory,
 
 
 @pytest.fixture
-def with_package() -> Callable[..., str]:
+def with_package():
     """Runs an xgpt command with one more folder on the path, as if its package were installed."""
 
     def run(folder: Path, *arguments: object, cache: Path | None = None) -> str:
@@ -58,7 +56,7 @@ def with_package() -> Callable[..., str]:
 
 
 @pytest.fixture
-def within(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+def within(monkeypatch):
     """The same in this process, which has forgotten the package afterwards."""
     before = {*sys.modules}
 

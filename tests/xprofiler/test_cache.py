@@ -11,12 +11,12 @@ from xprofiler import cache
 
 
 @pytest.mark.parametrize("name", cache._TIMED_CODE)
-def test_timed_code_is_there(name: str) -> None:
+def test_timed_code_is_there(name):
     assert any(cache._code_files(Path(cache.__file__).parents[1] / name)), name
     assert (Path(cache.__file__).parents[1] / name).exists()
 
 
-def test_the_fingerprint_is_short_and_the_same_in_every_process() -> None:
+def test_the_fingerprint_is_short_and_the_same_in_every_process():
     words = "from xprofiler.cache import kernels_fingerprint; print(kernels_fingerprint())"
     found = subprocess.run([sys.executable, "-c", words], text=True, capture_output=True,
                            timeout=60, check=True)
@@ -30,8 +30,7 @@ def test_the_fingerprint_is_short_and_the_same_in_every_process() -> None:
      'def f(x):\n    return x + "# 2"\n'),
     (".cu", "int f() { return 1; }", "/* one\n// */ int f() {\n  return 1;  // it\n}\n",
      "int f() { return 2; }")])
-def test_comments_and_docstrings_change_no_fingerprint(suffix: str, one: str, same: str,
-                                                       other: str) -> None:
+def test_comments_and_docstrings_change_no_fingerprint(suffix, one, same, other):
     assert cache.timed_text(one, suffix) == cache.timed_text(same, suffix)
     assert cache.timed_text(one, suffix) != cache.timed_text(other, suffix)
 
@@ -48,7 +47,7 @@ with changing(Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("mode", [0o444, 0o000])
-def test_a_lock_of_another_user_keeps_nobody_from_a_shared_folder(mode: int) -> None:
+def test_a_lock_of_another_user_keeps_nobody_from_a_shared_folder(mode):
     with TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         lock = Path(folder) / ".changing.lock"

@@ -1,6 +1,6 @@
 """Grid: exact at its points, monotone where physics is, vectorised, silent beyond four times."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -80,8 +80,7 @@ def table(*rows: list[float]) -> Table:
      [1, 2, 1, 1, 2], [1, 1, 2, 3, 3], [10, 60, 11, 61, 162]),
     # two points out of order get their geometric mean
     (([1, 2, 3, 4], [1] * 4, [1.0, 8.0, 2.0, 9.0]), OPERATOR, [1, 2, 3, 4], 1, [1, 4, 4, 9])])
-def test_what_lies_between_and_beyond_the_points(
-        points: tuple[list[float], ...], shape: Shape, x: Any, y: Any, seconds: Any) -> None:
+def test_what_lies_between_and_beyond_the_points(points, shape, x, y, seconds):
     assert Grid(*points, shape)(x, y).tolist() == pytest.approx(seconds)
 
 
@@ -89,8 +88,7 @@ shares_of_a_range = st.lists(st.floats(0, 1), min_size=2, max_size=12).map(sorte
 
 
 @given(table=tables(), growing=tables(is_monotone=True), name=st.sampled_from(sorted(SHAPES)))
-def test_exact_at_the_points_of_a_table_that_grows_or_need_not(
-        table: Table, growing: Table, name: str) -> None:
+def test_exact_at_the_points_of_a_table_that_grows_or_need_not(table, growing, name):
     for own, shape in ((growing, SHAPES[name]), (table, TILED)):
         grid = own.grid(shape)
         got = grid(np.array(own.xs), np.array(own.ys)[:, None])
@@ -99,8 +97,7 @@ def test_exact_at_the_points_of_a_table_that_grows_or_need_not(
 
 
 @given(row=st.lists(st.floats(1e-6, 1), min_size=2, max_size=6))
-def test_points_below_one_of_less_work_are_moved_and_counted_the_others_kept(
-        row: list[float]) -> None:
+def test_points_below_one_of_less_work_are_moved_and_counted_the_others_kept(row):
     grid = table(row).grid()
     kept = [i for i, s in enumerate(row) if all(a <= s for a in row[:i]) and all(
         b >= s for b in row[i:])]
@@ -114,14 +111,13 @@ def test_points_below_one_of_less_work_are_moved_and_counted_the_others_kept(
 
 
 @given(table=tables(most_rows=1), along=shares_of_a_range, name=st.sampled_from(GROWING))
-def test_more_work_never_takes_less_time_beyond_a_row(
-        table: Table, along: list[float], name: str) -> None:
+def test_more_work_never_takes_less_time_beyond_a_row(table, along, name):
     _assert_never_falling(table.grid(SHAPES[name])(
         np.array(along) * REFUSED_BEYOND * table.xs[-1]))
 
 
 @given(table=tables(), along=shares_of_a_range, at=st.floats(0, 10))
-def test_shares_never_fall_with_tokens(table: Table, along: list[float], at: float) -> None:
+def test_shares_never_fall_with_tokens(table, along, at):
     grid, x = table.grid(SHARES), np.array(along) * REFUSED_BEYOND * table.xs[-1]
     largest = grid(x[:, None], np.array(table.ys)).max(axis=1)  # a difference of such is rounded
     _assert_never_falling(grid(x, at * table.ys[-1]), largest)
@@ -130,8 +126,7 @@ def test_shares_never_fall_with_tokens(table: Table, along: list[float], at: flo
 @given(table=tables(), along=shares_of_a_range, at=st.floats(0, 4))
 @example(table=table([1, 10], [10, 10]), along=[0.125, 0.25], at=1.5)
 @example(table=table([1, 10], [10, 10], [10, 10]), along=[0.0, 0.16, 0.17, 1.0], at=2.0)
-def test_more_work_never_takes_less_time_within_and_beyond_the_points(
-        table: Table, along: list[float], at: float) -> None:
+def test_more_work_never_takes_less_time_within_and_beyond_the_points(table, along, at):
     grid = table.grid()
     x, y = np.array(along) * table.xs[-1], np.array(along) * table.ys[-1]
     _assert_never_falling(grid(x, y))
@@ -152,8 +147,7 @@ def _assert_never_falling(seconds: np.ndarray, scale: np.ndarray | None = None) 
 @given(table=tables(), name=st.sampled_from(sorted(SHAPES)),
        x=st.lists(st.floats(0, 5), min_size=1, max_size=4),
        y=st.lists(st.floats(0, 5), min_size=1, max_size=4))
-def test_broadcasting_equals_one_call_each(
-        table: Table, name: str, x: list[float], y: list[float]) -> None:
+def test_broadcasting_equals_one_call_each(table, name, x, y):
     grid = table.grid(SHAPES[name])
     xs, ys = np.array(x) * table.xs[-1], np.array(y) * table.ys[-1]
     together = grid(xs[:, None], ys)
@@ -163,8 +157,7 @@ def test_broadcasting_equals_one_call_each(
 
 
 @given(table=tables(), name=st.sampled_from(sorted(SHAPES)), at=st.floats(0, 1))
-def test_infinite_beyond_four_times_the_largest_and_nowhere_before(
-        table: Table, name: str, at: float) -> None:
+def test_infinite_beyond_four_times_the_largest_and_nowhere_before(table, name, at):
     grid, inside = table.grid(SHAPES[name]), at * table.xs[-1]
     last_x, last_y = REFUSED_BEYOND * table.xs[-1], REFUSED_BEYOND * table.ys[-1]
     further_x, further_y = np.nextafter([last_x, last_y], np.inf)
@@ -180,7 +173,7 @@ def test_infinite_beyond_four_times_the_largest_and_nowhere_before(
 
 
 @given(table=tables(), name=st.sampled_from(["operator", "shares", "tiled"]), y=st.floats(0, 10))
-def test_no_work_takes_no_time(table: Table, name: str, y: float) -> None:
+def test_no_work_takes_no_time(table, name, y):
     grid = table.grid(SHAPES[name])
     assert grid(0, y * table.ys[-1]) == 0
     first = float(grid(table.xs[0], 0))
@@ -192,8 +185,7 @@ def test_no_work_takes_no_time(table: Table, name: str, y: float) -> None:
 
 @given(xs=_sizes(5), exponent=st.floats(1, 2), scale=st.floats(1e-9, 1e-3),
        ratio=st.floats(0, REFUSED_BEYOND))
-def test_powers_are_joined_exactly(xs: list[float], exponent: float, scale: float,
-                                   ratio: float) -> None:
+def test_powers_are_joined_exactly(xs, exponent, scale, ratio):
     grid = Grid(xs, np.zeros(len(xs)), scale * np.array(xs)**exponent, SHARES)
     at = ratio * xs[-1]
     if at >= xs[0] and len(xs) > 1:
@@ -201,8 +193,7 @@ def test_powers_are_joined_exactly(xs: list[float], exponent: float, scale: floa
 
 
 @given(data=st.data(), xs=_sizes(5), ys=_sizes(4))
-def test_a_missing_cell_follows_the_fullest_row_in_its_ratio(
-        data: st.DataObject, xs: list[float], ys: list[float]) -> None:
+def test_a_missing_cell_follows_the_fullest_row_in_its_ratio(data, xs, ys):
     """Times that are a product of one of x and one of y are found again, whatever is missing."""
     along_x = np.cumsum(data.draw(st.lists(st.floats(0.01, 1), min_size=len(xs),
                                            max_size=len(xs))))
@@ -221,8 +212,7 @@ def test_a_missing_cell_follows_the_fullest_row_in_its_ratio(
 
 @pytest.mark.parametrize(("shape", "power"), [(OPERATOR, 1), (TILED, 2)], ids=["line", "power"])
 @pytest.mark.parametrize("noise", [0.97, 1.03])
-def test_noise_of_two_close_points_is_not_stretched_to_four_times(
-        shape: Shape, power: int, noise: float) -> None:
+def test_noise_of_two_close_points_is_not_stretched_to_four_times(shape, power, noise):
     xs = np.array([65.0, 129, 257, 512, 520])
     grid = Grid(xs, np.zeros(5), 1e-6 * xs**power * np.array([1, 1, 1, 1, noise]), shape)
     assert float(grid(2080)) == pytest.approx(1e-6 * 2080.0**power, rel=0.25)
@@ -231,8 +221,7 @@ def test_noise_of_two_close_points_is_not_stretched_to_four_times(
 @pytest.mark.parametrize("points", [
     ([], [], []), ([1, 1], [2, 2], [1.0, 1.0]), ([1, 2], [0, 0], [1.0, np.nan]),
     ([1, 2], [0, 0], [1.0, np.inf])])
-def test_a_table_needs_points_one_at_each_place(
-        points: tuple[list[float], list[float], list[float]]) -> None:
+def test_a_table_needs_points_one_at_each_place(points):
     with pytest.raises(ValueError, match="one at each place"):
         Grid(*points)
 
@@ -241,7 +230,7 @@ def test_a_table_needs_points_one_at_each_place(
     [1, 2, 4, 8, 16], [0, 1, 3, 7, 33, 130], [64, 65, 66, 1025], [0.1, 0.3, 5.0], [1000.0, 1000.001,
     1000.002], [1e-9, 1.0, 1e12], [7], [0, 7], [0]], ids=str)
 @pytest.mark.parametrize("name", ["operator", "message"])
-def test_many_values_are_looked_up_as_one_is(xs: list[float], name: str) -> None:
+def test_many_values_are_looked_up_as_one_is(xs, name):
     seconds = 1e-6 * np.cumsum(np.arange(1.0, len(xs) + 1))
     grid = Grid(xs, np.zeros(len(xs)), seconds, SHAPES[name])
     near = np.multiply.outer(np.array(xs, float), [1 - 1e-15, 1, 1 + 1e-15, 1.5, 3.999, 4.001])
@@ -250,7 +239,7 @@ def test_many_values_are_looked_up_as_one_is(xs: list[float], name: str) -> None
     np.testing.assert_allclose(grid(values), alone, rtol=1e-13)
 
 
-def test_what_is_repeated_by_broadcasting_is_as_if_written_out() -> None:
+def test_what_is_repeated_by_broadcasting_is_as_if_written_out():
     grid = table([1.0, 2.0, 4.0], [2.0, 5.0, 7.0]).grid()
     x, y = np.linspace(0, 13, 40), np.linspace(0, 9, 7)[:, None]
     both = np.broadcast_arrays(x, y)
@@ -259,7 +248,7 @@ def test_what_is_repeated_by_broadcasting_is_as_if_written_out() -> None:
     assert grid(np.empty((0, 3)), np.empty(3)).shape == (0, 3)
 
 
-def test_errors_are_how_far_a_point_lies_from_its_neighbours_line() -> None:
+def test_errors_are_how_far_a_point_lies_from_its_neighbours_line():
     assert interpolation_errors([1, 2, 3], [1.0, 4.0, 3.0]).tolist() == [0, 0.5, 0]
     assert interpolation_errors([1, 2, 4], [1.0, 2.0, 4.0]).tolist() == [0, 0, 0]
     # of powers: the geometric mean of 1 and 16 at their geometric middle
@@ -271,12 +260,12 @@ def test_errors_are_how_far_a_point_lies_from_its_neighbours_line() -> None:
 
 @given(xs=_sizes(5), exponent=st.floats(1, 2))
 @examples(50)
-def test_a_power_has_no_error_as_a_power(xs: list[float], exponent: float) -> None:
+def test_a_power_has_no_error_as_a_power(xs, exponent):
     seconds = list(1e-6 * np.array(xs)**exponent)
     assert interpolation_errors(xs, seconds, is_power=True) == pytest.approx(0, abs=1e-9)
 
 
-def test_a_quarter_of_the_error_is_that_in_the_middle_of_an_interval() -> None:
+def test_a_quarter_of_the_error_is_that_in_the_middle_of_an_interval():
     """Of a parabola, whose error it is exactly in the limit of small intervals."""
     xs = [100.0, 110.0, 120.0]
     error = interpolation_errors(xs, [x * x for x in xs])[1] / 4

@@ -61,7 +61,7 @@ def profile(**changed: Any) -> Profile:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "profile.json"
 
 
@@ -82,7 +82,7 @@ def faults(path: Path) -> dict[str, str]:
     return {m.key: m.allowed for m in raised.value.mistakes}
 
 
-def test_a_file_keeps_everything(path: Path) -> None:
+def test_a_file_keeps_everything(path):
     save_profile(profile(), path)
     assert load_profile(path) == profile()
     before = path.read_text()
@@ -95,7 +95,7 @@ def test_a_file_keeps_everything(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "opt-13b", "t5-11b"])
-def test_a_models_shape_survives(path: Path, name: str) -> None:
+def test_a_models_shape_survives(path, name):
     """A fingerprint of the shape read back decides whether a profile fits a job."""
     model = catalog.model(name)
     save_profile(profile(model=model), path)
@@ -104,8 +104,7 @@ def test_a_models_shape_survives(path: Path, name: str) -> None:
     assert back is not None and model_shape(back) == model_shape(model)
 
 
-def test_a_file_has_one_point_a_line_so_that_one_changed_point_is_one_changed_line(
-        path: Path, tmp_path: Path) -> None:
+def test_a_file_has_one_point_a_line_so_that_one_changed_point_is_one_changed_line(path, tmp_path):
     save_profile(profile(), path)
     key = TableKey("layer_rest", 2)
     first, *others = profile().tables[key]
@@ -120,7 +119,7 @@ def test_a_file_has_one_point_a_line_so_that_one_changed_point_is_one_changed_li
     assert len(rows) == sum(len(table) for table in profile().tables.values())
 
 
-def test_a_file_says_its_units_verdict_and_version(path: Path) -> None:
+def test_a_file_says_its_units_verdict_and_version(path):
     save_profile(profile(), path)
     raw = json.loads(path.read_text())
     assert raw["version"] == PROFILE_VERSION == 5
@@ -133,14 +132,13 @@ def test_a_file_says_its_units_verdict_and_version(path: Path) -> None:
     assert {op.value for op in Operator} <= set(AXES)
 
 
-def test_samples_keep_four_digits(path: Path) -> None:
+def test_samples_keep_four_digits(path):
     sample = Sample(x=1, samples_s=(1.23456e-6, 12345.6))
     save_profile(profile(tables={TableKey("head"): (sample,)}), path)
     assert load_profile(path).table("head")[0].samples_s == (1.235e-6, 12350.0)
 
 
-def test_a_write_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch
-                                                ) -> None:
+def test_a_write_that_fails_leaves_the_old_file(path, monkeypatch):
     save_profile(profile(), path)
     before = path.read_text()
     unwritable = {TableKey("no_such_table"): points((1, 0, 1.0))}
@@ -162,7 +160,7 @@ def test_a_write_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.
     '{"version": 1}', '{"version": 2}', '{"version": 2, "tables": {}}',
     '{"version": 5, "metadata": [1], "tables": {}}',
     '{"version": 5, "metadata": {}, "tables": [1]}'])
-def test_a_file_that_is_no_profile_is_refused_by_name(path: Path, text: str) -> None:
+def test_a_file_that_is_no_profile_is_refused_by_name(path, text):
     assert "not a readable profile" in faults(path)[""], "it is not there"
     path.write_text(text)
     assert faults(path)
@@ -178,19 +176,18 @@ NESTED = json.loads("[" * 900 + "]" * 900)  # found by the fuzzer: taken, and no
     ("tables", "layer_rest tp=1", [[1, 0, [1.0]], [1, 0, [2.0]]], "tables.layer_rest tp=1"),
     *(("tables", key, [[1, 0, [1.0]]], f"tables.{key}") for key in (
         "", "head tp=0", "head tp=-1", "head tp=two", "head speed=3", "Head tp=1"))])
-def test_a_value_that_cannot_be_is_refused_by_its_key(path: Path, part: str, key: str,
-                                                      value: object, fault: str) -> None:
+def test_a_value_that_cannot_be_is_refused_by_its_key(path, part, key, value, fault):
     spoilt = changed_file(path, lambda raw: (raw[part] if part else raw).update({key: value}))
     assert set(faults(spoilt)) == {fault}
 
 
-def test_another_version_names_the_one_that_is_read(path: Path) -> None:
+def test_another_version_names_the_one_that_is_read(path):
     changed_file(path, lambda raw: raw.update(version=99))
     assert faults(path) == {"version": (
         "this xgpt reads version 5: measure anew, `xgpt profile JOB --out FILE`")}
 
 
-def test_every_fault_is_named_at_once(path: Path) -> None:
+def test_every_fault_is_named_at_once(path):
     def spoil(raw: dict[str, Any]) -> None:
         raw["metadata"]["ranks"] = "two"
         raw["metadata"]["colour"] = "red"
@@ -209,7 +206,7 @@ def test_every_fault_is_named_at_once(path: Path) -> None:
     [1, 0], [1, 0, []], [1, 0, 2.0], [-1, 0, [1.0]], [1, 0, [-1.0]], ["1", 0, [1.0]],
     [1, None, [1.0]], [True, 0, [1.0]], [1, 0, [float("nan")]], [1, 0, [float("inf")]], {}, 3,
     [1, 0, [1e30]], [1, 0, [86_401.0]], [1e30, 0, [1.0]], [3, 0, [0.0]], [3, 0, [1.0, 0]]])
-def test_a_row_that_is_no_point_is_refused(path: Path, row: object) -> None:
+def test_a_row_that_is_no_point_is_refused(path, row):
     def spoil(raw: dict[str, Any]) -> None:
         raw["tables"]["layer_rest tp=1"].append(row)
 
@@ -218,12 +215,12 @@ def test_a_row_that_is_no_point_is_refused(path: Path, row: object) -> None:
     assert allowed.startswith(("points [x, y, [seconds, ...]]", "seconds above 0"))
 
 
-def test_a_steps_own_cost_may_be_nothing(path: Path) -> None:
+def test_a_steps_own_cost_may_be_nothing(path):
     changed_file(path, lambda raw: raw["tables"].update({"step_overhead tp=1": [[0, 0, [0.0]]]}))
     assert load_profile(path).table("step_overhead")[0].median_s == 0.0
 
 
-def test_profiles_of_one_thing_merge_and_a_point_in_both_keeps_the_quieter() -> None:
+def test_profiles_of_one_thing_merge_and_a_point_in_both_keeps_the_quieter():
     quiet = Sample(x=4, samples_s=(1.0, 1.01, 1.02, 1.03))
     loud = Sample(x=4, samples_s=(1.0, 2.0, 3.0, 4.0))
     own, new = Sample(x=1, samples_s=(0.5, 0.5, 0.5)), Sample(x=9, samples_s=(3.0, 3.0, 3.0))
@@ -249,8 +246,7 @@ def test_profiles_of_one_thing_merge_and_a_point_in_both_keeps_the_quieter() -> 
 
 
 @pytest.mark.parametrize("key", OTHER)
-def test_profiles_of_different_things_do_not_merge_and_have_files_of_their_own(
-        tmp_path: Path, key: str) -> None:
+def test_profiles_of_different_things_do_not_merge_and_have_files_of_their_own(tmp_path, key):
     other = replace(METADATA, **{key: OTHER[key]})  # type: ignore[arg-type]
     with pytest.raises(XgptError, match=f"cannot be merged; {key}: "):
         merge(profile(), profile(metadata=other))
@@ -260,12 +256,12 @@ def test_profiles_of_different_things_do_not_merge_and_have_files_of_their_own(
     assert cached_profile_path(tmp_path, labelled) == path
 
 
-def test_every_field_of_the_metadata_is_part_of_the_identity_or_a_label() -> None:
+def test_every_field_of_the_metadata_is_part_of_the_identity_or_a_label():
     assert set(METADATA.identity) == set(OTHER)
     assert set(OTHER) | set(LABELS) == set(METADATA.__dataclass_fields__)
 
 
-def test_spread_is_the_interquartile_range_over_the_median() -> None:
+def test_spread_is_the_interquartile_range_over_the_median():
     assert Sample(x=1, samples_s=(1.0, 2.0, 3.0, 4.0, 5.0)).spread == pytest.approx(2 / 3)
     assert Sample(x=1, samples_s=(1.0, 9.0)).spread == 0.0
     assert Sample(x=1, samples_s=(0.0, 0.0, 0.0)).spread == 0.0
@@ -286,8 +282,7 @@ def found(**changed: Any) -> ProfileMetadata:
 
 
 @pytest.mark.parametrize(("is_cpu", "is_here"), PLACES)
-def test_a_profile_of_what_will_run_is_neither_refused_nor_marked(
-        is_cpu: bool, is_here: bool) -> None:
+def test_a_profile_of_what_will_run_is_neither_refused_nor_marked(is_cpu, is_here):
     labelled = found(model="the same by another name", date="2020-01-01", commit="x", clock="fast",
                      is_padded=False)  # the source's own business: TimingFacts.is_padded
     assert match(labelled, WANTED, is_cpu=is_cpu, is_here=is_here) == ((), ())
@@ -300,14 +295,13 @@ def test_a_profile_of_what_will_run_is_neither_refused_nor_marked(
     ({"model": "big", "model_shape": "n"},
      "it is of model 'big (shape n)', the job's is 'toy (shape m)'"),
     ({"model_shape": "n"}, "it is of model 'toy (shape n)', the job's is 'toy (shape m)'")])
-def test_another_device_dtype_or_model_is_refused_everywhere(
-        is_cpu: bool, is_here: bool, change: dict[str, Any], words: str) -> None:
+def test_another_device_dtype_or_model_is_refused_everywhere(is_cpu, is_here, change, words):
     got = match(found(**change), WANTED, is_cpu=is_cpu, is_here=is_here)
     assert got.refusals == (words,)
     assert got.marks == ()
 
 
-def test_every_refusal_is_named_at_once() -> None:
+def test_every_refusal_is_named_at_once():
     got = match(found(device="x", dtype="y", model_shape="z"), WANTED, is_cpu=True, is_here=True)
     assert len(got.refusals) == 3
 
@@ -316,15 +310,14 @@ def test_every_refusal_is_named_at_once() -> None:
 @pytest.mark.parametrize(("key", "value"), [
     ("kernels", "old"), ("sampling", "drawn"), ("origin", "vidur"), ("ranks", 4),
     ("threads_per_rank", 8), ("libraries", "torch 1")])
-def test_other_kernels_are_marked_and_machines_where_they_matter(
-        is_cpu: bool, is_here: bool, key: str, value: Any) -> None:
+def test_other_kernels_are_marked_and_machines_where_they_matter(is_cpu, is_here, key, value):
     got = match(found(**{key: value}), WANTED, is_cpu=is_cpu, is_here=is_here)
     matters = {"ranks": is_cpu, "threads_per_rank": is_cpu, "libraries": is_here}.get(key, True)
     assert got.refusals == ()
     assert got.marks == ((f"{key} {value!r} instead of {getattr(WANTED, key)!r}",) * matters)
 
 
-def test_marks_are_loud_in_every_provenance() -> None:
+def test_marks_are_loud_in_every_provenance():
     other = found(kernels="old", threads_per_rank=8)
     marks = match(other, WANTED, is_cpu=True, is_here=True).marks
     table = {TableKey("layer_rest"): (Sample(x=1, samples_s=(1.0,)),)}

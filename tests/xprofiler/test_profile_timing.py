@@ -72,14 +72,13 @@ def timing(tables: Any = None, *, refused: dict[int, str] | None = None,
     (Operator.ENCODE_ATTENTION, [10, 15, 40, 10, 10], [0, 1, 1, 2.5, 999], 1,
      [1, 1.5**2, 16, 2, 3]),
     (Operator.LAYER_REST, np.ones((2, 3)), 0, 1, np.ones((2, 3)))])
-def test_each_table_has_its_own_shape(operator: Operator, x: Any, y: Any, degree: int,
-                                      seconds: Any) -> None:
+def test_each_table_has_its_own_shape(operator, x, y, degree, seconds):
     source = timing({**TABLES, TableKey("layer_rest", 4): points((1, 0, 0.5), (8, 0, 2.0))})
     found = source.operator_s(operator, x, y, tp_degree=degree)
     assert found == pytest.approx(np.array(seconds)) and source.profile.tp_degrees == (1, 4)
 
 
-def test_messages_cost_their_latency_and_then_by_the_byte() -> None:
+def test_messages_cost_their_latency_and_then_by_the_byte():
     source = timing()
     assert source.message_s(SEND, np.array([0, 100, 600, 2100]), NEAR).tolist() == [
         0.5, 0.5, 1, 2.5]
@@ -89,13 +88,13 @@ def test_messages_cost_their_latency_and_then_by_the_byte() -> None:
     assert source.message_s(SEND, np.ones((4, 2)), NEAR).shape == (4, 2)
 
 
-def test_a_handover_takes_the_quicker_way_that_was_measured() -> None:
+def test_a_handover_takes_the_quicker_way_that_was_measured():
     ways = {k: v for k, v in MESSAGES.items() if k.name != HANDOVER_DIRECT}
     assert timing().message_s(HAND_OVER, np.array([100, 600, 1100]), NEAR).tolist() == [1, 2.5, 3]
     assert timing(ways).message_s(HAND_OVER, np.array([100, 600, 1100]), NEAR).tolist() == [1, 3, 5]
 
 
-def test_the_hosts_share_is_the_overheads_median() -> None:
+def test_the_hosts_share_is_the_overheads_median():
     assert timing().facts.step_overhead_s == 0.25 and timing().facts.is_padded
     plain = Profile(metadata=replace(METADATA, is_padded=False), tables=TABLES)
     assert not ProfileTiming(plain).facts.is_padded, "as the measured kernels are"
@@ -110,7 +109,7 @@ def test_the_hosts_share_is_the_overheads_median() -> None:
     lambda source, link: source.message_s(REDUCE, 600, link, tp_degree=4),
     lambda source, link: source.message_s(HAND_OVER, 600, link)],
     ids=["transfer", "all_reduce", "handover"])
-def test_the_fallback_answers_for_links_alone_that_were_not_measured(call: Any) -> None:
+def test_the_fallback_answers_for_links_alone_that_were_not_measured(call):
     both = timing(fallback=FALLBACK)
     assert call(both, FAR) == call(FALLBACK, FAR)
     assert call(both, NEAR) == call(timing(), NEAR) != call(FALLBACK, NEAR)
@@ -120,7 +119,7 @@ def test_the_fallback_answers_for_links_alone_that_were_not_measured(call: Any) 
         call(timing(TABLES), NEAR)
 
 
-def test_the_fallback_never_answers_for_an_operator() -> None:
+def test_the_fallback_never_answers_for_an_operator():
     source = timing(fallback=FALLBACK)
     for ask in (lambda: source.operator_s(Operator.EMBED, 1),
                 lambda: source.reach(Operator.EMBED, 1)):
@@ -128,7 +127,7 @@ def test_the_fallback_never_answers_for_an_operator() -> None:
             ask()
 
 
-def test_a_degree_that_was_not_measured_is_told_from_one_that_cannot_be() -> None:
+def test_a_degree_that_was_not_measured_is_told_from_one_that_cannot_be():
     source = timing(refused={3: "12 heads cannot be split by 3"})
     with pytest.raises(XgptError, match="no tensor-parallel degree 2; it has: 1, 4"):
         source.operator_s(Operator.HEAD, 1, tp_degree=2)
@@ -138,14 +137,14 @@ def test_a_degree_that_was_not_measured_is_told_from_one_that_cannot_be() -> Non
         source.operator_s(Operator.HEAD, 1, tp_degree=4)
 
 
-def test_reach_is_the_largest_measured_size_where_more_is_extrapolated() -> None:
+def test_reach_is_the_largest_measured_size_where_more_is_extrapolated():
     source = timing()
     assert source.reach(Operator.LAYER_REST, 1) == (8, np.inf)
     assert source.reach(Operator.DECODE_ATTENTION, 1) == (4, 20)
     assert source.reach(Operator.ENCODE_ATTENTION, 1) == (20, np.inf)  # shares settle
 
 
-def test_provenance_says_whose_numbers_these_are_and_how_they_differ() -> None:
+def test_provenance_says_whose_numbers_these_are_and_how_they_differ():
     assert timing().provenance() == (
         "measured on cpu worker, float32, 2 ranks x 3 threads, 2026-11-21")
     assert "not of what will run" not in timing().provenance().lower()
@@ -159,7 +158,7 @@ def test_provenance_says_whose_numbers_these_are_and_how_they_differ() -> None:
 
 
 @pytest.mark.parametrize("operator", Operator)
-def test_only_messages_have_a_cost_without_work(operator: Operator) -> None:
+def test_only_messages_have_a_cost_without_work(operator):
     assert table_shape(TableKey(operator.value)).through_zero
     assert not table_shape(TableKey(TRANSFER, 1, "near")).through_zero
 
@@ -167,8 +166,7 @@ def test_only_messages_have_a_cost_without_work(operator: Operator) -> None:
 @pytest.mark.parametrize(("device", "rows", "encoder", "times"), [
     ("cpu-1c-x", 2080, False, 16), ("cpu-1c-x", 2080, True, 1), ("A100-80", 2080, False, 1),
     ("cpu-1c-x", 2000, False, 1)])  # the last is no whole piece
-def test_rows_that_go_in_pieces_count_as_measured(
-        device: str, rows: int, encoder: bool, times: int) -> None:
+def test_rows_that_go_in_pieces_count_as_measured(device, rows, encoder, times):
     tables = {TableKey("layer_rest"): points((100, 0, 1.0), (rows, 0, 10.0)),
               **({TableKey("encoder_rest"): points((100, 0, 1.0))} if encoder else {})}
     source = ProfileTiming(Profile(metadata=replace(METADATA, device=device), tables=tables))
@@ -199,9 +197,7 @@ def factors(source: ProfileTiming, operator: Operator, x: Any, y: Any = 0) -> li
     ({"encode": (16, 2.0), "mixed": (4, 0.5)}, 2.0, 0.5, [0.5, 0.5, 1.0, 2.0, 2.0]),
     ({"decode": (4, 0.5), "encode": (16, 2.0)}, 2.0, 0.5, [0.5, 0.5, 1.0, 2.0, 2.0]),
     ({"decode": (0.5, 0.5)}, 1.0, 0.5, [math.sqrt(0.5), 1.0, 1.0, 1.0, 1.0])])
-def test_kinds_of_steps_that_no_run_told_of_keep_their_times(
-        by_kind: dict[str, tuple[float, float]], encode: float, decode: float,
-        rows_2_to_32: list[float]) -> None:
+def test_kinds_of_steps_that_no_run_told_of_keep_their_times(by_kind, encode, decode, rows_2_to_32):
     source = learned(**by_kind)
     assert factors(source, Operator.ENCODE_ATTENTION, 20, 1) == [encode]
     assert factors(source, Operator.DECODE_ATTENTION, 2, 20) == [decode]
@@ -210,14 +206,14 @@ def test_kinds_of_steps_that_no_run_told_of_keep_their_times(
     assert "as runs here took since" in source.provenance()
 
 
-def test_what_slows_a_run_slows_the_kinds_that_were_not_seen() -> None:
+def test_what_slows_a_run_slows_the_kinds_that_were_not_seen():
     slowed = Retimed(timing(), {"decode": Factor(rows=4, factor=2.0)})
     assert slowed.operator_s(Operator.ENCODE_ATTENTION, 20, 1) == 8.0
     assert slowed.operator_s(Operator.LAYER_REST, 32) == 2 * timing().operator_s(
         Operator.LAYER_REST, 32)
 
 
-def test_a_pool_of_one_phase_takes_the_times_of_its_own_steps() -> None:
+def test_a_pool_of_one_phase_takes_the_times_of_its_own_steps():
     """Of WAA's pools one may be on a core that another program shares, and the other not."""
     slowed = Retimed(timing(), {"decode": Factor(rows=4, factor=2.0),
                                 "encode": Factor(rows=32, factor=1.0)})
@@ -240,7 +236,7 @@ def test_a_pool_of_one_phase_takes_the_times_of_its_own_steps() -> None:
 @pytest.mark.parametrize(("ranks", "origin", "expected"), [
     (2, "measured", True), (1, "measured", False), (2, "imported from vidur", False),
     (2, "derived from 1x2 and 2x1", True)])
-def test_messages_within_groups_are_our_runners(ranks: int, origin: str, expected: bool) -> None:
+def test_messages_within_groups_are_our_runners(ranks, origin, expected):
     profile = profile_of(catalog.model("opt-125m"), ranks, 1, amdahl(0.1))
     timing = ProfileTiming(replace(profile, metadata=replace(profile.metadata, origin=origin)))
     assert timing.facts.sends_in_groups is expected

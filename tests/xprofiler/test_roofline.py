@@ -206,7 +206,7 @@ MODEL = catalog.model("llama-3.1-8b")
 
 
 @pytest.mark.parametrize("name", catalog.names("engine"))
-def test_every_engine_says_versions_and_source_and_has_constants_on_every_gpu(name: str) -> None:
+def test_every_engine_says_versions_and_source_and_has_constants_on_every_gpu(name):
     row = catalog.engine(name)
     assert row.versions and row.source
     for device in map(catalog.device, catalog.names("device")):
@@ -223,8 +223,7 @@ def test_every_engine_says_versions_and_source_and_has_constants_on_every_gpu(na
 @pytest.mark.parametrize("name", catalog.names("engine"))
 @pytest.mark.parametrize("operator", [Operator.LAYER_REST, Operator.DECODE_ATTENTION,
                                       Operator.HEAD])
-def test_times_of_every_engine_grow_with_size_and_fall_in_relation_to_it(
-        name: str, operator: Operator) -> None:
+def test_times_of_every_engine_grow_with_size_and_fall_in_relation_to_it(name, operator):
     for weights in ("", FP8):
         source = Roofline(MODEL, catalog.device("H100"), "bfloat16", engine=name,
                           weight_dtype=weights)
@@ -233,7 +232,7 @@ def test_times_of_every_engine_grow_with_size_and_fall_in_relation_to_it(
         assert (np.diff(seconds) >= 0).all() and (np.diff(seconds / x) <= 1e-15).all()
 
 
-def test_a_row_changes_what_it_names_and_leaves_the_rest() -> None:
+def test_a_row_changes_what_it_names_and_leaves_the_rest():
     found = changed(GPU, {"gemm_flops_share": 0.5, "synchronisation_s": {4: 2e-6, 2: 1e-6},
                           "nvlink": {"launch_s": 1e-6, "all_reduce_shares": {2: 0.4, 8: 0.5}}})
     assert found.gemm_flops_share == 0.5 and found.gemm_half_rows == GPU.gemm_half_rows
@@ -242,14 +241,14 @@ def test_a_row_changes_what_it_names_and_leaves_the_rest() -> None:
     assert found.nvlink.all_reduce_shares == ((2, 0.4), (8, 0.5)) and found.pcie == GPU.pcie
 
 
-def test_an_engine_never_measured_on_a_generation_takes_its_nearest() -> None:
+def test_an_engine_never_measured_on_a_generation_takes_its_nearest():
     ada, ampere = (engine_constants(catalog.device(name), "vllm") for name in ("L4", "A40"))
     assert ada == ampere != engine_constants(catalog.device("H100"), "vllm")
     with pytest.raises(UnknownNameError, match="vllm"):
         engine_constants(catalog.device("H100"), "vlm")
 
 
-def test_engines_of_today_reduce_small_messages_in_microseconds() -> None:
+def test_engines_of_today_reduce_small_messages_in_microseconds():
     """Their tables: 4 to 10 us up to 64 KiB on H200. What ranks wait for each other besides is
     small for vLLM; the common constants charge what FasterTransformer's lost in 2023."""
     link = catalog.link("nvlink4")
@@ -261,7 +260,7 @@ def test_engines_of_today_reduce_small_messages_in_microseconds() -> None:
     assert float(own.message_s(MessageKind.ALL_REDUCE, 2**16, link, tp_degree=4)) > 30e-6
 
 
-def test_fp8_halves_the_weights_that_decoding_streams_and_doubles_the_rate_of_encoding() -> None:
+def test_fp8_halves_the_weights_that_decoding_streams_and_doubles_the_rate_of_encoding():
     plain, narrow = (Roofline(MODEL, catalog.device("H100"), "bfloat16", engine="vllm",
                               weight_dtype=weights) for weights in ("", FP8))
     for rows in (1.0, 8192.0):
@@ -279,7 +278,7 @@ def test_fp8_halves_the_weights_that_decoding_streams_and_doubles_the_rate_of_en
 @pytest.mark.parametrize(("device", "many", "one"), [
     ("A100-80", 0.66, 0.5), ("T4", 0.66, 0.5), ("RTX-4090", 0.33, 0.5), ("V100", 1.0, 0.63)])
 def test_int8_has_the_rate_of_its_units_and_half_the_weights_where_there_are_none(
-        device: str, many: float, one: float) -> None:
+        device, many, one):
     """Twice or four times the rate, of which 0.70 are reached (16 bits: 0.92); the bytes of one
     row's weights, which V100 widens."""
     plain, narrow = (Roofline(MODEL, catalog.device(device), "float16", engine="vllm",
@@ -294,7 +293,7 @@ def test_int8_has_the_rate_of_its_units_and_half_the_weights_where_there_are_non
     assert "weights int8" in narrow.provenance()
 
 
-def test_products_of_int8_have_the_error_of_what_nobody_measured() -> None:
+def test_products_of_int8_have_the_error_of_what_nobody_measured():
     plain, narrow = (Roofline(MODEL, catalog.device("A100-80"), "bfloat16", engine="tensorrt-llm",
                               weight_dtype=weights).errors() for weights in ("", INT8))
     assert plain.groups[OperatorGroup.PRODUCTS].common < 0.1
@@ -303,7 +302,7 @@ def test_products_of_int8_have_the_error_of_what_nobody_measured() -> None:
     assert narrow.groups[OperatorGroup.ALL_REDUCE] == plain.groups[OperatorGroup.ALL_REDUCE]
 
 
-def test_fp8_products_of_vllm_have_columns_of_their_own_where_those_of_16_bits_do_not() -> None:
+def test_fp8_products_of_vllm_have_columns_of_their_own_where_those_of_16_bits_do_not():
     def of(weight_dtype: str, columns: float) -> float:
         return float(Roofline(MODEL, catalog.device("H200"), "bfloat16", engine="vllm",
                               weight_dtype=weight_dtype).kernels.layer_product_s(

@@ -39,13 +39,12 @@ T5_CROSS_KV = T5.hidden_size * T5.kv_elements_per_token_layer
     (Operator.KV_COMPACTION, 3, 5, 1, 0, 2 * 15 * 8),
     (Operator.KV_COMPACTION, 3, 5, 2, 0, 15 * 8),
 ])
-def test_operations_and_bytes_of_a_small_model(operator: Operator, x: int, y: int, tp_degree: int,
-                                               flops: float, elements: float) -> None:
+def test_operations_and_bytes_of_a_small_model(operator, x, y, tp_degree, flops, elements):
     got = work(SMALL, operator, x, y, tp_degree=tp_degree, item_bytes=2)
     assert (float(got.flops), float(got.num_bytes)) == (flops, 2 * elements)
 
 
-def test_learned_positions_are_a_row_more_of_embed() -> None:
+def test_learned_positions_are_a_row_more_of_embed():
     got = work(catalog.model("opt-125m"), Operator.EMBED, 5, tp_degree=1, item_bytes=4)
     assert float(got.num_bytes) == 5 * 3 * 768 * 4
 
@@ -55,15 +54,14 @@ def test_learned_positions_are_a_row_more_of_embed() -> None:
     (Operator.ENCODER_REST, T5.encoder_layer_params - 2 * T5.hidden_size),
     (Operator.CROSS_KV, T5_CROSS_KV), (Operator.HEAD, T5.head_params)])
 @pytest.mark.parametrize("tp_degree", [1, 4])
-def test_products_multiply_every_weight_once_but_those_of_norms(operator: Operator, weights: int,
-                                                                tp_degree: int) -> None:
+def test_products_multiply_every_weight_once_but_those_of_norms(operator, weights, tp_degree):
     few, more = (work(T5, operator, x, tp_degree=tp_degree, item_bytes=2) for x in (1, 2))
     assert float(few.flops) == 2 * weights / tp_degree
     assert float(more.flops) == 2 * float(few.flops)
     assert float(2 * few.num_bytes - more.num_bytes) == 2 * weights / tp_degree
 
 
-def test_an_encoder_attends_to_all_pairs_and_cross_attention_to_its_cache() -> None:
+def test_an_encoder_attends_to_all_pairs_and_cross_attention_to_its_cache():
     width = T5.num_heads * T5.head_dim
     encode = work(T5, Operator.ENCODE_ATTENTION, 10, tp_degree=1, item_bytes=2)
     assert float(encode.flops) == 4 * 100 * width
@@ -73,7 +71,7 @@ def test_an_encoder_attends_to_all_pairs_and_cross_attention_to_its_cache() -> N
 
 
 @pytest.mark.parametrize("operator", list(Operator))
-def test_arrays_broadcast_and_nothing_to_do_is_no_work(operator: Operator) -> None:
+def test_arrays_broadcast_and_nothing_to_do_is_no_work(operator):
     model = SMALL if operator in (Operator.LAYER_REST, Operator.HEAD) else T5
     got = work(model, operator, np.arange(4), np.array([[1.0], [7.0]]), tp_degree=1, item_bytes=2)
     assert got.flops.shape == got.num_bytes.shape == (2, 4)
@@ -81,7 +79,7 @@ def test_arrays_broadcast_and_nothing_to_do_is_no_work(operator: Operator) -> No
     assert (np.diff(got.num_bytes, axis=1) > 0).all() and (np.diff(got.flops, axis=1) >= 0).all()
 
 
-def test_the_floor_is_the_higher_of_the_two_and_says_which() -> None:
+def test_the_floor_is_the_higher_of_the_two_and_says_which():
     peaks = Peaks(flops_per_s=100.0, bandwidth_bytes_per_s=10.0, source="test")
     needed = LeastWork(flops=np.array([100.0, 400.0, 0.0]), num_bytes=np.array([20.0, 20.0, 0.0]))
     assert floor_s(needed, peaks).tolist() == [2.0, 4.0, 0.0]
@@ -98,7 +96,7 @@ MIXED = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=32, num_
 DENSE = replace(MIXED, decoder=Decoder())
 
 
-def test_published_shapes_have_their_published_parameters() -> None:
+def test_published_shapes_have_their_published_parameters():
     mixtral = from_hf_config({
         "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
@@ -109,14 +107,14 @@ def test_published_shapes_have_their_published_parameters() -> None:
     assert (mixtral.num_params - 32 * idle) / 1e9 == pytest.approx(12.88, abs=0.01)
 
 
-def test_experts_that_are_hit_grow_with_the_tokens_up_to_all() -> None:
+def test_experts_that_are_hit_grow_with_the_tokens_up_to_all():
     hit = EXPERTS.hit(np.array([0, 1, 4, 1000]))
     assert hit[:2] == pytest.approx([0, 2]) and hit[3] == pytest.approx(8)
     # two of eight a token, four tokens: an expert is missed by all with 0.75 ** 4
     assert hit[2] == pytest.approx(8 * (1 - 0.75**4))
 
 
-def test_least_work_reads_the_experts_that_are_hit_and_multiplies_a_tokens_own() -> None:
+def test_least_work_reads_the_experts_that_are_hit_and_multiplies_a_tokens_own():
     at = {"tp_degree": 1, "item_bytes": 2}
     for tokens in (1, 4, 4096):
         mixed, dense = (work(model, Operator.LAYER_REST, tokens, **at) for model in (MIXED, DENSE))
@@ -126,7 +124,7 @@ def test_least_work_reads_the_experts_that_are_hit_and_multiplies_a_tokens_own()
             2 * one * (float(EXPERTS.hit(tokens)) - 1))
 
 
-def test_a_layers_time_grows_with_its_tokens_and_a_tokens_never_does() -> None:
+def test_a_layers_time_grows_with_its_tokens_and_a_tokens_never_does():
     device = catalog.device("A40")
     rows = RowKernels(MIXED, Kernels(device, "bfloat16", GPU))
     tokens = np.arange(1.0, 3000.0)
@@ -170,7 +168,7 @@ def all_answers(source: TimingSource) -> dict[Any, float]:
     return {**answers, TableKey(STEP_OVERHEAD): source.facts.step_overhead_s}
 
 
-def test_an_answer_is_remembered_and_not_to_be_written_to() -> None:
+def test_an_answer_is_remembered_and_not_to_be_written_to():
     source = Counting()
     once = Remembered(source)
     expected = all_answers(Counting())
@@ -185,7 +183,7 @@ def test_an_answer_is_remembered_and_not_to_be_written_to() -> None:
         answer[0] = 1.0
 
 
-def test_large_arrays_are_asked_for_again() -> None:
+def test_large_arrays_are_asked_for_again():
     source = Counting()
     once, sizes = Remembered(source), np.ones(MOST_SIZES + 1)
     for _ in range(2):
@@ -193,7 +191,7 @@ def test_large_arrays_are_asked_for_again() -> None:
     assert source.asked == 2
 
 
-def test_what_is_not_changed_is_the_sources_own() -> None:
+def test_what_is_not_changed_is_the_sources_own():
     source = Counting()
     for made in (Remembered(source), Raised(source, TableKey("head"), 2.0)):
         assert made.facts == source.facts and made.provenance() == source.provenance()
@@ -202,14 +200,14 @@ def test_what_is_not_changed_is_the_sources_own() -> None:
 
 @pytest.mark.parametrize("key", [*all_answers(Counting()), TableKey(HANDOVER_DIRECT, 1, LINK.name)],
                          ids=str)
-def test_raised_times_are_those_of_one_table(key: TableKey) -> None:
+def test_raised_times_are_those_of_one_table(key):
     plain, raised = all_answers(Counting()), all_answers(Raised(Counting(), key, 1.5))
     # of two ways of handing over the quicker is what is answered for both
     own = key._replace(name="kv_handover") if key.name == HANDOVER_DIRECT else key
     assert raised == {other: (1.5 if other == own else 1.0) * s for other, s in plain.items()}
 
 
-def test_who_asks_for_the_same_longer_times_is_given_the_same_source() -> None:
+def test_who_asks_for_the_same_longer_times_is_given_the_same_source():
     source = Remembered(Counting())
     head = source.raised(TableKey("head"), 1.01)
     assert source.raised(TableKey("head"), 1.01) is head

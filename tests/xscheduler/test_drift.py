@@ -1,7 +1,6 @@
 """Schedules under changed output lengths: the rows, what is kept, and what is searched anew."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 from problems import estimate_of, roofline_of, toy_problem
@@ -31,7 +30,7 @@ def rows_of(problem: Problem, search=chosen) -> dict[tuple[str, float], DriftRow
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_changes() -> Iterator[None]:
+def few_changes():
     """Three values of each statistic, fitted once."""
     real, known = drift.changed_lengths, {}
     usual = drift.FACTORS, drift.SKEWNESS_CHANGES
@@ -51,11 +50,11 @@ def few_changes() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[tuple[str, float], DriftRow]:
+def rows():
     return rows_of(job())
 
 
-def test_one_statistic_changes_at_a_time() -> None:
+def test_one_statistic_changes_at_a_time():
     lengths = job().lengths
     usual = lengths.outputs
     for statistic, change, changed in changed_lengths(lengths):
@@ -67,7 +66,7 @@ def test_one_statistic_changes_at_a_time() -> None:
         assert changed.inputs is lengths.inputs
 
 
-def test_every_change_has_a_row_and_the_unchanged_distribution_is_the_measure(rows) -> None:
+def test_every_change_has_a_row_and_the_unchanged_distribution_is_the_measure(rows):
     assert set(rows) == ({(name, f) for name in ("mean", "std") for f in drift.FACTORS}
                          | {("skewness", c) for c in drift.SKEWNESS_CHANGES})
     for statistic, change in (("mean", 1.0), ("std", 1.0), ("skewness", 0.0)):
@@ -76,7 +75,7 @@ def test_every_change_has_a_row_and_the_unchanged_distribution_is_the_measure(ro
         assert row.kept.throughput_qps == row.best.throughput_qps
 
 
-def test_longer_outputs_cost_throughput_and_latency(rows) -> None:
+def test_longer_outputs_cost_throughput_and_latency(rows):
     means = [rows["mean", factor] for factor in drift.FACTORS]
     rates = [row.kept.throughput_qps for row in means]
     assert rates == sorted(rates, reverse=True) and rates[0] > 1.02 * rates[-1]
@@ -86,7 +85,7 @@ def test_longer_outputs_cost_throughput_and_latency(rows) -> None:
     assert rows["mean", 1.3].sequence_ratio < rows["mean", 1.3].queries_ratio
 
 
-def test_each_change_is_searched_once_under_the_same_bound() -> None:
+def test_each_change_is_searched_once_under_the_same_bound():
     searched: list[Problem] = []
 
     def other(problem: Problem) -> Estimate:
@@ -99,7 +98,7 @@ def test_each_change_is_searched_once_under_the_same_bound() -> None:
     assert all(p.constraint == job().constraint for p in searched)
 
 
-def test_bounds_that_hold_and_bounds_that_break(rows) -> None:
+def test_bounds_that_hold_and_bounds_that_break(rows):
     usual = rows["mean", 1.0].kept
     bound_s = 1.05 * usual.queries_s
     found = rows_of(job(bound_s))
@@ -111,7 +110,7 @@ def test_bounds_that_hold_and_bounds_that_break(rows) -> None:
                                       else expected <= bound_s * (1 + drift.TOLERANCE))
 
 
-def test_without_a_schedule_that_keeps_the_bound_there_is_no_best() -> None:
+def test_without_a_schedule_that_keeps_the_bound_there_is_no_best():
     def refusing(problem: Problem) -> Estimate:
         if problem.lengths.outputs.mean > 1.05 * job().lengths.outputs.mean:
             raise InfeasibleError("none")
@@ -122,7 +121,7 @@ def test_without_a_schedule_that_keeps_the_bound_there_is_no_best() -> None:
     assert found["mean", 0.7].best is not None
 
 
-def test_waa_is_replayed_too() -> None:
+def test_waa_is_replayed_too():
     problem = job()
     estimate = estimate_of(problem, "waa-c", encode_batch=4, decode_micro_batches=2)
     found = drift_rows(problem, roofline_of(problem), estimate, search=lambda _: estimate,

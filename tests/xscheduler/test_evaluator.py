@@ -29,7 +29,7 @@ def evaluator(**given) -> Evaluator:
 
 
 @pytest.mark.parametrize("policy", ["rra", "waa-c"])
-def test_a_schedule_keeps_its_stages_under_other_lengths(policy) -> None:
+def test_a_schedule_keeps_its_stages_under_other_lengths(policy):
     own = evaluator()
     variables = {"decode_iterations": 4} if policy == "rra" else {"decode_micro_batches": 2}
     estimate = estimate_of(own.problem, policy, encode_batch=4, **variables)
@@ -46,7 +46,7 @@ def test_a_schedule_keeps_its_stages_under_other_lengths(policy) -> None:
 
 
 @pytest.mark.parametrize("policy", ["rra", "waa-c"])
-def test_what_is_shown_is_within_the_formulas_error(policy) -> None:
+def test_what_is_shown_is_within_the_formulas_error(policy):
     own = evaluator()
     variables = {"decode_iterations": 4} if policy == "rra" else {"decode_micro_batches": 2}
     estimate = estimate_of(own.problem, policy, encode_batch=8, **variables)
@@ -55,7 +55,7 @@ def test_what_is_shown_is_within_the_formulas_error(policy) -> None:
     assert shown.latency_s == pytest.approx(own.seconds(estimate, "latency"), rel=0.15)
 
 
-def test_copies_answer_as_many_times_the_queries_of_one() -> None:
+def test_copies_answer_as_many_times_the_queries_of_one():
     own = evaluator(per_node=2)
     estimate = estimate_of(own.problem, encode_batch=4, decode_iterations=4)
     one = own.shown(estimate).figures
@@ -65,14 +65,14 @@ def test_copies_answer_as_many_times_the_queries_of_one() -> None:
     assert shown.latency_s == pytest.approx(one.latency_s)
 
 
-def test_the_same_question_has_the_same_answer() -> None:
+def test_the_same_question_has_the_same_answer():
     first, second = evaluator(num_queries=30), evaluator(num_queries=30)
     estimate = estimate_of(first.problem, encode_batch=4, decode_iterations=4)
     assert first.shown(estimate) == second.shown(estimate)
     assert first.job(estimate, 2) == first.job(estimate, 2) == second.job(estimate, 2)
 
 
-def test_outputs_that_are_to_be_observed_are_predicted_each_at_its_own_cap() -> None:
+def test_outputs_that_are_to_be_observed_are_predicted_each_at_its_own_cap():
     """Drawn for any query, the one long output would be cut at another's cap."""
     caps = np.array([2] * 13 + [18])
     inputs = np.full(len(caps), 8)
@@ -114,8 +114,7 @@ def wall_s(session: OpenedJob, schedule: Schedule) -> float:
 @pytest.mark.parametrize(("bound", "schedule"), [
     pytest.param("12", "policy: rra", marks=pytest.mark.slow), ("inf", "policy: waa-c"),
     ("12", "policy: ft")])
-def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound: str,
-                                                          schedule: str) -> None:
+def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path, bound, schedule):
     session = session_of(tmp_path, 100, bound, schedule)
     timing = timing_of(session)
     steady, found = steady_of(session), plan_job(session, timing).schedule
@@ -131,7 +130,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
         assert found.rejected[0].throughput_qps == steady.estimate.figures.throughput_qps
 
 
-def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
+def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path):
     session = session_of(tmp_path, 60, schedule="policy: rra, encode_chunk: 0, replicas: 1")
     found = plan_job(session, timing_of(session)).schedule
     assert found.proof.status == Status.JOB, "a job of few queries is mostly ramp and drain"
@@ -140,8 +139,7 @@ def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
     assert load_schedule(tmp_path / "schedule.json") == found
 
 
-def test_the_longer_of_two_jobs_and_one_to_be_observed_keep_the_steady_state(
-        tmp_path: Path) -> None:
+def test_the_longer_of_two_jobs_and_one_to_be_observed_keep_the_steady_state(tmp_path):
     session = session_of(tmp_path, 60)
     steady = steady_of(session)
     present = steady.estimate.figures.decode_batch + steady.estimate.figures.encode_batch
@@ -151,7 +149,7 @@ def test_the_longer_of_two_jobs_and_one_to_be_observed_keep_the_steady_state(
         assert for_the_job(problem, Evaluator(problem, timing_of(session)), steady, []) is steady
 
 
-def test_variables_that_the_job_fixes_stay(tmp_path: Path) -> None:
+def test_variables_that_the_job_fixes_stay(tmp_path):
     fixed = "policy: rra, encode_batch: 10"
     session = session_of(tmp_path, 60, "inf", fixed)
     assert plan_job(session, timing_of(session)).schedule.estimate.figures.encode_batch == 10
@@ -164,8 +162,7 @@ def test_variables_that_the_job_fixes_stay(tmp_path: Path) -> None:
         (10, 8, groups, 0) for groups in {int(own) for cell in cells for own in cell.points[:, 2]}}
 
 
-def test_a_steady_best_that_no_time_is_known_of_is_not_said_to_take_for_ever(
-        tmp_path: Path) -> None:
+def test_a_steady_best_that_no_time_is_known_of_is_not_said_to_take_for_ever(tmp_path):
     session = session_of(tmp_path, 60, "inf")
     steady = steady_of(session)
     taken = _taken(steady, steady.estimate, MarginParts(
@@ -179,7 +176,7 @@ def test_a_steady_best_that_no_time_is_known_of_is_not_said_to_take_for_ever(
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> object:
+def session(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("model: opt-13b\ncluster: a40-4\n"
                     "workload: {requests: {count: 2000}, task: S}\n"
@@ -187,7 +184,7 @@ def session(tmp_path: Path) -> object:
     return open_file(path)
 
 
-def test_room_is_made_in_every_group_and_counted(session) -> None:  # type: ignore[no-untyped-def]
+def test_room_is_made_in_every_group_and_counted(session):
     schedule = plan_job(session, timing_of(session)).schedule
     before = schedule.estimate
     tokens = before.deployment.kv_tokens // before.deployment.num_groups + 100
@@ -204,7 +201,7 @@ def test_room_is_made_in_every_group_and_counted(session) -> None:  # type: igno
                          memory_bytes=before.figures.memory_bytes) == before
 
 
-def test_caps_leave_more_headroom_than_is_asked_at_least_where_outputs_may_be_short() -> None:
+def test_caps_leave_more_headroom_than_is_asked_at_least_where_outputs_may_be_short():
     problem = toy_problem(outputs=(190, 5, 200), memory=2e9)
     estimate = estimate_of(problem, encode_batch=1, decode_iterations=199)
     times = headroom(estimate, problem, roofline_of(problem))
@@ -216,6 +213,6 @@ def test_caps_leave_more_headroom_than_is_asked_at_least_where_outputs_may_be_sh
 
 
 @pytest.mark.parametrize("slots", [1, 8, 100, 2500])
-def test_slots_hold_three_deviations_more_than_the_mean(slots: int) -> None:
+def test_slots_hold_three_deviations_more_than_the_mean(slots):
     mean = mean_present(slots)
     assert mean == 1 or mean + 3 * math.sqrt(mean) <= slots < mean + 1 + 3 * math.sqrt(mean + 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from problems import Refusing, estimate_of, problem_of, replay_checked, roofline_of, toy_problem
 
-from xgpt.core.constraint import Bound, Metric
+from xgpt.core.constraint import Bound
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
@@ -45,7 +45,7 @@ def replayed(own: Problem, schedule: Schedule) -> SteadyFigures:
     return found
 
 
-def test_a_margin_grows_with_the_confidence_and_costs_throughput() -> None:
+def test_a_margin_grows_with_the_confidence_and_costs_throughput():
     found = [planned(12.0, confidence)[1] for confidence in (0.5, 0.8, 0.95)]
     factors = [schedule.margin.factor for schedule in found]
     qps = [schedule.figures.throughput_qps for schedule in found]
@@ -56,13 +56,13 @@ def test_a_margin_grows_with_the_confidence_and_costs_throughput() -> None:
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.8, 0.95])
-def test_the_replayed_latency_keeps_the_bound_with_its_margin(confidence: float) -> None:
+def test_the_replayed_latency_keeps_the_bound_with_its_margin(confidence):
     own, schedule = planned(12.0, confidence)
     assert schedule.figures.latency_s * schedule.margin.factor <= 12.0 * (1 + 1e-9)
     assert replayed(own, schedule).latency_s * schedule.margin.factor <= 12.0 * SCATTER
 
 
-def test_longer_outputs_than_planned_have_a_margin() -> None:
+def test_longer_outputs_than_planned_have_a_margin():
     rra = FixedSchedule(policies=("rra",), tp_degree=1, tp_gpus=0, replicas=1)
     own, drifting = (planned(7.0, 0.5, drift=drift, fixed=rra)[1] for drift in (0.0, 0.2))
     assert drifting.margin.factor > 1.05 * own.margin.factor
@@ -70,7 +70,7 @@ def test_longer_outputs_than_planned_have_a_margin() -> None:
 
 
 @pytest.mark.parametrize("metric", ["ttft", "tpot"])
-def test_a_bound_on_the_tokens_pace_is_kept_beside_the_latencys(metric: str) -> None:
+def test_a_bound_on_the_tokens_pace_is_kept_beside_the_latencys(metric):
     shown = replayed(*planned(12.0, 0.5))
     limit_s = 0.8 * getattr(shown, f"{metric}_s")
     if not np.isfinite(limit_s):  # of no bound a replay says nothing
@@ -97,13 +97,13 @@ def bounded(problem: Problem, latency_s: float = math.inf, **limits_s: float) ->
 
 
 @pytest.fixture(scope="module")
-def free() -> Schedule:
+def free():
     problem = toy_problem(fixed=ONE_COPY)
     return Planner(problem, roofline_of(problem)).plan()
 
 
 @pytest.mark.parametrize("metric", ["ttft", "tpot"])
-def test_a_bound_on_the_tokens_pace_is_kept_by_the_replay(free: Schedule, metric: Metric) -> None:
+def test_a_bound_on_the_tokens_pace_is_kept_by_the_replay(free, metric):
     problem = toy_problem(fixed=ONE_COPY)
     limit_s = 0.6 * getattr(free.figures, f"{metric}_s")
     asked = bounded(problem, **{metric: limit_s})
@@ -118,7 +118,7 @@ def test_a_bound_on_the_tokens_pace_is_kept_by_the_replay(free: Schedule, metric
     assert from_json(to_json(schedule)) == schedule
 
 
-def test_a_bound_that_cannot_be_met_is_named_with_what_can_be_had() -> None:
+def test_a_bound_that_cannot_be_met_is_named_with_what_can_be_had():
     problem = toy_problem(fixed=ONE_COPY)
     for metric, words in (("ttft", "the time to the first token"),
                           ("tpot", "the time per output token")):
@@ -128,14 +128,13 @@ def test_a_bound_that_cannot_be_met_is_named_with_what_can_be_had() -> None:
 
 
 @pytest.mark.parametrize("policy", ["rra", "vllm"])
-def test_where_the_profile_refuses_all_a_bound_on_the_tokens_pace_is_not_blamed(
-        policy: str) -> None:
+def test_where_the_profile_refuses_all_a_bound_on_the_tokens_pace_is_not_blamed(policy):
     problem = toy_problem(fixed=replace(ONE_COPY, policies=(policy,), tp_degree=1))
     with pytest.raises(InfeasibleError, match="was measured for smaller sizes"):
         Planner(bounded(problem, ttft=1.0), Refusing(roofline_of(problem), 0.0)).plan()
 
 
-def test_a_job_is_done_in_time_or_refused_with_the_shortest_time() -> None:
+def test_a_job_is_done_in_time_or_refused_with_the_shortest_time():
     problem = toy_problem(num_queries=150, fixed=RRA)
     timing = roofline_of(problem)
     schedule = Planner(problem, timing).plan()
@@ -153,7 +152,7 @@ def test_a_job_is_done_in_time_or_refused_with_the_shortest_time() -> None:
     assert Planner(bounded(problem, makespan=1e-6), timing, steady).plan().prospects == ()
 
 
-def test_a_makespan_has_a_margin() -> None:
+def test_a_makespan_has_a_margin():
     problem = toy_problem(num_queries=400, fixed=RRA)
     unsure = replace(bounded(problem, makespan=1e9), constraint=replace(
         bounded(problem, makespan=1e9).constraint, drift=0.2))
@@ -161,7 +160,7 @@ def test_a_makespan_has_a_margin() -> None:
     assert 1.05 < prospect.with_margin_s / prospect.expected_s < 1.35
 
 
-def test_what_a_closed_form_says_of_the_first_token_and_later_ones() -> None:
+def test_what_a_closed_form_says_of_the_first_token_and_later_ones():
     problem = toy_problem(outputs=(12, 5, 30))
     estimate = estimate_of(problem, encode_batch=8, decode_iterations=6)
     figures, tokens = estimate.figures, problem.lengths.outputs.quantile(0.99)

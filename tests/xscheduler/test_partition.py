@@ -29,7 +29,7 @@ def divisions(devices: int, most: int | None = None) -> Iterator[tuple[int, ...]
 
 
 @pytest.mark.parametrize("parts", [None, 1, 2, 3, 5])
-def test_no_division_is_better_than_the_best(parts: int | None) -> None:
+def test_no_division_is_better_than_the_best(parts):
     rng = np.random.default_rng(7)
     for devices in range(1, 10):
         worth = {size: float(rng.uniform(0, size) * (rng.random() < 0.7))
@@ -46,12 +46,12 @@ def test_no_division_is_better_than_the_best(parts: int | None) -> None:
             sum(worth[one] for one in sizes) for sizes in every))
 
 
-def test_of_equals_the_fewest_parts_are_taken() -> None:
+def test_of_equals_the_fewest_parts_are_taken():
     found = best_division({1: 1.0, 2: 2.0, 4: 4.0}, 6)
     assert found is not None and found.sizes == (4, 2)
 
 
-def test_sizes_read_as_a_sum() -> None:
+def test_sizes_read_as_a_sum():
     assert sum_of((4, 3)) == "4 + 3" and sum_of((1, 5, 1, 1)) == "5 + 3 x 1"
 
 
@@ -67,7 +67,7 @@ def over_nodes(nodes: int, each: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("copies", [None, 1, 2, 3, 5])
-def test_nodes_are_divided_into_as_many_copies_as_the_job_fixes(copies: int | None) -> None:
+def test_nodes_are_divided_into_as_many_copies_as_the_job_fixes(copies):
     rng = np.random.default_rng(3)
     for nodes, each in ((1, 3), (1, 5), (2, 2), (2, 4), (3, 2)):
         problem = toy_problem(nodes=nodes, per_node=each, fixed=FixedSchedule(replicas=copies))
@@ -132,7 +132,7 @@ def planned_by_size(path: Path) -> dict[int, Spent]:
 
 @pytest.mark.parametrize("case", [case if case in (0, 6, 10) else pytest.param(
     case, marks=pytest.mark.slow) for case in range(len(JOBS))])
-def test_jobs_agree_with_enumeration(tmp_path: Path, case: int) -> None:
+def test_jobs_agree_with_enumeration(tmp_path, case):
     text, objective = JOBS[case]
     path = tmp_path / "job.yaml"
     path.write_text(text + f"objective: {objective}\n")
@@ -156,7 +156,7 @@ def test_jobs_agree_with_enumeration(tmp_path: Path, case: int) -> None:
     assert not smaller or objective != "devices" or f"With {max(smaller)}: no schedule" in told
 
 
-def test_sizes_are_parts_of_a_node_or_whole_nodes() -> None:
+def test_sizes_are_parts_of_a_node_or_whole_nodes():
     assert sizes_of(catalog.cluster("a40-4")) == [1, 2, 3, 4]
     assert sizes_of(catalog.cluster("a100-16")) == [*range(1, 9), 16]
 
@@ -164,7 +164,7 @@ def test_sizes_are_parts_of_a_node_or_whole_nodes() -> None:
 @pytest.mark.parametrize(("more", "key"), [
     ("cluster: a40-4\nobjective: cost\n", "price_per_hour"),
     ("cluster: local\nobjective: devices\nrun: {ranks: 2}\n", "objective")])
-def test_what_cannot_be_sized(tmp_path: Path, more: str, key: str) -> None:
+def test_what_cannot_be_sized(tmp_path, more, key):
     path = tmp_path / "job.yaml"
     path.write_text(f"model: gpt2\nworkload: {{task: S}}\n{more}")
     with pytest.raises(InputError) as error:
@@ -172,7 +172,7 @@ def test_what_cannot_be_sized(tmp_path: Path, more: str, key: str) -> None:
     assert error.value.mistakes[0].key == key
 
 
-def test_a_price_is_of_a_million_queries_where_the_job_has_no_number(tmp_path: Path) -> None:
+def test_a_price_is_of_a_million_queries_where_the_job_has_no_number(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("model: opt-1.3b\ncluster: h100-8\nworkload: {task: S}\n"
                     "constraint: {max_gpus: 2}\nobjective: cost\nschedule: {policy: rra}\n")

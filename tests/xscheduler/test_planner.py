@@ -36,7 +36,7 @@ def job_of(num_queries: int | None = 100, latency_s: float = 12.0, *, observes: 
         constraint=latency_constraint(latency_s), fixed=FixedSchedule(**({"tp_degree": 1} | fixed)))
 
 
-def test_a_short_job_is_planned_for_its_own_queries_unless_the_steady_state_is_asked_for() -> None:
+def test_a_short_job_is_planned_for_its_own_queries_unless_the_steady_state_is_asked_for():
     problem = job_of(60, policies=("rra",), replicas=1, encode_chunk=0)
     own, steady = (plan(problem, roofline_of(problem), options) for options in (None, STEADY))
     assert own.proof.status == Status.JOB and steady.proof.status != Status.JOB
@@ -46,7 +46,7 @@ def test_a_short_job_is_planned_for_its_own_queries_unless_the_steady_state_is_a
 
 
 @pytest.mark.parametrize("policy", ["ft", "dsi"])
-def test_a_baseline_is_planned_where_the_job_names_it(policy: str) -> None:
+def test_a_baseline_is_planned_where_the_job_names_it(policy):
     problem = job_of(None, 20.0, policies=(policy,))
     schedule = plan(problem, roofline_of(problem))
     proof = schedule.proof
@@ -59,7 +59,7 @@ def test_a_baseline_is_planned_where_the_job_names_it(policy: str) -> None:
     assert {row.replicas for row in schedule.over_copies} >= {1, 2, 4}
 
 
-def test_all_policies_are_searched_and_none_alone_is_better() -> None:
+def test_all_policies_are_searched_and_none_alone_is_better():
     problem = job_of(None, 11.5, tp_degree=None)
     schedule = plan(problem, roofline_of(problem), STEADY)
     # what a grid of sarathi and its neighbours has as its best
@@ -74,7 +74,7 @@ def test_all_policies_are_searched_and_none_alone_is_better() -> None:
     assert own.estimate.policy in papers.fixed.policies
 
 
-def test_lengths_to_be_observed_begin_with_the_quickest_where_nothing_keeps_the_bound() -> None:
+def test_lengths_to_be_observed_begin_with_the_quickest_where_nothing_keeps_the_bound():
     problem = job_of(400, 0.5, observes=True)
     schedule = plan(problem, roofline_of(problem))
     assert schedule.proof.status == Status.BEGINNING
@@ -85,7 +85,7 @@ def test_lengths_to_be_observed_begin_with_the_quickest_where_nothing_keeps_the_
         plan(replace(problem, is_revised=False), roofline_of(problem))
 
 
-def test_what_only_the_number_of_queries_forbids_is_planned_with_a_note() -> None:
+def test_what_only_the_number_of_queries_forbids_is_planned_with_a_note():
     problem = job_of(3, policies=("rra",), encode_batch=8, decode_iterations=4)
     said: list[str] = []
     schedule = plan(problem, roofline_of(problem), tell=said.append)
@@ -93,7 +93,7 @@ def test_what_only_the_number_of_queries_forbids_is_planned_with_a_note() -> Non
     assert len(said) == 1 and "the job has 3 queries" in said[0]
 
 
-def test_one_planner_answers_for_many_bounds_and_for_problems_like_its_own() -> None:
+def test_one_planner_answers_for_many_bounds_and_for_problems_like_its_own():
     problem = job_of(None, 12.0, policies=("rra",))
     planner = Planner(problem, roofline_of(problem))
     schedules = [planner.plan(bound_s) for bound_s in (4.0, 12.0)]
@@ -125,8 +125,7 @@ def opened(folder: Path, schedule: str, count: int, more: str = "") -> OpenedJob
     ("policy: waa-c, encode_batch: 4", 2), ("policy: orca, max_active: 7", 5),
     ("policy: ft, encode_batch: 16", 3),
     ("policy: sarathi, max_active: 9, token_budget: 64", 4)])
-def test_what_only_the_number_of_queries_forbids_is_planned(
-        tmp_path: Path, schedule: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_only_the_number_of_queries_forbids_is_planned(tmp_path, schedule, count, capsys):
     session = opened(tmp_path, schedule, count)
     few = plan_job(session, timing_of(session)).schedule.estimate
     assert f"the job has {count} quer" in (said := capsys.readouterr().err) and NOTE in said
@@ -138,8 +137,7 @@ def test_what_only_the_number_of_queries_forbids_is_planned(
             assert few.variables[name] == many.variables[name], name
 
 
-def test_nothing_changes_where_nothing_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_changes_where_nothing_is_fixed(tmp_path, monkeypatch, capsys):
     session = opened(tmp_path, "policy: rra", 3)
     found = plan_job(session, timing_of(session)).schedule.estimate
     assert found.figures.encode_batch <= 3 and NOTE not in capsys.readouterr().err
@@ -152,8 +150,7 @@ def test_nothing_changes_where_nothing_is_fixed(tmp_path: Path, monkeypatch: pyt
         plan_with_enough(session.problem, refuse, print)  # type: ignore[arg-type]
 
 
-def test_what_more_queries_would_not_help_is_refused_as_before(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_more_queries_would_not_help_is_refused_as_before(tmp_path, capsys):
     session = opened(tmp_path, "policy: rra, encode_batch: 8, decode_iterations: 4", 6,
                      "constraint: {latency_s: 0.001}\n")
     with pytest.raises(InfeasibleError):
@@ -168,7 +165,7 @@ NO_TIME_S = 1e-9
 WHOLE = FixedSchedule(encode_chunk=0)
 
 
-def test_a_search_cut_short_stays_below_what_there_is_and_below_its_own_bound() -> None:
+def test_a_search_cut_short_stays_below_what_there_is_and_below_its_own_bound():
     problem = toy_problem(num_queries=200, fixed=WHOLE)
     timing = roofline_of(problem)
     best = plan(problem, timing, STEADY)
@@ -177,7 +174,7 @@ def test_a_search_cut_short_stays_below_what_there_is_and_below_its_own_bound() 
     assert cut.figures.throughput_qps <= best.figures.throughput_qps <= cut.proof.bound_qps
 
 
-def test_with_time_enough_the_schedule_is_the_one_without_a_limit() -> None:
+def test_with_time_enough_the_schedule_is_the_one_without_a_limit():
     problem = toy_problem(fixed=WHOLE)
     timing = roofline_of(problem)
     limited = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=1e9))
@@ -185,7 +182,7 @@ def test_with_time_enough_the_schedule_is_the_one_without_a_limit() -> None:
     assert limited.estimate == plan(problem, timing, STEADY).estimate
 
 
-def test_a_plan_without_time_keeps_its_bound_with_its_margin() -> None:
+def test_a_plan_without_time_keeps_its_bound_with_its_margin():
     problem = toy_problem(latency_s=1.0, fixed=WHOLE)
     timing = roofline_of(problem)
     limited = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=NO_TIME_S))
@@ -194,7 +191,7 @@ def test_a_plan_without_time_keeps_its_bound_with_its_margin() -> None:
     assert limited.figures.throughput_qps <= limited.proof.bound_qps
 
 
-def test_only_what_is_watched_counts_and_a_new_schedule_begins_anew() -> None:
+def test_only_what_is_watched_counts_and_a_new_schedule_begins_anew():
     watch = Watch(math.inf)
     assert watch.seconds == 0
     with watch, watch:
@@ -214,8 +211,7 @@ def test_only_what_is_watched_counts_and_a_new_schedule_begins_anew() -> None:
     (FixedSchedule(policies=("waa-c",)), 0.9),
     (FixedSchedule(policies=("sarathi",), replicas=2), 0.5),
     (FixedSchedule(policies=("sarathi",), replicas=2), 0.9)])
-def test_the_tightest_bound_that_is_named_is_accepted(fixed: FixedSchedule,
-                                                      confidence: float) -> None:
+def test_the_tightest_bound_that_is_named_is_accepted(fixed, confidence):
     own = replace(problem_of("opt-13b", "a40-4", latency_s=0.1), fixed=fixed)
     own = replace(own, constraint=replace(own.constraint, confidence=confidence))
     timing = Roofline(own.model, own.cluster.device, own.dtype)
@@ -230,14 +226,14 @@ def test_the_tightest_bound_that_is_named_is_accepted(fixed: FixedSchedule,
     assert found.figures.latency_s * found.margin.factor <= tightest_s * (1 + 1e-9)
 
 
-def test_weights_that_no_device_holds_are_named_with_what_they_take() -> None:
+def test_weights_that_no_device_holds_are_named_with_what_they_take():
     own = problem_of("gpt3-39b", "a40-4")
     one = replace(own, cluster=own.cluster.with_nodes(devices_per_node=1))
     with pytest.raises(InfeasibleError, match="there is too little memory.*more devices"):
         plan(one, roofline_of(one), BRIEF)
 
 
-def test_fixed_values_that_take_the_memory_are_named() -> None:
+def test_fixed_values_that_take_the_memory_are_named():
     fixed = FixedSchedule(policies=("rra",), encode_batch=60_000, decode_iterations=1)
     own = replace(problem_of("opt-13b", "a40-4"), fixed=fixed)
     with pytest.raises(InfeasibleError, match=r"schedule.encode_batch = 60000") as refusal:
@@ -245,7 +241,7 @@ def test_fixed_values_that_take_the_memory_are_named() -> None:
     assert "too little memory" in str(refusal.value)
 
 
-def test_too_few_queries_for_what_is_fixed_are_counted() -> None:
+def test_too_few_queries_for_what_is_fixed_are_counted():
     fixed = FixedSchedule(policies=("rra",), encode_batch=8, decode_iterations=4)
     own = replace(problem_of("opt-13b", "a40-4"), fixed=fixed, num_queries=3)
     with pytest.raises(InfeasibleError, match="the job has 3 queries, and the fewest") as refusal:
@@ -256,7 +252,7 @@ def test_too_few_queries_for_what_is_fixed_are_counted() -> None:
 
 
 @pytest.mark.parametrize("policy", ["rra", "waa-m", "ft", "vllm"])
-def test_a_profile_that_ends_before_the_job_is_named(policy: str) -> None:
+def test_a_profile_that_ends_before_the_job_is_named(policy):
     own = toy_problem(fixed=FixedSchedule(policies=(policy,), tp_degree=1))
     timing: Any = Refusing(toy_times(own), 0.0)
     with pytest.raises(InfeasibleError, match="was measured for smaller sizes"):

@@ -32,8 +32,7 @@ def found(problem: Problem, timing: TimingSource | None = None) -> Schedule:
     ("opt-1.3b", "L4", 1, SHORT, 2.5), ("opt-1.3b", "L4", 3, LONG, math.inf),
     ("llama-3.1-8b", "A40", 2, LONG, 16.0), ("opt-13b", "A40", 4, SHORT, 4.0),
     ("opt-13b", "L4", 4, LONG, math.inf)])
-def test_no_random_configuration_is_much_better(model: str, device: str, devices: int,
-                                                lengths: JointLengths, latency_s: float) -> None:
+def test_no_random_configuration_is_much_better(model, device, devices, lengths, latency_s):
     problem = uniform_problem(model, device, devices, lengths, latency_s)
     schedule, timing = found(problem), roofline_of(problem)
     assert schedule.figures.latency_s <= latency_s
@@ -42,7 +41,7 @@ def test_no_random_configuration_is_much_better(model: str, device: str, devices
     assert 0 < best.throughput_qps <= BETTER * own_qps and count, best.words
 
 
-def test_one_copy_may_leave_a_device_idle() -> None:
+def test_one_copy_may_leave_a_device_idle():
     """One on five of the six devices: of two on three each there are 9.1 queries/s."""
     problem = uniform_problem("qwen2.5-32b", "A100-80", 6, EVEN, 16.94)
     schedule = found(problem)
@@ -50,7 +49,7 @@ def test_one_copy_may_leave_a_device_idle() -> None:
     assert schedule.figures.latency_s <= 16.94
 
 
-def test_one_odd_point_does_not_tell_of_a_whole_cell() -> None:
+def test_one_odd_point_does_not_tell_of_a_whole_cell():
     """The first that is replayed without tensor parallelism has a fifth less than its formula says;
     others have as much, 41 queries/s: with tensor parallelism there are 34."""
     problem = uniform_problem("opt-13b", "A40", 4, catalog.task("S"), 12.0, FixedSchedule(
@@ -60,7 +59,7 @@ def test_one_odd_point_does_not_tell_of_a_whole_cell() -> None:
     assert schedule.figures.latency_s <= 12
 
 
-def test_unlike_copies_are_taken_where_they_are_best() -> None:
+def test_unlike_copies_are_taken_where_they_are_best():
     """Four devices and one, rather than five alike or two and two."""
     problem = uniform_problem("opt-13b", "A40", 5, SHORT, 4.5, link="pcie4-x16")
     schedule = plan(problem, roofline_of(problem), PlanOptions(horizon="steady"))
@@ -71,8 +70,7 @@ def test_unlike_copies_are_taken_where_they_are_best() -> None:
 
 @pytest.mark.parametrize(("nodes", "devices", "replicas"), [
     (1, 5, 2), (1, 3, 3), (2, 4, 1), (2, 4, 3), (2, 2, 2)])
-def test_as_many_copies_are_taken_as_the_job_fixes(nodes: int, devices: int,
-                                                   replicas: int) -> None:
+def test_as_many_copies_are_taken_as_the_job_fixes(nodes, devices, replicas):
     fixed = FixedSchedule(replicas=replicas, policies=("rra", "orca"), encode_chunk=0)
     problem = uniform_problem("opt-1.3b", "L4", devices, SHORT, fixed=fixed, nodes=nodes)
     sizes = devices_of_copies(found(problem).estimate)
@@ -80,7 +78,7 @@ def test_as_many_copies_are_taken_as_the_job_fixes(nodes: int, devices: int,
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_times_that_differ_in_the_last_digits_change_no_plan(seed: int) -> None:
+def test_times_that_differ_in_the_last_digits_change_no_plan(seed):
     problem = uniform_problem("opt-1.3b", "L4", 3, SHORT, 2.5)
     own, other = found(problem), found(problem, Shaken(roofline_of(problem), seed))
     assert own.estimate.controls == other.estimate.controls
@@ -88,7 +86,7 @@ def test_times_that_differ_in_the_last_digits_change_no_plan(seed: int) -> None:
     assert own.figures.throughput_qps == pytest.approx(other.figures.throughput_qps, rel=1e-6)
 
 
-def test_without_the_library_as_much_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_as_much_is_found(monkeypatch):
     problem = uniform_problem("opt-1.3b", "L4", 1, SHORT)
     own = found(problem)
     monkeypatch.setenv("XGPT_NATIVE", "off")

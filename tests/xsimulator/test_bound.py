@@ -163,7 +163,7 @@ def uniform(*given: Any) -> tuple[Problem, Roofline]:
     return problem, Roofline(problem.model, problem.cluster.device, problem.dtype)
 
 
-def test_it_holds_where_queries_are_evicted() -> None:
+def test_it_holds_where_queries_are_evicted():
     """Bounds that ignored preemption claimed 3.21 queries/s of this problem as its optimum."""
     problem, timing = uniform("llama-2-13b", "A100-40", 3, JointLengths(
         inputs=truncated_normal(60, 25, 150), outputs=truncated_normal(1000, 400, 2000)), 222.0)
@@ -177,14 +177,14 @@ def test_it_holds_where_queries_are_evicted() -> None:
         problem, timing, tensor_plans(problem, timing))
 
 
-def test_it_is_of_one_copy_on_as_many_devices_as_are_asked_about() -> None:
+def test_it_is_of_one_copy_on_as_many_devices_as_are_asked_about():
     """WAA-M on five of six devices answers 12.35 queries/s within this latency."""
     problem, timing = uniform("qwen2.5-32b", "A100-80", 5, JointLengths(
         inputs=truncated_normal(300, 100, 600), outputs=truncated_normal(300, 100, 600)), 16.94)
     assert upper_bound(problem, timing, tensor_plans(problem, timing), ["two pools"]) >= 12.35
 
 
-def test_it_holds_for_every_size_of_waas_chunks() -> None:
+def test_it_holds_for_every_size_of_waas_chunks():
     problem, timing = uniform("opt-13b", "A100-80", 4, JointLengths(
         inputs=truncated_normal(300, 100, 600), outputs=truncated_normal(100, 40, 250)), math.inf)
     bound = UpperBound(problem, timing)
@@ -197,7 +197,7 @@ def test_it_holds_for_every_size_of_waas_chunks() -> None:
             (1, 0), "two pools", figures.latency_s)
 
 
-def test_a_tighter_latency_never_raises_it_and_none_is_kept_below_a_query_alone() -> None:
+def test_a_tighter_latency_never_raises_it_and_none_is_kept_below_a_query_alone():
     problem, timing = uniform("opt-13b", "A100-80", 2, JointLengths(
         inputs=truncated_normal(100, 30, 250), outputs=truncated_normal(100, 30, 250)), math.inf)
     bound = UpperBound(problem, timing)
@@ -206,7 +206,7 @@ def test_a_tighter_latency_never_raises_it_and_none_is_kept_below_a_query_alone(
         assert qps[0] == 0.0 and qps == sorted(qps) and qps[-1] > 0
 
 
-def test_bounds_on_tokens_tighten_it() -> None:
+def test_bounds_on_tokens_tighten_it():
     problem, timing = uniform("opt-13b", "A100-80", 2, JointLengths(
         inputs=truncated_normal(100, 30, 250), outputs=truncated_normal(100, 30, 250)), math.inf)
     free = upper_bound(problem, timing, [(1, 0)])
@@ -218,14 +218,14 @@ def test_bounds_on_tokens_tighten_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_drawn_schedule_exceeds_the_bound(seed: int) -> None:
+def test_no_drawn_schedule_exceeds_the_bound(seed):
     rng = np.random.default_rng(seed)
     assert not exceeded(draw_problem(rng), 12, rng)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(500))
-def test_none_of_thirty_exceeds_it(seed: int) -> None:
+def test_none_of_thirty_exceeds_it(seed):
     rng = np.random.default_rng(1000 + seed)
     assert not exceeded(draw_problem(rng), 30, rng)
 

@@ -129,7 +129,7 @@ def test_bounds_take_rows_for_no_slower_than_in_either_kind_of_step():
 # --- operators that are not there -------------------------------------------------------------
 
 
-def test_a_head_that_is_not_there_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_is_not_there_is_not_asked_for(monkeypatch):
     """Sizes that a profile refuses take for ever; that times zero is no number, and a warning."""
     problem = toy_problem()
     timing = roofline_of(problem)
@@ -212,7 +212,7 @@ def _step_s(cluster: Cluster, degree: int) -> NDArray[np.float64]:
     return plan.times.decode_s(64.0, 99.0)
 
 
-def test_sums_of_a_pair_go_over_its_bridge_and_those_of_four_over_the_bus() -> None:
+def test_sums_of_a_pair_go_over_its_bridge_and_those_of_four_over_the_bus():
     bus, pairs = A40, _joined((0, 1), (2, 3))
     assert (_step_s(pairs, 2) < _step_s(bus, 2)).all()
     assert _step_s(pairs, 4).tolist() == _step_s(bus, 4).tolist()
@@ -221,7 +221,7 @@ def test_sums_of_a_pair_go_over_its_bridge_and_those_of_four_over_the_bus() -> N
     assert [a < b for a, b in zip(faster, single, strict=True)] == [True, False, True, False]
 
 
-def test_groups_of_one_degree_over_different_links_take_their_own_time() -> None:
+def test_groups_of_one_degree_over_different_links_take_their_own_time():
     problem = replace(toy_problem(), cluster=_joined((2, 3)))
     first, second = StagePlans(problem, roofline_of(problem)).both(2, 4).stages
     assert first.num_layers > second.num_layers, "ranks 0 and 1 have the bridge"
@@ -238,7 +238,7 @@ def test_groups_of_one_degree_over_different_links_take_their_own_time() -> None
 
 @pytest.mark.parametrize(("degree", "at_first", "at_last"), [(1, 0, 0), (2, 1, 1), (4, 2, 2)])
 def test_our_ranks_tell_their_group_each_step_and_gather_what_its_heads_choose(
-        degree: int, at_first: int, at_last: int) -> None:
+        degree, at_first, at_last):
     problem = replace(toy_problem(), cluster=_joined((0, 1), (2, 3)))
     plain, ours = roofline_of(problem), roofline_of(problem)
     ours.facts = replace(ours.facts, sends_in_groups=True)
@@ -256,13 +256,13 @@ def test_our_ranks_tell_their_group_each_step_and_gather_what_its_heads_choose(
         assert (each[1:-1] == 0).all() or degree == 4, "what is passed on was charged before"
 
 
-def test_a_bridge_of_four_lanes_counts_as_nvlink() -> None:
+def test_a_bridge_of_four_lanes_counts_as_nvlink():
     assert link_kind(BRIDGE) == "nvlink" and link_kind(BUS) == "pcie"
     assert link_kind(catalog.link("ib-400g")) == "network"
 
 
 @pytest.mark.parametrize("degree", PUBLISHED_MS)
-def test_groups_over_nodes_take_what_was_published_of_megatron_530b(degree: int) -> None:
+def test_groups_over_nodes_take_what_was_published_of_megatron_530b(degree):
     source = Roofline(MEGATRON, catalog.device("A100-80"), "float16", engine="fastertransformer")
     found = np.array([static_batch_s(source, MEGATRON, superpod_link(degree), Shape(
         degree, batch, 60, 20)) for batch in PUBLISHED_MS[degree]])
@@ -271,7 +271,7 @@ def test_groups_over_nodes_take_what_was_published_of_megatron_530b(degree: int)
     assert abs(errors.mean()) < 0.05, errors
 
 
-def test_a_group_over_nodes_is_looked_at_where_it_is_asked_for_or_needed() -> None:
+def test_a_group_over_nodes_is_looked_at_where_it_is_asked_for_or_needed():
     problem = toy_problem(nodes=2, per_node=2)
     timing = roofline_of(problem)
     assert {plan.tp_degree for plan in tensor_plans(problem, timing)} == {1, 2}

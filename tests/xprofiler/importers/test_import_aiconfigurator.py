@@ -4,7 +4,7 @@ Tests of the files themselves read `shared/data` beside the checkout and skip wh
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,7 @@ def attention_files(folder: Path, heads: Sequence[tuple[int, int]],
 
 
 @pytest.fixture
-def tables(tmp_path: Path) -> Iterator[Path]:
+def tables(tmp_path):
     gemm_file(tmp_path)
     attention_files(tmp_path, [(4, 2), (2, 1)])
     write(tmp_path / "a100_sxm_vllm_0.14.0_custom_allreduce.csv",
@@ -49,14 +49,14 @@ def tables(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_products_lie_between_the_measured_sizes_and_beyond_in_proportion(tables: Path) -> None:
+def test_products_lie_between_the_measured_sizes_and_beyond_in_proportion(tables):
     times = kernel_tables.GemmTimes(
         kernel_tables.read_gemm(tables / "a100_sxm_vllm_0.14.0_gemm.csv"))
     for m, n, k in ((1, 32, 64), (20, 100, 300), (64, 512, 512), (128, 2048, 256)):
         assert times(m, n, k) == pytest.approx(1e-9 * m * n * k, rel=1e-9)
 
 
-def test_a_layer_is_measured_products_and_analytic_elementwise_parts(tables: Path) -> None:
+def test_a_layer_is_measured_products_and_analytic_elementwise_parts(tables):
     profile = again(import_folder("aiconfigurator", tables, TINY, A100, "bfloat16"), tables)
     assert profile.metadata.libraries == "vllm 0.14.0"
     assert "norms" in profile.metadata.origin and "roofline" in profile.metadata.origin
@@ -68,7 +68,7 @@ def test_a_layer_is_measured_products_and_analytic_elementwise_parts(tables: Pat
     assert "key-value heads" in profile.refused[4]
 
 
-def test_an_engine_and_a_version_may_be_chosen_and_others_are_refused(tables: Path) -> None:
+def test_an_engine_and_a_version_may_be_chosen_and_others_are_refused(tables):
     for name in ("a100_sxm_vllm_0.19.0", "a100_sxm_trtllm_1.0.0"):
         shutil.copy(tables / "a100_sxm_vllm_0.14.0_gemm.csv", tables / f"{name}_gemm.csv")
 
@@ -88,7 +88,7 @@ def test_an_engine_and_a_version_may_be_chosen_and_others_are_refused(tables: Pa
         import_folder("vidur", tables, TINY, A100, "bfloat16", engine="vllm")
 
 
-def test_attention_is_per_query_when_encoding_and_by_cached_tokens(tables: Path) -> None:
+def test_attention_is_per_query_when_encoding_and_by_cached_tokens(tables):
     profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
     assert seconds(profile, Operator.ENCODE_ATTENTION, 256, 4) == pytest.approx(256e-5)
     assert seconds(profile, Operator.DECODE_ATTENTION, 1, 256) == pytest.approx(256e-6)
@@ -96,7 +96,7 @@ def test_attention_is_per_query_when_encoding_and_by_cached_tokens(tables: Path)
     assert seconds(profile, Operator.DECODE_ATTENTION, 8, 256) == pytest.approx(8 * 256e-6)
 
 
-def test_all_reduce_sizes_are_elements_and_graph_kernels_count(tables: Path) -> None:
+def test_all_reduce_sizes_are_elements_and_graph_kernels_count(tables):
     profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
     link = catalog.link("nvlink3")
     times = ProfileTiming(profile).message_s(MessageKind.ALL_REDUCE, [2000, 8000], link,
@@ -108,7 +108,7 @@ def test_all_reduce_sizes_are_elements_and_graph_kernels_count(tables: Path) -> 
     assert skew_s < 5e-6
 
 
-def test_nccl_stands_in_where_the_engine_has_no_all_reduce_of_its_own(tables: Path) -> None:
+def test_nccl_stands_in_where_the_engine_has_no_all_reduce_of_its_own(tables):
     (tables / "a100_sxm_vllm_0.14.0_custom_allreduce.csv").unlink()
     write(tables / "a100_sxm_nccl_2.27.3.csv",
           ["op_name", "nccl_dtype", "num_gpus", "message_size", "latency"],
@@ -122,7 +122,7 @@ def test_nccl_stands_in_where_the_engine_has_no_all_reduce_of_its_own(tables: Pa
     assert times[1] - times[0] == pytest.approx(0.3e-3)
 
 
-def test_attention_of_other_heads_refuses_the_degree_and_says_what_there_is(tables: Path) -> None:
+def test_attention_of_other_heads_refuses_the_degree_and_says_what_there_is(tables):
     attention_files(tables, [(2, 1)])
     profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
     assert "4 heads and 2 key-value heads of 16" in profile.refused[1]
@@ -132,7 +132,7 @@ def test_attention_of_other_heads_refuses_the_degree_and_says_what_there_is(tabl
         import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
 
 
-def test_times_beyond_the_devices_peaks_are_not_taken(tables: Path) -> None:
+def test_times_beyond_the_devices_peaks_are_not_taken(tables):
     common = ["batch_size", "num_heads", "num_key_value_heads", "head_dim", "step", "latency"]
     write(tables / "a100_sxm_vllm_0.14.0_generation_attention.csv", common,
           [[1, h, kv, 16, step, 1e-9] for step in (15, 4095) for h, kv in ((4, 2), (2, 1))])
@@ -146,14 +146,14 @@ def test_times_beyond_the_devices_peaks_are_not_taken(tables: Path) -> None:
     ("b200_sxm_vllm_0.14.0_gemm.csv", "system"), ("a100_sxm_sglang_0.14.0_gemm.csv", "framework"),
     ("a100_sxm_vllm_9.9.9_gemm.csv", "version"), ("a100_sxm_vllm_0.14.0_moe.csv", "table"),
     ("gemm.csv", "file name")])
-def test_unknown_names_list_the_known(name: str, key: str) -> None:
+def test_unknown_names_list_the_known(name, key):
     with pytest.raises(InputError) as error:
         aiconfigurator.parse_name(Path(name))
     assert faults(error) == [(None, key)]
     assert key == "file name" or error.value.mistakes[0].allowed.count(",") or key == "version"
 
 
-def test_tables_of_two_engines_are_not_mixed(tables: Path) -> None:
+def test_tables_of_two_engines_are_not_mixed(tables):
     other = "a100_sxm_trtllm_1.0.0"
     attention_files(tables, [(4, 2)], other)
     with pytest.raises(InputError, match="a100_sxm vllm 0.14.0"):
@@ -163,7 +163,7 @@ def test_tables_of_two_engines_are_not_mixed(tables: Path) -> None:
                 context_attention=tables / f"{other}_context_attention.csv"))
 
 
-def test_folders_without_the_device_say_what_is_there(tables: Path) -> None:
+def test_folders_without_the_device_say_what_is_there(tables):
     with pytest.raises(InputError, match="a100_sxm_vllm_0.14.0_gemm.csv"):
         import_folder("aiconfigurator", tables, TINY, catalog.device("H200"), "bfloat16")
     with pytest.raises(InputError, match="A100-80, H100, H200"):
@@ -171,7 +171,7 @@ def test_folders_without_the_device_say_what_is_there(tables: Path) -> None:
 
 
 @needs_data
-def test_llama_3_1_of_aiconfigurator(tmp_path: Path) -> None:
+def test_llama_3_1_of_aiconfigurator(tmp_path):
     model = catalog.model("llama-3.1-8b")
     profile = again(import_folder("aiconfigurator", DATA / "aiconfigurator", model, A100,
                                   "bfloat16"), tmp_path)
@@ -192,13 +192,13 @@ def test_llama_3_1_of_aiconfigurator(tmp_path: Path) -> None:
 
 
 @needs_data
-def test_the_h200_prompt_attention_that_beats_the_peak_is_left_out() -> None:
+def test_the_h200_prompt_attention_that_beats_the_peak_is_left_out():
     profile = import_folder("aiconfigurator", DATA / "aiconfigurator",
                             catalog.model("llama-3.1-8b"), catalog.device("H200"), "bfloat16")
     assert "encode_attention not taken" in profile.metadata.origin
     assert seconds(profile, Operator.ENCODE_ATTENTION, 8192, 1) > 0.5559e-3
 
 
-def test_an_unknown_source_lists_the_known(tmp_path: Path) -> None:
+def test_an_unknown_source_lists_the_known(tmp_path):
     with pytest.raises(UnknownNameError, match="vidur"):
         import_folder("vidor", tmp_path, TINY, A100, "float16")

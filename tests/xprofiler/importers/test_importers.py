@@ -37,7 +37,7 @@ def mlp_file(folder: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     return write(path, list(rows[0]), [list(row.values()) for row in rows])
 
 
-def test_a_layer_of_vidur_is_its_operators_with_two_adds(tmp_path: Path) -> None:
+def test_a_layer_of_vidur_is_its_operators_with_two_adds(tmp_path):
     mlp_file(tmp_path, [mlp_row(n, d) for n in (1, 8) for d in (1, 2)])
     profile = import_folder("vidur", tmp_path, TINY, A100, "float16")
     # operators take 1 (emb), 2 .. 10 ms a token; the last, add, counts twice
@@ -46,7 +46,7 @@ def test_a_layer_of_vidur_is_its_operators_with_two_adds(tmp_path: Path) -> None
     assert seconds(profile, Operator.EMBED, 8, tp_degree=2) == pytest.approx(8e-3 / 2)
 
 
-def test_what_vidur_lacks_is_said_and_taken_from_the_roofline(tmp_path: Path) -> None:
+def test_what_vidur_lacks_is_said_and_taken_from_the_roofline(tmp_path):
     mlp_file(tmp_path, [mlp_row(n, d) for n in (1, 8) for d in (1, 4)])
     profile = again(import_folder("vidur", tmp_path, TINY, A100, "bfloat16"), tmp_path)
     origin = profile.metadata.origin
@@ -57,7 +57,7 @@ def test_what_vidur_lacks_is_said_and_taken_from_the_roofline(tmp_path: Path) ->
     assert seconds(profile, Operator.KV_COMPACTION, 8, 100) == 0, "a paged cache moves no rows"
 
 
-def test_a_vidur_table_of_another_model_is_named(tmp_path: Path) -> None:
+def test_a_vidur_table_of_another_model_is_named(tmp_path):
     path = mlp_file(tmp_path, [mlp_row(1, 1, {"n_head": 8, "n_expanded_embd": 256})])
     with pytest.raises(InputError) as error:
         vidur.import_profile(TINY, A100, "float16", vidur.VidurFiles(mlp=path))
@@ -67,13 +67,13 @@ def test_a_vidur_table_of_another_model_is_named(tmp_path: Path) -> None:
         vidur.import_folder(tmp_path, TINY, A100, "float16")
 
 
-def test_a_vidur_file_of_two_models_is_refused(tmp_path: Path) -> None:
+def test_a_vidur_file_of_two_models_is_refused(tmp_path):
     path = mlp_file(tmp_path, [mlp_row(1, 1), mlp_row(2, 1, {"n_head": 8})])
     with pytest.raises(InputError, match="one value in the whole file"):
         vidur.read_mlp(path)
 
 
-def test_unknown_operators_and_lacking_ones_are_refused(tmp_path: Path) -> None:
+def test_unknown_operators_and_lacking_ones_are_refused(tmp_path):
     row = mlp_row(1, 1)
     del row["time_stats.attn_rope.median"]
     path = mlp_file(tmp_path, [{**row, "time_stats.router.median": 1.0}])
@@ -85,14 +85,13 @@ def test_unknown_operators_and_lacking_ones_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "device", "match"), [
     ("float32", "A100-80", "16-bit"), ("float16", "T4", "A100-80, A40")])
-def test_other_dtypes_and_devices_are_refused(tmp_path: Path, dtype: str, device: str,
-                                              match: str) -> None:
+def test_other_dtypes_and_devices_are_refused(tmp_path, dtype, device, match):
     mlp_file(tmp_path, [mlp_row(1, 1)])
     with pytest.raises(InputError, match=match):
         vidur.import_folder(tmp_path, TINY, catalog.device(device), dtype)
 
 
-def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
+def test_encoder_decoder_models_are_refused(tmp_path):
     path = mlp_file(tmp_path, [mlp_row(1, 1)])
     with pytest.raises(InputError, match="decoder-only"):
         vidur.import_profile(catalog.model("t5-11b"), A100, "float16", vidur.VidurFiles(mlp=path))
@@ -106,7 +105,7 @@ def message_file(path: Path, collective: str) -> Path:
     return write(path, header, rows)
 
 
-def test_messages_within_and_between_nodes_go_to_their_links(tmp_path: Path) -> None:
+def test_messages_within_and_between_nodes_go_to_their_links(tmp_path):
     files = vidur.VidurFiles(
         mlp=mlp_file(tmp_path, [mlp_row(n, d) for n in (1, 8) for d in (1, 2)]),
         all_reduce=message_file(tmp_path / "a.csv", "all_reduce"),
@@ -122,7 +121,7 @@ def test_messages_within_and_between_nodes_go_to_their_links(tmp_path: Path) -> 
         vidur.read_messages(message_file(tmp_path / "x.csv", "send_recv"), "all_reduce")
 
 
-def test_attention_serves_the_degree_that_has_its_heads(tmp_path: Path) -> None:
+def test_attention_serves_the_degree_that_has_its_heads(tmp_path):
     header = ["time_stats.attn_prefill.median", "time_stats.attn_decode.median", "n_embd",
               "n_q_head", "n_kv_head", "num_tensor_parallel_workers", "batch_size",
               "prefill_chunk_size", "kv_cache_size", "is_prefill"]
@@ -141,7 +140,7 @@ def test_attention_serves_the_degree_that_has_its_heads(tmp_path: Path) -> None:
 
 
 @needs_data
-def test_llama_2_of_vidur_is_the_sum_of_its_rows(tmp_path: Path) -> None:
+def test_llama_2_of_vidur_is_the_sum_of_its_rows(tmp_path):
     profile = again(import_folder("vidur", DATA / "vidur", catalog.model("llama-2-7b"), A100,
                                   "float16"), tmp_path)
     names = ("input_layernorm", "attn_pre_proj", "attn_rope", "attn_post_proj",
@@ -164,7 +163,7 @@ def test_llama_2_of_vidur_is_the_sum_of_its_rows(tmp_path: Path) -> None:
 
 
 @needs_data
-def test_every_vidur_layer_of_a_catalog_model_is_found() -> None:
+def test_every_vidur_layer_of_a_catalog_model_is_found():
     for name, device in (("llama-2-70b", "A100-80"), ("llama-3-8b", "A100-80"),
                          ("llama-2-7b", "A40")):
         profile = import_folder("vidur", DATA / "vidur", catalog.model(name),
@@ -212,7 +211,7 @@ def decode_s(profile: Profile, queries: float, context: float, degree: int) -> f
     return float(layers * (rest + attention + 2 * reduce_s) + ends + timing.facts.step_overhead_s)
 
 
-def test_distserve_formulas_come_out_of_the_sums(tmp_path: Path) -> None:
+def test_distserve_formulas_come_out_of_the_sums(tmp_path):
     fits_file(tmp_path, {"1": FITS, "2": FITS})
     profile = again(import_folder("distserve", tmp_path, catalog.model("opt-13b"), A100,
                                   "float16"), tmp_path)
@@ -225,7 +224,7 @@ def test_distserve_formulas_come_out_of_the_sums(tmp_path: Path) -> None:
         assert decode_s(profile, queries, context, 2) == pytest.approx(expected, rel=2e-3)
 
 
-def test_a_short_prefill_falls_below_where_decode_is_cheaper(tmp_path: Path) -> None:
+def test_a_short_prefill_falls_below_where_decode_is_cheaper(tmp_path):
     fits_file(tmp_path, {"1": {**FITS, "prefill": [13.0, 0.1, 0.0]}})
     profile = import_folder("distserve", tmp_path, catalog.model("opt-13b"), A100, "float16")
     # decode without context reaches 13 ms at 20 queries: below, the rows are charged as decode
@@ -234,7 +233,7 @@ def test_a_short_prefill_falls_below_where_decode_is_cheaper(tmp_path: Path) -> 
     assert decode_s(profile, 10, 0, 1) == pytest.approx((12.0 + 0.5) / 1e3, rel=1e-3)
 
 
-def test_a_fit_that_falls_with_work_refuses_its_degree_alone(tmp_path: Path) -> None:
+def test_a_fit_that_falls_with_work_refuses_its_degree_alone(tmp_path):
     falling = {**FITS, "prefill": [10.0, 0.1, -1e-5]}
     fits_file(tmp_path, {"1": FITS, "2": falling})
     profile = import_folder("distserve", tmp_path, catalog.model("opt-13b"), A100, "float16")
@@ -244,7 +243,7 @@ def test_a_fit_that_falls_with_work_refuses_its_degree_alone(tmp_path: Path) -> 
         import_folder("distserve", tmp_path, catalog.model("opt-13b"), A100, "float16")
 
 
-def test_faults_of_a_fit_are_named_together(tmp_path: Path) -> None:
+def test_faults_of_a_fit_are_named_together(tmp_path):
     path = fits_file(tmp_path, {"1": {"prefill": [1, "x", 2], "decoding": [1, 2, 3]}, "two": FITS})
     with pytest.raises(InputError) as error:
         distserve.read_coefficients(path)
@@ -253,7 +252,7 @@ def test_faults_of_a_fit_are_named_together(tmp_path: Path) -> None:
         "1.decoding_large_small_bs_threshold", "two"}
 
 
-def test_models_and_devices_without_fits_are_named(tmp_path: Path) -> None:
+def test_models_and_devices_without_fits_are_named(tmp_path):
     fits_file(tmp_path, {"1": FITS})
     with pytest.raises(InputError, match="facebook/opt-13b"):
         import_folder("distserve", tmp_path, catalog.model("opt-66b"), A100, "float16")
@@ -266,7 +265,7 @@ def test_models_and_devices_without_fits_are_named(tmp_path: Path) -> None:
 
 @needs_data
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_opt_13b_of_distserve(tmp_path: Path, degree: int) -> None:
+def test_opt_13b_of_distserve(tmp_path, degree):
     profile = again(import_folder("distserve", DATA / "distserve", catalog.model("opt-13b"), A100,
                                   "float16"), tmp_path)
     fit = distserve.read_coefficients(
@@ -290,14 +289,14 @@ COLUMNS = (Column("size", "count", least=1), Column("time", "ms"),
            Column("kind", "text", allowed=("a", "b")))
 
 
-def test_milliseconds_become_seconds(tmp_path: Path) -> None:
+def test_milliseconds_become_seconds(tmp_path):
     path = write(tmp_path / "t.csv", ["size", "time", "kind"], [[8, 2.5, "a"], [16, 0, "b"]])
     table = read_table(path, COLUMNS)
     assert table["time"].tolist() == [0.0025, 0.0]
     assert table["size"].tolist() == [8, 16]
 
 
-def test_every_fault_of_a_table_is_named_with_its_line(tmp_path: Path) -> None:
+def test_every_fault_of_a_table_is_named_with_its_line(tmp_path):
     path = write(tmp_path / "t.csv", ["size", "time", "colour"],
                  [[8, -1, "x"], [0, "nan", "x"], [1.5, "fast", "x"], [4, 1, "x"]])
     with pytest.raises(InputError) as error:
@@ -310,14 +309,14 @@ def test_every_fault_of_a_table_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "size,time,kind\n"])
-def test_an_empty_table_is_a_mistake(tmp_path: Path, text: str) -> None:
+def test_an_empty_table_is_a_mistake(tmp_path, text):
     path = tmp_path / "t.csv"
     path.write_text(text)
     with pytest.raises(InputError, match="empty"):
         read_table(path, COLUMNS)
 
 
-def test_a_missing_file_and_a_short_row_are_mistakes(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_short_row_are_mistakes(tmp_path):
     with pytest.raises(InputError, match="readable"):
         read_table(tmp_path / "none.csv", COLUMNS)
     path = write(tmp_path / "t.csv", ["size", "time", "kind"], [[8, 1, "a"], [8, 1]])
@@ -325,13 +324,13 @@ def test_a_missing_file_and_a_short_row_are_mistakes(tmp_path: Path) -> None:
         read_table(path, COLUMNS)
 
 
-def test_many_faults_of_one_column_are_counted_not_listed(tmp_path: Path) -> None:
+def test_many_faults_of_one_column_are_counted_not_listed(tmp_path):
     path = write(tmp_path / "t.csv", ["size", "time", "kind"], [[1, -1, "a"]] * 50)
     with pytest.raises(InputError, match="30 more such cells"):
         read_table(path, COLUMNS)
 
 
-def test_rows_that_timed_nothing_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_rows_that_timed_nothing_are_left_out_and_counted(tmp_path):
     columns = (Column("size", "count", least=1, is_work=True), *COLUMNS[1:])
     path = write(tmp_path / "t.csv", ["size", "time", "kind"],
                  [[0, "n/a", "a"], [8, 1, "a"], [0, 0, "b"]])
@@ -345,12 +344,12 @@ def test_rows_that_timed_nothing_are_left_out_and_counted(tmp_path: Path) -> Non
 # --- drafts -----------------------------------------------------------------------------------
 
 
-def test_rows_of_one_place_are_samples_of_one_point() -> None:
+def test_rows_of_one_place_are_samples_of_one_point():
     found = samples_at([4, 1, 4], [0.3, 0.1, 0.5])
     assert [(p.x, p.samples_s) for p in found] == [(4, (0.3, 0.5)), (1, (0.1,))]
 
 
-def test_one_slow_message_raises_no_larger_ones() -> None:
+def test_one_slow_message_raises_no_larger_ones():
     sizes = np.arange(1, 101) * 1000
     times = 1e-5 + sizes * 1e-10
     times[3] = 1.0
@@ -359,7 +358,7 @@ def test_one_slow_message_raises_no_larger_ones() -> None:
     assert sum(len(p.samples_s) for p in found) == 100
 
 
-def test_a_point_far_slower_than_one_of_more_work_is_left_out() -> None:
+def test_a_point_far_slower_than_one_of_more_work_is_left_out():
     found = samples_at([1, 2, 1, 2], [5.0, 2.0, 1.5, 3.0], [1, 1, 2, 2])
     assert [(p.x, p.y) for p in undisturbed(found, grows_with_y=True)] == [(2, 1), (1, 2), (2, 2)]
     assert len(undisturbed(found, grows_with_y=False)) == 3  # (1, 1) is slower than (2, 1) too

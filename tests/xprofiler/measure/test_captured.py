@@ -98,7 +98,7 @@ class Capture:
         return Captured(replay, out)
 
 
-def test_parts_are_those_of_the_marked_step_scaled_to_the_one_without_marks() -> None:
+def test_parts_are_those_of_the_marked_step_scaled_to_the_one_without_marks():
     clock, takes = Ticks(), {"step": 1}
 
     def spend(ticks: int) -> Callable[..., Any]:
@@ -150,7 +150,7 @@ def bench_of(degree: int = 1) -> tuple[LayerBench, Capture]:
 
 
 @pytest.mark.parametrize("most_layers", [None, 2])
-def test_a_bench_s_decode_steps_are_those_of_a_run_that_captures(most_layers: int | None) -> None:
+def test_a_bench_s_decode_steps_are_those_of_a_run_that_captures(most_layers):
     with kernels():
         bench, capture = bench_of()
         step = bench.decode([4, 9, 2], most_layers=most_layers)
@@ -165,7 +165,7 @@ def test_a_bench_s_decode_steps_are_those_of_a_run_that_captures(most_layers: in
         assert capture.replays[False] == 2, "what is encoded is launched"
 
 
-def test_what_a_run_does_not_capture_is_not_captured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_does_not_capture_is_not_captured_here(monkeypatch):
     with kernels():
         bench, capture = bench_of(degree=2)
         assert bench.decode([4, 9])().captured_rest_s is None and not capture.shapes
@@ -183,6 +183,6 @@ def refused(capture: Capture, work: Callable[[], Any]) -> Captured:
     raise CaptureError("operation not permitted when stream is capturing")
 
 
-def test_what_a_captured_step_takes_besides_is_what_its_own_parts_leave() -> None:
+def test_what_a_captured_step_takes_besides_is_what_its_own_parts_leave():
     parts = StepParts(whole_s=20, rest_s=9, attention_s=2, embed_s=1, head_s=3, captured_rest_s=4)
     assert parts.overhead_s(2) == 20 - 2 * (4 + 2) - 1 - 3

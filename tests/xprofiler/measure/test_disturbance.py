@@ -38,20 +38,20 @@ def seen(busy_s: float | None = 2.0, own_s: float = 1.0, waited_s: float = 0.0,
     return _Seen(host, busy_s, own_s, waited_s, elapsed_s)
 
 
-def test_alone_nothing_is_missing() -> None:
+def test_alone_nothing_is_missing():
     assert missing_share([seen(), seen()], cores=2) == 0.0
     assert missing_share([seen(busy_s=2.02), seen(busy_s=2.02)], cores=2) == 0.0, "rounding"
     assert missing_share([seen(busy_s=None)], cores=2) == 0.0, "the system does not say"
 
 
-def test_others_time_waiting_and_the_worst_host() -> None:
+def test_others_time_waiting_and_the_worst_host():
     assert missing_share([seen(busy_s=2.0, own_s=1.0)], cores=2) == pytest.approx(0.5)
     assert missing_share([seen(waited_s=0.3), seen()], cores=2) == pytest.approx(0.3)
     hosts = [seen(), seen(), seen(host="b", busy_s=1.4)]
     assert missing_share(hosts, cores=2) == pytest.approx(0.2)
 
 
-def test_a_living_child_counts_with_its_own_children() -> None:
+def test_a_living_child_counts_with_its_own_children():
     before_s = children_s(os.getpid())  # of what other tests of this process have started
     with subprocess.Popen([sys.executable, "-c", BURN], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline()
@@ -82,7 +82,7 @@ def steps_of(seconds: float) -> Iterator[StepParts]:
         yield StepParts(seconds, seconds, 0.0, 0.0, 0.0)
 
 
-def test_what_others_disturbed_is_measured_again_and_the_least_disturbed_counts() -> None:
+def test_what_others_disturbed_is_measured_again_and_the_least_disturbed_counts():
     steps = steps_of(0.4)
     watch = Watch([0.5, 0.0], patience=5)
     got = ranks.Ranks(None).steady(lambda: next(steps), watch=watch)
@@ -95,7 +95,7 @@ def test_what_others_disturbed_is_measured_again_and_the_least_disturbed_counts(
     assert got.missing > DISTURBED_LIMIT
 
 
-def test_patience_is_spent_on_waiting_and_on_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_is_spent_on_waiting_and_on_attempts(monkeypatch):
     shares = iter([0.9, 0.9, 0.0, *[0.9] * 50])
     slept: list[float] = []
     monkeypatch.setattr(disturbance, "missing_share", lambda *_: next(shares))
@@ -123,9 +123,7 @@ from xprofiler.measure.network import RankNodes  # noqa: E402
     ((0, 0, 0, 1), 2, [(0, 1)], [(0, 3)]),
     ((0, 0, 0, 1), 3, [(0, 1, 2)], []),
 ])
-def test_groups_lie_within_a_node_or_evenly_over_several(
-        node_of: tuple[int, ...], size: int, near: list[tuple[int, ...]],
-        far: list[tuple[int, ...]]) -> None:
+def test_groups_lie_within_a_node_or_evenly_over_several(node_of, size, near, far):
     where = RankNodes(node_of=node_of)
     assert where.near_groups(size) == near
     assert where.far_groups(size) == far
@@ -166,7 +164,7 @@ class Noting:
 
 
 @pytest.mark.parametrize(("rows", "layers"), [(1, 6), (36, 6), (900, 4)])
-def test_steps_with_sums_take_turns_with_steps_without(rows: int, layers: int) -> None:
+def test_steps_with_sums_take_turns_with_steps_without(rows, layers):
     sums, comm, group = Sums(), Alone(), Noting()
     with torch.inference_mode():
         bench = summing_bench(TOY, torch.float32, 2, sums, device=torch.device("cpu"),

@@ -17,7 +17,7 @@ SPEC = ModelSpec(name="toy", family="llama", num_layers=4, hidden_size=512, num_
 
 
 @pytest.mark.parametrize("tp_degree", [1, 2, 4])
-def test_parts_of_a_step_add_up_on_the_devices_own_clock(tp_degree: int) -> None:
+def test_parts_of_a_step_add_up_on_the_devices_own_clock(tp_degree):
     bench = LayerBench(SPEC, torch.bfloat16, tp_degree=tp_degree, device="cuda")
     assert isinstance(clock_of(bench.device), CudaClock)
     with torch.inference_mode():
@@ -30,7 +30,7 @@ def test_parts_of_a_step_add_up_on_the_devices_own_clock(tp_degree: int) -> None
             assert layers_s + parts.embed_s + parts.head_s <= parts.whole_s * 1.02 + 1e-5
 
 
-def test_captured_decode_steps_are_told_apart_on_the_device() -> None:
+def test_captured_decode_steps_are_told_apart_on_the_device():
     bench, device = LayerBench(SPEC, torch.bfloat16, device="cuda"), torch.device("cuda", 0)
     bench.capturing = Capturing(CudaCapture(device))
     with torch.inference_mode():
@@ -45,11 +45,11 @@ def test_captured_decode_steps_are_told_apart_on_the_device() -> None:
     assert 0 < layers_s + parts.embed_s + parts.head_s <= parts.whole_s * 1.02 + 1e-5
 
 
-def test_compaction_moves_rows_on_the_device() -> None:
+def test_compaction_moves_rows_on_the_device():
     bench = LayerBench(SPEC, torch.bfloat16, device="cuda")
     assert bench.compaction(3, 200)() > 0
 
 
-def test_peaks_are_those_of_a_gpu() -> None:
+def test_peaks_are_those_of_a_gpu():
     peaks = measure_peaks(torch.bfloat16, torch.device("cuda"))
     assert peaks.flops_per_s > 1e13 and peaks.bandwidth_bytes_per_s > 1e11

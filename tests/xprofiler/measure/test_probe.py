@@ -104,7 +104,7 @@ class FakeModel:
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
-def test_every_part_is_counted_once_where_it_belongs(num_layers: int) -> None:
+def test_every_part_is_counted_once_where_it_belongs(num_layers):
     clock = FakeClock()
     model = FakeModel(clock, num_layers)
     probe = Probe(model, clock)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def total_s(parts: StepParts, num_layers: int) -> float:
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-def test_parts_and_overhead_are_the_whole_whatever_a_mark_costs(is_last: bool) -> None:
+def test_parts_and_overhead_are_the_whole_whatever_a_mark_costs(is_last):
     clock = FakeClock(per_mark=1)
     model = FakeModel(clock, 4, is_last=is_last)
     parts = Probe(model, clock).time(model.step)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_parts_and_overhead_are_the_whole_whatever_a_mark_costs(is_last: bool) -
     assert (parts.head_s > 0) == is_last
 
 
-def test_marks_alone_put_a_fixed_number_of_moments_around_the_parts() -> None:
+def test_marks_alone_put_a_fixed_number_of_moments_around_the_parts():
     """Each mark is a tick, nothing else takes time: 2 around each of a layer's parts."""
     clock = FakeClock(per_mark=1)
     layer = SimpleNamespace(qkv=lambda *_: None, finish=lambda *_: None)
@@ -155,7 +155,7 @@ def test_marks_alone_put_a_fixed_number_of_moments_around_the_parts() -> None:
                      ).overhead_s(1) == 0
 
 
-def test_a_step_that_skips_a_layer_is_our_own_mistake() -> None:
+def test_a_step_that_skips_a_layer_is_our_own_mistake():
     clock = FakeClock()
     model = FakeModel(clock, 3)
     probe = Probe(model, clock)  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def generated(executor: StageExecutor, probe: Probe | None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", SPECS)
-def test_a_probed_step_gives_the_tokens_that_it_gives_unprobed(family: str) -> None:
+def test_a_probed_step_gives_the_tokens_that_it_gives_unprobed(family):
     plain, probed = executor_of(SPECS[family]), executor_of(SPECS[family])
     expected = generated(plain, None)
     assert generated(probed, Probe(probed.model, CpuClock())) == expected
@@ -219,7 +219,7 @@ def all_parts_are_there(parts: StepParts, num_layers: int) -> None:
 
 @pytest.mark.parametrize("family", SPECS)
 @pytest.mark.parametrize("degree", [1, 2])
-def test_a_benchs_steps_add_up_to_the_whole(family: str, degree: int) -> None:
+def test_a_benchs_steps_add_up_to_the_whole(family, degree):
     bench = LayerBench(SPECS[family], torch.float32, tp_degree=degree)
     assert bench.num_layers == 3
     for measurement in (bench.decode([4, 9, 2]), bench.encode([5, 8])):
@@ -227,7 +227,7 @@ def test_a_benchs_steps_add_up_to_the_whole(family: str, degree: int) -> None:
             all_parts_are_there(measurement(), 3)
 
 
-def test_a_bench_holds_as_many_layers_as_a_stage_and_both_ends() -> None:
+def test_a_bench_holds_as_many_layers_as_a_stage_and_both_ends():
     for stages, layers in ((1, 3), (2, 2), (3, 1), (8, 1)):
         bench = LayerBench(SPECS["llama"], torch.float32, num_stages=stages)
         assert (bench.num_layers, len(bench.model.layers)) == (layers, layers)
@@ -235,7 +235,7 @@ def test_a_bench_holds_as_many_layers_as_a_stage_and_both_ends() -> None:
         all_parts_are_there(bench.decode([4])(), layers)
 
 
-def test_a_step_of_few_layers_for_attention_has_no_head_and_leaves_the_bench_whole() -> None:
+def test_a_step_of_few_layers_for_attention_has_no_head_and_leaves_the_bench_whole():
     bench = LayerBench(SPECS["llama"], torch.float32)
     parts = bench.encode([5, 8], most_layers=2)()
     assert parts.attention_s > 0 and parts.head_s == 0
@@ -244,7 +244,7 @@ def test_a_step_of_few_layers_for_attention_has_no_head_and_leaves_the_bench_who
     all_parts_are_there(bench.encode([5, 8])(), 3)
 
 
-def test_an_encoder_decoders_steps_add_up_to_the_whole() -> None:
+def test_an_encoder_decoders_steps_add_up_to_the_whole():
     bench = EncoderDecoderBench(T5, torch.float32)
     decode = bench.decode([4, 9, 2], [6, 3, 5])()
     all_parts_are_there(decode, bench.num_layers)
@@ -255,7 +255,7 @@ def test_an_encoder_decoders_steps_add_up_to_the_whole() -> None:
     assert 0 < parts_s < encode.whole_s
 
 
-def test_sizes_of_a_timed_step_are_those_asked_for_and_always_the_same() -> None:
+def test_sizes_of_a_timed_step_are_those_asked_for_and_always_the_same():
     for queries, longest in ((1, 1), (1, 50), (2, 1), (7, 129)):
         contexts = ragged(queries, longest)
         assert len(contexts) == queries and max(contexts) == longest and min(contexts) >= 1
@@ -273,7 +273,7 @@ def test_sizes_of_a_timed_step_are_those_asked_for_and_always_the_same() -> None
 
 
 @pytest.mark.parametrize("bench_class", [LayerBench, EncoderDecoderBench])
-def test_moving_cache_rows_can_be_timed_again_and_again(bench_class: Any) -> None:
+def test_moving_cache_rows_can_be_timed_again_and_again(bench_class):
     bench = bench_class(T5 if bench_class is EncoderDecoderBench else SPECS["opt"], torch.float32)
     move = bench.compaction(3, 16)
     assert all(move() > 0 for _ in range(3))

@@ -60,13 +60,11 @@ def medians(profile: Profile) -> dict[tuple[str, int], tuple[float, float, float
         ("encode_attention", 2): (20, 2, 0.5), ("encoder_rest", 2): (40, 0, 2.0),
         ("cross_kv", 2): (40, 0, 0.125), ("embed", 2): (40, 0, 0.25)})],
     ids=lambda value: value.kind.value if isinstance(value, Point) else "")
-def test_a_step_becomes_the_tables_of_its_parts(
-        point: Point, rows: int, queries: int,
-        tables: dict[tuple[str, int], tuple[float, float, float]]) -> None:
+def test_a_step_becomes_the_tables_of_its_parts(point, rows, queries, tables):
     assert medians(recorded(point, rows=rows, queries=queries)) == tables
 
 
-def test_a_steps_tables_add_up_to_the_step() -> None:
+def test_a_steps_tables_add_up_to_the_step():
     found = medians(recorded(Point(Kind.CROSS, 4, 100), rows=4, queries=4))
     seconds = {name: s for (name, _), (_, _, s) in found.items()}
     layer_s = sum(seconds[name] for name in ("decode_attention", "cross_attention", "layer_rest"))
@@ -74,13 +72,13 @@ def test_a_steps_tables_add_up_to_the_step() -> None:
     assert LAYERS * layer_s + ends_s == parts().whole_s
 
 
-def test_the_hosts_own_time_is_added_to_what_a_step_takes_besides_its_parts() -> None:
+def test_the_hosts_own_time_is_added_to_what_a_step_takes_besides_its_parts():
     found = recorded(Point(Kind.DECODE, 4, 100), rows=4, queries=4, host_s=[0.1, 0.2, 9.0],
                      steps=[parts(), parts(2.0)])
     assert found.table(STEP_OVERHEAD)[0].samples_s == pytest.approx((1.7, 3.2))
 
 
-def test_overheads_of_all_degrees_and_points_are_one_table() -> None:
+def test_overheads_of_all_degrees_and_points_are_one_table():
     recorder = Recorder(EMPTY)
     for degree, scale in ((1, 1.0), (2, 2.0)):
         recorder.add_step(Point(Kind.DECODE, 4, 9), degree, 4, 4, [parts(scale)], LAYERS)
@@ -89,7 +87,7 @@ def test_overheads_of_all_degrees_and_points_are_one_table() -> None:
     assert sorted(found.table(STEP_OVERHEAD)[0].samples_s) == [1.5, 3.0]
 
 
-def test_points_of_a_table_come_in_order_whatever_the_order_they_were_measured_in() -> None:
+def test_points_of_a_table_come_in_order_whatever_the_order_they_were_measured_in():
     recorder = Recorder(EMPTY)
     for x, y in ((9, 100), (1, 17), (3, 100), (3, 17)):
         recorder.add_step(Point(Kind.DECODE, x, y), 1, x, x, [parts()], LAYERS)
@@ -102,7 +100,7 @@ def test_points_of_a_table_come_in_order_whatever_the_order_they_were_measured_i
     assert [p.x for p in rest] == [1, 3, 9] and len(rest[1].samples_s) == 2
 
 
-def test_many_samples_are_kept_as_order_statistics() -> None:
+def test_many_samples_are_kept_as_order_statistics():
     values = np.random.default_rng(0).lognormal(size=400)
     recorder = Recorder(EMPTY)
     recorder.add(TableKey("head"), 1, 0, values)
@@ -124,7 +122,7 @@ def stopped() -> Profile:
     return recorder.profile(spent_s=7.0, host_s=[0.25])
 
 
-def test_a_measurement_goes_on_where_it_stopped() -> None:
+def test_a_measurement_goes_on_where_it_stopped():
     again = Recorder(stopped())
     assert again.has(Point(Kind.DECODE, 4, 100), 2)
     for other, degree in ((Point(Kind.DECODE, 4, 100), 1), (Point(Kind.DECODE, 5, 100), 2),
@@ -135,7 +133,7 @@ def test_a_measurement_goes_on_where_it_stopped() -> None:
     assert not again.has_network(TableKey(TRANSFER, 1, "far"))
 
 
-def test_a_session_adds_its_points_and_keeps_the_earlier_ones() -> None:
+def test_a_session_adds_its_points_and_keeps_the_earlier_ones():
     before = stopped()
     assert Recorder(before).profile(spent_s=7.0, host_s=[99.0]) == before, "which adds nothing"
     again = Recorder(before)
@@ -149,7 +147,7 @@ def test_a_session_adds_its_points_and_keeps_the_earlier_ones() -> None:
     assert after.table(STEP_OVERHEAD)[0].samples_s == (*known, 3.25), "one point tells little"
 
 
-def test_transfers_wanted_are_those_that_the_ranks_can_measure() -> None:
+def test_transfers_wanted_are_those_that_the_ranks_can_measure():
     def wanted(ranks: int, nodes: int) -> list[str]:
         request = MeasureRequest(
             metadata={}, model={}, refused={}, degrees=[1, 2], needs={}, own={}, is_quick=False,
@@ -163,7 +161,7 @@ def test_transfers_wanted_are_those_that_the_ranks_can_measure() -> None:
     assert wanted(2, 2) == ["transfer 1 far"]
 
 
-def test_repeats_that_disagree_give_way_to_those_that_agree_better() -> None:
+def test_repeats_that_disagree_give_way_to_those_that_agree_better():
     recorder = Recorder(EMPTY)
     key = TableKey("layer_rest", 1)
     recorder.add(key, 9, 0, [1.0, 2.0, 4.0])
@@ -182,7 +180,7 @@ def test_repeats_that_disagree_give_way_to_those_that_agree_better() -> None:
     ([(1.0, 1.0, 1.0)], 1), ([(1.0, 2.0, 4.0), (1.0, 1.01, 1.0)], 2),
     ([(1.0, 2.0, 4.0), (1.0, 1.5, 2.0), (1.0, 2.0, 4.0)], 3)])
 def test_a_point_that_is_measured_briefly_is_measured_again_where_its_repeats_disagree(
-        attempts: list[tuple[float, ...]], taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        attempts, taken, monkeypatch):
     from xprofiler.measure import ranks
 
     monkeypatch.setattr(ranks, "_BRIEF_POINT_S", 0.0)  # as few steps as there may be
@@ -195,7 +193,7 @@ def test_a_point_that_is_measured_briefly_is_measured_again_where_its_repeats_di
     assert next(steps, None) is None
 
 
-def test_what_was_disturbed_makes_way_for_what_was_not_and_is_dated() -> None:
+def test_what_was_disturbed_makes_way_for_what_was_not_and_is_dated():
     key = TableKey("layer_rest")
     recorder = Recorder(EMPTY)
 
@@ -212,7 +210,7 @@ def test_what_was_disturbed_makes_way_for_what_was_not_and_is_dated() -> None:
     assert len(known().samples_s) == 6 and not known().is_disturbed
 
 
-def test_how_often_a_bad_point_was_measured_anew_is_kept() -> None:
+def test_how_often_a_bad_point_was_measured_anew_is_kept():
     key = TableKey("layer_rest")
     profile = EMPTY
     for tries, missing in ((1, 0.5), (2, 0.4), (3, 0.6), (4, 0.0), (4, 0.0)):
@@ -226,7 +224,7 @@ def test_how_often_a_bad_point_was_measured_anew_is_kept() -> None:
         assert profile.table("layer_rest")[0].tries == tries
 
 
-def test_layers_of_captured_steps_have_a_table_beside_those_that_are_launched() -> None:
+def test_layers_of_captured_steps_have_a_table_beside_those_that_are_launched():
     recorder = Recorder(EMPTY)
     recorder.add_step(Point(Kind.DECODE, 4, 100), 1, 4, 4,
                       [parts()._replace(captured_rest_s=0.5)], LAYERS)
@@ -235,7 +233,7 @@ def test_layers_of_captured_steps_have_a_table_beside_those_that_are_launched() 
     assert [s.x for s in recorder.operator(Operator.LAYER_REST, 1)] == [4, 75]
 
 
-def test_captured_steps_are_forgotten_where_one_could_not_be() -> None:
+def test_captured_steps_are_forgotten_where_one_could_not_be():
     recorder = Recorder(EMPTY)
     assert recorder.has_captured(1) is None
     steps = [parts()._replace(captured_rest_s=1.0)]

@@ -41,7 +41,7 @@ class Planned(NamedTuple):
 @pytest.fixture(scope="module", params=[
     "rra, encode_chunk: 0", *(pytest.param(name, marks=pytest.mark.slow) for name in (
         "rra", "waa-c", "sarathi"))])
-def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Planned:
+def planned(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
         session = session_of(tmp_path_factory.mktemp("job"), bound="6",
@@ -60,7 +60,7 @@ def _slower(factor: float, before: float = 1.0) -> StepLook:
         stages=dict.fromkeys(factors, 0), steps=16))
 
 
-def test_smaller_batches_keep_the_bound(planned: Planned) -> None:
+def test_smaller_batches_keep_the_bound(planned):
     decider, look = planned.decider(), _slower(1.4)
     limit_s = planned.session.problem.constraint.latency_s
     assert planned.latency_s(planned.schedule, 1.4) > limit_s, "else there is nothing to do"
@@ -87,13 +87,13 @@ def test_smaller_batches_keep_the_bound(planned: Planned) -> None:
     assert planned.latency_s(decider.running, 1.4) <= limit_s
 
 
-def test_where_nothing_presses_there_is_no_change_at_once(planned: Planned) -> None:
+def test_where_nothing_presses_there_is_no_change_at_once(planned):
     decider = planned.decider()
     assert decider.decide_at_once(_slower(0.7)) is None, "quicker: that can wait for a plan"
     assert decider.decide_at_once(_slower(1.0)) is None, "what runs keeps the bound"
 
 
-def test_what_is_over_the_bound_leads_to_one_too(planned: Planned) -> None:
+def test_what_is_over_the_bound_leads_to_one_too(planned):
     """After the change that slower steps led to, more is over the bound than was planned for."""
     decider, look = planned.decider(), _slower(1.4)
     decision = decider.decide_at_once(look)
@@ -132,7 +132,7 @@ def assert_is_within(now: Estimate, began: Estimate) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_limits_only_fall(name: str) -> None:
+def test_limits_only_fall(name):
     """Shorter outputs leave room that was not there when the caches were made."""
     began, problem = began_of(name), toy_problem(outputs=SHORTER)
     found = revise(schedule_of(problem, began), problem, roofline_of(problem), began=began, worth=0)
@@ -143,7 +143,7 @@ def test_limits_only_fall(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_tight_bound_is_kept_with_less(name: str) -> None:
+def test_a_tight_bound_is_kept_with_less(name):
     began, free = began_of(name), toy_problem()
     keep = revise(schedule_of(free, began), free, roofline_of(free), began=began).keep
     assert keep.estimate is not None
@@ -164,7 +164,7 @@ def test_a_tight_bound_is_kept_with_less(name: str) -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 50])
-def test_rra_takes_up_no_more_queries_than_its_caches_hold(chunk: int) -> None:
+def test_rra_takes_up_no_more_queries_than_its_caches_hold(chunk):
     problem = toy_problem(outputs=SHORTER)
     now = estimate_of(toy_problem(), encode_batch=8, decode_iterations=8, encode_chunk=chunk)
     free, held = (revise(schedule_of(problem, now), problem, roofline_of(problem),
@@ -193,14 +193,14 @@ OWN = latency_constraint(10.0, kind="queries", quantile=0.95)
     (Kept(0, 400, 49), LEAST * 0.05), (Kept(0, 400, 50), LEAST * 0.05), (Kept(0, 400, 51), 0.05),
     # queries that failed are none of those that may be late
     (Kept(0, 400, 22, failed=300), 13 / 300)], ids=str)
-def test_what_is_left_is_what_the_whole_job_may_have(kept: Kept | None, share: float) -> None:
+def test_what_is_left_is_what_the_whole_job_may_have(kept, share):
     own = Allowance(OWN, 1000)
     assert own.share(kept) == pytest.approx(share)
     left = own.constrained(OWN, kept)
     assert left.quantile == pytest.approx(1 - share) and left.latency_s == OWN.latency_s
 
 
-def test_a_bound_that_is_lost_is_said_to_be_once() -> None:
+def test_a_bound_that_is_lost_is_said_to_be_once():
     own = Allowance(OWN, 1000)
     failed = own.look(Kept(0, 400, 36, failed=300))
     assert failed is not None and failed.is_lost and failed.left == 300
@@ -211,7 +211,7 @@ def test_a_bound_that_is_lost_is_said_to_be_once() -> None:
     assert own.look(Kept(0, 900, 300)) is None
 
 
-def test_a_look_is_due_when_less_is_left_than_planned_for() -> None:
+def test_a_look_is_due_when_less_is_left_than_planned_for():
     own = Allowance(OWN, 1000)
     assert own.look(None) is None
     assert own.look(Kept(0, ENOUGH - 1, 40)) is None, "few tell little of a share"
@@ -236,7 +236,7 @@ def test_a_look_is_due_when_less_is_left_than_planned_for() -> None:
 @pytest.mark.parametrize("constraint", [
     latency_constraint(10.0, kind="sequence", quantile=0.95),
     latency_constraint(math.inf, kind="queries", quantile=0.95)])
-def test_other_bounds_have_none(constraint: object) -> None:
+def test_other_bounds_have_none(constraint):
     own = Allowance(constraint, 1000)  # type: ignore[arg-type]
     assert own.look(Kept(0, 400, 300)) is None
     assert own.constrained(constraint, Kept(0, 400, 300)) is constraint  # type: ignore[arg-type]

@@ -257,7 +257,7 @@ def two_nodes(**rates: float) -> Cluster:
 @pytest.mark.parametrize("pools", [
     pool_of([10, 10, 10, 10]), pool_of([20, 20], degree=2), pool_of([13, 9, 9, 9]),
     pool_of([40], degree=4)])
-def test_a_rank_loads_what_the_simulator_says_it_holds(pools) -> None:
+def test_a_rank_loads_what_the_simulator_says_it_holds(pools):
     (pool,) = pools
     stages, found = pool.stages, redeployment((), pools, OPT, "float16", NODE)
     expected = memory.weight_bytes(OPT, stages, "float16")
@@ -267,7 +267,7 @@ def test_a_rank_loads_what_the_simulator_says_it_holds(pools) -> None:
     assert found.from_dram_s == pytest.approx(max(expected) / 2e9)
 
 
-def test_waa_loads_a_decoder_only_model_twice_and_the_parts_of_another_once() -> None:
+def test_waa_loads_a_decoder_only_model_twice_and_the_parts_of_another_once():
     twice = (*pool_of([20, 20], role="encode"),
              *pool_of([20, 20], role="decode", first_rank=2, first_index=2))
     once = pool_of([10, 10, 10, 10])
@@ -283,7 +283,7 @@ def test_waa_loads_a_decoder_only_model_twice_and_the_parts_of_another_once() ->
         + 2 * T5.embedding_params + T5.head_params)
 
 
-def test_the_ssd_is_shared_by_a_nodes_devices_and_reads_a_piece_once() -> None:
+def test_the_ssd_is_shared_by_a_nodes_devices_and_reads_a_piece_once():
     pools = pool_of([40], degree=4)
     found = redeployment((), pools, OPT, "float16", NODE)
     distinct = 2 * (40 * OPT.decoder_layer_params + OPT.embedding_params + OPT.head_params)
@@ -293,7 +293,7 @@ def test_the_ssd_is_shared_by_a_nodes_devices_and_reads_a_piece_once() -> None:
     assert found.from_ssd_s == pytest.approx(distinct / 4e9)
 
 
-def test_nodes_load_at_the_same_time_and_the_fullest_counts() -> None:
+def test_nodes_load_at_the_same_time_and_the_fullest_counts():
     pools = pool_of([10, 10, 10, 10])
     one = redeployment((), pools, OPT, "float16", NODE)
     two = redeployment((), pools, OPT, "float16", two_nodes(ssd_bytes_per_s=1e9))
@@ -304,7 +304,7 @@ def test_nodes_load_at_the_same_time_and_the_fullest_counts() -> None:
     assert quick.from_ssd_s == quick.from_dram_s
 
 
-def test_only_layers_that_a_rank_lacks_are_loaded() -> None:
+def test_only_layers_that_a_rank_lacks_are_loaded():
     old, new = pool_of([10, 10, 10, 10]), pool_of([12, 10, 10, 8])
     layer = 2 * OPT.decoder_layer_params
     same = redeployment(old, old, OPT, "float16", NODE)
@@ -314,7 +314,7 @@ def test_only_layers_that_a_rank_lacks_are_loaded() -> None:
         2 * layer, 2 * layer, 2 * layer, 0)
 
 
-def test_another_degree_is_another_shard() -> None:
+def test_another_degree_is_another_shard():
     old, new = pool_of([20, 20], degree=2), pool_of([40], degree=4)
     found = redeployment(old, new, OPT, "float16", NODE)
     everything = redeployment((), new, OPT, "float16", NODE)
@@ -323,7 +323,7 @@ def test_another_degree_is_another_shard() -> None:
         size - (embedding if rank < 2 else 0) for rank, size in enumerate(everything.rank_bytes))
 
 
-def test_ranks_of_a_group_hold_different_shards() -> None:
+def test_ranks_of_a_group_hold_different_shards():
     held = holdings(pool_of([20, 20], degree=2), OPT, "float16")
     assert not {p for p in held[0] if p.part == "layer"} & set(held[1])
     assert {p for p in held[0] if p.part == "embedding"} <= set(held[1])

@@ -51,7 +51,7 @@ class Told:
         return None
 
 
-def test_slower_steps_count_after_a_few_of_them() -> None:
+def test_slower_steps_count_after_a_few_of_them():
     told = Told()
     assert told.tell(1.0, most=200) is None
     found = told.tell(1.5)
@@ -62,14 +62,14 @@ def test_slower_steps_count_after_a_few_of_them() -> None:
     assert drift.slowed == pytest.approx(1.5) and told.tell(1.5) is None, "that is known now"
 
 
-def test_a_burst_of_fewer_steps_changes_nothing() -> None:
+def test_a_burst_of_fewer_steps_changes_nothing():
     told = Told()
     assert told.tell(1.0, most=200) is None
     assert told.tell(3.0, most=SWIFT.length // 2) is None
     assert told.tell(1.0, most=400) is None
 
 
-def test_quicker_steps_must_last_and_longer_each_time_they_were_a_lull() -> None:
+def test_quicker_steps_must_last_and_longer_each_time_they_were_a_lull():
     told, waits = Told(), []
     for _ in range(6):
         assert told.tell(1.5) is not None
@@ -81,7 +81,7 @@ def test_quicker_steps_must_last_and_longer_each_time_they_were_a_lull() -> None
     assert lasted_s[4:] == [MOST_PATIENCE * LASTING_S] * 2, "and no longer than that"
 
 
-def test_quicker_steps_are_planned_with_by_halves() -> None:
+def test_quicker_steps_are_planned_with_by_halves():
     """What smaller batches take says little of the larger ones that they would bring back."""
     told = Told()
     assert told.tell(1.6) is not None
@@ -94,7 +94,7 @@ def test_quicker_steps_are_planned_with_by_halves() -> None:
     assert told.tell(1.0) is None, "all of it is planned with"
 
 
-def test_what_is_quicker_now_and_then_stays_as_it_is_planned() -> None:
+def test_what_is_quicker_now_and_then_stays_as_it_is_planned():
     """Quicker in the mean of any 30 s, but not all the time; and the slowest part is planned
     with."""
     told = Told()
@@ -112,7 +112,7 @@ def test_what_is_quicker_now_and_then_stays_as_it_is_planned() -> None:
     assert found is not None and found[1].now["decode"].factor == pytest.approx(1.3, rel=0.03)
 
 
-def test_what_has_left_the_plan_is_followed_closely() -> None:
+def test_what_has_left_the_plan_is_followed_closely():
     told = Told()
     assert told.tell(1.1, most=400) is None, "within the threshold, of a run as planned"
     assert told.tell(1.3) is not None
@@ -122,7 +122,7 @@ def test_what_has_left_the_plan_is_followed_closely() -> None:
     assert found[0] <= LONG.length
 
 
-def test_a_factor_is_planned_with_by_a_standard_error_more_where_steps_are_slower() -> None:
+def test_a_factor_is_planned_with_by_a_standard_error_more_where_steps_are_slower():
     told = Told()
     pulses = iter([1.0, 1.0, 3.0] * 1000)
     found = told.tell(pulses)
@@ -135,7 +135,7 @@ def test_a_factor_is_planned_with_by_a_standard_error_more_where_steps_are_slowe
 
 
 @pytest.mark.parametrize(("groups", "factor"), [(1, 1.5), (2, 2.0), (5, 2.0)])
-def test_a_slow_stage_counts_as_far_as_it_holds_up_the_others(groups: int, factor: float) -> None:
+def test_a_slow_stage_counts_as_far_as_it_holds_up_the_others(groups, factor):
     """Of two equal stages one takes twice as long: a single group waits for both of them, several
     wait for the slow one."""
     slow, quick = [Ratio(math.log(2), 8, 0.02)] * 3, [Ratio(0.0, 8, 0.02)] * 3
@@ -166,7 +166,7 @@ def at_work(lengths: np.ndarray, per_phase: int, iterations: int, phases: int,
     return Observation(finished=pairs[own <= age], active=pairs[own > age])
 
 
-def test_the_estimate_is_unbiased_while_the_mean_of_those_done_is_far_too_low() -> None:
+def test_the_estimate_is_unbiased_while_the_mean_of_those_done_is_far_too_low():
     rng = np.random.default_rng(3)
     found, naive, errors = [], [], []
     for _ in range(200):
@@ -180,7 +180,7 @@ def test_the_estimate_is_unbiased_while_the_mean_of_those_done_is_far_too_low() 
     assert np.mean(errors) == pytest.approx(np.std(found), rel=0.2), "what it says of its own error"
 
 
-def test_the_last_queries_alone_do_not_bias_it_either() -> None:
+def test_the_last_queries_alone_do_not_bias_it_either():
     """A window of the latest queries, as a long run keeps: nobody in it has been there for long."""
     rng = np.random.default_rng(4)
     found, unknown = [], []
@@ -193,7 +193,7 @@ def test_the_last_queries_alone_do_not_bias_it_either() -> None:
     assert np.mean(unknown) == pytest.approx(PLANNED.pmf[80:].sum(), rel=0.1)
 
 
-def test_all_done_is_the_plain_distribution() -> None:
+def test_all_done_is_the_plain_distribution():
     lengths = np.array([3, 5, 5, 9, 2, 3, 3, 7])
     seen = Observation(finished=np.stack([lengths, lengths], axis=1),
                        active=np.zeros((0, 2), np.int64))
@@ -203,7 +203,7 @@ def test_all_done_is_the_plain_distribution() -> None:
     assert own.mean_error == pytest.approx(lengths.std() / np.sqrt(8), rel=1e-9)
 
 
-def test_what_nobody_was_watched_for_is_as_planned_or_else_at_the_cap() -> None:
+def test_what_nobody_was_watched_for_is_as_planned_or_else_at_the_cap():
     active = np.array([[30, 10], [30, 10]])
     seen = Observation(finished=np.array([[30, 4], [30, 8]]), active=active)
     own = observed_lengths(seen, PLANNED, longest=120)
@@ -221,7 +221,7 @@ def drift(actual, count: int, seed: int, quantile: float = 0.99, threshold: floa
                     quantile=quantile)
 
 
-def test_chance_is_no_drift_and_a_longer_mean_is() -> None:
+def test_chance_is_no_drift_and_a_longer_mean_is():
     assert sum(bool(drift(PLANNED, 200, seed)) for seed in range(200)) <= 4
     longer = truncated_normal(65, 25, 140)
     assert all(drift(longer, 200, seed).is_mean for seed in range(40))
@@ -231,7 +231,7 @@ def test_chance_is_no_drift_and_a_longer_mean_is() -> None:
     assert figures.observed_mean == pytest.approx(65, rel=0.08)
 
 
-def test_a_longer_tail_is_drift_though_the_mean_stays() -> None:
+def test_a_longer_tail_is_drift_though_the_mean_stays():
     tails = empirical(np.concatenate([PLANNED.sample(9000, np.random.default_rng(0)) * 9 // 10 + 1,
                                       np.full(600, 150)]))
     assert tails.mean == pytest.approx(50, rel=0.06)
@@ -240,7 +240,7 @@ def test_a_longer_tail_is_drift_though_the_mean_stays() -> None:
     assert found.observed_reach == 150 > 1.1 * found.planned_reach
 
 
-def test_inputs_stay_with_their_outputs_where_the_two_are_correlated() -> None:
+def test_inputs_stay_with_their_outputs_where_the_two_are_correlated():
     rng = np.random.default_rng(5)
     outputs = PLANNED.sample(1000, rng)
     planned = JointLengths(inputs=truncated_normal(40, 20, 90), outputs=PLANNED)

@@ -53,7 +53,7 @@ def waa(name, stages, capacity=4):
                                source=pools[0].name, target=pools[1].name)
 
 
-def test_events_at_one_time_come_by_priority_and_then_as_they_were_made() -> None:
+def test_events_at_one_time_come_by_priority_and_then_as_they_were_made():
     kernel, seen = Kernel(), []
     for name, time_s, priority in (("c", 1.0, TURN), ("a", 1.0, ARRIVAL), ("d", 1.0, TURN),
                                    ("b", 1.0, ARRIVAL), ("first", 0.5, TURN)):
@@ -64,7 +64,7 @@ def test_events_at_one_time_come_by_priority_and_then_as_they_were_made() -> Non
     assert kernel.is_free_until(2.0)
 
 
-def test_what_an_event_asks_for_comes_in_its_place() -> None:
+def test_what_an_event_asks_for_comes_in_its_place():
     kernel, seen = Kernel(), []
     kernel.at(0.0, TURN, lambda now: kernel.at(now, ARRIVAL, seen.append))
     kernel.at(0.0, TURN, lambda now: seen.append("turn"))
@@ -72,7 +72,7 @@ def test_what_an_event_asks_for_comes_in_its_place() -> None:
     assert seen == [0.0, "turn"]
 
 
-def test_a_query_is_begun_when_it_comes_and_the_pool_is_free() -> None:
+def test_a_query_is_begun_when_it_comes_and_the_pool_is_free():
     result = run(queries([5.0, 2.0, 5.0, 30.0]), [both()])
     times = result.times
     assert times.arrival_s.tolist() == [5.0, 2.0, 5.0, 30.0]
@@ -84,14 +84,14 @@ def test_a_query_is_begun_when_it_comes_and_the_pool_is_free() -> None:
     assert result.makespan_s == 31.0, "from the first arrival on"
 
 
-def test_an_encoder_decoder_models_first_token_is_its_first_iterations() -> None:
+def test_an_encoder_decoder_models_first_token_is_its_first_iterations():
     times = run(queries([1.0], encode_gives_token=False), [both()]).times
     # encoded from 1 to 2, an iteration each until 4; the third one after an empty encoding
     assert times.first_token_s.tolist() == [3.0]
     assert times.last_token_s.tolist() == [5.0]
 
 
-def test_queries_are_dealt_in_turn_to_pools_of_their_own() -> None:
+def test_queries_are_dealt_in_turn_to_pools_of_their_own():
     alone = run(queries([0.0, 0.0]), [both()])
     result = run(queries([0.0] * 4), [both("left"), both("right", 1)])
     assert [pool.name for pool in result.pools] == ["left", "right"]
@@ -103,7 +103,7 @@ def test_queries_are_dealt_in_turn_to_pools_of_their_own() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("gives_token", [True, False])
-def test_two_pairs_of_pools_work_as_two_jobs(tokens, gives_token) -> None:
+def test_two_pairs_of_pools_work_as_two_jobs(tokens, gives_token):
     (pools, link), (others, other_link) = waa("a", (0, 1)), waa("b", (2, 3))
     result = run(queries([0.0] * 12, tokens, encode_gives_token=gives_token), [*pools, *others],
                  [link, other_link])
@@ -120,7 +120,7 @@ def test_two_pairs_of_pools_work_as_two_jobs(tokens, gives_token) -> None:
                    for link in result.handovers)
 
 
-def test_two_encode_pools_hand_over_to_one_decode_pool() -> None:
+def test_two_encode_pools_hand_over_to_one_decode_pool():
     pools, link = waa("a", (0, 1), capacity=2)
     others, other = waa("b", (2, 3), capacity=2)
     target = PoolPlan(name="decode a", role="decode", clock=Unit(), stages=(1,), kv_tokens=MUCH,
@@ -133,7 +133,7 @@ def test_two_encode_pools_hand_over_to_one_decode_pool() -> None:
     assert np.isfinite(result.times.last_token_s).all()
 
 
-def test_a_query_that_never_fits_is_refused_when_it_comes() -> None:
+def test_a_query_that_never_fits_is_refused_when_it_comes():
     rule = OrcaRule(num_groups=1, max_active=2, kv_tokens=10)
     with pytest.raises(XgptError, match="query 0 reserves 11 tokens"):
         run(queries([4.0]), [PoolPlan(name="both", rule=rule, clock=Unit(), stages=(0,),

@@ -170,7 +170,7 @@ def test_every_law_holds_for_every_replay(policy):
     EXAMPLES(given(replays(policy))(check))()
 
 
-def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state() -> None:
+def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state():
     """One static batch, and its last queries long after the others: nothing begins meanwhile."""
     start_s = np.array([0.0] * 500 + [18.0])
     latency_s = np.array([5.0] + [10.0] * 497 + [16.0, 17.0] + [2.0])
@@ -186,7 +186,7 @@ def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state() ->
 
 
 @pytest.mark.parametrize("kind", ["sequence", "queries"])
-def test_those_that_begin_before_the_drain_and_end_in_it_tell_no_latency(kind) -> None:
+def test_those_that_begin_before_the_drain_and_end_in_it_tell_no_latency(kind):
     """A query a second, each at work for 40 s; once none comes any more, steps are twice as
     quick."""
     start_s = np.arange(400.0)

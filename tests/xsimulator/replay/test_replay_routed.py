@@ -40,7 +40,7 @@ def makespan(replay: RoutedReplay) -> float:
 
 
 @pytest.mark.parametrize(("policy", "config"), CASES)
-def test_a_copy_takes_the_steps_that_it_takes_alone(policy: str, config: object) -> None:
+def test_a_copy_takes_the_steps_that_it_takes_alone(policy, config):
     replayer, queries = made(policy, config)
     replay = replay_routed([replayer] * 2, queries, FIXED)
     assert sorted(place for own in replay.rows for place in own) == list(range(300))
@@ -54,8 +54,7 @@ def test_a_copy_takes_the_steps_that_it_takes_alone(policy: str, config: object)
 @pytest.mark.parametrize(("policy", "config"), [
     pytest.param(*case, marks=[pytest.mark.slow] * (place % 2))
     for place, case in enumerate(CASES)])
-def test_what_a_slow_copy_has_not_begun_is_taken_back_and_answered_once(
-        policy: str, config: object) -> None:
+def test_what_a_slow_copy_has_not_begun_is_taken_back_and_answered_once(policy, config):
     replayer, queries = made(policy, config)
     slow_downs = (1.0, 3.0)
     replay = replay_routed([replayer] * 2, queries, LEAST_TOKENS, slow_downs)
@@ -78,7 +77,7 @@ def share_s(replayer: Replayer, queries: QueryLengths, count: int,
 
 
 @pytest.mark.parametrize(("policy", "config"), CASES[:3])
-def test_between_equal_copies_hardly_any_query_moves(policy: str, config: object) -> None:
+def test_between_equal_copies_hardly_any_query_moves(policy, config):
     replayer, queries = made(policy, config)
     replay = replay_routed([replayer] * 3, queries, LEAST_TOKENS)
     assert replay.num_taken_back <= 12

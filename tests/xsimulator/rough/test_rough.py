@@ -1,7 +1,6 @@
 """The rough formulas beside replays and the memory model: random points of every policy."""
 
 import zlib
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -78,13 +77,12 @@ CASES = [(model, name) for model in PROBLEMS for name in NAMES if is_for(name, m
 
 
 @pytest.fixture(scope="module")
-def points() -> Callable[[str, str], list[Point]]:
+def points():
     return cache(drawn)
 
 
 @pytest.mark.parametrize(("model", "policy"), CASES)
-def test_throughput_and_latency_are_near_those_of_replays(
-        points: Callable[[str, str], list[Point]], model: str, policy: str) -> None:
+def test_throughput_and_latency_are_near_those_of_replays(points, model, policy):
     off = np.array([(estimate.figures.throughput_qps / found.throughput_qps - 1,
                      estimate.figures.latency_s / found.latency_s - 1)
                     for estimate, _, found in points(model, policy) if found is not None])
@@ -92,15 +90,14 @@ def test_throughput_and_latency_are_near_those_of_replays(
 
 
 @pytest.mark.parametrize(("model", "policy"), CASES)
-def test_what_is_estimated_can_be_executed(
-        points: Callable[[str, str], list[Point]], model: str, policy: str) -> None:
+def test_what_is_estimated_can_be_executed(points, model, policy):
     own = points(model, policy)
     assert all(one.replayed is not None for one in own) and own
     assert all(one.estimate.figures.fits for one in own)
 
 
 @pytest.mark.parametrize("name", ["waa-c", "waa-m"])
-def test_a_schedule_in_chunks_is_one_that_ranks_take(name: str) -> None:
+def test_a_schedule_in_chunks_is_one_that_ranks_take(name):
     """Where the encode pool keeps up by itself, too: little is left to the other then."""
     problem, timing = of_model("opt-13b")
     formula = Formulas(problem, timing, Workload(problem)).of(name)
@@ -116,8 +113,7 @@ def test_a_schedule_in_chunks_is_one_that_ranks_take(name: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "policy"), CASES)
-def test_memory_is_that_of_the_memory_model(
-        points: Callable[[str, str], list[Point]], model: str, policy: str) -> None:
+def test_memory_is_that_of_the_memory_model(points, model, policy):
     problem = of_model(model)[0]
     for estimate, fullest, _ in points(model, policy):
         assert max(estimate.figures.memory_bytes) == pytest.approx(fullest, rel=1e-6)
