@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from problems import TakenAsTrue, problem_of
 
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import EvenBatches
 from xgpt.core.errors import XgptError
 from xgpt.core.job import FixedSchedule
@@ -26,8 +27,10 @@ from xrunner.rules.taken import DecodeAim
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator import native
 from xsimulator.replay import native_replay
+from xsimulator.replay.figures import steady_replay
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.steady import steady_figures
 from xsimulator.rough.forms import fixed_estimate
 
 LONGEST = 320  # tokens of a query with its output
@@ -266,6 +269,70 @@ def test_sizes_beyond_the_dense_rows_take_the_same(monkeypatch):
                       encode_kv_tokens=10**6, sizer=BatchSizer(mean_input=100.0)),
         WaaDecodeRule(num_groups=1, group_max_active=size, kv_tokens=10**6)]))
     assert quick.pools[0].tokens.max() > 4096
+
+
+# --- without steps ----------------------------------------------------------------------------
+
+CONTROLS = {  # by policy: of a generator's sizes
+    "ft": lambda size: {"encode_batch": size(20), "decode_micro_batches": size(3)},
+    "rra": lambda size: {"encode_batch": size(30), "decode_iterations": size(40),
+                         "encode_chunk": 0},
+    "chunks": lambda size: {"encode_batch": size(30), "decode_iterations": size(40),
+                            "encode_chunk": size(90)},
+    "orca": lambda size: {"max_active": size(60) + 3},
+    "vllm": lambda size: {"max_active": size(60) + 3, "token_budget": size(300) + 320},
+    "waa-c": lambda size: {"encode_batch": size(4), "decode_micro_batches": size(3)}}
+CONTROLS |= {"dsi": CONTROLS["ft"], "sarathi": CONTROLS["vllm"], "waa-m": CONTROLS["waa-c"]}
+
+
+def are_same(found, other):
+    if found is None or other is None:
+        return found is other
+    return all(np.allclose(getattr(found, name), getattr(other, name), rtol=1e-9, atol=0,
+                           equal_nan=True) for name in found.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("policy", CONTROLS)
+def test_figures_without_steps_are_those_of_the_records(monkeypatch, policy):
+    with_figures = 0
+    for seed in range(6):
+        rng, name = np.random.default_rng(seed), "rra" if policy == "chunks" else policy
+        model = "t5-11b" if seed % 3 == 2 and policy not in ("orca", "vllm", "sarathi") else (
+            "opt-13b")
+        problem, timing, estimate, queries = drawn(
+            rng, model, name, (9, 300) if seed < 2 else (300, 500), plans=[(1, 0)] if "waa" in policy else None,
+            **CONTROLS[policy](lambda most, rng=rng: int(rng.integers(1, most + 1))))
+        kind = ("sequence", "queries")[seed % 2]
+        constraint = latency_constraint(np.inf, kind=kind, quantile=0.9)
+        timing.facts = replace(timing.facts, sharing=(1.0, 1.0, 1.7)[seed % 3])
+        result = replay_job(problem, timing, estimate, queries)
+        records = steady_figures(result, constraint, problem.lengths.outputs)
+        problem = replace(problem, constraint=constraint)
+        for is_native in (True, False):
+            with monkeypatch.context() as patched:
+                if not is_native:
+                    patched.setattr(native_replay, "native", lambda: None)
+                figures = steady_replay(problem, timing, estimate, queries)
+                bare = Replayer(problem, timing, estimate, has_steps=False).run(queries)
+            assert are_same(figures, records)
+            np.testing.assert_array_equal(bare.times.last_token_s, result.times.last_token_s)
+            assert bare.preemptions == result.preemptions and bool(bare.pools) != is_native
+        with_figures += records is not None
+    assert with_figures, "else nothing is compared"
+
+
+@pytest.mark.parametrize(("policy", "config"), [
+    ("sarathi", {"max_active": 40, "token_budget": 64}),
+    ("vllm", {"max_active": 40, "token_budget": 6000}),
+    ("rra", {"encode_batch": 60, "decode_iterations": 9}),
+    ("ft", {"encode_batch": 80, "decode_micro_batches": 2}),
+    ("waa-m", {"encode_batch": 9, "decode_micro_batches": 1})])
+def test_what_is_larger_than_any_that_was_timed_has_no_figures(policy, config):
+    problem, timing, estimate, queries = drawn(
+        np.random.default_rng(1), "opt-13b", policy, (150, 151), plans=[(1, 0)], **config)
+    timing.most = 90.0
+    assert Replayer(problem, timing, estimate).native(queries) is not None
+    assert steady_replay(problem, timing, estimate, queries) is None
 
 
 # --- what is refused --------------------------------------------------------------------------
