@@ -300,7 +300,8 @@ def test_figures_without_steps_are_those_of_the_records(monkeypatch, policy):
         model = "t5-11b" if seed % 3 == 2 and policy not in ("orca", "vllm", "sarathi") else (
             "opt-13b")
         problem, timing, estimate, queries = drawn(
-            rng, model, name, (9, 300) if seed < 2 else (300, 500), plans=[(1, 0)] if "waa" in policy else None,
+            rng, model, name, (9, 300) if seed < 2 else (300, 500),
+            plans=[(1, 0)] if "waa" in policy else None,
             **CONTROLS[policy](lambda most, rng=rng: int(rng.integers(1, most + 1))))
         kind = ("sequence", "queries")[seed % 2]
         constraint = latency_constraint(np.inf, kind=kind, quantile=0.9)
