@@ -34,16 +34,16 @@ from typing import NamedTuple
 import numpy as np
 from hand_problems import SCENARIOS, HandScenario
 
-from xgpt.core.copies import devices_of_copies
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule import Estimate, Schedule, devices_of_copies
 from xprofiler.timing import TimingSource
-from xscheduler.cells import Replays, cells_of
+from xscheduler.cells import cells_of
 from xscheduler.copies import problem_on
 from xscheduler.labels import configuration
 from xscheduler.planner import PlanOptions, plan
+from xscheduler.replays import Replays
 from xscheduler.search import SURE
 from xscheduler.space import Cell, Limits
 from xsimulator.replay.predict import checked_queries

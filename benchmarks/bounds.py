@@ -33,8 +33,8 @@ from several_runs import Run, SeveralRuns, range_words
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES
+from xprofiler.roofline import work
 from xprofiler.timing import Operator
-from xprofiler.work import work
 
 AUTO = "auto"
 POLICIES = (AUTO, "rra", "waa-c", "sarathi", "vllm", "orca", "ft")

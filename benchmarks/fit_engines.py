@@ -32,9 +32,8 @@ from published.tables import Timed, all_reduces, attention, products
 from scipy.optimize import least_squares
 
 from xgpt.core import catalog
-from xprofiler.constants import GPU, RooflineConstants
-from xprofiler.engines import engine_constants
-from xprofiler.importers import kernel_tables
+from xprofiler.constants import GPU, RooflineConstants, engine_constants
+from xprofiler.importers import aiconfigurator
 from xprofiler.timing import Operator
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
@@ -126,7 +125,7 @@ def tables_of(folder: Path, stem: str, engine: str, gpu: str, rng: np.random.Gen
               ) -> list[tuple[str, Compare]]:
     """A table's points as a function of constants."""
     found: list[tuple[str, Compare]] = []
-    for dtype, table in kernel_tables.read_gemms(folder / f"{stem}_gemm.csv").items():
+    for dtype, table in aiconfigurator.read_gemms(folder / f"{stem}_gemm.csv").items():
         rows = np.flatnonzero((table.m <= 8192) & (table.n >= 256) & (table.k >= 256))
         rows = rng.choice(rows, min(MOST, len(rows)), replace=False)
         part = replace(table, m=table.m[rows], n=table.n[rows], k=table.k[rows],
@@ -134,9 +133,9 @@ def tables_of(folder: Path, stem: str, engine: str, gpu: str, rng: np.random.Gen
         found.append(("products fp8" if dtype == "fp8" else "products", lambda c, d=dtype, p=part:
                       products(d, p, stem, Timed(gpu, engine, c))))
     for name, read, operator, key in (
-            ("context", kernel_tables.read_context_attention, Operator.ENCODE_ATTENTION,
+            ("context", aiconfigurator.read_context_attention, Operator.ENCODE_ATTENTION,
              "prefill attention"),
-            ("generation", kernel_tables.read_generation_attention, Operator.DECODE_ATTENTION,
+            ("generation", aiconfigurator.read_generation_attention, Operator.DECODE_ATTENTION,
              "decode attention")):
         table = read(folder / f"{stem}_{name}_attention.csv")
         if key == "decode attention" and engine != "vllm":
@@ -171,7 +170,7 @@ def fitted(compare: Compare, start: RooflineConstants, names: Sequence[str]) -> 
 
 def fit_links(folder: Path, engine: str, gpu: str, stem: str) -> None:
     """The engine's own all-reduces over NVLink."""
-    table = kernel_tables.read_custom_all_reduce(folder / f"{stem}_custom_allreduce.csv")
+    table = aiconfigurator.read_all_reduce(folder / f"{stem}_custom_allreduce.csv")
     start = GPU.nvlink
     x0 = np.log([4e-6, 0.05, 0.9, 20e-6, 0.6, 0.6, 0.6])
 

@@ -30,10 +30,15 @@ from torch.nn import functional as F
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.source import read_spec
-from xrunner.ops.head import PIECE_TOKENS
-from xrunner.ops.int8 import Int8Weight, quantise
-from xrunner.ops.mkl import MklWeight, is_mkl_served
-from xrunner.ops.pairs import PairsWeight, is_pairs_served
+from xrunner.ops.cpu.products import (
+    Int8Weight,
+    MklWeight,
+    PairsWeight,
+    is_mkl_served,
+    is_pairs_served,
+    quantise,
+)
+from xrunner.ops.output_head import PIECE_TOKENS
 
 # Between these, times are interpolated: a linear layer costs a part for its weights, a part a row.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512, 1024,

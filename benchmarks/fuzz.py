@@ -59,8 +59,8 @@ class TooLong(BaseException):
 
 
 def job_file(rng: random.Random, folder: Path) -> None:
-    from xgpt.core.job_file import load_job
-    from xgpt.core.problem import resolve
+    from xgpt.job.job_file import load_job
+    from xgpt.job.resolve import resolve
 
     text = rng.choice(_jobs())
     path = folder / "job.yaml"
@@ -87,10 +87,10 @@ TABLES = {".csv": 'id,prompt,max_tokens\na,"x, ""y""\nz",3\nb,q,\n',
 
 def request_file(rng: random.Random, folder: Path) -> None:
     from xgpt.core.lengths import truncated_normal  # noqa: F401 (what a command has loaded)
-    from xgpt.core.request_files.files import RequestFiles
-    from xgpt.core.spool import SpoolWriter
-    from xgpt.core.spool_columns import ColumnsWriter
-    from xrunner.io.intake import take_in
+    from xgpt.requests.request_files import RequestFiles
+    from xgpt.requests.spool import SpoolWriter
+    from xgpt.requests.spool_columns import ColumnsWriter
+    from xrunner.files.intake import take_in
 
     class Bytes:
         vocab_size = 1000
@@ -118,8 +118,7 @@ def request_file(rng: random.Random, folder: Path) -> None:
 
 
 def schedule_or_profile(rng: random.Random, folder: Path) -> None:
-    from xgpt.core.json_values import flat
-    from xgpt.core.schedule_file import load_schedule, save_schedule
+    from xgpt.core.schedule_file import flat, load_schedule, save_schedule
     from xprofiler.profile_file import load_profile, save_profile
 
     path = folder / "file.json"
@@ -155,8 +154,8 @@ def _schedules() -> list[str]:
 def _profiles() -> list[str]:
     """The profile that the tests' own jobs are planned by, made of a data sheet's figures."""
     if "profiles" not in _KEPT:
-        sys.path.insert(0, str(ROOT / "tests/support"))
-        from laid_out import amdahl, profile_of
+        sys.path.insert(0, str(ROOT / "tests/kit"))
+        from profiles import amdahl, profile_of
 
         from xgpt.core import catalog
         from xprofiler.profile_file import save_profile
@@ -175,7 +174,7 @@ def model_folder(rng: random.Random, folder: Path) -> None:
     from xrunner.checkpoint.reader import open_weights
     from xrunner.checkpoint.source import read_spec
     from xrunner.checkpoint.tensors import check_weights
-    from xrunner.io.tokenizer import TextTokenizer, eos_ids
+    from xrunner.files.tokenizer import TextTokenizer, eos_ids
 
     broken = _broken_model(rng, folder)
     spec = read_spec(broken, "fuzzed")
@@ -191,7 +190,7 @@ def model_folder(rng: random.Random, folder: Path) -> None:
 
 def _toy(family: str) -> Path:
     """A toy model's folder, made once."""
-    sys.path.insert(0, str(ROOT / "tests/support"))
+    sys.path.insert(0, str(ROOT / "tests/kit"))
     import small_tokenizers
     import toys
 

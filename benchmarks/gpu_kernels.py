@@ -20,9 +20,9 @@ from runner import options, today, write
 from torch import Tensor
 from torch.nn import functional as F
 
-from xrunner.ops import cuda_modules
 from xrunner.ops.contexts import encode_context
-from xrunner.ops.cuda import CudaOps
+from xrunner.ops.cuda import cuda_modules
+from xrunner.ops.cuda.kernels import CudaOps
 from xrunner.rules.slots import Span
 
 _BLOCK, _ROUNDS, _UNCACHED_BYTES = 16, 12, 3 * 10**8

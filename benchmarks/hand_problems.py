@@ -14,12 +14,12 @@ import numpy as np
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, uniform_cluster
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xscheduler.replays import Replays
-from xscheduler.tensor_plans import all_tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xsimulator.rough.forms import Formulas
 
 TIMES = (1.5, 3.0, 10.0)  # the least latency of one query alone
@@ -104,7 +104,7 @@ def least_latency_s(problem: Problem, timing: Roofline) -> float:
     iterations = problem.lengths.outputs.quantile(problem.constraint.quantile) - (
         not problem.model.is_encoder_decoder)
     replays, found = Replays(problem, timing), []
-    for plan in all_tensor_plans(problem, timing):
+    for plan in tensor_plans(problem, timing):
         alone = form.estimate(plan, (1, max(iterations, 1), 0, 0))
         if alone.figures.fits:
             found.append(replays.of(alone, FEW_QUERIES).latency_s)

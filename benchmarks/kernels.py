@@ -20,10 +20,11 @@ import torch
 from floor import read_bytes_per_s
 from runner import cpu, options, today, write
 
-from xrunner.ops import kv, native
+from xrunner.ops import kv_entries as kv
 from xrunner.ops.attention import decode_attention, encode_attention
 from xrunner.ops.contexts import decode_context, encode_context, layers_of, whole_inputs
-from xrunner.ops.head import OutputHead
+from xrunner.ops.cpu import native
+from xrunner.ops.output_head import OutputHead
 from xrunner.rules.slots import compaction_moves
 
 LAYERS, SLOTS, HEADS, KV_HEADS, CAPACITY, DIM = 30, 128, 9, 3, 512, 64

@@ -20,7 +20,7 @@ import numpy as np
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline

@@ -27,9 +27,10 @@ import numpy as np
 from hand_problems import SCENARIOS
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job_file import load_job
-from xgpt.core.problem import Problem, resolve
+from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import resolve
 from xprofiler.roofline import Roofline
 from xscheduler.labels import configuration
 from xscheduler.planner import PlanOptions, plan

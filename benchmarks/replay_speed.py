@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 from runner import machine, options, table, today, write
 
-from xgpt.core.job import FixedSchedule
-from xgpt.core.job_file import load_job
-from xgpt.core.problem import Problem, resolve
+from xgpt.core.controls import FixedSchedule
+from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import resolve
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import StepKind, rules_for
 from xsimulator.replay.job import Replayer, planned_queries

@@ -33,11 +33,10 @@ from typing import Any
 import numpy as np
 from hand_problems import SCENARIOS, HandScenario
 
-from xgpt.core.json_values import write_json
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
-from xgpt.core.schedule_file import from_json
-from xgpt.report.policy_words import controls_cell
+from xgpt.core.schedule_file import from_json, write_json
+from xgpt.report.words import controls_cell
 from xscheduler.copies import problem_for
 from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.steady import enough_queries, steady_figures

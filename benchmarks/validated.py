@@ -23,9 +23,9 @@ from published.runs import of_fastertransformer, of_serving, of_splitwise, playe
 from published.table import chooser_table, validation_table
 from published.tables import of_aiconfigurator, of_vidur
 
-from xgpt.app.accuracy import CONFIDENCE, published_errors
+from xgpt.app.models import CONFIDENCE, published_errors
 from xgpt.core import catalog
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xsimulator.closed_loop import Served
 from xsimulator.measured_loops import Choices, ServingPoint, choices, margin_of, share_kept
 

@@ -1,8 +1,6 @@
 """What every test may use: markers that skip visibly what a machine lacks, how two processes share
 the tests, and profiles of toy models, which are measured once."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os
@@ -11,15 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import examples
 import pytest
 from compiled import keep_compiled
+from examples import one_in
 from job_folder import SUPPORT, XGPT, MeasuredToy, write_job
-from representative import one_in
 
 # of every instruction set that this processor has, not only of the one that serves
 os.environ.setdefault("XGPT_NATIVE_LEVELS", "all")
@@ -103,29 +100,28 @@ def _has_gpu() -> bool:
 
 
 @pytest.fixture(scope="session")
-def xgpt_command() -> list[str]:
+def xgpt_command():
     """The installed command, run by this interpreter."""
     return [sys.executable, "-c", "from xgpt.__main__ import main; main()"]
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def cache(tmp_path_factory):
     """One profile cache for all runs: a toy's profile serves every job on it, and is measured
-    briefly (support/measured_briefly), for how good the plans are does not matter."""
+    briefly (kit/measured_briefly), for how good the plans are does not matter."""
     path = [str(SUPPORT / "measured_briefly"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "XDG_CACHE_HOME": str(_new_cache(tmp_path_factory.mktemp("cache"))),
             "PYTHONPATH": os.pathsep.join(path)}
 
 
 @pytest.fixture
-def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_replays(monkeypatch):
     """A replay checks each plan: of 4,000 queries it takes longer than most of what is tested."""
     monkeypatch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
 
 
 @pytest.fixture(scope="session")
-def measured_llama(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str],
-                   ) -> MeasuredToy:
+def measured_llama(tmp_path_factory, cache):
     """Measured once, for the tests of what is measured; `cache` holds a copy for all others. It
     sees its sizes more often until it is stopped, and goes on briefly."""
     folder = tmp_path_factory.mktemp("measured")
@@ -145,8 +141,7 @@ def measured_llama(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, st
 
 
 @pytest.fixture(scope="session")
-def profiled(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str],
-             request: pytest.FixtureRequest) -> Callable[[str, int], dict[str, str]]:
+def profiled(tmp_path_factory, cache, request):
     """`cache`, with the least profile there is of a family's toy on so many ranks."""
 
     @functools.cache

@@ -26,7 +26,7 @@ def defined(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_what_a_benchmark_imports_is_there(script: Path) -> None:
+def test_what_a_benchmark_imports_is_there(script):
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or node.module is None:
             continue

@@ -1,7 +1,5 @@
 """Imports point one way (docs/design.md), and torch and MPI stay where they belong."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path
@@ -13,26 +11,30 @@ PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
 
 # A layer may import itself and the layers listed. First match of the longest prefix decides.
 WORDS = "words"  # xgpt.core
+REQUESTS, JOB = "requests", "job"
 ALLOWED: dict[str, set[str]] = {
     WORDS: {WORDS},
+    REQUESTS: {WORDS, REQUESTS},
+    JOB: {WORDS, REQUESTS, JOB},
     "rules": {WORDS, "rules"},
     "profile": {WORDS, "profile"},
     "compiling": {"compiling"},
-    "simulator": {WORDS, "rules", "profile", "compiling", "simulator"},
+    "simulator": {WORDS, REQUESTS, "rules", "profile", "compiling", "simulator"},
     "scheduler": {WORDS, "rules", "profile", "simulator", "scheduler"},
-    "runner": {WORDS, "rules", "compiling", "runner"},
+    "runner": {WORDS, REQUESTS, JOB, "rules", "compiling", "runner"},
     "measure": {WORDS, "rules", "profile", "runner", "measure"},
-    "launch": {WORDS, "launch"},
-    "report": {WORDS, "rules", "profile", "simulator", "scheduler", "report"},
-    "app": {WORDS, "rules", "profile", "compiling", "simulator", "scheduler", "runner", "launch",
-            "report", "app"},
-    "cli": {WORDS, "rules", "profile", "simulator", "scheduler", "runner", "launch", "report",
-            "app", "cli"},
+    "launch": {WORDS, JOB, "launch"},
+    "report": {WORDS, REQUESTS, JOB, "rules", "profile", "simulator", "scheduler", "report"},
+    "run_folder": {WORDS, REQUESTS, JOB, "runner", "launch", "report", "run_folder"},
+    "app": {WORDS, REQUESTS, JOB, "rules", "profile", "compiling", "simulator", "scheduler",
+            "runner", "launch", "report", "run_folder", "app"},
+    "cli": {WORDS, REQUESTS, JOB, "rules", "profile", "simulator", "scheduler", "runner", "launch",
+            "report", "run_folder", "app", "cli"},
 }
 LAYER_OF = {
-    "xgpt": WORDS, "xgpt.__main__": "cli", "xgpt.app": "app", "xgpt.cli": "cli",
-    "xgpt.launch": "launch",
-    "xgpt.report": "report",
+    "xgpt": WORDS, "xgpt.job": JOB, "xgpt.requests": REQUESTS, "xgpt.__main__": "cli",
+    "xgpt.app": "app", "xgpt.cli": "cli", "xgpt.launch": "launch", "xgpt.report": "report",
+    "xgpt.run_folder": "run_folder",
     "xprofiler": "profile", "xprofiler.measure": "measure", "xsimulator": "simulator",
     "xscheduler": "scheduler", "xrunner": "runner", "xrunner.rules": "rules",
     "xrunner.ops.build": "compiling",
@@ -79,27 +81,26 @@ def members(layer: str) -> list[str]:
     return found
 
 
-def test_every_module_lies_in_a_layer() -> None:
+def test_every_module_lies_in_a_layer():
     assert not [module for module in modules() if layer_of(module) is None]
     assert set(LAYER_OF.values()) == ALLOWED.keys()
 
 
 @pytest.mark.parametrize("layer", ALLOWED)
-def test_a_module_imports_only_its_own_layer_and_those_below(layer: str) -> None:
+def test_a_module_imports_only_its_own_layer_and_those_below(layer):
     wrong = {(module, name) for module in members(layer) for name in imports(module)
              if name.split(".")[0] in PACKAGES and layer_of(name) not in ALLOWED[layer]}
     assert not wrong
 
 
 @pytest.mark.parametrize("layer", sorted(ALLOWED.keys() - set(MAY_IMPORT_TORCH)))
-def test_torch_and_its_kin_are_imported_only_by_the_runner_and_the_measuring_part(
-        layer: str) -> None:
+def test_torch_and_its_kin_are_imported_only_by_the_runner_and_the_measuring_part(layer):
     heavy = {(module, name) for module in members(layer) for name in imports(module)
              if name.split(".")[0] in TORCH}
     assert not heavy
 
 
-def test_no_rank_imports_torch_s_compiler_before_it_is_asked_for() -> None:
+def test_no_rank_imports_torch_s_compiler_before_it_is_asked_for():
     """It takes as long as torch itself, and comes with what seems to be small."""
     compilers = ("torch._dynamo", "torch._inductor", "torch.nn.attention", "sympy")
     heavy = {(module, name) for module, path in modules().items()
@@ -110,14 +111,14 @@ def test_no_rank_imports_torch_s_compiler_before_it_is_asked_for() -> None:
     assert not heavy
 
 
-def test_only_the_command_line_knows_click() -> None:
+def test_only_the_command_line_knows_click():
     assert {layer_of(module) for module in modules() if "click" in imports(module)} == {"cli"}
 
 
-def test_the_command_line_is_commands_alone() -> None:
+def test_the_command_line_is_commands_alone():
     """What it does is in xgpt.app: only the entry point and what all commands share stand beside
     the commands."""
-    shared = ("__main__", "cli", "main", "options", "terminal")
+    shared = ("__main__", "cli", "main", "options", "surroundings", "terminal")
     for module in members("cli"):
         functions = [n for n in ast.walk(ast.parse(modules()[module].read_text("utf-8")))
                      if isinstance(n, ast.FunctionDef)]

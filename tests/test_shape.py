@@ -1,7 +1,5 @@
 """The code keeps a size that can be read: files, classes, functions; imports stand at the top."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator
@@ -16,9 +14,10 @@ MAX_LINES, MAX_METHODS, MAX_PARAMETERS = 400, 15, 7
 
 # Imports of our own packages anywhere but at the top: (file, module imported) -> why.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
-    (name, "xgpt.core.lifeline"): "a rank ends with its launcher while it imports torch, too"
-    for name in ("xprofiler/measure/worker.py", "xrunner/engines/deepspeed_worker.py",
-                 "xrunner/engines/vllm/worker.py", "xrunner/standby.py", "xrunner/worker.py")}
+    (name, "xgpt.core.system.lifeline"): "a rank ends with its launcher while it imports torch, too"
+    for name in ("xprofiler/measure/worker.py", "xrunner/backends/deepspeed_worker.py",
+                 "xrunner/backends/vllm/vllm_worker.py", "xrunner/rank/standby.py",
+                 "xrunner/rank/worker.py")}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -31,7 +30,7 @@ def nodes(path: Path) -> tuple[frozenset[ast.AST], tuple[ast.AST, ...]]:
 
 
 @pytest.fixture(params=PACKAGES)
-def sources(request: pytest.FixtureRequest) -> dict[str, Path]:
+def sources(request):
     """A package's files, by their path in the tree."""
     return sources_of(request.param)
 
@@ -66,45 +65,45 @@ def late_imports(path: Path) -> Iterator[str]:
         yield from (name for name in names if name.split(".")[0] in PACKAGES)
 
 
-def test_a_file_is_short(sources: dict[str, Path]) -> None:
+def test_a_file_is_short(sources):
     long = {name: count for name, path in sources.items()
             if (count := len(path.read_text("utf-8").splitlines())) > MAX_LINES}
     assert not long
 
 
-def test_a_file_of_tests_or_scripts_is_short() -> None:
+def test_a_file_of_tests_or_scripts_is_short():
     files = [path for room in (".ci", "benchmarks", "docs", "tests")
              for path in sorted((ROOT / room).rglob("*.py"))]
-    assert len(files) > 300
+    assert len(files) > 100
     assert not [str(path.relative_to(ROOT)) for path in files
                 if len(path.read_text("utf-8").splitlines()) > MAX_LINES]
 
 
-def test_a_class_has_few_methods(sources: dict[str, Path]) -> None:
+def test_a_class_has_few_methods(sources):
     many = {(name, c.name): count for name, path in sources.items() for c in nodes(path)[1]
             if isinstance(c, ast.ClassDef)
             and (count := sum(isinstance(n, Function) for n in c.body)) > MAX_METHODS}
     assert not many
 
 
-def test_a_function_has_few_parameters(sources: dict[str, Path]) -> None:
+def test_a_function_has_few_parameters(sources):
     many = {(name, f.name): count for name, path in sources.items() for f in nodes(path)[1]
             if isinstance(f, Function) and not is_command(f)
             and (count := num_parameters(f)) > MAX_PARAMETERS}
     assert not many
 
 
-def test_our_own_modules_are_imported_at_the_top(sources: dict[str, Path]) -> None:
+def test_our_own_modules_are_imported_at_the_top(sources):
     late = {(name, module) for name, path in sources.items() for module in late_imports(path)}
     assert not late - LATE_IMPORTS.keys()
 
 
-def test_no_two_test_files_have_one_name() -> None:
+def test_no_two_test_files_have_one_name():
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert not [name for name, times in names.items() if times > 1], "pytest collects one of them"
 
 
-def test_every_exception_is_still_needed() -> None:
+def test_every_exception_is_still_needed():
     late = {(name, module) for package in PACKAGES for name, path in sources_of(package).items()
             for module in late_imports(path)}
     assert LATE_IMPORTS.keys() <= late

@@ -10,9 +10,6 @@ from xgpt.core.lengths import BoolArray, FloatArray
 
 IndexArray = NDArray[np.intp]
 
-MANTISSA_BITS = 52  # of a float64
-FINEST_BITS = 10  # leading bits of the mantissa that tell points apart, at most
-FEW_VALUES = 256  # below it a search is as quick
 REFUSED_BEYOND = 4.0  # times the largest measured size: nothing is said about more than that
 LEAST_S = 1e-12  # what takes less counts as this, where a logarithm or a ratio is taken
 _LEAST_POWER, _MOST_POWER = 1.0, 2.0  # of the length, that attention over an input takes in time
@@ -60,10 +57,9 @@ class Grid:
         filled = fill(xs, ys, values)
         if shape.grows_with_x and shape.grows_with_y:
             filled = within_neighbours(filled, known)
-        grown = growing(filled, along_x=shape.grows_with_x, along_y=shape.grows_with_y)
-        self.xs, self.ys, self.values = xs, ys, grown
-        self.moved = int((~np.isclose(grown, filled, rtol=1e-9))[row, column].sum())
-        self._extend(grown)
+        self.xs, self.ys = xs, ys
+        self.values = growing(filled, along_x=shape.grows_with_x, along_y=shape.grows_with_y)
+        self._extend(self.values)
 
     def _extend(self, grown: FloatArray) -> None:
         """The table that is looked up: with a column at REFUSED_BEYOND times the last x, a row at
@@ -80,9 +76,8 @@ class Grid:
         table[-1:] = growing(table[-1:], along_x=shape.grows_with_x, along_y=False)
         if shape.through_zero and xs[0] > 0 and not shape.is_power:
             self._xs, table = np.append(0.0, self._xs), np.pad(table, ((0, 0), (1, 0)))
-        at = np.log(self._xs) if shape.is_power else self._xs  # what is linear between them
-        self._columns, self._rows = _Nodes(at), _Nodes(self._ys) if len(ys) > 1 else None
-        self._cells = (_PowerCells if shape.is_power else _LineCells)(table, at, self._ys)
+        self._at = np.log(self._xs) if shape.is_power else self._xs  # what is linear between them
+        self._cells = _Cells(table, self._at, self._ys, shape.is_power)
 
     def __call__(self, x: ArrayLike, y: ArrayLike = 0.0) -> FloatArray:
         """Seconds at (x, y), broadcast."""
@@ -92,12 +87,12 @@ class Grid:
         at = np.log(np.maximum(x, self.xs[0])) if self._shape.is_power else x
         if not self._shape.through_zero:
             at = np.maximum(at, self._xs[0])  # a message smaller than the smallest costs as much
-        cell, along_x = self._columns.locate(at)
-        if self._rows is None:
+        cell, along_x = _located(self._at, at)
+        if len(self._ys) == 1:
             seconds = self._cells.in_row(cell, along_x)
         else:
             # below the first y as there; shares stay beyond the last as they are there
-            row, along_y = self._rows.locate(np.clip(y, self._ys[0], self._ys[-1]))
+            row, along_y = _located(self._ys, np.clip(y, self._ys[0], self._ys[-1]))
             cell = cell + row * self._cells.columns
             seconds = self._cells.between_rows(cell, along_x, along_y)
         if self._shape.is_power:
@@ -110,106 +105,47 @@ class Grid:
     def _is_within(self, x: FloatArray, y: FloatArray) -> bool:
         """Nothing is refused: what holds nearly always, and is seen quickly."""
         return bool(x.max(initial=0.0) <= REFUSED_BEYOND * self.xs[-1] and (
-            self._rows is None or y.max(initial=0.0) <= REFUSED_BEYOND * self.ys[-1]))
+            len(self._ys) == 1 or y.max(initial=0.0) <= REFUSED_BEYOND * self.ys[-1]))
 
     def _is_refused(self, x: FloatArray, y: FloatArray) -> BoolArray:
         refused = x > REFUSED_BEYOND * self.xs[-1]
-        if self._shape.grows_with_y and self._rows is not None:
+        if self._shape.grows_with_y and len(self._ys) > 1:
             refused = refused | ((y > REFUSED_BEYOND * self.ys[-1]) & (x > 0))
         return np.asarray(refused)
 
 
-class _Nodes:
-    """An axis finds where along ascending points a value lies. For many values it looks at the
-    leading bits of their floats: a table over these says how many points come before, and a
-    comparison settles the rest unless all points lie on such bits' borders."""
-
-    def __init__(self, points: FloatArray) -> None:
-        self._starts, self._inner = points[:-1], points[1:-1]
-        self._following = np.append(self._inner, np.nan)  # no value is past the last
-        self._before: IndexArray | None = None
-        if len(self._inner) and self._inner[0] > 0:
-            self._tabulate()
-
-    def _tabulate(self) -> None:
-        bits = self._inner.view(np.int64)
-        for shift in range(MANTISSA_BITS, MANTISSA_BITS - FINEST_BITS, -1):
-            keys = bits >> shift
-            is_aligned = bool((keys << shift == bits).all())
-            if is_aligned or len(np.unique(keys)) == len(keys):
-                self._shift, self._base, self._is_aligned = shift, keys[0] - 1, is_aligned
-                borders = np.arange(keys[0] - 1, keys[-1] + 1) << shift
-                self._before = bits.searchsorted(borders, side="right")
-            if is_aligned:
-                break
-
-    def locate(self, at: FloatArray) -> tuple[IndexArray, FloatArray]:
-        """(index of the point at or before, distance from there); the first and the last but one
-        where there is none."""
-        if self._before is None or at.size < FEW_VALUES:
-            index = self._inner.searchsorted(at, side="right")
-        else:
-            key = at.view(np.int64) >> self._shift
-            key -= self._base
-            index = self._before.take(key, mode="clip")
-            if not self._is_aligned:
-                index += at >= self._following.take(index)
-        return index, at - self._starts.take(index)
+def _located(points: FloatArray, at: FloatArray) -> tuple[IndexArray, FloatArray]:
+    """(index of the point at or before, distance from there) along ascending points; the first and
+    the last but one where there is none."""
+    index = points[1:-1].searchsorted(at, side="right")
+    return index, at - points.take(index)
 
 
-class _LineCells:
-    """Times between the corners of a cell are bilinear: a value and its rises along x, y and
-    both."""
+class _Cells:
+    """Times between the corners of a cell: along x a line or a power, along y a line."""
 
-    def __init__(self, table: FloatArray, at: FloatArray, ys: FloatArray) -> None:
-        """`table` [y, x]; `at` what x is linear in."""
-        self.columns = len(at) - 1
-        widths = np.diff(at)  # none where the only point is at 0
-        along_x = np.diff(table, axis=1) / np.where(widths > 0, widths, 1.0)
-        self._start, self._along_x = table[:, :-1].ravel(), along_x.ravel()
-        if len(ys) > 1:
-            heights = np.diff(ys)[:, None]
-            self._along_y = (np.diff(table[:, :-1], axis=0) / heights).ravel()
-            self._along_both = (np.diff(along_x, axis=0) / heights).ravel()
+    def __init__(self, table: FloatArray, at: FloatArray, ys: FloatArray, is_power: bool) -> None:
+        """`table` [y, x]; `at` what x is linear in: of a power its logarithms."""
+        self.columns, self._is_power = len(at) - 1, is_power
+        widths = np.diff(at)
+        rises = np.diff(np.log(np.maximum(table, LEAST_S)) if is_power else table, axis=1)
+        self._start = table[:, :-1].ravel()
+        # none where the only point is at 0
+        self._slope = (rises / np.where(widths > 0, widths, 1.0)).ravel()
+        self._heights = np.repeat(np.diff(ys), self.columns)
 
     def in_row(self, cell: IndexArray, along_x: FloatArray) -> FloatArray:
         """`along_x`: from the point before."""
-        seconds = self._along_x.take(cell)
-        seconds *= along_x
-        seconds += self._start.take(cell)
-        return seconds
+        rise = self._slope.take(cell)
+        rise *= along_x
+        if self._is_power:
+            return np.asarray(np.exp(rise) * self._start.take(cell))
+        rise += self._start.take(cell)
+        return rise
 
     def between_rows(self, cell: IndexArray, along_x: FloatArray,
                      along_y: FloatArray) -> FloatArray:
         """`along_y`: from the row before."""
-        seconds = self._along_both.take(cell)
-        seconds *= along_x
-        seconds += self._along_y.take(cell)
-        seconds *= along_y
-        seconds += self.in_row(cell, along_x)
-        return seconds
-
-
-class _PowerCells:
-    """Times between the points of a row are a power of x, and a line between two rows."""
-
-    def __init__(self, table: FloatArray, at: FloatArray, ys: FloatArray) -> None:
-        """See _LineCells; `at` is the logarithms of x."""
-        self.columns = len(at) - 1
-        first, second = table[:, :-1], table[:, 1:]
-        self._start = first.ravel()
-        self._ratio = (second / np.maximum(first, LEAST_S)).ravel()
-        self._widths = np.tile(np.diff(at), len(table))
-        self._heights = np.repeat(np.diff(ys), self.columns) if len(ys) > 1 else np.ones(1)
-
-    def in_row(self, cell: IndexArray, along_x: FloatArray) -> FloatArray:
-        """See _LineCells.in_row."""
-        share = along_x / self._widths.take(cell)
-        return np.asarray(self._start.take(cell) * self._ratio.take(cell) ** share)
-
-    def between_rows(self, cell: IndexArray, along_x: FloatArray,
-                     along_y: FloatArray) -> FloatArray:
-        """See _LineCells.between_rows."""
         low, high = self.in_row(cell, along_x), self.in_row(cell + self.columns, along_x)
         return np.asarray(low + along_y / self._heights.take(cell) * (high - low))
 

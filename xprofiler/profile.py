@@ -1,13 +1,23 @@
 """The Profile: measured seconds per operator, tensor-parallel degree and link.
 
-Torch-free: measuring is xprofiler.measure's; reading, judging and interpolating happens anywhere.
-"""
+A profile that was measured on this machine is kept in a file that is named after everything that
+makes one differ from another. Torch-free: xprofiler.measure measures."""
 
+import ast
+import fcntl
+import hashlib
+import json
 import math
+import os
+import re
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Annotated, NamedTuple, get_args
 
 import numpy as np
 from pydantic import Field
@@ -15,17 +25,6 @@ from pydantic import Field
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xprofiler.timing import MessageKind, Operator
-
-# Fields of the metadata that say when and from what a profile came, not what it is a profile of.
-_LABELS = ("model", "date", "commit", "clock")
-# A profile of another of these is of something else, and refused.
-_MUST = {"model_shape": "model", "device": "device", "dtype": "dtype",
-         "weight_dtype": "weight_dtype"}
-# Of another of these it may still be near: it is used, and marked. Ranks and threads matter where
-# ranks share a host's memory, libraries where the run is on this machine.
-_SHOULD = ("kernels", "sampling", "origin")
-_SHOULD_ON_CPU = ("ranks", "threads_per_rank")
-_SHOULD_HERE = ("libraries",)
 
 # A point whose quartiles lie further apart than this share of its median is measured again.
 NOISE_LIMIT = 0.25
@@ -42,39 +41,61 @@ STEP_OVERHEAD = "step_overhead"
 _EVERY_LAYER = Operator.LAYER_REST.value  # a degree without this table was not timed
 
 
+class Decides(Enum):
+    """What a field of a profile's metadata decides, where it is not that of what is to run. Apart
+    from labels all are of the profile's identity."""
+
+    REFUSED = "it is a profile of something else"
+    MARKED = "it may still be near: it is used, and marked"
+    MARKED_ON_CPU = "the same where ranks share a host's memory"
+    MARKED_HERE = "the same where the run is on this machine"
+    APART = "nothing but which profile it is"
+    LABEL = "nothing: it says when and from what the profile came"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileMetadata:
     """What must be equal for a profile to speak of a run: device, dtype, kernels, and how many
     ranks shared the machine while it was measured (they compete for its memory)."""
 
-    model: str  # its name; what counts is the shape
-    model_shape: str  # fingerprint of the layer's shape
-    device: str
-    dtype: str
-    ranks: int
-    threads_per_rank: int
-    kernels: str  # fingerprint of the timed code
-    libraries: str  # versions that decide kernels: torch, MPI, CUDA and driver
-    sampling: str = "greedy"  # or "drawn": the output head's share of it
-    weight_dtype: str = ""  # as which weights were multiplied; "": as `dtype`
-    is_padded: bool = True  # decode attention reads every query up to the longest context
+    model: Annotated[str, Decides.LABEL]  # its name; what counts is the shape
+    model_shape: Annotated[str, Decides.REFUSED]  # fingerprint of the layer's shape
+    device: Annotated[str, Decides.REFUSED]
+    dtype: Annotated[str, Decides.REFUSED]
+    ranks: Annotated[int, Decides.MARKED_ON_CPU]
+    threads_per_rank: Annotated[int, Decides.MARKED_ON_CPU]
+    kernels: Annotated[str, Decides.MARKED]  # fingerprint of the timed code
+    # versions that decide kernels: torch, MPI, CUDA and driver
+    libraries: Annotated[str, Decides.MARKED_HERE]
+    # or "drawn": the output head's share of it
+    sampling: Annotated[str, Decides.MARKED] = "greedy"
+    # as which weights were multiplied; "": as `dtype`
+    weight_dtype: Annotated[str, Decides.REFUSED] = ""
+    # decode attention reads every query up to the longest context
+    is_padded: Annotated[bool, Decides.APART] = True
     # threads a core where ranks outnumber the cores, else 1: operators are then timed with no more
     # ranks at work than there are cores, and take so many times as long while all work
-    sharing: float = 1.0
-    nodes: int = 1  # that the ranks lay on, evenly
-    origin: str = "measured"  # or whose numbers these are
-    clock: str = ""  # core clock while measuring, where it can be read
-    date: str = ""
-    commit: str = ""
+    sharing: Annotated[float, Decides.APART] = 1.0
+    nodes: Annotated[int, Decides.APART] = 1  # that the ranks lay on, evenly
+    origin: Annotated[str, Decides.MARKED] = "measured"  # or whose numbers these are
+    clock: Annotated[str, Decides.LABEL] = ""  # core clock while measuring, where it can be read
+    date: Annotated[str, Decides.LABEL] = ""
+    commit: Annotated[str, Decides.LABEL] = ""
 
     def __post_init__(self) -> None:
         if not self.weight_dtype:
             object.__setattr__(self, "weight_dtype", self.dtype)
 
+    @classmethod
+    def deciding(cls, what: Decides) -> list[str]:
+        """Names of the fields that decide this."""
+        return [one.name for one in fields(cls) if get_args(one.type)[1] is what]
+
     @property
     def identity(self) -> dict[str, object]:
         """The fields that must be equal for two profiles to be of the same thing."""
-        return {k: v for k, v in asdict(self).items() if k not in _LABELS}
+        labels = self.deciding(Decides.LABEL)
+        return {key: value for key, value in asdict(self).items() if key not in labels}
 
 
 class TableKey(NamedTuple):
@@ -93,7 +114,7 @@ class TableKey(NamedTuple):
 class Sample:
     """One measured point: raw seconds, each the mean over one repetition's layers. `date`: of the
     day; `missing`: share of the machine that others had meanwhile
-    (xprofiler.measure.disturbance); `tries`: sessions that measured it, of a point that
+    (xprofiler.measure.ranks); `tries`: sessions that measured it, of a point that
     each found disturbed or noisy, of which the best is kept."""
 
     x: float
@@ -222,13 +243,15 @@ class Match(NamedTuple):
 def match(measured: ProfileMetadata, wanted: ProfileMetadata, *, is_cpu: bool,
           is_here: bool) -> Match:
     """Compares what was measured with what is to run, on CPU workers or not, here or elsewhere."""
-    compared = (*_SHOULD, *(_SHOULD_ON_CPU * is_cpu), *(_SHOULD_HERE * is_here))
+    marked = [Decides.MARKED, *[Decides.MARKED_ON_CPU] * is_cpu, *[Decides.MARKED_HERE] * is_here]
     refusals = tuple(
-        f"it is of {word} {_shown(measured, key)!r}, the job's is {_shown(wanted, key)!r}"
-        for key, word in _MUST.items() if getattr(measured, key) != getattr(wanted, key))
+        f"it is of {key.removesuffix('_shape')} {_shown(measured, key)!r}, the job's is "
+        f"{_shown(wanted, key)!r}" for key in measured.deciding(Decides.REFUSED)
+        if getattr(measured, key) != getattr(wanted, key))
     marks = tuple(
         f"{key} {getattr(measured, key)!r} instead of {getattr(wanted, key)!r}"
-        for key in compared if getattr(measured, key) != getattr(wanted, key))
+        for decides in marked for key in measured.deciding(decides)
+        if getattr(measured, key) != getattr(wanted, key))
     return Match(refusals, marks)
 
 
@@ -237,3 +260,88 @@ def _shown(metadata: ProfileMetadata, key: str) -> object:
     if key != "model_shape":
         return getattr(metadata, key)
     return f"{metadata.model} (shape {metadata.model_shape})"
+
+
+# What a layer takes: a profile is of other code where this differs. What the rest of a step takes
+# (deciding, sending) its runs tell it.
+_TIMED_CODE = ("xrunner/models", "xrunner/ops", "csrc/ops")
+_TIMED_SUFFIXES = (".py", ".cpp", ".cu", ".h")
+_C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def model_shape(spec: ModelSpec) -> str:
+    """Fingerprint of what a layer's cost depends on; names and sources do not."""
+    # norm_eps: a checkpoint's config rounds it differently, and it costs nothing
+    labels = ("name", "hub_id", "wheel", "source", "norm_eps", "not_used")
+    # stored_as: weights of fewer bits are executed as any others
+    shape = {k: v for k, v in asdict(replace(spec, stored_as="")).items() if k not in labels}
+    # what came later counts where it says something: profiles of before stay
+    if shape["decoder"]["latent"] is None:
+        del shape["decoder"]["latent"]
+    if (experts := shape["decoder"]["experts"]) is not None:
+        for later in ("shared", "dense_layers", "dense_inner"):
+            if not experts[later]:
+                del experts[later]
+    return _digest(json.dumps(shape, sort_keys=True))
+
+
+@cache
+def kernels_fingerprint() -> str:
+    """Fingerprint of the layers' code and that of their operators, without comments and docstrings:
+    a profile of other code is none of this one."""
+    root = Path(__file__).resolve().parent.parent
+    # an installed package may lack csrc
+    files = [file for name in _TIMED_CODE for file in sorted((root / name).rglob("*"))]
+    return _digest("".join(timed_text(file.read_text(encoding="utf-8"), file.suffix)
+                           for file in files if file.suffix in _TIMED_SUFFIXES))
+
+
+def timed_text(source: str, suffix: str) -> str:
+    """What of a source file changes what it takes: of Python the syntax tree, else its words."""
+    if suffix != ".py":
+        return " ".join(_C_COMMENT.sub(" ", source).split())
+    tree = ast.parse(source)
+    _strip_docstrings(tree)
+    return ast.dump(tree)
+
+
+def _strip_docstrings(scope: ast.Module | ast.ClassDef | ast.FunctionDef) -> None:
+    scope.body = [own for own in scope.body if not (
+        isinstance(own, ast.Expr) and isinstance(own.value, ast.Constant))]
+    for own in scope.body:
+        if isinstance(own, (ast.ClassDef, ast.FunctionDef)):
+            _strip_docstrings(own)
+
+
+def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
+    """Where the profile of this identity lies, existing or not."""
+    digest = _digest(json.dumps(metadata.identity, sort_keys=True))
+    machine = f"{metadata.ranks}x{metadata.threads_per_rank}"
+    return folder / f"{metadata.dtype}-{machine}-{digest}.json"
+
+
+@contextmanager
+def changing(folder: Path) -> Iterator[None]:
+    """Of processes that add to a profile of the folder, which they read, change and write, one at a
+    time does: of two at once one's would be lost. Where the file system has no locks, or the lock
+    is another user's who lets nobody open it, nobody waits. Not for measuring, which takes longer
+    (xgpt.app.profile.alone)."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _opened(folder / ".changing.lock")
+            held.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _opened(lock: Path) -> int:
+    """The file to lock, made where there is none. Raises OSError."""
+    try:
+        return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS wants it open for writing
+    except PermissionError:  # another user's
+        return os.open(lock, os.O_RDONLY)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

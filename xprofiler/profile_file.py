@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.model import ModelSpec, model_from_dict
-from xgpt.core.whole_file import read_text, write_atomically
+from xgpt.core.system.whole_file import read_text, write_atomically
 from xprofiler.profile import LearnedSteps, Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge
@@ -33,10 +33,24 @@ Faults = list[tuple[str, object, str]]  # key, value, what is allowed
 _COLUMNS = ["x", "y", "samples_s", "date, missing and tries, where known"]
 _MOST_SIZE = 1e18  # bytes, tokens, queries
 _MOST_S = 86_400.0  # a day: no operator of one layer, no message takes as long
+_Size = Annotated[float, Field(ge=0, le=_MOST_SIZE)]
+_Samples = Annotated[tuple[Annotated[float, Field(ge=0, le=_MOST_S)], ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """What is known of a point's measurement."""
+
+    date: str = ""
+    missing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    tries: Annotated[int, Field(ge=1, le=_MOST_SIZE)] = 1
+
+
+_ROWS: Any = tuple[tuple[_Size, _Size, _Samples] | tuple[_Size, _Size, _Samples, _Marks], ...]
 # key -> its type, and what it is where a file has none (None: it has to, or may be null)
 _HEAD: Mapping[str, tuple[Any, Any]] = {
-    "metadata": (ProfileMetadata, None), "peaks": (Peaks | None, None),
-    "spent_s": (Annotated[float, Field(ge=0, le=_MOST_SIZE)], 0.0),
+    "metadata": (ProfileMetadata, None), "model": (ModelSpec | None, None),
+    "peaks": (Peaks | None, None), "spent_s": (_Size, 0.0),
     "learned": (tuple[LearnedSteps, ...], ())}
 # Imported formulas leave out embedding and head, and attention to nothing is free; the products of
 # a layer never are.
@@ -82,10 +96,13 @@ def load_profile(path: Path) -> Profile:
               and (points := _points(name, rows, faults))}
     refused = {int(k): str(v) for k, v in _mapping(raw, "refused", faults).items()
                if k.isascii() and k.isdigit()}
-    model = _model(raw.get("model"), faults)
+    faults += [(f"model.{name}", value, "a whole number >= 1") for name in _COUNTS
+               if head["model"] is not None and (value := getattr(head["model"], name)) < 1]
     if faults:
         raise _bad(path, faults)
-    return Profile(tables=tables, refused=refused, model=model, **head)
+    if head["model"] is not None:  # with the numbers of the file: 8192 is not 8192.0
+        head["model"] = model_from_dict(raw["model"])
+    return Profile(tables=tables, refused=refused, **head)
 
 
 def _read(key: str, raw: Mapping[str, Any], faults: Faults) -> Any:
@@ -94,15 +111,20 @@ def _read(key: str, raw: Mapping[str, Any], faults: Faults) -> Any:
     if key not in raw and default is not None:
         return default
     try:
-        return _adapter(kind).validate_json(json.dumps([raw.get(key)]))[0]
+        return _checked(kind, raw.get(key))
     except ValidationError as cause:
         for one in cause.errors(include_url=False):
             value = None if one["type"].startswith("missing") else one["input"]
-            faults.append((".".join(map(str, (key, *one["loc"][1:]))), value,
+            faults.append((".".join(map(str, (key, *one["loc"][1:2]))), value,
                            one["msg"].removeprefix("Input should be ")))
     except RecursionError:
         faults.append((key, None, "nested too deeply"))
     return None
+
+
+def _checked(kind: Any, value: object) -> Any:
+    """The value as one of that kind. Raises ValidationError, RecursionError."""
+    return _adapter(kind).validate_json(json.dumps([value]))[0]
 
 
 @cache
@@ -119,32 +141,6 @@ def _line(point: Sample) -> str:
              **({"missing": round(point.missing, 3)} if point.missing else {}),
              **({"tries": point.tries} if point.tries > 1 else {})}
     return json.dumps([short(point.x), short(point.y), samples_s, *([marks] if marks else [])])
-
-
-def _model(raw: object, faults: Faults) -> ModelSpec | None:
-    if raw is None:
-        return None
-    try:
-        model = model_from_dict(raw)  # type: ignore[arg-type]
-    except (TypeError, ValueError, AttributeError) as cause:
-        faults.append(("model", None, f"a model's shape: {cause}"))
-        return None
-    wrong = [(f"model.{field}", getattr(model, field), "a whole number >= 1") for field in _COUNTS
-             if type(getattr(model, field)) is not int or getattr(model, field) < 1]
-    wrong += [(f"model.{one.name}", None, "a value of a model's shape, none with others in it")
-              for one in fields(model) if not _is_shallow(getattr(model, one.name))]
-    faults += wrong
-    return None if wrong else model
-
-
-def _is_shallow(value: object, depth: int = 3) -> bool:
-    """Whether it is a number, a text, a flag, or a few of these (the variant of a decoder, pairs
-    of a scaling), and not nested beyond that."""
-    if isinstance(value, tuple):
-        return depth > 0 and all(_is_shallow(one, depth - 1) for one in value)
-    if is_dataclass(value):
-        return all(_is_shallow(getattr(value, one.name), depth - 1) for one in fields(value))
-    return value is None or isinstance(value, (str, int, float))
 
 
 def _mapping(raw: Mapping[str, Any], key: str, faults: Faults) -> dict[str, Any]:
@@ -168,54 +164,25 @@ def _key(text: str, faults: Faults) -> TableKey | None:
 
 
 def _points(name: str, rows: object, faults: Faults) -> tuple[Sample, ...]:
-    points = []
-    for row in rows if isinstance(rows, list) else [rows]:
-        point = _point(row)
-        if point is None:
-            faults.append((f"tables.{name}", row, "points [x, y, [seconds, ...]], with "
-                           "{date, missing, tries} behind them where they are known, sizes of at "
-                           f"most {_MOST_SIZE:.0e}, seconds of at most {_MOST_S:.0f}"))
-        elif min(point.samples_s) == 0 and name.split(" ")[0] in _NEVER_ZERO:
-            faults.append((f"tables.{name}", row, "seconds above 0: nothing takes no time"))
-        elif point.x == 0 and name.startswith(Operator.ENCODE_ATTENTION.value):
-            faults.append((f"tables.{name}", row, "x above 0: tokens of a query"))
-        else:
-            points.append(point)
-    places = {(p.x, p.y) for p in points}
-    if len(places) < len(points):
+    given: list[Any] = rows if isinstance(rows, list) else [rows]
+    read: tuple[Any, ...] = ()
+    try:
+        read = _checked(_ROWS, given)
+    except (ValidationError, RecursionError) as cause:
+        told = cause.errors() if isinstance(cause, ValidationError) else []
+        faults += [(f"tables.{name}", given[place], "points [x, y, [seconds, ...]], with {date, "
+                    "missing, tries} behind them where they are known, sizes of at most "
+                    f"{_MOST_SIZE:.0e}, seconds of at most {_MOST_S:.0f}")
+                   for place in sorted({int(one["loc"][1]) for one in told if one["loc"]}) or [0]]
+    points = [Sample(x=x, y=y, samples_s=samples_s, **(asdict(marks[0]) if marks else {}))
+              for x, y, samples_s, *marks in read]
+    if name.split(" ")[0] in _NEVER_ZERO and any(min(p.samples_s) == 0 for p in points):
+        faults.append((f"tables.{name}", 0, "seconds above 0: nothing takes no time"))
+    if name.startswith(Operator.ENCODE_ATTENTION.value) and any(p.x == 0 for p in points):
+        faults.append((f"tables.{name}", 0, "x above 0: tokens of a query"))
+    if len({(p.x, p.y) for p in points}) < len(points):
         faults.append((f"tables.{name}", None, "one line a point (x, y)"))
     return tuple(points)
-
-
-def _point(row: Any) -> Sample | None:
-    match row:
-        case [x, y, [_, *_] as samples, *marks] if (
-                len(marks) <= 1 and all(map(_are_marks, marks))
-                and all(_is_number(size, _MOST_SIZE) for size in (x, y))
-                and all(_is_number(seconds, _MOST_S) for seconds in samples)):
-            known = marks[0] if marks else {}
-            return Sample(x=float(x), y=float(y), samples_s=tuple(float(s) for s in samples),
-                          date=known.get("date", ""), missing=float(known.get("missing", 0.0)),
-                          tries=known.get("tries", 1))
-        case _:
-            return None
-
-
-def _are_marks(marks: object) -> bool:
-    """What is known of a point's measurement."""
-    match marks:
-        case dict() if marks.keys() <= {"date", "missing", "tries"}:
-            tries = marks.get("tries", 1)
-            return (isinstance(marks.get("date", ""), str)
-                    and _is_number(marks.get("missing", 0), 1)
-                    and isinstance(tries, int) and 1 <= tries <= _MOST_SIZE)
-        case _:
-            return False
-
-
-def _is_number(value: object, most: float) -> bool:
-    return (isinstance(value, (int, float)) and not isinstance(value, bool)
-            and 0 <= value <= most)
 
 
 def _bad(path: Path, faults: Faults) -> InputError:

@@ -9,16 +9,27 @@ size. Sizes within a factor of two miss alike, so of a query whose context doubl
 errors of n + 1 sizes average. The groups' errors are independent of each other. Of engines that
 nothing was measured of a group's median may be known to lean to one side (`lean`). Where the
 numbers come from: fit_errors.py and strange_engines.py, in benchmarks/ up to commit 3fdb9ebd; how
-well they hold: benchmarks/validated.py."""
+well they hold: benchmarks/validated.py.
+
+At the end: a source made of another one, of which a table's times are longer. It shows how much a
+figure rests on the table."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from xprofiler.profile import HANDOVER, HANDOVER_DIRECT, STEP_OVERHEAD
-from xprofiler.timing import MessageKind, Operator
+from numpy.typing import ArrayLike
+
+from xgpt.core.cluster import Link
+from xgpt.core.lengths import FloatArray
+from xgpt.core.policies import Role
+from xprofiler.profile import HANDOVER, HANDOVER_DIRECT, STEP_OVERHEAD, TableKey
+from xprofiler.timing import MessageKind, Operator, TimingSource, of_role
 
 SourceKind = Literal["uncalibrated", "calibrated", "imported", "measured"]
 
@@ -172,3 +183,46 @@ def errors_from(row: Mapping[str, Any], checked: str, *, is_carried: bool) -> So
     return SourceErrors(
         kind="calibrated", groups=groups, common=math.hypot(common, CARRIED) if is_carried
         else common, checked=f"{checked}, carried over to another" if is_carried else checked)
+
+
+class Raised:
+    """`source`, with the times of a table, or of all tables of a group, multiplied by `factor`."""
+
+    def __init__(self, source: TimingSource, what: TableKey | OperatorGroup,
+                 factor: float) -> None:
+        if isinstance(what, TableKey) and what.name == HANDOVER_DIRECT:
+            what = what._replace(name=HANDOVER)  # the quicker way counts
+        self._source, self._what, self._factor = source, what, factor
+        self.reach, self.provenance = source.reach, source.provenance
+        overhead_s = source.facts.step_overhead_s * self._of(TableKey(STEP_OVERHEAD))
+        self.facts = replace(source.facts, step_overhead_s=overhead_s)
+
+    def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
+                   tp_degree: int = 1) -> FloatArray:
+        """See TimingSource."""
+        return self._of(TableKey(operator.value, tp_degree)) * self._source.operator_s(
+            operator, x, y, tp_degree=tp_degree)
+
+    def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
+                  tp_degree: int = 1) -> FloatArray:
+        """See TimingSource."""
+        return self._of(TableKey(kind.value, tp_degree, link.name)) * self._source.message_s(
+            kind, num_bytes, link, tp_degree=tp_degree)
+
+    def of_role(self, role: Role) -> TimingSource:
+        """See xprofiler.timing.of_role."""
+        own = of_role(self._source, role)
+        return self if own is self._source else Raised(own, self._what, self._factor)
+
+    def _of(self, key: TableKey) -> float:
+        is_meant = (group_of(key.name) is self._what if isinstance(self._what, OperatorGroup) else
+                    key == self._what)
+        return self._factor if is_meant else 1.0
+
+
+def raised(source: TimingSource, what: TableKey | OperatorGroup, factor: float) -> Raised:
+    """One source for all who ask for the same longer times: what they derive from it they share."""
+    return _raised(source, what, factor)  # type: ignore[arg-type]  # a source is hashable
+
+
+_raised = lru_cache(maxsize=256)(Raised)

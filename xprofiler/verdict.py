@@ -4,12 +4,10 @@ points have repeats that disagree by so much that nothing is to be planned by th
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from xprofiler.interpolation import Grid
 from xprofiler.points import OWN_TABLE, Kind, Point
 from xprofiler.profile import DISTURBED_LIMIT, NOISE_LIMIT, Profile, Sample
 from xprofiler.profile_timing import errors_along
@@ -17,8 +15,6 @@ from xprofiler.timing import Operator
 
 SPREAD_LIMIT = 0.10  # a point whose quartiles lie further apart is called noisy
 ERROR_LIMIT = 0.05  # an interval whose middle may be off by more is called coarse
-_OUTLIER_DEVIATIONS = 6.0  # of the median absolute deviation
-_TOO_SHORT_S = 2e-6  # ten times what reading the clock costs around each layer
 # What makes up a step. Messages scatter by nature (waiting ranks sleep between looks), embedding
 # and compaction are microseconds beside the rest.
 _JUDGED = frozenset(op.value for op in Operator) - {
@@ -40,9 +36,6 @@ class Judgement:
     points: int
     unknown: int  # points of a sample or two: nothing is known of their noise
     noisy: int  # quartiles further apart than SPREAD_LIMIT of the median
-    outliers: int  # single samples far from their point's median (they do not move it)
-    too_short: int  # points whose time is close to the clock's own cost
-    moved: int  # points below one of less work: both are used as their mean
     coarse: int  # intervals whose middle may be off by more than ERROR_LIMIT
 
     @property
@@ -52,9 +45,6 @@ class Judgement:
             return "nothing measured yet"
         doubts = (
             (self.unknown, "of {} the spread is unknown, they have a sample or two"),
-            (self.outliers, "{} single samples far off, ignored by the medians"),
-            (self.too_short, "{} points so short that the clock shows"),
-            (self.moved, "{} points out of order with their neighbours, used as their mean"),
             (self.coarse, "{} places where the curve bends between points"),
             (self.grade == "noisy", "is something else running here?"))
         return "; ".join([self.brief, *(words.format(count) for count, words in doubts if count)])
@@ -73,31 +63,14 @@ def judge(profile: Profile) -> Judgement:
     judged = {key: table for key, table in profile.tables.items() if key.name in _JUDGED}
     points = [p for table in judged.values() for p in table]
     noisy = sum(p.spread > SPREAD_LIMIT for p in points)
-    outliers = sum(_outliers(p) for p in points)
-    main = [table for key, table in judged.items()
-            if key.name in (Operator.LAYER_REST.value, Operator.DECODE_REST.value,
-                            Operator.DECODE_ATTENTION.value)]
-    too_short = sum(p.median_s < _TOO_SHORT_S for table in main for p in table)
-    moved = sum(Grid([p.x for p in table], [p.y for p in table],
-                     [p.median_s for p in table]).moved for table in main)
+    unknown = sum(len(p.samples_s) < 3 for p in points)
     coarse = sum(int((errors / 4 > ERROR_LIMIT).sum()) for key, table in judged.items()
                  for errors in errors_along(key, table, 0))
-    unknown = sum(len(p.samples_s) < 3 for p in points)
     share = noisy / len(points) if points else 1.0
     grade: Literal["good", "usable", "noisy"] = (
         "noisy" if share > 0.20 else
         "usable" if share > 0.05 or unknown * 2 >= len(points) else "good")
-    return Judgement(grade=grade, points=len(points), unknown=unknown, noisy=noisy,
-                     outliers=outliers, too_short=too_short, moved=moved, coarse=coarse)
-
-
-def _outliers(point: Sample) -> int:
-    if len(point.samples_s) < 5:
-        return 0
-    centre = point.median_s
-    deviation = statistics.median(abs(s - centre) for s in point.samples_s)
-    limit = max(_OUTLIER_DEVIATIONS * deviation, SPREAD_LIMIT * centre)
-    return sum(abs(s - centre) > limit for s in point.samples_s)
+    return Judgement(grade=grade, points=len(points), unknown=unknown, noisy=noisy, coarse=coarse)
 
 
 class NoisyPoint(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
-from xrunner.transport.exchange import all_gather
+from xrunner.comm.exchange import all_gather
 
 Kind = Literal["cpu", "gpu"]
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def own_device(kind: Kind, place: int) -> torch.device:
 
 def gpu_of(place: int, kinds: Sequence[Hashable]) -> int:
     """Which of a host's GPUs its rank at `place` takes: of the largest group of equal ones, as
-    xgpt.core.local counts them, in turn. `kinds`: of all its GPUs."""
+    xgpt.core.system.machine counts them, in turn. `kinds`: of all its GPUs."""
     commonest = Counter(kinds).most_common(1)[0][0]
     equal = [index for index, kind in enumerate(kinds) if kind == commonest]
     return equal[place % len(equal)]

@@ -5,47 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pydantic import TypeAdapter
+
+from xgpt.core.controls import LEAST_TOKENS
 from xgpt.core.engines import OWN_ENGINE
-from xgpt.core.job import LEAST_TOKENS
 from xgpt.core.schedule import Schedule
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xrunner.checkpoint.identity import changed_files
 
-# History of the file format.
-#   1: first version
-#   2: the requests lie in the spool; `requests` tells them apart
-#   3: `model_files` and `requests_digest` tell models and requests apart, paths no longer do
 PLAN_VERSION = 3
-# What decides no token: names and places, how the work is shared out, and in which order.
-_NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requests",
-                 "threads_per_rank", "device_kind", "is_watched", "slots", "kv_tokens",
-                 "other_rooms", "kv_in_blocks", "shuffle_window",
-                 "routing", "mean_output_tokens", "cuda_graphs", "private",
-                 "sync_s", "aside", "model_state",
-                 "weights_whole")  # the last stands beside `model_files`
-# What a schedule holds: which requests can run by it follows, and nothing of their answers.
+# Of what decides the answers, what a schedule holds: which requests can run follows from it alone.
 _HELD_BY_SCHEDULE = ("query_kv_tokens", "most_input_tokens")
-# Keys that came later, with what held before: runs of that time go on.
-_AS_BEFORE: tuple[tuple[str, object], ...] = (
-    ("deterministic", False), ("stop", ()), ("chat_template_kwargs", {}))
 OWN_ALONE = 0o077  # the umask of a private run
-AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.agreement)
+AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.rank.agreement)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """Everything a rank needs besides schedule.json; paths are absolute."""
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What decides the answers: a stopped run goes on only if all of it is the same."""
 
-    name: str
-    output: Path
-    model_dir: Path
-    model_name: str
-    served_by: str
-    requests: str  # where they came from
     is_chat: bool
     max_tokens: int
     dtype: str
@@ -55,8 +37,34 @@ class RunPlan:
     top_k: int | None
     top_p: float
     ignore_eos: bool
-    threads_per_rank: int
     query_kv_tokens: int  # what the schedule holds for one query: decides which requests can run
+    most_input_tokens: int = 0  # that the schedule can encode at a time; 0: any input
+    requests_digest: str = ""
+    model_files: Mapping[str, str] = field(default_factory=dict)  # xrunner.checkpoint.identity
+    engine: str = OWN_ENGINE
+    engine_version: str = ""  # of another engine, where its own numbers decide the answers
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
+    deterministic: bool = False  # xrunner.ops.invariant
+    # what the chat template is told besides
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()  # strings that end the answers of requests that name none
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that stand for it."""
+        decisive = {key: value if isinstance(value, dict) else str(value)
+                    for key, value in asdict(self).items() if key in _DECISIVE}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_DECISIVE = tuple(one.name for one in fields(Answers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How the work is shared out, and in which order: no token depends on it."""
+
+    threads_per_rank: int
     device_kind: Literal["cpu", "gpu"] = "cpu"  # what a rank works on
     is_watched: bool = False  # the launcher follows lengths and steps, and may change the schedule
     slots: int = 0  # queries that a group's cache has room for, for such changes; 0: as planned
@@ -66,35 +74,34 @@ class RunPlan:
     shuffle_window: int = 1  # queries that are taken in random order among themselves
     routing: str = LEAST_TOKENS  # of queries to replicas
     mean_output_tokens: float = 0.0  # that are expected of a query, for that; 0: as many as allowed
-    most_input_tokens: int = 0  # that the schedule can encode at a time; 0: any input
-    engine: str = OWN_ENGINE
-    requests_digest: str = ""
     cuda_graphs: bool = False  # decode steps are captured where they can be
-    private: bool = False  # what is written is the user's alone to read
-    deterministic: bool = False  # xrunner.ops.invariant
-    model_files: Mapping[str, str] = field(default_factory=dict)  # xrunner.checkpoint.identity
-    model_state: str = ""  # of these files before they were read: identity.files_state
-    weights_whole: Mapping[str, str] = field(default_factory=dict)  # where every byte was read
-    engine_version: str = ""  # of another engine, where its own numbers decide the answers
-    engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
-    sync_s: float = 5.0  # between two times that results are put on the disk
-    # what the chat template is told besides
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()  # strings that end the answers of requests that name none
-    aside: tuple[int, ...] = ()  # queries that this run leaves out (xgpt.app.deaths)
+    aside: tuple[int, ...] = ()  # queries that this run leaves out (xgpt.app.running.run)
 
-    @property
-    def fingerprint(self) -> str:
-        """Stands for all that decides the answers: a stopped run goes on only if it is the same."""
-        decisive = {k: v if isinstance(v, dict) else str(v) for k, v in asdict(self).items()
-                    if k not in _NOT_DECISIVE and (k, v) not in _AS_BEFORE}
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """Where a run's files are, by absolute paths, and how they are written."""
+
+    name: str
+    output: Path
+    model_dir: Path
+    model_name: str
+    served_by: str
+    requests: str  # where they came from
+    model_state: str = ""  # of the model's files before they were read: identity.files_state
+    weights_whole: Mapping[str, str] = field(default_factory=dict)  # where every byte was read
+    private: bool = False  # what is written is the user's alone to read
+    sync_s: float = 5.0  # between two times that results are put on the disk
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(Answers, Execution, RunFiles):
+    """Everything a rank needs besides schedule.json."""
 
     def save(self) -> Path:
         path = self.output / "run.json"
-        values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
-        content = {"version": PLAN_VERSION, "fingerprint": self.fingerprint, **values}
-        write_atomically(path, json.dumps(content, indent=1) + "\n")
+        content = {"version": PLAN_VERSION, "fingerprint": self.fingerprint, **asdict(self)}
+        write_atomically(path, json.dumps(content, indent=1, default=str) + "\n")
         return path
 
 
@@ -116,12 +123,7 @@ def load_plan(path: Path) -> RunPlan:
     raw = json.loads(path.read_text(encoding="utf-8"))
     assert raw.pop("version") == PLAN_VERSION, f"{path} is of another version of xgpt"
     raw.pop("fingerprint")
-    paths = ("output", "model_dir")
-    values: dict[str, Any] = {k: Path(v) if k in paths else v for k, v in raw.items()}
-    values |= {key: tuple(values.get(key, ())) for key in ("aside", "stop")}
-    values["other_rooms"] = tuple((slots, tokens) for slots, tokens in values.get(
-        "other_rooms", ()))
-    return RunPlan(**values)
+    return TypeAdapter(RunPlan).validate_python(raw)
 
 
 def saved_fingerprint(output: Path) -> str | None:
@@ -135,7 +137,7 @@ def saved_differences(plan: RunPlan) -> list[str]:
     plan's folder; the model's files are not among them."""
     saved = _saved(plan.output)
     now = json.loads(json.dumps(asdict(plan), default=str))
-    return [key for key in now if key not in (*_NOT_DECISIVE, "model_files")
+    return [key for key in _DECISIVE if key != "model_files"
             and key in saved and saved[key] != now[key]]
 
 

@@ -15,7 +15,7 @@ class Sampling:
     alone. targets: tokens that are scored instead, of which all but the last end the input
     (`xgpt score`). pooled: its embedding is told instead, the "last" of its last hidden states or
     their "mean"; "": it is not. barred: tokens that are not chosen at a position before
-    `barred_until`. passed: what another engine's sampler is told besides (xgpt.core.passed);
+    `barred_until`. passed: what another engine's sampler is told besides (xgpt.requests.chat);
     where that is a form of the output, `barred` are the tokens that may end it. fixed:
     (position, token) of what is given whatever the model finds, of one position the last.
     unrepeated: so many tokens in a row are not said twice, 0: may be; repetition_penalty: the

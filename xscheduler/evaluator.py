@@ -12,11 +12,9 @@ import numpy as np
 
 from xgpt.core.constraint import Metric
 from xgpt.core.errors import XgptError
-from xgpt.core.lengths import IntArray
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
+from xgpt.core.lengths import IntArray, synthetic_lengths
+from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
-from xgpt.core.workload import synthetic_lengths
 from xprofiler.timing import TimingSource
 from xrunner.rules.order import run_order, window_of
 from xscheduler.copies import problem_for

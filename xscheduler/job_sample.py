@@ -11,9 +11,8 @@ from functools import cache
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, IntArray, Lengths
+from xgpt.core.lengths import FloatArray, IntArray, Lengths, synthetic_lengths
 from xgpt.core.problem import Problem
-from xgpt.core.workload import synthetic_lengths
 
 LEVELS = 40  # chosen: equally likely quantiles
 _MOST = 1 - 1e-9

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xgpt.core.errors import InfeasibleError, XgptError
-from xgpt.core.layout import Layout
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
+from xgpt.core.system.machine import Layout
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator

@@ -17,7 +17,7 @@ A schedule is planned for limit / factor, so that P(latency <= limit) is at leas
 - *sample*: a limit on a share of all queries is one on the job's own, which are a sample of the
   distribution (xscheduler.job_sample).
 - *inputs*: if input lengths were estimated from characters, all of them are longer or shorter by
-  one log-normal factor (xrunner.io.estimated). Its effect adds to that of the times.
+  one log-normal factor (xrunner.files.runnable). Its effect adds to that of the times.
 - *drift*: the mean output length may differ by the constraint's `drift` in either direction, with
   the same standard deviation. The worse direction is a factor of its own. The length that the limit
   is for drifts along, since it is a quantile.
@@ -41,17 +41,17 @@ from xgpt.core.lengths import (
     FloatArray,
     JointLengths,
     bootstrap,
+    mixture_quantile,
+    ndtri,
     with_longer_inputs,
     with_output_moments,
 )
-from xgpt.core.normal import mixture_quantile, ndtri
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin
 from xgpt.core.units import format_seconds
-from xprofiler.made_sources import remembering
 from xprofiler.profile import TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
-from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of
+from xprofiler.source_errors import OperatorGroup, SourceErrors, raised, sizes_of
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_sample import levels_of, logarithms_at
@@ -110,7 +110,7 @@ class Margins:
         whole job that the limit is for, not the rest of it."""
         self.problem, self.evaluator = problem, evaluator
         timing = evaluator.timing
-        self._timing = remembering(timing)  # all causes ask for times of the same sizes
+        self._timing = timing
         self._kind_of_times = timing.kind_of_times if isinstance(timing, Measured) else ""
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
         self._common = timing.common_error if isinstance(timing, Measured) else 0.0
@@ -146,7 +146,7 @@ class Margins:
         computed = _computed_margin(
             self._computed, self.problem, metric, expected_s, lambda group: (
                 expected_s if _has_none_of(estimate, group) else self._variant(
-                    group, timing=self._timing.raised(group, 1 + LEAST_STEP)
+                    group, timing=raised(self._timing, group, 1 + LEAST_STEP)
                 ).seconds(estimate, metric)))
         of_inputs = self._input_spread(estimate, metric)
         spread = math.hypot(of_times, of_inputs)
@@ -184,8 +184,8 @@ class Margins:
             if not key.link and key.tp_degree not in degrees:
                 continue
             step = max(error.relative, LEAST_STEP)
-            raised = self._variant(key, timing=self._timing.raised(key, 1 + step))
-            effect = math.log(raised.seconds(estimate, metric) / expected_s)
+            longer = self._variant(key, timing=raised(self._timing, key, 1 + step))
+            effect = math.log(longer.seconds(estimate, metric) / expected_s)
             explained += effect / math.log1p(step)
             square += (effect * error.relative / step) ** 2
         return math.sqrt(square), max(1 - explained, 0.0)
@@ -212,7 +212,7 @@ class Margins:
         """{change of the mean: lengths}, including no change: the worst is never better than it."""
         lengths, drift = self.problem.lengths, self.problem.constraint.drift
         changes = (-drift, -drift / 2, 0.0, drift / 2, drift) if drift else ()
-        return {change: with_output_moments(lengths, mean_factor=1 + change, moves=True)
+        return {change: with_output_moments(lengths, mean_factor=1 + change)
                 for change in changes}
 
     def _variant(self, name: Hashable, lengths: JointLengths | None = None,

@@ -9,14 +9,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
-from xgpt.core.collecting import uncollected
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.freed_memory import keep_freed
 from xgpt.core.policies import changeable_policy, policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
@@ -200,3 +203,61 @@ def _noted(problem: Problem, schedule: Schedule) -> Schedule:
     """The schedule with a word on devices that no copy has."""
     note = idle_note(problem.cluster, schedule.estimate)
     return schedule.changed(notes=(*schedule.estimate.notes, note)) if note else schedule
+
+
+_lock = threading.Lock()
+_held = 0  # who has asked for it not to, now
+_was_enabled = True
+_others_froze = False  # once seen, taken to stay so: what is frozen is counted one by one
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python looks for no garbage that refers to itself meanwhile, in any thread: over all there is
+    after some hundred objects more, that is a tenth to a third of a search. What is not referred to
+    is freed as ever. For seconds of work, not for a whole run. What is left of it in the end counts
+    as old: it is looked at when all there is is, and not at once."""
+    global _held, _was_enabled
+    with _lock:
+        if not _held:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _held += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _held -= 1
+            if not _held and _was_enabled:
+                _age()
+                gc.enable()
+
+
+def _age() -> None:
+    global _others_froze
+    _others_froze = _others_froze or gc.get_freeze_count() > 0
+    if not _others_froze:  # nor is what others have frozen melted
+        gc.freeze()
+        gc.unfreeze()
+
+
+# glibc's mallopt(3): its numbers, the variables by which a user sets the same, and what is set
+_TRIM, _PAD, _MAPPED = -1, -2, -3
+_OPTIONS = {
+    _TRIM: ("MALLOC_TRIM_THRESHOLD_", 2**30),  # bytes free at the end before they are given back
+    _PAD: ("MALLOC_TOP_PAD_", 64 * 2**20),  # asked for beyond what is wanted
+    _MAPPED: ("MALLOC_MMAP_THRESHOLD_", 32 * 2**20),  # from which on a block is the system's own
+}
+
+
+@cache
+def keep_freed() -> None:
+    """From now on this process keeps what it frees, up to 1 GiB, for itself: glibc would give it to
+    the system, and have it again page by page (one to five hundredths of a search's time). What a
+    user's environment says of it stays; with another C library than glibc nothing changes."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    for option, (variable, num_bytes) in _OPTIONS.items():
+        if variable not in os.environ:
+            mallopt(option, num_bytes)

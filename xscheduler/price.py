@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from xgpt.core.copies import devices_of_copies, sum_of
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.json_values import estimate_keys
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule import Estimate, Schedule, devices_of_copies, sum_of
+from xgpt.core.schedule_file import estimate_keys
 from xgpt.core.units import format_bytes, format_seconds
 from xsimulator.memory import capacity_bytes
 

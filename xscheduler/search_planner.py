@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.policies import able_policies, policy, policy_names
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import (

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from xgpt.core.cluster import Cluster
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import wrong
-from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.units import WEIGHT_BYTES
 from xprofiler.timing import TimingSource

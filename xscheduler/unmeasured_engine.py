@@ -5,8 +5,8 @@ import math
 import time
 from dataclasses import replace
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError, wrong
-from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule, Status
 from xgpt.core.schedule_file import schedule_from_flat

@@ -23,9 +23,8 @@ from numpy.typing import ArrayLike
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
-from xprofiler.constants import RooflineConstants
-from xprofiler.engines import engine_errors
-from xprofiler.importers.table import Column, Fault, fail, read_table
+from xprofiler.constants import RooflineConstants, engine_errors
+from xprofiler.importers.draft import Column, Fault, fail, read_table
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import sizes_of
 from xsimulator.closed_loop import Loop, Served, StepSeconds, served

@@ -20,8 +20,8 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import FP8
 from xprofiler.constants import RooflineConstants
-from xprofiler.importers import aiconfigurator, kernel_tables, vidur
-from xprofiler.importers.kernel_tables import AllReduceTable, AttentionTable, GemmTable
+from xprofiler.importers import aiconfigurator, vidur
+from xprofiler.importers.aiconfigurator import AllReduceTable, AttentionTable, GemmTable
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 
@@ -74,19 +74,17 @@ def of_aiconfigurator(folder: Path) -> Iterator[Compared]:
         of = Timed(gpu, aiconfigurator.ENGINES.get(framework, OWN_ENGINE))
         if table == "gemm":
             yield from (products(dtype, own, source, of)
-                        for dtype, own in kernel_tables.read_gemms(path).items())
+                        for dtype, own in aiconfigurator.read_gemms(path).items())
         elif (why := _UNUSABLE.get((gpu, framework, table))) is not None:
             yield _left_out(path, source, of, why)
         elif table == "context_attention":
-            yield attention(kernel_tables.read_context_attention(path), source, of,
+            yield attention(aiconfigurator.read_context_attention(path), source, of,
                             Operator.ENCODE_ATTENTION)
         elif table == "generation_attention":
-            yield attention(kernel_tables.read_generation_attention(path), source, of,
+            yield attention(aiconfigurator.read_generation_attention(path), source, of,
                             Operator.DECODE_ATTENTION)
         else:
-            read = (kernel_tables.read_custom_all_reduce if table == "custom_allreduce" else
-                    kernel_tables.read_nccl_all_reduce)
-            yield all_reduces(read(path), source, of)
+            yield all_reduces(aiconfigurator.read_all_reduce(path), source, of)
 
 
 def of_vidur(folder: Path) -> Iterator[Compared]:

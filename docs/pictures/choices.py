@@ -18,7 +18,7 @@ sys.path.insert(0, str(HERE))
 import draw  # noqa: E402
 
 import xgpt  # noqa: E402
-from xgpt.app.plan import JobPlanner  # noqa: E402
+from xgpt.app.schedule import JobPlanner  # noqa: E402
 from xgpt.core.errors import InfeasibleError  # noqa: E402
 from xscheduler.planner import PlanOptions  # noqa: E402
 

@@ -16,9 +16,8 @@ sys.path.insert(0, str(HERE))
 
 from of_types import NUMBER, of_fields, of_keys, of_type  # noqa: E402
 
-from xgpt.app.metrics import Attribution  # noqa: E402
+from xgpt.app.running.metrics import Attribution  # noqa: E402
 from xgpt.core.constraint import BoundKind, Metric  # noqa: E402
-from xgpt.core.job_file import job_schema  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xgpt.core.schedule import (  # noqa: E402
     CopiesTried,
@@ -29,13 +28,14 @@ from xgpt.core.schedule import (  # noqa: E402
     Schedule,
 )
 from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
-from xgpt.core.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
-from xgpt.report.expected import VERSION as EXPECTED_VERSION  # noqa: E402
+from xgpt.job.job_file import job_schema  # noqa: E402
+from xgpt.job.sweep_file import AXES as AXES_OF_SWEEP  # noqa: E402
 from xgpt.report.lanes import KINDS  # noqa: E402
+from xgpt.report.lanes import VERSION as EXPECTED_VERSION  # noqa: E402
 from xgpt.report.sweep_rows import COLUMNS  # noqa: E402
 from xprofiler.profile import LearnedSteps, Peaks, ProfileMetadata  # noqa: E402
 from xprofiler.profile_file import AXES, PROFILE_VERSION  # noqa: E402
-from xrunner.io.sink import Progress  # noqa: E402
+from xrunner.files.sink import Progress  # noqa: E402
 from xrunner.step_record import StepRecord  # noqa: E402
 
 Json = dict[str, Any]
@@ -134,8 +134,7 @@ RANK = of_keys({"rank": whole("its number"), **PLACE,
 PERCENTILES = tuple(f"{name}_{which}_s" for name in ("latency", "ttft", "tpot")
                     for which in ("p50", "p99"))
 LOADED = {"loaded_bytes": whole("of the model, by all ranks"),
-          "loaded_from_disk_bytes": or_none(whole("of these, from storage")),
-          "disk_bytes_per_s": or_none(number("what rank 0 alone gets of the disk"))}
+          "loaded_from_disk_bytes": or_none(whole("of these, from storage"))}
 COUNTS = {"queries_before": whole("answered by earlier runs"),
           "queries_held": whole("done, while one before them is not"),
           "errors": whole("requests that cannot run"), "failed": whole("queries without an answer")}

@@ -1,12 +1,9 @@
 """What processes did to a folder is written down whole, whoever else writes at the same time."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import power_cut
 import pytest
@@ -38,7 +35,7 @@ if child:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_threads_and_forks_write_records_one_after_the_other(tmp_path: Path) -> None:
+def test_threads_and_forks_write_records_one_after_the_other(tmp_path):
     folder, log = tmp_path / "a folder", tmp_path / "log"
     folder.mkdir()
     subprocess.run([sys.executable, "-c", WRITERS, str(folder), str(COUNT), *NAMES], check=True,

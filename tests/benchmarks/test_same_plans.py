@@ -1,7 +1,5 @@
 """The judge of two commits: this tree against a stored schedule, and what makes it object."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -26,19 +24,19 @@ def row(own: Planned | None = None, *, qps: float = 30.0, latency_s: float = 1.0
                    throughput_qps=qps, latency_s=latency_s))
 
 
-def test_this_tree_plans_a_small_problem_as_well_as_the_stored_schedule() -> None:
+def test_this_tree_plans_a_small_problem_as_well_as_the_stored_schedule():
     older, own = stored(), planned_of(plan_in(ROOT, SCENARIOS[0], BOUND_S))
     found = judged(SCENARIOS[0], BOUND_S, older, own, seeds=1, queries=5000)
     assert not (found.is_below or found.is_broken or found.is_lost)
 
 
-def test_a_worse_schedule_is_below_and_so_is_one_without_a_steady_state() -> None:
+def test_a_worse_schedule_is_below_and_so_is_one_without_a_steady_state():
     assert not row(qps=29.5).is_below
     assert row(qps=29.0).is_below and row(qps=float("nan")).is_below
     assert "- Problems below 0.98: 1 (p under 2.46 s)." in summary([row(), row(qps=29.0)])
 
 
-def test_a_bound_is_kept_with_the_schedule_s_own_margin() -> None:
+def test_a_bound_is_kept_with_the_schedule_s_own_margin():
     older = stored()
     assert older.schedule is not None
     margin = older.schedule.margin
@@ -46,9 +44,3 @@ def test_a_bound_is_kept_with_the_schedule_s_own_margin() -> None:
     assert row(latency_s=1.01 * BOUND_S / margin.factor).is_broken
     bare = replace(older, schedule=replace(older.schedule, margin=replace(margin, factor=1.0)))
     assert not row(bare, latency_s=BOUND_S).is_broken
-
-
-def test_a_bound_that_only_this_tree_refuses_is_lost() -> None:
-    refused = Planned(seconds=1.0, schedule=None, refusal="no schedule")
-    assert row(refused).is_lost and not row(refused).is_below
-    assert "- Refused by this tree alone: 1 (p under 2.46 s)." in summary([row(refused), row()])

@@ -1,12 +1,9 @@
 """The catalog's figures of accuracy: one that is not computed so is named; without measurements the
 check passes. Points and pages of others' measurements."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +14,12 @@ from published.page import write_page
 from published.runs import serving_points
 from published.table import validation_table
 
-from xgpt.app.accuracy import published_errors
+from xgpt.app.models import published_errors
 
 needs_data = pytest.mark.skipif(not validated.DATA.is_dir(), reason="needs ../shared/data")
 
 
-def test_a_figure_that_is_not_computed_so_is_named_with_both() -> None:
+def test_a_figure_that_is_not_computed_so_is_named_with_both():
     figures = published_errors()
     assert yaml.safe_load(validated.written(figures)) == figures
     other = copy.deepcopy(figures)
@@ -36,8 +33,7 @@ def test_a_figure_that_is_not_computed_so_is_named_with_both() -> None:
     assert len(validated.differing(other, figures)) == 1 + 5
 
 
-def test_where_there_are_no_measurements_it_says_so_and_passes(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_there_are_no_measurements_it_says_so_and_passes(tmp_path, capsys):
     assert validated.check(tmp_path / "none") == 0
     assert "NOT COMPARED" in capsys.readouterr().out
 
@@ -49,7 +45,7 @@ def compared(half: str) -> Compared:
                     why="too long")
 
 
-def test_the_page_draws_every_point_beside_the_diagonal(tmp_path: Path) -> None:
+def test_the_page_draws_every_point_beside_the_diagonal(tmp_path):
     path = tmp_path / "page.html"
     write_page([compared("fit"), compared("test")], [], [(0.9, 0.89)], path)
     text = path.read_text(encoding="utf-8")
@@ -62,14 +58,14 @@ def test_the_page_draws_every_point_beside_the_diagonal(tmp_path: Path) -> None:
     assert all(trace["y"] == pytest.approx([1.1 * x for x in trace["x"]]) for trace in dots)
 
 
-def test_the_table_says_what_a_row_is_of_and_what_was_left_out() -> None:
+def test_the_table_says_what_a_row_is_of_and_what_was_left_out():
     shown = validation_table([compared("fit"), compared("test")])
     assert "TPOT, fit" in shown and "H100, vllm" in shown and "10.0%" in shown
     assert "left out: 6 (too long)" in shown
 
 
 @needs_data
-def test_a_version_of_an_engine_with_a_row_of_its_own_is_compared_with_that() -> None:
+def test_a_version_of_an_engine_with_a_row_of_its_own_is_compared_with_that():
     """And stays in the half that it was in: the halves do not hang on rows."""
     points = serving_points(validated.DATA / "silicon" / "serving_points.csv")
     rows = {(p.engine, p.version): p.row for p in points}

@@ -1,18 +1,16 @@
 """The examples of the documents: job files load, planning commands run, and every command and
 option that a page names is one that there is. (docs/python.md: tests/xgpt/app/test_library.py.)"""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
 
 import click
 import pytest
-from in_process import xgpt
+from job_folder import xgpt
 
 from xgpt.cli.main import cli
-from xgpt.core.job_file import load_job
+from xgpt.job.job_file import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -25,7 +23,7 @@ _COMMAND = re.compile(r"(?<![\w/.-])xgpt +([a-z][\w-]*)((?: +[^`\n|]+)?)")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """One with the tutorial's files in it, and in which its commands are called."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -33,18 +31,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_tutorial_has_files_and_commands() -> None:
+def test_the_tutorial_has_files_and_commands():
     assert {"small.yaml", "bounded.yaml", "elsewhere.yaml", "slurm.yaml"} <= {*FILES}
     assert len(PLANNED) == 3
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".yaml")])
-def test_a_job_of_the_tutorial_loads(folder: Path, name: str) -> None:
+def test_a_job_of_the_tutorial_loads(folder, name):
     assert load_job(folder / name).workload is not None
 
 
 @pytest.mark.parametrize("command", PLANNED)
-def test_a_planning_command_of_the_tutorial_runs(folder: Path, command: str) -> None:
+def test_a_planning_command_of_the_tutorial_runs(folder, command):
     done = xgpt(*shlex.split(command)[1:])
     assert done.returncode == 0, done.stderr
     if "sweep" in command:  # its table stands on the page
@@ -63,7 +61,7 @@ def rows_of(printed: str) -> list[list[str]]:
         row[0].endswith(" s")))]
 
 
-def test_the_tutorial_s_first_job_is_written(folder: Path) -> None:
+def test_the_tutorial_s_first_job_is_written(folder):
     (command,) = [each for each in COMMANDS if each.startswith("xgpt init")]
     done = xgpt(*shlex.split(command)[1:])
     assert done.returncode == 0, done.stderr
@@ -86,7 +84,7 @@ def options_of(words: list[str]) -> tuple[set[str], list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_and_option_that_a_page_names_is_there(page: Path) -> None:
+def test_every_command_and_option_that_a_page_names_is_there(page):
     wrong = []
     for name, rest in _COMMAND.findall(re.sub(r"\\\n", " ", page.read_text("utf-8"))):
         if name not in NAMES:
@@ -97,6 +95,6 @@ def test_every_command_and_option_that_a_page_names_is_there(page: Path) -> None
     assert not wrong
 
 
-def test_a_command_that_a_page_s_console_shows_is_there() -> None:
+def test_a_command_that_a_page_s_console_shows_is_there():
     shown = {re.split(r"\s+", command)[1] for command in COMMANDS}
     assert shown and shown <= NAMES

@@ -1,7 +1,5 @@
 """The pictures of the documents show what the simulator says today, and say it in words."""
 
-from __future__ import annotations
-
 import html
 import importlib.util
 import re
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nearly import nearly
+from examples import nearly
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
@@ -43,14 +41,14 @@ def title_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("policy", draw.POLICIES)
-def test_a_policy_s_picture_is_of_its_replay_today(policy: str) -> None:
+def test_a_policy_s_picture_is_of_its_replay_today(policy):
     digest, _, ends = draw.made_of(draw.replay(policy)).partition(", ")
     for name in (policy, "latency") if policy == "rra" else (policy,):
         own, _, own_ends = made_of(name).partition(", ")
         assert own == digest and nearly(own_ends, ends), f"draw it anew: {draw.MAKE}"
 
 
-def test_the_trade_off_is_what_is_planned_today() -> None:
+def test_the_trade_off_is_what_is_planned_today():
     assert made_of("trade-off") == draw.digest(), f"draw it anew: {draw.MAKE}"
     (shown,) = re.findall(r"FT \(static batches\): .*?([\d.]+) at 11.5 s", title_of("trade-off"))
     assert draw.trade_off("ft", (11.5,)) == [pytest.approx(float(shown), rel=0.01)], (
@@ -58,20 +56,20 @@ def test_the_trade_off_is_what_is_planned_today() -> None:
 
 
 @pytest.mark.slow
-def test_all_of_the_trade_off_is_what_is_planned_today() -> None:
+def test_all_of_the_trade_off_is_what_is_planned_today():
     data = {policy: draw.trade_off(policy) for policy in draw.TRADE_OFF_POLICIES}
     assert nearly(title_of("trade-off"), draw.trade_off_words(data)), f"draw it anew: {draw.MAKE}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", choices.CHOICES)
-def test_a_picture_of_a_choice_is_what_is_planned_today(name: str) -> None:
+def test_a_picture_of_a_choice_is_what_is_planned_today(name):
     assert made_of(name) == draw.digest(), f"draw it anew: {choices.MAKE}"
     assert nearly(title_of(name), choices.words_of(name, choices.data(name))), (
         f"draw it anew: {choices.MAKE}")
 
 
-def test_a_picture_of_a_choice_says_every_point_in_words() -> None:
+def test_a_picture_of_a_choice_says_every_point_in_words():
     for name, choice in choices.CHOICES.items():
         (words,) = re.findall(r"<title>(.*)</title>", text_of(name))
         for label in choice.lines:
@@ -79,7 +77,7 @@ def test_a_picture_of_a_choice_says_every_point_in_words() -> None:
             assert len(said.split(", ")) == len(choice.across), label
 
 
-def test_each_picture_has_words_and_a_place_in_the_documents() -> None:
+def test_each_picture_has_words_and_a_place_in_the_documents():
     pages = "".join(page.read_text("utf-8") for page in (*ROOT.glob("docs/*.md"),
                                                          ROOT / "README.md"))
     pictures = sorted(path.stem for path in PICTURES.glob("*.svg"))

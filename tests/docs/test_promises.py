@@ -1,7 +1,5 @@
 """The pages that promise something name tests that are there, and one for each promise."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -18,7 +16,7 @@ def text_of(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_test_that_is_named_is_there(page: str) -> None:
+def test_every_test_that_is_named_is_there(page):
     named = _TEST.findall(text_of(page))
     assert len(named) > 15
     for file, test in named:
@@ -27,14 +25,14 @@ def test_every_test_that_is_named_is_there(page: str) -> None:
             f"{file} has no {test}")
 
 
-def test_each_sentence_of_the_promise_has_its_tests() -> None:
+def test_each_sentence_of_the_promise_has_its_tests():
     promise, _, rest = text_of("reliability").partition("## Which test holds what")
     sentences = re.findall(r"^(\d+)\. ", promise, re.M)
     held = re.findall(r"^\| (\d+) \| `tests/", rest, re.M)
     assert sentences == [str(number) for number in range(1, 11)] == [*held, "10"]
 
 
-def test_each_input_that_is_not_trusted_has_its_tests() -> None:
+def test_each_input_that_is_not_trusted_has_its_tests():
     inputs, _, rest = text_of("security").partition("## Which test holds what")
     table = inputs.partition("## Not trusted")[2].partition("\n## ")[0]
     names = re.findall(r"^\| ([^|]+) \| (?!what is done)", table, re.M)

@@ -1,15 +1,13 @@
 """The tutorial's table on machines that compute otherwise: whose sums differ in the last digits, or
 that have no compiler. Schedules are as good everywhere."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from shaken import Shaken
+from problems import Shaken
 
 import xgpt
 from xgpt.core.schedule import Estimate
@@ -23,7 +21,7 @@ BOUNDS_S = {"4.00 s": 4.0, "8.00 s": 8.0, "none": np.inf}
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> xgpt.OpenedJob:
+def job(tmp_path_factory):
     text = TUTORIAL.read_text(encoding="utf-8")
     (own,) = re.findall(r"Save this as `elsewhere.yaml`:\n\n```yaml\n(.*?)```", text, re.S)
     file = tmp_path_factory.mktemp("tutorial") / "elsewhere.yaml"
@@ -32,14 +30,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> xgpt.OpenedJob:
 
 
 @pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_library(monkeypatch):
     monkeypatch.setenv("XGPT_NATIVE", "off")
     native.cache_clear()
     yield
     native.cache_clear()
 
 
-def planned(job: xgpt.OpenedJob, seed: int | None = None) -> list[Estimate]:
+def planned(job: Any, seed: int | None = None) -> list[Estimate]:
     """Under each bound of the table."""
     problem = job.problem
     timing: TimingSource = Roofline(problem.model, problem.cluster.device, problem.dtype)
@@ -58,10 +56,10 @@ def check(found: list[Estimate]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_where_times_differ_in_the_last_digits(job: xgpt.OpenedJob, seed: int) -> None:
+def test_where_times_differ_in_the_last_digits(job, seed):
     check(planned(job, seed))
 
 
-def test_where_nothing_is_compiled(job: xgpt.OpenedJob, no_library: None) -> None:
+def test_where_nothing_is_compiled(job, no_library):
     check(planned(job))
     assert native() is None

@@ -1,8 +1,6 @@
 """The schemas are what the code says today, and real files are of them. (The files of a run:
 tests/xgpt/app/test_library.py.)"""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from in_process import xgpt
+from job_folder import xgpt
 from schemas import OF_FILE, SCHEMAS, faults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +18,7 @@ JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, str]:
+def made():
     """The schemas' texts, made anew in a process of their own."""
     script = ("import sys; sys.path.insert(0, 'docs/schema'); import json, make;"
               "print(json.dumps({n: make.as_text(n, s) for n, s in make.schemas().items()}))")
@@ -30,7 +28,7 @@ def made() -> dict[str, str]:
     return texts
 
 
-def test_the_schemas_are_those_of_the_code_today(made: dict[str, str]) -> None:
+def test_the_schemas_are_those_of_the_code_today(made):
     there = {path.name.removesuffix(".schema.json"): path.read_text("utf-8")
              for path in SCHEMAS.glob("*.schema.json")}
     assert there.keys() == made.keys()
@@ -39,18 +37,18 @@ def test_the_schemas_are_those_of_the_code_today(made: dict[str, str]) -> None:
     assert set(OF_FILE.values()) <= made.keys()
 
 
-def test_the_page_names_every_schema(made: dict[str, str]) -> None:
+def test_the_page_names_every_schema(made):
     page = (SCHEMAS / "README.md").read_text("utf-8")
     assert set(re.findall(r"\(([\w-]+)\.schema\.json\)", page)) == made.keys()
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
-def test_a_job_file_is_of_its_schema(path: Path) -> None:
+def test_a_job_file_is_of_its_schema(path):
     read = yaml.safe_load(path.read_text("utf-8"))
     assert not faults("sweep" if SWEEP_KEYS & read.keys() else "job", read)
 
 
-def test_a_wrong_job_file_is_not_of_the_schema() -> None:
+def test_a_wrong_job_file_is_not_of_the_schema():
     job = {"model": "opt-13b", "cluster": "a40-4", "workload": {"requests": {"count": 1}}}
     assert not faults("job", job)
     assert faults("job", {**job, "clutser": "a40-4"})
@@ -58,7 +56,7 @@ def test_a_wrong_job_file_is_not_of_the_schema() -> None:
     assert faults("job", {key: job[key] for key in ("model", "cluster")})
 
 
-def test_the_page_of_job_files_has_every_key_of_the_schema() -> None:
+def test_the_page_of_job_files_has_every_key_of_the_schema():
     page = (ROOT / "docs" / "job-file.md").read_text("utf-8")
     schema = json.loads((SCHEMAS / "job.schema.json").read_text("utf-8"))
     for section, value in schema["properties"].items():
@@ -69,7 +67,7 @@ def test_the_page_of_job_files_has_every_key_of_the_schema() -> None:
                 f"{section}.{key}")
 
 
-def test_what_commands_print_as_json_is_of_its_schema(tmp_path: Path) -> None:
+def test_what_commands_print_as_json_is_of_its_schema(tmp_path):
     out = tmp_path / "schedule.json"
     planned = xgpt("schedule", ROOT / "jobs" / "opt-13b-summarise.yaml", "--json", "--out", out)
     assert not faults("schedule-json", json.loads(planned.stdout))

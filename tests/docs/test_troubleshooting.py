@@ -1,7 +1,5 @@
 """Every message that docs/troubleshooting.md explains is one that the code still says."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache
@@ -40,14 +38,14 @@ def is_said(message: str) -> bool:
     return all(any(part in text for text in said()) for part in parts if len(part) > 2)
 
 
-def test_there_are_messages() -> None:
+def test_there_are_messages():
     assert len(MESSAGES) > 30
 
 
 @pytest.mark.parametrize("message", sorted({*MESSAGES} - OF_OTHERS))
-def test_a_message_that_is_explained_is_still_said(message: str) -> None:
+def test_a_message_that_is_explained_is_still_said(message):
     assert is_said(message), message
 
 
-def test_a_message_that_nobody_says_is_found() -> None:
+def test_a_message_that_nobody_says_is_found():
     assert not is_said("the flux capacitor of ... is cold")

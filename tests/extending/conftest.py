@@ -1,19 +1,15 @@
 """What the tests of toys share: a job on a toy model with its profile, and packages that look
 installed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import xgpt
-from job_folder import SUPPORT, XGPT, as_requests, write_job
+from job_folder import SUPPORT, XGPT, as_requests, write_job, xgpt
 
 from xgpt.core import policies
 
@@ -32,8 +28,7 @@ class ToyJob:
 
 
 @pytest.fixture(scope="session")
-def toy_job(tmp_path_factory: pytest.TempPathFactory,
-            profiled: Callable[..., dict[str, str]]) -> ToyJob:
+def toy_job(tmp_path_factory, profiled):
     pytest.importorskip("torch", reason="runs need the extra `run`")
     from toys import make_model, random_queries
 
@@ -47,7 +42,7 @@ def toy_job(tmp_path_factory: pytest.TempPathFactory,
 
 
 @pytest.fixture
-def with_package() -> Callable[..., str]:
+def with_package():
     """Runs an xgpt command with one more folder on the path, as if its package were installed."""
 
     def run(folder: Path, *arguments: object, cache: Path | None = None) -> str:
@@ -61,7 +56,7 @@ def with_package() -> Callable[..., str]:
 
 
 @pytest.fixture
-def within(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+def within(monkeypatch):
     """The same in this process, which has forgotten the package afterwards."""
     before = {*sys.modules}
 

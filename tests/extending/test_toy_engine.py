@@ -1,9 +1,6 @@
 """An engine in a package of its own plans and runs jobs by the commands as they are."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +9,9 @@ import pytest
 # Not this file's own folder: pytest puts that on the path, and every test would see the toy.
 FOLDER = Path(__file__).resolve().parent / "toy_engine"
 JOB = FOLDER.parents[2] / "jobs" / "opt-13b-summarise.yaml"
-Command = Callable[..., str]
 
 
-def test_schedule_plans_what_the_engine_executes(with_package: Command) -> None:
+def test_schedule_plans_what_the_engine_executes(with_package):
     planned = json.loads(with_package(FOLDER, "schedule", JOB, "--json", "--set", "run.engine=toy"))
     assert planned["policy"] == "ft" and planned["tp_degree"] == 1
     assert "an echo takes no time: nothing is predicted" in planned["notes"]
@@ -24,7 +20,7 @@ def test_schedule_plans_what_the_engine_executes(with_package: Command) -> None:
 @pytest.mark.parametrize(("wanted", "message"), [
     ("schedule.policy=rra", "ft: the engine toy works static batches"),
     ("run.engine=other", "allowed: xgpt, deepspeed, vllm, toy")])
-def test_what_it_does_not_execute_is_refused(within: Command, wanted: str, message: str) -> None:
+def test_what_it_does_not_execute_is_refused(within, wanted, message):
     with pytest.raises(AssertionError, match=message):
         within(FOLDER, "schedule", JOB, "--set", "run.engine=toy", "--set", wanted)
 
@@ -35,7 +31,7 @@ def submit(toy_job: Any) -> tuple[object, ...]:
 
 
 @pytest.mark.mpi
-def test_submit_runs_a_job_with_it(toy_job: Any, with_package: Command) -> None:
+def test_submit_runs_a_job_with_it(toy_job, with_package):
     done = json.loads(with_package(*submit(toy_job), cache=toy_job.cache))
     assert done["status"] == "done" and done["engine"] == "toy"
     assert done["queries"] == len(toy_job.queries)
@@ -50,8 +46,7 @@ def test_submit_runs_a_job_with_it(toy_job: Any, with_package: Command) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.slow  # as the own engine's: tests/mpi/test_several_jobs.py
-def test_a_run_that_was_stopped_goes_on_after_what_is_there(toy_job: Any,
-                                                            with_package: Command) -> None:
+def test_a_run_that_was_stopped_goes_on_after_what_is_there(toy_job, with_package):
     arguments = (*submit(toy_job), "--set", "output=stopped")
     with_package(*arguments, cache=toy_job.cache)
     output = toy_job.path.parent / "stopped"

@@ -1,21 +1,16 @@
 """A policy in a package of its own is planned, replayed and run by the commands as they are."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 # Not this file's own folder: pytest puts that on the path, and every test would see the toy.
 FOLDER = Path(__file__).resolve().parent / "toy_policy"
 JOB = FOLDER.parents[2] / "jobs" / "opt-13b-summarise.yaml"
-Command = Callable[..., str]
 
 
-def test_schedule_searches_its_grid(with_package: Command, within: Command) -> None:
+def test_schedule_searches_its_grid(with_package, within):
     best, fixed = (json.loads(run(
         FOLDER, "schedule", JOB, "--json", "--horizon", "steady", "--set",
         f"schedule={{policy: waves{more}}}"))
@@ -26,20 +21,20 @@ def test_schedule_searches_its_grid(with_package: Command, within: Command) -> N
     assert fixed["throughput_qps"] < best["throughput_qps"]
 
 
-def test_schedule_shows_it_by_the_words_of_its_row(within: Command) -> None:
+def test_schedule_shows_it_by_the_words_of_its_row(within):
     table = within(FOLDER, "schedule", JOB, "--horizon", "steady", "--set",
                    "schedule={policy: waves, wave_queries: 5}")
     assert "Waves" in table and "5 queries of a wave" in table
 
 
-def test_simulate_replays_it_as_its_closed_form_says(within: Command) -> None:
+def test_simulate_replays_it_as_its_closed_form_says(within):
     shown = json.loads(within(FOLDER, "simulate", JOB, "--json", "--set",
                               "schedule={policy: waves, wave_queries: 16}"))
     assert shown["policy"] == "waves" and shown["wave_queries"] == 16
     assert shown["replay"]["throughput_qps"] == pytest.approx(shown["throughput_qps"], rel=0.2)
 
 
-def test_a_variable_of_it_is_checked_as_ours_are(within: Command) -> None:
+def test_a_variable_of_it_is_checked_as_ours_are(within):
     for wanted, message in (("policy: waves, wave_queries: 0", "schedule.wave_queries"),
                             ("policy: rra, wave_queries: 5", "a variable of waves; rra has")):
         with pytest.raises(AssertionError, match=message):
@@ -47,7 +42,7 @@ def test_a_variable_of_it_is_checked_as_ours_are(within: Command) -> None:
 
 
 @pytest.mark.mpi
-def test_ranks_execute_it_and_answer_as_rra_does(toy_job: Any, with_package: Command) -> None:
+def test_ranks_execute_it_and_answer_as_rra_does(toy_job, with_package):
     from toy_runs import run_in_process  # torch, which planning does without
 
     done = json.loads(with_package(FOLDER, "submit", toy_job.path, "--json", "--set",

@@ -4,11 +4,8 @@ graph too; `xgpt doctor --gpu` leaves its file.
 None of this runs without a CUDA device, a PyTorch that has CUDA, and cupy.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -18,31 +15,30 @@ pytest.importorskip("cupy", reason="the CUDA kernels need the extra `cuda12` or 
 import cuda_check  # noqa: E402
 import cuda_reference as reference  # noqa: E402
 
-from xrunner.ops import cuda_modules  # noqa: E402
-from xrunner.ops.cuda import CudaOps  # noqa: E402
+from xrunner.ops.cuda import cuda_modules  # noqa: E402
+from xrunner.ops.cuda.kernels import CudaOps  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason="this PyTorch can use no CUDA device")]
 
 
 @pytest.fixture(scope="module")
-def device() -> torch.device:
+def device():
     return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture(scope="module")
-def launcher(device: torch.device) -> cuda_modules.CupyLauncher:
+def launcher(device):
     return cuda_modules.CupyLauncher(device)
 
 
 @pytest.fixture(scope="module")
-def ops(launcher: cuda_modules.CupyLauncher, device: torch.device) -> CudaOps:
+def ops(launcher, device):
     return CudaOps(launcher, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_every_kernel_gives_what_torch_gives(launcher: cuda_modules.CupyLauncher, ops: CudaOps,
-                                             device: torch.device, size: int) -> None:
+def test_every_kernel_gives_what_torch_gives(launcher, ops, device, size):
     torch.set_float32_matmul_precision("highest")
     off = {f"{case.operator}, {case.shape}, {case.dtype}": cuda_check.off_by(case)
            / cuda_check.tolerance(case.dtype)
@@ -50,7 +46,7 @@ def test_every_kernel_gives_what_torch_gives(launcher: cuda_modules.CupyLauncher
     assert not {case: times for case, times in off.items() if times > 1}
 
 
-def test_they_serve_on_this_card(device: torch.device) -> None:
+def test_they_serve_on_this_card(device):
     assert cuda_modules.describe(device) == "CUDA operators: ours"
     assert cuda_modules.ops_for(torch.zeros(1, device=device)) is not None
 
@@ -63,8 +59,7 @@ def decoded(device: torch.device) -> tuple[torch.Tensor, ...]:
             torch.tensor([1, 700, 333], device=device))
 
 
-def test_a_kernel_waits_for_the_stream_that_it_is_launched_on(ops: CudaOps,
-                                                              device: torch.device) -> None:
+def test_a_kernel_waits_for_the_stream_that_it_is_launched_on(ops, device):
     query, keys, values, blocks, lengths = decoded(device)
     expected = reference.decode(query, (keys, values), blocks, lengths, 0.125)
     given = torch.zeros_like(query)
@@ -77,8 +72,7 @@ def test_a_kernel_waits_for_the_stream_that_it_is_launched_on(ops: CudaOps,
     assert cuda_check.distance([expected], [found]) <= cuda_check.tolerance(torch.float32)
 
 
-def test_a_captured_step_reads_what_its_buffers_hold_then(ops: CudaOps,
-                                                          device: torch.device) -> None:
+def test_a_captured_step_reads_what_its_buffers_hold_then(ops, device):
     """A row of length 0 holds no query: what fills a batch up to its bucket."""
     query, keys, values, blocks, lengths = decoded(device)
     ops.decode_attention(query, (keys, values), blocks, lengths, 0.125)  # loads the module
@@ -93,7 +87,7 @@ def test_a_captured_step_reads_what_its_buffers_hold_then(ops: CudaOps,
     assert cuda_check.distance([expected], [found]) <= cuda_check.tolerance(torch.float32)
 
 
-def test_the_doctor_leaves_its_file(xgpt_command: list[str], tmp_path: Path) -> None:
+def test_the_doctor_leaves_its_file(xgpt_command, tmp_path):
     done = subprocess.run([*xgpt_command, "doctor", "--gpu"], cwd=tmp_path, capture_output=True,
                           text=True, timeout=280, check=False)
     (file,) = tmp_path.glob("xgpt-doctor-*.json")

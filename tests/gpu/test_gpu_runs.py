@@ -4,9 +4,6 @@ and with several on one GPU, under real mpiexec too; NCCL between GPUs where the
 None of this runs without a CUDA device, or with a PyTorch that has no CUDA.
 """
 
-from __future__ import annotations
-
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replays import answers_of, generated
 
 torch = pytest.importorskip("torch", reason="ranks need the extra `run`")
 import cuda_check  # noqa: E402
@@ -26,20 +24,21 @@ import graph_trial  # noqa: E402
 import job_folder  # noqa: E402
 import toy_runs  # noqa: E402
 import toys  # noqa: E402
-from job_folder import SUPPORT, XGPT, as_requests, read_lines  # noqa: E402
+from job_folder import SUPPORT, as_requests, read_lines  # noqa: E402
+from mpi_runs import answered, call, json_of, launched, sets  # noqa: E402
 
 from xgpt.core.errors import XgptError  # noqa: E402
-from xgpt.launch.local import find_mpiexec  # noqa: E402
+from xgpt.launch.launcher import find_mpiexec  # noqa: E402
 from xrunner import devices  # noqa: E402
 from xrunner.checkpoint.source import find_model  # noqa: E402
+from xrunner.comm.messages import Joined, StartMessage, StepMessage  # noqa: E402
 from xrunner.engine.graphs import CaptureError, CudaCapture  # noqa: E402
 from xrunner.engine.kv import KvCache, kv_shape  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
-from xrunner.engine.timeline import timeline_of  # noqa: E402
-from xrunner.ops import cuda_modules  # noqa: E402
+from xrunner.engine.step_log import timeline_of  # noqa: E402
+from xrunner.ops.cuda import cuda_modules  # noqa: E402
 from xrunner.query import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
-from xrunner.transport.messages import Joined, StartMessage, StepMessage  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
@@ -50,7 +49,7 @@ Made = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory):
     """(directory, transformers' model) of a family."""
 
     @remember
@@ -62,31 +61,25 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.fixture()
-def device() -> torch.device:
+def device():
     return devices.own_device("gpu", 0)
 
 
-def answers(sink: toy_runs.Collector) -> dict[int, list[int]]:
-    return {r.query.index: list(r.output_ids) for r in sink.results}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_answers_as_generate_does(made: Made, device: torch.device,
-                                               family: str) -> None:
+def test_every_family_answers_as_generate_does(made, device, family):
     directory, model = made(family)
     queries = toys.random_queries(17)
-    expected = {q.index: toys.generate(model, q) for q in queries}
+    expected = generated(model, queries)
     for degrees, groups in (((1,), 2), ((1, 1), 2), ((2,), 1), ((2, 1), 3)):
         sink, executors = toy_runs.run_in_process(directory, queries, degrees=degrees,
                                                   num_groups=groups, device=device)
-        assert answers(sink) == expected, f"{degrees = }"
+        assert answers_of(sink) == expected, f"{degrees = }"
         assert all(e.groups[0].cache.store.device == device for e in executors)
         assert sum(e.rows_compacted for e in executors) > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
-def test_captured_decode_steps_answer_as_generate_does(
-        made: Made, device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_decode_steps_answer_as_generate_does(made, device, family, monkeypatch):
     directory, model = made(family)
     executor_of = toy_runs.executor_of
     captures = CudaCapture(device), CudaCapture(device)  # a rank's each
@@ -98,7 +91,7 @@ def test_captured_decode_steps_answer_as_generate_does(
                                               device=device)
     if cuda_modules.gpu_of(device).ops is None:
         pytest.skip(f"our kernels do not serve: {cuda_modules.describe(device)}")
-    assert answers(sink) == {q.index: toys.generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     for executor, capture in zip(executors, captures, strict=True):
         assert "queries in CUDA graphs" in executor.graphs_said
         assert all(group.graphs.steps for group in executor.groups)
@@ -106,15 +99,14 @@ def test_captured_decode_steps_answer_as_generate_does(
 
 
 @pytest.mark.parametrize("dtype", cuda_check.DTYPES)
-def test_a_captured_step_gives_what_it_gives_kernel_by_kernel(device: torch.device,
-                                                              dtype: torch.dtype) -> None:
+def test_a_captured_step_gives_what_it_gives_kernel_by_kernel(device, dtype):
     graphs = graph_trial.toy_graphs(dtype, device, CudaCapture(device))
     for size in (1, 4, 32):
         _, off = graph_trial.tried(graphs, size)
         assert off <= graph_trial.STEPS_OFF * cuda_check.tolerance(dtype), f"{size = }"
 
 
-def test_a_capture_that_fails_leaves_the_gpu_at_work(device: torch.device) -> None:
+def test_a_capture_that_fails_leaves_the_gpu_at_work(device):
     stream, numbers = torch.cuda.current_stream(device), torch.ones(5, device=device)
     with pytest.raises(CaptureError):
         CudaCapture(device)(lambda: numbers * int(numbers.sum()))  # the host may not look there
@@ -125,7 +117,7 @@ def test_a_capture_that_fails_leaves_the_gpu_at_work(device: torch.device) -> No
     assert captured.out.tolist() == [3.0] * 5
 
 
-def test_a_capture_may_follow_on_others_that_are_gone(device: torch.device) -> None:
+def test_a_capture_may_follow_on_others_that_are_gone(device):
     capture, numbers = CudaCapture(device), torch.ones(1 << 20, device=device)
     held = capture(lambda: numbers * 3).out  # its graph is gone
     again = capture(lambda: numbers + 1)
@@ -133,19 +125,19 @@ def test_a_capture_may_follow_on_others_that_are_gone(device: torch.device) -> N
     assert again.out.tolist()[:2] == [2.0, 2.0] and held.shape == again.out.shape
 
 
-def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made: Made,
-                                                                 device: torch.device) -> None:
+def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made, device):
     directory, _ = made("llama")
     queries = [replace(q, is_forced=True, max_new_tokens=12, sampling=Sampling(
         temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
         for q in toys.random_queries(QUERIES)]
-    texts = [answers(toy_runs.run_in_process(directory, queries, degrees=degrees, num_groups=groups,
-                                             encode_batch=batch, device=device)[0])
+    texts = [answers_of(toy_runs.run_in_process(
+        directory, queries, degrees=degrees, num_groups=groups, encode_batch=batch,
+        device=device)[0])
              for degrees, groups, batch in (((1,), 1, 9), ((1, 1), 2, 3), ((2,), 1, 4))]
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_step_is_over_when_the_gpu_is_done_with_it(made: Made, device: torch.device) -> None:
+def test_a_step_is_over_when_the_gpu_is_done_with_it(made, device):
     directory, _ = made("llama")
     executor = toy_runs.executor_of(directory, toy_runs.stages_of(directory, [1])[0], device=device)
     executor.start(StartMessage(num_groups=1, slots=2, capacity=8))
@@ -162,7 +154,7 @@ def test_a_step_is_over_when_the_gpu_is_done_with_it(made: Made, device: torch.d
     assert end.query()
 
 
-def test_steps_last_as_long_as_the_gpu_works_on_them(device: torch.device) -> None:
+def test_steps_last_as_long_as_the_gpu_works_on_them(device):
     timeline, steps = timeline_of(device, time.monotonic), []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -183,9 +175,7 @@ def test_steps_last_as_long_as_the_gpu_works_on_them(device: torch.device) -> No
 
 @pytest.mark.parametrize("is_forced", [False, True])
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
-def test_nothing_within_a_step_waits_for_the_gpu(
-        made: Made, device: torch.device, family: str, is_forced: bool,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_within_a_step_waits_for_the_gpu(made, device, family, is_forced, monkeypatch):
     execute = StageExecutor.execute
 
     def strictly(self: StageExecutor, message: StepMessage, inputs: torch.Tensor) -> Any:
@@ -200,14 +190,14 @@ def test_nothing_within_a_step_waits_for_the_gpu(
     toy_runs.run_in_process(directory, queries, degrees=(1,), device=device)  # loads kernels
     monkeypatch.setattr(StageExecutor, "execute", strictly)
     sink, (executor,) = toy_runs.run_in_process(directory, queries, degrees=(1,), device=device)
-    assert answers(sink) == {q.index: toys.generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     # one step after the other, as the GPU took them
     times = [(record.start_s, record.end_s) for record in executor.log]
     assert all(begin < end for begin, end in times)
     assert all(end <= later + 1e-4 for (_, end), (later, _) in pairwise(times))
 
 
-def test_a_tensor_is_whole_when_it_is_in_the_hosts_memory(device: torch.device) -> None:
+def test_a_tensor_is_whole_when_it_is_in_the_hosts_memory(device):
     tensor = torch.zeros(1 << 20, device=device)
     torch.cuda._sleep(200_000_000)
     tensor += 3
@@ -215,7 +205,7 @@ def test_a_tensor_is_whole_when_it_is_in_the_hosts_memory(device: torch.device) 
     assert found.is_pinned() and bool((found == 3).all())
 
 
-def test_caches_that_do_not_fit_are_refused_in_words(made: Made, device: torch.device) -> None:
+def test_caches_that_do_not_fit_are_refused_in_words(made, device):
     directory, _ = made("llama")
     with pytest.raises(XgptError, match="the KV cache of .* more than cuda"):
         KvCache(kv_shape(toys.spec_of(directory), torch.float32, slots=10**6, capacity=10**5),
@@ -228,7 +218,7 @@ WAA = [("llama", (1,), (1,)), ("t5", (1,), (1,)), ("opt", (2,), (1,)), ("gpt2", 
 
 
 def cases(made: Made, *, group: str, most_ranks: int) -> list[dict[str, Any]]:
-    """As tests/support/runs_script.py takes them. `group`: how tensor-parallel ranks are to sum."""
+    """As tests/kit/runs_script.py takes them. `group`: how tensor-parallel ranks are to sum."""
     found: list[dict[str, Any]] = []
     for family, degrees in RRA:
         found.append({"directory": str(made(family)[0]), "degrees": degrees, "num_groups": 2,
@@ -243,13 +233,7 @@ def cases(made: Made, *, group: str, most_ranks: int) -> list[dict[str, Any]]:
 
 
 def check(made: Made, folder: Path, wanted: list[dict[str, Any]], ranks: int) -> None:
-    (folder / "cases.json").write_text(json.dumps(wanted))
-    done = subprocess.run(
-        [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py",
-         str(SUPPORT / "runs_script.py"), str(folder / "cases.json"),
-         str(folder / "answers.json")], capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((folder / "answers.json").read_text())
+    found, _ = launched(folder, wanted, ranks)
     models = {str(directory): model for directory, model in map(made, ("llama", "opt", "gpt2",
                                                                        "t5"))}
     for case, answer in zip(wanted, found, strict=True):
@@ -257,8 +241,7 @@ def check(made: Made, folder: Path, wanted: list[dict[str, Any]], ranks: int) ->
                           for q in toys.random_queries(QUERIES)}, f"{case = }"
 
 
-def test_ranks_that_share_a_gpu_answer_as_generate_does(made: Made, tmp_path: Path,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_gpu_answer_as_generate_does(made, tmp_path, monkeypatch):
     """All on the first GPU, however many there are: sums go through the host's memory."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
@@ -266,11 +249,11 @@ def test_ranks_that_share_a_gpu_answer_as_generate_does(made: Made, tmp_path: Pa
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank: 2")
-def test_ranks_with_a_gpu_each_sum_over_nccl(made: Made, tmp_path: Path) -> None:
+def test_ranks_with_a_gpu_each_sum_over_nccl(made, tmp_path):
     check(made, tmp_path, cases(made, group="TorchGroup", most_ranks=2), 2)
 
 
-def test_a_group_over_nccl_sums_and_is_closed() -> None:
+def test_a_group_over_nccl_sums_and_is_closed():
     """Of as many ranks as there are GPUs: one will do."""
     ranks = str(torch.cuda.device_count())
     done = subprocess.run(
@@ -281,7 +264,7 @@ def test_a_group_over_nccl_sums_and_is_closed() -> None:
 
 
 @pytest.fixture(scope="module")
-def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def profiles(tmp_path_factory):
     """One profile cache for all runs."""
     return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
@@ -290,36 +273,27 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (1, "policy: rra, encode_batch: 3, decode_iterations: 4"),
     (2, "policy: rra, encode_batch: 3, decode_iterations: 4"),
     (2, "policy: waa-c, encode_batch: 1")])
-def test_the_whole_command_profiles_schedules_and_runs(
-        made: Made, tmp_path: Path, profiles: dict[str, str], ranks: int, schedule: str) -> None:
+def test_the_whole_command_profiles_schedules_and_runs(made, tmp_path, profiles, ranks, schedule):
     directory, model = made("llama")
     queries = toys.random_queries(20, seed=3)
     job = job_folder.write_job(tmp_path, directory, as_requests(queries), schedule=schedule,
                                ranks=ranks)
-    for command in (["profile", str(job), "--budget", "1s"], ["submit", str(job)]):
-        done = subprocess.run([*XGPT, *command], capture_output=True, text=True, timeout=140,
-                              env=profiles, check=False)
-        assert done.returncode == 0, done.stderr
-    out = tmp_path / "out"
-    assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
-        q.id: toys.generate(model, q) for q in queries}
-    assert json.loads((out / "run.json").read_text())["device_kind"] == "gpu"
-    shared = ranks > torch.cuda.device_count()
-    assert ("share" in done.stderr) == shared
-    measured = json.loads((out / "measured.json").read_text())
+    call("profile", job, "--budget", "1s", env=profiles)
+    done, out = call("submit", job, env=profiles), tmp_path / "out"
+    answered(out, queries, model)
+    assert json_of(out / "run.json")["device_kind"] == "gpu"
+    assert ("share" in done.stderr) == (ranks > torch.cuda.device_count())
+    measured = json_of(out / "measured.json")
     assert all(s["peak_memory_bytes"] > 0 for s in measured["stages"])
 
 
-def test_the_quickstart_runs_on_a_gpu(tmp_path: Path) -> None:
+def test_the_quickstart_runs_on_a_gpu(tmp_path):
     try:
         find_model("smollm2-135m", say=lambda message: None)
     except XgptError as cause:
         pytest.skip(f"the model is not to be had here: {cause}")
     job = ROOT / "jobs" / "quickstart.yaml"
-    done = subprocess.run(
-        [*XGPT, "submit", str(job), "--set", "run.ranks=1", "--set", f"output={tmp_path}/out"],
-        capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
+    call("submit", job, *sets("run.ranks=1", f"output={tmp_path}/out"), env=os.environ)
     results = read_lines(tmp_path / "out" / "results.jsonl")
     prompts = read_lines(ROOT / "jobs" / "prompts" / "quickstart.jsonl")
     assert [r["id"] for r in results] == [p["id"] for p in prompts]

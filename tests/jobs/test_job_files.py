@@ -1,7 +1,5 @@
 """Every job file that is handed to users loads, and its prompts are usable requests."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -10,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from xgpt.core import catalog
-from xgpt.core.job_file import load_job
 from xgpt.core.policies import policy_names
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.sweep_file import load_sweep
-from xgpt.core.workload import Request
+from xgpt.job.job_file import load_job
+from xgpt.job.sweep_file import load_sweep
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request
+from xgpt.requests.request_files import RequestFiles
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 SWEEPS = [JOBS / "paper-scenarios.yaml"]
@@ -24,12 +22,12 @@ PROMPTS = JOBS / "prompts" / "quickstart.jsonl"
 KINDS = ("summarise", "translate", "code", "question", "classify")
 
 
-def test_there_are_job_files() -> None:
+def test_there_are_job_files():
     assert len(JOB_FILES) >= 6
 
 
 @pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.stem)
-def test_every_job_file_loads(path: Path) -> None:
+def test_every_job_file_loads(path):
     job = load_job(path)
     assert job.name == path.stem
     assert job.output == JOBS.parent / "out" / path.stem
@@ -39,7 +37,7 @@ def test_every_job_file_loads(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.stem)
-def test_every_name_is_in_the_catalog_and_the_ranks_fill_the_cluster(path: Path) -> None:
+def test_every_name_is_in_the_catalog_and_the_ranks_fill_the_cluster(path):
     job = load_job(path)
     assert catalog.model(job.model).num_layers > 0
     if job.cluster != "local":
@@ -47,18 +45,18 @@ def test_every_name_is_in_the_catalog_and_the_ranks_fill_the_cluster(path: Path)
         assert job.run.ranks == catalog.cluster(job.cluster).num_devices
 
 
-def test_the_jobs_for_slurm_are_those_that_are_called_so() -> None:
+def test_the_jobs_for_slurm_are_those_that_are_called_so():
     with_slurm = [path.stem for path in JOB_FILES if load_job(path).slurm is not None]
     assert with_slurm == [path.stem for path in JOB_FILES if path.stem.startswith("slurm-")]
     assert with_slurm == ["slurm-opt-13b", "slurm-quickstart"]
 
 
-def test_the_readme_lists_every_job_file() -> None:
+def test_the_readme_lists_every_job_file():
     text = (JOBS / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{path.name}` |" in text for path in (*JOB_FILES, *SWEEPS))
 
 
-def test_the_paper_s_sweep_is_twenty_scenarios_under_four_bounds_by_every_policy() -> None:
+def test_the_paper_s_sweep_is_twenty_scenarios_under_four_bounds_by_every_policy():
     spec = load_sweep(SWEEPS[0])
     assert spec.output == JOBS.parent / "out" / "paper-scenarios" and not spec.has_margin
     assert len(spec.points) == 20 * 4 * len(policy_names())
@@ -67,12 +65,12 @@ def test_the_paper_s_sweep_is_twenty_scenarios_under_four_bounds_by_every_policy
     assert all(point.job.run.dtype == "float16" for point in spec.points)
 
 
-def test_the_quickstart_reads_its_prompts() -> None:
+def test_the_quickstart_reads_its_prompts():
     files = load_job(JOBS / "quickstart.yaml").workload.requests
     assert files is not None and files.paths == (PROMPTS,)
 
 
-def test_the_prompts_are_usable_requests_of_five_kinds() -> None:
+def test_the_prompts_are_usable_requests_of_five_kinds():
     rows = list(read_requests(RequestFiles(paths=(PROMPTS,))))
     requests = [row for row in rows if isinstance(row, Request)]
     assert len(requests) == len(rows) >= 64
@@ -82,14 +80,14 @@ def test_the_prompts_are_usable_requests_of_five_kinds() -> None:
     assert len(set(prompts)) == len(prompts) and all(prompts)
 
 
-def test_a_line_of_the_prompts_has_no_unknown_key() -> None:
+def test_a_line_of_the_prompts_has_no_unknown_key():
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()
     for row in map(json.loads, lines):
         assert {"id", "prompt"} <= set(row) <= {"id", "prompt", "max_tokens"}
         assert 1 <= row.get("max_tokens", 1) <= 160
 
 
-def test_the_reviews_are_rows_of_which_every_one_can_be_asked() -> None:
+def test_the_reviews_are_rows_of_which_every_one_can_be_asked():
     job = load_job(JOBS / "reviews.yaml")
     assert job.workload.requests is not None and job.results == job.output / "results.csv"
     requests = list(read_requests(job.workload.requests))

@@ -2,26 +2,16 @@
 ranks, single and in tensor-parallel groups; and what ranks say to each other. One launch runs many
 cases."""
 
-from __future__ import annotations
-
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="ranks need the extra `run`")
-import toys  # noqa: E402
-from job_folder import SUPPORT  # noqa: E402
-
-from xgpt.launch.local import find_mpiexec  # noqa: E402
+import toys
+from mpi_runs import launched as launch
 
 pytestmark = pytest.mark.mpi
-SCRIPT = SUPPORT / "runs_script.py"
 FAMILIES = ("llama", "opt", "gpt2", "t5")
 LAYOUTS = ((1,), (2,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2),
            (1, 1, 1, 1))
@@ -46,7 +36,7 @@ SAID = "what ranks say to each other"
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(tmp_path_factory):
     """(directory, transformers' answers) by family."""
     found = {}
     for family in FAMILIES:
@@ -75,21 +65,6 @@ def waa_cases(models: Models, cases: Sequence[tuple[str, tuple[int, ...], tuple[
             for family, encode, decode, groups, batch in cases]
 
 
-def launch(folder: Path, cases: Sequence[Case], timeout_s: float,
-           checks: Sequence[str] = ()) -> tuple[list[Any], str]:
-    """What the ranks of one launch, four of them, answer to each of the cases, and what they print.
-    `checks`: of ranks_script.py."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    done = subprocess.run(
-        [find_mpiexec(), "-n", "4", sys.executable, "-m", "mpi4py", str(SCRIPT),
-         str(folder / "cases.json"), str(folder / "answers.json"), *checks],
-        capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    answers = json.loads((folder / "answers.json").read_text())
-    assert len(answers) == len(cases)
-    return list(answers), done.stdout
-
-
 def check(models: Models, cases: Sequence[Case], answers: Sequence[Any]) -> None:
     expected = {str(directory): tokens for directory, tokens in models.values()}
     for case, answer in zip(cases, answers, strict=True):
@@ -97,14 +72,14 @@ def check(models: Models, cases: Sequence[Case], answers: Sequence[Any]) -> None
 
 
 @pytest.fixture(scope="module")
-def launched(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+def launched(models, tmp_path_factory):
     """Name of a test -> (its cases, their answers): one launch serves them all."""
     parts = {"layouts": rra_cases(models, RRA_CASES), "pools": waa_cases(models, WAA_CASES),
              "gloo": rra_cases(models, GLOO_CASES, group="gloo"),
              "chunks": rra_cases(models, CHUNK_CASES, encode_chunk=7),
              "chunks in pools": waa_cases(models, POOL_CHUNK_CASES, encode_chunk=7)}
     answers, said = launch(tmp_path_factory.mktemp("launch"),
-                           [case for cases in parts.values() for case in cases], timeout_s=280,
+                           [case for cases in parts.values() for case in cases],
                            checks=("mpi", "gloo"))
     found: Launched = {SAID: ([], [said])}
     first = 0
@@ -114,33 +89,21 @@ def launched(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Launch
     return found
 
 
-def test_every_layout_answers_as_generate_does(models: Models, launched: Launched) -> None:
+def test_every_layout_answers_as_generate_does(models, launched):
     assert {case[1] for case in RRA_CASES} == set(LAYOUTS)
     assert {case[2] for case in RRA_CASES} == {1, 2, 3, 4}
     assert {case[0] for case in RRA_CASES if sum(case[1]) == 4} == set(FAMILIES)
     check(models, *launched["layouts"])
 
 
-def test_chunks_beside_decoding_answer_as_generate_does(models: Models,
-                                                        launched: Launched) -> None:
-    check(models, *launched["chunks"])
+@pytest.mark.parametrize("what", ["chunks", "gloo", "pools", "chunks in pools"])
+def test_other_ways_answer_as_generate_does(models, launched, what):
+    """Chunks beside decoding; sums over torch.distributed, as groups of GPUs take them, with gloo
+    in the place of NCCL; two pools; decode pools that encode inputs."""
+    check(models, *launched[what])
 
 
-def test_sums_over_torch_distributed_answer_the_same(models: Models, launched: Launched) -> None:
-    """The way that groups of GPUs take, with gloo in the place of NCCL."""
-    check(models, *launched["gloo"])
-
-
-def test_two_pools_answer_as_generate_does(models: Models, launched: Launched) -> None:
-    check(models, *launched["pools"])
-
-
-def test_decode_pools_that_encode_inputs_answer_as_generate_does(models: Models,
-                                                                 launched: Launched) -> None:
-    check(models, *launched["chunks in pools"])
-
-
-def test_every_rank_holds_the_same_sum_and_the_first_one_every_part(launched: Launched) -> None:
+def test_every_rank_holds_the_same_sum_and_the_first_one_every_part(launched):
     """And programs that are none of ours are refused: of two ranks, and of three."""
     _, (said,) = launched[SAID]
     for what in (r"read: b'\x80\x04", "a valid integer", "b'Other' is no kind of message",
@@ -153,20 +116,19 @@ def test_every_rank_holds_the_same_sum_and_the_first_one_every_part(launched: La
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_and_number_of_micro_batches(models: Models, tmp_path: Path,
-                                                  family: str) -> None:
+def test_every_layout_and_number_of_micro_batches(models, tmp_path, family):
     cases = rra_cases(models, [
         (family, layout, groups, batch, iterations) for layout, groups, (batch, iterations)
         in product(LAYOUTS, (1, 2, 3, 4), ((1, 1), (4, 5), (9, 30)))])
-    check(models, cases, launch(tmp_path, cases, timeout_s=280)[0])
+    check(models, cases, launch(tmp_path, cases)[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_of_two_pools(models: Models, tmp_path: Path, family: str) -> None:
+def test_every_layout_of_two_pools(models, tmp_path, family):
     pools = [(1,), (2,), (1, 1), (2, 1), (1, 2), (1, 1, 1)]
     cases = waa_cases(models, [
         (family, encode, decode, groups, batch)
         for encode, decode in product(pools, pools) if sum(encode) + sum(decode) <= 4
         for groups, batch in ((1, 3), (2, 1), (3, 9))])
-    check(models, cases, launch(tmp_path, cases, timeout_s=280)[0])
+    check(models, cases, launch(tmp_path, cases)[0])

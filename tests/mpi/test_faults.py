@@ -1,8 +1,6 @@
 """What happens to real commands with real ranks when one of them dies or hangs: everybody ends, the
 message says what is to be done, and the same command goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -16,16 +14,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import power_cut
 import pytest
+from faults import FAULTS, RRA, TOGETHER_S, ToyJob, alive, below, end, start, wait
+from mpi_runs import injected
+from soak import SHAPES, one_job, undisturbed
 
-pytest.importorskip("torch", reason="runs need the extra `run`")
-import power_cut  # noqa: E402
-from disturbed import RRA, TOGETHER_S, end, start  # noqa: E402
-from faults import FAULTS, ToyJob, alive, below, wait  # noqa: E402
-from soak import SHAPES, one_job, undisturbed  # noqa: E402
-
-from xgpt.app.status import run_status  # noqa: E402
-from xgpt.launch.local import find_mpiexec  # noqa: E402
+from xgpt.launch.launcher import find_mpiexec
+from xgpt.run_folder.state import run_status
 
 pytestmark = pytest.mark.mpi
 
@@ -33,7 +29,7 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("kind", ["kill the launcher", *(
     pytest.param(kind, marks=pytest.mark.slow) for kind in (
         "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGTERM", "SIGINT"))])
-def test_ranks_end_with_their_launcher(kind: str, tmp_path: Path) -> None:
+def test_ranks_end_with_their_launcher(kind, tmp_path):
     job, process, own = start(tmp_path)
     assert len(own["rank"]) == 2 and own["mpiexec"]
     FAULTS[kind](job, process, own, random.Random(0))
@@ -45,7 +41,7 @@ def test_ranks_end_with_their_launcher(kind: str, tmp_path: Path) -> None:
     assert state["is_alive"] is False and state["num_results"] + state["num_held"] == len(done)
 
 
-def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path):
     job, process, own = start(tmp_path, run=", stall_timeout: 5")
     os.kill(own["rank"][-1], signal.SIGSTOP)
 
@@ -63,7 +59,7 @@ def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_shared_memory_of_killed_ranks_is_removed_by_the_next_start(tmp_path: Path) -> None:
+def test_shared_memory_of_killed_ranks_is_removed_by_the_next_start(tmp_path):
     job, process, own = start(tmp_path)
     left = _shared(own["rank"])
     if not left:
@@ -82,7 +78,7 @@ def test_shared_memory_of_killed_ranks_is_removed_by_the_next_start(tmp_path: Pa
 
 @pytest.mark.parametrize("number", [
     signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
-def test_a_signal_before_the_ranks_start_says_so(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_before_the_ranks_start_says_so(number, tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20).write()
     process = job.start()
     time.sleep(0.2)
@@ -95,7 +91,7 @@ def test_a_signal_before_the_ranks_start_says_so(number: signal.Signals, tmp_pat
 
 @pytest.mark.parametrize("number", [
     signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_ranks_that_wait_end_with_their_command(number: signal.Signals, tmp_path: Path) -> None:
+def test_ranks_that_wait_end_with_their_command(number, tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20).write()
     process = job.start()
     wait(lambda: len(below(process.pid)["rank"]) == 2, "the ranks start while the job is planned")
@@ -126,7 +122,7 @@ def _hears(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("kind", ["kill a rank", *(pytest.param(kind, marks=pytest.mark.slow)
                                                    for kind in ("kill mpiexec", "kill a proxy"))])
-def test_ranks_that_die_are_started_again_and_nothing_is_lost(kind: str, tmp_path: Path) -> None:
+def test_ranks_that_die_are_started_again_and_nothing_is_lost(kind, tmp_path):
     job, process, own = start(tmp_path, count=200)
     done = job.lines()
     FAULTS[kind](job, process, own, random.Random(0))
@@ -141,7 +137,7 @@ def test_ranks_that_die_are_started_again_and_nothing_is_lost(kind: str, tmp_pat
 # A rank that dies whenever this query is at work in its first stage: what a fault in a kernel does.
 _POISON = """
 import os, sys
-if {"xrunner.worker", "xrunner.standby"} & set(sys.orig_argv):
+if {"xrunner.rank.worker", "xrunner.rank.standby"} & set(sys.orig_argv):
     from xrunner.engine import roster
     join = roster.Roster._join
     def deadly(self, index, now, **more):
@@ -153,13 +149,9 @@ if {"xrunner.worker", "xrunner.standby"} & set(sys.orig_argv):
 
 
 @pytest.mark.slow  # four starts of the ranks
-def test_a_query_that_kills_its_rank_is_isolated(tmp_path: Path) -> None:
-    (tmp_path / "poison").mkdir()
-    (tmp_path / "poison" / "sitecustomize.py").write_text(_POISON)
-    path = os.pathsep.join([str(tmp_path / "poison"), os.environ.get("PYTHONPATH", "")])
-    schedule = "policy: rra, encode_batch: 2, decode_iterations: 4"
-    job = ToyJob(folder=tmp_path, schedule=schedule, count=12,
-                 environ={"PYTHONPATH": path, "POISON": "3"}).write()
+def test_a_query_that_kills_its_rank_is_isolated(tmp_path):
+    job = ToyJob(folder=tmp_path, schedule="policy: rra, encode_batch: 2, decode_iterations: 4",
+                 count=12, environ=injected(tmp_path / "poison", _POISON, POISON="3")).write()
     done = job.run_to_end()
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     rows = [json.loads(line) for line in (job.output / "results.jsonl").read_text().splitlines()]
@@ -169,7 +161,7 @@ def test_a_query_that_kills_its_rank_is_isolated(tmp_path: Path) -> None:
     assert not (job.output / "deaths.json").exists()
 
 
-def test_ranks_that_start_again_with_another_model_are_ended(tmp_path: Path) -> None:
+def test_ranks_that_start_again_with_another_model_are_ended(tmp_path):
     """Its answers and those that are kept would be of two models, in one file."""
     job, process, own = start(tmp_path, count=400)
     config = job.folder / "out" / "model" / "config.json"
@@ -186,7 +178,7 @@ def test_ranks_that_start_again_with_another_model_are_ended(tmp_path: Path) -> 
     assert job.lines().items() >= done.items() and len(job.answers()) == job.count
 
 
-def test_results_that_are_removed_are_put_back(tmp_path: Path) -> None:
+def test_results_that_are_removed_are_put_back(tmp_path):
     job, process, own = start(tmp_path, count=6000)  # at work, however late this process's turn is
     done = job.lines()
     (job.output / "results.jsonl").unlink()
@@ -196,30 +188,27 @@ def test_results_that_are_removed_are_put_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_renamed_ends_the_run_and_has_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_renamed", [True, False])
+def test_a_folder_that_is_gone_ends_the_run_in_words(is_renamed, tmp_path):
+    """Renamed, it has everything; removed, the same command begins anew."""
     job, process, own = start(tmp_path)
     done = job.lines()
-    job.output.rename(tmp_path / "moved")
-    facts = end(process, own)
-    assert facts["code"] == 1 and "was removed or renamed while a run wrote" in facts["told"]
-    shutil.rmtree(job.output, ignore_errors=True)
-    (tmp_path / "moved").rename(job.output)
-    assert job.lines().items() >= done.items()
-
-
-@pytest.mark.slow
-def test_a_folder_that_is_removed_ends_the_run_in_words(tmp_path: Path) -> None:
-    job, process, own = start(tmp_path)
-    while job.output.exists():  # a file may come while it goes
+    if is_renamed:
+        job.output.rename(tmp_path / "moved")
+    while not is_renamed and job.output.exists():  # a file may come while it goes
         shutil.rmtree(job.output, ignore_errors=True)
     facts = end(process, own)
     assert facts["code"] == 1 and "was removed" in facts["told"]
     shutil.rmtree(job.output, ignore_errors=True)
-    assert job.run_to_end().returncode == 0 and len(job.answers()) == job.count
+    if is_renamed:
+        (tmp_path / "moved").rename(job.output)
+        assert job.lines().items() >= done.items()
+    else:
+        assert job.run_to_end().returncode == 0 and len(job.answers()) == job.count
 
 
 @pytest.mark.slow  # the next one dies a moment earlier, test_second_job.py asks again for a job
-def test_a_job_whose_command_dies_at_its_very_end_is_done(tmp_path: Path) -> None:
+def test_a_job_whose_command_dies_at_its_very_end_is_done(tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=1, count=60).write()
     process = job.start()
     wait((job.output / "metrics.json").is_file, "metrics.json")
@@ -234,19 +223,16 @@ def test_a_job_whose_command_dies_at_its_very_end_is_done(tmp_path: Path) -> Non
 _DIES_BEFORE_ITS_ACCOUNT = """
 import os, sys
 if "submit" in sys.argv or "submit" in sys.orig_argv:
-    from xgpt.app import run
+    from xgpt.app.running import run
     def deadly(*_, **__):
         os.kill(os.getpid(), 9)
     run.write_metrics = deadly
 """
 
 
-def test_a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned_now(
-        tmp_path: Path) -> None:
-    (tmp_path / "deadly").mkdir()
-    (tmp_path / "deadly" / "sitecustomize.py").write_text(_DIES_BEFORE_ITS_ACCOUNT)
-    path = os.pathsep.join([str(tmp_path / "deadly"), os.environ.get("PYTHONPATH", "")])
-    job = ToyJob(folder=tmp_path, schedule=RRA, environ={"PYTHONPATH": path}).write()
+def test_a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned_now(tmp_path):
+    job = ToyJob(folder=tmp_path, schedule=RRA, environ=injected(
+        tmp_path / "deadly", _DIES_BEFORE_ITS_ACCOUNT)).write()
     made = "requests: {count: 40}, input_tokens: {mean: 5, std: 2, max: 9}"
     job.file.write_text(job.file.read_text().replace("requests: requests.jsonl", made))
     assert job.run_to_end().returncode == -9
@@ -262,21 +248,25 @@ def test_a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned
     assert not list(job.output.glob("results-*"))
 
 
-@pytest.mark.parametrize(("number", "count"), [
-    # test_power_cut.py has every moment of a cut, and what goes on after it
-    pytest.param(number, 60, marks=pytest.mark.slow) for number in (0, 6, 7)])
-def test_a_short_soak(number: int, count: int, tmp_path: Path) -> None:
+# test_power_cut.py has every moment of a cut, and what goes on after it
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "kind"), [
+    ("rra, 1 rank", "power cut"), ("rra, 2 copies", "power cut"),
+    ("rra, 2 copies of 2 stages", "power cut"), ("rra in chunks, 2 stages", "kill a rank"),
+    ("rra, 2 copies of 2 stages", "kill a rank"), ("sarathi, 2 stages", "kill a rank"),
+    ("rra shuffled, 3 stages", "kill the launcher"), ("waa-c, 2 ranks", "SIGINT")])
+def test_a_short_soak(shape, kind, tmp_path):
     library = power_cut.compiled(tmp_path)
-    expected = undisturbed(tmp_path / "undisturbed", count=count)
-    outcome = one_job(SHAPES[number], "power cut", number, tmp_path / "job", library, expected,
-                      count=count)
+    expected = undisturbed(tmp_path / "undisturbed", count=60)
+    (own,) = (one for one in SHAPES if one.name == shape)
+    outcome = one_job(own, kind, len(shape + kind), tmp_path / "job", library, expected, count=60)
     assert not outcome.trouble, outcome
 
 
 # A rank that is gone before it has met the others, as the interpreter starts or imports.
 _GONE_AT_ITS_START = """
 import os, sys
-if "xrunner.standby" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
+if "xrunner.rank.standby" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
     how = os.environ["HOW"]
     if how == "is killed":
         os.kill(os.getpid(), 9)
@@ -292,12 +282,9 @@ _SAID = {"lacks a library": "rank 1 on {host} cannot start: ModuleNotFoundError:
 
 @pytest.mark.parametrize("how", ["lacks a library", *(
     pytest.param(how, marks=pytest.mark.slow) for how in ("exits", "is killed"))])
-def test_a_rank_that_is_gone_before_the_others_meet_it_is_named(how: str, tmp_path: Path) -> None:
-    (tmp_path / "gone").mkdir()
-    (tmp_path / "gone" / "sitecustomize.py").write_text(_GONE_AT_ITS_START)
-    path = os.pathsep.join([str(tmp_path / "gone"), os.environ.get("PYTHONPATH", "")])
+def test_a_rank_that_is_gone_before_the_others_meet_it_is_named(how, tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20, run=", restarts: 0",
-                 environ={"PYTHONPATH": path, "HOW": how}).write()
+                 environ=injected(tmp_path / "gone", _GONE_AT_ITS_START, HOW=how)).write()
     process = job.start()
     wait((job.output / "run.json").is_file, "the job is planned")
     own, began_s = below(process.pid), time.monotonic()
@@ -313,7 +300,7 @@ import sys, time
 from contextlib import suppress
 from pathlib import Path
 from mpi4py import MPI
-from xrunner.rank import leave
+from xrunner.rank.lead import leave
 if MPI.COMM_WORLD.Get_rank() == 0:
     leave(0)
 MPI.Finalize()
@@ -322,7 +309,7 @@ Path(sys.argv[1]).touch()
 """
 
 
-def test_a_rank_that_leaves_ends_no_other(tmp_path: Path) -> None:
+def test_a_rank_that_leaves_ends_no_other(tmp_path):
     """MPICH's mpiexec kills all where one is gone without having taken leave of it."""
     script, left = tmp_path / "leaves.py", tmp_path / "left"
     script.write_text(_LEAVES)

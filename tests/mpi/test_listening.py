@@ -1,7 +1,5 @@
 """Nobody beyond this machine can talk to the ranks of a run on it, or to what starts them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -9,22 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from faults import ToyJob, await_lines, below
+from job_folder import SUPPORT, read_lines
+from listening import listens
 
-pytest.importorskip("torch", reason="ranks need the extra `run`")
-from faults import ToyJob, await_lines, below  # noqa: E402
-from job_folder import SUPPORT, read_lines  # noqa: E402
-from listening import listens  # noqa: E402
-
-from xgpt.launch import isolated  # noqa: E402
-from xgpt.launch.launcher import RankProgram  # noqa: E402
-from xgpt.launch.local import LocalLauncher  # noqa: E402
+from xgpt.launch import isolated
+from xgpt.launch.launcher import LocalLauncher, RankProgram
 
 pytestmark = pytest.mark.mpi
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp has it
 
 
 @pytest.fixture(autouse=True)
-def ranks_find_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def ranks_find_the_script(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(
         [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]))
     for name in isolated.LOOPBACK:
@@ -46,7 +41,7 @@ def may_isolate() -> bool:
                           capture_output=True).returncode == 0
 
 
-def test_ranks_are_in_a_network_of_their_own(tmp_path: Path) -> None:
+def test_ranks_are_in_a_network_of_their_own(tmp_path):
     if not may_isolate():
         pytest.skip("this system permits no network namespace")
     LocalLauncher().run(program(tmp_path), watch=lambda: None)
@@ -56,7 +51,7 @@ def test_ranks_are_in_a_network_of_their_own(tmp_path: Path) -> None:
     assert ranks[0]["rank"], "the transport listens, on what is there"
 
 
-def test_without_such_a_network_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
+def test_without_such_a_network_ranks_listen_on_loopback_alone(tmp_path):
     """The launcher's own port is bound to every interface (docs/security.md); the ranks inherit
     it."""
     refused = ("import sys; from xgpt.launch import isolated; "
@@ -73,7 +68,7 @@ def test_without_such_a_network_ranks_listen_on_loopback_alone(tmp_path: Path) -
         assert len(rank["mpiexec"]) == 1
 
 
-def test_the_users_own_interface_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_interface_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
     seen = subprocess.run([sys.executable, isolated.__file__, "sh", "-c",
                            "readlink /proc/self/ns/net; echo $UCX_NET_DEVICES"],
@@ -82,7 +77,7 @@ def test_the_users_own_interface_counts(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_single_rank_opens_no_port(tmp_path: Path) -> None:
+def test_a_single_rank_opens_no_port(tmp_path):
     job = ToyJob(folder=tmp_path, schedule="policy: rra, encode_batch: 6, decode_iterations: 4",
                  count=1500).write()
     process = job.start()

@@ -1,27 +1,25 @@
 """What other launchers and resource managers left in the environment is nothing to ranks here."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("mpi4py", reason="ranks need the extra `run`")
 from job_folder import SUPPORT, read_lines  # noqa: E402
 from surroundings import LEFT, OWN  # noqa: E402
 
 from xgpt.app import doctor  # noqa: E402
-from xgpt.core.other_launchers import without_other_launchers  # noqa: E402
-from xgpt.core.slurm import SlurmSpec  # noqa: E402
-from xgpt.launch.launcher import RankProgram  # noqa: E402
-from xgpt.launch.local import LocalLauncher  # noqa: E402
-from xgpt.launch.slurm import SlurmLauncher  # noqa: E402
+from xgpt.core.system.lifeline import without_other_launchers  # noqa: E402
+from xgpt.job.slurm_section import SlurmSpec  # noqa: E402
+from xgpt.launch.launcher import (
+    LocalLauncher,  # noqa: E402
+    RankProgram,  # noqa: E402
+    SlurmLauncher,  # noqa: E402
+)
 
 
 @pytest.fixture
-def left(monkeypatch: pytest.MonkeyPatch) -> None:
+def left(monkeypatch):
     for name, value in {**LEFT, **OWN, "PYTHONPATH": os.pathsep.join(
             [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])}.items():
         monkeypatch.setenv(name, value)
@@ -29,8 +27,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("count", [1, 2])
-def test_ranks_here_meet_and_know_of_no_other_launcher(tmp_path: Path, left: None,
-                                                       count: int) -> None:
+def test_ranks_here_meet_and_know_of_no_other_launcher(tmp_path, left, count):
     seen = tmp_path / "seen.jsonl"
     LocalLauncher().run(RankProgram(module="surroundings", argument=seen, count=count),
                         watch=lambda: None)
@@ -42,17 +39,16 @@ def test_ranks_here_meet_and_know_of_no_other_launcher(tmp_path: Path, left: Non
         assert OWN.items() <= each["environment"].items()
 
 
-def test_what_a_user_says_stays() -> None:
+def test_what_a_user_says_stays():
     assert without_other_launchers({**LEFT, **OWN}) == OWN
 
 
-def test_the_doctor_asks_mpi_without_them(left: None) -> None:
+def test_the_doctor_asks_mpi_without_them(left):
     pytest.importorskip("torch", reason="the doctor's processes import it")
     assert doctor._asked("mpi").startswith("mpi4py ")
 
 
-def test_ranks_in_an_allocation_know_of_it(tmp_path: Path, left: None,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_in_an_allocation_know_of_it(tmp_path, left, monkeypatch):
     srun = tmp_path / "srun"
     srun.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\n")
     srun.chmod(0o755)

@@ -1,8 +1,6 @@
 """A power cut at any operation of a job: what was on the disk stays there, whatever else is there,
 and the same command goes on from it. The operations are those of a real run, recorded."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -16,13 +14,12 @@ from typing import NamedTuple
 
 import pytest
 
-pytest.importorskip("torch", reason="runs need the extra `run`")
 if shutil.which("cc") is None:
     pytest.skip("no C compiler", allow_module_level=True)
 import power_cut  # noqa: E402
 from faults import ToyJob, await_lines, below, wait  # noqa: E402
 
-from xrunner.io.results import count_results, read_held  # noqa: E402
+from xrunner.files.results import count_results, read_held  # noqa: E402
 from xrunner.plan import saved_fingerprint  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -45,7 +42,7 @@ class Recorded(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def recorded(tmp_path_factory):
     """A job that ran to its end, and what its processes did to its folder. On its way the second
     stage was held until the first, which has no result to write then, had put all on the disk."""
     folder = tmp_path_factory.mktemp("power")
@@ -110,8 +107,7 @@ def found_after(recorded: Recorded, folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
-def test_nothing_that_was_on_the_disk_is_lost_at_any_operation(recorded: Recorded, every: int,
-                                                               tmp_path: Path) -> None:
+def test_nothing_that_was_on_the_disk_is_lost_at_any_operation(recorded, every, tmp_path):
     disk, certain, place = power_cut.Disk(), set[int](), tmp_path / "out"
     is_durable_at = []
     for number, operation in enumerate(recorded.operations):
@@ -133,7 +129,7 @@ def test_nothing_that_was_on_the_disk_is_lost_at_any_operation(recorded: Recorde
     assert every > 1 or len({*is_durable_at} - {0, COUNT}) > 1, "results reach the disk under way"
 
 
-def test_what_was_written_is_on_the_disk_while_the_run_goes_on(recorded: Recorded) -> None:
+def test_what_was_written_is_on_the_disk_while_the_run_goes_on(recorded):
     """Though nothing is written that would bring it there, and no file is closed."""
     assert 0 < len(recorded.written) < COUNT, "the run was under way"
     assert recorded.kept >= recorded.written
@@ -141,7 +137,7 @@ def test_what_was_written_is_on_the_disk_while_the_run_goes_on(recorded: Recorde
 
 @pytest.mark.parametrize("share", [0.55, *(
     pytest.param(share, marks=pytest.mark.slow) for share in (0.2, 0.45, 0.5, 0.6, 0.65, 0.7, 1))])
-def test_the_same_command_goes_on_after_a_cut(recorded: Recorded, share: float) -> None:
+def test_the_same_command_goes_on_after_a_cut(recorded, share):
     disk, chance = power_cut.Disk(), random.Random(share)
     for operation in recorded.operations[:round(share * len(recorded.operations))]:
         disk.apply(operation)

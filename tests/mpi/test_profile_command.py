@@ -1,49 +1,26 @@
 """`xgpt profile` with real ranks on a toy: what is measured, stopped, gone on with and merged."""
 
-from __future__ import annotations
-
-import json
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="measuring needs the extra `run`")
-from job_folder import XGPT, MeasuredToy  # noqa: E402
-
-from xprofiler.points import Needs, missing  # noqa: E402
-from xprofiler.profile import Profile, TableKey  # noqa: E402
-from xprofiler.profile_file import load_profile  # noqa: E402
-from xprofiler.profile_timing import ProfileTiming  # noqa: E402
-from xprofiler.timing import Operator  # noqa: E402
+from xprofiler.points import Needs, missing
+from xprofiler.profile import TableKey
+from xprofiler.profile_file import load_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.timing import Operator
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
-def job(measured_llama: MeasuredToy) -> Path:
-    return measured_llama.job
-
-
-def environment(cache: Path) -> dict[str, str]:
-    return {**os.environ, "XDG_CACHE_HOME": str(cache)}
-
-
-def xgpt(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*XGPT, *arguments], capture_output=True, text=True, timeout=200,
-                          env=environment(cache), check=False)
-
-
-@pytest.fixture(scope="module")
-def profile(measured_llama: MeasuredToy) -> Profile:
+def profile(measured_llama):
     done = measured_llama.done
     assert done.returncode == 0, done.stderr
     assert "does not divide" in done.stderr, "degree 3 is refused with its reason"
     return load_profile(measured_llama.profile)
 
 
-def test_every_operator_degree_and_message_is_there(profile: Profile) -> None:
+def test_every_operator_degree_and_message_is_there(profile):
     assert profile.model is not None and profile.peaks is not None
     assert profile.tp_degrees == (1, 2) and list(profile.refused) == [3]
     for degree in (1, 2):
@@ -60,7 +37,7 @@ def test_every_operator_degree_and_message_is_there(profile: Profile) -> None:
     assert all(s >= 0 for s in samples) and sum(s > 0 for s in samples) > 0.9 * len(samples)
 
 
-def test_the_profile_answers_for_both_degrees(profile: Profile) -> None:
+def test_the_profile_answers_for_both_degrees(profile):
     timing = ProfileTiming(profile)
     for degree in (1, 2):
         seconds = timing.operator_s(Operator.LAYER_REST, [1.0, 40.0, 2080.0], tp_degree=degree)
@@ -71,30 +48,7 @@ def test_the_profile_answers_for_both_degrees(profile: Profile) -> None:
     assert min(table) <= timing.operator_s(Operator.DECODE_ATTENTION, 9, 17) <= max(table)
 
 
-@pytest.mark.slow  # tests/xgpt/app/test_local_profile.py has it without ranks
-def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
-        job: Path, measured_llama: MeasuredToy, profile: Profile) -> None:
-    cache = measured_llama.cache
-    again = xgpt(cache, "profile", str(job), "--budget", "1s", "--tp", "1,2", "--json")
-    assert again.returncode == 0 and "from the cache" in again.stderr, again.stderr
-    spent_s = json.loads(again.stdout)["spent_s"]
-    more = xgpt(cache, "profile", str(job), "--budget", f"{spent_s + 3}s", "--tp", "1,2",
-                "--out", str(job.with_name("more.json")))
-    assert more.returncode == 0 and "timing more" in more.stderr, more.stderr
-    grown = load_profile(job.with_name("more.json"))
-    for key, points in profile.tables.items():
-        if key.name == "decode_attention":
-            found = {(p.x, p.y): p for p in grown.tables[key]}
-            # A point whose repeats disagreed, or that other work disturbed, is measured anew.
-            assert all(found[p.x, p.y] == p or p.is_noisy or p.is_disturbed
-                       for p in points), "what was measured stays"
-    # On a machine that other work disturbs, the whole budget may go into points that disagree.
-    assert (sum(map(len, grown.tables.values())) > sum(map(len, profile.tables.values()))
-            or any(p.is_noisy for points in profile.tables.values() for p in points))
-
-
-def test_a_stopped_measurement_is_kept_and_gone_on_with(measured_llama: MeasuredToy,
-                                                        profile: Profile) -> None:
+def test_a_stopped_measurement_is_kept_and_gone_on_with(measured_llama, profile):
     stopped = measured_llama.stopped
     assert stopped.returncode == 75, stopped.stderr
     assert "goes on" in stopped.stderr

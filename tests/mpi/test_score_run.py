@@ -1,42 +1,32 @@
-"""On two real ranks `xgpt score` finds 200 continuations as likely as transformers does, and a job
-that embeds gives its last hidden states."""
-
-from __future__ import annotations
+"""On two real ranks `xgpt score` finds continuations as likely as transformers does, and a job that
+embeds gives its last hidden states."""
 
 import json
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch", reason="ranks need the extra `run`")
 import torch
 import toys
-from job_folder import XGPT, read_lines, write_job
+from by_data_sheets import COMMAND
+from job_folder import read_lines, write_job
+from mpi_runs import call
 
 pytestmark = pytest.mark.mpi
 COUNT = 60
+OUTPUTS = "  output_tokens: {mean: 15, std: 8, max: 40}\n"
 
 
-def test_continuations_are_as_likely_as_transformers_finds_them(
-        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
-    folder = tmp_path / "model"
-    model = toys.make_model("llama", folder)
+def test_continuations_are_as_likely_as_transformers_finds_them(tmp_path, llama, cache):
+    folder, model = llama
     texts = [[*query.input_ids, 7, 11, 3] for query in toys.random_queries(COUNT, seed=3)]
-    requests: list[dict[str, object]] = []
+    requests = []
     for i, ids in enumerate(texts):
         own = min(1 + i % 6, len(ids) - 1)
         requests.append({"id": f"q{i}", "tokens": ids[:-own], "continuation_tokens": ids[-own:]})
     requests.insert(5, {"id": "bad", "tokens": [4]})
     job = write_job(tmp_path, folder, requests, ranks=2,
                     schedule="policy: rra, tp_degree: 1, encode_batch: 16, decode_iterations: 1")
-    text = job.read_text().replace("  output_tokens: {mean: 15, std: 8, max: 40}\n", "")
-    job.write_text(text)
-    done = subprocess.run([*XGPT, "score", str(job), "--json"], capture_output=True, text=True,
-                          timeout=280, check=False, env=profiled("llama", 2))
-    assert done.returncode == 0, done.stderr
-    metrics = json.loads(done.stdout)
+    job.write_text(job.read_text().replace(OUTPUTS, ""))
+    metrics = json.loads(call("score", job, "--json", env=cache, xgpt=COMMAND).stdout)
     assert metrics["status"] == "done" and metrics["ranks"] == 2
     assert metrics["throughput_qps"]["predicted"] > 0
     assert [error["id"] for error in read_lines(tmp_path / "out" / "errors.jsonl")] == ["bad"]
@@ -55,24 +45,16 @@ def test_continuations_are_as_likely_as_transformers_finds_them(
 
 
 @pytest.mark.slow  # tests/xrunner/engine/test_embeddings.py has every policy and layout on threads
-def test_texts_are_embedded_by_transformers_last_hidden_states(
-        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
-    folder = tmp_path / "model"
-    model = toys.make_model("llama", folder)
+def test_texts_are_embedded_by_transformers_last_hidden_states(tmp_path, llama, cache):
+    folder, model = llama
     texts = [list(query.input_ids) for query in toys.random_queries(40, seed=4)]
-    requests: list[dict[str, object]] = [
-        {"id": f"q{i}", "tokens": ids} if i % 2 else
-        {"custom_id": f"q{i}", "method": "POST", "url": "/v1/embeddings", "body": {
-            "model": "toy", "input": ids}} for i, ids in enumerate(texts)]
+    requests = [{"id": f"q{i}", "tokens": ids} if i % 2 else
+                {"custom_id": f"q{i}", "method": "POST", "url": "/v1/embeddings", "body": {
+                    "model": "toy", "input": ids}} for i, ids in enumerate(texts)]
     job = write_job(tmp_path, folder, requests, ranks=2,
                     schedule="policy: rra, tp_degree: 1, encode_batch: 8, decode_iterations: 1")
-    text = job.read_text().replace("  output_tokens: {mean: 15, std: 8, max: 40}\n",
-                                   "  embed: mean\n")
-    job.write_text(text)
-    done = subprocess.run([*XGPT, "submit", str(job), "--json"], capture_output=True, text=True,
-                          timeout=280, check=False, env=profiled("llama", 2))
-    assert done.returncode == 0, done.stderr
-    metrics = json.loads(done.stdout)
+    job.write_text(job.read_text().replace(OUTPUTS, "  embed: mean\n"))
+    metrics = json.loads(call("submit", job, "--json", env=cache, xgpt=COMMAND).stdout)
     assert metrics["status"] == "done" and metrics["throughput_qps"]["predicted"] > 0
     results = read_lines(tmp_path / "out" / "results.jsonl")
     assert (tmp_path / "out" / "report.html").is_file() and len(results) == len(texts)

@@ -1,8 +1,6 @@
 """What a run measured goes back into the cached profile, so that a second job of the same model on
 the same machine measures nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -10,20 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
+from job_folder import write_job, xgpt
 
-pytest.importorskip("torch", reason="runs need the extra `run`")
-import toys  # noqa: E402
-from in_process import xgpt  # noqa: E402
-from job_folder import write_job  # noqa: E402
-
-from xprofiler.profile import Profile  # noqa: E402
-from xprofiler.profile_file import load_profile  # noqa: E402
+from xprofiler.profile import Profile
+from xprofiler.profile_file import load_profile
 
 pytestmark = pytest.mark.mpi
 
 
-def submitted(folder: Path, model: Path, *, count: int, longest: int, outputs: int,
-              ranks: int = 2) -> Any:
+def submitted(folder: Path, model: Path, *, count: int, longest: int, outputs: int) -> Any:
     folder.mkdir()
     queries = toys.random_queries(20, seed=count, longest=longest)
     requests = [{"id": f"q{i}", "tokens": list(queries[i % 20].input_ids),
@@ -57,7 +51,7 @@ def cached(home: Path) -> Profile:
 
 
 @pytest.fixture
-def home(tmp_path: Path, cache: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, cache, monkeypatch):
     """A cache in which nothing is measured yet."""
     home = tmp_path / "home"
     (home / "xgpt").mkdir(parents=True)
@@ -68,35 +62,17 @@ def home(tmp_path: Path, cache: dict[str, str], monkeypatch: pytest.MonkeyPatch)
     return home
 
 
-def beside_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither that these run nor what came and went with it counts."""
-    monkeypatch.setattr("xgpt.app.learn.NOTICEABLE_SHARE", 2.0)
-    monkeypatch.setattr("xgpt.app.learn.PASSING", 1e9)
-
-
-@pytest.mark.slow
-def test_the_rank_that_was_started_ahead_measures_and_runs(
-        tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[object] = []  # beside it
-    monkeypatch.setattr("xgpt.launch.local.start", lambda *words, **_: started.append(words))
-    toys.make_model("llama", tmp_path / "model")
-    done = submitted(tmp_path / "job", tmp_path / "model", count=20, longest=8, outputs=8, ranks=1)
-    assert "profile: timing" in done.stderr and not started
-    assert cached(home).tables
-
-
-def test_the_second_job_measures_nothing(tmp_path: Path, home: Path,
-                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    beside_other_tests(monkeypatch)
-    model = tmp_path / "model"
-    toys.make_model("llama", model)
-    first = submitted(tmp_path / "first", model, count=120, longest=8, outputs=20)
+def test_the_second_job_measures_nothing(tmp_path, llama, home, monkeypatch):
+    # neither that other tests run nor what came and went with it counts
+    monkeypatch.setattr("xgpt.app.running.metrics.NOTICEABLE_SHARE", 2.0)
+    monkeypatch.setattr("xgpt.app.running.metrics.PASSING", 1e9)
+    first = submitted(tmp_path / "first", llama[0], count=120, longest=8, outputs=20)
     assert "profile: timing" in first.stderr, first.stderr
     assert "this run's steps are added" in first.stderr, first.stderr
     before = cached(home)
     assert before.learned
     assert all(own.steps >= 30 and own.factor > 0 for own in before.learned)
-    second = submitted(tmp_path / "second", model, count=150, longest=12, outputs=28)
+    second = submitted(tmp_path / "second", llama[0], count=150, longest=12, outputs=28)
     after = cached(home)
     assert after.tables == before.tables and after.spent_s == before.spent_s, "points measured: 0"
     assert "profile: timing" not in second.stderr and "profile: from the cache" in second.stderr

@@ -1,28 +1,23 @@
 """A disk that is full or fails, and memory that runs out, under real commands with real ranks: one
 message, and the same command goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-pytest.importorskip("torch", reason="runs need the extra `run`")
-from disturbed import RRA, end, start  # noqa: E402
-from faults import ToyJob, wait  # noqa: E402
+from faults import RRA, ToyJob, end, start, wait
+from mpi_runs import injected
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
+def disk(tmp_path):
     """A file system of a job's output folder alone."""
     own = Disk(tmp_path / "disk.img", tmp_path / "out")
     own.folder.mkdir()
@@ -67,8 +62,7 @@ class Disk(NamedTuple):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["full", "read-only"])
-def test_a_disk_that_takes_no_more_is_one_message(trouble: str, disk: Disk,
-                                                  tmp_path: Path) -> None:
+def test_a_disk_that_takes_no_more_is_one_message(trouble, disk, tmp_path):
     job, process, own = start(tmp_path, run=", sync_s: 0.2", after=200)
     if trouble == "full":
         disk.fill(left_bytes=20_000)
@@ -91,36 +85,28 @@ def test_a_disk_that_takes_no_more_is_one_message(trouble: str, disk: Disk,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gigabytes", [1, 3, 5])
-def test_memory_that_runs_out_is_one_message(gigabytes: int, tmp_path: Path) -> None:
-    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=60,
-                 prefix=("prlimit", f"--as={gigabytes * 10**9}")).write()
-    done = job.run_to_end()
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == 0 or "memory ran out" in done.stderr, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("files", [28, 36, 40, 44, 64])
-def test_too_few_descriptors_are_told_as_such(files: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("limit", "words"), [
+    *((f"--as={gigabytes * 10**9}", "memory ran out") for gigabytes in (1, 3, 5)),
+    *((f"--nofile={files}", "open files|ulimit -n") for files in (28, 36, 40, 44, 64))])
+def test_memory_or_descriptors_that_run_out_are_one_message(limit, words, tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=60, run=", restarts: 0",
-                 prefix=("prlimit", f"--nofile={files}")).write()
+                 prefix=("prlimit", limit)).write()
     done = job.run_to_end()
     assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == 0 or re.search("open files|ulimit -n", done.stderr), done.stderr
+    assert done.returncode == 0 or re.search(words, done.stderr), done.stderr
 
 
 # The second rank goes into a group of little memory before it has any.
 _CONFINED = """
 import os, sys
-if "xrunner.standby" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
+if "xrunner.rank.standby" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
     with open(os.environ["GROUP"] + "/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
 """
 
 
 @pytest.fixture
-def group() -> Iterator[Path]:
+def group():
     """A control group of 60 MB."""
     base = Path("/sys/fs/cgroup/memory")
     base = base if base.is_dir() else base.parent
@@ -137,12 +123,9 @@ def group() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_the_system_kills_for_its_memory_is_told(group: Path, tmp_path: Path) -> None:
-    (tmp_path / "confined").mkdir()
-    (tmp_path / "confined" / "sitecustomize.py").write_text(_CONFINED)
-    path = os.pathsep.join([str(tmp_path / "confined"), os.environ.get("PYTHONPATH", "")])
+def test_a_rank_that_the_system_kills_for_its_memory_is_told(group, tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20, run=", restarts: 1",
-                 environ={"PYTHONPATH": path, "GROUP": str(group)}).write()
+                 environ=injected(tmp_path / "confined", _CONFINED, GROUP=str(group))).write()
     done = job.run_to_end()
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     error = json.loads(done.stdout)["error"]

@@ -1,20 +1,17 @@
-"""The file of requests, here a CSV file, is opened by the launcher, once, and by nobody else; its
-results are a CSV file too."""
-
-from __future__ import annotations
+"""A file of requests, here a CSV file, is opened by the launcher, once, and by nobody else; its
+results are a CSV file too. The run says whether it kept its bounds, and `--strict` is an error
+where it did not."""
 
 import csv
 import json
-import subprocess
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
+import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="runs need the extra `run`")
-import toys  # noqa: E402
-from job_folder import XGPT, as_requests, read_lines, write_job  # noqa: E402
+import toys
+from by_data_sheets import COMMAND
+from job_folder import as_requests, read_lines, write_job
+from mpi_runs import answered, call, injected, json_of, said
 
 pytestmark = pytest.mark.mpi
 # every process of the run imports this
@@ -30,37 +27,30 @@ def _opened(event, arguments):
         os.write(_log, f"{os.getpid()} compiler\\n".encode())
 sys.addaudithook(_opened)
 """
+BOUNDS = "constraint: {ttft_s: {limit_s: 2, quantile: 0.9}, tpot_s: 0.5, makespan_s: 10 min}\n"
 
 
-def test_requests_are_opened_once_and_the_spool_by_those_who_need_it(
-        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
-    directory, out, opened = tmp_path / "model", tmp_path / "out", tmp_path / "opened"
-    reference, queries = toys.make_model("llama", directory), toys.random_queries(12)
+def test_requests_are_opened_once_and_the_spool_by_those_who_need_it(tmp_path, llama, cache):
+    (directory, reference), out, opened = llama, tmp_path / "out", tmp_path / "opened"
+    queries = toys.random_queries(12)
     requests = [*as_requests(queries), {"id": "bad"}]
     job = write_job(tmp_path, directory, requests, ranks=2,
                     schedule="policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1, "
                              "replicas: 1")
-    job.write_text(job.read_text().replace("requests.jsonl", "requests.csv"))
+    job.write_text(job.read_text().replace("requests.jsonl", "requests.csv") + BOUNDS)
     with (tmp_path / "requests.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, ["id", "tokens", "max_tokens", "topic, in words"])
         table.writeheader()
         table.writerows({"topic, in words": f"\"{r['id']}\",\n", **r} for r in requests)
-    env = profiled("llama")
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
-    env = {**env, "OPENED": str(opened),
-           "PYTHONPATH": f"{tmp_path / 'hook'}:{env.get('PYTHONPATH', '')}"}
-    done = subprocess.run([*XGPT, "submit", str(job)], capture_output=True, text=True, env=env,
-                          timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    env = injected(tmp_path / "hook", HOOK, **{**cache, "OPENED": str(opened)})
+    done = call("submit", job, "--strict", env=env, xgpt=COMMAND)
+
     names = Counter(line.split()[1] for line in opened.read_text().splitlines())
     pids = Counter(line.split()[0] for line in opened.read_text().splitlines())
     assert names["requests.csv"] == 1, opened.read_text()
     assert not names["compiler"], "torch's own takes a rank a second to import"
     assert len(pids) == 2, "the launcher and rank 0, and no other rank"
-    results = read_lines(out / "results.jsonl")
-    assert {r["id"]: r["output_ids"] for r in results} == {
-        q.id: toys.generate(reference, q) for q in queries}
+    results = answered(out, queries, reference)
     assert all(r["ttft_s"] > 0 and r["ttft_s"] <= r["encode_start_s"] + r["latency_s"] + 1e-6
                for r in results)
     assert [e["id"] for e in read_lines(out / "errors.jsonl")] == ["bad"]
@@ -71,6 +61,25 @@ def test_requests_are_opened_once_and_the_spool_by_those_who_need_it(
     assert [int(row["output_tokens"]) for row in rows[:-1]] == [
         len(r["output_ids"]) for r in results]
     assert rows[-1]["error"] == "tokens is null: the cell is empty" and not rows[-1]["text"]
-    metrics = json.loads((out / "metrics.json").read_text())
+    metrics = json_of(out / "metrics.json")
     assert 0 < metrics["ttft_p50_s"]["measured"] <= metrics["ttft_p99_s"]["measured"]
     assert metrics["tpot_p50_s"]["measured"] > 0
+
+    assert metrics["bound_kept"] is True
+    ttft, tpot, makespan = metrics["bounds"]
+    first_s = np.array([one["ttft_s"] - one["encode_start_s"] for one in results])
+    assert ttft["worst_s"] == pytest.approx(first_s.max()) and first_s.min() >= 0
+    assert tpot["worst_s"] == max(one["tpot_s"] or 0 for one in results)
+    assert makespan["worst_s"] == metrics["wall_s"]["measured"]
+    assert "bound of 2.00 s on the time to the first token kept: 100 % of the queries" in said(done)
+    assert "bound of 10m00s on the time of the whole job kept: it took" in said(done)
+    schedule = json_of(out / "schedule.json")
+    assert [one["metric"] for one in schedule["prospects"]] == ["ttft", "tpot", "makespan"]
+    schedule["bounds"][2]["limit_s"] = 1e-6  # nothing keeps that
+    tight = tmp_path / "tight.json"
+    tight.write_text(json.dumps(schedule))
+    missed = call("run", job, "--schedule", tight, "--strict", "--json", env=cache, code=4,
+                  xgpt=COMMAND)
+    told = json.loads(missed.stdout)
+    assert told["bound_kept"] is False and "time per output token missed: 0 %" in told["error"]
+    assert told["bounds"][1]["over"] == told["bounds"][1]["of"] > 0

@@ -1,24 +1,18 @@
 """`xgpt stop` while ranks, or the command itself, do not hear of it, before they start, and after a
 death."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch", reason="runs need the extra `run`")
-from disturbed import RRA, end, start  # noqa: E402
-from faults import ToyJob, alive, below, wait  # noqa: E402
+from faults import RRA, ToyJob, alive, below, end, start, wait
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.slow
-def test_a_stop_ends_ranks_that_do_not_hear_of_it(tmp_path: Path) -> None:
+def test_a_stop_ends_ranks_that_do_not_hear_of_it(tmp_path):
     job, process, own = start(tmp_path)
     os.kill(own["rank"][0], signal.SIGSTOP)
     assert job.command("stop").returncode == 0
@@ -27,7 +21,7 @@ def test_a_stop_ends_ranks_that_do_not_hear_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_is_heard_while_the_command_itself_is_stopped(tmp_path: Path) -> None:
+def test_a_stop_is_heard_while_the_command_itself_is_stopped(tmp_path):
     """Ctrl-Z, or Slurm's suspension: the ranks see to it, and wait."""
     job, process, own = start(tmp_path)
     process.send_signal(signal.SIGSTOP)
@@ -39,7 +33,7 @@ def test_a_stop_is_heard_while_the_command_itself_is_stopped(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_stop_before_the_ranks_start_and_of_what_has_ended(tmp_path: Path) -> None:
+def test_a_stop_before_the_ranks_start_and_of_what_has_ended(tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20).write()
     assert "no run has started there" in job.command("stop").stderr
     process = job.start()
@@ -58,7 +52,7 @@ def test_a_stop_before_the_ranks_start_and_of_what_has_ended(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_stop_between_a_death_and_the_next_start_ends_the_run(tmp_path: Path) -> None:
+def test_a_stop_between_a_death_and_the_next_start_ends_the_run(tmp_path):
     job, process, own = start(tmp_path)
     process.send_signal(signal.SIGSTOP)  # else the ranks are there again before `stop` is
     os.kill(own["rank"][-1], signal.SIGKILL)

@@ -1,29 +1,22 @@
 """A run over two hosts (network namespaces with their own addresses) gives the tokens of a run on
 one, and its messages go over the cable between them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import job_folder
+import namespaces
 import pytest
+import toys
+from given_runs import given, toy_plan
+from job_folder import XGPT, as_requests
+from mpi_runs import answered, sets
+from replays import estimated
 
-pytest.importorskip("torch", reason="runs need the extra `run`")
-import job_folder  # noqa: E402
-import namespaces  # noqa: E402
-import toys  # noqa: E402
-from given_runs import given, toy_plan  # noqa: E402
-from job_folder import XGPT, as_requests, read_lines  # noqa: E402
-
-from xgpt.app.opened import open_file  # noqa: E402
-from xgpt.core.job import FixedSchedule
-from xprofiler.roofline import Roofline  # noqa: E402
-from xsimulator.rough.forms import fixed_estimate
+from xgpt.app.opened import open_file
 
 pytestmark = [pytest.mark.mpi, pytest.mark.netns]
 
@@ -33,31 +26,24 @@ import sys
 from pathlib import Path
 from xgpt.app.opened import open_file
 from xgpt.launch.launcher import RankProgram
-from xgpt.launch.rows import launcher_of
+from xgpt.launch.launcher import launcher_of
 session = open_file(Path(sys.argv[1]), sys.argv[3:])
 hosts = launcher_of(session.job, session.problem)
 assert not hosts.is_here and hosts.ranks_each == 1
-hosts.run(RankProgram(module="xrunner.worker", argument=Path(sys.argv[2]), count=2),
+hosts.run(RankProgram(module="xrunner.rank.worker", argument=Path(sys.argv[2]), count=2),
           watch=lambda: None)
 """
-CONFIGS = {"rra": FixedSchedule(encode_batch=3, decode_iterations=4),
-           "waa-c": FixedSchedule(encode_batch=1)}
+CONFIGS = {"rra": {"encode_batch": 3, "decode_iterations": 4}, "waa-c": {"encode_batch": 1}}
 SCHEDULES = {"rra": "policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1",
              "waa-c": "policy: waa-c, encode_batch: 1"}
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[namespaces.TwoHosts]:
+def hosts():
     if (reason := namespaces.refusal()) is not None:
         pytest.skip(reason)
     with namespaces.two_hosts() as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    directory = tmp_path_factory.mktemp("llama")
-    return directory, toys.make_model("llama", directory)
 
 
 def keys_of(hosts: namespaces.TwoHosts) -> list[str]:
@@ -78,21 +64,15 @@ def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
     """What a run's ranks read, as the simulator plans it for this machine."""
     out.mkdir()
     problem = open_file(job_file).problem
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = fixed_estimate(policy, problem, timing, CONFIGS[policy])
+    estimate = estimated(policy, problem, **CONFIGS[policy])
     given(estimate, problem, out / "schedule.json")
     plan = toy_plan(directory, out, query_kv_tokens=estimate.deployment.group_kv_tokens)
     toys.write_spool(plan, job_file.with_name("requests.jsonl"))
     return plan.save()
 
 
-def answers(out: Path) -> dict[str, list[int]]:
-    return {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")}
-
-
 @pytest.mark.parametrize("policy", ["rra", pytest.param("waa-c", marks=pytest.mark.slow)])
-def test_two_hosts_give_the_tokens_of_one(
-        llama: tuple[Path, Any], hosts: namespaces.TwoHosts, tmp_path: Path, policy: str) -> None:
+def test_two_hosts_give_the_tokens_of_one(llama, hosts, tmp_path, policy):
     directory, reference = llama
     # long prompts: the hidden states alone must be more than MPI's own chatter
     queries = [replace(q, input_ids=q.input_ids * 4) for q in toys.random_queries(24, longest=20)]
@@ -105,7 +85,7 @@ def test_two_hosts_give_the_tokens_of_one(
     assert done.returncode == 0, done.stderr
     sent = [now - then for now, then in zip(hosts.sent_bytes(), before, strict=True)]
     # which are those of one host, too (test_exact_runs.py)
-    assert answers(tmp_path / "two") == {q.id: toys.generate(reference, q) for q in queries}
+    answered(tmp_path / "two", queries, reference)
     hidden_bytes = sum(len(q.input_ids) for q in queries) * 48 * 4
     assert hidden_bytes > 100_000
     # a pipeline's second stage is sent every input's hidden states; WAA's decode pool the entries
@@ -114,24 +94,21 @@ def test_two_hosts_give_the_tokens_of_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", sorted(CONFIGS))
-def test_submit_measures_plans_and_runs_over_both_hosts(
-        llama: tuple[Path, Any], hosts: namespaces.TwoHosts, tmp_path: Path, policy: str,
-        cache: dict[str, str]) -> None:
+def test_submit_measures_plans_and_runs_over_both_hosts(llama, hosts, tmp_path, policy, cache):
     directory, reference = llama
     queries = toys.random_queries(40, seed=6)
     job = job_folder.write_job(tmp_path, directory, as_requests(queries), ranks=2,
                                schedule=SCHEDULES[policy])
-    keys = [word for key in keys_of(hosts) for word in ("--set", key)]
+    keys = sets(*keys_of(hosts))
     for command in (("profile", str(job), "--budget", "1s"), ("submit", str(job))):
         done = on_first_host(hosts, *XGPT, *command, *keys, env=cache)
         assert done.returncode == 0, done.stderr
-    assert answers(tmp_path / "out") == {q.id: toys.generate(reference, q) for q in queries}
+    answered(tmp_path / "out", queries, reference)
     assert "transfer over network" in on_first_host(
         hosts, *XGPT, "profile", str(job), *keys, env=cache).stdout
 
 
-def test_a_host_that_cannot_serve_is_named_before_anything_starts(
-        llama: tuple[Path, Any], hosts: namespaces.TwoHosts, tmp_path: Path) -> None:
+def test_a_host_that_cannot_serve_is_named_before_anything_starts(llama, hosts, tmp_path):
     job = job_folder.write_job(tmp_path, llama[0], as_requests(toys.random_queries(3)), ranks=2,
                                schedule=SCHEDULES["rra"])
     plan = lay_out(tmp_path / "out", job, llama[0], "rra")

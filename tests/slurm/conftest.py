@@ -1,13 +1,10 @@
 """A Slurm of two nodes on this machine for these tests, and toy jobs to hand in to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +63,7 @@ class Cluster:
     def status(self, output: Path) -> dict[str, Any]:
         done = self.xgpt("status", output, "--json")
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        return json.loads(done.stdout)
 
     def slurm_state(self, job_id: str) -> str:
         said = self.call("scontrol", "--oneliner", "show", "job", job_id).stdout
@@ -85,8 +81,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="session")
-def slurm(tmp_path_factory: pytest.TempPathFactory, profiled: Callable[..., dict[str, str]],
-          ) -> Iterator[Cluster]:
+def slurm(tmp_path_factory, profiled):
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     cache = profiled("llama", 2)  # a toy's profile, measured on this very machine, serves its nodes
@@ -109,7 +104,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory, profiled: Callable[..., dict
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def llama(tmp_path_factory):
     pytest.importorskip("torch", reason="runs need the extra `run`")
     import toys
 
@@ -118,7 +113,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="session")
-def over_network(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def over_network(slurm, tmp_path_factory):
     """The toy's profile with a link between nodes. These nodes are one host, whose ranks measure
     none."""
     profiles = Path(slurm.environment["XDG_CACHE_HOME"], "xgpt", "profiles")
@@ -132,14 +127,14 @@ def over_network(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     awkward = tmp_path / "it's a \"job\" of 50% $HOME"
     awkward.mkdir()
     return awkward
 
 
 @pytest.fixture
-def make_job(llama: tuple[Path, Any], folder: Path) -> Callable[..., Path]:
+def make_job(llama, folder):
     """Writes a job of a toy model on two ranks of one node, unless `slurm` says otherwise."""
     def make(name: str = "job", *, queries: list[Any], slurm: str = "", more: str = "") -> Path:
         own = folder / name
@@ -147,8 +142,7 @@ def make_job(llama: tuple[Path, Any], folder: Path) -> Callable[..., Path]:
         (own / "requests.jsonl").write_text("".join(
             json.dumps(request) + "\n" for request in as_requests(queries)))
         options = slurm or "nodes: 1, ntasks_per_node: 2, time: 10"
-        (own / f"{name}.yaml").write_text(JOB.format(
-            model=llama[0], slurm=options) + more)
+        (own / f"{name}.yaml").write_text(JOB.format(model=llama[0], slurm=options) + more)
         return own / f"{name}.yaml"
 
     return make

@@ -1,24 +1,20 @@
 """The whole way through a real Slurm of two nodes: handed in, followed, done; warned of its time
 limit, requeued, resumed; stopped, cancelled, failed; several as an array."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
-from conftest import Cluster, answers  # noqa: E402
+from conftest import answers  # noqa: E402
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi]
-Make = Callable[..., Path]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -39,9 +35,7 @@ def num_lines(job: Path) -> int:
 
 
 @pytest.mark.parametrize("launch", ["srun", "mpiexec"])
-def test_a_job_is_handed_in_followed_and_done(
-        slurm: Cluster, llama: tuple[Path, Any], make_job: Make, over_network: Path, launch: str,
-        ) -> None:
+def test_a_job_is_handed_in_followed_and_done(slurm, llama, make_job, over_network, launch):
     queries = toys.random_queries(12, seed=3)
     job = make_job(queries=queries, more=f"profile: {over_network}\n",
                    slurm=f"nodes: 2, ntasks_per_node: 1, time: 10, launch: {launch}, "
@@ -52,7 +46,7 @@ def test_a_job_is_handed_in_followed_and_done(
     out = job.parent / "out"
     (job_id,) = slurm.submit(job)
     seen = slurm.status(out)
-    assert seen["state"] in ("pending", "starting", "loading", "running", "done")
+    assert seen["state"] in ("pending", "starting", "running", "complete", "done")
     assert seen["slurm"]["job_id"] == job_id
     assert slurm.await_end(job_id) == "COMPLETED", log_of(job, job_id)
     assert answers(job) == {q.id: toys.generate(llama[1], q) for q in queries}
@@ -66,10 +60,9 @@ def test_a_job_is_handed_in_followed_and_done(
 
 
 def test_a_warning_of_the_time_limit_requeues_and_the_job_goes_on_with_every_line_once(
-        slurm: Cluster, llama: tuple[Path, Any], make_job: Make) -> None:
+        slurm, llama, make_job):
     queries = toys.random_queries(600, seed=4)
-    job = make_job(queries=queries,
-                   slurm="nodes: 1, ntasks_per_node: 2, time: 10, requeue: 1")
+    job = make_job(queries=queries, slurm="nodes: 1, ntasks_per_node: 2, time: 10, requeue: 1")
     (job_id,) = slurm.submit(job)
     until(lambda: num_lines(job) >= 3 or slurm.slurm_state(job_id) in ENDED)
     # what Slurm itself sends when the limit is near, by a clock that may be a minute fast
@@ -87,7 +80,7 @@ def test_a_warning_of_the_time_limit_requeues_and_the_job_goes_on_with_every_lin
 
 
 @pytest.mark.slow
-def test_slurms_own_warning_comes_and_is_enough(slurm: Cluster, make_job: Make) -> None:
+def test_slurms_own_warning_comes_and_is_enough(slurm, make_job):
     queries = toys.random_queries(20_000, seed=4)
     job = make_job(queries=queries,
                    slurm="nodes: 1, ntasks_per_node: 2, time: 1, warning: 30, requeue: 0")
@@ -99,8 +92,7 @@ def test_slurms_own_warning_comes_and_is_enough(slurm: Cluster, make_job: Make) 
     assert found["num_results"] == len(answers(job)) < len(queries)
 
 
-def test_a_stop_by_the_user_ends_a_running_job_for_good(
-        slurm: Cluster, llama: tuple[Path, Any], make_job: Make) -> None:
+def test_a_stop_by_the_user_ends_a_running_job_for_good(slurm, llama, make_job):
     queries = toys.random_queries(600, seed=5)
     job = make_job(queries=queries)
     out = job.parent / "out"
@@ -118,8 +110,7 @@ def test_a_stop_by_the_user_ends_a_running_job_for_good(
     assert answers(job) == {q.id: toys.generate(llama[1], q) for q in queries}
 
 
-def test_a_waiting_job_is_taken_back_and_handed_in_only_once(
-        slurm: Cluster, make_job: Make) -> None:
+def test_a_waiting_job_is_taken_back_and_handed_in_only_once(slurm, make_job):
     job = make_job(queries=toys.random_queries(2), slurm="nodes: 2, ntasks_per_node: 1, time: 10, "
                    "extra: --begin=now+1hour")
     out = job.parent / "out"
@@ -135,8 +126,7 @@ def test_a_waiting_job_is_taken_back_and_handed_in_only_once(
     assert slurm.xgpt("stop", out).returncode == 1
 
 
-def test_several_job_files_are_an_array_of_which_one_may_fail(
-        slurm: Cluster, llama: tuple[Path, Any], make_job: Make) -> None:
+def test_several_job_files_are_an_array_of_which_one_may_fail(slurm, llama, make_job):
     queries = {name: toys.random_queries(6, seed=index) for index, name in enumerate("abc")}
     same = "nodes: 1, ntasks_per_node: 2, time: 10, at_once: 2"
     jobs = {name: make_job(name, queries=of, slurm=same) for name, of in queries.items()}
@@ -152,7 +142,7 @@ def test_several_job_files_are_an_array_of_which_one_may_fail(
     assert slurm.status(jobs["c"].parent / "out")["slurm"]["job_id"] == ids[2]
 
 
-def test_a_failing_job_shows_its_cause(slurm: Cluster, make_job: Make) -> None:
+def test_a_failing_job_shows_its_cause(slurm, make_job):
     job = make_job(queries=toys.random_queries(2), slurm="nodes: 1, ntasks_per_node: 2, time: 10, "
                    "container: [no-such-container, exec]")
     (job_id,) = slurm.submit(job)
@@ -164,8 +154,7 @@ def test_a_failing_job_shows_its_cause(slurm: Cluster, make_job: Make) -> None:
     assert "no-such-container" in slurm.status(out)["slurm"]["cause"]
 
 
-def test_a_failing_line_of_the_prologue_ends_the_job_and_is_named(slurm: Cluster,
-                                                                 make_job: Make) -> None:
+def test_a_failing_line_of_the_prologue_ends_the_job_and_is_named(slurm, make_job):
     job = make_job(queries=toys.random_queries(2, seed=6), slurm=(
         "nodes: 1, ntasks_per_node: 2, time: 10, prologue: ['if true; then', cd /no/where, fi]"))
     (job_id,) = slurm.submit(job)
@@ -177,8 +166,7 @@ def test_a_failing_line_of_the_prologue_ends_the_job_and_is_named(slurm: Cluster
 
 
 @pytest.mark.slow  # beside other tests what it waits for may be told twice before it looks
-def test_who_waits_for_another_that_measures_is_not_requeued_for_ever(
-        slurm: Cluster, make_job: Make, tmp_path: Path) -> None:
+def test_who_waits_for_another_that_measures_is_not_requeued_for_ever(slurm, make_job, tmp_path):
     job = make_job(queries=toys.random_queries(600, seed=7), slurm=(
         "nodes: 1, ntasks_per_node: 2, time: 10, requeue: 6, "
         f"env: {{XDG_CACHE_HOME: {tmp_path}}}"))
@@ -186,7 +174,7 @@ def test_who_waits_for_another_that_measures_is_not_requeued_for_ever(
     compiled = Path(slurm.environment["XDG_CACHE_HOME"], "xgpt", "native")
     (tmp_path / "xgpt" / "native").symlink_to(compiled.resolve())
     holds = ("import sys, time; from pathlib import Path\n"
-             "from xgpt.app.local_profile import alone; from xgpt.app.telling import LogTeller\n"
+             "from xgpt.app.profile import alone; from xgpt.app.telling import LogTeller\n"
              "with alone(Path(sys.argv[1]), Path('/other'), LogTeller()): time.sleep(999)")
     holder = subprocess.Popen([sys.executable, "-c", holds, tmp_path / "xgpt" / "profiles"])
     try:
@@ -206,7 +194,7 @@ def test_who_waits_for_another_that_measures_is_not_requeued_for_ever(
     assert "added no answer" in log_of(job, job_id) and num_lines(job) == 0
 
 
-def test_gpus_are_asked_for_and_their_absence_is_said(slurm: Cluster, make_job: Make) -> None:
+def test_gpus_are_asked_for_and_their_absence_is_said(slurm, make_job):
     """The nodes have stand-ins, which no driver knows."""
     job = make_job(queries=toys.random_queries(2), slurm="nodes: 1, gpus_per_node: 2, time: 10, "
                    "prologue: ['echo GPUs $CUDA_VISIBLE_DEVICES']")

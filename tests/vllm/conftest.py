@@ -1,27 +1,24 @@
 """vLLM's interpreter for the tests marked `vllm`: XGPT_VLLM_PYTHON, else this one where it has
 vLLM. Without either they are skipped."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="the reference needs the extra `run`")
+
 from job_folder import SUPPORT
 from vllm_answers import ANSWER
 
-Asked = Callable[..., dict[str, Any]]
-
 
 @pytest.fixture(scope="session")
-def vllm_python() -> str:
+def vllm_python():
     python = os.environ.get("XGPT_VLLM_PYTHON")
     if python is None and importlib.util.find_spec("vllm") is None:
         pytest.skip("needs vLLM: XGPT_VLLM_PYTHON names the Python of an environment that has it")
@@ -29,7 +26,7 @@ def vllm_python() -> str:
 
 
 @pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def toy(tmp_path_factory):
     """A Llama of heads that vLLM's CPU kernels take, and transformers' own instance of it."""
     pytest.importorskip("torch")
     import torch
@@ -46,8 +43,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="session")
-def asked(vllm_python: str) -> Iterator[Asked]:
-    """What one process answers (support/vllm_answers.py): vLLM takes longer to import than toys
+def asked(vllm_python):
+    """What one process answers (kit/vllm_answers.py): vLLM takes longer to import than toys
     take to run. One that ended is followed by another."""
     with tempfile.TemporaryFile("w+") as said:
         processes: list[subprocess.Popen[str]] = []
@@ -63,8 +60,7 @@ def asked(vllm_python: str) -> Iterator[Asked]:
             process.stdin.flush()
             for line in process.stdout:
                 if line.startswith(ANSWER):
-                    answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
-                    return answer
+                    return json.loads(line.removeprefix(ANSWER))
             said.seek(0)
             raise AssertionError(said.read()[-3000:])
 

@@ -1,21 +1,18 @@
 """An adapter that the job names changes every answer as it does when it is merged into the
 weights."""
 
-from __future__ import annotations
-
 import copy
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the reference needs the extra `run`")
-import torch  # noqa: E402
-import toys  # noqa: E402
-from job_folder import XGPT, as_requests, read_lines, write_job  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+import torch
+import toys
+from job_folder import as_requests, read_lines
+from mpi_runs import call
+from safetensors.torch import save_file
+from vllm_jobs import vllm_job
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 QUERIES = toys.random_queries(12)
@@ -40,18 +37,13 @@ def write_adapter(folder: Path, model: Any) -> Any:
     return merged
 
 
-def test_every_answer_is_the_adapted_models(tmp_path: Path, toy: tuple[Path, Any],
-                                            vllm_python: str, cache: dict[str, str]) -> None:
+def test_every_answer_is_the_adapted_models(tmp_path, toy, vllm_python, cache):
     folder, model = toy
     merged = write_adapter(tmp_path / "adapter", model)
-    job = write_job(tmp_path, folder, as_requests(QUERIES), ranks=1,
-                    schedule="policy: rra, encode_batch: 5, decode_iterations: 4")
-    job.write_text(job.read_text().replace(
-        "run: {", f"run: {{engine: vllm, engine_python: {vllm_python}, "
-        f"engine_args: {{lora_path: {tmp_path / 'adapter'}}}, "))
-    done = subprocess.run([*XGPT, "submit", str(job), "--json"], capture_output=True, text=True,
-                          env=cache, timeout=800, check=False)
-    assert done.returncode == 0, done.stderr
+    job = vllm_job(tmp_path, folder, vllm_python, as_requests(QUERIES),
+                   "policy: rra, encode_batch: 5, decode_iterations: 4",
+                   f"engine_args: {{lora_path: {tmp_path / 'adapter'}}}, ")
+    call("submit", job, "--json", env=cache, timeout_s=800)
     results = read_lines(tmp_path / "out" / "results.jsonl")
     answers = {line["id"]: line["output_ids"] for line in results}
     assert answers == {q.id: toys.generate(merged, q) for q in QUERIES}

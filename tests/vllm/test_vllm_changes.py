@@ -1,51 +1,31 @@
 """A schedule that vLLM executes changes while it runs, as our own engine's does, and no token
 does."""
 
-from __future__ import annotations
-
 import json
-import math
 import os
 import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
+import by_data_sheets
 import numpy as np
 import pytest
+import toys
+from given_runs import given
+from job_folder import read_lines
+from replays import estimated
+from vllm_jobs import engine_of, vllm_job
 
-pytest.importorskip("torch", reason="the reference needs the extra `run`")
-import by_data_sheets  # noqa: E402
-import toys  # noqa: E402
-from job_folder import read_lines, write_job  # noqa: E402
-
-from xgpt.app.opened import open_file  # noqa: E402
-from xgpt.core.job import FixedSchedule
-from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
-from xprofiler.roofline import Roofline  # noqa: E402
-from xrunner.io.launcher_link import load_change_order, read_observed  # noqa: E402
-from xrunner.io.sink import read_progress  # noqa: E402
-from xsimulator.rough.forms import fixed_estimate
+from xgpt.app.opened import open_file
+from xrunner.files.launcher_link import load_change_order, read_observed
+from xrunner.files.sink import read_progress
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 KINDS, COUNT = 20, 600  # so many different queries, repeated
 ENOUGH = 100  # queries done before the engine stands still until a change is planned
 RUNS_S, STANDS_S = 0.05, 0.5  # until then: a state is written every half second of the clock
 LIMIT_S = 600.0
-
-
-def engine_of(launcher: int) -> int | None:
-    """The engine's process, once there is one."""
-    for folder in Path("/proc").iterdir():
-        try:
-            command = (folder / "cmdline").read_bytes().split(b"\0")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-        if b"xrunner.engines.vllm.worker" in command and parent == launcher:
-            return int(folder.name)
-    return None
 
 
 def wait(launcher: subprocess.Popen[str], until_s: float, step_s: float = 0.02) -> None:
@@ -76,28 +56,19 @@ def hold_until_planned(launcher: subprocess.Popen[str], output: Path) -> None:
         os.kill(engine, signal.SIGCONT)
 
 
-def test_a_running_schedule_changes_and_no_token_does(
-        tmp_path: Path, toy: tuple[Path, Any], vllm_python: str, cache: dict[str, str]) -> None:
+def test_a_running_schedule_changes_and_no_token_does(tmp_path, toy, vllm_python, cache):
     folder, reference = toy
     made = toys.random_queries(KINDS, seed=8, longest=6)
     queries = [toys.PreparedQuery(index=i, id=f"q{i}", input_ids=made[i % KINDS].input_ids,
                                   max_new_tokens=20 + i % KINDS, is_forced=True)
                for i in range(COUNT)]  # of 20 to 39 tokens, where the job plans with 15
-    job = write_job(tmp_path, folder, [
+    # the engine stands still now and then: neither are its steps slow for it, nor does it hang
+    job = vllm_job(tmp_path, folder, vllm_python, [
         {"id": q.id, "tokens": list(q.input_ids), "forced_tokens": q.max_new_tokens}
-        for q in queries], schedule="policy: rra", ranks=1)
-    job.write_text(job.read_text().replace(
-        "run: {", f"run: {{engine: vllm, engine_python: {vllm_python}, "
-        # the engine stands still now and then: neither are its steps slow for it, nor does it hang
-        f"step_times: off, stall_timeout: {LIMIT_S:.0f}, "))
+        for q in queries], "policy: rra", f"step_times: off, stall_timeout: {LIMIT_S:.0f}, ")
     problem = open_file(job).problem
-    estimate = fixed_estimate("rra", problem, Roofline(problem.model, problem.cluster.device,
-                                     problem.dtype),
-                                         FixedSchedule(encode_batch=3, decode_iterations=6))
-    save_schedule(schedule_from_flat(
-        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
-        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
-        fingerprint=problem.fingerprint), tmp_path / "given.json")
+    given(estimated("rra", problem, encode_batch=3, decode_iterations=6), problem,
+          tmp_path / "given.json")
     with (tmp_path / "said.json").open("w+") as out, (tmp_path / "said").open("w+") as err:
         launcher = subprocess.Popen(
             [*by_data_sheets.COMMAND, "run", str(job), "--schedule", str(tmp_path / "given.json"),

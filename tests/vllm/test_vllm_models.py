@@ -1,20 +1,15 @@
 """Which models and which stored weights vLLM executes through our engine core: toys of each family
 of config in float32 against transformers, and weights of fewer bits against the same, widened."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-pytest.importorskip("torch", reason="the reference needs the extra `run`")
-import modern  # noqa: E402
-import quantised_toys  # noqa: E402
-import torch  # noqa: E402
-import toys  # noqa: E402
+import quantised_toys
+import torch
+import toys
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 Asked = Callable[..., dict[str, Any]]  # conftest.py
@@ -25,7 +20,7 @@ SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 32}
 # LongRoPE has a factor for each pair of a head's elements that turn
 OWN_SHAPES = {"phi4-mini": {"rope_parameters": {
-    **modern.FAMILIES["phi4-mini"][1]["rope_parameters"],
+    **toys.MODERN_FAMILIES["phi4-mini"][1]["rope_parameters"],
     "short_factor": [1.0 + 0.02 * i for i in range(12)],
     "long_factor": [1.5 + 0.1 * i for i in range(12)]}}}
 REFUSED = "qwen2-windows"  # a window in some layers of Qwen2
@@ -76,8 +71,7 @@ def off_by_rounding(reference: Any, answers: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("variant", ["w4a16", "awq", pytest.param(
     "gptq-4-symmetric", marks=pytest.mark.slow)])
-def test_weights_of_four_bits_are_executed_as_stored(
-        tmp_path: Path, asked: Asked, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_four_bits_are_executed_as_stored(tmp_path, asked, variant, monkeypatch):
     """Through products that unpack the weights as they go, in bfloat16: as far from the widened
     weights in float32 as bfloat16 alone is. A wrong scale or order of values is far off."""
     for name, columns in (("HIDDEN", 128), ("INNER", 256)):  # kernels take multiples of 32
@@ -93,24 +87,23 @@ def test_weights_of_four_bits_are_executed_as_stored(
 
 @pytest.mark.parametrize("family", [
     pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow)
-    for name in modern.FAMILIES if name != REFUSED])
-def test_a_family_is_executed_exactly(tmp_path: Path, asked: Asked, family: str) -> None:
-    model = modern.make_modern(family, tmp_path, **SHAPE, **OWN_SHAPES.get(family, {}))
+    for name in toys.MODERN_FAMILIES if name != REFUSED])
+def test_a_family_is_executed_exactly(tmp_path, asked, family):
+    model = toys.make_modern(family, tmp_path, **SHAPE, **OWN_SHAPES.get(family, {}))
     found = compared(model, answers_of(asked, tmp_path, "float32"))
     assert found.wrong == 0 and found.apart < 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
-def test_an_older_family_is_executed_exactly(tmp_path: Path, asked: Asked,
-                                             family: str) -> None:
+def test_an_older_family_is_executed_exactly(tmp_path, asked, family):
     model = toys.make_model(family, tmp_path, heads=4, head_dim=32)
     found = compared(model, answers_of(asked, tmp_path, "float32"))
     assert found.wrong == 0 and found.apart < 1e-3
 
 
 @pytest.mark.slow
-def test_what_vllm_refuses_is_passed_on(tmp_path: Path, asked: Asked) -> None:
-    modern.make_modern(REFUSED, tmp_path, **SHAPE)
+def test_what_vllm_refuses_is_passed_on(tmp_path, asked):
+    toys.make_modern(REFUSED, tmp_path, **SHAPE)
     with pytest.raises(AssertionError, match="XgptError: vLLM does not start: Sliding window"):
         answers_of(asked, tmp_path, "float32")

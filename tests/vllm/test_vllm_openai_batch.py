@@ -1,75 +1,66 @@
 """A file of OpenAI's batch format through vLLM: what its own sampler has is passed to it, and comes
 back in OpenAI's response objects."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="the model is made with the extra `run`")
 pytest.importorskip("openai", reason="its types are in the extra `dev`")
 import by_data_sheets  # noqa: E402
 import openai_batch  # noqa: E402
-from job_folder import read_lines, write_job  # noqa: E402
+from job_folder import read_lines  # noqa: E402
+from mpi_runs import call, said, sets  # noqa: E402
+from vllm_jobs import vllm_job  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def run(folder: Path, model: Path, python: str, cache: dict[str, str], *overrides: str,
         schedule: str, requests: list[dict[str, Any]] | None = None) -> None:
-    job = write_job(folder, model, requests or [], schedule=schedule, ranks=1)
+    job = vllm_job(folder, model, python, requests or [], schedule)
     if requests is None:
         openai_batch.write_lines(folder / "requests.jsonl")
-    job.write_text(job.read_text().replace(
-        "run: {", f"run: {{engine: vllm, engine_python: {python}, "))
-    done = subprocess.run(
-        [*by_data_sheets.COMMAND, "submit", str(job), "--json",
-         *(part for override in overrides for part in ("--set", override))],
-        capture_output=True, text=True, env=cache, timeout=800, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "start again" not in " ".join(done.stderr.split()), done.stderr
+    done = call("submit", job, "--json", *sets(*overrides), env=cache, timeout_s=800,
+                xgpt=by_data_sheets.COMMAND)
+    assert "start again" not in said(done), done.stderr
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bytes")
     openai_batch.write_model(folder)
     return folder
 
 
-def test_every_line_is_what_openai_promises(tmp_path: Path, model: Path, vllm_python: str,
-                                            cache: dict[str, str]) -> None:
+def test_every_line_is_what_openai_promises(tmp_path, model, vllm_python, cache):
     run(tmp_path, model, vllm_python, cache, "run.engine_args={tool_call_parser: hermes}",
         schedule="policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 16")
     by_name = openai_batch.checked(tmp_path / "out")
     openai_batch.check_plain(by_name)
-    said = {name: openai_batch.choice_of(by_name[name]) for name in (
+    told = {name: openai_batch.choice_of(by_name[name]) for name in (
         "schema", "choice", "pattern", "bias", "call", "tools")}
-    written = json.loads(said["schema"]["message"]["content"])
+    written = json.loads(told["schema"]["message"]["content"])
     assert written.keys() == {"colour", "is_big"} and written["colour"] in ("red", "blue")
-    assert said["choice"]["message"]["content"] in ("yes", "no")
-    first = said["choice"]["logprobs"]["content"][0]
+    assert told["choice"]["message"]["content"] in ("yes", "no")
+    first = told["choice"]["logprobs"]["content"][0]
     assert first["token"] in ("y", "n") and first["top_logprobs"] == [], "others ask for three"
-    head, _, tail = said["pattern"]["message"]["content"].partition("-")
+    head, _, tail = told["pattern"]["message"]["content"].partition("-")
     assert head.isdecimal() and tail.isdecimal() and (len(head), len(tail)) == (3, 4)
-    assert {said[name]["finish_reason"] for name in ("schema", "choice", "pattern")} == {"stop"}
+    assert {told[name]["finish_reason"] for name in ("schema", "choice", "pattern")} == {"stop"}
     ids = by_name["bias"]["xgpt"]["output_ids"]
     assert set(ids) == {65}, "of logits of a few units, a bias of 100 decides"
-    assert "tool_calls" not in said["tools"]["message"], "it wrote none"
-    call, = said["call"]["message"]["tool_calls"]
-    assert said["call"]["finish_reason"] == "tool_calls"
-    assert said["call"]["message"]["content"] is None
+    assert "tool_calls" not in told["tools"]["message"], "it wrote none"
+    call, = told["call"]["message"]["tool_calls"]
+    assert told["call"]["finish_reason"] == "tool_calls"
+    assert told["call"]["message"]["content"] is None
     assert call["function"]["name"] == "weather"
     assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
     assert "vLLM" in openai_batch.why_not(by_name["no schema"])
 
 
-def test_likelihoods_and_forms_outlive_an_eviction(tmp_path: Path, model: Path, vllm_python: str,
-                                                   cache: dict[str, str]) -> None:
+def test_likelihoods_and_forms_outlive_an_eviction(tmp_path, model, vllm_python, cache):
     """Short of KV blocks queries are put back and encoded again, with what they have written."""
     requests: list[dict[str, Any]] = [
         {"id": f"q{i}", "tokens": [65 + i, 66, 67], "max_tokens": 60, "logprobs": 2,

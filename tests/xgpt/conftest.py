@@ -1,10 +1,8 @@
 """What the tests of the commands share."""
 
-from __future__ import annotations
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _plans_are_checked_briefly(short_replays: None) -> None:
+def _plans_are_checked_briefly(short_replays):
     """See short_replays of tests/conftest.py."""

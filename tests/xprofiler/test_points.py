@@ -1,7 +1,5 @@
 """What to measure: a skeleton that spans a job's sizes, then where lines are furthest off."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from profiles import metadata
 
 from xgpt.core import catalog
 from xprofiler.interpolation import Grid
@@ -27,7 +26,7 @@ from xprofiler.points import (
     refinement,
     skeleton,
 )
-from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.profile import Profile, Sample, TableKey
 from xprofiler.timing import Operator
 
 
@@ -38,9 +37,6 @@ def worst_error(tables: dict[Operator, list[Sample]]) -> float:
 
 DECODER = catalog.model("opt-125m")  # 2048 positions
 BOTH = catalog.model("t5-11b")
-METADATA = ProfileMetadata(
-    model="toy", model_shape="m", device="cpu", dtype="float32", ranks=1, threads_per_rank=1,
-    kernels="k", libraries="torch 2")
 needs_of_jobs = st.builds(
     Needs, input_tokens=st.integers(8, 5000), context_tokens=st.integers(2, 5000),
     queries=st.integers(1, 1000), tokens=st.integers(1, 20_000))
@@ -57,7 +53,7 @@ def samples(function: Callable[[float], float], *places: float, y: float = 0) ->
 
 
 @given(needs=needs_of_jobs, is_both=st.booleans())
-def test_the_skeleton_spans_what_is_needed_and_no_more(needs: Needs, is_both: bool) -> None:
+def test_the_skeleton_spans_what_is_needed_and_no_more(needs, is_both):
     model = replace(BOTH if is_both else DECODER, max_positions=None)
     points = skeleton(model, needs)
     decode, encode = (Kind.CROSS, Kind.ENCODER) if is_both else (Kind.DECODE, Kind.ENCODE)
@@ -72,32 +68,22 @@ def test_the_skeleton_spans_what_is_needed_and_no_more(needs: Needs, is_both: bo
     assert {(p.x, p.y) for p in points if p.kind is decode} == {
         (x, y) for x in queries for y in contexts}
     assert all(p.x * p.y <= max(needs.tokens, p.x) for p in points if p.kind is encode)
+    found = [queries, contexts, lengths]
     if not is_both:
-        assert sizes(points, Kind.REST)[0][-1] == needs.tokens
-
-
-@given(needs=needs_of_jobs)
-def test_neighbours_are_at_most_a_few_times_apart(needs: Needs) -> None:
-    points = skeleton(replace(DECODER, max_positions=None), needs)
-    queries, contexts = sizes(points, Kind.DECODE)
-    for found in (queries, contexts, sizes(points, Kind.ENCODE)[0], sizes(points, Kind.REST)[0]):
-        assert all(b / a < 12 for a, b in zip(found, found[1:], strict=False)), found
-
-
-@given(needs=needs_of_jobs)
-def test_no_point_is_asked_for_twice(needs: Needs) -> None:
-    points = skeleton(DECODER, needs)
-    assert len(points) == len(set(points))
+        found.append(sizes(points, Kind.REST)[0])
+        assert found[-1][-1] == needs.tokens
+    assert all(b / a < 12 for own in found for a, b in zip(own, own[1:], strict=False)), found
+    assert len(points) == len(set(points)), "no point is asked for twice"
 
 
 @pytest.mark.parametrize("kind", [Kind.DECODE, Kind.REST])
-def test_products_are_measured_off_the_powers_of_two(kind: Kind) -> None:
+def test_products_are_measured_off_the_powers_of_two(kind):
     """Kernels are quicker there than at the sizes between, which are what a run meets."""
     found, _ = sizes(skeleton(DECODER, Needs()), kind)
     assert not [x for x in found if x > 8 and x & (x - 1) == 0]
 
 
-def test_needs_are_cut_to_the_models_positions() -> None:
+def test_needs_are_cut_to_the_models_positions():
     short = replace(DECODER, max_positions=100)
     points = skeleton(short, Needs())
     assert sizes(points, Kind.ENCODE)[0][-1] == 100
@@ -112,10 +98,10 @@ def measured(points: list[Point], degree: int = 1) -> Profile:
     for point in points:
         key = TableKey(OWN_TABLE[point.kind].value, degree)
         tables[key] = (*tables.get(key, ()), Sample(x=point.x, y=point.y, samples_s=(1.0,)))
-    return Profile(metadata=METADATA, tables=tables, model=DECODER)
+    return Profile(metadata=metadata(), tables=tables, model=DECODER)
 
 
-def test_missing_is_what_the_skeleton_has_and_the_profile_has_not() -> None:
+def test_missing_is_what_the_skeleton_has_and_the_profile_has_not():
     points = skeleton(DECODER, Needs())
     assert missing(measured(points), 1, Needs()) == []
     assert missing(measured(points[2:]), 1, Needs()) == points[:2]
@@ -123,7 +109,7 @@ def test_missing_is_what_the_skeleton_has_and_the_profile_has_not() -> None:
     assert missing(measured([]), 1, Needs()) == points
 
 
-def test_a_larger_job_lacks_points_that_a_smaller_one_does_not() -> None:
+def test_a_larger_job_lacks_points_that_a_smaller_one_does_not():
     small = Needs(queries=20, tokens=600, input_tokens=100, context_tokens=130)
     lacking = missing(measured(skeleton(DECODER, small)), 1, Needs())
     assert Point(Kind.DECODE, 130, 520) in lacking
@@ -131,8 +117,7 @@ def test_a_larger_job_lacks_points_that_a_smaller_one_does_not() -> None:
 
 
 @given(needs=needs_of_jobs, own=needs_of_jobs, is_both=st.booleans())
-def test_a_quick_profile_has_few_points_of_the_skeleton_and_spans_its_job(
-        needs: Needs, own: Needs, is_both: bool) -> None:
+def test_a_quick_profile_has_few_points_of_the_skeleton_and_spans_its_job(needs, own, is_both):
     model = replace(BOTH if is_both else DECODER, max_positions=None)
     own = replace(own, queries=min(own.queries, needs.queries))
     whole, quick = skeleton(model, needs), quick_points(model, needs, own)
@@ -149,13 +134,13 @@ def test_a_quick_profile_has_few_points_of_the_skeleton_and_spans_its_job(
         (x, y) for x in queries for y in contexts}
 
 
-def test_a_quick_profile_of_many_queries_has_a_batch_between_few_and_many() -> None:
+def test_a_quick_profile_of_many_queries_has_a_batch_between_few_and_many():
     needs = Needs(queries=500)
     batches = {p.x for p in quick_points(DECODER, needs, needs) if p.kind is Kind.DECODE}
     assert batches == {1, 9, 33, 130, 500}
 
 
-def test_the_quick_points_of_a_usual_job() -> None:
+def test_the_quick_points_of_a_usual_job():
     own = Needs(input_tokens=85, context_tokens=245, queries=72, tokens=2400)
     points = quick_points(DECODER, Needs(), own)
     assert sizes(points, Kind.DECODE) == ([1, 9, 33, 130], [17, 520])
@@ -167,7 +152,7 @@ def test_the_quick_points_of_a_usual_job() -> None:
     assert sizes(small, Kind.REST)[0] == [75]
 
 
-def test_what_a_profile_leaves_out_lies_within_its_own_sizes() -> None:
+def test_what_a_profile_leaves_out_lies_within_its_own_sizes():
     own = Needs(input_tokens=85, context_tokens=245, queries=72, tokens=2400)
     whole, quick = skeleton(DECODER, Needs()), quick_points(DECODER, Needs(), own)
     assert lacking(measured(quick), 1, whole) == [p for p in whole if p not in quick]
@@ -177,7 +162,7 @@ def test_what_a_profile_leaves_out_lies_within_its_own_sizes() -> None:
     assert Point(Kind.DECODE, 3, 130) in found
     assert left_out(measured(whole), 1) == []
     assert left_out(measured([]), 1) == [], "nothing has no sizes"
-    others = replace(measured(quick), metadata=replace(METADATA, origin="vidur"))
+    others = replace(measured(quick), metadata=metadata(origin="vidur"))
     assert left_out(others, 1) == [], "whose points are their own"
 
 
@@ -185,8 +170,7 @@ def test_what_a_profile_leaves_out_lies_within_its_own_sizes() -> None:
     Needs, input_tokens=st.integers(520, 5000), context_tokens=st.integers(520, 5000),
     queries=st.integers(9, 1000), tokens=st.integers(5000, 20_000)),
     positions=st.none() | st.integers(50, 3000), is_both=st.booleans())
-def test_a_whole_profile_leaves_nothing_out(needs: Needs, positions: int | None,
-                                            is_both: bool) -> None:
+def test_a_whole_profile_leaves_nothing_out(needs, positions, is_both):
     """Of the sizes that whole profiles have: the usual ones, or more."""
     model = replace(BOTH if is_both else DECODER, max_positions=positions)
     profile = replace(measured(skeleton(model, needs)), model=model)
@@ -206,14 +190,14 @@ def bent(x: float) -> float:
     return 1e-3 * (1 + 2 * min(max(x - 33, 0) / 7, 1))
 
 
-def test_the_next_point_lies_in_the_middle_of_the_interval_that_is_furthest_off() -> None:
+def test_the_next_point_lies_in_the_middle_of_the_interval_that_is_furthest_off():
     times = {1.0: 1e-3, 10: 0.01, 30: 0.015, 100: 0.1, 300: 0.3, 900: 0.9}
     point = refinement({Operator.LAYER_REST: samples(times.__getitem__, *times)}, set(), 0.01)
     # 30 lies at half of its neighbours' line, 10 and 100 nearer to theirs
     assert point in (Point(Kind.DECODE, 17, STEP_CONTEXT), Point(Kind.DECODE, 55, STEP_CONTEXT))
 
 
-def test_a_point_that_was_tried_is_not_asked_for_again() -> None:
+def test_a_point_that_was_tried_is_not_asked_for_again():
     tables = {Operator.LAYER_REST: samples(lambda x: x * x, 1, 10, 30, 100, 300)}
     done: set[Point] = set()
     while (point := refinement(tables, done, 0.0)) is not None:
@@ -222,7 +206,7 @@ def test_a_point_that_was_tried_is_not_asked_for_again() -> None:
     assert len(done) == 4, "one in each interval"
 
 
-def test_nothing_is_asked_for_where_lines_are_close_enough() -> None:
+def test_nothing_is_asked_for_where_lines_are_close_enough():
     straight = {Operator.LAYER_REST: samples(lambda x: 1e-3 * x, 1, 10, 100, 1000)}
     assert refinement(straight, set(), 0.001) is None
     assert worst_error(straight) == pytest.approx(0, abs=1e-12)
@@ -233,14 +217,14 @@ def test_nothing_is_asked_for_where_lines_are_close_enough() -> None:
     assert refinement({}, set(), 0.0) is None and worst_error({}) == 0
 
 
-def test_close_neighbours_are_not_split() -> None:
+def test_close_neighbours_are_not_split():
     tables = {Operator.LAYER_REST: samples(lambda x: x * x, 100, 105, 110)}
     assert refinement(tables, set(), 0.0) is None
     assert refinement({Operator.LAYER_REST: samples(lambda x: x**4, 1, 2, 3)}, set(), 0.0) is None
 
 
 @pytest.mark.parametrize("last", [50, 900])
-def test_few_rows_are_timed_in_decode_steps_and_many_in_encode_steps(last: int) -> None:
+def test_few_rows_are_timed_in_decode_steps_and_many_in_encode_steps(last):
     tables = {Operator.LAYER_REST: samples(lambda x: x * x, last / 10, last / 3, last)}
     point = refinement(tables, set(), 0.0)
     assert point is not None
@@ -249,7 +233,7 @@ def test_few_rows_are_timed_in_decode_steps_and_many_in_encode_steps(last: int) 
     assert point.y == (STEP_CONTEXT if is_few else 0)
 
 
-def test_attention_is_refined_along_either_axis() -> None:
+def test_attention_is_refined_along_either_axis():
     def table(function: Callable[[float, float], float]) -> dict[Operator, list[Sample]]:
         return {Operator.DECODE_ATTENTION: [
             Sample(x=x, y=y, samples_s=(function(x, y),))
@@ -263,7 +247,7 @@ def test_attention_is_refined_along_either_axis() -> None:
     assert along_context.x in (1, 10, 100) and along_context.y not in (17, 130, 520)
 
 
-def test_a_whole_inputs_attention_is_refined_where_it_is_no_power() -> None:
+def test_a_whole_inputs_attention_is_refined_where_it_is_no_power():
     squares = samples(lambda x: 1e-6 * x * x, 5, 20, 80, 320, y=1)
     assert refinement({Operator.ENCODE_ATTENTION: squares}, set(), 0.001) is None
     # and what many queries take together is none of its business
@@ -273,7 +257,7 @@ def test_a_whole_inputs_attention_is_refined_where_it_is_no_power() -> None:
     assert point is not None and (point.kind, point.y) == (Kind.ENCODE, 1)
 
 
-def test_an_operator_counts_by_its_share_of_a_step() -> None:
+def test_an_operator_counts_by_its_share_of_a_step():
     """Attention bends more, and is a thousandth of the step."""
     rest = samples(lambda x: 1e-3 * x**1.1, 1, 10, 60)
     attention = [Sample(x=x, y=520, samples_s=(1e-6 * x * x,)) for x in (1, 10, 60)]
@@ -285,7 +269,7 @@ def test_an_operator_counts_by_its_share_of_a_step() -> None:
     assert both is not None and (both.kind, both.y) == (Kind.DECODE, STEP_CONTEXT)
 
 
-def test_refining_spends_its_points_where_the_curve_bends_and_ends() -> None:
+def test_refining_spends_its_points_where_the_curve_bends_and_ends():
     def true_error() -> float:
         grid = Grid(list(known), [0] * len(known), list(known.values()))
         return float(np.max(np.abs(grid(everywhere) / truth - 1)))

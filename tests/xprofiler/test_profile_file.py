@@ -1,7 +1,5 @@
 """The profile's file: one point a line, nothing lost, every fault named."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -11,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from profiles import metadata
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, XgptError
-from xprofiler.cache import cached_profile_path, model_shape
 from xprofiler.profile import (
     Peaks,
     Profile,
     ProfileMetadata,
     Sample,
     TableKey,
+    cached_profile_path,
+    match,
     merge,
+    model_shape,
 )
 from xprofiler.profile_file import (
     AXES,
@@ -29,13 +30,12 @@ from xprofiler.profile_file import (
     load_profile,
     save_profile,
 )
+from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge
 
-METADATA = ProfileMetadata(
-    model="toy", model_shape="m", device="cpu", dtype="float32", ranks=2, threads_per_rank=1,
-    kernels="k", libraries="torch 2", sampling="drawn", is_padded=False, origin="measured",
-    clock="1980 MHz", date="2026-11-21", commit="abc")
+METADATA = metadata(ranks=2, sampling="drawn", is_padded=False, origin="measured",
+                    clock="1980 MHz", date="2026-11-21", commit="abc")
 OTHER = {
     "model_shape": "n", "device": "other", "dtype": "bfloat16", "ranks": 3, "threads_per_rank": 2,
     "kernels": "new", "libraries": "torch 3", "sampling": "greedy", "is_padded": True,
@@ -62,7 +62,7 @@ def profile(**changed: Any) -> Profile:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "profile.json"
 
 
@@ -83,9 +83,12 @@ def faults(path: Path) -> dict[str, str]:
     return {m.key: m.allowed for m in raised.value.mistakes}
 
 
-def test_a_file_keeps_everything(path: Path) -> None:
+def test_a_file_keeps_everything(path):
     save_profile(profile(), path)
     assert load_profile(path) == profile()
+    before = path.read_text()
+    save_profile(load_profile(path), path)
+    assert path.read_text() == before, "writing what was read changes no byte"
     # so does one that knows the least
     bare = Profile(metadata=METADATA, tables={})
     save_profile(bare, path)
@@ -93,7 +96,7 @@ def test_a_file_keeps_everything(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "opt-13b", "t5-11b"])
-def test_a_models_shape_survives(path: Path, name: str) -> None:
+def test_a_models_shape_survives(path, name):
     """A fingerprint of the shape read back decides whether a profile fits a job."""
     model = catalog.model(name)
     save_profile(profile(model=model), path)
@@ -102,15 +105,7 @@ def test_a_models_shape_survives(path: Path, name: str) -> None:
     assert back is not None and model_shape(back) == model_shape(model)
 
 
-def test_writing_what_was_read_changes_no_byte(path: Path, tmp_path: Path) -> None:
-    save_profile(profile(), path)
-    again = tmp_path / "again.json"
-    save_profile(load_profile(path), again)
-    assert again.read_text() == path.read_text()
-
-
-def test_a_file_has_one_point_a_line_so_that_one_changed_point_is_one_changed_line(
-        path: Path, tmp_path: Path) -> None:
+def test_a_file_has_one_point_a_line_so_that_one_changed_point_is_one_changed_line(path, tmp_path):
     save_profile(profile(), path)
     key = TableKey("layer_rest", 2)
     first, *others = profile().tables[key]
@@ -125,7 +120,7 @@ def test_a_file_has_one_point_a_line_so_that_one_changed_point_is_one_changed_li
     assert len(rows) == sum(len(table) for table in profile().tables.values())
 
 
-def test_a_file_says_its_units_verdict_and_version(path: Path) -> None:
+def test_a_file_says_its_units_verdict_and_version(path):
     save_profile(profile(), path)
     raw = json.loads(path.read_text())
     assert raw["version"] == PROFILE_VERSION == 5
@@ -135,20 +130,16 @@ def test_a_file_says_its_units_verdict_and_version(path: Path) -> None:
     assert set(raw["units"]) == {key.name for key in profile().tables}
     assert raw["metadata"]["ranks"] == 2
     assert list(raw["tables"]) == [str(key) for key in profile().tables]
-
-
-def test_every_operator_has_axes() -> None:
     assert {op.value for op in Operator} <= set(AXES)
 
 
-def test_samples_keep_four_digits(path: Path) -> None:
+def test_samples_keep_four_digits(path):
     sample = Sample(x=1, samples_s=(1.23456e-6, 12345.6))
     save_profile(profile(tables={TableKey("head"): (sample,)}), path)
     assert load_profile(path).table("head")[0].samples_s == (1.235e-6, 12350.0)
 
 
-def test_a_write_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch
-                                                ) -> None:
+def test_a_write_that_fails_leaves_the_old_file(path, monkeypatch):
     save_profile(profile(), path)
     before = path.read_text()
     unwritable = {TableKey("no_such_table"): points((1, 0, 1.0))}
@@ -167,36 +158,37 @@ def test_a_write_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("text", [
     "", "[]", "{}", "null", "[" * 100_000, '{"version": 99}', '{"version": null}',
     '{"version": []}', '{"version": true}', '{"version": 2.0}',
-    '{"version": 1}', '{"version": 2}', '{"version": 2, "tables": {}}'])
-def test_a_file_that_is_no_profile_is_refused_by_name(path: Path, text: str) -> None:
-    path.write_text(text)
-    assert faults(path)
-
-
-@pytest.mark.parametrize("text", [
+    '{"version": 1}', '{"version": 2}', '{"version": 2, "tables": {}}',
     '{"version": 5, "metadata": [1], "tables": {}}',
     '{"version": 5, "metadata": {}, "tables": [1]}'])
-def test_an_odd_file_is_refused_by_name(path: Path, text: str) -> None:
+def test_a_file_that_is_no_profile_is_refused_by_name(path, text):
+    assert "not a readable profile" in faults(path)[""], "it is not there"
     path.write_text(text)
     assert faults(path)
 
 
-@pytest.mark.parametrize("value", ["long", None, [1]])
-def test_spent_seconds_that_are_no_number_are_refused_by_name(path: Path, value: object) -> None:
-    assert "spent_s" in faults(changed_file(path, lambda raw: raw.update(spent_s=value)))
+NESTED = json.loads("[" * 900 + "]" * 900)  # found by the fuzzer: taken, and not written again
 
 
-def test_a_file_that_is_not_there_is_refused_by_name(path: Path) -> None:
-    assert "not a readable profile" in faults(path)[""]
+@pytest.mark.parametrize(("part", "key", "value", "fault"), [
+    *(("", "spent_s", value, "spent_s") for value in ("long", None, [1])),
+    *(("model", key, NESTED, "model") for key in ("activation", "max_positions", "source")),
+    ("model", "rope_scaling", {"factor": [NESTED]}, "model"),
+    ("tables", "layer_rest tp=1", [[1, 0, [1.0]], [1, 0, [2.0]]], "tables.layer_rest tp=1"),
+    *(("tables", key, [[1, 0, [1.0]]], f"tables.{key}") for key in (
+        "", "head tp=0", "head tp=-1", "head tp=two", "head speed=3", "Head tp=1"))])
+def test_a_value_that_cannot_be_is_refused_by_its_key(path, part, key, value, fault):
+    spoilt = changed_file(path, lambda raw: (raw[part] if part else raw).update({key: value}))
+    assert set(faults(spoilt)) == {fault}
 
 
-def test_another_version_names_the_one_that_is_read(path: Path) -> None:
+def test_another_version_names_the_one_that_is_read(path):
     changed_file(path, lambda raw: raw.update(version=99))
     assert faults(path) == {"version": (
         "this xgpt reads version 5: measure anew, `xgpt profile JOB --out FILE`")}
 
 
-def test_every_fault_is_named_at_once(path: Path) -> None:
+def test_every_fault_is_named_at_once(path):
     def spoil(raw: dict[str, Any]) -> None:
         raw["metadata"]["ranks"] = "two"
         raw["metadata"]["colour"] = "red"
@@ -208,23 +200,14 @@ def test_every_fault_is_named_at_once(path: Path) -> None:
 
     assert set(faults(changed_file(path, spoil))) == {
         "metadata.ranks", "metadata.colour", "metadata.device", "peaks.flops_per_s",
-        "tables.layer_rest tp=2", "tables.unheard tp=1", "model"}
-
-
-@pytest.mark.parametrize("key", ["activation", "max_positions", "rope_scaling", "source"])
-def test_a_shape_that_is_nested_is_refused_by_its_key(path: Path, key: str) -> None:
-    """Found by the fuzzer: it was taken, and could not be written again."""
-    nested = json.loads("[" * 900 + "]" * 900)
-    value = {"factor": [nested]} if key == "rope_scaling" else nested
-    refused = faults(changed_file(path, lambda raw: raw["model"].update({key: value})))
-    assert set(refused) == {f"model.{key}"}
+        "tables.layer_rest tp=2", "tables.unheard tp=1", "model.wings"}
 
 
 @pytest.mark.parametrize("row", [
     [1, 0], [1, 0, []], [1, 0, 2.0], [-1, 0, [1.0]], [1, 0, [-1.0]], ["1", 0, [1.0]],
     [1, None, [1.0]], [True, 0, [1.0]], [1, 0, [float("nan")]], [1, 0, [float("inf")]], {}, 3,
     [1, 0, [1e30]], [1, 0, [86_401.0]], [1e30, 0, [1.0]], [3, 0, [0.0]], [3, 0, [1.0, 0]]])
-def test_a_row_that_is_no_point_is_refused(path: Path, row: object) -> None:
+def test_a_row_that_is_no_point_is_refused(path, row):
     def spoil(raw: dict[str, Any]) -> None:
         raw["tables"]["layer_rest tp=1"].append(row)
 
@@ -233,26 +216,12 @@ def test_a_row_that_is_no_point_is_refused(path: Path, row: object) -> None:
     assert allowed.startswith(("points [x, y, [seconds, ...]]", "seconds above 0"))
 
 
-def test_a_steps_own_cost_may_be_nothing(path: Path) -> None:
+def test_a_steps_own_cost_may_be_nothing(path):
     changed_file(path, lambda raw: raw["tables"].update({"step_overhead tp=1": [[0, 0, [0.0]]]}))
     assert load_profile(path).table("step_overhead")[0].median_s == 0.0
 
 
-def test_two_rows_of_one_point_are_refused(path: Path) -> None:
-    def spoil(raw: dict[str, Any]) -> None:
-        raw["tables"]["layer_rest tp=1"].append([1, 0, [2.0]])
-
-    assert set(faults(changed_file(path, spoil))) == {"tables.layer_rest tp=1"}
-
-
-@pytest.mark.parametrize("key", [
-    "", "head tp=0", "head tp=-1", "head tp=two", "head speed=3", "Head tp=1"])
-def test_a_table_of_no_known_name_or_degree_is_refused(path: Path, key: str) -> None:
-    spoilt = changed_file(path, lambda raw: raw["tables"].update({key: [[1, 0, [1.0]]]}))
-    assert set(faults(spoilt)) == {f"tables.{key}"}
-
-
-def test_profiles_of_one_thing_merge_and_a_point_in_both_keeps_the_quieter() -> None:
+def test_profiles_of_one_thing_merge_and_a_point_in_both_keeps_the_quieter():
     quiet = Sample(x=4, samples_s=(1.0, 1.01, 1.02, 1.03))
     loud = Sample(x=4, samples_s=(1.0, 2.0, 3.0, 4.0))
     own, new = Sample(x=1, samples_s=(0.5, 0.5, 0.5)), Sample(x=9, samples_s=(3.0, 3.0, 3.0))
@@ -268,47 +237,90 @@ def test_profiles_of_one_thing_merge_and_a_point_in_both_keeps_the_quieter() -> 
     assert (merged.model, merged.peaks) == (second.model, second.peaks)
     assert merge(second, first).tables == merged.tables
     assert merge(second, second).tables == second.tables
-
-
-def test_merged_points_are_in_order_of_y_then_x() -> None:
-    key = TableKey("decode_attention")
+    # points are in order of y, then x; a single sample does not displace a measurement of many
+    key, single = TableKey("decode_attention"), Sample(x=4, samples_s=(9.0,))
     first, second = points((4, 10, 1.0), (1, 20, 1.0)), points((1, 10, 1.0), (4, 20, 1.0))
-    merged = merge(profile(tables={key: first}), profile(tables={key: second}))
+    merged = merge(profile(tables={key: first, head: (quiet,)}),
+                   profile(tables={key: second, head: (single,)}))
     assert [(p.x, p.y) for p in merged.tables[key]] == [(1, 10), (4, 10), (1, 20), (4, 20)]
-
-
-def test_a_single_sample_does_not_displace_a_measurement_of_many() -> None:
-    many = Sample(x=1, samples_s=(1.0, 1.01, 1.02, 1.03, 1.04))
-    single = Sample(x=1, samples_s=(9.0,))
-    ours, theirs = (profile(tables={TableKey("head"): (s,)}) for s in (many, single))
-    assert merge(ours, theirs).table("head") == (many,)
+    assert merged.tables[head] == (quiet,)
 
 
 @pytest.mark.parametrize("key", OTHER)
-def test_profiles_of_different_things_do_not_merge(key: str) -> None:
-    other = profile(metadata=replace(METADATA, **{key: OTHER[key]}))  # type: ignore[arg-type]
+def test_profiles_of_different_things_do_not_merge_and_have_files_of_their_own(tmp_path, key):
+    other = replace(METADATA, **{key: OTHER[key]})  # type: ignore[arg-type]
     with pytest.raises(XgptError, match=f"cannot be merged; {key}: "):
-        merge(profile(), other)
+        merge(profile(), profile(metadata=other))
+    path = cached_profile_path(tmp_path, METADATA)
+    assert cached_profile_path(tmp_path, other) != path
+    labelled = replace(METADATA, **LABELS)  # type: ignore[arg-type]
+    assert cached_profile_path(tmp_path, labelled) == path
 
 
-def test_every_field_of_the_metadata_is_part_of_the_identity_or_a_label() -> None:
+def test_every_field_of_the_metadata_is_part_of_the_identity_or_a_label():
     assert set(METADATA.identity) == set(OTHER)
     assert set(OTHER) | set(LABELS) == set(METADATA.__dataclass_fields__)
 
 
-@pytest.mark.parametrize("key", OTHER)
-def test_the_cache_has_a_profile_for_this_metadata_alone(tmp_path: Path, key: str) -> None:
-    path = cached_profile_path(tmp_path, METADATA)
-    labelled = replace(METADATA, **LABELS)  # type: ignore[arg-type]
-    assert cached_profile_path(tmp_path, labelled) == path
-    other = replace(METADATA, **{key: OTHER[key]})  # type: ignore[arg-type]
-    assert cached_profile_path(tmp_path, other) != path
-
-
-def test_spread_is_the_interquartile_range_over_the_median() -> None:
+def test_spread_is_the_interquartile_range_over_the_median():
     assert Sample(x=1, samples_s=(1.0, 2.0, 3.0, 4.0, 5.0)).spread == pytest.approx(2 / 3)
     assert Sample(x=1, samples_s=(1.0, 9.0)).spread == 0.0
     assert Sample(x=1, samples_s=(0.0, 0.0, 0.0)).spread == 0.0
     few, many = (Sample(x=1, samples_s=(1.0, 2.0, 3.0) * n) for n in (1, 9))
     assert few.standard_error == pytest.approx(1.25 * 0.5 / 1.35 / 3**0.5)
     assert many.standard_error < few.standard_error
+
+
+# --- which job a profile is of ----------------------------------------------------------------
+
+
+WANTED = metadata(device="cpu worker", ranks=2, sampling="greedy")
+PLACES = [(is_cpu, is_here) for is_cpu in (True, False) for is_here in (True, False)]
+
+
+def found(**changed: Any) -> ProfileMetadata:
+    return replace(WANTED, **changed)
+
+
+@pytest.mark.parametrize(("is_cpu", "is_here"), PLACES)
+def test_a_profile_of_what_will_run_is_neither_refused_nor_marked(is_cpu, is_here):
+    labelled = found(model="the same by another name", date="2020-01-01", commit="x", clock="fast",
+                     is_padded=False)  # the source's own business: TimingFacts.is_padded
+    assert match(labelled, WANTED, is_cpu=is_cpu, is_here=is_here) == ((), ())
+
+
+@pytest.mark.parametrize(("is_cpu", "is_here"), PLACES)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"device": "cuda H200"}, "it is of device 'cuda H200', the job's is 'cpu worker'"),
+    ({"dtype": "bfloat16"}, "it is of dtype 'bfloat16', the job's is 'float32'"),
+    ({"model": "big", "model_shape": "n"},
+     "it is of model 'big (shape n)', the job's is 'toy (shape m)'"),
+    ({"model_shape": "n"}, "it is of model 'toy (shape n)', the job's is 'toy (shape m)'")])
+def test_another_device_dtype_or_model_is_refused_everywhere(is_cpu, is_here, change, words):
+    got = match(found(**change), WANTED, is_cpu=is_cpu, is_here=is_here)
+    assert got.refusals == (words,)
+    assert got.marks == ()
+
+
+def test_every_refusal_is_named_at_once():
+    got = match(found(device="x", dtype="y", model_shape="z"), WANTED, is_cpu=True, is_here=True)
+    assert len(got.refusals) == 3
+
+
+@pytest.mark.parametrize(("is_cpu", "is_here"), PLACES)
+@pytest.mark.parametrize(("key", "value"), [
+    ("kernels", "old"), ("sampling", "drawn"), ("origin", "vidur"), ("ranks", 4),
+    ("threads_per_rank", 8), ("libraries", "torch 1")])
+def test_other_kernels_are_marked_and_machines_where_they_matter(is_cpu, is_here, key, value):
+    got = match(found(**{key: value}), WANTED, is_cpu=is_cpu, is_here=is_here)
+    matters = {"ranks": is_cpu, "threads_per_rank": is_cpu, "libraries": is_here}.get(key, True)
+    assert got.refusals == ()
+    assert got.marks == ((f"{key} {value!r} instead of {getattr(WANTED, key)!r}",) * matters)
+
+
+def test_marks_are_loud_in_every_provenance():
+    other = found(kernels="old", threads_per_rank=8)
+    marks = match(other, WANTED, is_cpu=True, is_here=True).marks
+    table = {TableKey("layer_rest"): (Sample(x=1, samples_s=(1.0,)),)}
+    shown = ProfileTiming(Profile(metadata=other, tables=table), marks=marks).provenance()
+    assert "NOT OF WHAT WILL RUN: kernels 'old' instead of 'k'; threads_per_rank 8" in shown

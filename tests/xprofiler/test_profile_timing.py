@@ -1,19 +1,16 @@
 """A profile as a TimingSource: each table in its own shape, refusals and marks in words."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from laid_out import amdahl, profile_of
+from profiles import amdahl, metadata, profile_of
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Link
 from xgpt.core.errors import XgptError
-from xprofiler.made_sources import Raised, remembering
 from xprofiler.profile import (
     ALL_REDUCE,
     HANDOVER,
@@ -22,20 +19,17 @@ from xprofiler.profile import (
     TRANSFER,
     LearnedSteps,
     Profile,
-    ProfileMetadata,
     Sample,
     TableKey,
 )
-from xprofiler.profile_timing import ProfileTiming, table_shape
-from xprofiler.retimed import Factor, Retimed
+from xprofiler.profile_timing import Factor, ProfileTiming, Retimed, table_shape
 from xprofiler.roofline import Roofline
+from xprofiler.source_errors import Raised
 from xprofiler.timing import MessageKind, Operator, of_role
 
 REDUCE, SEND, HAND_OVER = MessageKind.ALL_REDUCE, MessageKind.TRANSFER, MessageKind.HANDOVER
 
-METADATA = ProfileMetadata(
-    model="toy", model_shape="m", device="cpu worker", dtype="float32", ranks=2,
-    threads_per_rank=3, kernels="k", libraries="torch 2", date="2026-11-21")
+METADATA = metadata(device="cpu worker", ranks=2, threads_per_rank=3, date="2026-11-21")
 NEAR = Link(name="near", bandwidth_bytes_per_s=1e9, latency_s=1e-6)
 FAR = Link(name="far", bandwidth_bytes_per_s=1e8, latency_s=1e-5)
 FALLBACK = Roofline(catalog.model("opt-125m"), catalog.device("A100-80"), "float16")
@@ -66,47 +60,43 @@ def timing(tables: Any = None, *, refused: dict[int, str] | None = None,
                          fallback, marks)
 
 
-def test_operators_are_joined_by_lines_through_zero() -> None:
-    got = timing().operator_s(Operator.LAYER_REST, [0, 0.5, 1, 2.5, 4, 8, 16, 33])
-    assert got.tolist() == [0, 0.5, 1, 2.5, 4, 6, 10, np.inf]
-    # further arguments of a call do not count
-    assert timing().operator_s(Operator.HEAD, 4, [1, 99]).tolist() == [4, 4]
+@pytest.mark.parametrize(("operator", "x", "y", "degree", "seconds"), [
+    # joined by lines through zero; further arguments of a call do not count
+    (Operator.LAYER_REST, [0, 0.5, 1, 2.5, 4, 8, 16, 33], 0, 1, [0, 0.5, 1, 2.5, 4, 6, 10, np.inf]),
+    (Operator.HEAD, 4, [1, 99], 1, [4, 4]), (Operator.LAYER_REST, 8, 0, 4, 2),
+    # bilinear, and growing with the context
+    (Operator.DECODE_ATTENTION, [1, 4, 2.5, 4, 4], [10, 20, 15, 30, 81], 1,
+     [1, 7, 3.25, 11, np.inf]),
+    # joined by powers, and settling with the batch
+    (Operator.ENCODE_ATTENTION, [10, 15, 40, 10, 10], [0, 1, 1, 2.5, 999], 1,
+     [1, 1.5**2, 16, 2, 3]),
+    (Operator.LAYER_REST, np.ones((2, 3)), 0, 1, np.ones((2, 3)))])
+def test_each_table_has_its_own_shape(operator, x, y, degree, seconds):
+    source = timing({**TABLES, TableKey("layer_rest", 4): points((1, 0, 0.5), (8, 0, 2.0))})
+    found = source.operator_s(operator, x, y, tp_degree=degree)
+    assert found == pytest.approx(np.array(seconds)) and source.profile.tp_degrees == (1, 4)
 
 
-def test_decode_attention_is_bilinear_and_grows_with_context() -> None:
-    got = timing().operator_s(Operator.DECODE_ATTENTION, [1, 4, 2.5, 4, 4], [10, 20, 15, 30, 81])
-    assert got.tolist() == [1, 7, 3.25, 11, np.inf]
-
-
-def test_encode_attention_is_joined_by_powers_and_settles_with_the_batch() -> None:
-    got = timing().operator_s(Operator.ENCODE_ATTENTION, [10, 15, 40, 10, 10], [0, 1, 1, 2.5, 999])
-    assert got.tolist() == pytest.approx([1, 1.5**2, 16, 2, 3])
-
-
-def test_a_degree_has_its_own_tables() -> None:
-    tables = {**TABLES, TableKey("layer_rest", 4): points((1, 0, 0.5), (8, 0, 2.0))}
-    got = [float(timing(tables).operator_s(Operator.LAYER_REST, 8, tp_degree=d)) for d in (1, 4)]
-    assert got == [6, 2]
-    assert timing(tables).profile.tp_degrees == (1, 4)
-
-
-def test_messages_cost_their_latency_and_then_by_the_byte() -> None:
+def test_messages_cost_their_latency_and_then_by_the_byte():
     source = timing()
     assert source.message_s(SEND, np.array([0, 100, 600, 2100]), NEAR).tolist() == [
         0.5, 0.5, 1, 2.5]
     assert source.message_s(REDUCE, np.array([50, 600]), NEAR, tp_degree=4).tolist() == [2, 2.5]
     assert source.message_s(REDUCE, np.array([50, 600]), FAR, tp_degree=1).tolist() == [0, 0]
     assert source.message_s(SEND, 11_100, NEAR) == pytest.approx(11.5), "of any size"
+    assert source.message_s(SEND, np.ones((4, 2)), NEAR).shape == (4, 2)
 
 
-def test_a_handover_takes_the_quicker_way_that_was_measured() -> None:
+def test_a_handover_takes_the_quicker_way_that_was_measured():
     ways = {k: v for k, v in MESSAGES.items() if k.name != HANDOVER_DIRECT}
     assert timing().message_s(HAND_OVER, np.array([100, 600, 1100]), NEAR).tolist() == [1, 2.5, 3]
     assert timing(ways).message_s(HAND_OVER, np.array([100, 600, 1100]), NEAR).tolist() == [1, 3, 5]
 
 
-def test_the_hosts_share_is_the_overheads_median() -> None:
-    assert timing().facts.step_overhead_s == 0.25
+def test_the_hosts_share_is_the_overheads_median():
+    assert timing().facts.step_overhead_s == 0.25 and timing().facts.is_padded
+    plain = Profile(metadata=replace(METADATA, is_padded=False), tables=TABLES)
+    assert not ProfileTiming(plain).facts.is_padded, "as the measured kernels are"
     none = {k: v for k, v in TABLES.items() if k.name != STEP_OVERHEAD}
     assert timing(none).facts.step_overhead_s == 0
     helped = timing(none, fallback=FALLBACK).facts
@@ -118,7 +108,7 @@ def test_the_hosts_share_is_the_overheads_median() -> None:
     lambda source, link: source.message_s(REDUCE, 600, link, tp_degree=4),
     lambda source, link: source.message_s(HAND_OVER, 600, link)],
     ids=["transfer", "all_reduce", "handover"])
-def test_the_fallback_answers_for_links_alone_that_were_not_measured(call: Any) -> None:
+def test_the_fallback_answers_for_links_alone_that_were_not_measured(call):
     both = timing(fallback=FALLBACK)
     assert call(both, FAR) == call(FALLBACK, FAR)
     assert call(both, NEAR) == call(timing(), NEAR) != call(FALLBACK, NEAR)
@@ -128,7 +118,7 @@ def test_the_fallback_answers_for_links_alone_that_were_not_measured(call: Any) 
         call(timing(TABLES), NEAR)
 
 
-def test_the_fallback_never_answers_for_an_operator() -> None:
+def test_the_fallback_never_answers_for_an_operator():
     source = timing(fallback=FALLBACK)
     for ask in (lambda: source.operator_s(Operator.EMBED, 1),
                 lambda: source.reach(Operator.EMBED, 1)):
@@ -136,7 +126,7 @@ def test_the_fallback_never_answers_for_an_operator() -> None:
             ask()
 
 
-def test_a_degree_that_was_not_measured_is_told_from_one_that_cannot_be() -> None:
+def test_a_degree_that_was_not_measured_is_told_from_one_that_cannot_be():
     source = timing(refused={3: "12 heads cannot be split by 3"})
     with pytest.raises(XgptError, match="no tensor-parallel degree 2; it has: 1, 4"):
         source.operator_s(Operator.HEAD, 1, tp_degree=2)
@@ -146,14 +136,14 @@ def test_a_degree_that_was_not_measured_is_told_from_one_that_cannot_be() -> Non
         source.operator_s(Operator.HEAD, 1, tp_degree=4)
 
 
-def test_reach_is_the_largest_measured_size_where_more_is_extrapolated() -> None:
+def test_reach_is_the_largest_measured_size_where_more_is_extrapolated():
     source = timing()
     assert source.reach(Operator.LAYER_REST, 1) == (8, np.inf)
     assert source.reach(Operator.DECODE_ATTENTION, 1) == (4, 20)
     assert source.reach(Operator.ENCODE_ATTENTION, 1) == (20, np.inf)  # shares settle
 
 
-def test_provenance_says_whose_numbers_these_are_and_how_they_differ() -> None:
+def test_provenance_says_whose_numbers_these_are_and_how_they_differ():
     assert timing().provenance() == (
         "measured on cpu worker, float32, 2 ranks x 3 threads, 2026-11-21")
     assert "not of what will run" not in timing().provenance().lower()
@@ -166,32 +156,16 @@ def test_provenance_says_whose_numbers_these_are_and_how_they_differ() -> None:
     assert helped.provenance().endswith(f"; transfer over near: {FALLBACK.provenance()}")
 
 
-def test_padding_is_the_measured_kernels() -> None:
-    assert timing().facts.is_padded
-    plain = Profile(metadata=replace(METADATA, is_padded=False), tables=TABLES)
-    assert not ProfileTiming(plain).facts.is_padded
-
-
 @pytest.mark.parametrize("operator", Operator)
-def test_only_messages_have_a_cost_without_work(operator: Operator) -> None:
+def test_only_messages_have_a_cost_without_work(operator):
     assert table_shape(TableKey(operator.value)).through_zero
     assert not table_shape(TableKey(TRANSFER, 1, "near")).through_zero
-
-
-def test_what_comes_back_broadcasts_like_its_arguments() -> None:
-    source = timing()
-    got = source.operator_s(Operator.DECODE_ATTENTION, np.ones((5, 1)), np.full(3, 10.0))
-    assert got.shape == (5, 3)
-    assert source.operator_s(Operator.LAYER_REST, np.ones((2, 3)), 0).shape == (2, 3)
-    assert source.operator_s(Operator.LAYER_REST, 1.0).shape == ()
-    assert source.message_s(SEND, np.ones((4, 2)), NEAR).shape == (4, 2)
 
 
 @pytest.mark.parametrize(("device", "rows", "encoder", "times"), [
     ("cpu-1c-x", 2080, False, 16), ("cpu-1c-x", 2080, True, 1), ("A100-80", 2080, False, 1),
     ("cpu-1c-x", 2000, False, 1)])  # the last is no whole piece
-def test_rows_that_go_in_pieces_count_as_measured(
-        device: str, rows: int, encoder: bool, times: int) -> None:
+def test_rows_that_go_in_pieces_count_as_measured(device, rows, encoder, times):
     tables = {TableKey("layer_rest"): points((100, 0, 1.0), (rows, 0, 10.0)),
               **({TableKey("encoder_rest"): points((100, 0, 1.0))} if encoder else {})}
     source = ProfileTiming(Profile(metadata=replace(METADATA, device=device), tables=tables))
@@ -222,9 +196,7 @@ def factors(source: ProfileTiming, operator: Operator, x: Any, y: Any = 0) -> li
     ({"encode": (16, 2.0), "mixed": (4, 0.5)}, 2.0, 0.5, [0.5, 0.5, 1.0, 2.0, 2.0]),
     ({"decode": (4, 0.5), "encode": (16, 2.0)}, 2.0, 0.5, [0.5, 0.5, 1.0, 2.0, 2.0]),
     ({"decode": (0.5, 0.5)}, 1.0, 0.5, [math.sqrt(0.5), 1.0, 1.0, 1.0, 1.0])])
-def test_kinds_of_steps_that_no_run_told_of_keep_their_times(
-        by_kind: dict[str, tuple[float, float]], encode: float, decode: float,
-        rows_2_to_32: list[float]) -> None:
+def test_kinds_of_steps_that_no_run_told_of_keep_their_times(by_kind, encode, decode, rows_2_to_32):
     source = learned(**by_kind)
     assert factors(source, Operator.ENCODE_ATTENTION, 20, 1) == [encode]
     assert factors(source, Operator.DECODE_ATTENTION, 2, 20) == [decode]
@@ -233,14 +205,14 @@ def test_kinds_of_steps_that_no_run_told_of_keep_their_times(
     assert "as runs here took since" in source.provenance()
 
 
-def test_what_slows_a_run_slows_the_kinds_that_were_not_seen() -> None:
+def test_what_slows_a_run_slows_the_kinds_that_were_not_seen():
     slowed = Retimed(timing(), {"decode": Factor(rows=4, factor=2.0)})
     assert slowed.operator_s(Operator.ENCODE_ATTENTION, 20, 1) == 8.0
     assert slowed.operator_s(Operator.LAYER_REST, 32) == 2 * timing().operator_s(
         Operator.LAYER_REST, 32)
 
 
-def test_a_pool_of_one_phase_takes_the_times_of_its_own_steps() -> None:
+def test_a_pool_of_one_phase_takes_the_times_of_its_own_steps():
     """Of WAA's pools one may be on a core that another program shares, and the other not."""
     slowed = Retimed(timing(), {"decode": Factor(rows=4, factor=2.0),
                                 "encode": Factor(rows=32, factor=1.0)})
@@ -254,8 +226,6 @@ def test_a_pool_of_one_phase_takes_the_times_of_its_own_steps() -> None:
     raised = Raised(slowed, TableKey(Operator.LAYER_REST.value, 1), 1.1)
     assert of_role(raised, "decode").operator_s(Operator.LAYER_REST, 4) == pytest.approx(
         2.2 * timing().operator_s(Operator.LAYER_REST, 4))
-    assert of_role(remembering(slowed), "encode").operator_s(
-        Operator.LAYER_REST, 32) == timing().operator_s(Operator.LAYER_REST, 32)
     mixed = Retimed(timing(), {"mixed": Factor(rows=8, factor=1.5)})
     assert of_role(mixed, "encode") is mixed
 
@@ -263,7 +233,7 @@ def test_a_pool_of_one_phase_takes_the_times_of_its_own_steps() -> None:
 @pytest.mark.parametrize(("ranks", "origin", "expected"), [
     (2, "measured", True), (1, "measured", False), (2, "imported from vidur", False),
     (2, "derived from 1x2 and 2x1", True)])
-def test_messages_within_groups_are_our_runners(ranks: int, origin: str, expected: bool) -> None:
+def test_messages_within_groups_are_our_runners(ranks, origin, expected):
     profile = profile_of(catalog.model("opt-125m"), ranks, 1, amdahl(0.1))
     timing = ProfileTiming(replace(profile, metadata=replace(profile.metadata, origin=origin)))
     assert timing.facts.sends_in_groups is expected

@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,27 +12,26 @@ from xrunner.query import PreparedQuery  # noqa: E402
 
 
 @pytest.fixture(scope="session", params=toys.FAMILIES)
-def toy(request: pytest.FixtureRequest,
-        tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def toy(request, tmp_path_factory):
     """(directory, transformers' model) of each family in turn."""
     directory = tmp_path_factory.mktemp(request.param)
     return directory, toys.make_model(request.param, directory)
 
 
 @pytest.fixture(scope="session")
-def toy_answers(toy: tuple[Path, Any]) -> dict[int, list[int]]:
+def toy_answers(toy):
     """What transformers answers to 17 queries, by their index."""
     return {q.index: toys.generate(toy[1], q) for q in toys.random_queries(17)}
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def llama(tmp_path_factory):
     directory = tmp_path_factory.mktemp("llama-alone")
     return directory, toys.make_model("llama", directory)
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+def made(tmp_path_factory):
     """(directory, transformers' model) of a family, made when first asked for."""
 
     @cache
@@ -47,8 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 
 @pytest.fixture(scope="session")
-def answered(made: Callable[[str], tuple[Path, Any]],
-             ) -> Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]:
+def answered(made):
     """17 queries and what transformers answers to each, by family."""
 
     @cache

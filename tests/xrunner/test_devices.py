@@ -5,31 +5,29 @@ FakeTensor), which refuse what two devices' tensors would refuse. `lazy` is a de
 build of torch knows; it stands for a GPU.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from zero_weights import Zeros
+from toy_stages import shape
+from toys import Zeros
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xrunner import devices
+from xrunner.comm.handover import EntryReceiver, EntrySender, transfers
+from xrunner.comm.messages import Joined, Message, StartMessage, StepMessage
+from xrunner.comm.point_to_point import LocalComm, local_comms
 from xrunner.devices import Arriving
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
-from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.weights import WHOLE, Shard
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
-from xrunner.transport.comm import LocalComm, local_comms
-from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.handover import transfers
-from xrunner.transport.messages import Joined, Message, StartMessage, StepMessage
 
 DEVICE, LAYERS, LENGTHS, CAPACITY = torch.device("lazy", 0), 3, (4, 2, 5), 12
 START = StartMessage(num_groups=1, capacity=CAPACITY, slots=4, encoded_capacity=CAPACITY,
@@ -53,44 +51,34 @@ class Gate(LocalComm):
 
 
 @pytest.fixture()
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def elsewhere(monkeypatch):
     """Tensors have no values; where a step asks for one (its longest context), it is 9."""
     monkeypatch.setattr(torch.Tensor, "__int__", lambda self: 9)
     with FakeTensorMode():
         yield
 
 
-def spec_of(family: str) -> ModelSpec:
-    return ModelSpec(
-        name="toy", family=family, num_layers=LAYERS, hidden_size=24, num_heads=6,
-        num_kv_heads=2 if family == "llama" else 6, vocab_size=50, intermediate_size=32,
-        is_gated_mlp=family == "llama", has_bias=family in ("opt", "gpt2"), tied_embeddings=True,
-        max_positions=64, num_encoder_layers=LAYERS if family == "t5" else 0)
+SPECS = {"llama": shape(num_layers=LAYERS, num_kv_heads=2),
+         "t5": shape("t5", num_layers=LAYERS, num_encoder_layers=LAYERS, num_kv_heads=None,
+                     is_gated_mlp=False, max_positions=None)}
 
 
 def stages(spec: ModelSpec, *roles: str) -> list[StageAssignment]:
     """One stage of one rank for each role."""
-    found = []
-    for place, role in enumerate(roles):
-        encoder = spec.num_encoder_layers if role != "decode" else 0
-        is_encoder = spec.is_encoder_decoder and role == "encode"
-        found.append(StageAssignment(
-            index=place, ranks=(place,), first_layer=0, num_layers=0 if is_encoder else LAYERS,
-            first_encoder_layer=0, num_encoder_layers=encoder))
-    return found
+    return [StageAssignment(
+        index=place, ranks=(place,), first_layer=0, first_encoder_layer=0,
+        num_layers=0 if spec.is_encoder_decoder and role == "encode" else LAYERS,
+        num_encoder_layers=spec.num_encoder_layers if role != "decode" else 0)
+        for place, role in enumerate(roles)]
 
 
-def encode(*, goes_on: bool = False) -> StepMessage:
-    choices = (Sampling(), Sampling(), Sampling())
-    return StepMessage(
-        kind=StepKind.ENCODE, group=0, phase=0, iteration=0, removed=(), ended=(),
-        joined=tuple(Joined(query=i, input_tokens=n, sampling=s, goes_on=goes_on)
-                     for i, (n, s) in enumerate(zip(LENGTHS, choices, strict=True))))
+def step(kind: StepKind, *joined: Joined, removed: tuple[int, ...] = ()) -> StepMessage:
+    return StepMessage(kind=kind, group=0, phase=0, iteration=0, removed=removed, joined=joined)
 
 
-def decode(removed: tuple[int, ...] = (), joined: tuple[Joined, ...] = ()) -> StepMessage:
-    return StepMessage(kind=StepKind.DECODE, group=0, phase=0, iteration=1, removed=removed,
-                       ended=(), joined=joined)
+def joining(*, goes_on: bool = False) -> list[Joined]:
+    return [Joined(query=i, input_tokens=n, sampling=Sampling(), goes_on=goes_on)
+            for i, n in enumerate(LENGTHS)]
 
 
 def on_host(count: int) -> Tensor:
@@ -98,41 +86,32 @@ def on_host(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.long)
 
 
-def check_steps(executor: StageExecutor) -> None:
+def through_host(tensor: Tensor) -> Tensor:
+    return devices.to_host(tensor).to(tensor.device)
+
+
+def gather(tensor: Tensor) -> Tensor:
+    return torch.stack([devices.to_host(tensor)] * 2)
+
+
+# engine/test_synchronisations.py has whole models of the other families
+@pytest.mark.parametrize(("family", "shard"), [
+    ("t5", WHOLE), ("llama", Shard(0, 2, through_host, gather)),
+    ("t5", Shard(0, 2, through_host, gather))])
+def test_a_step_stays_on_its_device(elsewhere, family, shard):
+    """And a shard's, whose group works through the host's memory."""
+    spec = SPECS[family]
+    executor = StageExecutor(load_stage(spec, Zeros(), stages(spec, "both")[0], shard, DEVICE))
     executor.start(START)
     assert executor.groups[0].cache.store.device == DEVICE
-    first = executor.execute(encode(), on_host(sum(LENGTHS)))
-    assert first is not None
-    after = executor.execute(decode(removed=(0,)), on_host(2))
+    assert executor.execute(step(StepKind.ENCODE, *joining()), on_host(sum(LENGTHS))) is not None
+    after = executor.execute(step(StepKind.DECODE, removed=(0,)), on_host(2))
     assert isinstance(after, Arriving) and after.wait().shape == (2,)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "t5"])
-def test_a_step_stays_on_its_device(elsewhere: None, family: str) -> None:
-    spec = spec_of(family)
-    model = load_stage(spec, Zeros(), stages(spec, "both")[0], WHOLE, DEVICE)
-    check_steps(StageExecutor(model))
-
-
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_so_does_a_shard_whose_group_works_through_the_hosts_memory(
-        elsewhere: None, family: str) -> None:
-    def through_host(tensor: Tensor) -> Tensor:
-        return devices.to_host(tensor).to(tensor.device)
-
-    def gather(tensor: Tensor) -> Tensor:
-        return torch.stack([devices.to_host(tensor)] * 2)
-
-    spec = spec_of(family)
-    model = load_stage(spec, Zeros(), stages(spec, "both")[0],
-                       Shard(0, 2, through_host, gather), DEVICE)
-    check_steps(StageExecutor(model))
-
-
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_entries_travel_through_the_hosts_memory_between_two_devices(
-        elsewhere: None, family: str) -> None:
-    spec = spec_of(family)
+def test_entries_travel_through_the_hosts_memory_between_two_devices(elsewhere, family):
+    spec = SPECS[family]
     pools, comms = stages(spec, "encode", "decode"), [Gate(comm) for comm in local_comms(2)]
     own = transfers(pools[:1], pools[1:], spec)
     models = [load_stage(spec, Zeros(), stage, WHOLE, DEVICE, role=role)
@@ -141,35 +120,35 @@ def test_entries_travel_through_the_hosts_memory_between_two_devices(
     decoder = StageExecutor(models[1], receiver=EntryReceiver(comms[1], own, [1]))
     for executor in (encoder, decoder):
         executor.start(START)
-    message = encode(goes_on=True)
+    message = step(StepKind.ENCODE, *joining(goes_on=True))
     encoder.execute(message, on_host(sum(LENGTHS)))
     comms[0].is_open.set()
     encoder.close()
     comms[1].is_open.set()
-    assert decoder.receiver is not None
     decoder.receiver.close()
     assert decoder.receiver.is_held(0)
     held = [e.tensor for entries in decoder.receiver._entries.values() for e in entries]
     assert len(held) == 3 and {t.device.type for t in held} == {"cpu"}
-    tokens = decoder.execute(decode(joined=message.joined), on_host(3))
+    handed = [replace(joined, is_handed=True) for joined in message.joined]
+    tokens = decoder.execute(step(StepKind.DECODE, *handed), on_host(3))
     assert isinstance(tokens, Arriving) and tokens.wait().shape == (3,)
 
 
-def test_ranks_of_a_host_take_its_gpus_in_turn() -> None:
+def test_ranks_of_a_host_take_its_gpus_in_turn():
     assert [devices.gpu_of(place, ["H200"] * 4) for place in range(4)] == [0, 1, 2, 3]
     assert [devices.gpu_of(place, ["H200"]) for place in range(3)] == [0, 0, 0]
     mixed = ["T1000", "A40", "A40"]
     assert [devices.gpu_of(place, mixed) for place in range(5)] == [1, 2, 1, 2, 1]
 
 
-def test_a_rank_without_its_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_its_gpu_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert devices.own_device("cpu", 3) == torch.device("cpu")
     with pytest.raises(XgptError, match="planned for GPUs.*CUDA_VISIBLE_DEVICES"):
         devices.own_device("gpu", 0)
 
 
-def test_float32_products_are_never_rounded_to_tf32() -> None:
+def test_float32_products_are_never_rounded_to_tf32():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -179,7 +158,7 @@ def test_float32_products_are_never_rounded_to_tf32() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_what_lies_in_the_hosts_memory_is_not_copied() -> None:
+def test_what_lies_in_the_hosts_memory_is_not_copied():
     tensor = torch.arange(6.0).view(2, 3).T
     assert devices.to_host(tensor) is tensor
     buffer = devices.host_buffer((2, 3), torch.bfloat16)

@@ -1,37 +1,28 @@
 """A file of OpenAI's batch format through our own runner: every line is answered or refused as
 OpenAI promises, and what is refused is only what the runner lacks, by name."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="runs need the extra `run`")
 pytest.importorskip("openai", reason="its types are in the extra `dev`")
 import openai_batch  # noqa: E402
 import toys  # noqa: E402
 from given_runs import given, toy_plan  # noqa: E402
 from replayed import problem_of  # noqa: E402
+from replays import estimated  # noqa: E402
 
-from xgpt.core.job import FixedSchedule
-from xprofiler.roofline import Roofline  # noqa: E402
-from xrunner.loading import Shelf  # noqa: E402
-from xrunner.worker import work  # noqa: E402
-from xrunner.world import connect  # noqa: E402
-from xsimulator.rough.forms import fixed_estimate
+from xrunner.rank.loading import Shelf  # noqa: E402
+from xrunner.rank.worker import work  # noqa: E402
+from xrunner.rank.world import connect  # noqa: E402
 
 
-def test_every_line_is_what_openai_promises(tmp_path: Path) -> None:
+def test_every_line_is_what_openai_promises(tmp_path):
     model, out, requests = tmp_path / "model", tmp_path / "out", tmp_path / "requests.jsonl"
     out.mkdir()
     openai_batch.write_model(model)
     openai_batch.write_lines(requests)
     problem = problem_of(model, np.array([[30, 12], [60, 60]]), 1)
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = fixed_estimate("rra", problem, timing,
-        FixedSchedule(encode_batch=3, decode_iterations=4))
+    estimate = estimated("rra", problem, encode_batch=3, decode_iterations=4)
     given(estimate.changed(kv_tokens=20_000), problem, out / "schedule.json")
     plan = toy_plan(model, out, query_kv_tokens=256, is_chat=True)
     toys.write_spool(plan, requests)

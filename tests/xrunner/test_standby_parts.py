@@ -1,23 +1,19 @@
 """A rank that waits takes what it is told: runs, and other programs' parts."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch", reason="ranks need the extra `run`")
-from xgpt.core.errors import XgptError  # noqa: E402
-from xgpt.core.lifeline import DONE, READY  # noqa: E402
-from xrunner import standby  # noqa: E402
+from xgpt.core.errors import XgptError
+from xgpt.core.system.lifeline import DONE, READY
+from xrunner.rank import standby
 
-RUN = b"xrunner.worker\0run.json"
+RUN = b"xrunner.rank.worker\0run.json"
 
 
 class Knot:
@@ -42,7 +38,7 @@ def waiting(codes: list[int]) -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def alone(monkeypatch):
     """Puts other things in the places of a rank's parts."""
     def put(**parts: object) -> None:
         given = {"load_plan": lambda path: SimpleNamespace(device_kind="cpu", private=False),
@@ -53,8 +49,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return put
 
 
-def test_parts_are_taken_one_after_another_until_one_fails(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Callable[..., None]) -> None:
+def test_parts_are_taken_one_after_another_until_one_fails(tmp_path, monkeypatch, alone):
     (tmp_path / "other_part.py").write_text(
         "from pathlib import Path\n\n\ndef main(arguments):\n"
         "    path = Path(arguments[0])\n    code = int(path.read_text())\n"
@@ -71,8 +66,7 @@ def test_parts_are_taken_one_after_another_until_one_fails(
     assert codes == [3]
 
 
-def test_what_a_run_held_is_gone_when_the_next_begins_and_its_world_is_not(
-        alone: Callable[..., None]) -> None:
+def test_what_a_run_held_is_gone_when_the_next_begins_and_its_world_is_not(alone):
     held: list[weakref.ref[Knot]] = []
     left: list[int] = []
     calls: list[str] = []
@@ -100,8 +94,7 @@ def test_what_a_run_held_is_gone_when_the_next_begins_and_its_world_is_not(
     assert (codes, left, calls) == ([0], [0, 0, 0], ["connected", "closed"])
 
 
-def test_a_device_that_is_not_there_is_told_in_words(
-        alone: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_is_not_there_is_told_in_words(alone, capsys):
     def connect(kind: str) -> None:
         raise XgptError("no such device")
 

@@ -1,14 +1,8 @@
 """How many threads a rank computes with while others take its cores."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-pytest.importorskip("torch", reason="ranks need the extra `run`")
-
-from xrunner.threads import HOLD_S, LOOK_S, Threads, WaitedForCores, threads_of
+from xrunner.rank.threads import HOLD_S, LOOK_S, Threads, WaitedForCores, threads_of
 
 
 class Machine:
@@ -25,7 +19,6 @@ class Machine:
         return self.threads
 
     def work(self, looks: int) -> None:
-        assert self.threads is not None
         for _ in range(looks):
             self.now_s += LOOK_S
             if self.threads.count > self.cores:
@@ -33,14 +26,15 @@ class Machine:
             self.threads.look()
 
 
-def test_nothing_changes_while_nobody_disturbs() -> None:
-    machine = Machine(cores=4)
-    machine.start(4)
+@pytest.mark.parametrize(("most", "cores"), [(4, 4), (1, 0)])
+def test_nothing_changes_while_nobody_disturbs_or_there_is_one_thread(most, cores):
+    machine = Machine(cores)
+    machine.start(most)
     machine.work(200)
     assert machine.applied == []
 
 
-def test_a_taken_core_costs_a_thread_and_comes_back() -> None:
+def test_a_taken_core_costs_a_thread_and_comes_back():
     machine = Machine(cores=4)
     threads = machine.start(4)
     machine.cores = 3
@@ -51,19 +45,18 @@ def test_a_taken_core_costs_a_thread_and_comes_back() -> None:
     assert machine.applied == [3, 4] and threads.count == 4
 
 
-def test_tries_in_vain_become_seldom() -> None:
+def test_tries_in_vain_become_seldom():
     machine = Machine(cores=3)
     machine.start(4)
     machine.work(int(60 / LOOK_S))
     assert machine.applied[:4] == [3, 4, 3, 4]
-    tries = machine.applied.count(4)
-    assert tries <= 6, "after 2, 4, 8, 16, 32 s"
+    assert machine.applied.count(4) <= 6, "after 2, 4, 8, 16, 32 s"
     machine.cores = 4
     machine.work(int(40 / LOOK_S))
     assert machine.applied[-1] == 4
 
 
-def test_several_taken_cores_and_never_none() -> None:
+def test_several_taken_cores_and_never_none():
     machine = Machine(cores=1)
     threads = machine.start(4)
     machine.work(6)
@@ -73,25 +66,15 @@ def test_several_taken_cores_and_never_none() -> None:
     assert threads.count == 1
 
 
-def test_one_interval_of_waiting_is_none() -> None:
+def test_one_interval_of_waiting_is_none():
     machine = Machine(cores=2)
     machine.start(2)
-    for _ in range(20):
-        machine.cores = 1
-        machine.work(1)
-        machine.cores = 2
+    for machine.cores in 20 * [1, 2]:
         machine.work(1)
     assert machine.applied == []
 
 
-def test_one_thread_has_nothing_to_change() -> None:
-    machine = Machine(cores=0)
-    machine.start(1)
-    machine.work(50)
-    assert machine.applied == []
-
-
-def test_answers_in_float32_do_not_depend_on_what_else_the_machine_does() -> None:
+def test_answers_in_float32_do_not_depend_on_what_else_the_machine_does():
     assert threads_of("cpu", "float32", 4) is None, "another number adds up in another order"
     assert threads_of("cpu", "bfloat16", 4, is_deterministic=True) is None
     assert threads_of("gpu", "bfloat16", 4) is None
@@ -99,27 +82,28 @@ def test_answers_in_float32_do_not_depend_on_what_else_the_machine_does() -> Non
     assert found is not None and found.most == 4
 
 
-def test_what_the_system_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_counts(tmp_path, monkeypatch):
     interrupted = [0]
-    monkeypatch.setattr("xrunner.threads._interrupted", lambda: interrupted[0])
-    task = tmp_path / "7"
-    task.mkdir()
-    (task / "schedstat").write_text("100 2000000000 5\n")
+    monkeypatch.setattr("xrunner.rank.threads._interrupted", lambda: interrupted[0])
+
+    def counts(thread: str, text: str | None, *, is_interrupted: bool = True) -> None:
+        (tmp_path / thread).mkdir(exist_ok=True)
+        if text is not None:
+            (tmp_path / thread / "schedstat").write_text(text)
+        interrupted[0] += 10**9 * is_interrupted
+
+    counts("7", "100 2000000000 5\n", is_interrupted=False)
     waited = WaitedForCores(tmp_path)
     assert waited() == 0.0, "what it waited before is not counted"
-    (task / "schedstat").write_text("100 3000000000 5\n")
+    counts("7", "100 3000000000 5\n", is_interrupted=False)
     assert waited() == 0.0, "not asked where no thread was interrupted"
-    interrupted[0] += 10**9
+    counts("7", None)
     assert waited() == pytest.approx(1.0)
-    other = tmp_path / "8"
-    other.mkdir()
-    (other / "schedstat").write_text("0 9000000000 0\n")
-    interrupted[0] += 10**9
+    counts("8", "0 9000000000 0\n")
     assert waited() == pytest.approx(1.0), "a new thread has waited since it began"
-    (tmp_path / "9").mkdir()
-    interrupted[0] += 10**9
+    counts("9", None)
     assert waited() >= 1.0, "a thread that has ended"
 
 
-def test_a_system_that_counts_nothing(tmp_path: Path) -> None:
+def test_a_system_that_counts_nothing(tmp_path):
     assert WaitedForCores(tmp_path / "none")() == 0.0

@@ -1,81 +1,86 @@
-"""Three sentences about a choice: each says what the figures say, and nothing else."""
-
-from __future__ import annotations
+"""Three sentences about a choice say what the figures say; what more of each limit brings."""
 
 import math
+from dataclasses import replace
 
 import pytest
-from toy_jobs import estimate_of, schedule_of, toy_problem
+from problems import MEMORY, estimate_of, roofline_of, schedule_of, toy_problem
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule import Rejected
+from xgpt.core.units import format_bytes
 from xscheduler.explanation import binding_limits, explain_choice
-from xscheduler.labels import why_not
+from xscheduler.planner import PlanOptions, plan
+from xscheduler.price import NOTHING, price
 from xsimulator import memory
-
-ROWS = (
-    Rejected(kind="policy", subject="waa-c", words="encode_batch 3, decode_micro_batches 2",
-             throughput_qps=80.0,
-             latency_s=1.0, reason="lower throughput"),
-    Rejected(kind="policy", subject="waa-m", throughput_qps=None, latency_s=None, reason="memory"),
-    Rejected(kind="tp_degree", subject="2", words="encode_batch 4", throughput_qps=90.0,
-             latency_s=1.0, reason="x"),
-    Rejected(kind="tp_degree", subject="4", throughput_qps=None, latency_s=None, reason="x"),
-    Rejected(kind="without a latency bound", words="encode_batch 9", throughput_qps=200.0,
-             latency_s=7.0,
-             reason="latency above 1 s"),
-)
+from xsimulator.memory import capacity_bytes
 
 
-def sentences(problem=None, *, rejected=ROWS, unbounded_qps=None, **figures):
-    problem = problem or toy_problem(latency_s=2.0)
-    figures = {"throughput_qps": 100.0, "latency_s": 1.0, **figures}
-    schedule = schedule_of(problem, **figures).changed(rejected=rejected,
-                       unbounded_qps=unbounded_qps)
-    return explain_choice(schedule, problem)
+def rejected(kind, subject, qps=None, words="", latency_s=1.0, is_unsure=False):
+    return Rejected(kind=kind, subject=subject, words=words, throughput_qps=qps,
+                    latency_s=qps and latency_s, reason="x", is_unsure=is_unsure)
 
 
-def test_the_policy_is_compared_with_each_other_one():
-    policy = sentences()[0]
-    assert policy.startswith("RRA (every device encodes and decodes in turn")
-    assert "25.0% more than the best of WAA-C (encode_batch 3, decode_micro_batches 2)" in policy
-    assert "WAA-M has no schedule" in policy
+ROWS = (rejected("policy", "waa-c", 80.0, "encode_batch 3, decode_micro_batches 2"),
+        rejected("policy", "waa-m"), rejected("tp_degree", "2", 90.0, "encode_batch 4"),
+        rejected("tp_degree", "4"),
+        rejected("without a latency bound", "", 200.0, "encode_batch 9", latency_s=7.0))
+NOT_SURE = rejected("policy", "waa-c", 125.0, "encode_batch 3", is_unsure=True)
+BOUND = {"latency_s": 2.0}
+FIXED = FixedSchedule(policies=("rra",))
+FULL = {"latency_s": 1.995, "memory_bytes": (10, 10, 536_000_000, 10)}
 
 
-@pytest.mark.parametrize(("qps", "words"), [(125.0, "20.0% less than the best of WAA-C"),
-                                            (100.0, "as many as the best of WAA-C")])
-def test_a_policy_is_never_said_to_be_better_than_it_is(qps, words):
-    row = Rejected(kind="policy", subject="waa-c", throughput_qps=qps, latency_s=1.0, reason="x")
-    assert words in sentences(rejected=(row,))[0]
+def sentences(given=BOUND, *, rejected=ROWS, unbounded_qps=None, policy_bounds=(), **figures):
+    problem = toy_problem(**given)
+    schedule = schedule_of(problem, **{"throughput_qps": 100.0, "latency_s": 1.0, **figures})
+    return explain_choice(schedule.changed(
+        rejected=rejected, unbounded_qps=unbounded_qps,
+        **({"policy_bounds": policy_bounds} if policy_bounds else {})), problem)
 
 
-def test_a_quicker_policy_is_said_not_to_be_sure_enough():
-    row = Rejected(kind="policy", subject="waa-c", words="encode_batch 3", throughput_qps=125.0,
-                   latency_s=1.0,
-                   reason=why_not(125.0, 100.0), is_unsure=True)
-    assert ("less than the best of WAA-C (encode_batch 3; not sure enough to keep the bound)"
-            in sentences(rejected=(row,))[0])
-
-
-def test_a_policy_that_was_not_searched_to_its_best_is_said_to_have_been_seen():
-    problem = toy_problem(latency_s=2.0)
-    schedule = schedule_of(problem, throughput_qps=100.0, latency_s=1.0).changed(
-        rejected=ROWS[:1], policy_bounds=(("rra", 101.0), ("waa-c", 95.0)))
-    assert ("more than the best seen of WAA-C (encode_batch 3, decode_micro_batches 2; no more "
-            "than 95 queries/s)") in explain_choice(schedule, problem)[0]
-    searched = schedule.changed(policy_bounds=(("rra", 101.0), ("waa-c", 80.4)))
-    assert "more than the best of WAA-C" in explain_choice(searched, problem)[0]
-
-
-def test_without_rows_of_other_policies_none_is_compared():
-    assert "no other policy was compared" in sentences(rejected=())[0]
-    fixed = toy_problem(latency_s=2.0, fixed=FixedSchedule(policies=("rra",)))
-    assert "the job fixes the policy" in sentences(fixed, rejected=())[0]
-    assert "only policy that can be used" in sentences(rejected=ROWS[1:2])[0]
-
-
-def test_the_share_of_encoding_is_that_of_the_period():
-    assert "encoding for 25% of the time" in sentences(encode_s=0.5, period_s=2.0)[0]
+@pytest.mark.parametrize(("place", "changes", "words"), [
+    # the policy, compared with each other one, is never said to be better than it is
+    (0, {}, "RRA (every device encodes and decodes in turn"),
+    (0, {}, "25.0% more than the best of WAA-C (encode_batch 3, decode_micro_batches 2)"),
+    (0, {}, "WAA-M has no schedule"),
+    (0, {"rejected": (rejected("policy", "waa-c", 125.0),)}, "20.0% less than the best of WAA-C"),
+    (0, {"rejected": (rejected("policy", "waa-c", 100.0),)}, "as many as the best of WAA-C"),
+    (0, {"rejected": (NOT_SURE,)},
+     "less than the best of WAA-C (encode_batch 3; not sure enough to keep the bound)"),
+    (0, {"rejected": ROWS[:1], "policy_bounds": (("rra", 101.0), ("waa-c", 95.0))},
+     "more than the best seen of WAA-C (encode_batch 3, decode_micro_batches 2; no more than 95 "
+     "queries/s)"),
+    (0, {"rejected": ROWS[:1], "policy_bounds": (("rra", 101.0), ("waa-c", 80.4))},
+     "more than the best of WAA-C"),
+    (0, {"rejected": ()}, "no other policy was compared"),
+    (0, {"rejected": (), "given": {**BOUND, "fixed": FIXED}}, "the job fixes the policy"),
+    (0, {"rejected": ROWS[1:2]}, "only policy that can be used"),
+    (0, {"encode_s": 0.5, "period_s": 2.0}, "encoding for 25% of the time"),
+    # the variables, with what they keep at work
+    (1, {"encode_batch": 6, "decode_iterations": 5},
+     "6 queries are encoded together once every 5 iterations"),
+    (1, {"decode_batch": 17.4}, "keeps 17 decoding"),
+    (1, {}, "4 groups on 4 decoding stages: each has one to work on"),
+    (1, {}, "degree 2, the next best, would lose 10.0%"), (1, {}, "1 to 2 layers each"),
+    (1, {"encode_batch": 1}, "One query is"),
+    (1, {"decode_micro_batches": 1}, "75% of the stages idle"),
+    (1, {"decode_micro_batches": 3}, "25% of the stages idle"),
+    (1, {"decode_micro_batches": 5}, "one to work on, 1 more waits its turn"),
+    (1, {"decode_micro_batches": 8}, "one to work on, 4 more wait their turn"),
+    # what the bound costs, and what limits the speed
+    (2, {"unbounded_qps": 200.0}, "the bound costs 50% of the 200 queries/s"),
+    (2, {"unbounded_qps": 200.0}, "at 7.00 s"), (2, {"unbounded_qps": 100.1}, "no more than 100.1"),
+    (2, {"given": {}}, "there is no latency bound"),
+    (2, {"unbounded_qps": 200.0, **FULL}, "The latency bound and memory limit the speed"),
+    (2, {"unbounded_qps": 100.1, **FULL},
+     "Memory limits the speed; the latency bound is reached, too, and costs"),
+    (2, {"unbounded_qps": 100.1, "latency_s": 1.995},
+     "The latency bound is reached, but costs nothing")])
+def test_a_sentence_says_what_the_figures_say(place, changes, words):
+    sentence = sentences(**changes)[place]
+    assert words in sentence
 
 
 def test_a_waa_schedule_names_its_pools():
@@ -89,53 +94,16 @@ def test_a_waa_schedule_names_its_pools():
     assert f"which keeps {found.figures.decode_batch:.0f} decoding" in variables
 
 
-def test_the_control_variables_are_said_with_what_they_keep_at_work():
-    words = sentences(decode_batch=17.4, encode_batch=6, decode_iterations=5)[1]
-    assert "6 queries are encoded together once every 5 iterations" in words
-    assert "keeps 17 decoding" in words
-    assert "4 groups on 4 decoding stages: each has one to work on" in words
-    assert "degree 2, the next best, would lose 10.0%" in words
-    assert "1 to 2 layers each" in words
-    assert "One query is" in sentences(encode_batch=1)[1]
-
-
-@pytest.mark.parametrize(("groups", "words"), [(1, "75% of the stages idle"),
-                                               (3, "25% of the stages idle"),
-                                               (5, "one to work on, 1 more waits its turn"),
-                                               (8, "one to work on, 4 more wait their turn")])
-def test_bubbles_are_told(groups, words):
-    assert words in sentences(decode_micro_batches=groups)[1]
-
-
-def test_the_cost_of_the_bound_is_against_none():
-    assert "the bound costs 50% of the 200 queries/s" in sentences(unbounded_qps=200.0)[2]
-    assert "at 7.00 s" in sentences(unbounded_qps=200.0)[2]
-    assert "no more than 100.1" in sentences(unbounded_qps=100.1)[2]
-    assert "there is no latency bound" in sentences(toy_problem())[2]
-
-
-def test_a_bound_that_costs_nothing_is_not_what_limits_the_speed():
-    full = {"latency_s": 1.995, "memory_bytes": (10, 10, 536_000_000, 10)}
-    costly, free = (sentences(toy_problem(latency_s=2.0), unbounded_qps=qps, **full)[2]
-                    for qps in (200.0, 100.1))
-    assert costly.startswith("The latency bound and memory limit the speed")
-    assert free.startswith("Memory limits the speed; the latency bound is reached, too, and costs")
-    alone = sentences(toy_problem(latency_s=2.0), unbounded_qps=100.1, latency_s=1.995)[2]
-    assert alone.startswith("The latency bound is reached, but costs nothing")
-
-
 # --- what binds -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("figures", "binds"), [
     ({"latency_s": 1.995}, ["the latency bound"]), ({"latency_s": 1.9}, []),
-    ({"memory_bytes": (10, 10, 536_000_000, 10)}, ["memory"]),
-    ({"latency_s": 1.995, "memory_bytes": (10, 10, 536_000_000, 10)},
-     ["the latency bound", "memory"]),
-])
+    ({"latency_s": 1.0, "memory_bytes": FULL["memory_bytes"]}, ["memory"]),
+    (FULL, ["the latency bound", "memory"])])
 def test_what_binds_by_what_is_left(figures, binds):
     problem = toy_problem(latency_s=2.0)
-    schedule = schedule_of(problem, **{"latency_s": 1.0, **figures})
+    schedule = schedule_of(problem, **figures)
     assert binding_limits(schedule, problem, 2.0) == binds
     assert ("No limit is reached" in explain_choice(schedule, problem)[2]) == (not binds)
 
@@ -165,3 +133,112 @@ def test_a_margin_is_a_limit_of_its_own():
     words = explain_choice(schedule, problem, latency_limit_s=1.8)[2]
     assert words.startswith("The latency bound limits") and "1.80 s with its margin" in words
     assert explain_choice(schedule, problem)[2].startswith("No limit is reached")
+
+
+# --- what a little more of each limit brings --------------------------------------------------
+
+
+class Recorder:
+    """A search that answers by a function of the problem, and remembers what it was asked."""
+
+    def __init__(self, qps):
+        self.asked, self._qps = [], qps
+
+    def __call__(self, problem):
+        self.asked.append(problem)
+        return schedule_of(problem, throughput_qps=self._qps(problem))
+
+
+def offers_of(problem, qps=lambda _: 10.0):
+    search = Recorder(qps)
+    return price(problem, search), search.asked
+
+
+def searched(problem):
+    return plan(problem, roofline_of(problem), PlanOptions(horizon="steady", is_brief=True))
+
+
+def test_each_offer_relaxes_one_limit_and_nothing_else():
+    problem = toy_problem(latency_s=2.0)
+    offers, asked = offers_of(problem)
+    base, later, more, roomier = asked
+    assert base == problem and len(offers) == 3
+    assert later == replace(problem, constraint=problem.constraint.with_latency(limit_s=2.0 * 1.1))
+    assert more == replace(problem, cluster=problem.cluster.with_nodes(devices_per_node=5))
+    device = replace(problem.cluster.device, memory_bytes=round(MEMORY * 1.1))
+    assert roomier == replace(problem, cluster=problem.cluster.with_nodes(device=device))
+    assert format_bytes(capacity_bytes(device)) + " per rank" in offers[2].what
+    assert [offer.what.split(" (")[0] for offer in offers] == [
+        "10% more latency", "one more GPU", "10% more memory"]
+
+
+def test_what_is_offered_is_what_there_can_be_more_of():
+    offers, asked = offers_of(toy_problem(nodes=2, per_node=2, latency_s=2.0))
+    assert len(asked) == 4 and asked[2].cluster.num_nodes == 3, "GPUs come in nodes"
+    assert asked[2].cluster.devices_per_node == 2 and "6 GPUs" in offers[1].what
+    offers, asked = offers_of(toy_problem())  # no bound
+    assert len(offers) == 2 and len(asked) == 3
+    assert not any("latency" in offer.what for offer in offers)
+    offers, asked = offers_of(toy_problem(kind="cpu"))  # whose workers share a machine
+    assert len(asked) == 2 and offers[0].throughput_qps is None
+    assert "share this machine's cores" in offers[0].sentence
+
+
+def test_gains_and_losses_are_shares_of_the_base():
+    def qps(problem):
+        return (13.0 if problem.cluster.num_devices == 5 else
+                8.0 if problem.constraint.latency_s > 2.0 else 10.0)
+
+    (later, gpu, memory), _ = offers_of(toy_problem(latency_s=2.0), qps)
+    assert gpu.gain == pytest.approx(0.3) and gpu.reason is None and "+30.0%" in gpu.sentence
+    assert later.gain == pytest.approx(-0.2) and "alone brings nothing" in later.reason
+    assert memory.gain == 0.0 and "alone brings nothing" in memory.sentence
+    for with_more in (9.0, 10.0, 10.0 * (1 + NOTHING / 2)):
+        (_, gpu, _), _ = offers_of(toy_problem(latency_s=2.0), lambda p, more=with_more: (
+            more if p.cluster.num_devices == 5 else 10.0))
+        assert gpu.reason is not None, "a gain within the search's gap is none"
+        assert ("all devices must be used" in gpu.reason) == (with_more < 10)
+
+
+def test_changed_variables_are_named():
+    problem = toy_problem(latency_s=2.0)
+
+    def search(asked):
+        more = asked.constraint.latency_s > 2.0
+        return schedule_of(asked, throughput_qps=12.0 if more else 10.0,
+                           encode_batch=9 if more else 4)
+
+    later, _, _ = price(problem, search)
+    assert [str(change) for change in later.changes] == ["encode_batch 4 -> 9"]
+    assert "(encode_batch 4 -> 9)" in later.sentence
+
+
+def test_an_infeasible_problem_is_told_what_would_make_it_feasible():
+    problem = toy_problem(latency_s=2.0)
+
+    def search(asked):
+        if asked.cluster.num_devices < 5:
+            raise InfeasibleError("the tightest that can be met is 2.5 s")
+        return schedule_of(asked, throughput_qps=7.0)
+
+    first, later, gpu, memory = price(problem, search)
+    assert "2.5 s" in first.sentence and first.throughput_qps is None
+    assert gpu.throughput_qps == 7.0 and gpu.gain is None and "no schedule now" in gpu.sentence
+    for offer in (later, memory):
+        assert offer.throughput_qps is None and offer.reason.startswith("no schedule then either")
+
+
+def test_the_real_search_finds_each_offers_worth():
+    # the toy has six layers: six single devices are the most that a copy can have
+    one = FixedSchedule(policies=("rra",), tp_degree=1, tp_gpus=0, replicas=1)
+    gpu, _ = price(toy_problem(per_node=6, fixed=one), searched)
+    assert gpu.gain is None or gpu.gain <= 0.02
+    fixed = FixedSchedule(policies=("rra",), tp_degree=1, tp_gpus=0, decode_iterations=4)
+    free = searched(toy_problem(fixed=fixed))
+    problem = toy_problem(fixed=fixed, latency_s=free.estimate.figures.latency_s / 3)
+    later, gpu, memory = price(problem, searched)
+    relaxed = replace(problem, constraint=problem.constraint.with_latency(
+        limit_s=problem.constraint.latency_s * 1.1))
+    expected = searched(relaxed).figures.throughput_qps
+    assert later.throughput_qps == expected and later.gain > 0.01
+    assert gpu.gain is not None and memory.gain == pytest.approx(0.0, abs=0.006)

@@ -1,40 +1,39 @@
 """Bounds are kept with their margins: what a replay shows, times the factor."""
 
-from __future__ import annotations
-
 import math
+import re
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
-from checked_replay import replay_checked
-from problems import problem_of
+from problems import Refusing, estimate_of, problem_of, replay_checked, roofline_of, toy_problem
 
 from xgpt.core.constraint import Bound
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import from_json, to_json
 from xprofiler.roofline import Roofline
 from xscheduler.copies import problem_for
-from xscheduler.planner import PlanOptions, plan
+from xscheduler.evaluator import Evaluator
+from xscheduler.planner import Planner, PlanOptions, plan
 from xsimulator.replay.steady import SteadyFigures
 
 SCATTER = 1.02  # of a latency over seeds of a replay
 FIXED = FixedSchedule(policies=("rra", "waa-m", "sarathi"), tp_degree=1, tp_gpus=0)
 
 
-def problem(latency_s: float, confidence: float = 0.8, *further: Bound, drift: float = 0.0,
-            ) -> Problem:
+@cache
+def planned(latency_s: float, confidence: float = 0.8, *further: Bound, drift: float = 0.0,
+            fixed: FixedSchedule = FIXED) -> tuple[Problem, Schedule]:
     own = problem_of("opt-13b", "a40-4", latency_s=latency_s)
     constraint = replace(own.constraint, confidence=confidence, drift=drift)
-    return replace(own, fixed=FIXED, constraint=replace(
+    own = replace(own, fixed=fixed, constraint=replace(
         constraint, bounds=(*constraint.bounds, *further)))
-
-
-def planned(own: Problem, *, has_margin: bool = True) -> Schedule:
     timing = Roofline(own.model, own.cluster.device, own.dtype)
-    return plan(own, timing, PlanOptions(
-        horizon="steady", is_brief=True, has_margin=has_margin))
+    return own, plan(own, timing, PlanOptions(horizon="steady", is_brief=True))
 
 
 def replayed(own: Problem, schedule: Schedule) -> SteadyFigures:
@@ -46,45 +45,124 @@ def replayed(own: Problem, schedule: Schedule) -> SteadyFigures:
     return found
 
 
-def test_a_margin_grows_with_the_confidence_and_costs_throughput() -> None:
-    found = [planned(problem(12.0, confidence)) for confidence in (0.5, 0.8, 0.95)]
+def test_a_margin_grows_with_the_confidence_and_costs_throughput():
+    found = [planned(12.0, confidence)[1] for confidence in (0.5, 0.8, 0.95)]
     factors = [schedule.margin.factor for schedule in found]
     qps = [schedule.figures.throughput_qps for schedule in found]
     assert 1.0 == factors[0] < factors[1] < factors[2]
     assert qps[2] < 0.98 * min(qps[:2]) and found[2].margin.cost > 0
+    free = planned(math.inf, 0.95)[1]
+    assert free.margin.factor == 1.0 and free.margin.cost == 0.0, "without a bound nothing is kept"
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.8, 0.95])
-def test_the_replayed_latency_keeps_the_bound_with_its_margin(confidence: float) -> None:
-    own = problem(12.0, confidence)
-    schedule = planned(own)
+def test_the_replayed_latency_keeps_the_bound_with_its_margin(confidence):
+    own, schedule = planned(12.0, confidence)
     assert schedule.figures.latency_s * schedule.margin.factor <= 12.0 * (1 + 1e-9)
     assert replayed(own, schedule).latency_s * schedule.margin.factor <= 12.0 * SCATTER
 
 
-def test_longer_outputs_than_planned_have_a_margin() -> None:
+def test_longer_outputs_than_planned_have_a_margin():
     rra = FixedSchedule(policies=("rra",), tp_degree=1, tp_gpus=0, replicas=1)
-    own, drifting = (planned(replace(problem(7.0, 0.5, drift=drift), fixed=rra))
-                     for drift in (0.0, 0.2))
+    own, drifting = (planned(7.0, 0.5, drift=drift, fixed=rra)[1] for drift in (0.0, 0.2))
     assert drifting.margin.factor > 1.05 * own.margin.factor
     assert drifting.figures.throughput_qps < own.figures.throughput_qps
 
 
 @pytest.mark.parametrize("metric", ["ttft", "tpot"])
-def test_a_bound_on_the_tokens_pace_is_kept_beside_the_latencys(metric: str) -> None:
-    free = problem(12.0, 0.5)
-    shown = replayed(free, planned(free))
+def test_a_bound_on_the_tokens_pace_is_kept_beside_the_latencys(metric):
+    shown = replayed(*planned(12.0, 0.5))
     limit_s = 0.8 * getattr(shown, f"{metric}_s")
     if not np.isfinite(limit_s):  # of no bound a replay says nothing
         limit_s = {"ttft": 1.0, "tpot": 0.1}[metric]
-    own = problem(12.0, 0.5, Bound(metric=metric, limit_s=limit_s))  # type: ignore[arg-type]
-    schedule = planned(own)
+    own, schedule = planned(12.0, 0.5, Bound(metric=metric, limit_s=limit_s))  # type: ignore
     again = replayed(own, schedule)
     assert getattr(again, f"{metric}_s") <= SCATTER * limit_s
     assert again.latency_s <= SCATTER * 12.0
-    assert schedule.figures.throughput_qps <= 1.02 * planned(free).figures.throughput_qps
+    assert schedule.figures.throughput_qps <= 1.02 * planned(12.0, 0.5)[1].figures.throughput_qps
 
 
-def test_without_a_bound_nothing_is_kept() -> None:
-    schedule = planned(problem(math.inf, 0.95))
-    assert schedule.margin.factor == 1.0 and schedule.margin.cost == 0.0
+# --- several bounds ---------------------------------------------------------------------------
+
+
+RRA = FixedSchedule(policies=("rra",), encode_chunk=0)
+ONE_COPY = replace(RRA, replicas=1)
+
+
+def bounded(problem: Problem, latency_s: float = math.inf, **limits_s: float) -> Problem:
+    further = [Bound(metric=metric, limit_s=limit_s, kind="queries", quantile=0.9)
+               for metric, limit_s in limits_s.items()]
+    constraint = problem.constraint.with_latency(limit_s=latency_s)
+    return replace(problem, constraint=replace(constraint, bounds=(*constraint.bounds, *further)))
+
+
+@pytest.fixture(scope="module")
+def free():
+    problem = toy_problem(fixed=ONE_COPY)
+    return Planner(problem, roofline_of(problem)).plan()
+
+
+@pytest.mark.parametrize("metric", ["ttft", "tpot"])
+def test_a_bound_on_the_tokens_pace_is_kept_by_the_replay(free, metric):
+    problem = toy_problem(fixed=ONE_COPY)
+    limit_s = 0.6 * getattr(free.figures, f"{metric}_s")
+    asked = bounded(problem, **{metric: limit_s})
+    schedule = Planner(asked, roofline_of(problem)).plan()
+    assert schedule.figures.throughput_qps <= 1.02 * free.figures.throughput_qps
+    (prospect,) = schedule.prospects
+    assert prospect.is_kept and prospect.metric == metric
+    again = Evaluator(asked, roofline_of(problem)).replay(schedule.estimate, 4000, seed=8)
+    seconds = (again.times.encoding_s if metric == "ttft" else
+               again.times.tpot_s(again.output_tokens))
+    assert np.quantile(seconds[400:-400], 0.9) <= 1.03 * limit_s
+    assert from_json(to_json(schedule)) == schedule
+
+
+def test_a_bound_that_cannot_be_met_is_named_with_what_can_be_had():
+    problem = toy_problem(fixed=ONE_COPY)
+    for metric, words in (("ttft", "the time to the first token"),
+                          ("tpot", "the time per output token")):
+        asked = bounded(problem, **{metric: 1e-6})
+        with pytest.raises(InfeasibleError, match=f"bound of 1 us on {words}: the least seen is"):
+            Planner(asked, roofline_of(problem)).plan()
+
+
+@pytest.mark.parametrize("policy", ["rra", "vllm"])
+def test_where_the_profile_refuses_all_a_bound_on_the_tokens_pace_is_not_blamed(policy):
+    problem = toy_problem(fixed=replace(ONE_COPY, policies=(policy,), tp_degree=1))
+    with pytest.raises(InfeasibleError, match="was measured for smaller sizes"):
+        Planner(bounded(problem, ttft=1.0), Refusing(roofline_of(problem), 0.0)).plan()
+
+
+def test_a_job_is_done_in_time_or_refused_with_the_shortest_time():
+    problem = toy_problem(num_queries=150, fixed=RRA)
+    timing = roofline_of(problem)
+    schedule = Planner(problem, timing).plan()
+    job = Evaluator(problem, timing).job(schedule.estimate, 3)
+    assert job is not None and not schedule.prospects
+    in_time = Planner(bounded(problem, makespan=1.01 * job.wall_s), timing).plan()
+    assert in_time.estimate == schedule.estimate
+    (prospect,) = in_time.prospects
+    assert prospect.expected_s == pytest.approx(job.wall_s) and prospect.is_kept
+    with pytest.raises(InfeasibleError, match="no schedule answers the 150 queries within") as why:
+        Planner(bounded(problem, makespan=0.9 * job.wall_s), timing).plan()
+    (shortest,) = re.findall(r"the shortest time that can be had is (\S+) s", str(why.value))
+    assert Planner(bounded(problem, makespan=float(shortest)), timing).plan().prospects[0].is_kept
+    steady = PlanOptions(horizon="steady")  # of a job without end nothing is asked
+    assert Planner(bounded(problem, makespan=1e-6), timing, steady).plan().prospects == ()
+
+
+def test_a_makespan_has_a_margin():
+    problem = toy_problem(num_queries=400, fixed=RRA)
+    unsure = replace(bounded(problem, makespan=1e9), constraint=replace(
+        bounded(problem, makespan=1e9).constraint, drift=0.2))
+    (prospect,) = Planner(unsure, roofline_of(problem)).plan().prospects
+    assert 1.05 < prospect.with_margin_s / prospect.expected_s < 1.35
+
+
+def test_what_a_closed_form_says_of_the_first_token_and_later_ones():
+    problem = toy_problem(outputs=(12, 5, 30))
+    estimate = estimate_of(problem, encode_batch=8, decode_iterations=6)
+    figures, tokens = estimate.figures, problem.lengths.outputs.quantile(0.99)
+    assert figures.ttft_s is not None and figures.tpot_s is not None
+    assert figures.ttft_s + (tokens - 1) * figures.tpot_s == pytest.approx(figures.latency_s)

@@ -1,25 +1,27 @@
 """Margins: what they cover, and what they say."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from doubted import CONFIG, doubts_of, observed
-from toy_jobs import estimate_of, roofline_of, toy_problem
+from problems import CONFIG, doubts_of, estimate_of, observed, roofline_of, toy_problem
+from profiles import metadata
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import joint_empirical, truncated_normal, with_output_moments
-from xgpt.core.problem import Problem
+from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
-from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.profile import Profile, Sample, TableKey
 from xprofiler.profile_timing import ProfileTiming, TableError
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import student_quantile
 from xscheduler.evaluator import Evaluator
-from xscheduler.margin import upper_limit
+from xscheduler.job_sample import levels_of
+from xscheduler.margin import Margins, upper_limit
+from xscheduler.planner import plan
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.rough.forms import fixed_estimate
 
 SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
@@ -33,10 +35,12 @@ def margin_of(problem: Problem, estimate: Estimate | None = None, **constraint: 
 # --- what is covered, and what is not ---------------------------------------------------------
 
 
-def test_nothing_uncertain_costs_nothing() -> None:
+def test_nothing_uncertain_costs_nothing():
     found = margin_of(toy_problem(latency_s=0.1), estimate_of(toy_problem(), **CONFIG))
     assert (found.factor, found.timing, found.lengths, found.drift) == (1, 1, 1, 1)
     assert "not covered" in found.sentence and "given" in found.sentence
+    found = margin_of(observed(toy_problem(), 50), drift=0.2)
+    assert found.factor == 1 and "no bound" in found.sentence
 
 
 def computed_margin(engine: str, confidence: float = 0.9):
@@ -47,7 +51,7 @@ def computed_margin(engine: str, confidence: float = 0.9):
     return doubts_of(problem, timing).margin(estimate_of(problem, **CONFIG)), timing
 
 
-def test_computed_times_have_the_margin_of_the_operators_that_a_latency_is_made_of() -> None:
+def test_computed_times_have_the_margin_of_the_operators_that_a_latency_is_made_of():
     """One group alone gives its error by its share; all of them no more than if all were off by as
     much as the worst."""
     found, timing = computed_margin("vllm")
@@ -60,30 +64,20 @@ def test_computed_times_have_the_margin_of_the_operators_that_a_latency_is_made_
     assert "not covered" not in found.sentence
 
 
-def test_an_engine_that_nothing_was_measured_of_has_the_widest_margin_and_says_so() -> None:
+def test_an_engine_that_nothing_was_measured_of_has_the_widest_margin_and_says_so():
     own, vllm = computed_margin("xgpt")[0], computed_margin("vllm")[0]
     assert own.factor > 1.1 * vllm.factor > 1.1
     assert "uncalibrated: no run of this engine was compared" in own.sentence
 
 
-def test_a_refusal_says_what_takes_a_smaller_margin_of_computed_times() -> None:
+def test_a_refusal_says_what_takes_a_smaller_margin_of_computed_times():
     own, vllm = (computed_margin(engine, 0.95)[0] for engine in ("xgpt", "vllm"))
     at_less = computed_margin("xgpt", 0.8)[0].timing - 1
     assert "plan.engine: vllm" in own.remedy and f"{at_less:.0%} at 0.8" in own.remedy
     assert "plan.engine" not in vllm.remedy and "none at 0.5" in vllm.remedy
 
 
-def test_as_likely_as_not_takes_computed_times_as_they_are() -> None:
-    factors = [computed_margin("xgpt", confidence)[0].factor for confidence in (0.5, 0.8, 0.95)]
-    assert factors[0] == 1 < factors[1] < factors[2]
-
-
-def test_an_infinite_bound_needs_no_margin() -> None:
-    found = margin_of(observed(toy_problem(), 50), drift=0.2)
-    assert found.factor == 1 and "no bound" in found.sentence
-
-
-def test_more_observations_leave_a_smaller_margin() -> None:
+def test_more_observations_leave_a_smaller_margin():
     factors = [margin_of(observed(toy_problem(latency_s=0.1), n)).lengths
                for n in (60, 6000, 600_000)]
     assert factors == sorted(factors, reverse=True)
@@ -91,24 +85,23 @@ def test_more_observations_leave_a_smaller_margin() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.03])
-def test_limits_rise_with_confidence(spread: float) -> None:
+def test_limits_rise_with_confidence(spread):
     logs = np.random.default_rng(0).normal(0.01, 0.1, 40)
     limits = [upper_limit(logs, spread, c) for c in (0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.999)]
     assert limits == sorted(limits) and limits[0] < limits[-1]
+    assert upper_limit(np.zeros(1), 0.02, 0.95) == pytest.approx(0.02 * 1.6449, rel=1e-3)
 
 
-def test_margins_rise_with_confidence_and_repeat_exactly() -> None:
+def test_margins_rise_with_confidence_and_repeat_exactly():
     problem = observed(toy_problem(latency_s=0.1), 100)
     factors = [margin_of(problem, confidence=c).factor for c in (0.6, 0.95, 0.99)]
     assert factors == sorted(factors) and factors[0] < factors[-1]
     assert margin_of(problem) == margin_of(problem)
+    factors = [computed_margin("xgpt", confidence)[0].factor for confidence in (0.5, 0.8, 0.95)]
+    assert factors[0] == 1 < factors[1] < factors[2], "as likely as not takes times as they are"
 
 
-def test_limit_of_a_normal_alone() -> None:
-    assert upper_limit(np.zeros(1), 0.02, 0.95) == pytest.approx(0.02 * 1.6449, rel=1e-3)
-
-
-def test_drift_is_the_worst_of_the_drifted_latencies() -> None:
+def test_drift_is_the_worst_of_the_drifted_latencies():
     problem = toy_problem(latency_s=0.1)
     found = margin_of(problem, drift=0.2)
     assert found.drift == found.factor > 1.1
@@ -116,7 +109,7 @@ def test_drift_is_the_worst_of_the_drifted_latencies() -> None:
     assert margin_of(problem, drift=0.1).factor < found.factor
 
 
-def test_layers_stay_where_the_schedule_has_them() -> None:
+def test_layers_stay_where_the_schedule_has_them():
     """Other lengths would move them."""
     problem = toy_problem(latency_s=0.1)
     other = replace(problem, lengths=replace(
@@ -124,13 +117,13 @@ def test_layers_stay_where_the_schedule_has_them() -> None:
     estimate = estimate_of(problem, "waa-c", encode_batch=4, decode_micro_batches=2)
     assert estimate_of(other, "waa-c", encode_batch=4, decode_micro_batches=2
                        ).deployment.stages != estimate.deployment.stages
-    drifted = with_output_moments(problem.lengths, mean_factor=1.2, moves=True)
+    drifted = with_output_moments(problem.lengths, mean_factor=1.2)
     expected = Evaluator(replace(problem, lengths=drifted), roofline_of(problem)).seconds(
         estimate, "latency") / Evaluator(problem, roofline_of(problem)).seconds(estimate, "latency")
     assert margin_of(problem, estimate, drift=0.2).drift == pytest.approx(expected)
 
 
-def test_pairs_are_resampled_together() -> None:
+def test_pairs_are_resampled_together():
     rng = np.random.default_rng(3)
     inputs = rng.integers(5, 80, 300)
     pairs = np.stack([inputs, np.clip(inputs // 5 + rng.integers(-1, 2, 300), 1, 20)], axis=1)
@@ -159,10 +152,8 @@ def profile_timing(noisy: str = "", scatter: float = 0.0, bend: float = 0.0) -> 
                 points.append(Sample(x=x, y=y, samples_s=tuple(
                     seconds * (1 + wide * k) for k in (-2, -1, 0, 1, 2))))
         tables[TableKey(name)] = tuple(points)
-    metadata = ProfileMetadata(model="toy", model_shape="m", device="toy", dtype="float16", ranks=4,
-                               threads_per_rank=1, kernels="k", libraries="none", is_padded=False)
-    problem = toy_problem()
-    return ProfileTiming(Profile(metadata=metadata, tables=tables), roofline_of(problem))
+    return ProfileTiming(Profile(tables=tables, metadata=metadata(
+        device="toy", dtype="float16", ranks=4, is_padded=False)), roofline_of(toy_problem()))
 
 
 def profile_margin(timing: ProfileTiming):
@@ -172,13 +163,13 @@ def profile_margin(timing: ProfileTiming):
     return doubts_of(problem, timing).margin(estimate)
 
 
-def test_a_profile_without_noise_on_lines_needs_no_margin() -> None:
+def test_a_profile_without_noise_on_lines_needs_no_margin():
     found = profile_margin(profile_timing())
     assert found.factor == pytest.approx(1, abs=1e-6)
     assert "not covered" in found.sentence  # the messages are the roofline's
 
 
-def test_planted_noise_is_found_and_weighed_by_its_share() -> None:
+def test_planted_noise_is_found_and_weighed_by_its_share():
     errors = profile_timing("layer_rest", scatter=0.05).table_errors()
     quartiles = 0.1  # of samples at -10, -5, 0, 5, 10 %: 5 % on either side
     assert errors[TableKey("layer_rest")].noise == pytest.approx(
@@ -193,7 +184,14 @@ def test_planted_noise_is_found_and_weighed_by_its_share() -> None:
     assert profile_margin(profile_timing("layer_rest", scatter=0.1)).factor > rest
 
 
-def test_a_planted_bend_is_an_error_between_points() -> None:
+def test_a_planted_bend_is_an_error_between_points():
+    timing = profile_timing()
+    bare = replace(timing.profile, tables={  # too few samples tell no noise
+        key: tuple(replace(p, samples_s=p.samples_s[:1]) for p in points)
+        for key, points in timing.profile.tables.items()})
+    found = ProfileTiming(bare, roofline_of(toy_problem()))
+    assert all(error.unknown == 1 and error.noise == 0 for error in found.table_errors().values())
+    assert "too few samples" in profile_margin(found).sentence
     straight, bent = (profile_timing("layer_rest", bend=b).table_errors()[TableKey("layer_rest")]
                       for b in (0.0, 0.2))
     assert straight.interpolation == pytest.approx(0, abs=1e-9)
@@ -201,18 +199,7 @@ def test_a_planted_bend_is_an_error_between_points() -> None:
     assert 0.2 / 1.2 / 4 / math.sqrt(3) < bent.interpolation < 0.2
 
 
-def test_too_few_samples_tell_no_noise() -> None:
-    timing = profile_timing()
-    bare = replace(timing.profile, tables={
-        key: tuple(replace(p, samples_s=p.samples_s[:1]) for p in points)
-        for key, points in timing.profile.tables.items()})
-    errors = ProfileTiming(bare, roofline_of(toy_problem())).table_errors()
-    assert all(error.unknown == 1 and error.noise == 0 for error in errors.values())
-    assert "too few samples" in profile_margin(
-        ProfileTiming(bare, roofline_of(toy_problem()))).sentence
-
-
-def test_a_profile_that_was_measured_briefly_has_a_least_error_and_says_so() -> None:
+def test_a_profile_that_was_measured_briefly_has_a_least_error_and_says_so():
     whole = profile_timing()
     with_model = ProfileTiming(replace(whole.profile, model=toy_problem().model),
                                roofline_of(toy_problem()))  # whose points its skeleton lacks
@@ -226,7 +213,7 @@ def test_a_profile_that_was_measured_briefly_has_a_least_error_and_says_so() -> 
     assert "briefly" not in profile_margin(whole).sentence
 
 
-def test_errors_of_tables_add_as_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_tables_add_as_squares(monkeypatch):
     def factor(rest: float, attention: float) -> float:
         errors = {TableKey("layer_rest"): TableError(rest, 0.0, 0.0),
                   TableKey("decode_attention"): TableError(attention, 0.0, 0.0)}
@@ -236,3 +223,76 @@ def test_errors_of_tables_add_as_squares(monkeypatch: pytest.MonkeyPatch) -> Non
     first, second = factor(0.02, 0.0), factor(0.0, 0.1)
     assert min(first, second) > 0.001
     assert factor(0.02, 0.1) == pytest.approx(math.hypot(first, second), rel=0.02)
+
+
+# --- a job as a sample ------------------------------------------------------------------------
+
+
+BOUND_S = 0.16
+
+
+def job_of(count: int | None, *, kind: str = "queries", quantile: float = 0.99,
+           latency_s: float = 0.1, **changes: object) -> Problem:
+    return replace(toy_problem(), num_queries=count, constraint=latency_constraint(
+        latency_s, kind=kind, quantile=quantile), **changes)  # type: ignore[arg-type]
+
+
+def test_the_slowest_of_few_queries_has_to_keep_the_bound_of_nearly_all():
+    """P(all of 32 are below level u) = u^32."""
+    levels = levels_of(job_of(32))
+    for place, level in enumerate(levels):
+        assert level == pytest.approx(((place + 0.5) / len(levels)) ** (1 / 32), rel=1e-9)
+    near = levels_of(job_of(200_000))
+    assert near[0] > 0.989 and near[-1] < 0.991
+
+
+def test_copies_share_one_bound():
+    one, copy = levels_of(job_of(64)), levels_of(job_of(16, copies=4))
+    assert one == pytest.approx(copy)
+
+
+@pytest.mark.parametrize("problem", [
+    job_of(None), job_of(32, kind="sequence"), job_of(32, latency_s=math.inf)])
+def test_a_bound_that_is_not_on_a_share_of_the_jobs_queries_knows_no_sample(problem):
+    assert not len(levels_of(problem))
+    assert doubts_of(problem).margin(estimate_of(problem, **CONFIG)).factor == 1
+
+
+@pytest.mark.parametrize(("lengths", "level"), [
+    ([20] * 31 + [60], 60), ([20] * 32, 20), ([1] + [40] * 31, 40)])
+def test_of_outputs_that_are_known_the_own_one_counts(lengths, level):
+    outputs = truncated_normal(32, 15, 80)
+    problem = job_of(32, queries=QueryLengths(
+        inputs=np.full(32, 8), most_outputs=np.array(lengths), outputs=np.array(lengths)))
+    problem = replace(problem, lengths=replace(problem.lengths, outputs=outputs))
+    (found,) = levels_of(problem)
+    assert outputs.quantile(found) == level
+
+
+def test_a_margin_for_the_sample_keeps_the_bound_of_as_many_jobs_as_was_promised():
+    """Jobs of 200 queries drawn anew, of which 95 % are to keep it, with a confidence of 0.9: more
+    than that do, and fewer where the quantile of all queries ever is planned for."""
+    of_all = replace(
+        toy_problem(per_node=1, outputs=(60, 30, 200), memory=3e9,
+                    fixed=FixedSchedule(policies=("sarathi",))),
+        constraint=latency_constraint(BOUND_S, kind="queries", quantile=0.95, confidence=0.9))
+    timing = roofline_of(of_all)
+    kept = []
+    for problem in (replace(of_all, num_queries=200), of_all):
+        schedule, is_kept = plan(problem, timing), 0
+        for seed in range(40):
+            drawn = of_all.lengths.sample(200, np.random.default_rng(seed))
+            replayed = replay_job(of_all, timing, schedule.estimate,
+                                  planned_queries(of_all, *drawn))
+            is_kept += int((replayed.times.latency_s > BOUND_S).sum()) <= 10
+        kept.append(is_kept)
+    assert kept[0] >= 36 and kept[1] < kept[0]
+
+
+def test_what_is_left_of_a_job_is_no_sample_of_its_own():
+    problem = job_of(32)
+    estimate = estimate_of(problem, **CONFIG)
+    whole = doubts_of(problem)
+    left = Margins(problem, whole.evaluator, is_of_job=False)
+    assert left.margin(estimate).factor == 1 < whole.margin(estimate).factor
+    assert "sample" in whole.margin(estimate).sentence

@@ -1,7 +1,5 @@
 """No schedule exceeds xsimulator.bound: random problems of every policy, replayed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -9,19 +7,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from checked_replay import replay_checked
+from problems import TOY, TOY_T5, replay_checked, roofline_of, toy_problem, uniform_problem
 
 from xgpt.core import catalog
-from xgpt.core.cluster import uniform_cluster
 from xgpt.core.constraint import Bound, latency_constraint
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import XgptError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
+from xscheduler.search_planner import SearchPlanner
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.bound import Kind, UpperBound
+from xsimulator.hardware import most_queries_per_s, work_of_a_query
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
@@ -55,17 +54,13 @@ def draw_problem(rng: np.random.Generator) -> Problem:
     room = 10 ** rng.uniform(0.05, 1.0)  # times what holds the weights
     device = replace(device, memory_bytes=int(min(
         max(room * least, least + 2e9), 90e9)))
-    cluster = uniform_cluster(
-        name="drawn", device=device, num_nodes=1, devices_per_node=devices,
-        intra_link=catalog.link(str(rng.choice(["pcie4-x16", "nvlink3"]))),
-        inter_link=catalog.link("ib-400g"))
+    link = str(rng.choice(["pcie4-x16", "nvlink3"]))
     lengths = draw_lengths(rng)
-    return Problem(
-        model=catalog.model(model), cluster=cluster, lengths=lengths, dtype="float16",
-        num_queries=None, fixed=FixedSchedule(), default_max_tokens=lengths.outputs.max,
-        constraint=latency_constraint(
-            latency_s=math.inf,  # of two clusters, few hundred queries have no certain 99 %
-            kind="queries" if lengths.pairs is None and rng.random() < 0.5 else "sequence"))
+    # of two clusters, few hundred queries have no certain 99 %
+    kind = "queries" if lengths.pairs is None and rng.random() < 0.5 else "sequence"
+    problem = uniform_problem(model, device.name, devices, lengths, link=link)
+    return replace(problem, cluster=problem.cluster.with_nodes(device=device),
+                   constraint=latency_constraint(latency_s=math.inf, kind=kind))
 
 
 def draw_lengths(rng: np.random.Generator) -> JointLengths:
@@ -163,21 +158,14 @@ def exceeded(problem: Problem, count: int, rng: np.random.Generator) -> list[str
     return found
 
 
-def catalogued(model: str, device: str, devices: int, lengths: JointLengths,
-               latency_s: float) -> tuple[Problem, Roofline]:
-    cluster = uniform_cluster(
-        name="given", device=catalog.device(device), num_nodes=1, devices_per_node=devices,
-        intra_link=catalog.link("nvlink3"), inter_link=catalog.link("ib-400g"))
-    problem = Problem(
-        model=catalog.model(model), cluster=cluster, lengths=lengths, dtype="float16",
-        num_queries=None, fixed=FixedSchedule(), default_max_tokens=lengths.outputs.max,
-        constraint=latency_constraint(latency_s=latency_s, confidence=0.5))
+def uniform(*given: Any) -> tuple[Problem, Roofline]:
+    problem = uniform_problem(*given)
     return problem, Roofline(problem.model, problem.cluster.device, problem.dtype)
 
 
-def test_it_holds_where_queries_are_evicted() -> None:
+def test_it_holds_where_queries_are_evicted():
     """Bounds that ignored preemption claimed 3.21 queries/s of this problem as its optimum."""
-    problem, timing = catalogued("llama-2-13b", "A100-40", 3, JointLengths(
+    problem, timing = uniform("llama-2-13b", "A100-40", 3, JointLengths(
         inputs=truncated_normal(60, 25, 150), outputs=truncated_normal(1000, 400, 2000)), 222.0)
     config = FixedSchedule(max_active=232, token_budget=150, tp_degree=2, tp_gpus=2)
     estimate = fixed_estimate("sarathi", problem, timing, config)
@@ -189,15 +177,15 @@ def test_it_holds_where_queries_are_evicted() -> None:
         problem, timing, tensor_plans(problem, timing))
 
 
-def test_it_is_of_one_copy_on_as_many_devices_as_are_asked_about() -> None:
+def test_it_is_of_one_copy_on_as_many_devices_as_are_asked_about():
     """WAA-M on five of six devices answers 12.35 queries/s within this latency."""
-    problem, timing = catalogued("qwen2.5-32b", "A100-80", 5, JointLengths(
+    problem, timing = uniform("qwen2.5-32b", "A100-80", 5, JointLengths(
         inputs=truncated_normal(300, 100, 600), outputs=truncated_normal(300, 100, 600)), 16.94)
     assert upper_bound(problem, timing, tensor_plans(problem, timing), ["two pools"]) >= 12.35
 
 
-def test_it_holds_for_every_size_of_waas_chunks() -> None:
-    problem, timing = catalogued("opt-13b", "A100-80", 4, JointLengths(
+def test_it_holds_for_every_size_of_waas_chunks():
+    problem, timing = uniform("opt-13b", "A100-80", 4, JointLengths(
         inputs=truncated_normal(300, 100, 600), outputs=truncated_normal(100, 40, 250)), math.inf)
     bound = UpperBound(problem, timing)
     for chunk in (0, 64, 256, 1024):
@@ -209,8 +197,8 @@ def test_it_holds_for_every_size_of_waas_chunks() -> None:
             (1, 0), "two pools", figures.latency_s)
 
 
-def test_a_tighter_latency_never_raises_it_and_none_is_kept_below_a_query_alone() -> None:
-    problem, timing = catalogued("opt-13b", "A100-80", 2, JointLengths(
+def test_a_tighter_latency_never_raises_it_and_none_is_kept_below_a_query_alone():
+    problem, timing = uniform("opt-13b", "A100-80", 2, JointLengths(
         inputs=truncated_normal(100, 30, 250), outputs=truncated_normal(100, 30, 250)), math.inf)
     bound = UpperBound(problem, timing)
     for kind in KINDS:
@@ -218,8 +206,8 @@ def test_a_tighter_latency_never_raises_it_and_none_is_kept_below_a_query_alone(
         assert qps[0] == 0.0 and qps == sorted(qps) and qps[-1] > 0
 
 
-def test_bounds_on_tokens_tighten_it() -> None:
-    problem, timing = catalogued("opt-13b", "A100-80", 2, JointLengths(
+def test_bounds_on_tokens_tighten_it():
+    problem, timing = uniform("opt-13b", "A100-80", 2, JointLengths(
         inputs=truncated_normal(100, 30, 250), outputs=truncated_normal(100, 30, 250)), math.inf)
     free = upper_bound(problem, timing, [(1, 0)])
     for metric, some_s, none_s in (("tpot", 0.03, 0.001), ("ttft", 1.0, 0.001)):
@@ -230,13 +218,45 @@ def test_bounds_on_tokens_tighten_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_drawn_schedule_exceeds_the_bound(seed: int) -> None:
+def test_no_drawn_schedule_exceeds_the_bound(seed):
     rng = np.random.default_rng(seed)
     assert not exceeded(draw_problem(rng), 12, rng)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(500))
-def test_none_of_thirty_exceeds_it(seed: int) -> None:
+def test_none_of_thirty_exceeds_it(seed):
     rng = np.random.default_rng(1000 + seed)
     assert not exceeded(draw_problem(rng), 30, rng)
+
+
+# --- what the devices could do at all ---------------------------------------------------------
+
+
+def test_products_and_bytes_of_queries_of_one_length_are_those_counted_by_hand():
+    problem = toy_problem(pairs=np.array([[4, 3]]))  # 4 rows encoded, then 2 iterations
+    model, work = TOY, work_of_a_query(problem)
+    seen = 1 + 2 + 3 + 4 + 5 + 6  # tokens that each row attends to
+    flops = 2 * 6 * model.num_layers * model.decoder_layer_params + (
+        4 * 1024 * model.num_layers * seen) + 2 * 3 * model.head_params
+    assert work.flops == pytest.approx(flops)
+    entry = model.num_layers * 2 * 1024 * 2  # bytes of a token
+    assert work.kv_bytes == pytest.approx(entry * (6 + 5 + 6))
+
+
+def test_weights_of_a_type_without_units_are_multiplied_at_the_runs_own_rate():
+    problem = toy_problem(pairs=np.array([[400, 3]]))  # bound by products
+    rates = dict(problem.cluster.device.flops_per_s)
+    assert "fp8" not in rates and rates["float32"] < rates[problem.dtype]
+    assert most_queries_per_s(replace(problem, weight_dtype="fp8")) == most_queries_per_s(problem)
+    narrow = replace(problem, weight_dtype="int8")
+    assert most_queries_per_s(narrow) == pytest.approx(
+        rates.get("int8", rates[problem.dtype]) / rates[problem.dtype]
+        * most_queries_per_s(problem))
+
+
+@pytest.mark.parametrize("model", [TOY, TOY_T5], ids=lambda own: own.name)
+def test_no_schedule_answers_more(model):
+    problem = toy_problem(model=model, num_queries=100)
+    found = SearchPlanner(problem, roofline_of(problem)).best(math.inf, has_margin=False)
+    assert 0 < found.figures.throughput_qps < most_queries_per_s(problem)

@@ -1,7 +1,5 @@
 """A closed loop of requests: what a step takes is added up, and nobody is lost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +9,7 @@ from xgpt.core import catalog
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import Operator
+from xsimulator.addresses import address_of
 from xsimulator.closed_loop import Loop, StepSeconds, served
 
 MODEL, LINK = catalog.model("llama-3.1-8b"), catalog.link("nvlink4")
@@ -24,7 +23,7 @@ def step_s(*what: float) -> float:
     return sum(STEPS.parts(*what))
 
 
-def test_one_request_at_a_time_takes_its_own_steps() -> None:
+def test_one_request_at_a_time_takes_its_own_steps():
     found = served(LOOP, STEPS)
     encode_s = step_s(1000, 1, 0, 0.0, STEPS.encode_attention_s(1000, 1))
     decode_s = 10 * step_s(0, 0, 1, 1001 + 4.5, 0.0)
@@ -33,7 +32,7 @@ def test_one_request_at_a_time_takes_its_own_steps() -> None:
     assert found.latency_s == pytest.approx(encode_s + decode_s)
 
 
-def test_a_step_is_the_sum_of_its_operators() -> None:
+def test_a_step_is_the_sum_of_its_operators():
     layers = MODEL.num_layers * (TIMING.operator_s(Operator.LAYER_REST, 40.0, tp_degree=2)
                                  + TIMING.operator_s(Operator.DECODE_ATTENTION, 40.0, 700.0,
                                                      tp_degree=2))
@@ -43,7 +42,7 @@ def test_a_step_is_the_sum_of_its_operators() -> None:
 
 
 @pytest.mark.parametrize("mixes", [True, False])
-def test_more_requests_at_a_time_take_longer_each_and_less_together(mixes: bool) -> None:
+def test_more_requests_at_a_time_take_longer_each_and_less_together(mixes):
     times = [served(replace(LOOP, concurrency=n, output_tokens=100, mixes=mixes), STEPS)
              for n in (1, 4, 16, 64)]
     latencies = np.array([found.latency_s for found in times])
@@ -51,7 +50,7 @@ def test_more_requests_at_a_time_take_longer_each_and_less_together(mixes: bool)
     assert (np.diff(latencies / [1, 4, 16, 64]) < 0).all()
 
 
-def test_an_engine_that_encodes_first_keeps_its_users_waiting_for_the_first_token() -> None:
+def test_an_engine_that_encodes_first_keeps_its_users_waiting_for_the_first_token():
     loop = replace(LOOP, concurrency=32, output_tokens=128, input_tokens=4096)
     beside, before = (served(replace(loop, mixes=mixes), STEPS) for mixes in (True, False))
     assert before.ttft_s > beside.ttft_s
@@ -59,19 +58,19 @@ def test_an_engine_that_encodes_first_keeps_its_users_waiting_for_the_first_toke
     assert before.latency_s == pytest.approx(beside.latency_s, rel=0.2)
 
 
-def test_requests_that_find_no_room_in_the_cache_wait() -> None:
+def test_requests_that_find_no_room_in_the_cache_wait():
     loop = replace(LOOP, concurrency=16, output_tokens=200)
     roomy, narrow = (served(replace(loop, kv_tokens=tokens), STEPS) for tokens in (1e6, 5000.0))
     assert narrow.ttft_s > 5 * roomy.ttft_s and narrow.latency_s > roomy.latency_s
 
 
-def test_a_prompt_longer_than_a_step_is_encoded_in_pieces() -> None:
+def test_a_prompt_longer_than_a_step_is_encoded_in_pieces():
     whole, pieces = (served(replace(LOOP, input_tokens=6000, step_tokens=tokens), STEPS)
                      for tokens in (8192, 1024))
     assert pieces.ttft_s > whole.ttft_s
 
 
-def test_what_the_cache_holds_of_an_input_is_not_encoded_but_attended_to() -> None:
+def test_what_the_cache_holds_of_an_input_is_not_encoded_but_attended_to():
     """Of an input of 1,000 tokens of which the cache holds 800, 200 are encoded; their rows attend
     to all: 1 - 0.8^2 of the pairs."""
     found = served(replace(LOOP, cached=0.8), STEPS)
@@ -80,7 +79,7 @@ def test_what_the_cache_holds_of_an_input_is_not_encoded_but_attended_to() -> No
     assert found.tpot_s == pytest.approx(served(LOOP, STEPS).tpot_s)
 
 
-def test_a_front_end_that_sends_on_slower_than_the_device_decodes_sets_the_pace() -> None:
+def test_a_front_end_that_sends_on_slower_than_the_device_decodes_sets_the_pace():
     loop = replace(LOOP, concurrency=64, output_tokens=200)
     alone, quick, slow = (served(replace(loop, stream_s=stream_s), STEPS)
                           for stream_s in (0.0, 1e-6, 1e-3))
@@ -88,7 +87,7 @@ def test_a_front_end_that_sends_on_slower_than_the_device_decodes_sets_the_pace(
     assert slow.tpot_s == pytest.approx(64e-3, rel=0.05)
 
 
-def test_what_is_spent_is_told_by_group_of_operators() -> None:
+def test_what_is_spent_is_told_by_group_of_operators():
     """One request alone: a step that encodes, then as many as it has tokens left."""
     found = served(replace(LOOP, concurrency=1), STEPS)
     assert sum(found.shares.values()) == pytest.approx(1.0)
@@ -96,3 +95,14 @@ def test_what_is_spent_is_told_by_group_of_operators() -> None:
     many = served(replace(LOOP, concurrency=64), STEPS)
     host = OperatorGroup.HOST
     assert many.shares[host] < found.shares[host]  # shared by 64
+
+
+# --- addresses of arrays ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("array", [
+    np.zeros((3, 4)), np.zeros((3, 4))[1:, ::2], np.zeros((3, 4)).T, np.zeros(2, np.int64),
+    np.empty(0), np.array(1.0), np.broadcast_to(np.zeros(3), (2, 3))])
+def test_addresses_are_numpys(array):
+    array.flags.writeable = False
+    assert address_of(array) == array.ctypes.data

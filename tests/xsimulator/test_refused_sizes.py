@@ -1,56 +1,35 @@
-"""Beyond four times what was measured nothing is estimated, searched or promised."""
-
-from __future__ import annotations
+"""Beyond four times what was measured nothing is estimated, searched or promised; what is beyond
+the range at all is noted."""
 
 import math
-from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from problems import LINK, TOY, toy_problem
+from profiles import metadata
 
-from xgpt.core.cluster import Device, Link, uniform_cluster
-from xgpt.core.constraint import latency_constraint
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import FixedSchedule
-from xgpt.core.lengths import JointLengths, truncated_normal
-from xgpt.core.model import ModelSpec
-from xgpt.core.problem import Problem
-from xprofiler.profile import (
-    STEP_OVERHEAD,
-    TRANSFER,
-    Profile,
-    ProfileMetadata,
-    Sample,
-    TableKey,
-)
+from xprofiler.profile import STEP_OVERHEAD, TRANSFER, Profile, Sample, TableKey
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
-from xprofiler.timing import MessageKind, Operator
+from xprofiler.timing import MessageKind, Operator, Reach
 from xscheduler.search_planner import SearchPlanner
+from xsimulator.measured_range import Presented, beyond_measured
 from xsimulator.plans import StagePlans
 from xsimulator.rough.forms import fixed_estimate
 
-TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,
-                vocab_size=8000, intermediate_size=4096, max_positions=512,
-                has_learned_positions=True)
-LINK = Link(name="fast", bandwidth_bytes_per_s=200e9, latency_s=3e-6)
-METADATA = ProfileMetadata(
-    model="toy", model_shape="m", device="toy", dtype="float16", ranks=1, threads_per_rank=1,
-    kernels="k", libraries="l")
 SMALL = {"queries": (1, 3, 8), "tokens": (8, 64, 256), "contexts": (10, 40, 100),
-         "lengths": (5, 20, 80)}
+         "lengths": (5, 20, 80), "together": (1, 4)}
+AXES = {Operator.LAYER_REST: ("tokens", None), Operator.EMBED: ("tokens", None),
+        Operator.HEAD: ("queries", None), Operator.DECODE_ATTENTION: ("queries", "contexts"),
+        Operator.ENCODE_ATTENTION: ("lengths", "together")}
 
 
-def toy_problem(*, latency_s=math.inf, devices=2, memory=6e9, fixed=None):
-    device = Device(name="toy", kind="gpu", memory_bytes=int(memory), bandwidth_bytes_per_s=4e11,
-                    flops_per_s=(("float32", 1e13), ("float16", 5e13)))
-    cluster = uniform_cluster(name="toy", device=device, num_nodes=1, devices_per_node=devices,
-                      intra_link=LINK, inter_link=LINK)
-    lengths = JointLengths(inputs=truncated_normal(40, 20, 80), outputs=truncated_normal(9, 4, 20))
-    return Problem(model=TOY, cluster=cluster, lengths=lengths, dtype="float16",
-                   constraint=latency_constraint(latency_s=latency_s),
-                   fixed=replace(fixed or FixedSchedule(), policies=("rra",), encode_chunk=0),
-                   num_queries=None, default_max_tokens=20)
+def job(*, latency_s=math.inf, devices=2, memory=6e9, **fixed):
+    return toy_problem(latency_s=latency_s, per_node=devices, memory=memory, fixed=FixedSchedule(
+        policies=("rra",), encode_chunk=0, **fixed))
 
 
 def profiled(problem, *, messages=None, **sizes):
@@ -58,12 +37,8 @@ def profiled(problem, *, messages=None, **sizes):
     sizes, truth = {**SMALL, **sizes}, Roofline(TOY, problem.cluster.device, "float16")
     tables = {TableKey(STEP_OVERHEAD): (
         Sample(x=0, samples_s=(truth.facts.step_overhead_s,)),)}
-    axes = {Operator.LAYER_REST: ("tokens", None), Operator.EMBED: ("tokens", None),
-            Operator.HEAD: ("queries", None), Operator.DECODE_ATTENTION: ("queries", "contexts"),
-            Operator.ENCODE_ATTENTION: ("lengths", "together")}
-    sizes["together"] = (1, 4)
     for degree in (1, 2, 4):
-        for operator, (along_x, along_y) in axes.items():
+        for operator, (along_x, along_y) in AXES.items():
             tables[TableKey(operator.value, degree)] = tuple(
                 Sample(x=x, y=y, samples_s=(float(truth.operator_s(operator, x, y,
                                                                    tp_degree=degree)),))
@@ -72,119 +47,113 @@ def profiled(problem, *, messages=None, **sizes):
         tables[TableKey(TRANSFER, 1, LINK.name)] = tuple(
             Sample(x=x, samples_s=(float(truth.message_s(MessageKind.TRANSFER, x, LINK)),))
             for x in messages)
-    return ProfileTiming(Profile(metadata=METADATA, tables=tables), fallback=truth)
+    own = Profile(metadata=metadata(device="toy", dtype="float16"), tables=tables)
+    return ProfileTiming(own, fallback=truth)
 
 
-CONFIGS = [
-    FixedSchedule(encode_batch=b, decode_iterations=n, tp_degree=t, tp_gpus=0 if t == 1 else t)
-           for b in (1, 2, 5, 9, 20, 33, 40, 70, 150, 1000)
-           for n in (1, 4, 19) for t in (1, 2)]
-
-
-def figures_of(problem, timing, config):
-    return fixed_estimate("rra", problem, timing, config).figures
-
-
-def test_sizes_far_beyond_those_measured_have_no_throughput_and_no_end():
-    problem = toy_problem()
-    found = [figures_of(problem, profiled(problem), config) for config in CONFIGS]
-    refused = [one for one in found if one.throughput_qps == 0]
-    assert refused and len(refused) < len(found)
-    assert all(math.isinf(one.latency_s) and math.isinf(one.period_s) for one in refused)
-    assert all(math.isfinite(one.latency_s) for one in found if one.throughput_qps > 0)
-    assert max(max(one.memory_bytes) for one in found) < math.inf, "memory is known all the same"
-
-
-def test_within_the_measured_sizes_the_profile_answers_as_what_it_was_measured_of():
-    problem = toy_problem()
-    finely = profiled(problem, queries=range(1, 40), tokens=range(1, 400),
-                      contexts=range(1, 101, 3), lengths=range(1, 81))
-    truth = Roofline(TOY, problem.cluster.device, "float16")
-    config = FixedSchedule(encode_batch=6, decode_iterations=4)
-    ours = fixed_estimate("rra", problem, finely, config).figures
-    assert ours.throughput_qps == pytest.approx(
-        fixed_estimate("rra", problem, truth, config).figures.throughput_qps, rel=0.05)
+def rra_of(problem, timing, encode_batch, decode_iterations=4, **plan):
+    return fixed_estimate("rra", problem, timing, FixedSchedule(
+        encode_batch=encode_batch, decode_iterations=decode_iterations, **plan))
 
 
 def find_schedule(problem, timing):
     return SearchPlanner(problem, timing).best(problem.constraint.latency_s, has_margin=False)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"queries": (1, 8)}, {"tokens": (8, 64, 100)}],
-                         ids=["both", "coarse", "tokens bind"])
+def test_sizes_far_beyond_those_measured_have_no_throughput_and_no_end():
+    problem = job()
+    timing = profiled(problem)
+    with np.errstate(divide="raise", invalid="raise"):
+        found = [rra_of(problem, timing, batch, iterations, tp_degree=t, tp_gpus=t - t % 2).figures
+                 for batch in (1, 2, 5, 9, 20, 33, 40, 70, 150, 1000)
+                 for iterations in (1, 4, 19) for t in (1, 2)]
+    refused = [one for one in found if one.throughput_qps == 0]
+    assert refused and len(refused) < len(found)
+    assert all(math.isinf(one.latency_s) and math.isinf(one.period_s) for one in refused)
+    assert all(math.isfinite(one.latency_s) for one in found if one.throughput_qps > 0)
+    assert max(max(one.memory_bytes) for one in found) < math.inf, "memory is known all the same"
+    assert not any(math.isnan(one.decode_iteration_s) for one in found)
+
+
+def test_within_the_measured_sizes_the_profile_answers_as_what_it_was_measured_of():
+    problem = job()
+    finely = profiled(problem, queries=range(1, 40), tokens=range(1, 400),
+                      contexts=range(1, 101, 3), lengths=range(1, 81))
+    truth = Roofline(TOY, problem.cluster.device, "float16")
+    ours, own = (rra_of(problem, timing, 6).figures for timing in (finely, truth))
+    assert ours.throughput_qps == pytest.approx(own.throughput_qps, rel=0.05)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"queries": (1, 8)}, {"tokens": (8, 64, 100)},
+                                   {"messages": (8, 16)}],
+                         ids=["both", "coarse", "tokens bind", "messages of any size"])
 def test_what_is_found_is_timed_and_says_what_was_not_measured(sizes):
-    problem = toy_problem()
+    problem = job()
     found = find_schedule(problem, profiled(problem, **sizes))
     assert 0 < found.figures.throughput_qps < math.inf > found.figures.latency_s
     assert found.proof.bound_qps >= found.figures.throughput_qps
     assert any(note.startswith("extrapolated: ") for note in found.estimate.notes)
 
 
-def test_what_rests_on_extrapolated_times_says_so():
-    problem = toy_problem()
-    largest = fixed_estimate("rra", problem, profiled(problem), FixedSchedule(
-        encode_batch=30, decode_iterations=4)).notes
-    assert any(note.endswith("tokens encoded at once, measured up to 256") for note in largest)
-    assert any(note.endswith("queries decoded at once, measured up to 8") for note in largest)
-
-
-@pytest.mark.parametrize(("sizes", "note"), [
-    ({"contexts": (10, 40, 60)}, "extrapolated: up to 100 tokens of context, measured up to 60"),
-    ({"lengths": (5, 20, 50)}, "extrapolated: up to 80 tokens of one input, measured up to 50")])
-def test_longer_queries_than_measured_are_noted_too(sizes, note):
-    problem = toy_problem()
-    config = FixedSchedule(encode_batch=2, decode_iterations=4)
-    assert note in fixed_estimate("rra", problem, profiled(problem, **sizes), config).notes
-    assert note not in fixed_estimate("rra", problem, profiled(problem), config).notes
+@pytest.mark.parametrize(("batch", "sizes", "note"), [
+    (30, {}, "tokens encoded at once, measured up to 256"),
+    (30, {}, "queries decoded at once, measured up to 8"),
+    (2, {"contexts": (10, 40, 60)},
+     "extrapolated: up to 100 tokens of context, measured up to 60"),
+    (2, {"lengths": (5, 20, 50)},
+     "extrapolated: up to 80 tokens of one input, measured up to 50")])
+def test_what_rests_on_extrapolated_times_says_so(batch, sizes, note):
+    problem = job()
+    notes = rra_of(problem, profiled(problem, **sizes), batch).notes
+    assert any(own.endswith(note) for own in notes)
+    assert not sizes or note not in rra_of(problem, profiled(problem), batch).notes
 
 
 @pytest.mark.parametrize("latency_s", [math.inf, 0.05])
-@pytest.mark.parametrize("fixed", [None, FixedSchedule(encode_batch=1000)], ids=["any", "fixed"])
-def test_a_job_beyond_the_measured_range_is_infeasible_and_says_why(latency_s, fixed):
-    problem = toy_problem(latency_s=latency_s, fixed=fixed, memory=6e10)
-    sizes = {} if fixed else {"tokens": (1, 2, 4)}
-    with pytest.raises(InfeasibleError, match="for smaller sizes.*beyond 4 times") as raised:
+@pytest.mark.parametrize(("sizes", "given"), [
+    ({"tokens": (1, 2, 4)}, {"memory": 6e10}), ({}, {"memory": 6e10, "encode_batch": 1000}),
+    ({}, {"devices": 4, "memory": 6e8, "encode_batch": 500}),
+    ({"contexts": (2, 4)}, {"tp_degree": 1}), ({"lengths": (2, 4)}, {"tp_degree": 1})], ids=str)
+def test_a_job_beyond_the_measured_range_is_infeasible_and_says_why(latency_s, sizes, given):
+    problem = job(latency_s=latency_s, **given)
+    with pytest.raises(InfeasibleError, match="measured for smaller sizes") as raised:
         find_schedule(problem, profiled(problem, **sizes))
-    assert "memory" not in str(raised.value)
-
-
-def test_a_refused_size_divides_by_nothing():
-    problem = toy_problem()
-    config = FixedSchedule(encode_batch=33, decode_iterations=1, tp_degree=2, tp_gpus=2)
-    with np.errstate(divide="raise", invalid="raise"):
-        assert figures_of(problem, profiled(problem), config).throughput_qps == 0
-
-
-@pytest.mark.parametrize("latency_s", [math.inf, 0.05])
-@pytest.mark.parametrize("sizes", [
-    {"contexts": (2, 4)}, {"lengths": (2, 4)}], ids=["contexts", "lengths"])
-def test_a_job_of_longer_queries_than_four_times_is_infeasible_too(latency_s, sizes):
-    problem = toy_problem(latency_s=latency_s, fixed=FixedSchedule(tp_degree=1))
-    with pytest.raises(InfeasibleError, match="measured for smaller sizes"):
-        find_schedule(problem, profiled(problem, **sizes))
-
-
-def test_messages_of_any_size_are_answered_for():
-    problem = toy_problem(fixed=FixedSchedule(tp_degree=1))
-    found = find_schedule(problem, profiled(problem, messages=(8, 16))).estimate.figures
-    assert found.throughput_qps > 0 and math.isfinite(found.latency_s)
+    if given.get("memory") == 6e10:
+        assert "beyond 4 times" in str(raised.value) and "memory" not in str(raised.value)
 
 
 def test_layers_are_balanced_although_the_reference_workload_is_beyond_the_range():
-    problem = toy_problem(devices=3)
+    problem = job(devices=3)
     stages = StagePlans(problem, profiled(problem, queries=(1, 2))).both(1, 0).stages
     assert max(stage.num_layers for stage in stages) <= 3
 
 
-def test_memory_is_not_blamed_where_it_suffices():
-    problem = toy_problem(devices=4, memory=6e8, fixed=FixedSchedule(encode_batch=500))
-    with pytest.raises(InfeasibleError) as raised:
-        find_schedule(problem, profiled(problem))
-    assert "measured for smaller sizes" in str(raised.value)
+# --- how far beyond ---------------------------------------------------------------------------
+
+REACHES = {Operator.LAYER_REST: (100.0, 1.0), Operator.HEAD: (8.0, 1.0),
+           Operator.DECODE_ATTENTION: (16.0, 50.0), Operator.ENCODE_ATTENTION: (40.0, 1.0)}
+MANY = REACHES | {Operator.HEAD: (900.0, 1.0), Operator.DECODE_ATTENTION: (900.0, 50.0)}
+ENDLESS = dict.fromkeys(REACHES, (math.inf, math.inf))
 
 
-def test_a_refused_estimate_has_no_figure_that_is_no_number():
-    problem = toy_problem()
-    estimate = fixed_estimate("rra", problem, profiled(problem), FixedSchedule(
-        encode_batch=1000, decode_iterations=4))
-    assert not math.isnan(estimate.figures.decode_iteration_s)
+@pytest.mark.parametrize(("reaches", "presented", "degrees", "captured", "named"), [
+    (REACHES, Presented(encode_tokens=201.0, input_tokens=41), (1, 1), (), [
+        "up to 201 tokens encoded at once, measured up to 100",
+        "up to 41 tokens of one input, measured up to 40"]),
+    (REACHES, Presented(encode_tokens=200.0), (2,), (), []),
+    (REACHES, Presented(decode_queries=9.0), (1,), (), [  # it needs the head, too
+        "up to 9 queries decoded at once, measured up to 8"]),
+    (MANY | {Operator.DECODE_REST: (100.0, 1.0)}, Presented(decode_queries=450.0), (1,), (1,), [
+        "up to 450 queries decoded at once, measured up to 100"]),
+    # larger steps than 512 rows are not captured
+    (MANY | {Operator.DECODE_REST: (128.0, 1.0)}, Presented(decode_queries=450.0), (1,), (1,), []),
+    (ENDLESS, Presented(encode_tokens=1e9), (1,), (), [])])
+def test_what_exceeds_the_range_is_named_once(reaches, presented, degrees, captured, named):
+    def reach(operator, degree):
+        x, y = reaches[operator]
+        return Reach(x=x * degree, y=y)
+
+    problem = SimpleNamespace(model=SimpleNamespace(is_encoder_decoder=False))
+    timing = SimpleNamespace(reach=reach, facts=SimpleNamespace(
+        captured_degrees=frozenset(captured)))
+    assert beyond_measured(problem, timing, degrees, presented) == named

@@ -1,5 +1,5 @@
-"""What this machine has of what xgpt can use, and how the CUDA kernels do on its GPU. What needs
-torch or MPI is asked of processes of their own."""
+"""What this machine has of what xgpt can use, the command that mends what is missing, and how the
+CUDA kernels do on its GPU. What needs torch or MPI is asked of processes of their own."""
 
 import importlib.util
 import json
@@ -8,34 +8,171 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.remedies import (
-    cache_in_words,
-    engines_in_words,
-    extras_in_words,
-    hub_in_words,
-)
 from xgpt.app.telling import Teller
 from xgpt.core.errors import XgptError
-from xgpt.core.local import available_memory_bytes, gpus_here, usable_cores
-from xgpt.core.other_launchers import without_other_launchers
-from xgpt.core.units import format_bytes, format_seconds
-from xgpt.core.whole_file import write_atomically
-from xgpt.launch.own_modules import own_modules
+from xgpt.core.system.lifeline import without_other_launchers
+from xgpt.core.system.machine import available_memory_bytes, gpus_here, usable_cores, why_no_torch
+from xgpt.core.system.whole_file import write_atomically
+from xgpt.core.units import format_bytes
+from xgpt.launch.process import own_modules
+from xrunner.checkpoint.source import cache_dir, hub_address, is_offline, why_silent
 from xrunner.ops.build import BuildError, find_compiler
 
+INSTALL = 'pip install -c constraints.txt -e "{}"'
+_HUB_LIMIT_S = 4.0
+_MANAGERS = (("apt-get", "sudo apt-get install -y g++"), ("dnf", "sudo dnf install -y gcc-c++"),
+             ("zypper", "sudo zypper install -y gcc-c++"), ("apk", "sudo apk add g++"),
+             ("pacman", "sudo pacman -S --noconfirm gcc"))
+_TORCH_INDEX = {"12": "cu128", "13": "cu130"}
+# package -> (extra, what it is for)
+_OPTIONAL = {"jinja2": ("report", "reports"), "matplotlib": ("report", "plots in reports"),
+             "pyarrow": ("parquet", "Parquet files"), "rich": ("top", "xgpt top")}
+_FAILS = "fails: "  # how what cannot be used is told
 SCHEMA_VERSION = 1
 _LIMIT_S = 600.0  # the native operators may have to be compiled
 _INSTRUCTION_SETS = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "AVX-512 bf16"),
                      ("avx512_vnni", "VNNI"), ("amx_bf16", "AMX bf16"), ("asimd", "NEON"),
                      ("sve", "SVE"))
-_CHECKS = Path(__file__).resolve().parents[2] / "tests" / "support"  # of a source tree
+_CHECKS = Path(__file__).resolve().parents[2] / "tests" / "kit"  # of a source tree
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """`is_needed`: no job runs here without it; else something is slower, or left out."""
+
+    part: str
+    why: str
+    command: str
+    is_needed: bool = False
+
+
+def remedies(found: Mapping[str, str]) -> list[Remedy]:
+    """Of what `xgpt doctor` found; the needed ones first."""
+    known = [*_of_packages(found), *_of_gpus(found), *_of_the_rest(found)]
+    return sorted(known, key=lambda remedy: not remedy.is_needed)
+
+
+def extras_in_words() -> str:
+    """Packages that some commands need, and which are there."""
+    return ", ".join(_version(package) or f"no {package} (the extra `{extra}`; for {purpose})"
+                     for package, (extra, purpose) in _OPTIONAL.items())
+
+
+def engines_in_words() -> str:
+    """Other engines than our own."""
+    return ", ".join(_version(name) or f"no {name}" for name in ("deepspeed", "vllm"))
+
+
+def hub_in_words() -> str:
+    """Whether models can be fetched, and from where."""
+    if is_offline():
+        return "not asked: HF_HUB_OFFLINE is set, so models come from this machine alone"
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return "huggingface_hub is not installed (the extra `run` has it)"
+    cause = why_silent(_HUB_LIMIT_S)
+    return f"{hub_address()} answers" if cause is None else (
+        f"{hub_address()} cannot be reached ({getattr(cause, 'strerror', None) or cause})")
+
+
+def cache_in_words() -> str:
+    """Where models, profiles and compiled operators are kept, and the room there."""
+    folder = cache_dir()
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as cause:
+        return f"{folder} cannot be written to ({cause.strerror})"
+    return f"{folder}, {format_bytes(shutil.disk_usage(there).free)} of room; {_models_words()}"
+
+
+def _models_words() -> str:
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    count = len(list(hub.glob("models--*"))) + len(list((cache_dir() / "models").glob("*")))
+    return f"{count} model{'' if count == 1 else 's'} fetched"
+
+
+def _of_packages(found: Mapping[str, str]) -> Iterator[Remedy]:
+    missing = [name for name in ("torch", "mpi4py", "transformers", "huggingface_hub")
+               if importlib.util.find_spec(name) is None]
+    if missing:
+        yield Remedy(part="run", why=f"{', '.join(missing)} not installed: jobs can be planned, "
+                     "but not run", command=INSTALL.format(".[run,report]"), is_needed=True)
+    else:
+        for part, packages in (("torch", "torch"), ("mpi", "mpi4py mpich")):
+            if found.get(part, "").startswith(_FAILS):
+                yield Remedy(part=part, why=found[part].removeprefix(_FAILS), is_needed=True,
+                             command=f"pip install --force-reinstall -c constraints.txt {packages}")
+    if not missing and importlib.util.find_spec("jinja2") is None:
+        yield Remedy(part="report", why="without jinja2 no report is written",
+                     command=INSTALL.format(".[report]"))
+
+
+def _of_gpus(found: Mapping[str, str]) -> Iterator[Remedy]:
+    if not gpus_here():
+        return
+    if importlib.util.find_spec("torch") is not None and (why := why_no_torch("gpu")) is not None:
+        yield Remedy(part="torch", why=f"there are GPUs, but {why}", is_needed=True,
+                     command="pip install --force-reinstall torch --index-url "
+                     f"https://download.pytorch.org/whl/{_TORCH_INDEX[_cuda_major()]}")
+    if importlib.util.find_spec("cupy") is None:
+        yield Remedy(part="cupy", why="without it torch's kernels serve on GPUs, not xgpt's own",
+                     command=INSTALL.format(f".[cuda{_cuda_major()}]"))
+
+
+def _of_the_rest(found: Mapping[str, str]) -> Iterator[Remedy]:
+    if "no C++ compiler" in found.get("compiler", "") and not gpus_here() and (
+            "torch" in found.get("native", "torch")):
+        yield Remedy(part="compiler", why="without one torch's operators serve on CPUs, which are "
+                     "slower than xgpt's own", command=next(
+                         (command for name, command in _MANAGERS if shutil.which(name)),
+                         "install g++"))
+    if "cannot be reached" in found.get("hub", ""):
+        yield Remedy(part="hub", why="models cannot be fetched; those on this machine serve, a "
+                     "folder (`model: DIR`) too, and the quickstart's comes as a package",
+                     command="export HF_ENDPOINT=https://YOUR-MIRROR")
+    if "cannot be written to" in found.get("cache", ""):
+        yield Remedy(part="cache", why=found["cache"], is_needed=True,
+                     command="export XDG_CACHE_HOME=$PWD/.cache")
+
+
+def _cuda_major() -> str:
+    """The newest CUDA that the driver takes: 12 or 13."""
+    try:
+        match = re.search(r"CUDA Version:\s*(\d+)", _printed(["nvidia-smi"]))
+    except XgptError:
+        match = None
+    return "13" if match is not None and int(match.group(1)) >= 13 else "12"
+
+
+def _version(package: str) -> str | None:
+    """The name and version of a package; None where it is not installed."""
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _printed(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """What the command prints. Raises XgptError with why it does not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False,
+                              timeout=_LIMIT_S, env=environment)
+    except (OSError, subprocess.TimeoutExpired) as cause:
+        raise XgptError(f"does not answer: {cause}") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise XgptError(f"{_FAILS}{said[-1]}")
+    return done.stdout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +233,10 @@ def compare_on_gpu(tell: Teller, folder: Path, checks: Path = _CHECKS) -> GpuVer
     slug = re.sub(r"[^a-z0-9]+", "-", card["card"].lower()).strip("-")
     file = folder / f"xgpt-doctor-{slug}.json"
     write_atomically(file, json.dumps({
-        "schema_version": SCHEMA_VERSION, "xgpt": _own_version(), **card,
+        "schema_version": SCHEMA_VERSION,
+        "xgpt": (_version("xgpt") or "xgpt not installed").partition(" ")[2], **card,
         "cases": cases}, indent=1) + "\n")
     return verdict_of(file, card, cases)
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("xgpt")
-    except metadata.PackageNotFoundError:  # a checkout on the path
-        return "not installed"
 
 
 def verdict_of(file: Path, card: Mapping[str, Any], cases: list[dict[str, Any]]) -> GpuVerdict:
@@ -134,20 +265,16 @@ def _lines_of(script: Path) -> Iterator[dict[str, Any]]:
 
 
 def _asked(part: str) -> str:
-    """What `python -m xrunner.examine` says of a part; of one that cannot be had, why."""
+    """What `python -m xrunner.rank.examine` says of a part; of one that cannot be had, why."""
     for package in ("torch", "mpi4py") if part == "mpi" else ("torch",):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (the extra `run` has it)"
     try:
-        done = subprocess.run([sys.executable, "-m", "xrunner.examine", part], text=True,
-                              env={**without_other_launchers(os.environ), **own_modules()},
-                              capture_output=True, timeout=_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {format_seconds(_LIMIT_S)}"
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return f"fails: {said[-1]}"
-    return str(json.loads(done.stdout.splitlines()[-1]))
+        said = _printed([sys.executable, "-m", "xrunner.rank.examine", part],
+                        {**without_other_launchers(os.environ), **own_modules()})
+    except XgptError as why:
+        return str(why)
+    return str(json.loads(said.splitlines()[-1]))
 
 
 def _processor(root: Path = Path("/")) -> str:
@@ -168,12 +295,8 @@ def _compiler() -> str:
 
 
 def _cupy() -> str:
-    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
-        try:
-            return f"{name} {metadata.version(name)}"
-        except metadata.PackageNotFoundError:
-            continue
-    return "not installed (the extra `cuda12` or `cuda13` has it; only GPUs need it)"
+    found = filter(None, map(_version, ("cupy-cuda13x", "cupy-cuda12x", "cupy")))
+    return next(found, "not installed (the extra `cuda12` or `cuda13` has it; only GPUs need it)")
 
 
 def _said(command: str, pattern: str) -> str:
@@ -182,12 +305,7 @@ def _said(command: str, pattern: str) -> str:
     if path is None:
         return f"no {command} on the PATH"
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False,
-                              timeout=_LIMIT_S)
-    except (OSError, subprocess.TimeoutExpired) as cause:
-        return f"{path} does not answer: {cause}"
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return f"{path}, which fails: {said[-1]}"
-    version = re.search(pattern, done.stdout)
+        version = re.search(pattern, _printed([path, "--version"]))
+    except XgptError as why:
+        return f"{path}, which {why}"
     return f"{path}, {version.group()}" if version else path

@@ -1,34 +1,38 @@
-"""Jobs handed in to Slurm: planned as far as this machine can, their batch script written and
-submitted. Several job files become one array, a task each."""
+"""Jobs that run elsewhere. Handed in to Slurm: planned as far as this machine can, their batch
+script written and submitted (several job files become one array, a task each), and run in the
+allocation. Or written as a file for Kubernetes or SkyPilot."""
 
 import importlib.util
 import math
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xgpt.app.allocation import NodeLayout, layout_of
-from xgpt.app.checks import check_model, make_folder, refuse_what_no_machine_runs
-from xgpt.app.finished import done_already
 from xgpt.app.opened import open_job
-from xgpt.app.place import SlurmRecord, load_record
-from xgpt.app.plan import Plan, executable, plan_job
-from xgpt.app.standard_input import standard_input
+from xgpt.app.running.finished import done_already
+from xgpt.app.running.prepare import check_model, make_folder, refuse_what_no_machine_runs
+from xgpt.app.schedule import Plan, executable, plan_job
 from xgpt.app.telling import Teller
-from xgpt.core.errors import InputError, XgptError
-from xgpt.core.job import Job
-from xgpt.core.json_values import flat
-from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.slurm import time_of
+from xgpt.core.errors import InputError, Mistake, XgptError, wrong
+from xgpt.core.schedule_file import flat
+from xgpt.core.system import machine as local
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import DTYPE_BYTES, format_seconds
-from xgpt.core.whole_file import write_atomically
-from xgpt.launch.batch_script import BatchJob, Task, check_paths, quoted, render_sbatch
-from xgpt.launch.slurm_queue import hand_in
+from xgpt.job.job import LOCAL_CLUSTER, Job
+from xgpt.job.resolve import resolve_cluster
+from xgpt.job.slurm_section import SlurmSpec, time_of
+from xgpt.launch.launcher import Allocation, node_names
+from xgpt.launch.manifests import Exported, render_jobset, render_skypilot
+from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, hand_in, quoted, render_sbatch
+from xgpt.report.table import WIDTH
+from xgpt.run_folder.files import SlurmRecord, load_record, standard_input
 from xprofiler.roofline import Roofline
-from xrunner.engines.engine import mistake
+from xrunner.backends.engine import mistake
 from xscheduler.evaluator import predict
 from xscheduler.fallback import said_of
 
@@ -37,6 +41,93 @@ SCRIPT = "slurm.sh"
 # by more; what there is before the first query (queue to shell, Python, the first profile).
 _SLACK, _COMPUTED_SLACK, _SETUP_S = 1.25, 2.0, 600.0
 _STEP_S = 300.0  # limits are whole steps: nobody reads 01:37
+FORMATS: dict[str, Callable[[Exported], str]] = {
+    "jobset": render_jobset, "skypilot": render_skypilot}
+_REMARK = {
+    "jobset": "The claim {claim} is a shared volume (of several nodes: ReadWriteMany) that holds "
+              "the folder {folder}. The image has xgpt with its extra `run` and, of several nodes, "
+              "an ssh server and keys with which its pods reach each other.",
+    "skypilot": "The image has xgpt with its extra `run`. Results are on the cluster, in "
+                "~/sky_workdir: fetch them before it goes down."}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLayout:
+    """How many nodes, and how many ranks on each: one a GPU, unless the job says otherwise."""
+
+    nodes: int
+    ranks_each: int
+    gpus_per_node: str | None  # as sbatch takes it
+
+
+def layout_of(job: Job) -> NodeLayout:
+    """The nodes and ranks of the job, from its section `slurm` and from its cluster where that is
+    not `local`: what the nodes have is not known elsewhere. Raises InputError."""
+    assert job.slurm is not None, "only a job for Slurm has a layout"
+    if job.cluster != LOCAL_CLUSTER:
+        return _of_cluster(job, job.slurm)
+    spec, mistakes = job.slurm, []
+    nodes, ranks = spec.nodes or 1, job.run.ranks
+    each = spec.ntasks_per_node or spec.gpus_each or (ranks or 0) // nodes
+    if not each:
+        mistakes.append(mistake(job, "slurm.ntasks_per_node", None, (
+            "required with `cluster: local`, or slurm.gpus_per_node (one rank a GPU), or "
+            "run.ranks: what the nodes have is not known here")))
+    elif ranks is not None and ranks != nodes * each:
+        mistakes.append(mistake(job, "run.ranks", ranks, (
+            f"{nodes * each} ({each} on each of slurm.nodes = {nodes}), or left out")))
+    if mistakes:
+        raise InputError(mistakes)
+    return NodeLayout(nodes=nodes, ranks_each=each, gpus_per_node=spec.gpus_per_node)
+
+
+def _of_cluster(job: Job, spec: SlurmSpec) -> NodeLayout:
+    cluster = resolve_cluster(job)
+    nodes, each = cluster.num_nodes, cluster.devices_per_node
+    name = f"what the job takes of cluster {cluster.name}"
+    mistakes = [mistake(job, f"slurm.{key}", given, f"{wanted}, {name}, or left out")
+                for key, given, wanted in (
+                    ("nodes", spec.nodes, nodes), ("ntasks_per_node", spec.ntasks_per_node, each))
+                if given not in (None, wanted)]
+    if cluster.islands:
+        mistakes.append(mistake(job, "cluster.links", None, (
+            "left out with `slurm`: what some devices of a node are joined by is planned, and not "
+            "executed, for the ranks measure one link in a node and one between nodes (`xgpt "
+            "schedule` without the section plans it; name the slowest as intra_link to run)")))
+    is_gpu = cluster.device.kind == "gpu"
+    if is_gpu and spec.gpus_each is not None and spec.gpus_each < each:
+        mistakes.append(mistake(job, "slurm.gpus_per_node", spec.gpus_per_node,
+                                 f"at least {each}, {name}, or left out"))
+    if mistakes:
+        raise InputError(mistakes)
+    # a site's own way of asking for GPUs
+    is_asked = any(option.startswith(("--gres", "--gpus", "-G")) for option in spec.extra)
+    return NodeLayout(nodes=nodes, ranks_each=each, gpus_per_node=spec.gpus_per_node or (
+        str(each) if is_gpu and not is_asked else None))
+
+
+def in_allocation(job: Job, allocation: Allocation, tell: Teller) -> Job:
+    """The job as it runs on these nodes: `cluster: local`, whose hosts they are. Raises InputError
+    for one that they cannot run."""
+    layout = layout_of(job)
+    if layout.nodes > allocation.nodes:
+        raise wrong(job.source, "slurm.nodes", layout.nodes,
+                    f"at most {allocation.nodes}, the nodes of Slurm's job {allocation.job_id}")
+    ranks = layout.nodes * layout.ranks_each
+    device = local.detect(ranks, layout.nodes).device
+    wanted = None if job.cluster == LOCAL_CLUSTER else resolve_cluster(job).device
+    if device.kind == "cpu" and (wanted is not None and wanted.kind == "gpu"):
+        raise wrong(job.source, "cluster", str(job.cluster),
+                    f"its GPUs ({wanted.name}): the nodes of Slurm's job {allocation.job_id} show "
+                    "none (another slurm.partition?)")
+    if wanted is not None and wanted.name != device.name:
+        tell.say(f"note: {job.cluster} has {wanted.name}, and these nodes {device.name}: the job "
+                 "is planned for what is here")
+    elif device.kind == "cpu" and layout.gpus_per_node is not None:
+        tell.say("note: these nodes show no GPUs, though the job asks for some: the ranks run on "
+                 "their cores")
+    names = node_names(allocation)[:layout.nodes]
+    return replace(job, cluster=LOCAL_CLUSTER, run=replace(job.run, ranks=ranks, hosts=names))
 
 
 class Wanted(NamedTuple):
@@ -172,13 +263,17 @@ def _common_layout(jobs: Sequence[Job]) -> NodeLayout:
                 "together they are one array")
         for job, layout in zip(jobs[1:], layouts[1:], strict=True)
         if (job.slurm, layout) != (jobs[0].slurm, layouts[0])]
-    outputs = [job.output for job in jobs]
-    mistakes += [mistake(job, "output", str(job.output),
-                         "a folder of its own: another of these jobs has it")
-                 for index, job in enumerate(jobs) if job.output in outputs[:index]]
-    if mistakes:
+    if mistakes := [*mistakes, *shared_folders(jobs)]:
         raise InputError(mistakes)
     return layouts[0]
+
+
+def shared_folders(jobs: Sequence[Job]) -> list[Mistake]:
+    """Jobs that have the output folder of one before them."""
+    outputs = [job.output for job in jobs]
+    return [mistake(job, "output", str(job.output),
+                    "a folder of its own: another of these jobs has it")
+            for index, job in enumerate(jobs) if job.output in outputs[:index]]
 
 
 def _plan(job: Job, tell: Teller, *, fetches: bool) -> Plan | None:
@@ -188,7 +283,7 @@ def _plan(job: Job, tell: Teller, *, fetches: bool) -> Plan | None:
     has_packages = all(importlib.util.find_spec(name) is not None
                        for name in ("tokenizers", "transformers", "huggingface_hub"))
     if fetches and (files := job.workload.requests) is not None and files.is_stdin:
-        standard_input(job, tell, is_kept=True)  # nothing comes to the allocation's
+        standard_input(job, tell.say, is_kept=True)  # nothing comes to the allocation's
     opened = open_job(job, tell, "run" if fetches and has_packages else "lengths")
     if fetches and opened.files is not None:
         check_model(opened)
@@ -235,3 +330,47 @@ def _refuse_twice(output: Path) -> None:
         raise XgptError(f"{output}: Slurm's job {record.job_id} for it is {said.state.lower()} "
                         f"(see `xgpt status`); end it with `xgpt stop {quoted(str(output))}`, or "
                         "give this one another `output`")
+
+
+def export(job: Job, overrides: Sequence[str], tell: Teller, *, to: str, image: str,
+           claim: str) -> str:
+    """The file's text. Raises InputError for a job that such a file cannot run."""
+    plan = plan_job(open_job(job, tell, "lengths"))
+    cluster, num_devices = plan.opened.problem.cluster, plan.schedule.estimate.num_devices
+    each = min(cluster.devices_per_node, num_devices)
+    nodes = -(-num_devices // each)
+    _check(job, to, nodes)
+    gpu = cluster.device.name if cluster.device.kind == "gpu" else None
+    # its own machine is what the job runs on there
+    own = ["cluster=local", f"run.ranks={num_devices}", "slurm=null"]
+    said = f"chosen: {plan.schedule.estimate.policy}, " + (
+        f"{plan.schedule.figures.throughput_qps:.3g} queries/s in steady state by the times of "
+        f"{cluster.name}; planned anew where it runs.")
+    remarks = [f"{job.source.name} for {to}, made by `xgpt export`.",
+               _REMARK[to].format(claim=claim, folder=job.source.parent), said]
+    return FORMATS[to](Exported(
+        name=_name(job.name), job_file=job.source, nodes=nodes, devices=each, gpu=gpu,
+        words=tuple(word for key in (*overrides, *own) for word in ("--set", key)),
+        image=image, claim=claim,
+        remarks=tuple(line for text in remarks for line in textwrap.wrap(text, WIDTH - 2))))
+
+
+def _check(job: Job, to: str, nodes: int) -> None:
+    folder = job.source.parent
+    files = job.workload.requests.paths if job.workload.requests is not None else ()
+    own = [("workload.requests", path) for path in files] + [("output", job.output)]
+    own += [("model", Path(job.model))] if Path(job.model).is_absolute() else []
+    own += [("profile", job.profile)] if job.profile is not None else []
+    mistakes = [mistake(job, key, str(path), f"below {folder}: that folder alone is taken along")
+                for key, path in own if not path.is_relative_to(folder)]
+    if to == "skypilot" and nodes > 1:
+        mistakes.append(mistake(job, "cluster", nodes, "one node: those of SkyPilot share no file "
+                                "system, which ranks on several hosts need"))
+    if mistakes:
+        raise InputError(mistakes)
+
+
+def _name(text: str) -> str:
+    """A name of Kubernetes' kind: lower-case letters, digits and dashes."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
+    return name if name and name[0].isalpha() else f"xgpt-{name}".strip("-")

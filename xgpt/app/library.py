@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import Plan, default_horizon, plan_job, settled
-from xgpt.app.run import execute, open_to_run, to_run
+from xgpt.app.running.run import execute, open_to_run
+from xgpt.app.schedule import Plan, default_horizon, plan_job, settled, to_run
 from xgpt.app.simulate import Simulation, simulate_job
 from xgpt.app.sweeps.sweep import Swept, sweep_points
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core.errors import XgptError
-from xgpt.core.job import Job
-from xgpt.core.sweep_file import SweepFlags, load_sweep
+from xgpt.job.job import Job
+from xgpt.job.sweep_file import SweepFlags, load_sweep
 from xgpt.report.page import write_report as write_page
 from xgpt.report.results_file import write_results
+from xgpt.run_folder.state import has_begun
 from xscheduler.planner import Horizon, PlanOptions
 
 
@@ -76,7 +77,7 @@ def run(job: OpenedJob, plan: Plan | None = None) -> dict[str, Any]:
     on."""
     opened = open_to_run(job.job, job.tell)
     chosen = plan_job(opened) if plan is None else to_run(opened, plan.schedule, job.job.source)
-    return execute(chosen.opened, chosen.timing, chosen.schedule)
+    return execute(chosen)
 
 
 def write_report(job: OpenedJob | Job) -> Path:
@@ -84,7 +85,7 @@ def write_report(job: OpenedJob | Job) -> Path:
     the job asks for one, the table of its results so far. Raises XgptError where no run has
     started."""
     asked = job.job if isinstance(job, OpenedJob) else job
-    if not (asked.output / "schedule.json").is_file():
+    if not has_begun(asked.output):
         raise XgptError(f"{asked.output}: no run has started there")
     if asked.results is not None:
         write_results(asked.output, asked.results)

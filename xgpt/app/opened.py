@@ -9,33 +9,36 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from xgpt.app.prompts_look import tell_delimiters
-from xgpt.app.run_files import is_half_done
-from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog
 from xgpt.core.engines import VLLM
 from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
+from xgpt.core.hf.values import gguf_in
 from xgpt.core.model import ModelSpec
-from xgpt.core.model_file import gguf_in
-from xgpt.core.problem import Problem, known_model, resolve
-from xgpt.core.queries import Requests
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.spool import SpoolWriter, saved_header
-from xgpt.core.spool_columns import ColumnsWriter
+from xgpt.core.problem import Problem
 from xgpt.core.units import format_bytes
-from xgpt.core.workload import Request, RequestError
+from xgpt.job.job import LOCAL_CLUSTER, Job
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import known_model, resolve
 from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph
 from xgpt.report.words import counted
+from xgpt.requests.request import Request, RequestError, Requests
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool import SpoolWriter, saved_header
+from xgpt.requests.spool_columns import ColumnsWriter
+from xgpt.run_folder.files import standard_input
+from xgpt.run_folder.state import State, state_left
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
-from xrunner.io.estimated import ASCII_PER_TOKEN, OTHERS_PER_TOKEN, SPREAD, CharacterTokens
-from xrunner.io.intake import ModelTokeniser, Tokenised, errors_of, take_in
-from xrunner.io.runnable import runnable
-from xrunner.io.tokenizer import TextTokenizer
+from xrunner.files.intake import ModelTokeniser, Tokenised, errors_of, take_in
+from xrunner.files.runnable import (
+    ASCII_PER_TOKEN,
+    OTHERS_PER_TOKEN,
+    SPREAD,
+    CharacterTokens,
+    runnable,
+)
+from xrunner.files.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
 from xsimulator.memory import least_weight_bytes
 
@@ -57,7 +60,7 @@ class OpenedJob:
     spool: SpoolWriter | None  # of a run whose requests are in a file: the requests themselves
     tell: Teller = field(default_factory=LogTeller, compare=False)
     standby: Standby | None = field(default=None, compare=False)  # ranks that are there already
-    # of a run: the job as it was handed in, by which it is known again (xgpt.app.finished)
+    # of a run: the job as it was handed in, by which it is known again (xgpt.app.running.finished)
     asked: Mapping[str, Any] | None = field(default=None, compare=False)
 
     @property
@@ -78,7 +81,7 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
     if files is not None:
         if need == "run":
             spool = SpoolWriter(ColumnsWriter(), model.now)
-        stdin = standard_input(job, tell, is_kept=need == "run") if files.is_stdin else None
+        stdin = standard_input(job, tell.say, is_kept=need == "run") if files.is_stdin else None
         delimiters = dict[Path, str]()
         requests = take_in(files, model, spool, stdin, delimiters.__setitem__)
         if need != "shape":
@@ -114,6 +117,16 @@ def stored_words(problem: Problem, engine: str) -> str:
             "planned for them")
 
 
+def tell_delimiters(delimiters: Mapping[Path, str], tell: Teller) -> None:
+    """Tells what divides the cells of those files whose names do not."""
+    if delimiters:
+        path, one = next(iter(delimiters.items()))
+        others = len(delimiters) - 1
+        more = f" (and so in {others} more of the files)" if others else ""
+        tell.say(paragraph(f"note: the cells of {path.name} are divided by {one!r}, by its "
+                           f"header{more}; the key `delimiter` beside `file` sets another"))
+
+
 def refuse_if_none_can_run(job: Job, requests: Requests, spool: SpoolWriter,
                            plan: RunPlan | None, model: ModelSpec) -> None:
     """Raises InputError, with the first reasons, where none of a file's requests can run, by the
@@ -147,7 +160,8 @@ class _Model:
     def __init__(self, job: Job, tell: Teller, need: Need) -> None:
         self._job, self._tell, self._need = job, tell, need
         # a run that goes on renders its prompts as those that were answered
-        kept = saved_header(job.output).get("now") if is_half_done(job.output) else None
+        is_begun = state_left(job.output) is State.STOPPED
+        kept = saved_header(job.output).get("now") if is_begun else None
         self.now = datetime.fromisoformat(kept) if kept else datetime.now()
         self._is_random = job.run.weights == "random"
         is_unknown = gguf_in(Path(job.model)) is not None or (
@@ -238,7 +252,7 @@ class _Model:
 
     @property
     def input_error(self) -> float:
-        """By how much the lengths may be off (xgpt.core.queries)."""
+        """By how much the lengths may be off (xgpt.core.problem)."""
         return 0.0 if self._estimate is None else SPREAD
 
     def _seek(self) -> None:

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from xgpt.app.place import Place
 from xgpt.core.errors import XgptError, wrong
-from xgpt.core.spool import num_queries
-from xgpt.core.sweep_file import SWEEP_FOLDER
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
+from xgpt.job.sweep_file import SWEEP_FOLDER
 from xgpt.report import figures
-from xgpt.report.bounds import check_bound
 from xgpt.report.chart import Chart, can_draw, write_image
 from xgpt.report.comparison import (
     Run,
@@ -23,10 +20,9 @@ from xgpt.report.comparison import (
     write_comparison,
 )
 from xgpt.report.comparison import headline as comparison_headline
-from xgpt.report.next_steps import next_steps
+from xgpt.report.figures import check_bound
 from xgpt.report.output import Output, read_output, text_at
-from xgpt.report.page import run_charts, write_report
-from xgpt.report.policy_words import schedule_sentences
+from xgpt.report.page import next_steps, run_charts, write_report
 from xgpt.report.results_file import write_results
 from xgpt.report.sweep_page import (
     by_scenario,
@@ -38,7 +34,11 @@ from xgpt.report.sweep_page import (
 )
 from xgpt.report.sweep_page import headline as sweep_headline
 from xgpt.report.sweep_rows import OK, SWEEP_FILE, SweepRows, bound_text, number_of, read_sweep
-from xgpt.report.words import banner, clean, headline
+from xgpt.report.table import schedule_facts
+from xgpt.report.words import banner, clean, headline, policy_sentence
+from xgpt.requests.spool import num_queries
+from xgpt.run_folder.files import Place
+from xgpt.run_folder.state import has_begun
 
 Form = Literal["html", "md", "png"]
 COMPARISON, REPORT, PICTURES = "compare", "report", "report-pictures"
@@ -84,7 +84,7 @@ def _with_a_report(folder: Path) -> Path:
 
 
 def _has_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("schedule.json", "results.jsonl", SWEEP_FILE))
+    return has_begun(folder) or _is_sweep(folder)
 
 
 def _is_sweep(folder: Path) -> bool:
@@ -154,7 +154,8 @@ def run_markdown(output: Output, pictures: Sequence[tuple[Chart, Path]]) -> str:
         parts.append(_text(f"Why: {why}."))
     if (schedule := output.schedule) is not None:
         parts += ["## The schedule", *map(_text, (
-            *schedule_sentences(schedule.estimate), *schedule.explanation))]
+            policy_sentence(schedule.estimate), *schedule.explanation)),
+            _table(("", ""), schedule_facts(schedule))]
         parts += ["## Considered and not chosen", _table(
             ("alternative", "queries/s", "why not"), [
                 (row.label, "-" if row.throughput_qps is None else figures.plain(

@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import plan_job
+from xgpt.app.schedule import plan_job
 from xgpt.app.telling import told_while
 from xgpt.core.constraint import Constraint
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError, InputError, wrong
-from xgpt.core.job import FixedSchedule
-from xgpt.core.json_values import estimate_keys
 from xgpt.core.policies import able_policies, baselines, policy, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import estimate_keys
 from xgpt.core.units import format_seconds
-from xgpt.report import timeline
+from xgpt.report import run_charts as timeline
 from xgpt.report.chart import SUFFIXES, Chart, write_image
 from xgpt.report.figures import percent, plain
 from xgpt.report.html_page import write_chart_page
-from xgpt.report.policy_words import controls_cell, row_of
 from xgpt.report.table import estimate_table, fact, table
+from xgpt.report.words import controls_cell
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
-from xrunner.engines.engine import mistake
+from xrunner.backends.engine import mistake
 from xscheduler.copies import problem_for, problems_of_copies
 from xscheduler.evaluator import job_lengths
 from xscheduler.planner import PlanOptions
@@ -108,7 +108,8 @@ class Simulation:
         if picture.suffix in SUFFIXES:
             write_image([chart], picture)
         else:
-            write_chart_page([chart], picture, f"Steady state of {row_of(self.estimate).title}")
+            title = policy(self.estimate.policy).title
+            write_chart_page([chart], picture, f"Steady state of {title}")
         write_trace(self.replay, trace, _stage_names(self.problem, self.estimate))
 
 
@@ -208,7 +209,8 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
 def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) -> Chart:
     """A few periods from the middle of a replay."""
     names = _stage_names(problem, estimate)
-    return timeline.draw(result, *timeline.steady_window(result), names)
+    window = timeline.steady_window(result, estimate.figures.period_s)
+    return timeline.draw(result, *window, names)
 
 
 def _stage_names(problem: Problem, estimate: Estimate) -> list[str]:

@@ -1,35 +1,40 @@
-"""A job from its file's words to its results: planned, shown, run."""
+"""A job from its file's words to its results: planned, shown, run. Several are planned before the
+first of them starts, and again where those before it have told how long steps take; they are run by
+the same ranks as long as they hold the same weights, and none is stopped by another's failure."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.begun import goes_on, taken_over
-from xgpt.app.compiling import begin_compiling
-from xgpt.app.messages import KeptTeller, end_kept
-from xgpt.app.opened import OpenedJob, open_job
-from xgpt.app.plan import Plan, plan_job
-from xgpt.app.run import execute_locked, open_to_run, to_run
+from xgpt.app.hand_in import shared_folders
+from xgpt.app.opened import open_job
+from xgpt.app.running.finished import done_already, shown
+from xgpt.app.running.metrics import has_learned_since
+from xgpt.app.running.resume import goes_on, taken_over
+from xgpt.app.running.run import Run, at_work, execute, open_to_run
+from xgpt.app.schedule import Plan, plan_job, to_run
 from xgpt.app.telling import Teller
-from xgpt.app.troubles import troubles_told
-from xgpt.core.job import Job
+from xgpt.core.errors import EXIT_RESUMABLE, InputError, StoppedEarly, XgptError
 from xgpt.core.schedule_file import load_schedule
+from xgpt.core.system.machine import why_no_torch
+from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.launch.asked import warned_in_good_order
 from xgpt.launch.standby import Standby
-from xgpt.report.table import paragraph, schedule_table
-from xrunner.io.lock import output_lock
+from xgpt.report.table import WIDTH, paragraph, schedule_table
+from xrunner.backends.engine import engine_of
+from xrunner.checkpoint.source import cache_dir
+from xrunner.files.lock import StopRequest
+from xrunner.ops import build
 
-
-@contextmanager
-def at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
-    """The job as one that works in its output folder, what it says kept there, and the folder's
-    lock: held while it is profiled, too, so that `xgpt status`, `top` and `stop` find it."""
-    output = opened.job.output
-    with (troubles_told(output), output_lock(output) as lock, end_kept(output),
-          troubles_told(output)):
-        yield replace(opened, tell=KeptTeller(opened.tell, output)), lock
+_GRACE_S = 1.0  # for the compiler to take its files away
 
 
 def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, Any]:
@@ -43,7 +48,7 @@ def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, 
         plan = goes_on(opened, plan_job(opened))
         opened.tell.say(paragraph(f"times: {plan.timing.provenance()}"))
         opened.tell.say(schedule_table(plan.schedule))
-        return execute_locked(plan.opened, plan.timing, plan.schedule, lock)
+        return Run(plan, lock).execute()
 
 
 def planned(job: Job, tell: Teller) -> Plan:
@@ -59,4 +64,180 @@ def run(job: Job, tell: Teller, standby: Standby | None = None,
             return found
         path = schedule_file or opened.job.output / "schedule.json"
         plan = to_run(opened, load_schedule(path), path)
-        return execute_locked(plan.opened, plan.timing, plan.schedule, lock)
+        return Run(plan, lock).execute()
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """One job's turn. `state`: waiting, planned, done, already done, failed or stopped; `facts`:
+    what `--json` says of it."""
+
+    job: Job
+    state: str = "waiting"
+    plan: Plan | None = None
+    error: XgptError | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def fail(self, error: XgptError) -> None:
+        self.state = "stopped" if isinstance(error, StoppedEarly) else "failed"
+        self.error, self.plan = error, None
+        self.facts = {"name": self.job.name, **error.details, "exit_code": error.exit_code,
+                      "message" if self.state == "stopped" else "error": str(error)}
+
+    def to_dict(self) -> dict[str, Any]:
+        state = "not started" if self.state in ("waiting", "planned") else self.state
+        return {"output": self.job.output, "name": self.job.name, **self.facts, "status": state}
+
+
+class SomeNotDone(XgptError):
+    """Not every job came to its end; carries the exit code of the first that did not."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        left = [turn for turn in turns if not turn.state.endswith("done")]
+        code = next((turn.error.exit_code for turn in left if turn.error), EXIT_RESUMABLE)
+        again = "; the same command goes on with the rest" if code == EXIT_RESUMABLE else ""
+        super().__init__(f"{len(left)} of {len(turns)} jobs did not come to their end{again}")
+        self.exit_code = code
+        self.details = {"jobs": [turn.to_dict() for turn in turns]}
+
+
+def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> dict[str, Any]:
+    """Plans and runs the jobs that are not done, and tells a line of each at the end; what `--json`
+    prints. Raises InputError for jobs that would share a folder, SomeNotDone where one failed or
+    all were stopped."""
+    if mistakes := shared_folders(jobs):
+        raise InputError(mistakes)
+    turns = [Turn(job=job) for job in jobs]
+    with _told_at_the_end(turns, tell), warned_in_good_order():
+        ranks = Standby(say=tell.say)
+        try:
+            for number, turn in enumerate(turns, start=1):
+                tell.say(f"\n== planning job {number} of {len(turns)}: {turn.job.name}")
+                _plan_or_find_done(turn, tell, ranks, is_again=is_again)
+            for number, turn in enumerate(turns, start=1):
+                of = f"{number} of {len(turns)}"
+                if turn.plan is not None and has_learned_since(turn.plan.timing):
+                    tell.say(f"\n== planning job {of} by what those before it took: "
+                             f"{turn.job.name}")
+                    _plan(turn, tell, ranks)
+                if not _run(turn, of, tell):
+                    break
+        finally:
+            ranks.dismiss()
+    if any(not turn.state.endswith("done") for turn in turns):
+        raise SomeNotDone(turns)
+    return {"jobs": [turn.to_dict() for turn in turns]}
+
+
+def _plan_or_find_done(turn: Turn, tell: Teller, ranks: Standby, *, is_again: bool) -> None:
+    """Finds out what is wrong with a job before those before it have taken their hours."""
+    with _failing(turn, tell):
+        found = done_already(turn.job, tell, is_again=is_again)
+        if found is not None:
+            turn.state, turn.facts = "already done", found
+            return
+    if turn.error is None:
+        _plan(turn, tell, ranks)
+
+
+def _plan(turn: Turn, tell: Teller, ranks: Standby) -> None:
+    with _failing(turn, tell):
+        with at_work(open_to_run(turn.job, tell, ranks)) as (opened, _):
+            if (found := taken_over(opened)) is not None:
+                turn.state, turn.facts = "done", found
+                return
+            turn.plan = goes_on(opened, plan_job(opened))
+        turn.state = "planned"
+
+
+@contextmanager
+def _failing(turn: Turn, tell: Teller) -> Iterator[None]:
+    """What is wrong with a job is its own failure; a signal before its ranks start is for all."""
+    try:
+        yield
+    except StoppedEarly as stop:
+        if not StopRequest(turn.job.output).is_by_user:
+            raise
+        turn.fail(stop)
+    except XgptError as error:
+        turn.fail(error)
+        tell.say(f"error: {error}")
+
+
+def _run(turn: Turn, number: str, tell: Teller) -> bool:
+    """False where all are to stop."""
+    plan = turn.plan
+    if plan is None:
+        return True
+    tell.say(f"\n== running job {number}: {turn.job.name}")
+    plan.opened.tell.say(paragraph(f"times: {plan.timing.provenance()}"))
+    plan.opened.tell.say(schedule_table(plan.schedule))
+    try:
+        turn.facts = execute(plan)
+    except StoppedEarly as stop:
+        turn.fail(stop)
+        # `xgpt stop` names one job; a signal is for all
+        return StopRequest(turn.job.output).is_by_user
+    except XgptError as error:
+        turn.fail(error)
+        tell.say(f"error: {error}")
+    else:
+        turn.state = "done"
+    turn.plan = None  # its requests, prompts and all, may be large
+    return True
+
+
+@contextmanager
+def _told_at_the_end(turns: Sequence[Turn], tell: Teller) -> Iterator[None]:
+    """A line of each job, whatever came in between. A signal while no ranks run stops all."""
+    try:
+        yield
+    except (KeyboardInterrupt, StoppedEarly):
+        pass  # those whose turn has not come are known by their state
+    finally:
+        tell.say("")
+        for turn in turns:
+            tell.say(textwrap.shorten(_line(turn), 4 * WIDTH, placeholder=" ..."))
+
+
+def _line(turn: Turn) -> str:
+    facts, state = turn.to_dict(), turn.to_dict()["status"]
+    line = f"{turn.job.name}: {state}"
+    if facts.get("queries") is not None:
+        line += f", {facts['queries']} of {facts.get('queries_total', facts['queries'])}"
+    return f"{line} ({shown(turn.job.output)})" + (
+        "" if turn.state != "failed" else f": {turn.error}")
+
+
+def begin_compiling(job: Job) -> subprocess.Popen[bytes] | None:
+    """Starts the process that compiles them, where they are not there yet; who needs them waits for
+    it (xrunner.ops.build.why_not_native). A command that ends before ends it, too. None where the
+    job needs none."""
+    if job.cluster != LOCAL_CLUSTER or why_no_torch("cpu") is not None or (
+            engine_of(job).identity is not None):
+        return None
+    return start_compiling(cache_dir() / "native")
+
+
+def start_compiling(cache: Path) -> subprocess.Popen[bytes]:
+    """A process of its own, not a thread: what a thread has started is waited for at the end, and a
+    command that fails at once, or is interrupted, would last as long as the compiler. It ends with
+    this one though that is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", build.__file__, str(cache), str(os.getpid())],
+        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL)
+    atexit.register(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends it with its compilers, unless it has ended; it takes its files away."""
+    if process.poll() is not None:
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+            return

@@ -6,18 +6,22 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from xgpt.core.errors import XgptError, in_words
 from xgpt.core.lengths import FloatArray
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_seconds
-from xgpt.report.expected import EXPECTED_FILE, read_expected
-from xrunner.io.sink import Progress, read_progress
+from xgpt.report.lanes import EXPECTED_FILE, read_expected
+from xgpt.run_folder.files import DOING_FILE, MESSAGES_FILE
+from xrunner.files.sink import Progress, read_progress
 
+_INTERVAL_S = 1.0  # between states that are kept
 _LOG = logging.getLogger("xgpt")
 _BAR_WIDTH = 16
 _LEAST_S = 0.05  # less is not told: ranks tell how far they are twice a second
@@ -50,6 +54,38 @@ class LogTeller:
 
     def end_progress(self) -> None:
         return
+
+
+class KeptTeller:
+    """Passes everything on to another Teller, and keeps it. A folder that cannot be written to is
+    told of where results are."""
+
+    def __init__(self, tell: Teller, output: Path) -> None:
+        self._tell, self._output, self._written_s = tell, output, 0.0
+        with suppress(OSError):
+            (output / MESSAGES_FILE).write_text("", encoding="utf-8")
+            (output / DOING_FILE).unlink(missing_ok=True)  # of one that was killed
+
+    def say(self, message: str) -> None:
+        self._tell.say(message)
+        stamp = time.strftime("%H:%M:%S")
+        lines = [f"{stamp} {line}\n" for line in message.splitlines() if line.strip()]
+        with suppress(OSError), (self._output / MESSAGES_FILE).open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+
+    def progress(self, line: str, *, is_last: bool = False) -> None:
+        self._tell.progress(line, is_last=is_last)
+        now = time.monotonic()
+        if now - self._written_s >= _INTERVAL_S:
+            self._written_s = now
+            with suppress(OSError):
+                write_atomically(self._output / DOING_FILE, line + "\n",
+                                 is_durable=False)
+
+    def end_progress(self) -> None:
+        self._tell.end_progress()
+        with suppress(OSError):
+            (self._output / DOING_FILE).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -174,3 +210,15 @@ def _read(path: Path, written_ns: int) -> tuple[FloatArray, FloatArray] | None:
         return None
     at_s, done = zip(*expected.done, strict=True)
     return np.array(at_s), np.array(done)
+
+
+@contextmanager
+def troubles_told(output: Path) -> Iterator[None]:
+    """A full disk, a folder that is gone, memory that ran out become an XgptError; what may be a
+    fault of xgpt stays as it is."""
+    try:
+        yield
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+        if (words := in_words(error, output)) is None:
+            raise
+        raise XgptError(words) from None

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import JobPlanner, Plan
+from xgpt.app.schedule import JobPlanner, Plan
 from xgpt.core import catalog
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
-from xgpt.core.job import Job
-from xgpt.core.json_values import flat
-from xgpt.core.local import usable_cores
-from xgpt.core.problem import resolve
 from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import flat
+from xgpt.core.system.machine import usable_cores
+from xgpt.job.job import Job
+from xgpt.job.resolve import resolve
 from xgpt.report.what_if_tables import (
     EngineRow,
     drift_table,
@@ -26,7 +26,7 @@ from xgpt.report.what_if_tables import (
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
-from xrunner.engines.engine import Engine, engine_of, mistake
+from xrunner.backends.engine import Engine, engine_of, mistake
 from xscheduler.drift import DriftRow, drift_rows
 from xscheduler.fallback import hint
 from xscheduler.live.reschedule import Reschedule, reschedule

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.doctor import DifferingKernels, GpuVerdict, compare_on_gpu, examine
-from xgpt.app.remedies import Remedy, remedies
+from xgpt.app.doctor import DifferingKernels, GpuVerdict, Remedy, compare_on_gpu, examine, remedies
 from xgpt.cli.options import json_option, print_json
 from xgpt.cli.terminal import Terminal, show
 from xgpt.report.figures import percent

@@ -7,25 +7,23 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.model_check import ModelCheck, UnsupportedModel, check_model_named
-from xgpt.app.new_job import (
+from xgpt.app.init import (
     USUAL_FILE,
     NewJob,
-    model_here,
-    refuse_existing,
-    usual_max_tokens,
-    write_new_job,
-)
-from xgpt.app.prompts_look import (
     PromptsLook,
     columns_of,
     delimiters_of,
     files_here,
     likeliest,
     look_at,
+    model_here,
     needs_column,
-    tell_delimiters,
+    refuse_existing,
+    usual_max_tokens,
+    write_new_job,
 )
+from xgpt.app.models import ModelCheck, UnsupportedModel, check_model_named
+from xgpt.app.opened import tell_delimiters
 from xgpt.cli.options import check_writable, json_option, print_json
 from xgpt.cli.terminal import Terminal, is_terminal, say, show
 from xgpt.core.errors import wrong

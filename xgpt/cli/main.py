@@ -13,19 +13,20 @@ from typing import Any
 import click
 
 from xgpt.cli.options import print_json
+from xgpt.cli.surroundings import settle
 from xgpt.cli.terminal import open_what_is_closed, say, show
+from xgpt.core.engines import load_row
 from xgpt.core.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_RESUMABLE,
     InputError,
     XgptError,
+    is_of_memory,
     nearest,
+    of_a_file,
     shorten,
 )
-from xgpt.core.plugins import load_row
-from xgpt.core.surroundings import settle
-from xgpt.core.troubles import is_of_memory, of_a_file
 from xgpt.launch.asked import TO_STOP, warned_in_good_order
 
 SHOWN_LENGTH = 500  # characters of a mistake's list or mapping that `--json` prints
@@ -43,13 +44,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sweep": ("xgpt.cli.sweep:sweep", "Throughput against the latency bound."),
     "run": ("xgpt.cli.run:run", "Execute a schedule on the real model."),
     "score": ("xgpt.cli.run:score", "How likely the model finds given continuations."),
-    "export": ("xgpt.cli.export:export", "The job as a file for Kubernetes or SkyPilot."),
+    "export": ("xgpt.cli.schedule:export", "The job as a file for Kubernetes or SkyPilot."),
     "report": ("xgpt.cli.report:report", "Report a run or a sweep; compare runs."),
     "status": ("xgpt.cli.status:status", "How far a run is, here or under Slurm."),
     "top": ("xgpt.cli.status:top", "Watch a running job live."),
     "stop": ("xgpt.cli.status:stop", "End a run in good order, here or under Slurm."),
     "doctor": ("xgpt.cli.doctor:doctor", "What this machine has of what xgpt can use."),
-    "completion": ("xgpt.cli.completion:completion", "Complete commands and keys in your shell."),
+    "completion": ("xgpt.cli.options:completion", "Complete commands and keys in your shell."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}
 GONE = {"validate": "`xgpt models --accuracy` says how far computed times are off"}
 

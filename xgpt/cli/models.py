@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from xgpt.app.accuracy import of_own_loops, published_errors
-from xgpt.app.model_check import UnsupportedModel, check_model_named
+from xgpt.app.models import UnsupportedModel, check_model_named, of_own_loops, published_errors
 from xgpt.cli.options import json_option, print_json
 from xgpt.cli.terminal import show
 from xgpt.core import catalog

@@ -1,16 +1,17 @@
-"""Arguments every job command shares, and how they print."""
+"""Arguments every job command shares, how they print, and what makes a shell complete them."""
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import CompletionItem, get_completion_class
 
+from xgpt.core.engines import load_row
 from xgpt.core.errors import wrong
-from xgpt.core.plugins import load_row
-from xgpt.core.whole_file import why_no_file, why_no_folder
+from xgpt.core.system.whole_file import why_no_file, why_no_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,7 +23,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "workload.task": (_CATALOG, "task"), "workload.requests": (), "workload.max_tokens": (),
     "workload.output_tokens": ("observe",), "workload.chat": ("true", "false"),
     "workload.score": ("true", "false"),
-    "workload.embed": ("xgpt.core.job_file:POOLINGS",), "run.stop": (),
+    "workload.embed": ("xgpt.job.job_file:POOLINGS",), "run.stop": (),
     "constraint.latency_s": ("inf",), "constraint.kind": ("sequence", "queries"),
     "constraint.quantile": (), "constraint.confidence": (), "constraint.drift": (),
     "constraint.ttft_s": (), "constraint.tpot_s": (), "constraint.makespan_s": (),
@@ -30,8 +31,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "objective": ("xgpt.core.constraint:OBJECTIVES",), "price_per_hour": (),
     "schedule.policy": ("xgpt.core.policies:policy_names",), "schedule.encode_batch": (),
     "schedule.decode_iterations": (), "schedule.tp_degree": (), "schedule.tp_gpus": (),
-    "run.ranks": (), "run.dtype": ("xgpt.core.run_section:DTYPES",),
-    "run.weight_dtype": ("xgpt.core.run_section:DTYPES", "int8"), "run.seed": (),
+    "run.ranks": (), "run.dtype": ("xgpt.job.job:DTYPES",),
+    "run.weight_dtype": ("xgpt.job.job:DTYPES", "int8"), "run.seed": (),
     "run.temperature": (), "run.threads_per_rank": (), "run.weights": ("checkpoint", "random"),
     "run.engine": ("xgpt.core.engines:engine_names",), "search.max_seconds": (), "output": ()}
 
@@ -134,5 +135,30 @@ def check_folder(path: Path, option: str) -> None:
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
-    plain = load_row("xgpt.core.json_values:plain")  # pydantic with it, which --help does without
+    plain = load_row("xgpt.core.schedule_file:plain")  # pydantic with it, which --help does without
     click.echo(json.dumps(plain(value), indent=1, allow_nan=False))
+
+
+_PLACES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(tuple(_PLACES)), default=lambda: _own_shell())
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print what completes xgpt's commands in your shell, for its start-up file.
+
+    \b
+    bash   echo 'eval "$(xgpt completion bash)"' >> ~/.bashrc
+    zsh    echo 'eval "$(xgpt completion zsh)"' >> ~/.zshrc
+    fish   echo 'xgpt completion fish | source' >> ~/.config/fish/config.fish
+    """
+    made = get_completion_class(shell)
+    assert made is not None, f"{shell = }"
+    click.echo(made(context.find_root().command, {}, "xgpt", "_XGPT_COMPLETE").source())
+
+
+def _own_shell() -> str:
+    """The shell that the user has by default."""
+    name = os.path.basename(os.environ.get("SHELL", ""))
+    return name if name in _PLACES else "bash"

@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from xgpt.app.laid_out import on_open_layouts
-from xgpt.app.local_profile import local_profile, wanted_profile
 from xgpt.app.opened import open_file
+from xgpt.app.profile import local_profile
+from xgpt.app.schedule import on_open_layouts
+from xgpt.app.wanted import wanted_profile
 from xgpt.cli.options import (
     check_folder,
     check_writable,
@@ -23,8 +24,8 @@ from xgpt.cli.terminal import Terminal, say
 from xgpt.cli.terminal import show as show_text
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, XgptError, wrong
-from xgpt.core.run_section import DTYPES
 from xgpt.core.units import parse_seconds
+from xgpt.job.job import DTYPES
 from xgpt.report.profile_table import profile_tables, write_profile_plots
 from xprofiler.importers import IMPORTERS, import_folder
 from xprofiler.profile import Profile, merge
@@ -158,8 +159,7 @@ def merge_(files: tuple[Path, ...], out: Path) -> None:
               help="The profile file to write.")
 def import_(source: str, folder: Path, model: str, device: str, dtype: str, engine: str | None,
             engine_version: str | None, out: Path) -> None:
-    """Measurements of others in FOLDER as a profile file. SOURCE: vidur, distserve or
-    aiconfigurator."""
+    """Measurements of others in FOLDER as a profile file. SOURCE: vidur or aiconfigurator."""
     check_writable(out, "--out")
     imported = import_folder(source, folder, _row("model", model), _row("device", device), dtype,
                              engine=engine, version=engine_version)

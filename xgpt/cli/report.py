@@ -5,12 +5,12 @@ from typing import get_args
 
 import click
 
-from xgpt.app.place import place_of
 from xgpt.app.report import Form, write_reports, write_tables
 from xgpt.cli.options import check_folder, check_writable, job_options, print_json
 from xgpt.cli.terminal import say, show
 from xgpt.core.errors import wrong
 from xgpt.report.chart import can_draw
+from xgpt.run_folder.files import place_of
 
 
 @click.command()

@@ -20,16 +20,16 @@ from xgpt.cli.options import (
 )
 from xgpt.cli.terminal import Terminal, show
 from xgpt.core.errors import BoundMissed
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
-from xgpt.core.json_values import flat
-from xgpt.launch.slurm import allocation_here
+from xgpt.core.schedule_file import flat
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
+from xgpt.launch.launcher import allocation_here
 from xgpt.launch.standby import standby_for
 
 # Imported when a rank has been started: the two import side by side.
-_USE_CASES, _SLURM, _FINISHED = "xgpt.app.submit", "xgpt.app.hand_in", "xgpt.app.finished"
-_SEVERAL = "xgpt.app.several"
-METRICS = "metrics.json"  # xgpt.app.run_files.METRICS_FILE, which a job that is done has
+_USE_CASES, _SLURM, _FINISHED = "xgpt.app.submit", "xgpt.app.hand_in", "xgpt.app.running.finished"
+_SEVERAL = "xgpt.app.submit"
+METRICS = "metrics.json"  # xgpt.run_folder.files.METRICS_FILE, which a job that is done has
 _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has none
 
 _strict_option = click.option(
@@ -146,8 +146,8 @@ def _wanted(path: Path, overrides: tuple[str, ...], through_slurm: bool,
 
 
 def _done_already(job: Job, *, is_again: bool) -> dict[str, Any] | None:
-    """See xgpt.app.finished, which is not imported where there is nothing to be told: a rank is to
-    be started first."""
+    """See xgpt.app.running.finished, which is not imported where there is nothing to be told: a
+    rank is to be started first."""
     if not is_again and not (job.output / METRICS).exists():
         return None
     found: dict[str, Any] | None = import_module(_FINISHED).done_already(

@@ -1,12 +1,15 @@
-"""`xgpt schedule`: the best schedule within the bound, and what was proved about it."""
+"""`xgpt schedule`: the best schedule within the bound, and what was proved about it; `xgpt export`:
+a job as a file for another scheduler."""
 
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from xgpt.app.hand_in import FORMATS
+from xgpt.app.hand_in import export as export_job
 from xgpt.app.opened import open_job
-from xgpt.app.plan import default_horizon
+from xgpt.app.schedule import default_horizon
 from xgpt.app.what_if import answers_for
 from xgpt.cli.options import (
     check_writable,
@@ -18,12 +21,11 @@ from xgpt.cli.options import (
 from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.engines import ONE_PROCESS
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
-from xgpt.core.json_values import plain
-from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.schedule_file import load_schedule, save_schedule
+from xgpt.core.schedule_file import load_schedule, plain, save_schedule
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import parse_share
+from xgpt.job.job import LOCAL_CLUSTER, Job
+from xgpt.job.job_file import load_job
 from xgpt.launch.engine_commands import ENGINES, engine_command
 from xscheduler.planner import Horizon, PlanOptions
 
@@ -111,3 +113,27 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
         print_json(answers.to_dict() | also)
     elif exported is not None:
         show(f"\n{exported}")
+
+
+@click.command()
+@job_arguments
+@click.option("--to", required=True, type=click.Choice(list(FORMATS)),
+              help="A Kubernetes JobSet, or a SkyPilot task.")
+@click.option("--image", required=True, help="Container image that has xgpt.")
+@click.option("--claim", default="xgpt", show_default=True,
+              help="JobSet: the persistent volume claim that holds the job file's folder.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write the file there instead of printing it.")
+def export(job_file: Path, overrides: tuple[str, ...], as_json: bool, to: str, image: str,
+           claim: str, out: Path | None) -> None:
+    """Print the job as a Kubernetes JobSet or a SkyPilot task, by its schedule."""
+    if out is not None:
+        check_writable(out, "--out")
+    text = export_job(load_job(job_file, overrides), overrides, Terminal(), to=to, image=image,
+                      claim=claim)
+    if out is not None:
+        write_atomically(out, text)
+    if as_json:
+        print_json({"to": to, "text": text, "file": out})
+    elif out is None:
+        show(text, nl=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from xgpt.app.opened import open_file
-from xgpt.app.plan import settled
+from xgpt.app.schedule import settled
 from xgpt.app.simulate import simulate_job
 from xgpt.cli.options import (
     check_writable,

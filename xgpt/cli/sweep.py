@@ -4,12 +4,11 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.sweeps.folder import FORMATS
-from xgpt.app.sweeps.sweep import refusal_of, sweep_points
+from xgpt.app.sweeps.sweep import FORMATS, refusal_of, sweep_points
 from xgpt.cli.options import job_options, print_json, with_seconds, within_seconds
 from xgpt.cli.terminal import Terminal, show
 from xgpt.core.errors import wrong
-from xgpt.core.sweep_file import SweepFlags, load_sweep
+from xgpt.job.sweep_file import SweepFlags, load_sweep
 
 
 @click.command()

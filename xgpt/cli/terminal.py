@@ -10,7 +10,7 @@ import time
 
 import click
 
-from xgpt.core.visible import visible
+from xgpt.core.errors import visible
 
 _PLAIN_EVERY_S = 5.0
 _REDRAW_EVERY_S = 0.2

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from xgpt.core.ranges import Share, Unbounded
+from xgpt.core.units import Share, Unbounded
 
 BoundKind = Literal["sequence", "queries"]
 # latency: of a query, from the start of its encoding to its last token; ttft: from there to its

@@ -1,11 +1,12 @@
-"""Control variables of a schedule: what a policy's batching rule is told (paper sections 4 and 5).
+"""Control variables of a schedule: what a policy's batching rule is told (paper sections 4 and 5),
+and those that a job fixes.
 
 Each policy's row (xgpt.core.policies) names its class here, or one of a package of its own."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from xgpt.core.ranges import Amount, Count, Positive, Share
+from xgpt.core.units import Amount, Count, Positive, Share
 
 
 class Controls(Protocol):
@@ -88,3 +89,51 @@ def max_in_system(controls: Controls) -> int:
     no such variable."""
     most: int = getattr(controls, "max_in_system", 0)
     return most
+
+
+# Which copy of the model takes a query: the next in turn, or the one with the fewest tokens so far
+# (known, or expected of its output), so that all end together. Fixed: the latter, and each keeps
+# what it was dealt, however slow it is.
+ROUND_ROBIN, LEAST_TOKENS, FIXED = "round-robin", "least-tokens", "fixed"
+ROUTINGS = (LEAST_TOKENS, ROUND_ROBIN, FIXED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSchedule:
+    """Control variables the user fixed; None is left to the scheduler. `replicas`: copies of the
+    model, all alike."""
+
+    policies: tuple[str, ...] = ()  # among which is chosen; (): all that the engine executes
+    replicas: int | None = None
+    encode_batch: int | None = None
+    decode_iterations: int | None = None
+    decode_micro_batches: int | None = None
+    encode_chunk: int | None = None  # RRA; 0: without limit, before decoding
+    encode_micro_batches: int | None = None  # DSI
+    max_active: int | None = None  # ORCA, vLLM, Sarathi
+    token_budget: int | None = None  # vLLM, Sarathi
+    tp_degree: int | None = None
+    tp_gpus: int | None = None
+    others: tuple[tuple[str, int], ...] = ()  # (name, value) of variables of policies elsewhere
+
+    @property
+    def policy(self) -> str | None:
+        """The only policy that is left; None where there is a choice."""
+        return self.policies[0] if len(self.policies) == 1 else None
+
+    def value_of(self, variable: str) -> int | None:
+        """What the user fixed a control variable to, of a policy of ours or of another package."""
+        value: int | None = getattr(self, variable, None)
+        return dict(self.others).get(variable) if value is None else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustment:
+    """How the workload is kept even while a job runs (paper section 5.2); None: as is usual.
+    `shuffle`: queries of a window that are taken in random order, or whether one of the usual size
+    is. `routing`: by which queries are shared out among copies of the model."""
+
+    share: float | None = None  # by which an encode batch's tokens may leave their mean; 0: as come
+    steers: bool | None = None  # whether encode batches lead the decode batch back to its mean
+    shuffle: bool | int = False
+    routing: str = LEAST_TOKENS

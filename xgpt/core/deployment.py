@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from xgpt.core.policies import Role
-from xgpt.core.ranges import Count, Positive
+from xgpt.core.units import Count, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

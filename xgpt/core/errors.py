@@ -1,11 +1,17 @@
 """What can go wrong, and the exit code each kind carries (README.md).
 
-The user's mistakes are `XgptError`s; our own are `assert`s that print the values."""
+The user's mistakes are `XgptError`s; our own are `assert`s that print the values. What a machine
+does to a job (a full disk, a folder that is gone, no memory) gets the words of what to do about
+it."""
 
 import difflib
+import errno
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -116,3 +122,106 @@ def shorten(value: object, limit: int = 60) -> str:
     if isinstance(value, str) and len(value) > limit:
         return text[: limit - 3] + "..."
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+# C0 controls but tab and newline, DEL and C1 controls, what turns the direction of text or hides in
+# it, line separators, lone surrogates, non-characters, tags
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e"
+    "\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff"
+    "\U000e0000-\U000e007f]")
+
+
+def visible(text: str) -> str:
+    """Text of unknown origin as it may be shown: what would move a terminal's cursor, colour it or
+    turn the direction of what follows is an escape (\\\\x1b). Lines stay lines."""
+    return _UNPRINTABLE.sub(_escaped, text.replace("\r\n", "\n"))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    return (f"\\x{code:02x}" if code < 0x100 else
+            f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
+_LOST = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN,
+         errno.ETIMEDOUT, errno.EREMOTEIO)
+_GONE = (errno.ENOENT, errno.ENOTDIR)
+# of an error at work in the output folder; the first row that has its number counts
+_AT_WORK: tuple[tuple[tuple[int, ...], str], ...] = (
+    ((errno.EFBIG,), "{where}: {why} for a limit on the size of files (`ulimit -f`); what is done "
+     "is kept, and with a higher one {on}"),
+    (_NO_ROOM, "{folder}: {why}; what is done is kept, and with room made {on}"),
+    (_READ_ONLY, "{where}: {why}; what is done is kept, and once the folder can be written to "
+     "{on}"),
+    ((errno.EMFILE, errno.ENFILE), "{why} ({where}); what is done is kept. With a higher "
+     "`ulimit -n` {on}"),
+    (_LOST, "{where}: {why}: the file system does not answer as it should; what reached it is "
+     "kept, and once it is well {on}"))
+_GOES_ON = "the same command goes on from there"
+# as Python, C++, torch, the threads' library and the dynamic linker say it
+_MEMORY = re.compile(
+    r"MemoryError|bad_alloc|annot allocate memory|can't allocate memory|not enough memory"
+    r"|can't start new thread|Thread creation failed|failed to map segment|OutOfMemoryError",
+    re.I)
+
+
+def is_of_memory(text: str) -> bool:
+    """Whether this, printed by a process that failed, says that memory ran out."""
+    return _MEMORY.search(text) is not None
+
+
+def of_a_file(error: BaseException) -> str | None:
+    """What to say of a file or folder that cannot be used, or finds no room, wherever it lies; None
+    where it may be a fault of ours."""
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return f"{shorten(error.filename)}: {error.strerror}"
+    if error.errno in _GONE and not _is_somewhere():
+        return "the folder that this was called in is gone: go to one that is there"
+    if error.errno in _GONE and error.filename is None and "temporary" in str(error.strerror):
+        return f"{error.strerror}: set TMPDIR to a folder that can be written to"
+    if error.errno not in (*_NO_ROOM, *_READ_ONLY, *_LOST):
+        return None
+    if error.filename is None and error.errno not in _NO_ROOM:
+        return None
+    words = (f"{error.filename or 'what is printed, or a file'}: {error.strerror}; once that is "
+             "mended, call it again")
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    if Path(str(error.filename)).is_relative_to(cache):
+        words += ", or set XDG_CACHE_HOME to another folder"
+    return words
+
+
+def in_words(error: BaseException, folder: Path) -> str | None:
+    """What to say of an error at work in the output folder; None where it may be a fault of
+    ours."""
+    if isinstance(error, MemoryError) or (
+            isinstance(error, (RuntimeError, ImportError, OSError)) and is_of_memory(str(error))):
+        said = "".join(f": {line[:200]}" for line in str(error).strip().splitlines()[:1])
+        return (f"memory ran out ({type(error).__name__}{said}); what is done is kept. With more "
+                "of it (look at `ulimit -v`, `ulimit -u` and the container's limits), or fewer "
+                f"ranks or queries at a time, {_GOES_ON}")
+    if not isinstance(error, OSError):
+        return None
+    where = error.filename or folder
+    for numbers, words in _AT_WORK:
+        if error.errno in numbers:
+            return words.format(where=where, folder=folder, why=error.strerror, on=_GOES_ON)
+    if error.errno in _GONE and not folder.is_dir():
+        return (f"{folder} was removed or renamed while a run wrote in it. A renamed folder has "
+                f"all that was done: give it its name back, and {_GOES_ON}")
+    if error.errno in _GONE and str(where).startswith(str(folder)):
+        return (f"{where}: removed while a run needed it; what is left is kept, and {_GOES_ON}")
+    return None
+
+
+def _is_somewhere() -> bool:
+    """Whether the folder that this process is in is there."""
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False

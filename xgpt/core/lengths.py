@@ -1,22 +1,20 @@
 """Distributions of input and output lengths, in tokens (paper section 6; docs/paper.md)."""
 
-import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import NormalDist
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
-
-from xgpt.core.normal import log_ndtr, truncated_parent
+from numpy.typing import ArrayLike, NDArray
 
 FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
-_MOMENTS_MET = 1e-3  # of the std (of 1, for skewness): how near changed moments come at least
+MAX_LENGTH_TOKENS = 2**20  # longest sequence a distribution is made for
 _SPREAD = 1e-6  # tokens: less is none
-_ROOM = (1.0, 1.15, 1.5)  # times the maximum, for a longer tail where a skewness needs it
 
 
 @lru_cache(maxsize=64)
@@ -163,56 +161,31 @@ def joint_empirical(pairs: IntArray, note: str = "") -> JointLengths:
                         pairs=np.asarray(pairs, dtype=np.int64))
 
 
-def with_moments(lengths: Lengths, *, mean_factor: float = 1.0, std_factor: float = 1.0,
-                 skewness_change: float = 0.0, moves: bool = False) -> Lengths:
-    """`lengths` with its mean and std times these factors and this much added to its skewness; what
-    is not named stays (paper section 7.6).
-
-    A given distribution becomes a skew normal truncated to (0, max'], whose own three moments are
-    as wanted, discretised as truncated_normal is. max' is where the old maximum comes to lie when
-    mean and std change, (max - mean) std' / std + mean', never less than the old one, and up to
-    half more where a longer tail needs it. An observed distribution, and a given one that no skew
-    normal matches, has its lengths moved: the same growing function of each, rounded, 1 at least.
-    `moves`: so it is whatever the distribution, which is quicker."""
+def with_output_moments(lengths: JointLengths, *, mean_factor: float = 1.0, std_factor: float = 1.0,
+                        skewness_change: float = 0.0) -> JointLengths:
+    """The outputs with their mean and std times these factors and this much added to their
+    skewness; what is not named stays (paper section 7.6). Each length is moved by the same growing
+    function, and is 1 at least; so observed pairs keep their correlation."""
+    outputs = lengths.outputs
     if (mean_factor, std_factor, skewness_change) == (1.0, 1.0, 0.0):
         return lengths
-    wanted = _wanted_moments(lengths, mean_factor, std_factor, skewness_change)
-    is_given = lengths.num_samples is None
-    pmf: FloatArray | None = None
-    if is_given and not moves and lengths.std > 0:
-        image = wanted[0] + (lengths.max - lengths.mean) * wanted[1] / lengths.std
-        pmf = _skew_normal(wanted, max(lengths.max, int(np.ceil(image))),
-                           _ROOM if skewness_change > 0 else _ROOM[:1])
-    if pmf is None:
-        moved = _moved_lengths(lengths, wanted)
-        least = lengths.max if is_given else 0
-        pmf = np.bincount(moved, lengths.pmf, minlength=least + 1)[1:].astype(np.float64)
-    note = (f"{lengths.note}; mean x {mean_factor:g}, std x {std_factor:g}, skewness "
+    moved = _moved_lengths(outputs, (outputs.mean * mean_factor, outputs.std * std_factor,
+                                     outputs.skewness + skewness_change))
+    note = (f"{outputs.note}; mean x {mean_factor:g}, std x {std_factor:g}, skewness "
             f"{skewness_change:+g}")
-    return replace(lengths, pmf=pmf / pmf.sum(), note=note)
-
-
-def with_output_moments(lengths: JointLengths, *, mean_factor: float = 1.0, std_factor: float = 1.0,
-                        skewness_change: float = 0.0, moves: bool = False) -> JointLengths:
-    """`with_moments` of the outputs. Observed pairs keep their order of outputs, and with it their
-    correlation."""
-    outputs = with_moments(lengths.outputs, mean_factor=mean_factor, std_factor=std_factor,
-                           skewness_change=skewness_change, moves=moves)
-    if lengths.pairs is None or outputs is lengths.outputs:
-        return replace(lengths, outputs=outputs)
-    moved = _moved_lengths(lengths.outputs, _wanted_moments(
-        lengths.outputs, mean_factor, std_factor, skewness_change))
-    pairs = np.stack([lengths.pairs[:, 0], moved[lengths.pairs[:, 1] - 1]], axis=1)
-    return replace(lengths, outputs=outputs, pairs=pairs)
+    pairs = None if lengths.pairs is None else np.stack(
+        [lengths.pairs[:, 0], np.rint(moved)[lengths.pairs[:, 1] - 1].astype(np.int64)], axis=1)
+    return replace(lengths, outputs=_with_moved(outputs, moved, note), pairs=pairs)
 
 
 def with_longer_inputs(lengths: JointLengths, factor: float) -> JointLengths:
     """Every input longer by this factor; outputs, and what ties them to inputs, stay."""
+    inputs = lengths.inputs
     if lengths.pairs is None:
-        return replace(lengths, inputs=with_moments(
-            lengths.inputs, mean_factor=factor, std_factor=factor, moves=True))
+        return replace(lengths, inputs=_with_moved(
+            inputs, np.maximum(inputs.support * factor, 1.0), inputs.note))
     longer = np.maximum(np.rint(lengths.pairs[:, 0] * factor), 1).astype(np.int64)
-    return replace(lengths, inputs=empirical(longer, lengths.inputs.note),
+    return replace(lengths, inputs=empirical(longer, inputs.note),
                    pairs=np.stack([longer, lengths.pairs[:, 1]], axis=1))
 
 
@@ -252,12 +225,19 @@ def _blurred(drawn: IntArray, lengths: Lengths, rng: np.random.Generator) -> Int
     return np.where(blurred < 1, drawn, blurred)  # nothing piles up at 1
 
 
-def _wanted_moments(lengths: Lengths, mean_factor: float, std_factor: float,
-                    skewness_change: float) -> tuple[float, float, float]:
-    return lengths.mean * mean_factor, lengths.std * std_factor, lengths.skewness + skewness_change
+def _with_moved(lengths: Lengths, moved: FloatArray, note: str) -> Lengths:
+    """`lengths` where each became what is `moved`, [max], >= 1: of observed ones the nearest whole
+    number, else the two beside it, which keeps the mean."""
+    is_observed = lengths.num_samples is not None
+    moved = np.rint(moved) if is_observed else moved
+    lower, size = moved.astype(np.int64), 1 + int(np.ceil(moved.max()))
+    size = size if is_observed else max(size, 1 + lengths.max)
+    low, high = (np.bincount(at, lengths.pmf * share, minlength=size)[1:size]
+                 for at, share in ((lower, 1 - moved + lower), (lower + 1, moved - lower)))
+    return replace(lengths, pmf=(low + high) / np.sum(low + high), note=note)
 
 
-def _moved_lengths(lengths: Lengths, wanted: tuple[float, float, float]) -> IntArray:
+def _moved_lengths(lengths: Lengths, wanted: tuple[float, float, float]) -> FloatArray:
     """[max] what each length of 1..max becomes: a + b (exp(g z) - 1) / g of the standardised
     length z, with a, b, g such that mean, std and skewness are as wanted, as nearly as lengths of
     at least 1 can have them."""
@@ -265,7 +245,7 @@ def _moved_lengths(lengths: Lengths, wanted: tuple[float, float, float]) -> IntA
 
     mean, std, skewness = wanted
     if lengths.std == 0:
-        return np.full(lengths.max, max(round(mean), 1))
+        return np.full(lengths.max, max(float(round(mean)), 1.0))
     z = np.asarray((lengths.support - lengths.mean) / lengths.std, np.float64)
     seen = lengths.pmf > 0
     weights, inner = lengths.pmf[seen], z[seen]
@@ -277,46 +257,7 @@ def _moved_lengths(lengths: Lengths, wanted: tuple[float, float, float]) -> IntA
     fit = optimize.least_squares(lambda x: _moment_errors(moved(x, inner), weights, wanted),
                                  np.array([0.0, 1.0, 0.0]),
                                  bounds=([-9.0, 1e-3, -2.0], [9.0, 9.0, 2.0]))
-    return np.rint(moved(fit.x, z)).astype(np.int64)
-
-
-def _skew_normal(wanted: tuple[float, float, float], maximum: int,
-                 rooms: Sequence[float]) -> FloatArray | None:
-    """[max'] probabilities of the skew normal truncated to (0, max'] that has this mean, std and
-    skewness, with max' the first of `rooms` times the `maximum` that has one; None where none."""
-    for room, bend in itertools.product(rooms, (0.0, 1.0, -1.0)):
-        pmf = _fitted(wanted, round(maximum * room), bend)
-        if pmf is not None:
-            return pmf
-    return None
-
-
-def _fitted(wanted: tuple[float, float, float], maximum: int, bend: float) -> FloatArray | None:
-    """Does as _skew_normal for one maximum; the parent's shape is sought from tan(bend) on."""
-    from scipy import optimize, special, stats
-
-    mean, std, _ = wanted
-    edges, support = np.arange(maximum + 1.0), np.arange(1.0, maximum + 1)
-
-    def parent(x: FloatArray) -> tuple[float, float, float]:
-        return float(np.tan(x[2])), float(mean + std * x[0]), float(std * np.exp(x[1]))
-
-    def residual(x: FloatArray) -> FloatArray:
-        # densities in the middle of each token: ten times as quick as differences of F, and as good
-        shape, location, scale = parent(x)
-        z = (support - 0.5 - location) / scale
-        logarithms = special.log_ndtr(shape * z) - 0.5 * z * z
-        mass = np.exp(logarithms - logarithms.max())
-        return _moment_errors(support, mass / mass.sum(), wanted)
-
-    fit = optimize.least_squares(residual, np.array([0.0, 0.1, bend]), max_nfev=40,
-                                 bounds=([-8.0, -3.0, -1.55], [8.0, 3.0, 1.55]))
-    pmf = np.maximum(np.diff(stats.skewnorm.cdf(edges, *parent(fit.x))), 0.0)
-    if not pmf.sum() > 0:
-        return None
-    pmf /= pmf.sum()
-    is_met = np.abs(_moment_errors(support, pmf, wanted)).max() < _MOMENTS_MET
-    return np.asarray(pmf) if is_met else None
+    return moved(fit.x, z)
 
 
 def _moment_errors(values: FloatArray, weights: FloatArray,
@@ -326,3 +267,119 @@ def _moment_errors(values: FloatArray, weights: FloatArray,
     std = float(np.sqrt(max(float(weights @ (values - mean) ** 2), 1e-12)))
     skewness = float(weights @ ((values - mean) / std) ** 3)
     return np.array([(mean - wanted[0]) / wanted[1], std / wanted[1] - 1, skewness - wanted[2]])
+
+
+def synthetic_lengths(lengths: JointLengths, count: int, seed: int) -> tuple[IntArray, IntArray]:
+    """(input tokens, output tokens), both [count], of the requests made with this seed."""
+    return lengths.sample(count, np.random.default_rng(seed))
+
+
+_ROOT_2, _ROOT_2_PI = math.sqrt(2), math.sqrt(2 * math.pi)
+_FAR = -30.0  # below it the tail is a series; above it erfc is far from underflowing
+_TERMS = 10  # of the series: the last is less than 1e-18 of the sum at _FAR
+_REACH = 9  # standard deviations: what a normal has beyond them is lost in a float's rounding
+_NEAR = 2e-12  # a quantile is found this exactly
+_MET = 1e-12  # parts of the maximum by which a parent's moments may miss
+_WIDEST = 1 / math.sqrt(12) + 1e-5  # the uniform's standard deviation, in such parts, and a little
+_INVERSE = NormalDist().inv_cdf
+_STEP, _MOST_STEPS, _MOST_HALVINGS = 1e-6, 60, 20  # of differences; of Newton's method
+# of a parent: its location in parts of the maximum, and the logarithm of its scale in such parts
+_LOWER, _UPPER = np.array([-30.0, math.log(1e-6)]), np.array([31.0, math.log(30.0)])
+
+
+# Normal distributions, without scipy: to import what would be used of it takes a third of a second,
+# which is a good part of what a short job is planned in.
+def log_ndtr(x: ArrayLike) -> FloatArray:
+    """Logarithm of the chance that a standard normal is at most x, exact in both tails."""
+    values = np.asarray(x, float)
+    return np.array([_log_ndtr(value) for value in values.ravel().tolist()]).reshape(values.shape)
+
+
+def ndtri(chance: ArrayLike) -> FloatArray:
+    """What a standard normal stays below with this chance, above 0 and below 1."""
+    p = np.asarray(chance, float)
+    return np.array([*map(_INVERSE, p.ravel().tolist())], float).reshape(p.shape)
+
+
+def mixture_quantile(means: FloatArray, spread: float, chance: float) -> float:
+    """What a normal of standard deviation `spread` around one of these means, each as likely, stays
+    below with this chance, which is less than the share of means that are finite."""
+    finite = means[np.isfinite(means)]
+    assert spread > 0 and 0 < chance < len(finite) / len(means), f"{spread = } {chance = }"
+    low, high = float(finite.min()) - _REACH * spread, float(finite.max()) + _REACH * spread
+    x, before = (low + high) / 2, math.inf
+    while abs(x - before) > _NEAR:  # Newton's method, kept between a bound below and one above
+        z: list[float] = ((x - means) / spread).tolist()
+        missed = chance - sum([0.5 * math.erfc(-value / _ROOT_2) for value in z]) / len(z)
+        low, high = (x, high) if missed > 0 else (low, x)
+        density = sum([math.exp(-0.5 * value * value) for value in z]) / (
+            len(z) * spread * _ROOT_2_PI)
+        tried = x + missed / density if density > 0 else math.inf
+        before, x = x, tried if low < tried < high else (low + high) / 2
+    return x
+
+
+def truncated_parent(mean: float, std: float, maximum: int) -> tuple[float, float] | None:
+    """(location, scale) of the normal whose truncation to (0, maximum] has this mean and std; None
+    where none has."""
+    # The density of such a normal has a concave logarithm: on (0, maximum] it spreads no further
+    # than the uniform does, and there is nothing to look for.
+    if std > _WIDEST * maximum:
+        return None
+
+    def missed(x: FloatArray) -> FloatArray:
+        got_mean, got_std = _truncated_moments(float(x[0]) * maximum,
+                                               float(np.exp(x[1])) * maximum, maximum)
+        return np.array([(got_mean - mean) / maximum, (got_std - std) / maximum])
+
+    with np.errstate(all="ignore"):
+        x = _by_newton(missed, np.clip([mean / maximum, np.log(std / maximum)], _LOWER, _UPPER))
+    return None if x is None else (float(x[0] * maximum), float(np.exp(x[1]) * maximum))
+
+
+def _by_newton(missed: Callable[[FloatArray], FloatArray], x: FloatArray) -> FloatArray | None:
+    """Where `missed` is nothing; None where Newton's method does not come there from x."""
+    error = missed(x)
+    for _ in range(_MOST_STEPS):
+        (a, c), (b, d) = [(missed(x + by) - missed(x - by)) / (2 * _STEP)
+                          for by in np.eye(2) * _STEP]
+        step = np.array([b * error[1] - d * error[0], c * error[0] - a * error[1]]) / (
+            a * d - b * c)
+        for share in 2.0 ** -np.arange(_MOST_HALVINGS):
+            tried = x + share * step
+            if not ((tried >= _LOWER) & (tried <= _UPPER)).all():
+                continue
+            error_there = missed(tried)
+            if np.abs(error_there).max() < np.abs(error).max():
+                break
+        else:
+            break
+        x, error = tried, error_there
+    return x if np.abs(error).max() < _MET else None
+
+
+def _truncated_moments(location: float, scale: float, maximum: float) -> tuple[float, float]:
+    """Mean and std of the normal(location, scale) truncated to (0, maximum]."""
+    a, b = -location / scale, (maximum - location) / scale
+    if a > 0:  # mirror, so that the log-space differences below stay in the accurate tail
+        mean, std = _truncated_moments(maximum - location, scale, maximum)
+        return maximum - mean, std
+    log_a, log_b = _log_ndtr(a), _log_ndtr(b)
+    log_mass = log_b + np.log1p(-np.exp(log_a - log_b))
+    density_a = np.exp(-0.5 * a * a - log_mass) / _ROOT_2_PI
+    density_b = np.exp(-0.5 * b * b - log_mass) / _ROOT_2_PI
+    shift = density_a - density_b
+    variance = 1 + a * density_a - b * density_b - shift**2
+    return float(location + scale * shift), float(scale * np.sqrt(max(variance, 0.0)))
+
+
+def _log_ndtr(x: float) -> float:
+    if x > -1:
+        return math.log1p(-0.5 * math.erfc(x / _ROOT_2))
+    if x > _FAR:
+        return math.log(0.5 * math.erfc(-x / _ROOT_2))
+    square, term, total = x * x, 1.0, 1.0
+    for k in range(1, _TERMS):
+        term *= -(2 * k - 1) / square
+        total += term
+    return -0.5 * square - math.log(-x * _ROOT_2_PI) + math.log(total)

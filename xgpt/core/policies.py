@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from xgpt.core.controls import FixedSchedule
+from xgpt.core.engines import load_row, rows_of_others
 from xgpt.core.errors import UnknownNameError
-from xgpt.core.plugins import load_row, rows_of_others
 
 Role = Literal["both", "encode", "decode"]
 GROUP = "xgpt.policies"  # of entry points
@@ -166,17 +167,7 @@ def searched_policies() -> tuple[str, ...]:
     return tuple(row.name for row in policies() if row.is_searched)
 
 
-class Asked(Protocol):
-    """What a job asks of its schedule: policies to choose among (none: whichever there are), and
-    control variables that it fixes."""
-
-    @property
-    def policies(self) -> tuple[str, ...]: ...
-
-    def value_of(self, variable: str) -> int | None: ...
-
-
-def able_policies(asked: Asked) -> tuple[Policy, ...]:
+def able_policies(asked: FixedSchedule) -> tuple[Policy, ...]:
     """The policies asked for, or else those that are searched, that have every variable which is
     given a value: a variable that some alone have is a wish for one of them (0 of it is none)."""
     given = {variable.name for row in policies() for variable in row.variables
@@ -185,7 +176,7 @@ def able_policies(asked: Asked) -> tuple[Policy, ...]:
                  if given <= {*row.variable_names})
 
 
-def changeable_policy(asked: Asked) -> str | None:
+def changeable_policy(asked: FixedSchedule) -> str | None:
     """The first of these whose control variables may change while a job runs, if there is one."""
     return next((row.name for row in able_policies(asked) if row.is_changeable), None)
 

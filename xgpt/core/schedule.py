@@ -4,22 +4,33 @@ The runner executes one wherever it came from; xgpt.core.schedule_file reads and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
+from pydantic_core import core_schema
 
 from xgpt.core.constraint import Bound, Prospect
 from xgpt.core.controls import Controls, max_in_system
 from xgpt.core.deployment import Deployment, Pool
-from xgpt.core.ranges import Amount, ByPolicy, Count, Flag, Gap, Positive, Unbounded
+from xgpt.core.policies import policies
+from xgpt.core.units import Amount, Count, Flag, Gap, Positive, Unbounded
 
 _Part = TypeVar("_Part")
 NOT_SURE = "not sure enough to keep the bound"  # in the reason of a quicker alternative
 MARGINAL = 0.02  # share of a gap that is not worth a word
 OPEN = 0.05  # share that a policy may have above the best seen of it, and counts as searched
+
+
+class ByPolicy:
+    """Controls of the class that the row of their policy names."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.tagged_union_schema(
+            {row.name: handler.generate_schema(row.load("controls")) for row in policies()},
+            "policy")
 
 
 class Status(StrEnum):
@@ -323,3 +334,21 @@ def _replaced(part: _Part, changes: dict[str, Any], left: dict[str, Any]) -> _Pa
     for name in own:
         left.pop(name, None)
     return replace(part, **own) if own else part  # type: ignore[type-var]
+
+
+def devices_of_copies(estimate: Estimate) -> tuple[int, ...]:
+    """Devices of each copy of all shapes, in the order of their ranks."""
+    return tuple(shape.deployment.devices_per_replica for shape in (estimate, *estimate.others)
+                 for _ in range(shape.deployment.replicas))
+
+
+def devices_tried(row: CopiesTried) -> tuple[int, ...]:
+    """Devices of each copy of a line."""
+    return row.devices or (row.devices_per_replica,) * row.replicas
+
+
+def sum_of(devices: Sequence[int]) -> str:
+    """Devices of copies as a sum, the largest first: "4 + 3", "5 + 3 x 1"."""
+    counts = {each: devices.count(each) for each in sorted(set(devices), reverse=True)}
+    return " + ".join(f"{count} x {each}" if count > 1 else str(each)
+                      for each, count in counts.items())

@@ -1,7 +1,8 @@
 """Schedules as readable JSON, with a section for each part: controls, deployment, figures, bounds,
-proof, margin."""
+proof, margin; and any value as JSON can hold it, which is what `--json` prints."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from functools import cache
@@ -14,10 +15,9 @@ from xgpt.core.constraint import Bound
 from xgpt.core.controls import Controls, WaaControls
 from xgpt.core.deployment import Deployment
 from xgpt.core.errors import InputError, Mistake, wrong
-from xgpt.core.json_values import plain, write_json
 from xgpt.core.policies import Policy, policies
 from xgpt.core.schedule import Estimate, Margin, Proof, Schedule
-from xgpt.core.whole_file import read_text
+from xgpt.core.system.whole_file import read_text, write_atomically
 
 SCHEDULE_VERSION = 5  # older ones are no longer read
 
@@ -143,3 +143,58 @@ def schedule_from_flat(*, estimate: Estimate, **values: Any) -> Schedule:
                     note=data.pop("margin_note", ""))
     proof = {key: data.pop(key) for key in _names(Proof) & data.keys()}
     return Schedule(estimate=estimate, bounds=(bound,), margin=margin, proof=Proof(**proof), **data)
+
+
+def plain(value: Any) -> Any:
+    """`value` with paths as text, infinity as "inf" and dataclasses as mappings; an estimate as the
+    flat one that files hold."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    # NOTE: JSON has no infinity, and json.dumps would write a token other readers refuse.
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    if isinstance(value, Estimate):
+        return plain(estimate_keys(value))
+    if hasattr(value, "__dataclass_fields__"):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes `value` to a file that a reader finds whole."""
+    write_atomically(path, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
+
+
+def flat(schedule: Schedule) -> dict[str, Any]:
+    """One flat object: the keys of an Estimate, then the schedule's own. Infinity is "inf"."""
+    bound, margin = schedule.bound, schedule.margin
+    keys: dict[str, Any] = plain({
+        **estimate_keys(schedule.estimate), "latency_bound_s": bound.limit_s,
+        "constraint_kind": bound.kind, "quantile": bound.quantile, **asdict(schedule.proof),
+        "fingerprint": schedule.fingerprint, "rejected": schedule.rejected,
+        "margin": margin.factor, "margin_cost": margin.cost, "margin_note": margin.note,
+        "explanation": schedule.explanation, "over_copies": schedule.over_copies,
+        "bounds": schedule.bounds, "prospects": schedule.prospects})
+    return keys
+
+
+def estimate_keys(estimate: Estimate) -> dict[str, Any]:
+    """The keys of an Estimate in `--json` (docs/job-file.md)."""
+    controls = asdict(estimate.controls)  # type: ignore[call-overload]
+    deployment = estimate.deployment
+    keys = {
+        **asdict(estimate.figures), "decode_micro_batches": deployment.num_groups,
+        **controls.pop("even", {}), **controls, "kv_tokens": deployment.kv_tokens,
+        "tp_degree": deployment.tp_degree, "tp_gpus": deployment.tp_gpus,
+        "replicas": deployment.replicas,
+        "devices_per_replica": deployment.devices_per_replica,
+        "pools": [{"name": pool.name, "role": pool.role, "kv_tokens": pool.kv_tokens,
+                   "num_groups": pool.num_groups, "stages": len(pool.stages)}
+                  for pool in deployment.pools],
+        "stages": [{**asdict(stage), "role": pool.role} for pool in deployment.pools
+                   for stage in pool.stages], "notes": estimate.notes,
+        **({"others": [estimate_keys(other) for other in estimate.others]}
+           if estimate.others else {})}
+    return {"policy": keys.pop("policy"), **keys}

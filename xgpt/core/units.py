@@ -1,7 +1,11 @@
-"""Units at the edges: inside xgpt are only seconds, bytes, FLOPs, tokens and rates per second."""
+"""Units at the edges: inside xgpt are only seconds, bytes, FLOPs, tokens and rates per second. And
+what the numbers of a schedule may be, for pydantic to check its file by."""
 
 import math
 import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 _BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -82,3 +86,20 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+MAX_COUNT = 2**53  # JSON's other readers hold no larger whole number exactly
+
+
+def _infinity(value: Any) -> Any:
+    """JSON has none: it stands as the text "inf"."""
+    return math.inf if value == "inf" else value
+
+
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
+Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]
+Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Unbounded = Annotated[float, BeforeValidator(_infinity), Field(strict=True, ge=0)]
+Gap = Annotated[float, BeforeValidator(_infinity), Field(strict=True, ge=-1e18)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Flag = Annotated[bool, Field(strict=True)]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from xgpt.core.busy import busy_s, used_s
+from xgpt.core.system.machine import busy_s, used_s
 
 NOTICEABLE_SHARE = 0.10  # below it times are off by less than profiles' own points scatter
 LARGE_SHARE = 0.30  # above it nothing tells by how much times are off

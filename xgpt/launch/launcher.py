@@ -1,18 +1,29 @@
-"""What a launcher is asked to start, and what it promises."""
+"""What a launcher is asked to start, what it promises, and the launchers: on this machine, on
+several hosts, and within an allocation of Slurm."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from xgpt.core.copies import devices_of_copies
-from xgpt.core.job import Job
-from xgpt.core.local import usable_cores
+from xgpt.core.errors import InputError, MissingExtraError, Mistake, XgptError, wrong
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
-from xgpt.launch.process import Started
+from xgpt.core.schedule import Estimate, devices_of_copies
+from xgpt.core.system.machine import usable_cores
+from xgpt.job.job import Job
+from xgpt.job.slurm_section import SlurmSpec
+from xgpt.launch.isolated import TRANSPORTS
+from xgpt.launch.leftovers import remove_leftovers
+from xgpt.launch.process import Started, run_watched, start, watch_to_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +96,241 @@ def _is_placed(copies: Sequence[int], count: int, devices_per_node: int) -> bool
             return False
         first += each
     return True
+
+
+_HERE, _PROXY = ("-launcher", "fork", "-rmk", "user"), "hydra_pmi_proxy"
+_MOST_NAME = 63  # characters of a host's name, of which the system takes one more
+
+
+class LocalLauncher:
+    """Starts ranks on this machine, in a network namespace of their own where the system permits
+    one (xgpt.launch.isolated); a single one needs no MPI."""
+
+    is_here = True
+
+    def command(self, ranks: RankProgram) -> list[str]:
+        if ranks.command:
+            assert ranks.count == 1, f"{ranks = }"
+            return [*ranks.command]
+        if ranks.count == 1:
+            return [sys.executable, "-m", ranks.module, str(ranks.argument)]
+        return local_mpi_command(ranks)
+
+    def run(self, ranks: RankProgram, *, watch: Callable[[], None],
+            ask_to_stop: Callable[[], None] | None = None) -> None:
+        if ranks.count > 1:
+            remove_leftovers()
+        started = None if ranks.standby is None else ranks.standby.serves(ranks)
+        watch_to_end(started or start(self.command(ranks), inherited=ranks.inherited,
+                                      count=ranks.count if ranks.count > 1 else 0),
+                     watch=watch, ask_to_stop=ask_to_stop)
+
+
+def mpi_command(ranks: RankProgram, options: Sequence[str] = ()) -> list[str]:
+    """The command that starts the ranks through mpiexec, which gets these options too."""
+    # `-m mpi4py` aborts every rank when one fails; without it the others would wait for ever
+    return [find_mpiexec(), *options, "-n", str(ranks.count), sys.executable, "-m", "mpi4py", "-m",
+            ranks.module, str(ranks.argument)]
+
+
+def local_mpi_command(ranks: RankProgram) -> list[str]:
+    """The same for ranks that nobody beyond this machine is to reach."""
+    refuse_long_name()
+    # whatever resource manager it finds traces of; another MPI's mpiexec has no such options
+    is_hydra = Path(find_mpiexec()).resolve().with_name(_PROXY).exists()
+    # by the standard library alone: site-packages would take longer than the command
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("isolated.py")),
+            *mpi_command(ranks, _HERE if is_hydra else ())]
+
+
+def refuse_long_name() -> None:
+    """Raises InputError on a machine whose name MPICH cannot hold: its ranks end as they begin."""
+    if len(name := socket.gethostname()) > _MOST_NAME:
+        raise wrong("this machine", "host name", name, f"at most {_MOST_NAME} characters, which is "
+                    "what MPI's ranks can have (`run: {ranks: 1}` needs none)")
+
+
+def find_mpiexec() -> str:
+    """mpiexec of this environment before any other on the PATH: it belongs to mpi4py's library."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    path = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if path is None:
+        raise MissingExtraError("mpich", "run", "running more than one rank")
+    return path
+
+
+_SSH = "ssh"
+# without a terminal nobody can answer a question of ssh's
+_SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_ASK_TIMEOUT_S = 20.0
+_NO_PYTHON, _NO_FILE = 41, 42  # exit codes of the question below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsLauncher:
+    """Starts `ranks_each` consecutive ranks on each host, in this order. `program`: is called as
+    `PROGRAM HOST COMMAND...` (ssh's way). `source`: the job file, for messages.
+
+    The hosts share their file system: the same paths hold xgpt's environment, the output folder and
+    the cache. mpiexec waits for ever for a host that does not answer: each is asked before."""
+
+    names: tuple[str, ...]
+    ranks_each: int
+    threads_per_rank: int
+    program: str | None
+    source: Path
+    interface: str | None = None  # over which they talk
+    is_here = False
+
+    def command(self, ranks: RankProgram) -> list[str]:
+        """The options are MPICH's, which are Intel MPI's too."""
+        options = ["-launcher", _SSH]
+        if self.program is not None:
+            options += ["-launcher-exec", _path_of(self.program)]
+        if (interface := self.interface) is not None:
+            options += ["-iface", interface]
+            for transport in TRANSPORTS:  # RDMA's devices have other names: the user's word counts
+                if transport not in os.environ:
+                    options += ["-genv", transport, interface]
+        return mpi_command(ranks, [*options, "-hosts", ",".join(self.names), "-ppn",
+                                   str(ranks.per_node or self.ranks_each)])
+
+    def run(self, ranks: RankProgram, *, watch: Callable[[], None],
+            ask_to_stop: Callable[[], None] | None = None) -> None:
+        check_hosts(self, ranks.argument)
+        run_watched(self.command(ranks), watch=watch, ask_to_stop=ask_to_stop,
+                    inherited=ranks.inherited)
+
+
+def check_hosts(hosts: HostsLauncher, argument: Path) -> None:
+    """Asks all hosts at once whether they have this Python, see `argument`, and have the cores.
+    Raises InputError with every host that cannot serve."""
+    if shutil.which(_path_of(hosts.program or _SSH)) is None:
+        raise wrong(hosts.source, "run.launcher", hosts.program or _SSH,
+                    "no such program on this machine")
+    with ThreadPoolExecutor(max_workers=min(len(hosts.names), 32)) as pool:
+        reasons = list(pool.map(lambda name: _refusal(hosts, name, argument), hosts.names))
+    mistakes = [Mistake(file=str(hosts.source), line=None, key="run.hosts", value=name,
+                        allowed=reason)
+                for name, reason in zip(hosts.names, reasons, strict=True) if reason is not None]
+    if mistakes:
+        raise InputError(mistakes)
+
+
+def _refusal(hosts: HostsLauncher, name: str, argument: Path) -> str | None:
+    """Why the host cannot serve, or None if it can."""
+    python, seen = shlex.quote(sys.executable), shlex.quote(str(argument))
+    question = (f"test -x {python} || exit {_NO_PYTHON}; test -r {seen} || exit {_NO_FILE}; "
+                "getconf _NPROCESSORS_ONLN")
+    try:
+        done = subprocess.run([*_ask(hosts.program), name, question], capture_output=True,
+                              text=True, errors="replace", stdin=subprocess.DEVNULL,
+                              timeout=_ASK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"cannot be reached: no answer within {_ASK_TIMEOUT_S:.0f} s"
+    if done.returncode == _NO_PYTHON:
+        return f"has no {sys.executable}: xgpt must be installed at the same path on every host"
+    if done.returncode == _NO_FILE:
+        return (f"does not see {argument}: the output folder and xgpt's cache must be shared by "
+                "all hosts")
+    if done.returncode != 0:
+        return f"cannot be reached: {_last_line(done.stderr)} (exit code {done.returncode})"
+    needed = min(hosts.ranks_each * hosts.threads_per_rank, os.cpu_count() or 1)
+    cores = _last_line(done.stdout)
+    if cores.isdigit() and int(cores) < needed:
+        return (f"has {cores} cores, and would run {hosts.ranks_each} ranks of "
+                f"{hosts.threads_per_rank} threads: lower run.ranks or run.threads_per_rank")
+    return None
+
+
+def _ask(program: str | None) -> Sequence[str]:
+    return (_SSH, *_SSH_OPTIONS) if program is None else (_path_of(program),)
+
+
+def _path_of(program: str) -> str:
+    return shutil.which(program) or str(Path(program).expanduser())
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else "no message"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """The nodes that Slurm gave the job in which this process runs."""
+
+    job_id: str
+    nodes: int
+    node_list: str  # as Slurm writes it: n[1-4]
+
+
+def allocation_here(environ: Mapping[str, str] = os.environ) -> Allocation | None:
+    """The allocation on one of whose nodes this process runs. None elsewhere: a shell of salloc on
+    the login node, too, is elsewhere."""
+    if "SLURM_JOB_ID" not in environ or "SLURMD_NODENAME" not in environ:
+        return None
+    return Allocation(job_id=environ["SLURM_JOB_ID"],
+                      nodes=int(environ.get("SLURM_JOB_NUM_NODES", "1")),
+                      node_list=environ.get("SLURM_JOB_NODELIST", environ["SLURMD_NODENAME"]))
+
+
+def node_names(allocation: Allocation) -> tuple[str, ...]:
+    """Its nodes, in Slurm's order. Raises XgptError."""
+    if allocation.nodes == 1:
+        return (allocation.node_list,)
+    command = ["scontrol", "show", "hostnames", allocation.node_list]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as cause:
+        raise XgptError(f"`{' '.join(command)}` failed: {cause}") from None
+    return tuple(done.stdout.split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmLauncher:
+    """Starts `ranks_each` consecutive ranks on each node of the allocation, in its order: a task
+    each, by srun or by an mpiexec that finds the allocation by itself. `xgpt submit` runs once, on
+    the first node. Ranks see all GPUs of their node and take the one of their place on it
+    (xrunner/devices.py). Nodes share their file system, as hosts do."""
+
+    spec: SlurmSpec
+    ranks_each: int
+    environ: Mapping[str, str]
+    is_here = False
+
+    def command(self, ranks: RankProgram) -> list[str]:
+        refuse_long_name()
+        program = [*self.spec.container, sys.executable, "-m", "mpi4py", "-m", ranks.module,
+                   str(ranks.argument)]
+        each = ranks.per_node or self.ranks_each
+        if self.spec.launch == "mpiexec":
+            return [find_mpiexec(), "-n", str(ranks.count), "-ppn", str(each), *program]
+        # NOTE: since 22.05 srun does not take cpus-per-task from the job, nor tasks that sbatch's
+        # own `--export` left without an environment
+        cpus = self.environ.get("SLURM_CPUS_PER_TASK")
+        return ["srun", "--overlap", "--kill-on-bad-exit=1", f"--mpi={self.spec.mpi}",
+                "--export=ALL", "--distribution=block",
+                f"--nodes={-(-ranks.count // each)}", f"--ntasks={ranks.count}",
+                f"--ntasks-per-node={each}", *([f"--cpus-per-task={cpus}"] if cpus else []),
+                *program]
+
+    def run(self, ranks: RankProgram, *, watch: Callable[[], None],
+            ask_to_stop: Callable[[], None] | None = None) -> None:
+        run_watched(self.command(ranks), watch=watch, ask_to_stop=ask_to_stop,
+                    inherited=ranks.inherited, is_managed=True)
+
+
+def launcher_of(job: Job, problem: Problem) -> Launcher:
+    """The launcher of the job's ranks. What runs outside the allocation that the job asks for runs
+    on that machine."""
+    cluster = problem.cluster
+    if job.slurm is not None and allocation_here() is not None:
+        return SlurmLauncher(spec=job.slurm, ranks_each=cluster.devices_per_node,
+                             environ=os.environ)
+    if job.run.hosts:
+        return HostsLauncher(
+            names=job.run.hosts[:cluster.num_nodes], ranks_each=cluster.devices_per_node,
+            threads_per_rank=threads_per_rank(job, problem), program=job.run.launcher,
+            source=job.source, interface=job.run.interface)
+    return LocalLauncher()

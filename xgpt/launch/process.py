@@ -10,21 +10,47 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-from xgpt.core.errors import StoppedEarly, XgptError
-from xgpt.core.lifeline import DONE, Lifeline
-from xgpt.core.other_launchers import without_other_launchers
-from xgpt.core.troubles import is_of_memory
+from xgpt.core.errors import StoppedEarly, XgptError, is_of_memory
+from xgpt.core.system.lifeline import DONE, Lifeline, without_other_launchers
 from xgpt.launch.asked import raise_if_asked, to_be_heard
-from xgpt.launch.environment import environment_of_ranks
 from xgpt.launch.first_end import FirstEnd
-from xgpt.launch.own_modules import own_modules
+
+# A layer's large temporaries come and go thousands of times: keep their memory instead of returning
+# it to the system, which hands it back page by page (seen: 5 % of an encode). glibc's names.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+# CUDA counts the fastest GPU first; nvidia-smi, by which a plan is made, goes by their places.
+_GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def environment_of_ranks() -> dict[str, str]:
+    """This process's environment with ours beneath it; what ranks print is not held back. Part of
+    it decides how long their steps take."""
+    return {**_ALLOCATOR, **_GPU_ORDER, **os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+_ROOT = Path(__file__).resolve().parents[2]  # that holds our packages
+
+
+def own_modules() -> dict[str, str]:
+    """Variables under which `python -m` looks for modules everywhere but in the folder that it is
+    called in: that is the user's, and a `random.py` or `torch.py` of his there would be run in the
+    place of Python's. Where this process has xgpt from that folder, as from its sources, ours do
+    too."""
+    variables = {"PYTHONSAFEPATH": "1"}
+    if sys.path[:1] in ([""], [str(_ROOT)]) and Path.cwd() == _ROOT:
+        more = os.environ.get("PYTHONPATH")
+        variables["PYTHONPATH"] = str(_ROOT) if not more else f"{_ROOT}{os.pathsep}{more}"
+    return variables
+
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # between asking a run to stop and ending it

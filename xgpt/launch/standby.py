@@ -1,6 +1,7 @@
-"""Ranks on this machine that wait to be told what they are (xrunner.standby): started while it is
-not known yet what they will run, since importing takes them longer than planning, and kept from one
-run to the next as long as the runs take the same ranks holding the same (`RankProgram.holds`)."""
+"""Ranks on this machine that wait to be told what they are (xrunner.rank.standby): started while it
+is not known yet what they will run, since importing takes them longer than planning, and kept from
+one run to the next as long as the runs take the same ranks holding the same
+(`RankProgram.holds`)."""
 
 import socket
 import sys
@@ -12,18 +13,16 @@ from subprocess import TimeoutExpired
 
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import InputError, MissingExtraError
-from xgpt.core.job import Job
-from xgpt.core.layout import open_layouts
-from xgpt.core.lifeline import READY
-from xgpt.core.local import usable_cores
-from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.launch.launcher import RankProgram
+from xgpt.core.system.lifeline import READY
+from xgpt.core.system.machine import usable_cores
+from xgpt.job.job import LOCAL_CLUSTER, Job
+from xgpt.job.resolve import open_layouts
+from xgpt.launch.launcher import RankProgram, local_mpi_command
 from xgpt.launch.leftovers import remove_leftovers
-from xgpt.launch.local import local_mpi_command
 from xgpt.launch.process import Started, end, start, words_of
 
-RUNS, MEASURES = "xrunner.worker", "xprofiler.measure.worker"  # the parts that they take
-PROGRAM = "xrunner.standby"
+RUNS, MEASURES = "xrunner.rank.worker", "xprofiler.measure.worker"  # the parts that they take
+PROGRAM = "xrunner.rank.standby"
 _LEAVE_S = 10.0  # for ranks that are told to end
 _FEW_CORES = 4  # chosen: so many ranks, of 0.2 GB each, may be started in vain
 

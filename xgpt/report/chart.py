@@ -93,8 +93,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """`name` is its id and its file's name. `view`: the part of the x axis that shows at first.
-    `are_stacked`: bars lie on one another and not side by side."""
+    """`name` is its id and its file's name. `view`: the part of the x axis that shows at first."""
 
     name: str
     title: str
@@ -105,7 +104,6 @@ class Chart:
     caption: str = ""
     view: tuple[float, float] | None = None
     is_wide: bool = False
-    are_stacked: bool = False
     height: int = 300  # pixels
     x_choices: Sequence[str] = ()  # of the series' columns; the first is drawn
     y_choices: Sequence[str] = ()
@@ -182,13 +180,12 @@ def _bytes(figure: Figure, kind: str) -> bytes:
 def _draw(chart: Chart, axes: Axes) -> None:
     has_boxes = any(series.kind == "boxes" for series in chart.series)
     axes.set_title(chart.title, pad=24 if has_boxes else 6)
-    stacked: dict[Any, float] = {}
     bars = [series for series in chart.series if series.kind == "bars"]
     for place, series in enumerate(chart.series):
         if series.kind == "boxes":
             _boxes(axes, chart, series)
         elif series.kind == "bars":
-            _bars(axes, chart, series, bars.index(series), len(bars), stacked)
+            _bars(axes, chart, series, bars.index(series), len(bars))
         else:
             _line(axes, chart, series, place)
     for letter, axis in (("x", chart.x), ("y", chart.y)):
@@ -223,19 +220,11 @@ def _line(axes: Axes, chart: Chart, series: Series, place: int) -> None:
                       fontsize=8, color=COLOURS["muted"])
 
 
-def _bars(axes: Axes, chart: Chart, series: Series, place: int, of: int,
-          stacked: dict[Any, float]) -> None:
+def _bars(axes: Axes, chart: Chart, series: Series, place: int, of: int) -> None:
     x, y = _placed(chart.x, series.x), [float(v or 0) for v in series.y]
-    step = float(np.diff(x).min()) if len(x) > 1 else 1.0
-    colour = COLOURS[series.colour]
-    if chart.are_stacked:
-        axes.bar(x, y, 0.8 * step, bottom=[stacked.get(at, 0.0) for at in x], color=colour,
-                 label=series.label)
-        stacked.update({at: stacked.get(at, 0.0) + v for at, v in zip(x, y, strict=True)})
-        return
-    width = 0.84 * step / of
-    axes.bar([at + (place - (of - 1) / 2) * width for at in x], y, width, color=colour,
-             label=series.label)
+    width = 0.84 * (float(np.diff(x).min()) if len(x) > 1 else 1.0) / of
+    axes.bar([at + (place - (of - 1) / 2) * width for at in x], y, width, label=series.label,
+             color=COLOURS[series.colour])
 
 
 def _boxes(axes: Axes, chart: Chart, series: Series) -> None:

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import GIB
-from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures
-from xgpt.report.bounds import check_bound
 from xgpt.report.chart import PALETTE, Axis, Chart, Series
-from xgpt.report.figures import percent, quantity
+from xgpt.report.figures import check_bound, percent, quantity
 from xgpt.report.html_page import render_page
-from xgpt.report.output import Output, columns_of, ends_since_first, number, read_output, text_at
-from xgpt.report.policy_words import controls_cell, row_of
+from xgpt.report.output import Output, ends_since_first, number, read_output, text_at
+from xgpt.report.words import controls_cell
 
 _FIGURES = [(key, *figures.MEASURES[key]) for key in (
     "throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "ttft_p99_s",
@@ -83,7 +83,7 @@ def headline(runs: Sequence[Run]) -> str:
 def figure_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """(label, a cell a run): what was run, what came of it, and what was predicted."""
     rows = [("Model", [text_at(run.output.job, "model") or "-" for run in runs]),
-            ("Policy", [_of(run.output.schedule, lambda s: row_of(s.estimate).title)
+            ("Policy", [_of(run.output.schedule, lambda s: policy(s.estimate.policy).title)
                         for run in runs]),
             ("Control variables", [_of(run.output.schedule, lambda s: controls_cell(s.estimate))
                                    for run in runs]),
@@ -159,7 +159,7 @@ def _latencies(runs: Sequence[Run]) -> Chart:
         x=Axis(label="seconds from a query's encoding to its last token", from_zero=True),
         y=Axis(label="share of the queries", as_percent=True, from_zero=True),
         series=[Series(label=run.name, kind="steps", colour=PALETTE[place % len(PALETTE)],
-                       x=np.quantile(columns_of(run.output.queries).times("latency_s"),
+                       x=np.quantile(run.output.queries.times("latency_s"),
                                      shares).tolist(),
                        y=shares.tolist()) for place, run in enumerate(runs)])
 
@@ -167,7 +167,7 @@ def _latencies(runs: Sequence[Run]) -> Chart:
 def _done(runs: Sequence[Run]) -> Chart:
     series = []
     for place, run in enumerate(runs):
-        ends_s = ends_since_first(columns_of(run.output.queries))
+        ends_s = ends_since_first(run.output.queries)
         shown = np.unique(np.linspace(0, len(ends_s) - 1, 400).astype(np.int64))
         series.append(Series(label=run.name, kind="steps", colour=PALETTE[place % len(PALETTE)],
                              x=[0.0, *ends_s[shown].tolist()], y=[0.0, *(shown + 1.0).tolist()]))

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xgpt.core.errors import MissingExtraError
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_bytes, format_seconds
-from xgpt.core.whole_file import write_atomically
 from xgpt.report import words
 from xgpt.report.chart import Axis, Chart, Mark, Series, Value
 from xgpt.report.figures import percent, plain
@@ -141,7 +141,7 @@ def _hover(chart: Chart, series: Series) -> str:
 def _layout(chart: Chart) -> dict[str, Any]:
     layout: dict[str, Any] = {
         "height": chart.height, "xaxis": _axis(chart.x), "yaxis": _axis(chart.y),
-        "showlegend": len(chart.series) > 1, "barmode": "stack" if chart.are_stacked else "group",
+        "showlegend": len(chart.series) > 1, "barmode": "group",
         "shapes": [_line(mark) for mark in chart.marks],
         "annotations": [_label(chart, place) for place in range(len(chart.marks))]}
     if any(series.kind == "boxes" for series in chart.series):

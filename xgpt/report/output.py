@@ -14,18 +14,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
-from xgpt.core.choices import parts
 from xgpt.core.errors import InputError, wrong
 from xgpt.core.lengths import FloatArray, IntArray
-from xgpt.core.request_keys import MAX_INT
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
-from xgpt.core.spool import Spool
-from xgpt.report.expected import EXPECTED_FILE, Expected, read_expected
+from xgpt.report.lanes import EXPECTED_FILE, Expected, read_expected
+from xgpt.requests.choices import parts
+from xgpt.requests.keys import MAX_INT
+from xgpt.requests.spool import Spool
 
 ALONE = "both"  # the pool that works both phases: there is no other
 _COUNTS = ("input_tokens", "output_tokens")
@@ -50,7 +50,7 @@ class QueryFigures:
         return self.encode_start_s + self.latency_s
 
 
-class QueryColumns(Sequence[QueryFigures]):
+class QueryColumns:
     """All queries of a run. Counts of tokens are below 2**31, times finite."""
 
     def __init__(self, queries: Iterable[QueryFigures] = ()) -> None:
@@ -75,21 +75,6 @@ class QueryColumns(Sequence[QueryFigures]):
     def __len__(self) -> int:
         return len(self._reasons)
 
-    @overload
-    def __getitem__(self, index: int) -> QueryFigures: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[QueryFigures]: ...
-    def __getitem__(self, index: int | slice) -> QueryFigures | list[QueryFigures]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        own: dict[str, Any] = {name: counts[index] for name, counts in self._counts.items()}
-        own |= {name: None if math.isnan(times[index]) else times[index]
-                for name, times in self._times.items()}
-        return QueryFigures(finish_reason=list(self._codes)[self._reasons[index]], **own)
-
-    def __iter__(self) -> Iterator[QueryFigures]:
-        return (self[index] for index in range(len(self)))
-
     def times(self, name: str) -> FloatArray:
         """[queries] seconds; NaN where the results do not tell."""
         return np.frombuffer(self._times[name]) if self else np.zeros(0)
@@ -109,11 +94,6 @@ class QueryColumns(Sequence[QueryFigures]):
 def are_counts(query: QueryFigures) -> bool:
     """Whether its tokens may be those of a query."""
     return all(0 <= getattr(query, name) <= MAX_INT for name in _COUNTS)
-
-
-def columns_of(queries: Sequence[QueryFigures]) -> QueryColumns:
-    """The queries as columns, which they may be."""
-    return queries if isinstance(queries, QueryColumns) else QueryColumns(queries)
 
 
 def ends_since_first(queries: QueryColumns) -> FloatArray:
@@ -163,7 +143,7 @@ class Output:
     schedule: Schedule | None = None
     metrics: Mapping[str, Any] | None = None
     profile: Mapping[str, Any] | None = None
-    queries: Sequence[QueryFigures] = ()
+    queries: QueryColumns = field(default_factory=QueryColumns)
     answers: tuple[Answer, ...] = ()
     errors: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[LoggedStep, ...] = ()

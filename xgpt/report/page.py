@@ -4,25 +4,27 @@ Prompts, answers and error texts are untrusted: they pass through the template's
 the page's own policy lets no script run but those whose hashes it names."""
 
 import math
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from xgpt.core import catalog
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import Lengths, truncated_normal
 from xgpt.core.schedule import Schedule
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_seconds
-from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures, words
 from xgpt.report import run_charts as charts
-from xgpt.report.bounds import BoundCheck, check_bound
 from xgpt.report.chart import Chart
-from xgpt.report.figures import percent, plain, quantity
+from xgpt.report.figures import BoundCheck, check_bound, lost_to_bound, percent, plain, quantity
 from xgpt.report.html_page import render_page
-from xgpt.report.next_steps import next_steps
-from xgpt.report.output import Output, columns_of, number, read_output, text_at, told
-from xgpt.report.policy_words import row_of, schedule_sentences
+from xgpt.report.output import Output, number, read_output, text_at, told
+from xgpt.report.table import schedule_facts
+from xgpt.report.words import counted
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100
@@ -61,7 +63,7 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
     bound_s = schedule.bound.limit_s if schedule else number(output.job, "constraint", "latency_s")
     is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
     lanes, expected_lanes = charts.step_lanes(output.steps), expected.lanes if expected else ()
-    queries = columns_of(output.queries)
+    queries = output.queries
     made = (
         charts.distribution(
             "latency", "Latency", "seconds from a query's encoding to its last token",
@@ -99,8 +101,8 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
         "schedule": schedule,
         "stages": [(pool.role, stage) for pool in schedule.estimate.all_pools
                    for stage in pool.stages] if schedule else (),
-        "schedule_facts": _schedule_facts(schedule) if schedule else (),
-        "schedule_sentences": schedule_sentences(schedule.estimate) if schedule else (),
+        "schedule_facts": schedule_facts(schedule) if schedule else (),
+        "policy_sentence": words.policy_sentence(schedule.estimate) if schedule else "",
         "lost_to": figures.lost_to,
         "words": words,
         "plots": [chart for chart in drawn if not chart.is_wide],
@@ -129,42 +131,6 @@ def _tiles(metrics: Mapping[str, Any], check: BoundCheck) -> list[dict[str, str]
         tiles.append({"label": label, "value": value, "unit": shown_unit, "note": note,
                       "state": "bad" if is_bad else ""})
     return tiles
-
-
-def _schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
-    expected, deployment, bound = schedule.figures, schedule.deployment, schedule.bound
-    margin, proof = schedule.margin, schedule.proof
-    of = "of all latencies" if bound.kind == "queries" else "of the output lengths"
-    facts: tuple[tuple[str, str, bool], ...] = (
-        ("Policy", row_of(schedule.estimate).title, True),
-        ("Encode batch", str(expected.encode_batch), True),
-        ("Decode batch", f"{expected.decode_batch:.1f} on average", True),
-        ("Decode iterations", str(expected.decode_iterations), expected.decode_iterations > 0),
-        ("Micro-batches", str(deployment.num_groups), deployment.num_groups > 1),
-        ("Copies of the model", f"{deployment.replicas}, each on "
-         f"{deployment.devices_per_replica} devices; batches are of one", deployment.replicas > 1),
-        ("Tensor parallel", f"degree {deployment.tp_degree} on {deployment.tp_gpus} devices",
-         deployment.tp_degree > 1 and deployment.tp_gpus > 0),
-        ("Predicted throughput", f"{plain(expected.throughput_qps)} queries/s, "
-                                 f"{plain(expected.output_tokens_per_s)} tokens/s", True),
-        ("Predicted latency", format_seconds(expected.latency_s), True),
-        ("Latency bound", "none" if math.isinf(bound.limit_s) else
-         f"{format_seconds(bound.limit_s)} for {bound.quantile * 100:g} % {of}", True),
-        *((f"Predicted {words.PROSPECTS[one.metric]}", words.prospect_words(one), True)
-          for one in schedule.prospects),
-        ("One period", format_seconds(expected.period_s), expected.decode_iterations > 0),
-        ("Encoding", format_seconds(expected.encode_s), True),
-        ("Decode iteration", format_seconds(expected.decode_iteration_s), True),
-        ("KV reserved", f"{deployment.kv_tokens:,} tokens at most", True),
-        ("Margin", f"{percent(margin.factor - 1, 1)} of the latency, costs "
-                   f"{percent(margin.cost, 1)} of the throughput", margin.factor > 1),
-        ("Search", proof.status, True),
-        ("Proved at most", f"{plain(proof.bound_qps)} queries/s", math.isfinite(proof.bound_qps)),
-        ("Gap", percent(proof.gap, 2), math.isfinite(proof.gap)),
-        ("Of the devices", words.hardware_words(schedule) if proof.hardware_qps else "",
-         bool(proof.hardware_qps)),
-        ("Configurations", f"{proof.nodes:,} evaluated", True))
-    return [(label, text) for label, text, is_shown in facts if is_shown]
 
 
 def expected_output_lengths(job: Mapping[str, Any]) -> Lengths | None:
@@ -279,3 +245,87 @@ def _changed(old: object, new: object) -> str:
         return "-"
     return ", ".join(f"{str(key).replace('_', ' ')} {old.get(key, '-')} to {value}"
                      for key, value in new.items() if old.get(key) != value)
+
+
+_MATTERS = 0.05  # share of the time or throughput that is worth a change
+_NEAR = 0.03  # another policy is as good, within what a profile is off
+_BUSY_OTHERS = 0.05  # share of the cores that other programs took
+
+
+class Hint(NamedTuple):
+    """Why, and the command for it (after `xgpt`; JOB.yaml where the job's file is not known)."""
+
+    why: str
+    command: str
+
+
+def next_steps(output: Output, metrics: Mapping[str, Any], check: BoundCheck) -> list[Hint]:
+    """At most a handful, the most telling first."""
+    steps = list(_after_misses(output, metrics, check))
+    if output.schedule is not None:
+        steps += _of_the_choice(output.schedule)
+    source = text_at(output.job, "source")
+    return [Hint(step.why, step.command if source is None else step.command.replace(
+        "JOB.yaml", shlex.quote(source))) for step in steps[:6]]
+
+
+def _after_misses(output: Output, metrics: Mapping[str, Any], check: BoundCheck) -> Iterator[Hint]:
+    seconds = [number(metrics, "attribution", key) for key in (
+        "predicted_s", "with_lengths_s", "with_times_s", "measured_s")]
+    changes = [b / a - 1 if a and b and math.isfinite(a + b) else 0.0
+               for a, b in zip(seconds, seconds[1:], strict=False)]
+    lengths, times, rest = changes
+    if abs(lengths) >= _MATTERS or (check.is_kept is False and lengths > 0):
+        yield Hint(f"The answers were not as long as planned ({_signed(lengths)} of the time). "
+                   "Plan with the lengths that this run observed:", _observed(output))
+    if abs(times) >= _MATTERS:
+        yield Hint(f"Steps took {percent(abs(times))} {'longer' if times > 0 else 'less'} than the "
+                   "profile says. Measure it anew, while nothing else runs:",
+                   "profile JOB.yaml --again")
+    others = number(metrics, "others_cpu_share") or 0.0
+    if others >= _BUSY_OTHERS:
+        yield Hint(f"Other programs took {percent(others)} of the cores. Run it on a "
+                   "quiet machine:",
+                   "submit JOB.yaml --set output=out/again")
+    elif rest >= 2 * _MATTERS:
+        yield Hint(f"{percent(rest)} of the time is neither lengths nor steps: messages, the host, "
+                   "ranks that wait for one another. See what this machine has:", "doctor")
+    if check.is_kept is False:
+        yield Hint("The bound was missed. Plan with more margin:",
+                   "submit JOB.yaml --set constraint.confidence=0.99")
+    reasons = output.queries.reasons()
+    cut, cap = reasons["length"], number(output.job, "workload", "max_tokens")
+    if cap and cut > 0.1 * len(output.queries):
+        yield Hint(f"{counted(cut, 'answer')} of {len(output.queries)} were cut at the cap of "
+                   f"{cap:.0f} tokens. Where that matters, raise it:",
+                   f"submit JOB.yaml --set workload.max_tokens={2 * cap:.0f}")
+
+
+def _of_the_choice(schedule: Schedule) -> Iterator[Hint]:
+    lost = lost_to_bound(schedule)
+    if lost is not None and lost >= _MATTERS and schedule.proof.unbounded_qps:
+        yield Hint(f"The latency bound costs {percent(lost)} of the throughput "
+                   f"({plain(schedule.proof.unbounded_qps)} queries/s without it). See what lies "
+                   "between:", "sweep JOB.yaml")
+    if schedule.margin.cost >= _MATTERS:
+        yield Hint(f"The margin costs {percent(schedule.margin.cost)} of the throughput. Where a "
+                   "bound missed now and then is no harm, plan with less:",
+                   "schedule JOB.yaml --set constraint.confidence=0.8")
+    for row in schedule.rejected:
+        name = row.subject
+        if row.kind == "policy" and row.throughput_qps is not None and (
+                row.throughput_qps >= (1 - _NEAR) * schedule.figures.throughput_qps):
+            yield Hint(f"{name} is expected to be as good within {percent(_NEAR)}. Measure it:",
+                       f"submit JOB.yaml --set schedule.policy={name} --set output=out/{name}")
+    yield Hint("What a little more latency, another device or more memory would bring:",
+               "schedule JOB.yaml --price")
+
+
+def _observed(output: Output) -> str:
+    lengths = output.queries.counts("output_tokens") if output.queries else np.ones(1)
+    moments = f"mean: {lengths.mean():.0f}, std: {max(lengths.std(), 1):.0f}, max: {lengths.max()}"
+    return f"schedule JOB.yaml --set 'workload.output_tokens={{{moments}}}'"
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.0f} %"

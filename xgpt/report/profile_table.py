@@ -1,16 +1,16 @@
 """A Profile in the terminal: what was measured on what, and every table beside its floor. And its
-plots: time over x beside the share of the roofline (messages: bytes a second), a line for each
-degree or link; a table of two dimensions has a pair of plots for each degree, a line for each y."""
+plots: of each table time over x, and the share of the roofline (of messages: bytes a second), with
+a line for each y."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from xgpt.core.errors import MissingExtraError
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
-from xgpt.core.whole_file import write_atomically
-from xgpt.report import words
 from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series, can_draw, write_image
 from xgpt.report.html_page import render_page
 from xgpt.report.table import fact, paragraph, table
@@ -19,9 +19,9 @@ from xprofiler.points import left_out
 from xprofiler.profile import DISTURBED_LIMIT, STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.profile_file import AXES
 from xprofiler.profile_timing import learned_factors
+from xprofiler.roofline import bound_by, floor_s, work
 from xprofiler.timing import Operator
 from xprofiler.verdict import SPREAD_LIMIT, judge
-from xprofiler.work import bound_by, floor_s, work
 
 MAX_ROWS, MAX_LINES = 15, 3  # points of a table; values of y in it
 _OPERATORS = frozenset(operator.value for operator in Operator)
@@ -264,14 +264,6 @@ def _rate(per_s: float) -> str:
     return f"{per_s:.3g} "
 
 
-class _Panel(NamedTuple):
-    """The lines of one plot: those of all degrees, or all y of one degree (`heading`)."""
-
-    lines: dict[str, list[RatedPoint]]
-    heading: str = ""
-    left_out: int = 0  # values of y
-
-
 def write_profile_plots(profile: Profile, folder: Path) -> list[Path]:
     """Write `NAME.svg` for every operator and message of `profile`, and `profile.html`, into
     `folder`; the paths, the page last. Raises MissingExtraError without matplotlib or jinja2."""
@@ -293,94 +285,56 @@ def write_profile_plots(profile: Profile, folder: Path) -> list[Path]:
 
 def profile_charts(profile: Profile) -> dict[str, list[Chart]]:
     """The plots by the names of their operators and messages."""
-    names = dict.fromkeys(key.name for key in shown_keys(profile) if key.name != STEP_OVERHEAD)
-    made = {name: [chart for place, panel in enumerate(_panels(profile, name))
-                   for chart in _charts(name, place, panel)] for name in names}
-    return {name: charts for name, charts in made.items() if charts}
+    made: dict[str, list[Chart]] = {}
+    for place, key in enumerate(shown_keys(profile)):
+        points = [p for p in points_of(profile, key) if p.sample.x > 0 and p.sample.median_s > 0]
+        if points and key.name != STEP_OVERHEAD:
+            made.setdefault(key.name, []).extend(_charts(f"{key.name}-{place}", key, points))
+    return made
 
 
-def _panels(profile: Profile, name: str) -> list[_Panel]:
-    tables = {key: [p for p in points_of(profile, key) if p.sample.x > 0 and p.sample.median_s > 0]
-              for key in shown_keys(profile) if key.name == name}
-    tables = {key: points for key, points in tables.items() if points}
-    if not tables:
-        return []
-    if not any(p.sample.y for points in tables.values() for p in points):
-        return [_Panel({_label(key) or "time": points for key, points in tables.items()})]
-    panels = []
-    for key, points in tables.items():
-        lines = shown_lines(points, _MOST_LINES)
-        panels.append(_Panel(
-            {f"{y:,g} {AXES[name][1]}": line for y, line in lines.items()}, heading=_label(key),
-            left_out=len({p.sample.y for p in points}) - len(lines)))
-    return panels
-
-
-def _label(key: TableKey) -> str:
-    degree = f"degree {key.tp_degree}" if key.tp_degree > 1 or not key.link else ""
-    return ", ".join(part for part in (degree, key.link) if part)
-
-
-def _charts(name: str, place: int, panel: _Panel) -> list[Chart]:
+def _charts(name: str, key: TableKey, points: Sequence[RatedPoint]) -> list[Chart]:
     """The plot of times, and that of shares of the roofline or of rates."""
-    across = AXES[name][0]
-    x = Axis(label="bytes of a message" if across == "bytes" else across, is_log=True)
-    title = name.replace("_", " ") + (f", {panel.heading}" if panel.heading else "")
-    times = Chart(
-        name=f"{name}-{place}-time", title=title, x=x, caption=_caption(name, panel),
-        y=Axis(label="time (median), seconds", is_log=True),
-        series=[*_lines(panel, [[p.sample.median_s for p in points]
-                                for points in panel.lines.values()]),
-                *_floors(panel), *_noisy(panel)])
-    if across == "bytes":
-        return [times, Chart(
-            name=f"{name}-{place}-rate", title=f"{title}: rate", x=x,
+    lines, across = shown_lines(points, _MOST_LINES), AXES[key.name]
+    x, title = Axis(label=across[0], is_log=True), title_of(key)
+    has_floor = any(p.floor_s is not None for p in points)
+    times = _lines(lines, across[1], lambda p: p.sample.median_s)
+    if has_floor and len(lines) == 1:
+        times += [replace(line, label="floor", is_dashed=True, kind="line", notes=())
+                  for line in _lines(lines, "", lambda p: p.floor_s or 0.0)]
+    charts = [Chart(name=f"{name}-time", title=title, x=x, caption=_caption(points, lines, across),
+                    y=Axis(label="time (median), seconds", is_log=True), series=times)]
+    if key.link:
+        charts.append(Chart(
+            name=f"{name}-rate", title=f"{title}: rate", x=x,
             y=Axis(label="bytes over time, GB/s", from_zero=True),
-            series=_lines(panel, [[p.gigabytes_per_s for p in points]
-                                  for points in panel.lines.values()]))]
-    if not any(p.floor_s is not None for points in panel.lines.values() for p in points):
-        return [times]
-    return [times, Chart(
-        name=f"{name}-{place}-share", title=f"{title}: share of the roofline", x=x,
-        y=Axis(label="share of the roofline", as_percent=True, from_zero=True),
-        marks=[Mark(label="roofline", at=1.0, axis="y")],
-        series=_lines(panel, [[p.share or 0.0 for p in points]
-                              for points in panel.lines.values()]))]
+            series=_lines(lines, "", lambda p: p.gigabytes_per_s)))
+    elif has_floor:
+        charts.append(Chart(
+            name=f"{name}-share", title=f"{title}: share of the roofline", x=x,
+            y=Axis(label="share of the roofline", as_percent=True, from_zero=True),
+            marks=[Mark(label="roofline", at=1.0, axis="y")],
+            series=_lines(lines, across[1], lambda p: p.share or 0.0)))
+    return charts
 
 
-def _lines(panel: _Panel, values: Sequence[Sequence[float]]) -> list[Series]:
-    return [Series(label=label, kind="line+dots", x=[p.sample.x for p in points], y=list(own),
+def _lines(lines: Mapping[float, Sequence[RatedPoint]], of: str,
+           value: Callable[[RatedPoint], float]) -> list[Series]:
+    return [Series(label=f"{y:,g} {of}" if of else "time", kind="line+dots",
+                   x=[p.sample.x for p in points], y=[value(p) for p in points],
                    colour=PALETTE[place % len(PALETTE)],
                    notes=[f"quartiles {p.sample.spread:.0%} of the median apart" for p in points])
-            for place, ((label, points), own) in enumerate(
-                zip(panel.lines.items(), values, strict=True))]
+            for place, (y, points) in enumerate(lines.items())]
 
 
-def _floors(panel: _Panel) -> list[Series]:
-    """The least times, where there is one line a degree."""
-    if panel.heading:
-        return []
-    return [Series(label=f"floor, {label}", x=[p.sample.x for p in points], is_dashed=True,
-                   y=[p.floor_s for p in points], colour=PALETTE[place % len(PALETTE)])
-            for place, (label, points) in enumerate(panel.lines.items())
-            if any(p.floor_s for p in points)]
-
-
-def _noisy(panel: _Panel) -> list[Series]:
-    noisy = [p for points in panel.lines.values() for p in points if p.is_noisy]
-    return [Series(label="noisy", kind="dots", colour="bad", x=[p.sample.x for p in noisy],
-                   y=[p.sample.median_s for p in noisy],
-                   notes=[f"quartiles {p.sample.spread:.0%} apart" for p in noisy])] * bool(noisy)
-
-
-def _caption(name: str, panel: _Panel) -> str:
-    points = [p for line in panel.lines.values() for p in line]
+def _caption(points: Sequence[RatedPoint], lines: Mapping[float, Sequence[RatedPoint]],
+             across: tuple[str, str]) -> str:
     parts = []
     if noisy := sum(p.is_noisy for p in points):
-        parts.append(f"Noisy: {words.counted(noisy, 'point')} whose quartiles lie more than "
-                     f"{SPREAD_LIMIT:.0%} of the median apart")
-    if panel.left_out:
-        parts.append(f"Not drawn: {words.counted(panel.left_out, 'more value')} of {AXES[name][1]}")
+        parts.append(f"Noisy: {counted(noisy, 'point')} whose quartiles lie more than "
+                     f"{SPREAD_LIMIT:.0%} of the median apart.")
+    if left_out := len({p.sample.y for p in points}) - len(lines):
+        parts.append(f"Not drawn: {counted(left_out, 'more value')} of {across[1]}.")
     if any((p.share or 0) > 1 for p in points):
-        parts.append("Over 100 %: what a cache still held was not read from memory")
-    return ". ".join(parts) + ("." if parts else "")
+        parts.append("Over 100 %: what a cache still held was not read from memory.")
+    return " ".join(parts)

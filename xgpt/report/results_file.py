@@ -21,16 +21,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from xgpt.core.chat import BadRecord
-from xgpt.core.choices import parts
 from xgpt.core.errors import XgptError
-from xgpt.core.request_files.files import COMPRESSED, format_of
-from xgpt.core.request_files.parquet import arrow, values_of
-from xgpt.core.request_files.rows import without_surrogates
-from xgpt.core.spool import Spool
-from xgpt.core.spool_columns import BOOLEAN, INTEGER, NUMBER, TEXT, Columns
-from xgpt.core.whole_file import json_text, target_of, temporary_of
+from xgpt.core.system.whole_file import json_text, target_of, temporary_of
 from xgpt.report.output import flat_error, flat_result
+from xgpt.requests.chat import BadRecord
+from xgpt.requests.choices import parts
+from xgpt.requests.file_rows import without_surrogates
+from xgpt.requests.formats import arrow, values_of
+from xgpt.requests.request_files import COMPRESSED, format_of
+from xgpt.requests.spool import Spool
+from xgpt.requests.spool_columns import BOOLEAN, INTEGER, NUMBER, TEXT, Columns
 
 _WIDTH = 80
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", *"\uff1d\uff0b\uff0d\uff20")  # OWASP's list
@@ -48,14 +48,12 @@ def write_results(output: Path, path: Path, quote_formulas: bool = False) -> str
     for formulas get an apostrophe in front. Raises XgptError."""
     columns = Columns(output)
     names = names_in_results(carried_names(columns))
-    chunks, count = _Counted(chunks_of(output, columns)), 0
     write = _write_parquet if format_of(path) == "parquet" else partial(
         _write_text, cell=_unformulated if quote_formulas else _cell)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _replacing(path) as file:
-            write(file, path, chunks, columns, names)
-        count = chunks.count
+            count = write(file, path, chunks_of(output, columns), columns, names)
     except OSError as cause:
         raise XgptError(f"{path}: the results cannot be written: {cause.strerror or cause}; they "
                         f"are in {output / 'results.jsonl'}, and `xgpt report` writes this file "
@@ -64,18 +62,6 @@ def write_results(output: Path, path: Path, quote_formulas: bool = False) -> str
                if old != new]
     return textwrap.fill("; ".join([f"results: {count} rows in {path}", *renamed]), _WIDTH,
                          break_long_words=False, break_on_hyphens=False)
-
-
-class _Counted:
-    """Chunks, and how many rows went by."""
-
-    def __init__(self, chunks: Iterator[AnswerRows]) -> None:
-        self._chunks, self.count = chunks, 0
-
-    def __iter__(self) -> Iterator[AnswerRows]:
-        for chunk in self._chunks:
-            self.count += len(chunk.answers)
-            yield chunk
 
 
 @contextmanager
@@ -97,8 +83,10 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
-def _write_text(file: IO[bytes], path: Path, chunks: _Counted, columns: Columns,
-                names: Mapping[str, str], cell: Callable[[Any], str]) -> None:
+def _write_text(file: IO[bytes], path: Path, chunks: Iterator[AnswerRows], columns: Columns,
+                names: Mapping[str, str], cell: Callable[[Any], str]) -> int:
+    """Writes the rows; how many."""
+    count = 0
     text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
     known = format_of(path)
     # both ends of a line, so that a text with either of them gets quotes
@@ -117,8 +105,10 @@ def _write_text(file: IO[bytes], path: Path, chunks: _Counted, columns: Columns,
                 text.write(without_surrogates(line) + "\n")
             else:
                 table.writerow([cell(value) for value in row.values()])
+        count += len(chunk.answers)
     text.flush()
     text.detach()
+    return count
 
 
 def plain_values(column: Any) -> list[Any]:
@@ -165,8 +155,10 @@ def _unformulated(value: Any) -> str:
     return f"'{text}" if is_formula else text
 
 
-def _write_parquet(file: IO[bytes], path: Path, chunks: _Counted, columns: Columns,
-                   names: Mapping[str, str]) -> None:
+def _write_parquet(file: IO[bytes], path: Path, chunks: Iterator[AnswerRows], columns: Columns,
+                   names: Mapping[str, str]) -> int:
+    """Writes the rows; how many."""
+    count = 0
     pa, pq = arrow(f"writing {path.name}")
     types = _types(pa, columns)
     ids = pa.int64() if columns.has_whole_ids else pa.string()
@@ -183,6 +175,8 @@ def _write_parquet(file: IO[bytes], path: Path, chunks: _Counted, columns: Colum
             arrays += [_array(pa, [row[name] for row in rows], kind)
                        for name, kind in answer.items()]
             writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+            count += len(rows)
+    return count
 
 
 def _id(text: str | None, columns: Columns) -> str | int | None:

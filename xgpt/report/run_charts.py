@@ -1,4 +1,5 @@
-"""The plots of one run. Each function returns a Chart, or None where there is nothing to draw."""
+"""The plots of one run. Each function returns a Chart, or None where there is nothing to draw.
+And a picture of a replay: what its stages did."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.core.copies import devices_tried, sum_of
+from xgpt.core.deployment import Pool
 from xgpt.core.lengths import FloatArray, Lengths
-from xgpt.core.schedule import Schedule
+from xgpt.core.schedule import Schedule, devices_tried, sum_of
 from xgpt.core.units import GIB, format_bytes, format_seconds
 from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series
-from xgpt.report.figures import busy_shares, middle_window, percent, plain
+from xgpt.report.figures import middle_window, percent, plain
 from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
 from xgpt.report.output import LoggedStep, Output, QueryColumns, ends_since_first, number
-from xgpt.report.policy_words import controls_cell
+from xgpt.report.words import controls_cell, counted, ranges
+from xsimulator.replay.records import PoolRecords, ReplayResult
 
 _CURVE, _BINS = 200, 60  # points of a curve; spans of time that a stage's work is counted in
 # what xrunner.devices.peak_memory_bytes counts: no measurement of what was predicted
@@ -264,15 +266,11 @@ def timeline(output: Output, lanes: Sequence[Lane], expected: Sequence[Lane]) ->
         return None
     period_s = output.schedule.figures.period_s if output.schedule else None
     window = middle_window(output.steps, 3 * period_s if period_s else None)
+    view, words = None, ""
     if window is not None:
         origin_s = min(step.start_s for step in output.steps)
         view = (window[0] - origin_s, window[1] - origin_s)
-        busy = busy_shares(output.steps, *window)
-        works = ", ".join(f"stage {stage} works {percent(share)} of the time"
-                          for stage, share in busy.items())
-        words = f"At first {format_seconds(view[1] - view[0])} from the middle show: {works}. "
-    else:
-        view, words = None, ""
+        words = f"At first {format_seconds(view[1] - view[0])} from the middle show. "
     both = [replace(lane, label=f"{lane.label} {kind}")  # the expected lane under the measured one
             for pair in zip_longest(lanes, expected)
             for lane, kind in zip(pair, ("measured", "expected"), strict=True) if lane is not None]
@@ -280,3 +278,59 @@ def timeline(output: Output, lanes: Sequence[Lane], expected: Sequence[Lane]) ->
         thinned(both, exact=view), name="timeline", title="What the stages did", view=view,
         since="the first step", caption=f"{words}Gaps are waiting. Drag to zoom, double-click for "
         "the whole run.")
+
+
+def stage_names(pools: Sequence[Pool], device: str = "GPU") -> list[str]:
+    """'stage 0 · GPU 0-3 · encode', one name for each stage of all pools, numbered over all of
+    them."""
+    stages = [(pool, stage) for pool in pools for stage in pool.stages]
+    return [" · ".join([f"stage {place}", f"{device} {ranges(stage.ranks)}",
+                        *([pool.role] if pool.role != "both" else [])])
+            for place, (pool, stage) in enumerate(stages)]
+
+
+def steady_window(result: ReplayResult, period_s: float) -> tuple[float, float]:
+    """(start_s, end_s) in the middle of the job, which is where fill and drain are furthest: three
+    periods of the schedule, and six steps of every pool at least; the whole job where it is no
+    longer."""
+    paces_s = [float(np.diff(pool.start_s[:, 0]).mean())
+               for pool in result.pools if len(pool.steps) > 1]
+    length_s = max([3 * period_s, *(6 * pace_s for pace_s in paces_s)])
+    if not length_s < result.makespan_s:
+        return 0.0, result.makespan_s
+    start_s = (result.makespan_s - length_s) / 2
+    return start_s, start_s + length_s
+
+
+def draw(result: ReplayResult, start_s: float, end_s: float,
+         names: Sequence[str] | None = None) -> Chart:
+    """What every stage does between `start_s` and `end_s`. `names`: see `stage_names`."""
+    lanes = [_within(lane, start_s, end_s) for lane in replay_lanes(result, names)]
+    arrows = [(begin_s, done_s) for handover in result.handovers for begin_s, done_s in zip(
+        handover.start_s.tolist(), handover.end_s.tolist(), strict=True)
+        if begin_s >= start_s and done_s <= end_s]
+    return lanes_chart(
+        thinned(lanes), name="timeline", title=f"Steps of {counted(len(lanes), 'stage')} over "
+        f"{format_seconds(end_s - start_s)}", since="the start of the job", arrows=arrows,
+        view=(start_s, end_s))
+
+
+def replay_lanes(result: ReplayResult, names: Sequence[str] | None = None) -> list[Lane]:
+    """All steps of every stage."""
+    return [_replay_lane(pool, column, names)
+            for pool in result.pools for column in range(len(pool.stages))]
+
+
+def _replay_lane(pool: PoolRecords, column: int, names: Sequence[str] | None) -> Lane:
+    stage = pool.stages[column]
+    return Lane(label=names[stage] if names else stage_label(stage, pool.name), pool=pool.name,
+                kinds=np.array([KINDS.index(step.kind.value) for step in pool.steps], np.int64),
+                groups=np.array([step.group for step in pool.steps], np.int64),
+                start_s=pool.start_s[:, column], end_s=pool.end_s[:, column])
+
+
+def _within(lane: Lane, start_s: float, end_s: float) -> Lane:
+    """The lane's boxes cut at the window."""
+    inside = lane.take(np.flatnonzero((lane.end_s > start_s) & (lane.start_s < end_s)))
+    return replace(inside, start_s=np.maximum(inside.start_s, start_s),
+                   end_s=np.minimum(inside.end_s, end_s))

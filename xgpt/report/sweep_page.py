@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.core.policies import baselines, policy, policy_names
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import GIB, format_bytes, format_seconds
-from xgpt.core.whole_file import write_atomically
 from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series
 from xgpt.report.figures import percent, plain
 from xgpt.report.html_page import render_page

@@ -11,14 +11,22 @@ from itertools import zip_longest
 from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
-from xgpt.core.copies import devices_of_copies, devices_tried, sum_of
 from xgpt.core.deployment import Deployment
-from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule, Status
+from xgpt.core.schedule import (
+    NOT_SURE,
+    Estimate,
+    Rejected,
+    Schedule,
+    Status,
+    devices_of_copies,
+    devices_tried,
+    sum_of,
+)
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
-from xgpt.report.policy_words import controls_line
+from xgpt.report.words import controls_line
 from xscheduler.layouts import LAYOUT_NOTE
 
 WIDTH = 80  # of what is written to a file or a pipe, and at most on a terminal
@@ -30,8 +38,13 @@ _NO_PLAN = ", tp_degree 1, tp_gpus 0"
 
 
 def schedule_table(schedule: Schedule) -> str:
-    """What was chosen, its predicted throughput and latency against the bound, what the bound and
-    the margin cost, memory, and what the search proved."""
+    """The facts of a schedule, a line each."""
+    return _lines(schedule_facts(schedule))
+
+
+def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
+    """(label, text): what was chosen, its predicted throughput and latency against the bound, what
+    the bound and the margin cost, memory, and what the search proved."""
     e, proof = schedule.estimate, schedule.proof
     is_for_job = proof.status == Status.JOB and schedule.explanation
     cost = [(words.PROSPECTS[one.metric], words.prospect_words(one))
@@ -56,7 +69,7 @@ def schedule_table(schedule: Schedule) -> str:
 
 def estimate_table(estimate: Estimate, constraint: Constraint) -> str:
     """The same figures of an Estimate that no search stands behind."""
-    return _facts("simulated", estimate, constraint.latency)
+    return _lines(_facts("simulated", estimate, constraint.latency))
 
 
 def summary_table(metrics: Mapping[str, Any], ends: Sequence[str] = ()) -> str:
@@ -89,7 +102,7 @@ def choice_table(schedule: Schedule) -> str:
     facts = [("why" if index == 0 else "", sentence)
              for index, sentence in enumerate(schedule.explanation)]
     facts += [(_label(row, schedule), _alternative(row, schedule)) for row in schedule.rejected]
-    return "\n".join(fact(label, text) for label, text in facts)
+    return _lines(facts)
 
 
 def copies_table(schedule: Schedule) -> str:
@@ -175,10 +188,10 @@ def _ranks_of_copies(deployment: Deployment) -> str:
 
 
 def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]] = (),
-           search: Sequence[tuple[str, str]] = ()) -> str:
+           search: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
     """The figures of an estimate, and between them what its `cost` is and how it was found."""
     figures = e.figures
-    facts = [
+    return [
         (label, f"{controls_line(e)}; {figures.decode_batch:.1f} queries decode at once"
                 f"{_each(e)}"),
         ("parallel", _parallel(e)),
@@ -197,7 +210,10 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
         *search,
         # where its times are from stands above the table
         *(("note", note) for note in e.notes if not note.startswith(("times: ", LAYOUT_NOTE)))]
-    return "\n".join(fact(label, value) for label, value in facts)
+
+
+def _lines(facts: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(fact(label, text) for label, text in facts)
 
 
 def _query_times(e: Estimate, bound: Bound) -> list[tuple[str, str]]:

@@ -10,8 +10,8 @@ from xgpt.core.constraint import Bound, Constraint
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import plain
-from xgpt.report.policy_words import controls_line
 from xgpt.report.table import fact, paragraph, shown_width, table
+from xgpt.report.words import controls_line
 from xscheduler.drift import DriftRow
 from xscheduler.live.given_stages import Way
 from xscheduler.live.reschedule import Reschedule, variables

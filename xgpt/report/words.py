@@ -1,32 +1,18 @@
 """The report's sentences: what ran, what the schedule does, what the bound cost."""
 
-import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xgpt.core.constraint import Metric, Prospect
 from xgpt.core.deployment import StageAssignment
+from xgpt.core.errors import visible
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Schedule, Status
+from xgpt.core.schedule import Estimate, Schedule, Status
 from xgpt.core.units import format_seconds
-from xgpt.core.visible import visible
-from xgpt.report.figures import lost_to_bound, percent, plain
+from xgpt.report.figures import percent, plain
 from xgpt.report.output import Output, number, text_at
 
-# why the search gives a box of configurations up
-_REASONS = {
-    "no better than the incumbent": "no better than the best found",
-    "latency": "over the latency bound",
-    "first token": "too late with the first token",
-    "time per token": "too slow with each token",
-    "memory": "over memory",
-    "number of queries": "over the job's queries",
-    "measured range": "beyond what was measured",
-    "decided at its corner": "decided at the best corner",
-    "each point evaluated": "evaluated point by point",
-    "bounded by the least work of a query": "bounded by the least work of a query"}
 # a number and its unit stay on one line
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ms|us|s|[KMGT]iB|B|queries/s|tokens/s)(?:\W|$))")
 _FENCED = re.compile(r"(```.*?(?:```|\Z))", re.DOTALL)  # the last one may be open
@@ -43,8 +29,7 @@ def clean(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def code_and_prose(text: str) -> list[tuple[bool, str]]:
-    """`text` cut at its Markdown code fences into (is_code, part); nothing of it is lost but the
-    line breaks beside a fence, which its own block stands for."""
+    """`text` cut at its Markdown code fences into (is_code, part), without line breaks beside."""
     parts = _FENCED.split(text)
     cut = [(part.startswith("```"), part if part.startswith("```") else part.strip("\n"))
            for part in parts]
@@ -79,50 +64,14 @@ def headline(output: Output, metrics: Mapping[str, Any]) -> str:
     if not queries:
         return f"{model} on {where}: no query is done yet"
     before = min(output.queries_before, queries)
-    if before:  # the time and the speed are of this run, of the others they are not known
-        of = counted(queries - before, "query") + f" of {queries:,.0f}"
-        if wall_s is None and rate is None:
-            return f"{counted(queries, 'query')} through {model} on {where}, by several runs"
-    else:
-        of = counted(queries, "query")
+    if before and wall_s is None and rate is None:
+        return f"{counted(queries, 'query')} through {model} on {where}, by several runs"
+    # the time and the speed are of this run, of the others they are not known
+    of = counted(queries - before, "query") + f" of {queries:,.0f}" * bool(before)
     took = f" in {format_seconds(wall_s)}" if wall_s is not None else ""
     speed = f", {plain(rate)} queries a second" if rate is not None else ""
     rest = f", after {before:,.0f} by earlier runs" if before else ""
     return f"{of} through {model} on {where}{took}{speed}{rest}"
-
-
-def bound_cost(schedule: Schedule) -> str:
-    """What the latency bound costs in throughput, against the best schedule that was seen without
-    one: that search is a brief one, and nothing is proved by it."""
-    if math.isinf(schedule.bound.limit_s):
-        return "No latency bound was set, so nothing was given up for one."
-    lost, free = lost_to_bound(schedule), schedule.proof.unbounded_qps
-    if lost is None or free is None:
-        return "What the bound costs was not computed."
-    if not lost:
-        return "The bound costs nothing: no schedule that was seen without it is faster."
-    return (f"Without a bound the best schedule that was seen reaches {plain(free)} queries/s: the "
-            f"bound costs {percent(lost, digits=1)} of the throughput.")
-
-
-def proof(schedule: Schedule) -> str:
-    """What the search proved, in one sentence."""
-    search = schedule.proof
-    looked = f"{counted(search.nodes, 'configuration')} in {format_seconds(search.seconds)}"
-    if search.status == Status.JOB:
-        quality = " ".join(schedule.explanation).rstrip(".")
-    elif not math.isfinite(search.gap):
-        quality = "how much faster another schedule could be is not proved"
-    elif search.gap <= 1e-9:
-        quality = "no admissible schedule is faster, by the same estimates"
-    else:
-        margin = "with its margin or without, " if schedule.margin.cost > 0 else ""
-        quality = (f"{margin}no admissible schedule is more than {percent(search.gap, 2)} faster "
-                   f"(at most {plain(search.bound_qps)} queries/s), by the same estimates")
-        if schedule.margin.cost > 0 and search.bare_gap is not None:
-            quality = f"{quality}; this gap is {bare_gap(schedule)}"
-    ruled_out = f" Ruled out: {pruned_words(schedule)}." if search.pruned else ""
-    return f"Search status {search.status}, after {looked}: {quality}.{ruled_out}"
 
 
 def bare_gap(schedule: Schedule) -> str:
@@ -182,19 +131,11 @@ def prospect_words(prospect: Prospect) -> str:
             f"{format_seconds(prospect.limit_s)}")
 
 
-def sentence(text: str) -> str:
-    """`text` with a capital and a full stop."""
-    return f"{text[:1].upper()}{text[1:]}."
-
-
 def pruned_words(schedule: Schedule) -> str:
     """How many groups of configurations the search passed over, by reason."""
-    counts: Counter[str] = Counter()
-    for label, count in schedule.proof.pruned:
-        _, _, reason = label.rpartition(": ")
-        counts[_REASONS.get(reason, reason)] += count
-    parts = [f"{count:,} {reason}" for reason, count in counts.most_common()]
-    return f"{counted(counts.total(), 'group')} of configurations: {', '.join(parts)}"
+    parts = [f"{count:,} {reason}" for reason, count in schedule.proof.pruned]
+    total = sum(count for _, count in schedule.proof.pruned)
+    return f"{counted(total, 'group')} of configurations: {', '.join(parts)}"
 
 
 def layers_of(stage: StageAssignment) -> str:
@@ -244,9 +185,8 @@ def banner(output: Output) -> str | None:
 
 
 def _place(output: Output, metrics: Mapping[str, Any]) -> str:
-    ranks = number(metrics, "ranks") or number(output.job, "run", "ranks")
-    if ranks is None and output.schedule is not None:
-        ranks = float(output.schedule.estimate.num_devices)
+    planned = None if output.schedule is None else output.schedule.estimate.num_devices
+    ranks = number(metrics, "ranks") or number(output.job, "run", "ranks") or planned
     cluster = output.job.get("cluster")
     name = cluster if isinstance(cluster, str) else text_at(output.job, "cluster", "name")
     where = "this machine" if name in (None, "local") else str(name)
@@ -260,9 +200,9 @@ def _span(first: int, count: int) -> str:
 def loading_words(metrics: Mapping[str, Any]) -> str | None:
     """What was loaded, how quickly, and how much of it came from the disk and not from memory."""
     loaded, seconds = number(metrics, "loaded_bytes"), number(metrics, "load_s", "measured")
-    from_disk, rate = number(metrics, "loaded_from_disk_bytes"), number(metrics, "disk_bytes_per_s")
     if not loaded or not seconds:
         return None
+    from_disk = number(metrics, "loaded_from_disk_bytes")
     is_made = text_at(metrics, "weights") == "random"
     text = (f"{'made' if is_made else 'loaded'} {_decimal_bytes(loaded)} in "
             f"{format_seconds(seconds)}: {_decimal_bytes(loaded / seconds)}/s")
@@ -270,16 +210,14 @@ def loading_words(metrics: Mapping[str, Any]) -> str | None:
         return text
     if not from_disk:
         return f"{text} (none of it from the disk: the system had it in memory)"
-    text += f" ({_decimal_bytes(from_disk)} of it from the disk"
-    return text + (f", which one process reads at {_decimal_bytes(rate)}/s)" if rate else ")")
+    return f"{text} ({_decimal_bytes(from_disk)} of it from the disk)"
 
 
 def operators_words(metrics: Mapping[str, Any]) -> str | None:
     """That torch's operators served, or that no decode steps were captured on a GPU, and why; None
     where ours did, and they were."""
-    said = text_at(metrics, "operators")
-    is_less = said is not None and ("torch's serve" in said or "no CUDA graphs" in said)
-    return said if is_less else None
+    said = text_at(metrics, "operators") or ""
+    return said if "torch's serve" in said or "no CUDA graphs" in said else None
 
 
 def agreement_words(metrics: Mapping[str, Any]) -> str | None:
@@ -299,7 +237,79 @@ def agreement_words(metrics: Mapping[str, Any]) -> str | None:
 def _decimal_bytes(num_bytes: float) -> str:
     """Writes bytes in powers of 1000, as disks are sold: 270000000 -> '0.27 GB'."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= 0.1 * unit:
-            return f"{num_bytes / unit:.2g} {name}" if num_bytes < 100 * unit else (
-                f"{num_bytes / unit:,.0f} {name}")
+        if (shown := num_bytes / unit) >= 0.1:
+            return f"{shown:.2g} {name}" if shown < 100 else f"{shown:,.0f} {name}"
     return f"{num_bytes:.0f} B"
+
+
+# variables that the words below speak of; others are named by their policy's row
+_TOLD = {"encode_batch", "decode_iterations", "decode_micro_batches", "encode_micro_batches",
+         "max_active", "token_budget", "encode_chunk"}
+
+
+def value_of(estimate: Estimate, variable: str) -> int | None:
+    """What is executed; None where the policy has no such variable, or it is without limit."""
+    if variable not in policy(estimate.policy).variable_names:
+        return None
+    value: int | None = getattr(estimate.controls, variable)
+    return value
+
+
+def controls_line(estimate: Estimate) -> str:
+    """The policy and its control variables in a few words."""
+    groups, title = estimate.deployment.num_groups, policy(estimate.policy).title
+    in_groups = f", in {groups} micro-batches" if groups > 1 else ""
+    more = "".join(f", {words}" for words in _others(estimate))
+    if (most := value_of(estimate, "max_active")) is not None:
+        budget = value_of(estimate, "token_budget")
+        within = f", {budget} tokens a step" if budget else ""
+        return f"{title}: up to {counted(most, 'query')} at a time{within}{more}{in_groups}"
+    chunk, iterations = value_of(estimate, "encode_chunk"), value_of(estimate, "decode_iterations")
+    if chunk and iterations is not None:
+        return (f"{title}: encode {estimate.figures.encode_batch} every "
+                f"{counted(iterations, 'iteration')}, {chunk} tokens at a "
+                f"time beside decoding{more}{in_groups}")
+    text = f"{title}: encode {estimate.figures.encode_batch} together"
+    if chunk:
+        text += f", and {chunk} tokens at a time beside decoding"
+    if (parts := value_of(estimate, "encode_micro_batches") or 0) > groups:
+        text += f" in {parts} micro-batches"
+    if iterations is not None:
+        text += f", then {counted(iterations, 'decode iteration')}"
+    return text + more + in_groups
+
+
+def controls_cell(estimate: Estimate) -> str:
+    """The control variables, short enough for a column."""
+    deployment = estimate.deployment
+    if (most := value_of(estimate, "max_active")) is not None:
+        words = [f"{most} at a time"]
+        if budget := value_of(estimate, "token_budget"):
+            words.append(counted(budget, "token"))
+    else:
+        words = [f"{estimate.figures.encode_batch} encoded"]
+    if (parts := value_of(estimate, "encode_micro_batches") or 0) > deployment.num_groups:
+        words[0] += f" in {parts}"
+    if (iterations := value_of(estimate, "decode_iterations")) is not None:
+        words.append(counted(iterations, "iteration"))
+    if chunk := value_of(estimate, "encode_chunk"):
+        words.append(f"chunks of {chunk}")
+    words += _others(estimate)
+    if deployment.num_groups > 1:
+        words.append(f"{deployment.num_groups} groups")
+    if deployment.tp_degree > 1:
+        words.append(f"TP {deployment.tp_degree} on {deployment.tp_gpus}")
+    return ", ".join(words)
+
+
+def policy_sentence(estimate: Estimate) -> str:
+    """What the policy is."""
+    row = policy(estimate.policy)
+    return f"{row.title}: {row.words}."
+
+
+def _others(estimate: Estimate) -> list[str]:
+    """Variables that only their row has words for."""
+    return [f"{value} {variable.words}" for variable in policy(estimate.policy).variables
+            if variable.name not in _TOLD
+            and (value := value_of(estimate, variable.name)) is not None]

@@ -12,7 +12,7 @@ from xprofiler.profile import Profile
 
 # modules of this folder with `import_folder(folder, model, device, dtype)`; those that have tables
 # of several engines take `engine` and `version` besides
-IMPORTERS = ("vidur", "distserve", "aiconfigurator")
+IMPORTERS = ("vidur", "aiconfigurator")
 WITH_ENGINES = ("aiconfigurator",)
 
 

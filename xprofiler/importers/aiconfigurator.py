@@ -2,133 +2,249 @@
 engine, in milliseconds, by its sizes.
 
     <system>_<framework>_<version>_{gemm,context_attention,generation_attention,custom_allreduce}.csv
-    <system>_nccl_<version>.csv"""
+    <system>_nccl_<version>.csv
 
-import re
+In the files latencies are milliseconds and messages elements of two bytes; here they are seconds
+and bytes."""
+
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.interpolate import RegularGridInterpolator
 
 from xgpt.core.cluster import Device
 from xgpt.core.errors import wrong
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xprofiler.importers import kernel_tables
-from xprofiler.importers.draft import OPERATORS, ProfileDraft, Source, samples_at
-from xprofiler.importers.kernel_tables import AllReduceTable, AttentionTable, GemmTimes
-from xprofiler.importers.table import Fault, fail
+from xgpt.core.units import DTYPE_BYTES
+from xprofiler.importers.draft import (
+    OPERATORS,
+    Column,
+    Fault,
+    ProfileDraft,
+    Source,
+    Table,
+    fail,
+    read_table,
+    samples_at,
+)
 from xprofiler.profile import ALL_REDUCE, Profile, Sample, TableKey
+from xprofiler.roofline import floor_s, work
 from xprofiler.timing import Operator
-from xprofiler.work import floor_s, work
 
+ELEMENT_BYTES = DTYPE_BYTES["bfloat16"]
 COMMIT, DATE = "095f58a51", "2026-08-21"
 SYSTEMS = {"a100_sxm": "A100-80", "h100_sxm": "H100", "h200_sxm": "H200"}
 # Versions whose columns these readers were written for.
 VERSIONS = {"vllm": ("0.14.0", "0.19.0"), "trtllm": ("1.0.0", "1.2.0rc5")}
 ENGINES = {"vllm": "vllm", "trtllm": "tensorrt-llm"}  # the catalog's names
-TABLES = ("gemm", "context_attention", "generation_attention", "custom_allreduce")
 LINKS = {"A100-80": "nvlink3", "H100": "nvlink4", "H200": "nvlink4"}
 DEGREES = (1, 2, 4, 8)
 _BEYOND_PEAK = 1.05  # quicker than the data sheet's peaks allow by more: no time of this kernel
+_UNUSED_ATTENTION = "version|window_size"
 
 
-class Origin(NamedTuple):
-    """What a file's name says."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GemmTable:
+    """[rows] out[m, n] = in[m, k] x w[n, k]."""
 
-    system: str
-    framework: str
-    version: str
-    table: str
-
-
-def parse_name(path: Path) -> Origin:
-    """Raises InputError for a system, framework, version or table that is not known."""
-    match = re.fullmatch(r"([a-z0-9]+_[a-z]+)_([a-z]+)_([^_]+)_([a-z_]+)\.csv", path.name)
-    if match is None:
-        raise wrong(path, "file name", path.name, "<system>_<framework>_<version>_<table>.csv")
-    origin = Origin(*match.groups())
-    versions = VERSIONS.get(origin.framework, (origin.version,))  # of another: that is told
-    fail(path, [Fault(None, key, value, f"{of}one of {', '.join(known)}")
-                for key, value, of, known in (
-                    ("system", origin.system, "", SYSTEMS),
-                    ("framework", origin.framework, "", VERSIONS),
-                    ("version", origin.version, f"of {origin.framework}, ", versions),
-                    ("table", origin.table, "", TABLES)) if value not in known])
-    return origin
+    path: Path
+    m: IntArray
+    n: IntArray
+    k: IntArray
+    seconds: FloatArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelFiles:
-    """One framework's tables. `all_reduce`: the framework's own, or NCCL's."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionTable:
+    """[rows] `queries` together, each of `tokens`: new ones (context attention, causal) or those
+    in its cache (generation: one new token). Heads are those of one GPU."""
 
-    gemm: Path
-    context_attention: Path | None = None
-    generation_attention: Path | None = None
-    all_reduce: Path | None = None
+    path: Path
+    queries: IntArray
+    tokens: IntArray
+    num_heads: IntArray
+    kv_heads: IntArray
+    head_dim: IntArray
+    seconds: FloatArray
 
 
-def import_profile(model: ModelSpec, device: Device, dtype: str, files: KernelFiles, *,
-                   link: str | None = None) -> Profile:
-    """A Profile of one framework's tables. `link`: xgpt's name for what joins ranks within a node;
-    without it the all-reduces are left out. Raises InputError for files that are no such tables, of
-    another device or of another engine than the matrix products, and where no degree has its
-    attention heads in them."""
-    origin = parse_name(files.gemm)
-    _check_same_engine(origin, files)
-    source = Source(name="aiconfigurator", kernels=f"aiconfigurator {origin.framework}",
-                    commit=COMMIT, date=DATE, libraries=f"{origin.framework} {origin.version}")
-    source.check(files.gemm, model, dtype)
-    if SYSTEMS[origin.system] != device.name:
-        raise wrong(files.gemm, "device", device.name,
-                    f"{SYSTEMS[origin.system]}: the table is of {origin.system}")
-    draft = ProfileDraft(model, device, dtype, ENGINES[origin.framework])
-    times = GemmTimes(kernel_tables.read_gemm(files.gemm))
-    degrees = [d for d in DEGREES if not draft.refuse(d, refuse_tp_degree(model, d))]
-    for degree in degrees:
-        _add_products(draft, times, model, degree)
-    if files.context_attention is not None:
-        _add_attention(draft, kernel_tables.read_context_attention(files.context_attention), model,
-                       Operator.ENCODE_ATTENTION)
-    if files.generation_attention is not None:
-        cached = kernel_tables.read_generation_attention(files.generation_attention)
-        _add_attention(draft, cached, model, Operator.DECODE_ATTENTION)
-    if files.all_reduce is not None and link is not None:
-        read = (kernel_tables.read_nccl_all_reduce if "_nccl_" in files.all_reduce.name
-                else kernel_tables.read_custom_all_reduce)
-        _add_all_reduce(draft, read(files.all_reduce), link)
-    if not draft.degrees:
-        fail(files.gemm, [Fault(None, f"tensor-parallel degree {d}", None, why)
-                          for d, why in sorted(draft.refused.items())])
-    draft.notes.append("products between the measured m, n, k by the logarithms of time and size; "
-                       "norms, rotary embedding, activation, residual adds and sampling from the "
-                       "analytic roofline")
-    draft.fill_from_roofline()
-    return draft.profile(source, f"{origin.system} {origin.framework} {origin.version}")
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AllReduceTable:
+    """[rows] bytes, not the files' elements. `kernel`: the file's name of it, empty where it has
+    none."""
+
+    ranks: IntArray
+    num_bytes: IntArray
+    seconds: FloatArray
+    kernel: NDArray[np.str_]
+
+
+def read_gemms(path: Path) -> dict[str, GemmTable]:
+    """The rows of each dtype; a file without the column has bfloat16 alone."""
+    table = read_table(path, [
+        *(Column(name, "count", least=1, is_work=True) for name in "mnk"), Column("latency", "ms"),
+        Column("gemm_dtype", "text", allowed=("bfloat16", "fp8"), may_lack=True,
+               default="bfloat16")])
+    found = {}
+    for dtype in np.unique(table["gemm_dtype"]).tolist():
+        rows = table["gemm_dtype"] == dtype
+        m, n, k = (table[name][rows] for name in "mnk")
+        found[dtype] = GemmTable(path=path, m=m, n=n, k=k, seconds=table["latency"][rows])
+    return found
+
+
+def read_gemm(path: Path, dtype: str = "bfloat16") -> GemmTable:
+    """The rows of one dtype."""
+    tables = read_gemms(path)
+    if dtype not in tables:
+        raise wrong(path, "gemm_dtype", dtype, f"one of {', '.join(tables)}")
+    return tables[dtype]
+
+
+def read_context_attention(path: Path) -> AttentionTable:
+    """Prompts without a cached prefix."""
+    table = _read_attention(path, Column("isl", "count", least=1, is_work=True))
+    for i in np.flatnonzero(table["step"])[:1]:
+        raise wrong(path, "step", int(table["step"][i]), "0: no cached prefix", int(table.lines[i]))
+    return _attention(table, table["isl"])
+
+
+def read_generation_attention(path: Path) -> AttentionTable:
+    """`tokens` counts the one being made: the file's step + 1."""
+    table = _read_attention(path)
+    return _attention(table, table["step"] + 1)
+
+
+def read_all_reduce(path: Path) -> AllReduceTable:
+    """A framework's own all-reduce kernels; of NCCL's collectives (by the file's name) the
+    all-reduces."""
+    more, unused = [
+        Column("allreduce_dtype", "text", allowed=("bfloat16",)),
+        Column("kernel_source", "text", may_lack=True, default="")], "backend|implementation"
+    if "_nccl_" in path.name:
+        more, unused = [
+            Column("nccl_dtype", "text", allowed=("half", "bfloat16")),
+            Column("op_name", "text",
+                   allowed=("all_reduce", "all_gather", "alltoall", "reduce_scatter"))], ""
+    table = read_table(path, [
+        Column("num_gpus", "count", least=2),
+        Column("message_size", "count", least=1, is_work=True), Column("latency", "ms"), *more],
+        unused)
+    rows = (table["op_name"] == "all_reduce" if "op_name" in table
+            else np.ones(len(table.lines), bool))
+    kernel = table["kernel_source"] if "kernel_source" in table else np.full(len(rows), "")
+    return AllReduceTable(
+        ranks=table["num_gpus"][rows], kernel=kernel[rows],
+        num_bytes=table["message_size"][rows] * ELEMENT_BYTES, seconds=table["latency"][rows])
+
+
+class GemmTimes:
+    """A GemmTable between its sizes: linear in the logarithms of m, n, k and time. Beyond the
+    largest (a vocabulary is wider) in proportion to each; below the smallest, as there."""
+
+    def __init__(self, table: GemmTable) -> None:
+        self.rows, wide, deep = (np.unique(axis) for axis in (table.m, table.n, table.k))
+        values = np.full((len(self.rows), len(wide), len(deep)), np.nan)
+        at = tuple(np.searchsorted(axis, of) for axis, of in (
+            (self.rows, table.m), (wide, table.n), (deep, table.k)))
+        with np.errstate(divide="ignore"):
+            values[at] = np.log(table.seconds)
+        if np.isneginf(values).any():
+            raise wrong(table.path, "latency", 0, "a product takes more than no time")
+        if min(values.shape) < 2 or (np.isfinite(values).sum(axis=2) < 2).any():
+            raise wrong(table.path, "m, n, k", values.shape,
+                        "two m and n at least, and two k for each m and n")
+        self._axes = tuple(np.log(axis) for axis in (self.rows, wide, deep))
+        self._of = RegularGridInterpolator(self._axes, _filled(values, self._axes[-1]))
+
+    def __call__(self, rows: ArrayLike, n: float, k: float) -> FloatArray:
+        """Seconds of [rows, k] x [k, n]."""
+        sizes = [np.log(np.asarray(size, float)) for size in (rows, n, k)]
+        inside = [np.clip(at, axis[0], axis[-1])
+                  for at, axis in zip(sizes, self._axes, strict=True)]
+        beyond = sum(np.maximum(at - axis[-1], 0.0)
+                     for at, axis in zip(sizes, self._axes, strict=True))
+        seconds: FloatArray = np.exp(self._of(tuple(inside)) + beyond)
+        return seconds
+
+
+def _filled(values: FloatArray, depths: FloatArray) -> FloatArray:
+    """[m, n, k] logarithms; sizes not measured (the largest n with the largest k) go on along k."""
+    filled = values.copy()
+    for line in filled.reshape(-1, values.shape[-1]):
+        known = np.flatnonzero(np.isfinite(line))
+        missing = np.flatnonzero(~np.isfinite(line))
+        if not len(missing):
+            continue
+        line[missing] = np.interp(depths[missing], depths[known], line[known])
+        last, before = known[-1], known[-2]
+        slope = (line[last] - line[before]) / (depths[last] - depths[before])
+        beyond = missing[missing > last]
+        line[beyond] = line[last] + slope * (depths[beyond] - depths[last])
+    return filled
+
+
+def _read_attention(path: Path, *more: Column) -> Table:
+    names = ("batch_size", "num_heads", "num_key_value_heads")
+    return read_table(path, [
+        *(Column(name, "count", least=1, is_work=name == "batch_size") for name in names), *more,
+        Column("head_dim", "count", least=1, may_lack=True, default=128), Column("step", "count"),
+        Column("attn_dtype", "text", allowed=("bfloat16",), may_lack=True),
+        Column("kv_cache_dtype", "text", allowed=("bfloat16",), may_lack=True),
+        Column("latency", "ms")], _UNUSED_ATTENTION)
+
+
+def _attention(table: Table, tokens: IntArray) -> AttentionTable:
+    return AttentionTable(
+        path=table.path, queries=table["batch_size"], tokens=tokens,
+        num_heads=table["num_heads"], kv_heads=table["num_key_value_heads"],
+        head_dim=table["head_dim"], seconds=table["latency"])
 
 
 def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
                   engine: str | None = None, version: str | None = None) -> Profile:
     """The Profile of an engine's tables for this device: of vLLM's and the newest version read
     here, if none is named. Raises InputError for an engine, a version or a device that is none of
-    those, and where the folder has no such tables."""
-    gemm = _products_of(folder, device, engine or "vllm", version)
+    those, where the folder has no such tables, and where no degree has its attention heads in
+    them."""
+    engine = engine or "vllm"
+    system, framework, version = _tables_of(folder, device, engine, version)
 
-    def beside(table: str) -> Path | None:
-        path = gemm.with_name(gemm.name.replace("_gemm.csv", f"_{table}.csv"))
-        return path if path.is_file() else None
+    def table(name: str) -> Path:
+        return folder / f"{system}_{framework}_{version}_{name}.csv"
 
-    system = parse_name(gemm).system
-    files = KernelFiles(
-        gemm=gemm, context_attention=beside("context_attention"),
-        generation_attention=beside("generation_attention"),
-        all_reduce=beside("custom_allreduce") or next(iter(sorted(
-            folder.glob(f"{system}_nccl_*.csv"))), None))
-    return import_profile(model, device, dtype, files, link=LINKS[device.name])
+    source = Source(name="aiconfigurator", kernels=f"aiconfigurator {framework}",
+                    commit=COMMIT, date=DATE, libraries=f"{framework} {version}")
+    source.check(table("gemm"), model, dtype)
+    draft = ProfileDraft(model, device, dtype, engine)
+    times = GemmTimes(read_gemm(table("gemm")))
+    degrees = [d for d in DEGREES if not draft.refuse(d, refuse_tp_degree(model, d))]
+    for degree in degrees:
+        _add_products(draft, times, model, degree)
+    if (path := table("context_attention")).is_file():
+        _add_attention(draft, read_context_attention(path), model, Operator.ENCODE_ATTENTION)
+    if (path := table("generation_attention")).is_file():
+        _add_attention(draft, read_generation_attention(path), model, Operator.DECODE_ATTENTION)
+    own = [table("custom_allreduce")] if table("custom_allreduce").is_file() else []
+    for path in [*own, *sorted(folder.glob(f"{system}_nccl_*.csv"))][:1]:
+        _add_all_reduce(draft, read_all_reduce(path), LINKS[device.name])
+    if not draft.degrees:
+        fail(table("gemm"), [Fault(None, f"tensor-parallel degree {d}", None, why)
+                             for d, why in sorted(draft.refused.items())])
+    draft.notes.append("products between the measured m, n, k by the logarithms of time and size; "
+                       "norms, rotary embedding, activation, residual adds and sampling from the "
+                       "analytic roofline")
+    draft.fill_from_roofline()
+    return draft.profile(source, f"{system} {framework} {version}")
 
 
-def _products_of(folder: Path, device: Device, engine: str, version: str | None) -> Path:
-    """The engine's products on this device, of `version` or the newest that is there."""
+def _tables_of(folder: Path, device: Device, engine: str, version: str | None
+               ) -> tuple[str, str, str]:
+    """(system, framework, version) in the names of the engine's tables of this device: of
+    `version`, or the newest that is there."""
     framework = next((name for name, known in ENGINES.items() if known == engine), None)
     if framework is None:
         raise wrong("command line", "--engine", engine, f"one of {', '.join(ENGINES.values())}")
@@ -140,13 +256,12 @@ def _products_of(folder: Path, device: Device, engine: str, version: str | None)
     if system is None:
         raise wrong(folder, "device", device.name, f"one of {', '.join(SYSTEMS.values())}")
     wanted = known if version is None else (version,)
-    found = [path for one in wanted
-             if (path := folder / f"{system}_{framework}_{one}_gemm.csv").is_file()]
+    found = [one for one in wanted if (folder / f"{system}_{framework}_{one}_gemm.csv").is_file()]
     if not found:
         there = ", ".join(sorted(p.name for p in folder.glob("*_gemm.csv"))) or "none"
         raise wrong(folder, "tables", f"{system}_{framework}",
                     f"versions {', '.join(wanted)}; there are: {there}")
-    return found[-1]
+    return system, framework, found[-1]
 
 
 def layer_products(model: ModelSpec, degree: int) -> list[tuple[float, float]]:
@@ -190,7 +305,7 @@ def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec,
         x, y = (tokens, queries) if is_encode else (queries, tokens)
         share_s = seconds / queries if is_encode else seconds
         least = work(model, operator, x, y, tp_degree=degree,
-                     item_bytes=kernel_tables.ELEMENT_BYTES)
+                     item_bytes=ELEMENT_BYTES)
         beyond = int((floor_s(least, draft.peaks) > _BEYOND_PEAK * share_s).sum())
         if beyond:
             beyond_peak.append(f"{beyond} of {rows.sum()} at tp {degree}")
@@ -230,15 +345,6 @@ def _add_all_reduce(draft: ProfileDraft, table: AllReduceTable, link: str) -> No
                 table.num_bytes[rows], table.seconds[rows] + skew_s))
     if any(key.name == ALL_REDUCE for key in draft.tables):
         draft.notes.append("all_reduce with the skew of this engine's ranks added")
-
-
-def _check_same_engine(origin: Origin, files: KernelFiles) -> None:
-    for path in (files.context_attention, files.generation_attention, files.all_reduce):
-        if path is not None and "_nccl_" not in path.name:
-            theirs = parse_name(path)
-            if theirs[:3] != origin[:3]:
-                raise wrong(path, "engine", " ".join(theirs[:3]),
-                            f"that of the products: {' '.join(origin[:3])}")
 
 
 def _geometries(table: AttentionTable, num_heads: int) -> str:

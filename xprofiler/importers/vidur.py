@@ -17,8 +17,17 @@ from xgpt.core.cluster import Device
 from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xprofiler.importers.draft import ProfileDraft, Source, grouped_messages, samples_at
-from xprofiler.importers.table import Column, Fault, fail, one_value, read_table
+from xprofiler.importers.draft import (
+    Column,
+    Fault,
+    ProfileDraft,
+    Source,
+    fail,
+    grouped_messages,
+    one_value,
+    read_table,
+    samples_at,
+)
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Profile, TableKey
 from xprofiler.timing import Operator
 

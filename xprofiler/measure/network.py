@@ -3,30 +3,38 @@
 Pairs and groups lie within a node (the `near` link) or across nodes (`far`); all of one kind
 measure at the same time, as in a run. A rank that is in none of them waits. Between GPUs a message
 goes through both hosts' memory (MPI), and directly (NCCL) where every rank has a GPU of its own.
-"""
+
+A sum of a tensor-parallel group timed alone finds ranks that come to it together. In a step each of
+them has just gone through half a layer, which takes one a little longer than the other: whoever is
+early waits, sleeps and is woken. So steps of a shard's layers are executed on all ranks of the
+group, with their sums and without in turns, and what the sums add is divided among them
+(docs/profile.md)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
-from xprofiler.measure.clock import clock_of
-from xprofiler.measure.sums import Sums, seconds_of_sums, summing_bench
+from xprofiler.measure.bench import EncoderDecoderBench, LayerBench, around, ordinary_inputs
+from xprofiler.measure.probe import StepParts, clock_of
+from xprofiler.points import DECODE_ROWS_UP_TO, STEP_CONTEXT
 from xprofiler.profile import ALL_REDUCE, HANDOVER, HANDOVER_DIRECT, TRANSFER, Sample, TableKey
+from xrunner.comm.collective import MpiGroup, TorchGroup
+from xrunner.comm.exchange import all_gather, broadcast
+from xrunner.comm.handover import pack, unpack
+from xrunner.comm.messages import TokensMessage
+from xrunner.comm.point_to_point import MpiComm, wait_politely
 from xrunner.devices import has_own_gpu_each
 from xrunner.engine.kv import KvCache, kv_shape
-from xrunner.transport.collective import MpiGroup, TorchGroup
-from xrunner.transport.comm import MpiComm, wait_politely
-from xrunner.transport.exchange import all_gather, broadcast
-from xrunner.transport.handover import pack, unpack
-from xrunner.transport.messages import TokensMessage
+from xrunner.models.weights import Shard
 
 TRANSFER_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
 ALL_REDUCE_ROWS = (1, 6, 36, 216, 1300)  # hidden states of so many tokens
@@ -202,7 +210,7 @@ def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> 
 
     def receive() -> None:
         block = channel.receive(like)
-        target.lengths = []
+        target.free(range(len(target.lengths)))
         unpack(target, [tokens], block)
         clock.settle()
 
@@ -225,7 +233,7 @@ def _ping_pong(rank: int, send: Callable[[], object], receive: Callable[[], obje
 
 def _all_reduce(comm: Any, subject: Subject, degree: int, rows: int,
                 is_direct: bool) -> list[float]:
-    """What an all-reduce adds to a real step (xprofiler.measure.sums)."""
+    """What an all-reduce adds to a real step (xprofiler.measure.network)."""
     group, sums = TorchGroup(comm, "nccl") if is_direct else MpiGroup(comm), Sums()
     bench = summing_bench(subject.spec, subject.dtype, degree, sums, device=subject.device,
                           weight_dtype=subject.weight_dtype)
@@ -233,3 +241,71 @@ def _all_reduce(comm: Any, subject: Subject, degree: int, rows: int,
     if isinstance(group, TorchGroup):
         group.close()
     return added
+
+
+_ROW_LAYERS, _LEAST_LAYERS, _MOST_LAYERS = 4200, 2, 6  # rows times layers of a step; layers
+_WEIGHT_BYTES = 2**26
+_POINT_S = 0.4  # a size is measured for about so long, and never fewer times than
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 21
+
+
+class GroupOfRanks(Protocol):
+    """What sums (xrunner.comm.collective)."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor: ...
+
+
+class Sums:
+    """Stands where a shard's products are summed: over the group that is there now, or not at
+    all."""
+
+    def __init__(self) -> None:
+        self.group: GroupOfRanks | None = None
+        self.count = 0  # of sums asked for
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        self.count += 1
+        return tensor if self.group is None else self.group.all_reduce(tensor)
+
+
+Bench = LayerBench | EncoderDecoderBench
+
+
+def summing_bench(spec: ModelSpec, dtype: torch.dtype, degree: int, sums: Sums, *,
+                  device: torch.device, weight_dtype: torch.dtype) -> Bench:
+    """A shard of a few layers, which are more than a processor's caches keep."""
+    most = max(_WEIGHT_BYTES // (spec.decoder_layer_params * dtype.itemsize // degree),
+               _LEAST_LAYERS)
+    few = replace(spec, num_layers=min(spec.num_layers, most),
+                  num_encoder_layers=min(spec.num_encoder_layers, most))
+    make = EncoderDecoderBench if spec.is_encoder_decoder else LayerBench
+    return make(few, dtype, tp_degree=Shard(degree=degree, all_reduce=sums), device=device,
+                weight_dtype=weight_dtype)
+
+
+def seconds_of_sums(comm: Any, group: GroupOfRanks, bench: Bench, sums: Sums,
+                    rows: int) -> list[float]:
+    """Seconds that each sum of `rows` hidden states adds to a step, round by round; every rank of
+    `comm`, whose `group` it is, calls it with a like bench."""
+    step = _step(bench, rows)
+
+    def timed(one: GroupOfRanks | None) -> float:
+        sums.group, sums.count = one, 0
+        comm.Barrier()
+        return step().whole_s
+
+    first_s = max(timed(None), timed(group))  # and its warm-up
+    most = np.clip(_POINT_S / 2 / first_s, _LEAST_ROUNDS, _MOST_ROUNDS)  # rank 0's counts
+    rounds = broadcast(comm, int(most), int)
+    added = [timed(group) - timed(None) for _ in range(rounds)]
+    return [max(s, 0.0) / sums.count for s in added]
+
+
+def _step(bench: Bench, rows: int) -> Callable[[], StepParts]:
+    """A step of so many rows: as usual few are decoded, many are of inputs."""
+    layers = min(max(_ROW_LAYERS // rows, _LEAST_LAYERS), _MOST_LAYERS)
+    most = bench.spec.max_positions
+    context = STEP_CONTEXT if most is None else min(STEP_CONTEXT, most - 1)
+    contexts = around(rows, context - 1) if rows <= DECODE_ROWS_UP_TO else []
+    return (bench.decode(contexts, most_layers=layers) if contexts
+            else bench.encode(ordinary_inputs(rows, most), most_layers=layers))

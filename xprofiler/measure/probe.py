@@ -3,14 +3,103 @@
 The parts are timed inside the step that XRunner would execute, so the caches are in the state a
 run leaves them in (a layer timed alone would find its weights there), and the parts add up to the
 whole by construction. A mark costs well under a microsecond.
-"""
 
+A decode step that a GPU's run takes captured in a CUDA graph (xrunner.engine.graphs) is one thing
+to the host, so nothing can be marked in it while it is replayed. A second capture of the same step
+tells what its parts take: it has events among its kernels that the graph records at each replay.
+Its times are scaled to those of the first, which has none and is what a run replays."""
+
+from __future__ import annotations
+
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from xprofiler.measure.clock import Clock
+import torch
+from torch import Tensor
+
+from xprofiler.profile import Peaks
+from xrunner.engine.graphs import Capture, Captured, CaptureError, DecodeGraphs, why_not
+from xrunner.engine.group import StageGroup
 from xrunner.models.stage_model import StageModel
+from xrunner.rules.buckets import bucket_of
+
+_SIDE = 2048  # of a square matrix product: 17 GFLOP
+_BYTES = 256 * 2**20  # past every cache
+_CUDA_SCALE = 4  # a GPU needs more to fill it
+_ROUNDS = 8
+
+
+class Clock(Protocol):
+    """Marks moments in the device's own order of work; their distance is read once settled."""
+
+    def mark(self) -> Any:
+        """This moment, after all work issued before it."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when everything issued has happened; only then are distances known."""
+        ...
+
+    def seconds(self, first: Any, second: Any) -> float: ...
+
+
+class CpuClock:
+    """Work on a CPU has happened when its call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        """Nothing is ever under way."""
+
+    def seconds(self, first: float, second: float) -> float:
+        return second - first
+
+
+class CudaClock:
+    """CUDA events on the current stream: times of the device, without waiting for the host."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
+    def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        return float(first.elapsed_time(second)) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    return CudaClock() if device.type == "cuda" else CpuClock()
+
+
+def measure_peaks(dtype: torch.dtype, device: torch.device) -> Peaks:
+    """What one rank's device does at most while all ranks are at work: the best of a few rounds,
+    since a peak is what the device can do, not what it usually does."""
+    side = _SIDE * (_CUDA_SCALE if device.type == "cuda" else 1)
+    matrix = torch.randn(side, side, device=device).to(dtype)
+    product_s = _best_s(lambda: matrix @ matrix, device)
+    count = _BYTES * (_CUDA_SCALE if device.type == "cuda" else 1) // 4
+    source = torch.ones(count, device=device)
+    read_s = _best_s(lambda: source.sum(), device)
+    return Peaks(flops_per_s=2 * side**3 / product_s, bandwidth_bytes_per_s=4 * count / read_s,
+                 source=f"measured: {side} x {side} matrix product, {4 * count >> 20} MiB read")
+
+
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    clock = clock_of(device)
+    times = []
+    for _ in range(_ROUNDS):
+        begin = clock.mark()
+        work()
+        end = clock.mark()
+        clock.settle()
+        times.append(clock.seconds(begin, end))
+    return min(times)
 
 
 class StepParts(NamedTuple):
@@ -41,7 +130,7 @@ class LayerParts(NamedTuple):
     attention_s: float
     embed_s: float
 
-    def times(self, factor: float) -> "LayerParts":
+    def times(self, factor: float) -> LayerParts:
         return LayerParts(*(factor * part_s for part_s in self))
 
 
@@ -144,3 +233,90 @@ class Probe:
             return call(*arguments)
 
         return begun
+
+
+class GraphClock(CudaClock):
+    """CUDA events that a graph records. They are made before it is captured, in the same step
+    launched kernel by kernel, and are then recorded by the capture, one after the other."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._next = 0
+
+    def restart(self) -> None:
+        """The next mark is the first one again."""
+        self._next = 0
+
+    def mark(self) -> torch.cuda.Event:
+        if self._next == len(self._events):
+            try:
+                event = torch.cuda.Event(enable_timing=True,  # type: ignore[no-untyped-call]
+                                         external=True)
+            except TypeError:
+                raise CaptureError(f"PyTorch {torch.__version__} has no events that a graph "
+                                   "records") from None
+            self._events.append(event)
+        event = self._events[self._next]
+        self._next += 1
+        event.record()
+        return event
+
+
+class Capturing(NamedTuple):
+    """`capture`: captures steps as a run does; `inner`: makes the clock of marks within one."""
+
+    capture: Capture
+    inner: Callable[[], GraphClock] = GraphClock
+
+
+class TimedCapture:
+    """Captures each step twice, without marks and with them; a `Capture` whose replays are
+    timed."""
+
+    def __init__(self, capturing: Capturing, probe: Probe, clock: Clock) -> None:
+        self._capture, self._inner = capturing
+        self._probe, self._clock = probe, clock
+        self.limit_bytes, self.taken_bytes = self._capture.limit_bytes, 0
+        self._marked: tuple[Captured, Spans, GraphClock] | None = None
+        self._span: tuple[Any, Any] | None = None  # the last replay's begin and end
+
+    def __call__(self, work: Callable[[], Tensor]) -> Captured:
+        inner = self._inner()
+        with self._probe.marked_by(inner):
+            work()  # kernels are loaded and events made now, which must not be in a capture
+        with self._probe.marked_by(None):
+            plain = self._capture(work)
+        inner.restart()
+        with self._probe.marked_by(inner) as spans:
+            self._marked = self._capture(work), spans, inner
+        self.taken_bytes = self._capture.taken_bytes
+
+        def replay() -> None:
+            begin = self._clock.mark()
+            plain.replay()
+            self._span = begin, self._clock.mark()
+
+        return Captured(replay, plain.out)
+
+    def parts(self, num_layers: int) -> LayerParts:
+        """Of the step that was replayed last: it is replayed once more, with marks."""
+        assert self._marked is not None and self._span is not None, "nothing was replayed"
+        captured, spans, inner = self._marked
+        begin = self._clock.mark()
+        captured.replay()
+        end = self._clock.mark()
+        self._clock.settle()
+        factor = self._clock.seconds(*self._span) / self._clock.seconds(begin, end)
+        return spans.parts(inner, num_layers).times(factor)
+
+
+def captured_step(model: StageModel, group: StageGroup, queries: int,
+                  capture: TimedCapture) -> DecodeGraphs | None:
+    """The step of so many queries of a group whose entries lie in rows, captured as in a run; None
+    where a run does not capture it either. Raises CaptureError."""
+    size = bucket_of(queries)
+    if size is None or why_not(model) is not None:
+        return None
+    graphs = DecodeGraphs(model, group.cache.layers, capture, width=1, in_blocks=False)
+    graphs.steps[size] = graphs.capture(size)
+    return graphs

@@ -1,20 +1,35 @@
-"""The measuring ranks as one: begin together, gather, agree. A single rank needs no MPI."""
+"""The measuring ranks as one: begin together, gather, agree. A single rank needs no MPI.
+
+Whether others were at work on the machine meanwhile, two signs tell, of which the stronger counts,
+each as a share of the machine that was missing:
+
+- of the cores' time, what neither these ranks used nor nobody did, a host's other guests included
+  (/proc/stat, in hundredths of a second, against the ranks' own processor time);
+- of the ranks' time, what their threads waited for a core (/proc/self/task/*/schedstat,
+  nanoseconds: it tells where a point takes less than the accounts' hundredths)."""
+
+from __future__ import annotations
 
 import math
+import os
+import socket
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from xgpt.core.system.machine import busy_s, children_s
 from xprofiler.measure.probe import StepParts
 from xprofiler.profile import DISTURBED_LIMIT, NOISE_LIMIT
 from xprofiler.verdict import SPREAD_LIMIT
 from xrunner import devices
-from xrunner.transport.comm import wait_politely
-from xrunner.transport.exchange import all_gather, broadcast
+from xrunner.comm.exchange import all_gather, broadcast
+from xrunner.comm.point_to_point import wait_politely
+from xrunner.rank.threads import WaitedForCores
 
 _ATTEMPTS = 3
 _POINT_S = 0.15  # a point is measured for about so long, and never fewer times than
@@ -23,19 +38,6 @@ _MIN_STEPS, _MAX_STEPS = 5, 40
 _BRIEF_POINT_S, _BRIEF_STEPS = 0.02, 3
 _SLOW_STEP_S, _SLOW_STEPS = 0.3, 2  # a step this slow hardly scatters: the first one counts too
 _PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the next barrier
-
-
-class Watch(Protocol):
-    """Sees who else is at work (xprofiler.measure.disturbance). Every call is collective."""
-
-    def begin(self) -> None:
-        """What follows is measured."""
-
-    def missing(self) -> float:
-        """Share of the machine that was missing since."""
-
-    def has_patience(self) -> bool:
-        """Whether to measure once more, after waiting for the others to end."""
 
 
 class Steps(list[StepParts]):
@@ -89,7 +91,7 @@ class Ranks:
         return [s for each in self.gather(mine, list[kind]) for s in each]
 
     def steady(self, step: Callable[[], StepParts], *, is_brief: bool = False,
-               watch: Watch | None = None, is_warm: bool = True) -> Steps:
+               watch: Disturbance | None = None, is_warm: bool = True) -> Steps:
         """A step on all ranks, timed until it has been seen often enough; again where the times
         disagree, or others were at work: the least disturbed attempt counts. `is_brief`: as seldom
         as will do, and again only where they disagree by more than a profile is left at, as long
@@ -147,3 +149,76 @@ def own_device(name: str, ranks: Ranks) -> torch.device:
 def _spread(steps: Sequence[StepParts]) -> float:
     low, middle, high = np.quantile([s.whole_s for s in steps], (0.25, 0.5, 0.75))
     return float(high - low) / float(middle)
+
+
+LEAST_OTHERS_S = 0.03  # three of the accounts' hundredths: less may be a matter of rounding
+LOOK_S = 0.25  # between looks whether the others have ended
+
+
+class _Seen(NamedTuple):
+    """One rank's counts since the beginning."""
+
+    host: str
+    busy_s: float | None  # of all cores of the host
+    own_s: float
+    waited_s: float
+    elapsed_s: float
+
+
+class Disturbance:
+    """Of all ranks together: every call is collective."""
+
+    def __init__(self, ranks: Ranks, patience_s: float) -> None:
+        """patience_s: that may be spent, in all, on waiting for others and on measuring again what
+        they disturbed."""
+        self._ranks, self._waited = ranks, WaitedForCores(is_always=True)
+        self._cores, self._left_s = os.cpu_count() or 1, patience_s
+        self._before = self._now()
+        self._last_s = 0.0
+
+    def begin(self) -> None:
+        """Counts from here on."""
+        self._before = self._now()
+
+    def missing(self) -> float:
+        """Share of the machine that was missing since the beginning."""
+        then, now = self._before, self._now()
+        busy = None if now.busy_s is None or then.busy_s is None else now.busy_s - then.busy_s
+        self._last_s = now.elapsed_s - then.elapsed_s
+        mine = _Seen(now.host, busy, now.own_s - then.own_s, now.waited_s - then.waited_s,
+                     self._last_s)
+        return missing_share(self._ranks.gather(mine, _Seen), self._cores)
+
+    def has_patience(self) -> bool:
+        """Whether to measure again what was disturbed: after waiting until the others have ended,
+        as far as there is patience left."""
+        self._left_s -= self._last_s  # of the attempt that is thrown away
+        while self._ranks.agree(self._left_s > LOOK_S):
+            self.begin()
+            time.sleep(LOOK_S)
+            self._left_s -= LOOK_S
+            if self.missing() <= DISTURBED_LIMIT:
+                return True
+        return False
+
+    def _now(self) -> _Seen:
+        children = children_s(os.getpid())  # vLLM computes in those, while this process waits
+        return _Seen(socket.gethostname(), busy_s(), time.process_time() + children,
+                     0.0 if children else self._waited(), time.monotonic())
+
+
+def missing_share(seen: list[_Seen], cores: int) -> float:
+    """The largest of what each host's ranks saw."""
+    hosts: dict[str, list[_Seen]] = defaultdict(list)
+    for one in seen:
+        hosts[one.host].append(one)
+    shares = [0.0]
+    for own in hosts.values():
+        elapsed_s = max(max(one.elapsed_s for one in own), 1e-9)
+        counted = [one.busy_s for one in own if one.busy_s is not None]
+        if counted:
+            others_s = max(counted) - sum(one.own_s for one in own)
+            shares.append(others_s / elapsed_s / cores if others_s > LEAST_OTHERS_S else 0.0)
+        # of several threads one that waits holds up all
+        shares.append(max(one.waited_s / max(one.elapsed_s, 1e-9) for one in own))
+    return min(max(shares), 1.0)

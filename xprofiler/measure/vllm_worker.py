@@ -1,11 +1,28 @@
 """Measures vLLM's steps: `PYTHON -m xprofiler.measure.vllm_worker REQUEST.json`, in the interpreter
-that has vLLM. The points, the noise and the profile are those of any source."""
+that has vLLM. The points, the noise and the profile are those of any source.
+
+vLLM's kernels cannot be marked from outside as our own can. What a step's parts take follows from
+steps that differ in one of them, of n queries and T tokens:
+
+    head(1)        the share of a step of one query that the head has of the model's weights
+    head(n)        n queries that decode next to no context, less n tokens encoded in few inputs:
+                   what n next tokens take more than those few
+    rest(T)        T tokens in inputs so short that their attention is next to nothing, less head
+    attention      a step, less rest and head of its sizes
+
+so that the parts of a step that was measured add up to it. The two steps of a head have the same
+rows and are timed in turns, and the median of their differences counts: a machine that is slower a
+minute later would else be taken for a head. A part that is lost in the noise of the difference
+counts as a hundredth of its step: of nothing, any noise would be a large share."""
 
 import json
+import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,17 +30,159 @@ from xgpt.core.errors import XgptError
 from xgpt.core.model import model_from_dict
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.measure.bench import DRAWN, GREEDY
+from xprofiler.measure.probe import StepParts
 from xprofiler.measure.ranks import connect
-from xprofiler.measure.vllm_bench import LEAST_S, SHORT, VllmBench
 from xprofiler.measure.worker import MeasureRequest, Measuring, messages_between
 from xprofiler.points import Needs, Point
 from xprofiler.profile import ALL_REDUCE, Sample
-from xrunner.engines.vllm.core import CoreSettings, EngineCore
-from xrunner.rank import leave
+from xrunner.backends.vllm.core import PREFIX, CoreSettings, EngineCore, Token
+from xrunner.query import Sampling
+from xrunner.rank.lead import leave
+
+SHORT = 32  # tokens of an input whose attention is next to nothing, and so are heads of such inputs
+LEAST_S = 1e-9  # what is not there at all: a profile holds no zeros
+_LEAST, _MOST = 0.01, 0.9  # of a step: attention or head at least, and at most
+_REPEATS = 5  # of steps that others are compared with
+_SLOW_S, _SLOW_REPEATS = 0.3, 3  # of a step that takes as long and longer
+_TOKEN = 7  # any
+
+
+class Core(Protocol):
+    """What is timed: xrunner.backends.vllm.core.EngineCore."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions of the longest query."""
+
+    def add(self, name: str, tokens: Sequence[int], sampling: Sampling) -> None: ...
+
+    def end(self, names: Sequence[str]) -> None: ...
+
+    def step(self, tokens: dict[str, int]) -> dict[str, Token]: ...
+
+
+class VllmBench:
+    """The whole model behind a core, ready to take any step."""
+
+    def __init__(self, core: Core, num_layers: int, sampling: Sampling, *, head_share: float,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        """`head_share`: of the model's weights, those of the head."""
+        self.num_layers, self._head_share = num_layers, head_share
+        self._core, self._sampling, self._clock, self._numbers = core, sampling, clock, count()
+        self._known: dict[int, tuple[float, float]] = {}
+        self._rests: dict[int, float] = {}
+
+    def decode(self, contexts: list[int], *,
+               most_layers: int | None = None) -> Callable[[], StepParts]:
+        """One decode step of queries that hold `contexts` tokens. `most_layers`: it takes all."""
+        queries = len(contexts)
+
+        def measured() -> StepParts:
+            base_s, head_s = self._base_s(queries), self.head_s(queries)
+            whole_s = self._decoded_s(contexts)
+            return self._parts(whole_s, whole_s - base_s, head_s)
+
+        return measured
+
+    def encode(self, lengths: list[int], *,
+               most_layers: int | None = None) -> Callable[[], StepParts]:
+        """One encode step of inputs of `lengths` tokens. `most_layers`: it takes all."""
+        def measured() -> StepParts:
+            head_s, rest_s = self.head_s(len(lengths)), self._rest_s(sum(lengths))
+            whole_s = self._encoded_s(lengths)
+            return self._parts(whole_s, whole_s - rest_s - head_s, head_s)
+
+        return measured
+
+    def compaction(self, rows: int, tokens: int) -> Callable[[], float]:
+        """vLLM moves no rows: its entries lie in blocks."""
+        return lambda: LEAST_S
+
+    def head_s(self, queries: int) -> float:
+        """Seconds that `queries` next tokens take, after the layers."""
+        return self._decoded_apart(queries)[1]
+
+    def _base_s(self, queries: int) -> float:
+        """A decode step of so many queries that hold next to nothing."""
+        return self._decoded_apart(queries)[0]
+
+    def _decoded_apart(self, queries: int) -> tuple[float, float]:
+        """(seconds of a decode step of so many queries that hold next to nothing, those of them
+        that the head takes)."""
+        if queries not in self._known:
+            base_s, more_s = self._in_turns(queries)
+            if queries == 1:
+                head_s = self._head_share * base_s
+            else:
+                few = len(_inputs(queries))
+                # by as much again for each query more, from the first on
+                head_s = self.head_s(1) + more_s * (queries - 1) / (queries - few)
+            self._known[queries] = base_s, min(max(head_s, _LEAST * base_s), _MOST * base_s)
+        return self._known[queries]
+
+    def _in_turns(self, queries: int) -> tuple[float, float]:
+        """(seconds of a decode step of so many queries, its difference to as many rows of few
+        inputs)."""
+        contexts, inputs = [1] * queries, _inputs(queries)
+        self._encoded_s(inputs)  # it may compile, or get memory
+        repeats = _REPEATS if self._decoded_s(contexts) < _SLOW_S else _SLOW_REPEATS
+        pairs = [(self._decoded_s(contexts), self._encoded_s(inputs)) for _ in range(repeats)]
+        return (statistics.median(decoded_s for decoded_s, _ in pairs),
+                statistics.median(decoded_s - encoded_s for decoded_s, encoded_s in pairs))
+
+    def _rest_s(self, tokens: int) -> float:
+        """Seconds that all layers take for so many tokens, without attention and head."""
+        if tokens not in self._rests:
+            inputs = _inputs(tokens)
+            first_s = self._encoded_s(inputs)
+            repeats = _REPEATS if first_s < _SLOW_S else _SLOW_REPEATS
+            whole_s = statistics.median(self._encoded_s(inputs) for _ in range(repeats))
+            self._rests[tokens] = max(whole_s - self.head_s(len(inputs)), LEAST_S)
+        return self._rests[tokens]
+
+    def _parts(self, whole_s: float, attention_s: float, head_s: float) -> StepParts:
+        """Of a step whose attention and head take so long together; the rest is the layers'."""
+        head_s = min(head_s, _MOST * whole_s)
+        attention_s = min(max(attention_s, _LEAST * whole_s), _MOST * (whole_s - head_s))
+        rest_s = whole_s - head_s - attention_s
+        return StepParts(whole_s=whole_s, rest_s=rest_s / self.num_layers, embed_s=LEAST_S,
+                         attention_s=attention_s / self.num_layers, head_s=head_s)
+
+    def _decoded_s(self, contexts: Sequence[int]) -> float:
+        """The step after the one that takes the queries up."""
+        most = self._core.max_tokens - 2  # contexts scatter beyond the model's positions
+        names = self._add([min(max(n - 1, 1), most) for n in contexts], PREFIX)
+        self._core.step(dict.fromkeys(names, 1))
+        start_s = self._clock()
+        self._core.step(dict.fromkeys(names, 1))
+        seconds = self._clock() - start_s
+        self._core.end(names)
+        return seconds
+
+    def _encoded_s(self, lengths: Sequence[int]) -> float:
+        start_s = self._clock()  # a run adds its queries within the step, too
+        names = self._add(lengths, "")
+        self._core.step(dict(zip(names, lengths, strict=True)))
+        seconds = self._clock() - start_s
+        self._core.end(names)
+        return seconds
+
+    def _add(self, lengths: Sequence[int], prefix: str) -> list[str]:
+        names = [f"{prefix}{next(self._numbers)}" for _ in lengths]
+        for name, length in zip(names, lengths, strict=True):
+            self._core.add(name, [_TOKEN] * length, self._sampling)
+        return names
+
+
+def _inputs(tokens: int) -> list[int]:
+    """So many tokens as short inputs, and one of what is left."""
+    whole, left = divmod(tokens, SHORT)
+    return [SHORT] * whole + [left] * (left > 0)
+
 
 _ANY_SIZE = (1.0, 2.0**40)  # bytes of a message, from the least to the most
 _FILLED = {"kv_connector": "FilledCache", "kv_role": "kv_both",
-           "kv_connector_module_path": "xrunner.engines.vllm.filled"}
+           "kv_connector_module_path": "xrunner.backends.vllm.filled"}
 
 
 class _OfVllm(Measuring):

@@ -5,7 +5,7 @@ profile is saved as it grows: a stopped measurement goes on from its last point.
 """
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import begin_rank
+    from xgpt.core.system.lifeline import begin_rank
 
     begin_rank()
 
@@ -20,26 +20,21 @@ from typing import Any
 import torch
 
 from xgpt.core.errors import XgptError
-from xgpt.core.lifeline import all_imported
 from xgpt.core.model import ModelSpec, model_from_dict
+from xgpt.core.system.lifeline import all_imported
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
+    EncoderDecoderBench,
     LayerBench,
-    Measurement,
     around,
     ordinary_inputs,
     ragged,
 )
-from xprofiler.measure.captured import Capturing
-from xprofiler.measure.clock import measure_peaks
-from xprofiler.measure.disturbance import Disturbance
-from xprofiler.measure.encoder_decoder import EncoderDecoderBench
-from xprofiler.measure.host import head_overhead
-from xprofiler.measure.network import Subject, measure_network, places
-from xprofiler.measure.ranks import Ranks, connect, own_device
-from xprofiler.measure.recorder import Recorder
-from xprofiler.measure.sums import Bench
+from xprofiler.measure.network import Bench, Subject, measure_network, places
+from xprofiler.measure.probe import Capturing, measure_peaks
+from xprofiler.measure.ranks import Disturbance, Ranks, connect, own_device
+from xprofiler.measure.recorder import Recorder, head_overhead
 from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
 from xprofiler.profile import (
     ALL_REDUCE,
@@ -200,9 +195,11 @@ class Measuring:
                                seconds)
             return
         lengths = _lengths(point, self._spec.max_positions, self._known.metadata.is_padded)
-        rows = len(lengths) if point.kind in (Kind.DECODE, Kind.CROSS) else sum(lengths)
+        is_decode = point.kind in (Kind.DECODE, Kind.CROSS)
+        rows = len(lengths) if is_decode else sum(lengths)
         most_layers = self.most_layers(bench, point)
-        steps = self._ranks.steady(_step(bench, point.kind, lengths, most_layers),
+        take = bench.decode if is_decode else bench.encode
+        steps = self._ranks.steady(take(lengths, most_layers=most_layers),
                                    is_brief=self.request.is_quick, watch=self._watch,
                                    is_warm=self._device.type == "cpu")
         if point.kind is Kind.DECODE and _captures_no_more(self._ranks, bench):
@@ -322,16 +319,6 @@ def _captures_no_more(ranks: Ranks, bench: Bench) -> bool:
         print("decode steps are timed as they are launched kernel by kernel: one could not be "
               f"captured: {failures[0]}", file=sys.stderr)
     return bool(failures)
-
-
-def _step(bench: Bench, kind: Kind, lengths: list[int], most_layers: int | None) -> Measurement:
-    """The step that a kind of point is. `most_layers`: of a decoder-only model, through so many."""
-    if isinstance(bench, EncoderDecoderBench):
-        # self-attention over as many tokens as cross-attention: one step serves both tables
-        return (bench.decode(lengths, [n + 1 for n in lengths]) if kind is Kind.CROSS
-                else bench.encode(lengths))
-    return (bench.decode if kind is Kind.DECODE else bench.encode)(
-        lengths, most_layers=most_layers)
 
 
 def _lengths(point: Point, most: int | None, is_padded: bool) -> list[int]:

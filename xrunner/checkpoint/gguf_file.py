@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, XgptError
-from xgpt.core.model_file import wrong_file
+from xgpt.core.hf.values import wrong_file
 from xgpt.core.units import format_bytes
 from xrunner.checkpoint.quantised.parts import Stored
 from xrunner.checkpoint.tokenizer_copy import by_transformers

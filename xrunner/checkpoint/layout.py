@@ -112,20 +112,12 @@ def _mlp(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
 
 
 def _opt(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    hidden, ffn = spec.hidden_size, spec.intermediate_size
+    hidden = spec.hidden_size
     assert spec.max_positions is not None
     yield "model.decoder.embed_tokens.weight", (spec.vocab_size, hidden)
     yield "model.decoder.embed_positions.weight", (spec.max_positions + _PADDING_ROWS, hidden)
     for index in range(spec.num_layers):
-        layer = f"model.decoder.layers.{index}."
-        for name, out, into in (
-                *((f"self_attn.{n}_proj", hidden, hidden) for n in ("q", "k", "v", "out")),
-                ("fc1", ffn, hidden), ("fc2", hidden, ffn)):
-            yield f"{layer}{name}.weight", (out, into)
-            if spec.has_bias:
-                yield f"{layer}{name}.bias", (out,)
-        for name in ("self_attn_layer_norm", "final_layer_norm"):
-            yield from _norm(layer + name, hidden)
+        yield from _bart_layer(spec, f"model.decoder.layers.{index}.", "self_attn")
     yield from _norm("model.decoder.final_layer_norm", hidden)
 
 
@@ -170,7 +162,7 @@ def _t5(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
 
 
 def _bart(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    hidden, ffn = spec.hidden_size, spec.intermediate_size
+    hidden = spec.hidden_size
     assert spec.max_positions is not None
     yield "shared.weight", (spec.vocab_size, hidden)
     for side, count, attentions in (("encoder", spec.num_encoder_layers, ("self_attn",)),
@@ -178,17 +170,23 @@ def _bart(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
         yield f"{side}.embed_positions.weight", (spec.max_positions + _PADDING_ROWS, hidden)
         yield from _norm(f"{side}.layernorm_embedding", hidden)
         for index in range(count):
-            layer = f"{side}.layers.{index}."
-            for name, out, into in (
-                    *((f"{attention}.{n}_proj", hidden, hidden) for attention in attentions
-                      for n in ("q", "k", "v", "out")), ("fc1", ffn, hidden), ("fc2", hidden, ffn)):
-                yield f"{layer}{name}.weight", (out, into)
-                yield f"{layer}{name}.bias", (out,)
-            for name in (*attentions, "final"):
-                yield from _norm(f"{layer}{name}_layer_norm", hidden)
+            yield from _bart_layer(spec, f"{side}.layers.{index}.", *attentions)
         if spec.decoder.norm_place != "sum":
             yield from _norm(f"{side}.layer_norm", hidden)
     yield _LOGITS_BIAS, (1, spec.vocab_size)
+
+
+def _bart_layer(spec: ModelSpec, layer: str, *attentions: str) -> Iterator[tuple[str, Shape]]:
+    """One of BART's, or OPT's."""
+    hidden, ffn = spec.hidden_size, spec.intermediate_size
+    for name, out, into in (
+            *((f"{attention}.{n}_proj", hidden, hidden) for attention in attentions
+              for n in ("q", "k", "v", "out")), ("fc1", ffn, hidden), ("fc2", hidden, ffn)):
+        yield f"{layer}{name}.weight", (out, into)
+        if spec.has_bias:
+            yield f"{layer}{name}.bias", (out,)
+    for name in (*attentions, "final"):
+        yield from _norm(f"{layer}{name}_layer_norm", hidden)
 
 
 def _norm(name: str, hidden: int) -> Iterator[tuple[str, Shape]]:

@@ -7,13 +7,17 @@ It has no tokenizer and names no end of sequence: requests give tokens, answers 
 to their cap. The weights themselves are xrunner.models.weights.RandomWeights."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,12 +26,51 @@ from typing import Any
 
 from xgpt.core import catalog
 from xgpt.core.errors import MissingExtraError, XgptError
-from xgpt.core.hf_config import from_hf_config
+from xgpt.core.hf.config import from_hf_config
+from xgpt.core.hf.values import gguf_in, load_json
 from xgpt.core.model import ModelSpec, model_from_dict
-from xgpt.core.model_file import gguf_in, load_json
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xrunner.checkpoint.gguf_file import folder_of, write_plain
-from xrunner.checkpoint.hub import why_in_vain
+
+_HUB = "https://huggingface.co"
+_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
+
+
+def hub_address() -> str:
+    return os.environ.get("HF_ENDPOINT", _HUB).rstrip("/")
+
+
+def is_offline() -> bool:
+    """Whether the user wants models of this machine alone."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def why_silent(limit_s: float) -> Exception | None:
+    """What keeps the hub from answering within so many seconds; None where it does, whatever it
+    says."""
+    try:
+        request = urllib.request.Request(hub_address(), method="HEAD")
+        with urllib.request.urlopen(request, timeout=limit_s):
+            return None
+    except urllib.error.HTTPError:
+        return None
+    except (OSError, ValueError) as cause:
+        reason = getattr(cause, "reason", cause)
+        return reason if isinstance(reason, Exception) else OSError(str(reason))
+
+
+def why_in_vain(limit_s: float) -> str | None:
+    """Why the hub's client need not be called, in words; None where it may find a way. Without a
+    network it tries six times, 24 seconds in all, and tells each of them."""
+    cause = None if is_offline() else why_silent(limit_s)
+    # what else fails may be of this question alone: the client brings certificates of its own
+    is_certain = isinstance(cause, (socket.gaierror, ConnectionError, TimeoutError)) or (
+        isinstance(cause, OSError) and cause.errno in _NO_WAY)
+    if not is_certain:
+        return None
+    why = getattr(cause, "strerror", None) or cause
+    return f"{hub_address()} cannot be reached: {why}"
+
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _HUB_OLDER_WEIGHTS = "pytorch_model*.bin"  # only for a repository without safetensors
@@ -97,11 +140,6 @@ def config_from_hub(hub_id: str) -> tuple[Path | None, str]:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-        )
     except ImportError:
         raise MissingExtraError("huggingface_hub", "run", "asking the hub for a model") from None
     why = ""
@@ -111,7 +149,7 @@ def config_from_hub(hub_id: str) -> tuple[Path | None, str]:
         try:
             path = hf_hub_download(hub_id, "config.json", local_files_only=is_local)
             return Path(path).parent, ""
-        except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as cause:
+        except (OSError, ValueError) as cause:  # all of the client's own are of these
             why = f"{type(cause).__name__}: {str(cause).splitlines()[0]}"
     return None, why
 
@@ -150,11 +188,6 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
         if local_only and not kept.is_dir():
             return None  # before the client is imported, which takes a fifth of a second
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-        )
     except ImportError:
         raise MissingExtraError("huggingface_hub", "run", "fetching a model") from None
     if not local_only and (silent := why_in_vain(_HUB_TIMEOUT_S)) is not None:
@@ -166,7 +199,7 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
         if not any(snapshot.glob("*.safetensors")):
             snapshot = Path(snapshot_download(hub_id, local_files_only=local_only,
                                               allow_patterns=[*_HUB_FILES, _HUB_OLDER_WEIGHTS]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as cause:
+    except (OSError, ValueError) as cause:
         if not local_only:
             reasons.append(f"hub {hub_id}: {type(cause).__name__}: {str(cause).splitlines()[0]}")
         return None

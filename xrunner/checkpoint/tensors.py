@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.hf_quantised import quantised_of
+from xgpt.core.hf.quantised import quantised_of
+from xgpt.core.hf.values import load_json
 from xgpt.core.model import ModelSpec
-from xgpt.core.model_file import load_json
 from xrunner.checkpoint.gguf_file import FREQUENCIES, NAME, GgufFile
 from xrunner.checkpoint.layout import Shape, embedding_names, is_optional, wanted_tensors
 from xrunner.checkpoint.quantised.formats import UNUSED, misfits, parts_of

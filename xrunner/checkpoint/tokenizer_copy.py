@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
-from xgpt.core.model_file import load_json, wrong_file
-from xgpt.core.whole_file import sync_files
+from xgpt.core.hf.values import load_json, wrong_file
+from xgpt.core.system.whole_file import sync_files
 from xrunner.checkpoint.identity import WITHOUT_WEIGHTS, model_files
 
 BACKEND, SAID = "tokenizer.json", "said.json"  # said: what that file has no place for

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from xgpt.core.errors import XgptError
 from xgpt.core.units import format_bytes
-from xrunner.engine.blocks import BlockCache
 from xrunner.engine.kv import KvCache
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
-from xrunner.ops import cuda_modules
 from xrunner.ops.contexts import Cache, DecodeContext, Places
-from xrunner.ops.cuda import MAX_DIM
-from xrunner.ops.launch import DTYPES
+from xrunner.ops.cuda import cuda_modules
+from xrunner.ops.cuda.kernels import MAX_DIM
+from xrunner.ops.cuda.launch import DTYPES
 from xrunner.rules.buckets import MOST_CAPTURED, bucket_of
 
 NO_SLOT = -1
@@ -133,7 +132,7 @@ def why_not(model: StageModel | EncoderDecoderStage) -> str | None:
 
 
 @torch.inference_mode()
-def capture_steps(model: StageModel | EncoderDecoderStage, caches: Sequence[KvCache | BlockCache],
+def capture_steps(model: StageModel | EncoderDecoderStage, caches: Sequence[KvCache],
                   slots: int, capture: Capture) -> tuple[list[DecodeGraphs | None], str]:
     """The captured steps of up to `slots` queries on each of these caches, those of groups, some of
     which may share their memory (None where nothing is captured); and what is captured, or why

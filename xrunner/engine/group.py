@@ -1,23 +1,143 @@
 """One group of queries on one stage: who sits in which slot, and the caches of their entries."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from xgpt.core.errors import XgptError
 from xgpt.core.units import format_bytes
-from xrunner.devices import free_bytes
-from xrunner.engine.blocks import BlockCache, Blocks, Room, block_tokens
+from xrunner.comm.messages import Joined, StartMessage, StepMessage
+from xrunner.devices import free_bytes, on_device
 from xrunner.engine.graphs import DecodeGraphs
-from xrunner.engine.kv import KvCache, KvShape, kv_shape
-from xrunner.engine.last_tokens import LastTokens
-from xrunner.engine.spoken import Spoken
+from xrunner.engine.kv import BlockPool, KvCache, KvShape, Room, block_tokens, kv_shape
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
+from xrunner.ops.contexts import DecodeContext
 from xrunner.query import Sampling
-from xrunner.rules.slots import GroupSlots
-from xrunner.rules.steps import KvBudget
-from xrunner.transport.messages import Joined, StartMessage, StepMessage
+from xrunner.rules.slots import GroupSlots, Move
+
+
+class Spoken:
+    """The last stage's account of the tokens it has chosen, query by query, where the model's files
+    bar a query from saying so many tokens in a row twice (`no_repeat_ngram_size`), or make what was
+    said less likely (`repetition_penalty`)."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, tuple[Joined, _Text]] = {}
+
+    def minding(self, seats: Sequence[Joined], positions: Sequence[int]) -> list[Sampling]:
+        """How the next token of each of these is chosen: its own way, without what would be said
+        twice, and with all that was said."""
+        return [self._minding(seat, position)
+                for seat, position in zip(seats, positions, strict=True)]
+
+    def _minding(self, seat: Joined, position: int) -> Sampling:
+        own = seat.sampling
+        if not own.minds_said:
+            return own
+        known = self._texts.get(seat.query)
+        if known is None or known[0] is not seat:  # who was evicted brings what it had said
+            known = self._texts[seat.query] = seat, _Text(own.unrepeated, own.said)
+        text = known[1]
+        if barred := text.barred:
+            also = own.barred if own.is_barred(position) else ()
+            own = replace(own, barred=(*also, *barred), barred_until=position + 1)
+        return replace(own, said=tuple(text.different)) if own.is_penalised else own
+
+    def take(self, seats: Sequence[Joined], tokens: Sequence[int]) -> None:
+        """The token that each of these was given."""
+        for seat, token in zip(seats, tokens, strict=True):
+            if seat.query in self._texts:
+                self._texts[seat.query][1].add(token)
+
+    def keep(self, seats: Sequence[Joined]) -> None:
+        """Forgets who sits in none of the group's seats."""
+        if len(self._texts) > len(seats):
+            here = {seat.query for seat in seats}
+            self._texts = {query: own for query, own in self._texts.items() if query in here}
+
+
+class _Text:
+    """The tokens of one query, and what has followed each `size - 1` of them in a row."""
+
+    def __init__(self, size: int, said: Sequence[int]) -> None:
+        """`size` 0: what follows what is of no matter. `said`: the tokens that it begins with."""
+        self._size, self._tokens = size, list[int]()
+        self.different: dict[int, None] = {}  # each token once
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+        for token in said:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        self.different[token] = None
+        if not self._size:
+            return
+        if len(self._tokens) >= self._size - 1:
+            self._followers.setdefault(self._last, []).append(token)
+        self._tokens.append(token)
+
+    @property
+    def barred(self) -> Sequence[int]:
+        return self._followers.get(self._last, ()) if self._size else ()
+
+    @property
+    def _last(self) -> tuple[int, ...]:
+        return tuple(self._tokens[max(len(self._tokens) - self._size + 1, 0):])
+
+
+FED_BACK = -1  # in an input token's place: it is the one that the query's last step gave
+
+
+class LastTokens:
+    """The last token of each query by slot, kept where it was chosen: on a stage that holds the
+    whole model alone, the next decode step takes its inputs from there. A query whose token came
+    from elsewhere (another pool, an encoder-decoder model's first) gets it from the head."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._tokens = torch.zeros(0, dtype=torch.long, device=device)
+
+    def fed(self, inputs: Tensor, step: DecodeContext) -> Tensor:
+        """inputs [n + T], where those of the n queries that `step` decodes come first: the same
+        with each FED_BACK replaced."""
+        count = len(step.slots)
+        if not count:
+            return inputs
+        self._reach(step.width)
+        told = inputs[:count]
+        own = torch.where(told == FED_BACK, self._tokens[step.slots], told)
+        return own if count == len(inputs) else torch.cat([own, inputs[count:]])
+
+    def keep(self, slots: Sequence[int], tokens: Tensor) -> None:
+        """tokens [n] were given to the queries in these slots. Of one that has none, since its
+        logits were no numbers, the row may be decoded on until the head hears of it."""
+        self._reach(max(slots) + 1)
+        tokens = tokens.long().clamp(min=0)
+        first, end = slots[0], slots[0] + len(slots)
+        if [*slots] == [*range(first, end)]:  # as most are
+            self._tokens[first:end] = tokens
+        else:
+            self._tokens[on_device([*slots], tokens.device)] = tokens
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Queries change their slots, none into one that another leaves."""
+        if not moves:
+            return
+        self._reach(max(move.source for move in moves) + 1)
+        sources, targets = on_device([[*side] for side in zip(*moves, strict=True)],
+                                     self._tokens.device)
+        self._tokens[targets] = self._tokens[sources]
+
+    def _reach(self, slots: int) -> None:
+        if slots > len(self._tokens):
+            more = self._tokens.new_zeros(slots - len(self._tokens))
+            self._tokens = torch.cat([self._tokens, more])
+
 
 Model = StageModel | EncoderDecoderStage
 
@@ -35,7 +155,7 @@ class StageGroup:
     `graphs`: its decode steps, where they are captured; `last_tokens`: where the stage keeps
     them."""
 
-    def __init__(self, cache: KvCache | BlockCache, encoded: KvCache | None = None) -> None:
+    def __init__(self, cache: KvCache, encoded: KvCache | None = None) -> None:
         self.slots = GroupSlots[Joined]()
         self.cache, self._encoded = cache, encoded
         self.pending: deque[Pending] = deque()
@@ -49,18 +169,13 @@ class StageGroup:
         return self._encoded
 
     @property
-    def caches(self) -> list[KvCache | BlockCache]:
+    def caches(self) -> list[KvCache]:
         return [self.cache] if self._encoded is None else [self.cache, self._encoded]
-
-    @property
-    def choices(self) -> list[Sampling]:
-        """How each query is sampled, by slot."""
-        return [seat.sampling for seat in self.slots.seats]
 
     def adopt(self, joined: Sequence[Joined]) -> None:
         """These queries, and no others, sit in the slots from now on, whole inputs cached."""
         self.slots.seats = list(joined)
-        self.cache.lengths = [j.input_tokens for j in joined]
+        self.cache.adopt([j.input_tokens for j in joined])
 
     def join(self, joined: Sequence[Joined]) -> tuple[int, list[int]]:
         """Lets them sit down behind all, to be given their inputs' entries: the first slot, and
@@ -87,11 +202,6 @@ class StageGroup:
             self._encoded.free(removed)
         return self.cache.free(removed)
 
-    def give_up(self, slot: int) -> None:
-        """The slot's query is done: its blocks are free before the slot is."""
-        assert isinstance(self.cache, BlockCache), f"{slot = }: rows are free with their slots"
-        self.cache.give_up(slot)
-
     def check_integrity(self) -> None:
         """Slots and caches agree."""
         seats = self.slots.seats
@@ -108,36 +218,30 @@ class StageGroup:
 def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
     """The groups of a stage, with caches of the sizes in `message`. Raises XgptError, before any
     memory is taken, where the device has too little left."""
-    if message.budget is not None:
-        return _in_blocks(model, message, message.budget)
-
-    def shape(capacity: int) -> KvShape:
-        return _shape_of(model, message.slots, capacity)
-
-    num_bytes = message.num_groups * shape(message.capacity + message.encoded_capacity).num_bytes
-    _check_room(model, num_bytes, f"{message.num_groups * message.slots} queries of up to "
-                                  f"{message.capacity + message.encoded_capacity} tokens")
-
-    def cache(capacity: int) -> KvCache:
-        return KvCache(shape(capacity), model.device, is_resident=num_bytes <= message.spare_bytes)
-
-    is_encoder_decoder = model.spec.is_encoder_decoder
-    return [StageGroup(cache(message.capacity),
-                       cache(message.encoded_capacity) if is_encoder_decoder else None)
-            for _ in range(message.num_groups)]
-
-
-def _in_blocks(model: Model, message: StartMessage, budget: KvBudget) -> list[StageGroup]:
-    assert not model.spec.is_encoder_decoder, f"{message = }: an encoder's entries lie in rows"
-    sharing = message.num_groups if budget.is_shared else 1
-    room = Room(message.slots, message.capacity, budget.tokens, budget.unit, sharing)
-    size, stores = block_tokens(model.device), message.num_groups // sharing
-    shape = _shape_of(model, room.num_blocks(size), size)
-    num_bytes = stores * shape.num_bytes
-    _check_room(model, num_bytes, f"{stores * shape.slots} blocks of {size} tokens, as many as the "
-                                  "schedule admits,")
-    return [StageGroup(cache) for _ in range(stores) for cache in Blocks(
-        shape, room, model.device, is_resident=num_bytes <= message.spare_bytes).caches()]
+    budget, is_encoder_decoder = message.budget, model.spec.is_encoder_decoder
+    room, sharing = None, 1
+    if budget is None:
+        capacities = [message.capacity, *([message.encoded_capacity] if is_encoder_decoder else [])]
+        shapes = [_shape_of(model, message.slots, capacity) for capacity in capacities]
+        what = f"{message.num_groups * message.slots} queries of up to {sum(capacities)} tokens"
+    else:
+        assert not is_encoder_decoder, f"{message = }: an encoder's entries lie in rows"
+        sharing = message.num_groups if budget.is_shared else 1
+        room = Room(message.slots, message.capacity, budget.tokens, budget.unit, sharing)
+        size = block_tokens(model.device)
+        shapes = [_shape_of(model, room.num_blocks(size), size)]
+        what = (f"{message.num_groups // sharing * shapes[0].slots} blocks of {size} tokens, as "
+                "many as the schedule admits,")
+    stores = message.num_groups // sharing
+    num_bytes = stores * sum(shape.num_bytes for shape in shapes)
+    _check_room(model, num_bytes, what)
+    groups = []
+    for _ in range(stores):
+        pools = [BlockPool(shape, model.device, is_resident=num_bytes <= message.spare_bytes)
+                 for shape in shapes]
+        groups += [StageGroup(*(KvCache(pool.shape, room=room, pool=pool) for pool in pools))
+                   for _ in range(sharing)]
+    return groups
 
 
 def _shape_of(model: Model, slots: int, capacity: int) -> KvShape:

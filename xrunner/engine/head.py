@@ -8,17 +8,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from torch import Tensor
 
+from xrunner.comm.messages import Message, StartMessage
 from xrunner.devices import Arriving
 from xrunner.engine.pipeline import Executor, Neighbours
 from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
 from xrunner.ops.likelihoods import unpacked
 from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rules.routing import LEAST_WAITING
 from xrunner.rules.steps import BatchingRule, Step, YieldingRule, may_evict
-from xrunner.transport.messages import Message, StartMessage
 
 LOOK_S = 0.1  # a head with nothing to do looks at least so often whether it is to stop
 
@@ -73,27 +75,51 @@ class Supply(Protocol):
         """Ends after the last step; whether all that was brought elsewhere is done."""
 
 
-class AllHere:
-    """The supply of a head that has had all its queries before it runs."""
+class FromSpool:
+    """The supply of the only head of a job: its queries, from the spool while it runs, in the order
+    in which they are taken up. Of a job of millions only so many wait in memory."""
 
     sources = ()
-    is_open = False
+
+    def __init__(self, queries: Sequence[PreparedQuery], order: Iterator[int], count: int, *,
+                 least: int, begin: Callable[[Sequence[int]], object] | None = None) -> None:
+        """`queries`: of the job, by index, read as they are asked for; `order`: the indices of the
+        `count` to be answered. `least`: so many wait while there are more. `begin` is told of the
+        next ones, in this order."""
+        self._queries, self._order, self._left = queries, order, count
+        self._least, self._begin = max(least, LEAST_WAITING), begin
+
+    @property
+    def is_open(self) -> bool:
+        return self._left > 0
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
-        """Nothing will come."""
+        if self._left == 0 or head.roster.num_waiting >= self._least:
+            return
+        given = list(islice(self._order, 2 * self._least - head.roster.num_waiting))
+        self._left -= len(given)
+        if self._begin is not None:
+            self._begin(given)
+        for query in map(self._queries.__getitem__, given):
+            is_taken = head.submit(query)
+            assert is_taken, f"{query.id = } {query.reserve_tokens = }"
 
     def hear(self, head: Head, message: Message) -> None:
         raise AssertionError(f"{message = } from nobody")
 
     def close(self, head: Head) -> bool:
-        return True
+        return self._left == 0
+
+
+# The supply of a head that has had all its queries before it runs.
+ALL_HERE = FromSpool((), iter(()), 0, least=0)
 
 
 class Alone:
     """The link of a pool that works its queries from their beginning to their end."""
 
     def __init__(self, supply: Supply | None = None) -> None:
-        self._supply: Supply = supply or AllHere()
+        self._supply: Supply = supply or ALL_HERE
 
     def start(self, head: Head, spare_bytes: int) -> StartMessage:
         return head.roster.start_message(head.rule, spare_bytes)
@@ -130,6 +156,8 @@ class Head:
         self.roster = Roster(rule.slot_use, vocabulary.start_token,
                              feeds_back=executor.keeps_tokens)
         self.returns = Returns(neighbours, executor)
+        # tokens may be counted before they are known: who executes keeps them, nobody is evicted
+        self._counts_ahead = executor.keeps_tokens and not may_evict(rule)
         self._due: list[ActiveQuery] = []  # whose results are to be given out
         self._known_s = 0.0  # when tokens were taken up last
         self.output_tokens = 0
@@ -212,17 +240,12 @@ class Head:
         one need not be known as yet where it is clear without them who is done: they are counted,
         and the device goes on with the next step before the host has looked at them. (What is here
         is taken up: on a CPU the next step may be a long one, and its queries are done now.)"""
-        last = self.returns.last(group)
-        if last is None or not self._executor.keeps_tokens or may_evict(self.rule) or (
-                last.is_known) or not all(
-                query.ends_by_count(self._vocabulary) for query in last.queries):
+        last = self.returns.last(group) if self._counts_ahead else None
+        if last is None or last.is_known or not last.ends_by_count(self._vocabulary):
             self._commit(group)
             return
         self._commit(group, but=last)
-        if not last.is_counted:
-            last.is_counted = True
-            self._leave(group, [query for query in last.queries
-                                if query.is_at_work and query.promise()])
+        self._leave(group, last.promise())
 
     def _commit(self, group: int, but: Given | None = None) -> None:
         """Takes up the tokens of the group's steps, all of which are here."""
@@ -287,7 +310,18 @@ class Given:
 
     queries: list[ActiveQuery]
     tokens: Tensor | Arriving | None = None
-    is_counted: bool = False  # who ends with it is out
+    _is_counted: bool = False
+
+    def ends_by_count(self, vocabulary: Vocabulary) -> bool:
+        """Whether it is clear without the tokens for whom they are the last."""
+        return all(query.ends_by_count(vocabulary) for query in self.queries)
+
+    def promise(self) -> list[ActiveQuery]:
+        """Counts the tokens, once. Returns the queries for which they are the last."""
+        if self._is_counted:
+            return []
+        self._is_counted = True
+        return [query for query in self.queries if query.is_at_work and query.promise()]
 
     @property
     def is_known(self) -> bool:

@@ -1,8 +1,16 @@
-"""The KV cache of one group of queries on one stage: the memory, and how much of it is in use.
+"""The KV cache of one group of queries on one stage: blocks of memory, and which query has which.
 
-Layout [layers, 2, slots, kv_heads, capacity, head_dim], of one size for the whole run: growing it
-would copy every entry in the middle of a phase. Active queries hold slots 0..n-1, so a decode step
-reads plain views. On the CPU, pages never written are not resident unless asked for.
+Layout [layers, 2, blocks, kv_heads, block size, head_dim], of one size for the whole run: growing
+it would copy every entry in the middle of a phase. Entries lie in one of two ways:
+
+- in rows: a block is as large as the longest query, and slot i has block i. When queries end,
+  the entries of others are moved into their rows, so a decode step reads plain views;
+- in blocks (vLLM, SOSP '23): a query takes a block when its tokens begin one, and gives all of its
+  blocks back when it goes. Which blocks a slot has is said by a table that attention reads
+  (xrunner.ops.contexts), and no entry is ever moved.
+
+How many queries there may be is the rule's part: in blocks it admits no more than a budget of
+tokens holds (xrunner.rules.steps.KvBudget), of each group or of all groups together.
 
 NOTE: the store starts as zeros. Attention reads a group's rows up to its longest context, and a
 masked score still multiplies what lies there: uninitialised memory may hold NaN, and 0 * NaN is
@@ -20,15 +28,22 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import format_bytes
+from xrunner.devices import on_device
 from xrunner.ops.contexts import BlockTable, layers_of
-from xrunner.ops.kv import compact
+from xrunner.ops.kv_entries import compact
 from xrunner.rules.slots import apply_moves, compaction_moves
 
+# Tokens of a block. On a GPU what vLLM takes; on a CPU the keys whose scores attention holds at a
+# time (csrc/ops/cpu/decode_isa.h): in blocks of 128 it was as quick as in rows, of 64 a twentieth
+# slower, of 16 it took 1.7 times as long (one core with AVX-512, 32 queries of 200 tokens,
+# bfloat16).
+BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 _MADV_POPULATE_WRITE = 23  # of Linux; Python's mmap has no name for it
 
 
 class KvShape(NamedTuple):
-    """The size of a cache. `slots`: queries that it holds at most; `capacity`: tokens of each."""
+    """The size of a store. `slots`: its blocks; `capacity`: tokens of each. In rows these are the
+    most queries and the tokens of the longest."""
 
     num_layers: int
     slots: int
@@ -54,131 +69,250 @@ def kv_shape(spec: ModelSpec, dtype: torch.dtype, *, slots: int, capacity: int,
                    spec.kv_heads if kv_heads is None else kv_heads, capacity, spec.head_dim, dtype)
 
 
+class Room(NamedTuple):
+    """What blocks are made for: `slots` queries of up to `capacity` tokens in each of the `groups`
+    that share them, in all `tokens` where each query's are counted in whole multiples of `unit`."""
+
+    slots: int
+    capacity: int
+    tokens: int
+    unit: int
+    groups: int = 1
+
+    def num_blocks(self, size: int) -> int:
+        """Blocks of that size that hold whatever is admitted: a query leaves up to `size` - `unit`
+        tokens of its last block empty that nobody counts."""
+        assert size % self.unit == 0, f"{size = } {self.unit = }"
+        slots = self.slots * self.groups
+        least = -(-(self.tokens + slots * (size - self.unit)) // size)
+        return min(least, slots * self.width(size))
+
+    def width(self, size: int) -> int:
+        """Blocks of the longest query."""
+        return -(-self.capacity // size)
+
+
 class EntryRows(NamedTuple):
-    """Rows of a store (slots of one in rows, blocks of one in blocks), and how many entries of each
-    are asked for, from its beginning."""
+    """Blocks of a store, and how many entries of each are asked for, from its beginning."""
 
     rows: Sequence[int]
     lengths: Sequence[int]
 
 
-class KvCache:
-    """Keys and values of the queries that one group has in flight. Raises XgptError where the
-    memory for that is not there."""
+class BlockPool:
+    """The memory of blocks 0 .. count - 1, of which the caches of one or more groups take, and
+    which of them are free. The lowest is taken first, and again the one that was given back last.
+    Raises XgptError where the memory for that is not there.
+
+    On the CPU a block's memory is taken (`is_resident`) as one when the block is first taken: page
+    by page, as entries are computed, was measured to add a sixth to an encode on a virtual machine;
+    all of 200 rows took half a second of SmolLM2-135M's start, and 107 were in use at a time."""
 
     def __init__(self, shape: KvShape, device: torch.device | str = "cpu", *,
                  is_resident: bool = False) -> None:
-        """`is_resident`: a slot's memory is taken as one when a query first sits in it (Pages)."""
+        self.shape, self.count, self.most_taken = shape, shape.slots, 0
+        self.store, memory = _store_of(shape, torch.device(device))
+        self._memory = memory if is_resident else None
+        self._num_resident = 0
+        self._free = list(range(self.count - 1, -1, -1))
+        self._holders: list[list[list[int]]] = []
+
+    def lend_to(self, held: list[list[int]]) -> None:
+        """`held` lists the blocks of a cache's slots, now and whenever integrity is checked."""
+        self._holders.append(held)
+
+    @property
+    def num_taken(self) -> int:
+        return self.count - len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        assert count <= len(self._free), (
+            f"{count} of {self.shape} are not free: more was admitted than planned")
+        blocks = [self._free.pop() for _ in range(count)]
+        self.most_taken = max(self.most_taken, self.num_taken)
+        if self._memory is not None and blocks:
+            self._make_resident(self._memory, max(blocks) + 1)
+        return blocks
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        self._free += reversed(blocks)
+
+    def check_integrity(self) -> None:
+        """Those that caches hold and those that are free are all there are, none of them twice."""
+        held = [block for holder in self._holders for blocks in holder for block in blocks]
+        assert sorted([*self._free, *held]) == list(range(self.count)), f"{held = } {self._free = }"
+
+    def _make_resident(self, memory: mmap.mmap, count: int) -> None:
+        """The first `count` blocks are in use, or have been."""
+        more = count - self._num_resident
+        if more <= 0:
+            return
+        parts = 2 * self.shape.num_layers  # in each of which blocks lie one behind the other
+        part_bytes = self.shape.num_bytes // parts
+        block_bytes = part_bytes // self.count
+        for part in range(parts):
+            _occupy(memory, part * part_bytes + self._num_resident * block_bytes,
+                    more * block_bytes)
+        self._num_resident = count
+
+
+class KvCache:
+    """Keys and values of the queries that one group has in flight."""
+
+    def __init__(self, shape: KvShape, device: torch.device | str = "cpu", *,
+                 is_resident: bool = False, room: Room | None = None,
+                 pool: BlockPool | None = None) -> None:
+        """`room`: what its blocks are made for; None: entries lie in rows. `pool`: blocks of that
+        shape, where others take of them too; None: its own, on `device` (see BlockPool)."""
+        self.pool = pool or BlockPool(shape, device, is_resident=is_resident)
         self.lengths: list[int] = []  # tokens cached, by slot
-        self._shape, self._most = shape, 0
-        # [layers, 2, slots, kv_heads, capacity, head_dim]; rows 0..len(lengths)-1 are live
-        self.store, self._pages = store_of(shape, torch.device(device), is_resident=is_resident)
-        self.layers = layers_of(self.store)
+        self._held: list[list[int]] = []  # blocks of each slot
+        self.pool.lend_to(self._held)
+        self._size, self._slots, self._groups = shape.capacity, shape.slots, 1
+        # [layers, 2, blocks, kv_heads, block size, head_dim]
+        self.store, self.layers = self.pool.store, layers_of(self.pool.store)
+        self._table: Tensor | None = None  # [slots, blocks of the longest query], on the device
+        self._changed: dict[tuple[int, int], int] = {}  # what of it is not there as yet
+        if room is not None:
+            self._slots, self._groups = room.slots, room.groups
+            self._table = torch.zeros(room.slots, max(room.width(self._size), 1),
+                                      dtype=torch.int64, device=self.store.device)
 
     @property
     def num_bytes(self) -> int:
-        """What is set aside for it."""
-        return self._shape.num_bytes
+        """What is set aside for it: of memory that groups share, an even share."""
+        return self.pool.shape.num_bytes // self._groups
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rows that queries had at a time, at most."""
-        return self._most * self._shape.num_bytes // max(self._shape.slots, 1)
+        """Of that, the blocks that queries had at a time, at most."""
+        pool = self.pool
+        return pool.most_taken * pool.shape.num_bytes // max(pool.count, 1) // self._groups
 
     def rows_of(self, slots: Sequence[int]) -> EntryRows:
         """Where the entries of these slots' queries lie, one query after the other."""
-        return EntryRows(slots, [self.lengths[slot] for slot in slots])
+        size, blocks, lengths = self._size, list[int](), list[int]()
+        for slot in slots:
+            length = self.lengths[slot]
+            blocks += self._held[slot][:-(-length // size)]
+            lengths += [min(size, length - first) for first in range(0, length, size)]
+        return EntryRows(blocks, lengths)
 
     def room_for(self, lengths: Sequence[int],
                  slots: Sequence[int] | None = None) -> BlockTable | None:
-        """None: a slot has room for any query."""
-        return None
-
-    def share_layers(self, num_layers: int) -> None:
-        """A cache of one layer stands for `num_layers` that read and write the same entries: for
-        timing a step whose caches would not fit; what it computes is meaningless."""
-        self.store = self.store.expand(num_layers, -1, -1, -1, -1, -1)
-        self.layers = layers_of(self.store)
+        """Gives these slots (None: 0, 1, 2, ...) the blocks for so many tokens each. Returns where
+        the blocks of every slot are; None in rows, which have room for any query."""
+        if self._table is None:
+            return None
+        size = self._size
+        for slot, length in enumerate(lengths) if slots is None else zip(slots, lengths,
+                                                                         strict=True):
+            if length > len(self._held[slot]) * size:
+                self._reach(slot, length)
+        if self._changed:
+            at, places = zip(*self._changed, strict=True)
+            where = on_device([[*at], [*places], [*self._changed.values()]], self._table.device)
+            self._table[where[0], where[1]] = where[2]
+            self._changed.clear()
+        return BlockTable(self._table, size)
 
     def allocate(self, tokens: Sequence[int]) -> int:
         """Slots for new queries of so many tokens each, contiguous; returns the first."""
         first = len(self.lengths)
-        assert first + len(tokens) <= self._shape.slots, (
-            f"{first = } {len(tokens) = } {self._shape}")
+        assert first + len(tokens) <= self._slots, f"{first = } {len(tokens) = } {self._slots = }"
         self.lengths += tokens
-        self._most = max(self._most, len(self.lengths))
-        self._pages.reach(len(self.lengths))
+        self._held += [[] for _ in tokens]
+        for slot, count in enumerate(tokens, start=first):
+            self._reach(slot, count if self._table is not None else self._size)
         return first
+
+    def adopt(self, tokens: Sequence[int]) -> None:
+        """Queries of so many tokens each, and no others, have the slots from now on."""
+        self.free(range(len(self.lengths)))
+        self.allocate(tokens)
 
     def place(self, count: int, replaced: Sequence[int]) -> None:
         """New queries without tokens as yet: the first in the slots `replaced`, whose queries are
         gone, the others behind all."""
         for slot in replaced:
+            if self._table is not None:
+                self._leave(slot)
             self.lengths[slot] = 0
         self.allocate([0] * (count - len(replaced)))
-
-    def extend(self) -> None:
-        """Every active query has one more token cached."""
-        self.lengths = [length + 1 for length in self.lengths]
 
     def grow(self, slot: int, tokens: int = 1) -> None:
         """The query in `slot` has so many more tokens cached."""
         self.lengths[slot] += tokens
 
+    def give_up(self, slot: int) -> None:
+        """The slot's query is done: its blocks are free from now on, the slot is with `free`."""
+        assert self._table is not None, f"{slot = }: rows are free with their slots"
+        self._leave(slot)
+        self.lengths[slot] = 0
+
     def free(self, removed: Sequence[int]) -> int:
-        """Drop the queries in slots `removed` and close the gaps. Returns the rows copied."""
-        moves = compaction_moves(len(self.lengths), removed)
-        compact(self.store, moves, [self.lengths[move.source] for move in moves])
+        """Drop the queries in slots `removed` and close the gaps. Returns the rows copied: none in
+        blocks, where lines of the table move."""
+        there = len(self.lengths)
+        moves = compaction_moves(there, removed)
+        renamed, left = moves, removed
+        if self._table is None:
+            compact(self.store, moves, [self.lengths[move.source] for move in moves])
+            renamed, left = [], range(there - 1, there - len(removed) - 1, -1)
+        for slot in left:
+            self._leave(slot)
         apply_moves(self.lengths, moves, len(removed))
-        return len(moves)
+        apply_moves(self._held, renamed, len(removed))
+        for _, target in renamed:
+            self._write(target)
+        return len(moves) - len(renamed)
 
     def check_integrity(self, least: int = 1) -> None:
-        """Lengths and storage agree; every query has `least` tokens or more. Called after every
-        step in tests."""
-        assert len(self.lengths) <= self._shape.slots, f"{self.lengths = } {self._shape}"
-        assert all(least <= n <= self._shape.capacity for n in self.lengths), (
-            f"{self.lengths = } {self._shape}")
+        """Lengths, blocks and table agree; every query has `least` tokens or more, or has given up
+        what it had. Called after every step in tests."""
+        size, held = self._size, self._held
+        assert len(self.lengths) == len(held) <= self._slots, f"{self.lengths = } {held = }"
+        assert all(least <= n <= len(own) * size or not (n or own) for n, own in zip(
+            self.lengths, held, strict=True)), f"{self.lengths = } {held = }"
+        self.pool.check_integrity()
+        table = self.room_for([])
+        assert all(own == ([slot] if table is None else table.blocks[slot, :len(own)].tolist())
+                   for slot, own in enumerate(held)), f"{table = } {held = }"
+
+    def _reach(self, slot: int, length: int) -> None:
+        first = len(self._held[slot])
+        self._held[slot] += self.pool.take(-(-length // self._size) - first)
+        self._write(slot, first)
+
+    def _leave(self, slot: int) -> None:
+        self.pool.give_back(self._held[slot])
+        self._held[slot] = []
+
+    def _write(self, slot: int, first: int = 0) -> None:
+        """The slot's line of the table, from its block `first` on."""
+        if self._table is not None:
+            for place, block in enumerate(self._held[slot][first:], start=first):
+                self._changed[slot, place] = block
 
 
-class Pages:
-    """Memory of a store's rows (slots, or blocks), which is taken as they come into use: each as
-    one, not page by page as its entries are computed, which on a virtual machine was measured to
-    add a sixth to an encode. What no query comes to is not taken: all of 200 slots took half a
-    second of SmolLM2-135M's start, and 107 were in use at a time."""
-
-    def __init__(self, shape: KvShape, memory: mmap.mmap | None) -> None:
-        """`memory`: None where it is not to be taken, or lies on another device."""
-        self._memory, self._taken = memory, 0
-        self._parts = 2 * shape.num_layers  # in each of which the rows lie one behind the other
-        self._part_bytes = shape.num_bytes // max(self._parts, 1)
-        self._row_bytes = self._part_bytes // max(shape.slots, 1)
-
-    def reach(self, count: int) -> None:
-        """The first `count` rows are in use, or have been."""
-        if self._memory is None or count <= self._taken:
-            return
-        for part in range(self._parts):
-            _occupy(self._memory, part * self._part_bytes + self._taken * self._row_bytes,
-                    (count - self._taken) * self._row_bytes)
-        self._taken = count
+def block_tokens(device: torch.device | str) -> int:
+    return BLOCK_TOKENS["cuda" if torch.device(device).type == "cuda" else "cpu"]
 
 
-def store_of(shape: KvShape, device: torch.device, *, is_resident: bool) -> tuple[Tensor, Pages]:
-    """A store of that shape, and the memory of its rows: on the CPU pages of zeros, none of them
-    occupied as yet (torch.zeros would write every one). Raises XgptError where the device has no
-    memory for it."""
+def _store_of(shape: KvShape, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
+    """A store of that shape: on the CPU pages of zeros, none of them occupied as yet (torch.zeros
+    would write every one). Raises XgptError where the device has no memory for it."""
     dimensions, dtype = shape.dimensions, shape.dtype
     if device.type != "cpu" or 0 in dimensions:  # no layers: a pool that has an encoder alone
         try:
-            return torch.zeros(dimensions, dtype=dtype, device=device), Pages(shape, None)
+            return torch.zeros(dimensions, dtype=dtype, device=device), None
         except torch.cuda.OutOfMemoryError:
             raise _refused(shape, f"of memory, more than {device} has left") from None
     try:
         memory = mmap.mmap(-1, shape.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError):
         raise _refused(shape, "of address space, which this machine refuses") from None
-    store = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(dimensions)
-    return store, Pages(shape, memory if is_resident else None)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(dimensions), memory
 
 
 def _occupy(memory: mmap.mmap, first: int, num_bytes: int) -> None:

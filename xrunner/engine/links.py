@@ -5,10 +5,10 @@ rule from what it has heard.
     encode head -> decode head   StartMessage, HandedMessage a batch, LeftMessage, StopMessage
     decode head -> encode head   ArrivedMessage a batch, FinishedMessage, StopMessage at the end
 
-The entries themselves go from rank to rank (xrunner.transport.courier), started when a stage has
+The entries themselves go from rank to rank (xrunner.comm.handover), started when a stage has
 encoded a batch, before its first tokens are known: those of a query that ends with its first token
 are forgotten where they arrive. Where the decode pool encodes some inputs itself
-(xrunner.rules.taken), these are left to it a few at a time."""
+(xrunner.rules.waa), these are left to it a few at a time."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,20 +16,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from xrunner.engine.head import LOOK_S, AllHere, Head, Supply
-from xrunner.engine.roster import ActiveQuery
-from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.steps import (
-    BatchingRule,
-    EncodingRule,
-    GivingRule,
-    Step,
-    TakingRule,
-    Waiting,
-)
-from xrunner.transport.comm import Comm, wait_politely
-from xrunner.transport.courier import EntryReceiver
-from xrunner.transport.messages import (
+from xrunner.comm.handover import EntryReceiver
+from xrunner.comm.messages import (
     ArrivedMessage,
     FinishedMessage,
     HandedMessage,
@@ -39,6 +27,18 @@ from xrunner.transport.messages import (
     StartMessage,
     StopMessage,
     TokensMessage,
+)
+from xrunner.comm.point_to_point import Comm, wait_politely
+from xrunner.engine.head import ALL_HERE, LOOK_S, Head, Supply
+from xrunner.engine.roster import ActiveQuery
+from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rules.steps import (
+    BatchingRule,
+    EncodingRule,
+    GivingRule,
+    Step,
+    TakingRule,
+    Waiting,
 )
 
 _REPORT_S = 0.25  # between reports of progress while no query is done
@@ -53,7 +53,7 @@ class ToDecodePool:
         `supply`: None where all queries are here before it runs."""
         self._comm, self._decode_head = comm, decode_head
         self._rule, self._decode_rule = rule, decode_rule
-        self._supply: Supply = supply or AllHere()
+        self._supply: Supply = supply or ALL_HERE
         self._away: dict[int, PreparedQuery] = {}  # handed over, not done
         self._handing: dict[int, tuple[int, list[int]]] = {}  # batch -> (group, queries)
         self._batch_of: dict[int, int] = {}  # group -> batch whose first tokens it awaits

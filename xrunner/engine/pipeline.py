@@ -18,17 +18,17 @@ from torch import Tensor
 
 from xgpt.core.deployment import Pool
 from xgpt.core.policies import Role
-from xrunner.devices import Arriving
-from xrunner.rules.steps import StepKind
-from xrunner.step_record import StepRecord
-from xrunner.transport.comm import Comm
-from xrunner.transport.messages import (
+from xrunner.comm.messages import (
     EncodedMessage,
     StartMessage,
     StepMessage,
     StopMessage,
     TokensMessage,
 )
+from xrunner.comm.point_to_point import Comm
+from xrunner.devices import Arriving
+from xrunner.rules.steps import StepKind
+from xrunner.step_record import StepRecord
 
 
 class Executor(Protocol):
@@ -36,7 +36,7 @@ class Executor(Protocol):
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether an input token may be FED_BACK (xrunner.engine.last_tokens)."""
+        """Whether an input token may be FED_BACK (xrunner.engine.group)."""
 
     @property
     def returns_early(self) -> bool:
@@ -77,7 +77,6 @@ class RankReport:
     handover_bytes: int = 0  # WAA: of entries sent, or received
     handover_s: float = 0.0  # WAA, who encodes: from the start of a send until all has left
     disk_bytes: int | None = None  # that loading took from storage; None: not counted here
-    disk_bytes_per_s: float | None = None  # rank 0: what one reader gets of the disk
     operators: str | None = None  # whose served, in a line; None: those of another engine
     host_s: float | None = None  # of busy_s, besides what the model computed; None: not known
 

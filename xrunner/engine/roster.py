@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xrunner.engine.last_tokens import FED_BACK
+from xrunner.comm.messages import Joined, StartMessage, StepMessage
+from xrunner.engine.group import FED_BACK
 from xrunner.ops.sampling import NOT_FINITE
 from xrunner.query import FinishedQuery, PreparedQuery, TokenLikelihood
 from xrunner.rules.slots import Departures, GroupSlots, Seat, SlotUse, Span
 from xrunner.rules.steps import BatchingRule, Step, StepKind, kv_budget
-from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
 _NO_NUMBERS = ("logits not finite: the model gives no number here, or one beyond what its type "
                "holds")

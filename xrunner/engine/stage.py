@@ -1,24 +1,32 @@
-"""One stage: executes the steps it is told, and nothing else. It decides nothing."""
+"""One stage: executes the steps it is told, and nothing else. It decides nothing. The last stage
+gives a token of each query, and what is asked for beside it; or, of queries that are scored, how
+likely the model finds their targets; or, of those that are embedded, their embeddings."""
+
+from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from xrunner.comm.handover import EntryReceiver, EntrySender
+from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.devices import Arriving, on_device, settle, to_host
 from xrunner.engine.graphs import Capture, capture_steps
-from xrunner.engine.group import Model, Pending, StageGroup, make_groups
-from xrunner.engine.last_stage import embeddings, scored_tokens, tokens_of_slots
-from xrunner.engine.last_tokens import LastTokens
+from xrunner.engine.group import LastTokens, Model, Pending, StageGroup, make_groups
 from xrunner.engine.step_log import StepLog
-from xrunner.io.beat import Beat
+from xrunner.files.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
+from xrunner.models.stage_model import StageModel
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
+from xrunner.ops.likelihoods import likelihoods, packed, targets_of
+from xrunner.ops.output_head import WholeScores
+from xrunner.ops.sampling import NOT_FINITE, sample_shards, unless_finite, with_fixed
+from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import NO_SIZES, StepRecord, StepSizes, decoded_sizes, even_input
-from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.messages import StartMessage, StepMessage
 
 
 class StageExecutor:
@@ -89,18 +97,11 @@ class StageExecutor:
         self.records.begin(message)
         inputs, group = on_device(inputs, self.model.device), self.groups[message.group]
         for seat in message.freed:
-            self.groups[seat.group].give_up(seat.slot)
+            self.groups[seat.group].cache.give_up(seat.slot)
         if message.removed:
             self.rows_compacted += self.records.computed(group.remove, message.removed)
-        if message.spans or message.resting or message.replaced:
-            queries, out, sizes = self._mix(group, message, inputs)
-        elif message.kind is StepKind.ENCODE:
-            queries, out = len(message.joined), self._encode(group, message, inputs)
-            sizes = StepSizes(input_tokens=even_input(
-                [(0, joined.input_tokens) for joined in message.joined]))
-        else:
-            out = self._decode(group, message, inputs)
-            queries, sizes = len(group.slots.seats), decoded_sizes(group.cache.lengths)
+        step = self._apart if isinstance(self.model, EncoderDecoderStage) else self._together
+        queries, out, sizes = step(group, message, inputs)
         self._record(message.kind.value, message, queries, len(inputs), sizes)
         if out is not None and self._is_whole and self.model.is_last and self.gives_tokens(message):
             return Arriving(out, self.records.look)  # the head waits for them when it must
@@ -129,32 +130,89 @@ class StageExecutor:
         if self._check:
             self.groups[message.group].check_integrity()
 
-    def _encode(self, group: StageGroup, message: StepMessage, inputs: Tensor) -> Tensor | None:
-        first, lengths = group.join(message.joined)
-        if isinstance(self.model, EncoderDecoderStage):
-            return self._encode_apart(self.model, group, Pending(first, lengths, message), inputs)
-        choices = [j.sampling for j in message.joined]
-        # of a query that is scored every row which predicts a target is asked for
-        tails = [len(c.targets) for c in choices] if choices[0].targets else ()
-        pooled = choices[0].pooled
-        if pooled == "mean":
-            tails = lengths
-        step = encode_context(whole_inputs(lengths, first), inputs.device, group.cache.room_for([]),
-                              tails)
-        hidden = self.records.computed(self.model.encode, inputs, group.cache.layers, step,
-                                       ends_only=self.model.is_last)
+    def _together(self, group: StageGroup, message: StepMessage,
+                  inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
+        """A decoder-only model's step: who decodes, those handed over among them, then what is
+        encoded, in one pass. How many queries get a token, what `execute` returns, and what the
+        step's time depends on."""
+        model, cache, first = self.model, group.cache, len(group.slots.seats)
+        assert isinstance(model, StageModel), f"{model.spec.family = }"
+        begun, is_encoding = _place(group, message, self.receiver), message.kind is StepKind.ENCODE
+        whole = [joined.input_tokens for joined in message.joined
+                 ] if is_encoding and not message.spans else []
+        spans, resting = message.spans or whole_inputs(whole, first), {*message.resting, *begun}
+        decoding = [] if is_encoding else [
+            slot for slot in range(len(group.slots.seats)) if slot not in resting]
+        lengths = [cache.lengths[slot] + 1 for slot in decoding]
+        table = cache.room_for([*lengths, *(span.first + span.tokens for span in spans)],
+                               [*decoding, *(span.slot for span in spans)])
+        # queries that are scored or embedded are encoded whole, and together
+        choices = [joined.sampling for joined in message.joined] if whole else []
+        pooled = choices[0].pooled if choices else ""
+        tails = whole if pooled == "mean" else [len(choice.targets) for choice in choices]
+        step = decode_context(lengths, decoding if resting else None, inputs.device,
+                              table) if decoding else None
+        encoded = encode_context(spans, inputs.device, table,
+                                 tails if any(tails) else ()) if spans else None
+        if step is not None and group.last_tokens is not None:
+            inputs = group.last_tokens.fed(inputs, step)
+        if step is not None and encoded is None and group.graphs is not None:
+            hidden = self.records.computed(group.graphs.decode, inputs, step)
+        else:
+            hidden = self.records.computed(model.mixed, inputs, cache.layers, step, encoded,
+                                           ends_only=model.is_last)
+        for slot in decoding:
+            cache.grow(slot)
+        for span in spans:
+            cache.grow(span.slot, span.tokens)
         if self.sender is not None:
-            self.sender.hand_over(message, group.cache, first)
-        if not self.model.is_last:
-            return hidden
-        if pooled:
-            return self.records.computed(embeddings, self.model, hidden, pooled, lengths)
-        if tails:
-            return self.records.computed(scored_tokens, self.model, hidden, choices)
-        return self._sample(group, hidden, range(first, first + len(lengths)), lengths)
+            self.sender.hand_over(message, cache, first)
+        sizes = decoded_sizes(lengths)._replace(
+            input_tokens=even_input([(span.first, span.tokens) for span in spans]))
+        given = [*decoding, *(span.slot for span in spans if span.is_last)]
+        out: Tensor | None = hidden
+        if model.is_last and pooled:
+            out = self.records.computed(embeddings, model, hidden, pooled, whole)
+        elif model.is_last and any(tails):
+            out = self.records.computed(scored_tokens, model, hidden, choices)
+        elif model.is_last and given:
+            out = self._sample(group, hidden, given, [cache.lengths[slot] for slot in given])
+        elif model.is_last:  # an input that is encoded in part gives no token
+            out = None if model.shard.index else torch.empty(0, dtype=torch.long)
+        return len(given), out, sizes
 
-    def _encode_apart(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
-                      inputs: Tensor) -> Tensor:
+    def _apart(self, group: StageGroup, message: StepMessage,
+               inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
+        """As `_together`, of an encoder-decoder model, which encodes whole inputs or decodes."""
+        model, joined = self.model, message.joined
+        assert isinstance(model, EncoderDecoderStage), f"{model.spec.family = }"
+        assert not message.spans, f"{message.kind = }: two passes"
+        if message.kind is StepKind.ENCODE:
+            new = Pending(*group.join(joined), message)
+            return len(joined), self._encoded(model, group, new, inputs), StepSizes(
+                input_tokens=even_input([(0, tokens) for tokens in new.lengths]))
+        if self.receiver is not None:  # another pool has encoded the inputs of those who join
+            self.receiver.forget(message.ended)
+            if joined:
+                encoded = self.receiver.encoded([one.query for one in joined])
+                self.records.computed(model.store_encoded, on_device(encoded, model.device),
+                                      group.encoded.layers, *group.join(joined))
+        assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
+        lengths = [length + 1 for length in group.cache.lengths]
+        step = decode_context(lengths, None, inputs.device)
+        if group.last_tokens is not None:
+            inputs = group.last_tokens.fed(inputs, step)
+        across = decode_context(group.encoded.lengths, device=inputs.device)
+        out: Tensor | None = self.records.computed(
+            model.decode, inputs, group.cache.layers, group.encoded.layers, step, across)
+        for slot in range(len(lengths)):
+            group.cache.grow(slot)
+        if model.is_last and out is not None:
+            out = self._sample(group, out, range(len(lengths)), lengths)
+        return len(lengths), out, decoded_sizes(lengths)
+
+    def _encoded(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
+                 inputs: Tensor) -> Tensor:
         hidden = self.records.computed(model.encode, inputs, new.lengths)
         if not model.layers:  # the decode pool's ranks look at the encoder's output
             if self.sender is not None and model.is_last:
@@ -165,81 +223,6 @@ class StageExecutor:
         else:
             group.pending.append(new)
         return hidden
-
-    def _decode(self, group: StageGroup, message: StepMessage, inputs: Tensor) -> Tensor | None:
-        model, cache = self.model, group.cache
-        if self.receiver is not None:
-            self._take_over(self.receiver, group, message)
-        lengths = [length + 1 for length in cache.lengths]
-        step = decode_context(lengths, None, inputs.device, cache.room_for(lengths))
-        if group.last_tokens is not None:
-            inputs = group.last_tokens.fed(inputs, step)
-        if isinstance(model, EncoderDecoderStage):
-            assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
-            encoded = group.encoded
-            across = decode_context(encoded.lengths, device=inputs.device)
-            hidden = self.records.computed(model.decode, inputs, cache.layers, encoded.layers, step,
-                                           across)
-        elif group.graphs is not None:
-            hidden = self.records.computed(group.graphs.decode, inputs, step)
-        else:
-            hidden = self.records.computed(model.decode, inputs, cache.layers, step)
-        cache.extend()
-        if not model.is_last:
-            return hidden
-        return self._sample(group, hidden, range(len(lengths)), cache.lengths)
-
-    def _mix(self, group: StageGroup, message: StepMessage,
-             inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
-        """A step of continuous batching: who decodes, those handed over among them, then what is
-        encoded, in one pass. How many queries get a token, what `execute` returns, and what the
-        step's time depends on."""
-        model, cache, spans = self.model, group.cache, message.spans
-        assert not isinstance(model, EncoderDecoderStage), f"{message.kind = }: two passes"
-        begun = {*message.resting, *_place(group, message, self.receiver)}
-        decoding = [] if message.kind is StepKind.ENCODE else [
-            slot for slot in range(len(group.slots.seats)) if slot not in begun]
-        lengths = [cache.lengths[slot] + 1 for slot in decoding]
-        cache.room_for(lengths, decoding)
-        table = cache.room_for([s.first + s.tokens for s in spans], [s.slot for s in spans])
-        step = decode_context(lengths, decoding, inputs.device, table) if decoding else None
-        if step is not None and group.last_tokens is not None:
-            inputs = group.last_tokens.fed(inputs, step)
-        encoded = encode_context(spans, inputs.device, table) if spans else None
-        if step is not None and encoded is None and group.graphs is not None:
-            hidden = self.records.computed(group.graphs.decode, inputs, step)
-        else:
-            hidden = self.records.computed(model.mixed, inputs, cache.layers, step, encoded,
-                                           ends_only=model.is_last)
-        for slot in decoding:
-            cache.grow(slot)
-        sizes = decoded_sizes([cache.lengths[slot] for slot in decoding])._replace(
-            input_tokens=even_input([(span.first, span.tokens) for span in spans]))
-        for span in spans:
-            cache.grow(span.slot, span.tokens)
-        given = decoding + [span.slot for span in spans if span.is_last]
-        if not model.is_last:
-            return len(given), hidden, sizes
-        if not given:  # an input that is encoded in part gives no token
-            nothing = None if model.shard.index else torch.empty(0, dtype=torch.long)
-            return 0, nothing, sizes
-        tokens = self._sample(group, hidden, given, [cache.lengths[slot] for slot in given])
-        return len(given), tokens, sizes
-
-    def _take_over(self, receiver: EntryReceiver, group: StageGroup, message: StepMessage) -> None:
-        """Takes over those who join with a decode step: another pool has encoded their inputs."""
-        receiver.forget(message.ended)
-        if not message.joined:
-            return
-        queries = [joined.query for joined in message.joined]
-        first, lengths = group.join(message.joined)
-        if isinstance(self.model, EncoderDecoderStage):
-            encoded = on_device(receiver.encoded(queries), self.model.device)
-            self.records.computed(self.model.store_encoded, encoded, group.encoded.layers, first,
-                                  lengths)
-            return
-        for slot, query in enumerate(queries, start=first):
-            receiver.put_into(group.cache, slot, query)
 
     def _sample(self, group: StageGroup, hidden: Tensor, slots: Sequence[int],
                 positions: Sequence[int]) -> Tensor | None:
@@ -268,3 +251,81 @@ def _place(group: StageGroup, message: StepMessage, receiver: EntryReceiver | No
         group.cache.grow(slot, joined.input_tokens)
         receiver.put_into(group.cache, slot, joined.query)
     return begun
+
+
+def tokens_of_slots(model: Model, group: StageGroup, hidden: Tensor, slots: Sequence[int],
+                    positions: Sequence[int]) -> Tensor | None:
+    """hidden [n, H]: of the query in each of these slots of the group the row that predicts its
+    next token. Returns what `next_tokens` does."""
+    seats = [group.slots.seats[slot] for slot in slots]
+    choices = [seat.sampling for seat in seats]
+    if not any(choice.minds_said for choice in choices):
+        return next_tokens(model, hidden, choices, positions)
+    spoken = group.spoken
+    tokens = next_tokens(model, hidden, spoken.minding(seats, positions), positions)
+    # every rank of a tensor-parallel group minds the tokens of its share of the vocabulary
+    chosen = targets_of(None if tokens is None else tokens[:len(seats)], len(seats),
+                        model.shard, hidden.device)
+    spoken.take(seats, chosen.long().tolist())
+    spoken.keep(group.slots.seats)
+    return tokens
+
+
+def next_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling],
+                positions: Sequence[int]) -> Tensor | None:
+    """hidden [n, H]: of each query the row that predicts its next token. Returns tokens [n] int64,
+    or with what is told of them (xrunner.ops.likelihoods.packed); None on all but the first rank of
+    a tensor-parallel group."""
+    scores, shard, vocab_size = model.scores(hidden), model.shard, model.spec.vocab_size
+    rows = [row for row, choice in enumerate(choices) if choice.top_logprobs is not None]
+    if rows:
+        scores = WholeScores(scores.of(range(len(hidden))))  # computed once for both
+    tokens = sample_shards(scores, choices, positions, shard, vocab_size)
+    if tokens is not None:
+        tokens = unless_finite(with_fixed(tokens, choices, positions), hidden)
+    if not rows:
+        return tokens
+    tops = [choices[row].top_logprobs or 0 for row in rows]
+    most = max(tops)
+    chosen = targets_of(tokens, len(choices), shard, hidden.device)
+    values = likelihoods(scores, rows, chosen[on_device(rows, chosen.device)], most, shard,
+                         vocab_size)
+    if tokens is None or values is None:
+        return None
+    told: list[Tensor | None] = [None] * len(choices)
+    for row, top, value in zip(rows, tops, values, strict=True):
+        told[row] = torch.cat([value[:1 + top], value[1 + most:1 + most + top]])[None]
+    return packed(tokens, told)
+
+
+def scored_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling]) -> Tensor | None:
+    """hidden [T, H]: of each query in turn the rows that predict its targets. Returns the likeliest
+    token after each input, with the log-likelihood of every target and the likeliest token in its
+    place; None on all but the first rank of a tensor-parallel group."""
+    counts = [len(choice.targets) for choice in choices]
+    assert all(counts) and sum(counts) == len(hidden), f"{counts = } {hidden.shape = }"
+    targets = torch.tensor([token for choice in choices for token in choice.targets])
+    values = likelihoods(model.scores(hidden), range(len(targets)), targets, 1, model.shard,
+                         model.spec.vocab_size)
+    if values is None:
+        return None
+    ends = on_device([*accumulate(counts)], values.device) - 1
+    # rows that are no numbers, up to each query's end, and among its own
+    bad = on_device((~hidden.isfinite()).any(dim=1), values.device).cumsum(dim=0)[ends]
+    is_none = bad.diff(prepend=bad.new_zeros(1)) > 0
+    tokens = values[ends, 1].long().masked_fill(is_none, NOT_FINITE)
+    return packed(tokens, torch.split(values, counts))
+
+
+def embeddings(model: StageModel, hidden: Tensor, pooled: str,
+               lengths: Sequence[int]) -> Tensor | None:
+    """hidden: of each query in turn all its `lengths` rows [T, H] where the mean is asked for, else
+    the last [n, H]. Returns a token of each, with the mean or the last of its last hidden states;
+    None on all but the first rank of a tensor-parallel group."""
+    if model.shard.index:
+        return None
+    rows = model.normed(hidden).float()
+    if pooled == "mean":
+        rows = torch.stack([own.mean(dim=0) for own in torch.split(rows, list(lengths))])
+    tokens = unless_finite(torch.zeros(len(rows), dtype=torch.long, device=rows.device), rows)
+    return packed(tokens, list(rows))

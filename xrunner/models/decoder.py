@@ -1,24 +1,166 @@
-"""The one decoder layer of all decoder-only families, without its attention kernel, and the ends
-of a model. A family reads its checkpoint's names and layouts into `LayerWeights` and `EndWeights`;
-what is done with them is xgpt.core.decoder.Decoder's to say.
+"""The one decoder layer of all decoder-only families, without its attention kernel: norms, and what
+a layer does to each row after attention (two products, gated or not, or experts'); and the ends of
+a model. A family reads its checkpoint's names and layouts into `LayerWeights`; what is done
+with them is xgpt.core.model.Decoder's to say.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xgpt.core.model import ModelSpec
-from xrunner.models.mlp import Mlp
-from xrunner.models.norms import HeadNorms, Norm
+from xgpt.core.model import Experts, ModelSpec
 from xrunner.models.rotary import rotaries, rotary_of
-from xrunner.models.shard import Shard
+from xrunner.models.weights import WHOLE, Shard, WeightSource, embedding_weight, head_weight
 from xrunner.ops.attention import Scoring
-from xrunner.ops.head import CappedScores, HeadScores, OutputHead, Scores
 from xrunner.ops.linear import Product
-from xrunner.ops.residual import Residual
-from xrunner.ops.rows import Rotation
+from xrunner.ops.output_head import HeadScores, OutputHead, Scores
+from xrunner.ops.rows import Residual, Rotation, layer_norm, rms_norm
+
+
+class Norm(NamedTuple):
+    """weight [H]; with `bias` [H] a layer norm, else an RMS norm."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows [T, H] -> [T, H]"""
+        if self.bias is None:
+            return rms_norm(rows, self.weight, self.eps)
+        return layer_norm(rows, self.weight, self.bias, self.eps)
+
+    def of(self, hidden: Residual) -> Tensor:
+        """The stream's rows [T, H], with what is still to be added to them."""
+        if self.bias is None:
+            return hidden.rms_norm(self.weight, self.eps)
+        return hidden.layer_norm(self.weight, self.bias, self.eps)
+
+
+def rms_weight(weights: WeightSource, name: str, size: int, *, adds_one: bool) -> Tensor:
+    """[size]; `adds_one`: of a family that stores it less one."""
+    weight = weights.get(f"{name}.weight", (size,))
+    return weight + 1 if adds_one else weight
+
+
+class HeadNorms:
+    """RMS norms of queries and keys, before they are rotated: over each head alone, or over all
+    heads of queries and all of keys, whichever rank of a group holds them."""
+
+    def __init__(self, weight: Tensor, eps: float, *, over: tuple[int, int] | None = None,
+                 sums: Callable[[Tensor], Tensor] | None = None) -> None:
+        """weight [h + k, d]. `over`: the elements of all ranks' queries, and keys, that a norm is
+        over; None: a head's own. `sums`: of a group's ranks; None: this one has all heads."""
+        self.weight, self._eps, self._over, self._sums = weight, eps, over, sums
+
+    def __call__(self, joint: Tensor, heads: int) -> Tensor:
+        """joint [T, (h + 2 k) d], changed in place: its first `heads` are queries, then keys."""
+        count, dim = self.weight.shape
+        part = joint.view(len(joint), -1, dim)[:, :count]
+        wide = part.float()
+        squares = wide.square()
+        if self._over is None:
+            mean = squares.mean(-1, keepdim=True)
+        else:
+            sums = torch.stack([side.sum((1, 2)) for side in (
+                squares[:, :heads], squares[:, heads:])], dim=1)
+            if self._sums is not None:
+                sums = self._sums(sums)
+            # by numbers of the host: a tensor of them would make it wait for a GPU
+            mean = torch.cat([(sums[:, side:side + 1] / over).expand(-1, width) for side, (
+                over, width) in enumerate(zip(self._over, (heads, count - heads), strict=True))],
+                dim=1)[:, :, None]
+        part.copy_(wide * torch.rsqrt(mean + self._eps) * self.weight)
+        return joint
+
+
+def all_heads(weights: WeightSource, name: str, heads: int, dim: int, shard: Shard) -> Tensor:
+    """This shard's part [h, d] of a weight over all `heads`."""
+    part = shard.part(0, heads * dim)
+    return weights.get(f"{name}.weight", (heads * dim,), part).view(-1, dim)
+
+
+# ModelSpec.activation -> of a gate
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu}
+
+
+class Mlp(Protocol):
+    """rows [T, H] -> this shard's partial sums [T, H]."""
+
+    @property
+    def products(self) -> tuple[Product, ...]: ...
+
+    def __call__(self, rows: Tensor) -> Tensor: ...
+
+
+class PlainMlp:
+    """`up` [f, H], which ends with its activation, and `down` [H, f], of f columns of this
+    shard."""
+
+    def __init__(self, up: Product, down: Product) -> None:
+        self.up, self.down = up, down
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.up, self.down
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.down(self.up(rows))
+
+
+class GatedMlp:
+    """`gate_up` [2 f, H], gate first, and `down` [H, f]: down(activation(gate) * up)."""
+
+    def __init__(self, gate_up: Tensor, down: Product, activation: str) -> None:
+        self.gate_up = Product(gate_up, activation="silu_mul" if activation == "silu" else "none")
+        self.down, self._activation = down, activation
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.gate_up, self.down
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        joint = self.gate_up(rows)
+        if self._activation == "silu":  # the product's own
+            return self.down(joint)
+        gate, up = joint.chunk(2, dim=-1)
+        return self.down(GATES[self._activation](gate) * up)
+
+
+class Mixture:
+    """A router [E, H], whole on every rank, and E gated MLPs, of each this shard's columns."""
+
+    def __init__(self, router: Tensor, mlps: list[GatedMlp], experts: Experts) -> None:
+        self.router, self.mlps, self._experts = router, mlps, experts
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return tuple(product for mlp in self.mlps for product in mlp.products)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Each row through its experts, weighted; an expert takes all of its rows at once."""
+        shares = F.linear(rows, self.router.to(rows.dtype)).softmax(-1, dtype=torch.float)
+        weights, chosen = shares.topk(self._experts.per_token, dim=-1)
+        if self._experts.is_normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        # who goes to which: rows by expert, those of one after the other, in their own order
+        experts, order = chosen.flatten().sort(stable=True)
+        counts = experts.bincount(minlength=self._experts.count).tolist()
+        out, first = torch.zeros_like(rows), 0
+        for mlp, count in zip(self.mlps, counts, strict=True):
+            if count:
+                places = order[first:first + count]
+                own = places // self._experts.per_token
+                share = weights.view(-1)[places].to(rows.dtype)
+                out.index_add_(0, own, mlp(rows[own]) * share[:, None])
+                first += count
+        return out
 
 
 class LayerWeights(NamedTuple):
@@ -33,6 +175,13 @@ class LayerWeights(NamedTuple):
     attended_norm: Norm | None = None
     output_norm: Norm | None = None
     head_norms: HeadNorms | None = None
+
+
+def read_norm(spec: ModelSpec, weights: WeightSource, name: str) -> Norm:
+    """A layer norm with a bias."""
+    size = (spec.hidden_size,)
+    return Norm(weights.get(f"{name}.weight", size), weights.get(f"{name}.bias", size),
+                spec.norm_eps)
 
 
 class DecoderLayer:
@@ -77,41 +226,44 @@ def _normed(hidden: Residual, norm: Norm | None) -> Tensor:
     return hidden.total() if norm is None else norm.of(hidden)
 
 
-class EndWeights(NamedTuple):
-    """None on the stages that do not hold them. Position p is row p + `position_offset`."""
-
-    tokens: Tensor | None
-    positions: Tensor | None
-    position_offset: int
-    norm: Norm | None
-    head: OutputHead | None
-
-
 class DecoderEnds:
     """Embeddings (first stage), rotary tables (every stage), final norm and head (last stage)."""
 
-    def __init__(self, spec: ModelSpec, weights: EndWeights) -> None:
-        self._spec, self.weights = spec, weights
-        self.embedding, self.head = weights.tokens, weights.head
-        self._rotaries = rotaries(spec)
-        # rounded as the embedding is, as in transformers; here, for a GPU would have to be waited
-        # for to take it
-        self._embedding_scale = spec.decoder.embedding_scale
-        if weights.tokens is not None:
-            self._embedding_scale = float(torch.tensor(self._embedding_scale,
-                                                       dtype=weights.tokens.dtype))
+    def __init__(self, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
+                 norm: str, shard: Shard = WHOLE, table: tuple[str, int] | None = None) -> None:
+        """`norm`: what a family's checkpoints call the last one; `table`: and that of learned
+        positions, with its row of position 0, where norms have biases too."""
+        self._spec, self._rotaries, self._scale = spec, rotaries(spec), spec.decoder.embedding_scale
+        self.embedding: Tensor | None = None
+        self.head: OutputHead | None = None
+        self.norm: Norm | None = None
+        self.positions: Tensor | None = None
+        name, self._offset = table or ("", 0)
+        if first:
+            self.embedding = embedding_weight(spec, weights)
+            # rounded as the embedding is, as in transformers; here, for a GPU would have to be
+            # waited for to take it
+            self._scale = float(torch.tensor(self._scale, dtype=self.embedding.dtype))
+        if first and table is not None:
+            assert spec.max_positions is not None, "a model with learned positions"
+            self.positions = weights.get(name, (spec.max_positions + self._offset,
+                                                 spec.hidden_size))
+        if last:
+            self.norm = read_norm(spec, weights, norm) if table is not None else Norm(rms_weight(
+                weights, norm, spec.hidden_size, adds_one=spec.decoder.norm_adds_one), None,
+                spec.norm_eps)
+            self.head = OutputHead(head_weight(spec, weights, self.embedding, shard))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [T], positions [T] -> hidden [T, H]."""
-        weights, scale = self.weights, self._embedding_scale
-        assert weights.tokens is not None, "only the first stage embeds"
-        hidden = F.embedding(tokens, weights.tokens)
-        if scale != 1.0:
-            hidden = hidden * scale
-        if weights.positions is None:
+        assert self.embedding is not None, "only the first stage embeds"
+        hidden = F.embedding(tokens, self.embedding)
+        if self._scale != 1.0:
+            hidden = hidden * self._scale
+        if self.positions is None:
             return hidden
-        at = positions + weights.position_offset if weights.position_offset else positions
-        return hidden + F.embedding(at, weights.positions)
+        at = positions + self._offset if self._offset else positions
+        return hidden + F.embedding(at, self.positions)
 
     def rotation(self, positions: Tensor) -> tuple[Rotation, ...]:
         """positions [T] -> what the layers rotate queries and keys by, by their `rotary`."""
@@ -119,14 +271,13 @@ class DecoderEnds:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> the model's last hidden states [n, H], which the head multiplies."""
-        assert self.weights.norm is not None, "only the last stage has the last norm"
-        return self.weights.norm(hidden)
+        assert self.norm is not None, "only the last stage has the last norm"
+        return self.norm(hidden)
 
     def scores(self, hidden: Tensor) -> Scores:
         """hidden [n, H] -> the logits [n, V_local] of this shard's share of the vocabulary."""
-        head, decoder = self.weights.head, self._spec.decoder
-        assert head is not None, "only the last stage has a head"
+        decoder = self._spec.decoder
+        assert self.head is not None, "only the last stage has a head"
         rows = self.normed(hidden)
-        scores = HeadScores(head, rows if decoder.logit_scale == 1.0 else
-                            rows * decoder.logit_scale)
-        return scores if decoder.logit_cap is None else CappedScores(scores, decoder.logit_cap)
+        return HeadScores(self.head, rows if decoder.logit_scale == 1.0 else
+                          rows * decoder.logit_scale, cap=decoder.logit_cap)

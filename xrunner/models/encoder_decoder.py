@@ -15,18 +15,17 @@ from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.policies import Role
 from xrunner.devices import on_device
-from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import (
     ENCODER_DECODER_CLASSES,
     StageModel,
     packed,
     residual,
 )
-from xrunner.models.weights import OnDevice, WeightSource, WideVectors
+from xrunner.models.weights import WHOLE, OnDevice, Shard, WeightSource, WideVectors
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import DecodeContext, Layers, encode_context, whole_inputs
-from xrunner.ops.head import Scores
 from xrunner.ops.linear import activations_of
+from xrunner.ops.output_head import Scores
 from xrunner.ops.rows import place
 
 

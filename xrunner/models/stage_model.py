@@ -1,6 +1,10 @@
-"""The slice of a model that one stage holds: its layers, and the ends where it has them."""
+"""The slice of a model that one stage holds: its layers, and the ends where it has them; and how
+the checkpoints of decoder-only families are read: OPT (positions offset by 2, ReLU) and GPT-2 and 3
+(GELU by tanh), with layer norms that have biases and learned positions, and gated decoders (Llama
+and what came after it)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,19 +13,209 @@ from torch import Tensor
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xrunner.models import bart, t5
-from xrunner.models.decoder import DecoderEnds, DecoderLayer
-from xrunner.models.gated import gated_ends, gated_layer
-from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
-from xrunner.models.opt import opt_ends, opt_layer
-from xrunner.models.shard import WHOLE, Shard
-from xrunner.models.weights import OnDevice, WeightSource, WideVectors
-from xrunner.ops.attention import Scoring, decode_attention, encode_attention
+from xrunner.checkpoint.layout import EXPERTS, norm_names
+from xrunner.models.cross import (
+    POSITION_OFFSET,
+    T5_SCORING,
+    BartReader,
+    CrossLayer,
+    EncoderLayer,
+    T5Reader,
+    bart_ends,
+    t5_ends,
+)
+from xrunner.models.decoder import (
+    DecoderEnds,
+    DecoderLayer,
+    GatedMlp,
+    HeadNorms,
+    LayerWeights,
+    Mixture,
+    Mlp,
+    Norm,
+    PlainMlp,
+    all_heads,
+    read_norm,
+    rms_weight,
+)
+from xrunner.models.rotary import element_order
+from xrunner.models.weights import WHOLE, OnDevice, Shard, TensorPart, WeightSource, WideVectors
+from xrunner.ops.attention import PLAIN, Scoring, decode_attention, encode_attention
 from xrunner.ops.contexts import DecodeContext, EncodeContext, Layers, Places
-from xrunner.ops.head import Scores
-from xrunner.ops.linear import activations_of
-from xrunner.ops.residual import Residual
-from xrunner.ops.rows import place
+from xrunner.ops.linear import Product, activations_of
+from xrunner.ops.output_head import Scores
+from xrunner.ops.rows import Residual, place
+
+opt_ends = partial(DecoderEnds, norm="model.decoder.final_layer_norm",
+                   table=("model.decoder.embed_positions.weight", POSITION_OFFSET))
+
+
+def opt_layer(spec: ModelSpec, weights: WeightSource, index: int,
+              shard: Shard = WHOLE) -> DecoderLayer:
+    """As in transformers' OPTDecoderLayer, with do_layer_norm_before: a decoder's layer of BART's
+    without its cross-attention."""
+    read = BartReader(spec, weights, "model.decoder", index, shard)
+    return DecoderLayer(spec, shard, index, LayerWeights(
+        input_norm=read.norm("self"), qkv=read.joint("self", "qkv"), out=read.output("self"),
+        mlp_norm=read.norm("mlp"), mlp=read.mlp()))
+
+
+gpt2_ends = partial(DecoderEnds, table=("wpe.weight", 0), norm="ln_f")
+
+
+def gpt2_layer(spec: ModelSpec, weights: WeightSource, index: int,
+               shard: Shard = WHOLE) -> DecoderLayer:
+    """Makes a layer that computes what transformers' GPT2Block does."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    prefix = f"h.{index}."
+
+    def columns(name: str, out: int, parts: list[TensorPart | None],
+                activation: str = "none") -> Product:
+        """`parts` of a product's columns: of the weight [H, out] and of the bias [out]."""
+        held = [weights.get(f"{prefix}{name}.weight", (hidden, out), p).t() for p in parts]
+        biases = [weights.get(f"{prefix}{name}.bias", (out,), _of_bias(p)) for p in parts]
+        return Product(torch.cat(held).contiguous(), torch.cat(biases), activation=activation)
+
+    def rows(name: str, into: int) -> Product:
+        weight = weights.get(f"{prefix}{name}.weight", (into, hidden), shard.part(0, into))
+        bias = weights.get(f"{prefix}{name}.bias", (hidden,)) if shard.is_first else None
+        return Product(weight.t().contiguous(), bias)
+
+    # a shard's heads lie in three places of the joint matrix: in query's, key's and value's
+    joint = [shard.part(1, hidden, first=i * hidden) for i in range(3)]
+    return DecoderLayer(spec, shard, index, LayerWeights(
+        input_norm=read_norm(spec, weights, f"{prefix}ln_1"),
+        qkv=columns("attn.c_attn", 3 * hidden, joint if shard.degree > 1 else [None]),
+        out=rows("attn.c_proj", hidden),
+        mlp_norm=read_norm(spec, weights, f"{prefix}ln_2"),
+        mlp=PlainMlp(columns("mlp.c_fc", inner, [shard.part(1, inner)], "gelu"),
+                     rows("mlp.c_proj", inner))))
+
+
+def _of_bias(columns: TensorPart | None) -> TensorPart | None:
+    return None if columns is None else TensorPart(0, columns.start, columns.stop)
+
+
+class _Reader:
+    """Reads one layer's weights: rank `shard` of `model.layers.i`."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightSource, index: int, shard: Shard) -> None:
+        self._spec, self._weights, self._shard = spec, weights, shard
+        self._prefix, self._order = f"model.layers.{index}.", element_order(spec)
+
+    def layer(self) -> LayerWeights:
+        names = norm_names(self._spec)
+        return LayerWeights(
+            qkv=self._qkv(), out=self._out(), mlp=self._mlp(), head_norms=self._head_norms(),
+            **{role: Norm(self._norm(name), None, self._spec.norm_eps)
+               for role, name in names.items()})
+
+    def _norm(self, name: str) -> Tensor:
+        return rms_weight(self._weights, self._prefix + name, self._spec.hidden_size,
+                          adds_one=self._spec.decoder.norm_adds_one)
+
+    def _columns(self, name: str, *shape: int, first: int = 0, size: int | None = None) -> Tensor:
+        """This shard's rows of a weight or bias (columns of the product); of the `size` of them
+        from `first` on, where several are stored as one."""
+        part = self._shard.part(0, size or shape[0], first=first)
+        if part is None and size is not None:
+            part = TensorPart(0, first, first + size)
+        return self._weights.get(self._prefix + name, shape, part)
+
+    def _rows(self, name: str, *shape: int) -> Tensor:
+        return self._weights.get(self._prefix + name, shape, self._shard.part(1, shape[1]))
+
+    def _qkv(self) -> Product:
+        spec, hidden = self._spec, self._spec.hidden_size
+        width, kv_width = spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        sizes = {"q": width, "k": kv_width, "v": kv_width}
+        parts, biases, first = [], [], 0
+        for name, size in sizes.items():
+            if spec.decoder.is_fused:
+                weight = self._columns("self_attn.qkv_proj.weight", sum(sizes.values()), hidden,
+                                       first=first, size=size)
+                first += size
+            else:
+                weight = self._columns(f"self_attn.{name}_proj.weight", size, hidden)
+            parts.append(self._ordered(weight) if name != "v" else weight)
+            if spec.qkv_bias:
+                bias = self._columns(f"self_attn.{name}_proj.bias", size)
+                biases.append(self._ordered(bias) if name != "v" else bias)
+        # one product instead of three: fewer, larger kernels at small batches
+        return Product(torch.cat(parts), torch.cat(biases) if biases else None)
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        """Rows of heads' elements [h d, ...] in the order in which they are rotated."""
+        if self._order is None:
+            return rows
+        heads = rows.view(-1, self._spec.head_dim, *rows.shape[1:])
+        return heads[:, self._order.to(rows.device)].reshape(rows.shape)
+
+    def _head_norms(self) -> HeadNorms | None:
+        spec, kind, name = self._spec, self._spec.decoder.qk_norm, "self_attn.{}_norm"
+        if not kind:
+            return None
+        dim, shard, counts = spec.head_dim, self._shard, (spec.num_heads, spec.kv_heads)
+        sides = [(self._prefix + name.format(side), count)
+                 for side, count in zip("qk", counts, strict=True)]
+        if kind == "head":
+            weight = torch.cat([
+                rms_weight(self._weights, own, dim, adds_one=spec.decoder.norm_adds_one
+                           ).expand(shard.share(count), dim) for own, count in sides])
+            return HeadNorms(self._heads_ordered(weight), spec.norm_eps)
+        weight = torch.cat([all_heads(self._weights, own, count, dim, shard)
+                            for own, count in sides])
+        return HeadNorms(self._heads_ordered(weight), spec.norm_eps,
+                         over=(counts[0] * dim, counts[1] * dim),
+                         sums=None if shard.degree == 1 else shard.exact_sum)
+
+    def _heads_ordered(self, weight: Tensor) -> Tensor:
+        """[heads, d]"""
+        return weight if self._order is None else weight[:, self._order.to(weight.device)]
+
+    def _out(self) -> Product:
+        spec, width = self._spec, self._spec.num_heads * self._spec.head_dim
+        has_bias = spec.out_bias and self._shard.is_first
+        bias = self._weights.get(f"{self._prefix}self_attn.o_proj.bias",
+                                 (spec.hidden_size,)) if has_bias else None
+        return Product(self._rows("self_attn.o_proj.weight", spec.hidden_size, width), bias)
+
+    def _mlp(self) -> Mlp:
+        spec, hidden, inner = self._spec, self._spec.hidden_size, self._spec.intermediate_size
+        if spec.decoder.experts is not None:
+            return self._mixture()
+        if spec.decoder.is_fused:
+            name = "mlp.gate_up_proj.weight"
+            gate_up = torch.cat([self._columns(name, 2 * inner, hidden, first=first, size=inner)
+                                 for first in (0, inner)])
+        else:
+            gate_up = torch.cat([self._columns(f"mlp.{name}_proj.weight", inner, hidden)
+                                 for name in ("gate", "up")])
+        down = Product(self._rows("mlp.down_proj.weight", hidden, inner))
+        return GatedMlp(gate_up, down, spec.activation)
+
+    def _mixture(self) -> Mixture:
+        experts, hidden = self._spec.decoder.experts, self._spec.hidden_size
+        assert experts is not None
+        names = EXPERTS[experts.names]
+        router = self._weights.get(f"{self._prefix}{names.router}.weight", (experts.count, hidden))
+        mlps = []
+        for index in range(experts.count):
+            gate, up, down = (f"{names.expert.format(index)}.{name}.weight"
+                              for name in (names.gate, names.up, names.down))
+            joint = torch.cat([self._columns(name, experts.inner, hidden) for name in (gate, up)])
+            mlps.append(GatedMlp(joint, Product(self._rows(down, hidden, experts.inner)),
+                                 self._spec.activation))
+        return Mixture(router, mlps, experts)
+
+
+def gated_layer(spec: ModelSpec, weights: WeightSource, index: int,
+                shard: Shard = WHOLE) -> DecoderLayer:
+    """As in transformers' decoder layer of the family."""
+    return DecoderLayer(spec, shard, index, _Reader(spec, weights, index, shard).layer())
+
+
+gated_ends = partial(DecoderEnds, norm="model.norm")
 
 
 class Family(NamedTuple):
@@ -39,23 +233,22 @@ FAMILIES: dict[str, Family] = {
 
 
 class EncoderDecoder(NamedTuple):
-    """The classes of an encoder-decoder family, whose two kinds of layer are called differently,
-    and how the scores of all its attention are made."""
+    """How an encoder-decoder family's layers and ends of either side are read, and the scores of
+    all its attention made."""
 
     scoring: Scoring
-    encoder_layer: Any
-    encoder_ends: Any
-    decoder_layer: Any
-    decoder_ends: Any
+    encoder_layer: Callable[[ModelSpec, WeightSource, int, Shard], EncoderLayer]
+    encoder_ends: Callable[..., Any]  # CrossEnds
+    decoder_layer: Callable[[ModelSpec, WeightSource, int, Shard], CrossLayer]
+    decoder_ends: Callable[..., Any]
 
 
 # Executed by xrunner.models.encoder_decoder.
 ENCODER_DECODER_CLASSES: dict[str, EncoderDecoder] = {
-    "t5": EncoderDecoder(t5.SCORING, t5.T5EncoderLayer, t5.T5EncoderEnds, t5.T5DecoderLayer,
-                         t5.T5DecoderEnds),
-    "bart": EncoderDecoder(bart.SCORING, bart.BartEncoderLayer, bart.BartEncoderEnds,
-                           bart.BartDecoderLayer, bart.BartDecoderEnds),
-}
+    name: EncoderDecoder(scoring, partial(EncoderLayer, reader), partial(ends, "encoder"),
+                         partial(CrossLayer, reader), partial(ends, "decoder"))
+    for name, scoring, reader, ends in (("t5", T5_SCORING, T5Reader, t5_ends),
+                                        ("bart", PLAIN, BartReader, bart_ends))}
 
 
 PIECE_TOKENS = 2080  # as many as XProfiler's largest usual encode step

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from xrunner.ops import cuda_modules, invariant
-from xrunner.ops.contexts import Cache, DecodeContext, EncodeContext, Places, rows_of
-from xrunner.ops.cuda import MAX_DIM, CudaOps, DistanceBias
-from xrunner.ops.native import check, dtype_code, library, serves, threads
+from xrunner.ops import invariant
+from xrunner.ops.contexts import Cache, DecodeContext, DistanceBias, EncodeContext, Places, rows_of
+from xrunner.ops.cpu.native import check, dtype_code, library, serves, threads
+from xrunner.ops.cuda import cuda_modules
+from xrunner.ops.cuda.kernels import MAX_DIM, CudaOps
 
 
 class Scoring(NamedTuple):
@@ -41,16 +42,8 @@ _NO_WEIGHT = -1e30
 _FLASH_FLOPS = 2**29
 
 
-class Distances(NamedTuple):
-    """A score's bias by the key's position less the query's: table [h, width] float32, whose column
-    `center` is of distance 0."""
-
-    table: Tensor
-    center: int
-
-
 def decode_attention(query: Tensor, cache: Cache, step: DecodeContext,
-                     scoring: Scoring = PLAIN, bias: Distances | None = None) -> Tensor:
+                     scoring: Scoring = PLAIN, bias: DistanceBias | None = None) -> Tensor:
     """One token of each of n queries against its own entries, the last of which is its own.
 
     query [n, h, d], rows contiguous. Returns [n, h * d].
@@ -67,7 +60,7 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext,
     if (gpu := _cuda(query, keys)) is not None:
         return gpu.decode_attention(
             query, cache, step.blocks, step.lengths, scale,
-            None if bias is None else DistanceBias(*bias)).flatten(1)
+            bias).flatten(1)
     if not _is_native(query, keys):
         if step.in_blocks:
             return _by_rows(query, cache, step, Scoring(scale), bias)
@@ -88,17 +81,17 @@ def _decode_threads() -> int:
     return 1 if invariant.is_asked() else threads()
 
 
-def _window_bias(heads: int, window: int, longest: int, device: torch.device) -> Distances:
+def _window_bias(heads: int, window: int, longest: int, device: torch.device) -> DistanceBias:
     """That leaves entries farther than a window out of account: a score that low has no weight
     beside the token's own. Not an infinity, which the kernels would subtract from itself where it
     is the largest score so far."""
     table = torch.zeros(heads, longest, device=device)
     table[:, :longest - window] = _NO_WEIGHT
-    return Distances(table, longest - 1)
+    return DistanceBias(table, longest - 1)
 
 
 def _masked_decode(query: Tensor, cache: Cache, step: DecodeContext, scale: float,
-                   bias: Distances | None) -> Tensor:
+                   bias: DistanceBias | None) -> Tensor:
     """By torch. What lies between the slots is read along and dropped: gathering the rows would
     copy them all."""
     n, heads, dim = query.shape
@@ -112,7 +105,7 @@ def _masked_decode(query: Tensor, cache: Cache, step: DecodeContext, scale: floa
     mask = step.mask(query.dtype)
     if bias is not None:
         distances = torch.arange(step.longest, device=mask.device) - step.positions[:, None]
-        own = bias.table[:, (distances + bias.center).clamp(max=bias.table.shape[1] - 1)]
+        own = bias.values[:, (distances + bias.center).clamp(max=bias.values.shape[1] - 1)]
         added = mask.new_zeros(step.width, heads, 1, step.longest)
         added[step.slots] = own.transpose(0, 1)[:, :, None, :].to(mask.dtype)
         mask = (mask + added).view(step.width, kv_heads, -1, step.longest)
@@ -122,7 +115,7 @@ def _masked_decode(query: Tensor, cache: Cache, step: DecodeContext, scale: floa
 
 
 def _by_rows(query: Tensor, cache: Cache, step: DecodeContext, scoring: Scoring,
-             bias: Distances | None) -> Tensor:
+             bias: DistanceBias | None) -> Tensor:
     """By torch, of entries copied into rows. A block that another query has left may hold what is
     no number, which a masked score would still multiply."""
     n, heads, dim = query.shape
@@ -135,7 +128,7 @@ def _by_rows(query: Tensor, cache: Cache, step: DecodeContext, scoring: Scoring,
                     for part in rows_of(cache, step.blocks, step.longest))
     if bias is not None:
         distances = at - step.positions[:, None]
-        own = bias.table[:, (distances + bias.center).clamp(max=bias.table.shape[1] - 1)]
+        own = bias.values[:, (distances + bias.center).clamp(max=bias.values.shape[1] - 1)]
         added = own.transpose(0, 1)[:, :, None, :].to(mask.dtype)
         mask = (mask + added).view(n, kv_heads, -1, step.longest)
     out = _attended(query.reshape(n, kv_heads, heads // kv_heads, dim), keys, values, mask, scoring)
@@ -232,7 +225,7 @@ def in_a_word(tokens: int, entries: int) -> Tensor:
 
 
 def packed_attention(joint: Tensor, heads: int, lengths: Sequence[int], scale: float | None = None,
-                     bias: Distances | None = None) -> Tensor:
+                     bias: DistanceBias | None = None) -> Tensor:
     """Every token of an input attends to all of that input (an encoder); inputs are packed.
 
     joint [T, 3 h d]: query, key, value of each token; `scale` None: 1 / sqrt(d). Returns
@@ -255,13 +248,13 @@ def packed_attention(joint: Tensor, heads: int, lengths: Sequence[int], scale: f
 
 
 def _packed_by_input(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
-                     scale: float | None, bias: Distances | None) -> Tensor:
+                     scale: float | None, bias: DistanceBias | None) -> Tensor:
     outs, heads = [], query.shape[1]
     for length, end in zip(lengths, accumulate(lengths), strict=True):
         here, mask = slice(end - length, end), None
         if bias is not None:
             at = torch.arange(length, device=query.device)
-            mask = bias.table[:, at[None, :] - at[:, None] + bias.center].to(query.dtype).view(
+            mask = bias.values[:, at[None, :] - at[:, None] + bias.center].to(query.dtype).view(
                 heads, 1, length, length)
         outs.append(_attend_one(query[here], key[here].transpose(0, 1),
                                 value[here].transpose(0, 1), mask, Scoring(scale)))
@@ -307,8 +300,9 @@ def _are_plain(query: Tensor, keys: Tensor) -> bool:
             and query.stride(1) == query.shape[2])
 
 
-def _addresses(bias: Distances | None) -> tuple[int | None, int, int]:
+def _addresses(bias: DistanceBias | None) -> tuple[int | None, int, int]:
     if bias is None:
         return None, 0, 0
-    assert bias.table.is_contiguous() and bias.table.dtype == torch.float32, f"{bias.table.dtype}"
-    return bias.table.data_ptr(), bias.table.shape[1], bias.center
+    values = bias.values
+    assert values.is_contiguous() and values.dtype == torch.float32, f"{values.dtype = }"
+    return values.data_ptr(), values.shape[1], bias.center

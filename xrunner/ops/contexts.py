@@ -31,6 +31,14 @@ def layers_of(store: Tensor) -> list[Cache]:
     return [(keys, values) for keys, values in store]
 
 
+class DistanceBias(NamedTuple):
+    """Added to a scaled score by the position of its key less its token's, which is 0 at `center`:
+    `values` [h, width] float32. What is farther away than it reaches has its farthest's."""
+
+    values: Tensor
+    center: int
+
+
 class Places(NamedTuple):
     """Where a step's tokens go in the cache: token t to slots[t], positions[t], each [T] int64; of
     entries that lie in blocks, a slot is a block, and a position that within it."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
-from xrunner.ops.native import library
+from xrunner.ops.cpu.native import library
 
 _TILES = (32, 16, 8, 4, 2, 1)  # rows; larger ones are quicker where many are computed
 _TRIALS = 3

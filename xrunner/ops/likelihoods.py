@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from xrunner.devices import on_device
-from xrunner.models.shard import Shard
-from xrunner.ops.head import Scores
+from xrunner.models.weights import Shard
+from xrunner.ops.output_head import Scores
 from xrunner.query import Sampling, TokenLikelihood
 
 # Logits of so many rows are in memory at a time: of 150,000 tokens 154 MB.
@@ -90,6 +90,12 @@ def packed(tokens: Tensor, told: Sequence[Tensor | None]) -> Tensor:
                           dtype=torch.float32).flatten()
     return torch.cat([tokens.float(), on_device(header, tokens.device),
                       *(one.flatten() for one in told if one is not None)])
+
+
+def as_row(one: TokenLikelihood) -> Tensor:
+    """[1, 1 + 2 top], as `likelihoods` has it."""
+    return torch.tensor([[one.logprob, *(token for token, _ in one.top),
+                          *(value for _, value in one.top)]])
 
 
 class Told(NamedTuple):

@@ -16,9 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xrunner.ops import invariant
-from xrunner.ops.int8 import Int8Weight
-from xrunner.ops.mkl import MklWeight, is_mkl_served
-from xrunner.ops.pairs import PairsWeight, is_pairs_served
+from xrunner.ops.cpu.products import (
+    Int8Weight,
+    MklWeight,
+    PairsWeight,
+    is_mkl_served,
+    is_pairs_served,
+)
 from xrunner.ops.rows import silu_mul
 
 _PACKED = torch.ops.mkldnn

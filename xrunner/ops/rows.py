@@ -3,15 +3,16 @@
 The native operators (csrc/ops/cpu/rows.cpp) serve where they can, else torch.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xrunner.ops import cuda_modules
 from xrunner.ops.contexts import Places
-from xrunner.ops.native import check, dtype_code, library, serves, threads
+from xrunner.ops.cpu.native import check, dtype_code, library, serves, threads
+from xrunner.ops.cuda import cuda_modules
 
 
 class Rotation(NamedTuple):
@@ -123,3 +124,43 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 
 def _is_native(tensor: Tensor) -> bool:
     return serves(tensor) and tensor.is_contiguous()
+
+
+AllReduce = Callable[[Tensor], Tensor]
+
+
+class Residual:
+    """hidden [T, H], which changes in place, and a product that is still to be added to it: the
+    next norm does both in one pass over the rows."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        """`hidden` belongs to the stream from now on."""
+        self._hidden = hidden
+        self._added: Tensor | None = None
+
+    def add(self, product: Tensor, all_reduce: AllReduce | None = None) -> None:
+        """product [T, H]; `all_reduce` sums it over a tensor-parallel group first, None: this rank
+        has all of it."""
+        self.total()
+        self._added = product if all_reduce is None else all_reduce(product)
+
+    def rms_norm(self, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(self._hidden, weight, eps, self._taken())
+
+    def layer_norm(self, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return layer_norm(self._hidden, weight, bias, eps, self._taken())
+
+    def total(self) -> Tensor:
+        """hidden [T, H] with everything added."""
+        added = self._taken()
+        return self._hidden if added is None else self._hidden.add_(added)
+
+    def become(self, rows: Tensor) -> None:
+        """`rows` [T, H], which belong to the stream from now on, are what goes on; of a norm that
+        is of the sum."""
+        assert self._added is None, "something is still to be added"
+        self._hidden = rows
+
+    def _taken(self) -> Tensor | None:
+        added, self._added = self._added, None
+        return added

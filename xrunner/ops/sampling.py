@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from xrunner.devices import on_device
-from xrunner.models.shard import Shard
-from xrunner.ops.head import BestTokens, Scores
+from xrunner.models.weights import Shard
+from xrunner.ops.output_head import BestTokens, Scores
 from xrunner.query import Sampling
 
 NOT_FINITE = -1  # in a token's place: its logits are no numbers, or infinite

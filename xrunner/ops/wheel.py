@@ -2,7 +2,7 @@
 as xrunner/csrc/, with the library compiled from it. For a checkout that is installed as it lies
 (`pip install -e`) the library is compiled into the user's cache, under the name by which runs look
 for it, so that the first of them compiles nothing. Without a compiler there is none, and the runner
-compiles one where it can (xrunner.ops.native).
+compiles one where it can (xrunner.ops.cpu.native).
 
 setuptools loads this file alone, before anything of this project can be imported.
 """

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xgpt.core.controls import EvenBatches
-from xgpt.core.job import Adjustment
+from xgpt.core.controls import Adjustment, EvenBatches
 
 # Small enough that uneven batches no longer hold up a pipeline, large enough that most batches of
 # ordinary size are left as they are.

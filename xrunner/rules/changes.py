@@ -4,8 +4,7 @@ Caches are sized once, for the schedule that a run begins with. RRA's have room 
 (`RraRule.make_room`); the others' limits may fall, and rise again to what they were. Of copies of
 several shapes each shape's rules change by themselves (`OfShapes`)."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from xgpt.core.policies import policy
@@ -15,8 +14,6 @@ from xrunner.rules.rra import PhaseControls, phase_controls
 from xrunner.rules.waa import SystemLimits
 
 Changes = PhaseControls | SystemLimits | StepLimits
-_KINDS: Mapping[str, type[Changes]] = {
-    kind.__name__: kind for kind in (PhaseControls, SystemLimits, StepLimits)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +51,3 @@ def changes_of(estimate: Estimate, *, slots: int, kv_tokens: int | None = None) 
         return phase_controls(estimate, slots=slots, kv_tokens=kv_tokens)
     limits: Changes = row.load("limits")(estimate)
     return limits
-
-
-def to_json(changes: Changes | OfShapes) -> dict[str, Any]:
-    if isinstance(changes, OfShapes):
-        return {"kind": OfShapes.__name__,
-                "own": [None if one is None else to_json(one) for one in changes.own]}
-    return {"kind": type(changes).__name__, **asdict(changes)}
-
-
-def from_json(values: Mapping[str, Any]) -> Changes | OfShapes:
-    """What `to_json` made of it."""
-    if values["kind"] == OfShapes.__name__:
-        return OfShapes(tuple(None if one is None else _from_json(one) for one in values["own"]))
-    return _from_json(values)
-
-
-def _from_json(values: Mapping[str, Any]) -> Changes:
-    own = dict(values)
-    return _KINDS[own.pop("kind")](**own)

@@ -13,7 +13,7 @@ from functools import partial
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, ReserveFacts, Step, StepKind, take_last
+from xrunner.rules.steps import Admitted, KvBudget, ReserveFacts, Step, kind_of, take_last
 
 
 class Turns:
@@ -69,43 +69,51 @@ def step_limits(estimate: Estimate) -> StepLimits:
     return StepLimits(max_active=controls.max_active, token_budget=controls.token_budget)
 
 
-class OrcaRule:
-    """MIXED steps; ENCODE where no query is active yet, DECODE where none waits or has room."""
+class ContinuousRule:
+    """What ORCA's rule shares with those over paged KV (xrunner.rules.paged)."""
 
     needs_tokens = True
     slot_use = SlotUse.REUSED
 
-    def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int) -> None:
-        """`max_active` and `kv_tokens` bound all groups together."""
-        self.num_groups = num_groups
-        self.group_kv_tokens = kv_tokens // num_groups
-        self._slots = slot_shares(max_active, num_groups)
-        self._waiting: deque[tuple[int, int]] = deque()
-        self.take_back = partial(take_last, self._waiting)
-        self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
-        self._reserved = [0] * num_groups
-        self._group_of: dict[int, int] = {}
-        self._turns = Turns(num_groups)
-        self._most = max_active
+    def __init__(self, num_groups: int, max_active: int, token_budget: int = 0) -> None:
+        """`max_active` bounds all groups together, `token_budget` one step (0: nothing does)."""
+        self.num_groups, self.token_budget = num_groups, token_budget
+        self.turns, self.waiting = Turns(num_groups), deque[tuple[int, int]]()  # (query, tokens)
+        self.take_back = partial(take_last, self.waiting)
+        self.slots = slot_shares(max_active, num_groups)
+        self._most = StepLimits(max_active=max_active, token_budget=token_budget)
 
     @property
     def group_max_active(self) -> int:
-        return slot_shares(self._most, self.num_groups)[0]
+        return slot_shares(self._most.max_active, self.num_groups)[0]
 
     @property
     def next_phase(self) -> int:
         """The first step of the group whose turn it is that a change can still be made for."""
-        return self._turns.next_step
+        return self.turns.next_step
 
     def change(self, controls: StepLimits, *, phase: int) -> None:
         """These hold from now on. Queries at work stay: where they are more than may be, none
         joins until enough have ended. No limit may exceed that of the beginning."""
-        assert self.num_groups <= controls.max_active <= self._most, f"{controls = } {phase = }"
-        self._slots = slot_shares(controls.max_active, self.num_groups)
+        budget, most = controls.token_budget or 0, self._most.token_budget or 0
+        assert self.num_groups <= controls.max_active <= self._most.max_active, f"{controls = }"
+        assert not most or 1 <= budget <= most, f"{controls = } {phase = }"
+        self.token_budget = budget
+        self.slots = slot_shares(controls.max_active, self.num_groups)
+
+
+class OrcaRule(ContinuousRule):
+    """MIXED steps; ENCODE where no query is active yet, DECODE where none waits or has room."""
+
+    def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int) -> None:
+        """`kv_tokens` bound all groups together."""
+        super().__init__(num_groups, max_active)
+        self.group_kv_tokens = kv_tokens // num_groups
+        self._admitted = Admitted(num_groups)
 
     @property
     def reserved_tokens(self) -> int:
-        return sum(self._reserved)
+        return sum(self._admitted.reserved)
 
     @property
     def kv_budget(self) -> KvBudget:
@@ -114,44 +122,37 @@ class OrcaRule:
     @property
     def facts(self) -> ReserveFacts | None:
         """None of a rule that has begun."""
-        if self._waiting or self._group_of or self._turns.group or self._turns.next_step:
+        if self.waiting or self._admitted.group_of or self.turns.group or self.turns.next_step:
             return None
-        return ReserveFacts(group_kv_tokens=self.group_kv_tokens, slots=tuple(self._slots))
+        return ReserveFacts(group_kv_tokens=self.group_kv_tokens, slots=tuple(self.slots))
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.group_kv_tokens:
             return False
-        self._waiting.append((query, reserve_tokens))
+        self.waiting.append((query, reserve_tokens))
         return True
 
     def next_group(self) -> int | None:
-        return self._turns.find(lambda group: bool(self._active[group] or self._waiting))
+        return self.turns.find(lambda group: bool(self._admitted.active[group] or self.waiting))
 
     def decide(self) -> Step | None:
-        group = self._turns.group
-        is_decode = bool(self._active[group])
+        group = self.turns.group
+        is_decode = bool(self._admitted.active[group])
         joined = self._admit(group)
-        number = self._turns.end()
+        number = self.turns.end()
         if not is_decode and not joined:
             return None
-        kind = StepKind.ENCODE if not is_decode else StepKind.MIXED if joined else StepKind.DECODE
-        return Step(kind=kind, group=group, phase=number, iteration=int(is_decode), joined=joined)
+        return Step(kind=kind_of(is_decode, joined), group=group, phase=number,
+                    iteration=int(is_decode), joined=joined)
 
     def finish(self, query: int) -> None:
-        group = self._group_of.pop(query)
-        self._reserved[group] -= self._active[group].pop(query)
+        self._admitted.finish(query)
 
     def _admit(self, group: int) -> tuple[int, ...]:
-        if not self._waiting or len(self._active[group]) >= self._slots[group]:
-            return ()
-        query, reserve = self._waiting[0]
-        if self._reserved[group] + reserve > self.group_kv_tokens:
+        if not self.waiting or not self._admitted.admit(
+                group, *self.waiting[0], self.slots[group], self.group_kv_tokens):
             return ()  # keep the input's order: a smaller query behind does not overtake
-        self._waiting.popleft()
-        self._active[group][query] = reserve
-        self._reserved[group] += reserve
-        self._group_of[query] = group
-        return (query,)
+        return (self.waiting.popleft()[0],)
 
 
 def orca_rule(estimate: Estimate) -> OrcaRule:

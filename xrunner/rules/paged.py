@@ -7,7 +7,6 @@ be encoded again: its input and what it generated so far. Groups as in xrunner.r
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +14,8 @@ from typing import NamedTuple
 
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
-from xrunner.rules.iteration import StepLimits, Turns, slot_shares
-from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, take_last
+from xrunner.rules.iteration import ContinuousRule
+from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, kind_of
 
 BLOCK_TOKENS = 16
 WATERMARK = 0.01  # share of the blocks that admission leaves free, against evictions right after
@@ -116,55 +114,31 @@ class _PagedGroup:
         return query, self.leave(query) + 1  # its latest token was not in the cache yet
 
 
-class PagedRule:
+class PagedRule(ContinuousRule):
     """Waiting queries and groups of blocks. The two kinds of batching differ in what a group whose
     turn it is does."""
 
-    needs_tokens = evicts = True
-    slot_use = SlotUse.REUSED
+    evicts = True
 
     def __init__(self, decide: Callable[[PagedRule, int], Step | None], *, num_groups: int,
                  max_active: int, kv_tokens: int, token_budget: int) -> None:
-        """`decide` says what the group whose turn it is does; `max_active` and `kv_tokens` bound
-        all groups together, `token_budget` one step."""
+        """`decide` says what the group whose turn it is does; `kv_tokens` bound all groups
+        together."""
         assert token_budget >= 1, f"{token_budget = }"
-        self.num_groups, self.token_budget = num_groups, token_budget
-        self.turns, self.waiting = Turns(num_groups), deque[tuple[int, int]]()  # (query, tokens)
-        self.take_back = partial(take_last, self.waiting)
+        super().__init__(num_groups, max_active, token_budget)
         self._decide = decide
-        self._slots = slot_shares(max_active, num_groups)
-        self._most = StepLimits(max_active=max_active, token_budget=token_budget)
         num_blocks = kv_tokens // num_groups // BLOCK_TOKENS
         self.groups = [_PagedGroup(num_blocks) for _ in range(num_groups)]
         self._group_of: dict[int, _PagedGroup] = {}
         self._held = 0  # blocks, over all groups
 
     @property
-    def group_max_active(self) -> int:
-        return slot_shares(self._most.max_active, self.num_groups)[0]
-
-    @property
-    def next_phase(self) -> int:
-        """The first step of the group whose turn it is that a change can still be made for."""
-        return self.turns.next_step
-
-    @property
     def facts(self) -> PagedFacts:
         """What decides all that it will do."""
         return PagedFacts(
-            slots=tuple(self._slots), num_blocks=self.groups[0].num_blocks,
+            slots=tuple(self.slots), num_blocks=self.groups[0].num_blocks,
             left_free=self.groups[0].left_free, token_budget=self.token_budget,
             is_chunked=self._decide is _decode_and_chunks)
-
-    def change(self, controls: StepLimits, *, phase: int) -> None:
-        """These hold from now on. Queries at work stay: where they are more than may be, none
-        joins until enough have ended. No limit may exceed that of the beginning."""
-        budget, most = controls.token_budget, self._most.token_budget
-        assert self.num_groups <= controls.max_active <= self._most.max_active, f"{controls = }"
-        assert budget is not None and most is not None and 1 <= budget <= most, f"{controls = }"
-        assert phase >= 0, f"{phase = }"
-        self.token_budget = budget
-        self._slots = slot_shares(controls.max_active, self.num_groups)
 
     @property
     def reserved_tokens(self) -> int:
@@ -199,7 +173,7 @@ class PagedRule:
     def can_admit(self, index: int) -> bool:
         """Whether the first waiting query may join this group now."""
         group = self.groups[index]
-        return (bool(self.waiting) and group.num_present < self._slots[index]
+        return (bool(self.waiting) and group.num_present < self.slots[index]
                 and group.has_room(self.waiting[0][1]))
 
     def admit(self, group: _PagedGroup) -> tuple[int, int]:
@@ -272,9 +246,9 @@ def _decode_and_chunks(rule: PagedRule, index: int) -> Step | None:
             joined.append(begun.query)
     if not is_decode and not chunks:
         return None
-    kind = StepKind.ENCODE if not is_decode else StepKind.MIXED if chunks else StepKind.DECODE
-    return Step(kind=kind, group=index, phase=number, iteration=int(is_decode),
-                joined=tuple(joined), chunks=tuple(chunks), evicted=evicted)
+    return Step(kind=kind_of(is_decode, chunks), group=index, phase=number,
+                iteration=int(is_decode), joined=tuple(joined), chunks=tuple(chunks),
+                evicted=evicted)
 
 
 vllm = partial(PagedRule, _encode_or_decode)

@@ -22,7 +22,16 @@ from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 from xrunner.rules.chunks import PhaseChunks
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, ReserveFacts, Step, StepKind, Waiting, take_last
+from xrunner.rules.steps import (
+    Admitted,
+    KvBudget,
+    ReserveFacts,
+    Step,
+    StepKind,
+    Waiting,
+    kind_of,
+    take_last,
+)
 
 UNEVEN = EvenBatches()  # batches as queries come
 
@@ -39,31 +48,6 @@ class PhaseControls:
     group_kv_tokens: int
     target_active: float = 0.0
     encode_chunk: int = 0
-
-
-class _Admitted:
-    """The queries that are begun, by group, and the tokens of KV that each reserves."""
-
-    def __init__(self, num_groups: int) -> None:
-        self.active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
-        self.reserved = [0] * num_groups
-        self.group_of: dict[int, int] = {}
-
-    def admit(self, group: int, controls: PhaseControls, waiting: Waiting) -> bool:
-        """The query is active from now on, if the group's limits allow it."""
-        query, reserve, _ = waiting
-        active = self.active[group]
-        if (len(active) >= controls.group_max_active
-                or self.reserved[group] + reserve > controls.group_kv_tokens):
-            return False
-        active[query] = reserve
-        self.reserved[group] += reserve
-        self.group_of[query] = group
-        return True
-
-    def finish(self, query: int) -> None:
-        group = self.group_of.pop(query)
-        self.reserved[group] -= self.active[group].pop(query)
 
 
 class RraRule:
@@ -93,7 +77,7 @@ class RraRule:
         self._sizer = sizer_of(even)
         self._waiting: deque[Waiting] = deque()
         self.take_back = partial(take_last, self._waiting)
-        self._admitted = _Admitted(num_groups)
+        self._admitted = Admitted(num_groups)
         self._changes: deque[tuple[int, PhaseControls]] = deque()  # to come: (from phase, new)
         self._phase = 0
         self._first_iteration = int(encode_chunk > 0)  # 0: the encode round of a phase
@@ -148,10 +132,15 @@ class RraRule:
         if self._chunks is not None:
             return self._decide_mixed(self._chunks)
         kind, group = StepKind.DECODE if self._iteration else StepKind.ENCODE, self._group
-        joined = self._admit(group) if kind is StepKind.ENCODE else ()
-        has_work = bool(joined) if kind is StepKind.ENCODE else bool(self._admitted.active[group])
+        joined, has_work = list[int](), bool(self._admitted.active[group])
+        if kind is StepKind.ENCODE:
+            for _ in range(self._wanted(group)):
+                if not self._has_admitted(group, self._waiting[0]):
+                    break  # keep the input's order: a smaller query behind does not overtake
+                joined.append(self._waiting.popleft().query)
+            has_work = bool(joined)
         step = Step(kind=kind, group=group, phase=self._phase, iteration=self._iteration,
-                    joined=joined) if has_work else None
+                    joined=tuple(joined)) if has_work else None
         self._advance()
         return step
 
@@ -173,22 +162,16 @@ class RraRule:
                     chunks.deal(each, [self._waiting.popleft() for _ in range(self._wanted(each))])
             chunks.begin_phase(self.controls.decode_iterations)
         is_decode = len(self._admitted.active[group]) > chunks.num_begun(group)
-        encoded, joined = chunks.take(group, iteration, partial(
-            self._admitted.admit, group, self.controls))
-        kind = StepKind.DECODE if not encoded else (
-            StepKind.MIXED if is_decode else StepKind.ENCODE)
-        step = Step(kind=kind, group=group, phase=self._phase, iteration=iteration, joined=joined,
+        encoded, joined = chunks.take(group, iteration, partial(self._has_admitted, group))
+        step = Step(kind=kind_of(is_decode, encoded), group=group, phase=self._phase,
+                    iteration=iteration, joined=joined,
                     chunks=encoded) if is_decode or encoded else None
         self._advance()
         return step
 
-    def _admit(self, group: int) -> tuple[int, ...]:
-        joined = []
-        for _ in range(self._wanted(group)):
-            if not self._admitted.admit(group, self.controls, self._waiting[0]):
-                break  # keep the input's order: a smaller query behind does not overtake
-            joined.append(self._waiting.popleft().query)
-        return tuple(joined)
+    def _has_admitted(self, group: int, waiting: Waiting) -> bool:
+        return self._admitted.admit(group, waiting.query, waiting.reserve,
+                                    self.controls.group_max_active, self.controls.group_kv_tokens)
 
     def _wanted(self, group: int) -> int:
         """How many of those who wait the group takes in this phase, if there is room for them."""

@@ -85,11 +85,6 @@ class StaticRule:
         self._part = 0  # of the group's ENCODE steps
 
     @property
-    def num_active(self) -> int:
-        """Queries of the batch, those that are done included."""
-        return sum(map(len, self._batch.groups))
-
-    @property
     def reserved_tokens(self) -> int:
         return self._batch.reserved_tokens
 

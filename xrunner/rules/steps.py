@@ -1,5 +1,6 @@
 """What a batching rule decides: `Step`, the work one group of queries takes through all stages."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,13 @@ class StepKind(Enum):
     ENCODE = "encode"
     DECODE = "decode"
     MIXED = "mixed"  # encodes some queries and decodes the others, in one pass
+
+
+def kind_of(is_decode: bool, encoded: Sequence[object]) -> StepKind:
+    """Of a step that advances queries or encodes some, or both."""
+    if not encoded:
+        return StepKind.DECODE
+    return StepKind.MIXED if is_decode else StepKind.ENCODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,34 @@ class KvBudget(NamedTuple):
     is_shared: bool = False
 
 
+class Admitted:
+    """The queries that are begun, by group, and the tokens of KV that each reserves."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
+        self.reserved = [0] * num_groups
+        self.group_of: dict[int, int] = {}
+
+    def admit(self, group: int, query: int, reserve: int, most: float = math.inf,
+              tokens: float = math.inf) -> bool:
+        """The query is active from now on, if the group then has no more than `most` queries and
+        reserves no more than so many tokens."""
+        active = self.active[group]
+        if len(active) >= most or self.reserved[group] + reserve > tokens:
+            return False
+        active[query] = reserve
+        self.reserved[group] += reserve
+        self.group_of[query] = group
+        return True
+
+    def finish(self, query: int) -> int:
+        """The query is active no more. Returns the tokens that it reserved."""
+        group = self.group_of.pop(query)
+        reserve = self.active[group].pop(query)
+        self.reserved[group] -= reserve
+        return reserve
+
+
 class ReserveFacts(NamedTuple):
     """All that decides what a rule will do that reserves a query's tokens when it admits it, and
     that has done nothing yet. `slots` are each group's where groups take turns; what has a default
@@ -82,7 +118,7 @@ class ReserveFacts(NamedTuple):
 
 def kv_budget(rule: "BatchingRule", *, in_blocks: bool = False) -> KvBudget | None:
     """By how many tokens the rule admits queries, where their KV entries lie in blocks
-    (xrunner.engine.blocks). None: in rows, each as long as the longest query.
+    (xrunner.engine.kv). None: in rows, each as long as the longest query.
 
     The rules of continuous batching have a `kv_budget`, and their entries lie in blocks always.
     Those that reserve a query's tokens when they admit it have a `kv_reserve`: their entries lie in

@@ -8,7 +8,8 @@ which also holds a decode batch that the encode pool could let grow at its mean.
 
 With `encode_chunk` the decode pool takes part in encoding while the encode pool is behind: while it
 has fewer queries than planned, the next ones that wait are left to it, as inputs, as far as a whole
-batch of the encode pool's has room besides (xrunner.rules.taken)."""
+batch of the encode pool's has room besides. Some chunks' tokens lie ready there, since word of what
+has begun is heard only when the encode pool's head has done a step."""
 
 import math
 from collections import deque
@@ -19,28 +20,33 @@ from functools import partial
 from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
+from xrunner.rules.chunks import TakenInputs
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting, take_last
-from xrunner.rules.taken import DecodeAim, Given, TakenInputs
+from xrunner.rules.steps import Admitted, KvBudget, Step, StepKind, Waiting, kind_of, take_last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeAim:
+    """What the encode pool does for the decode batch. `target_active`: encode batches lead it back
+    to that (0: they do not); what is encoded together then depends on the clock. Queries are left
+    to the decode pool while it works on fewer than `planned_active`, and while those that it has
+    not begun have fewer tokens than `stock_tokens` (0: never)."""
+
+    target_active: float = 0.0
+    planned_active: int = 0
+    stock_tokens: int = 0
+
 
 NO_AIM = DecodeAim()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SystemLimits:
-    """How many queries are encoded together, and how many may be in the system: what of WAA can
-    change while it runs, within the caches there are. The others: as of DecodeAim."""
+class SystemLimits(DecodeAim):
+    """How many queries are encoded together, and how many may be in the system, with the aim: what
+    of WAA can change while it runs, within the caches there are."""
 
     encode_batch: int
     max_in_system: int
-    target_active: float = 0.0
-    planned_active: int = 0
-    stock_tokens: int = 0
-
-    @property
-    def aim(self) -> DecodeAim:
-        return DecodeAim(target_active=self.target_active, planned_active=self.planned_active,
-                         stock_tokens=self.stock_tokens)
 
 
 class WaaEncodeRule:
@@ -59,7 +65,8 @@ class WaaEncodeRule:
         self.max_in_system, self.kv_tokens = max_in_system, kv_tokens
         self.encode_kv_tokens = encode_kv_tokens
         self._most = SystemLimits(encode_batch=encode_batch, max_in_system=max_in_system)
-        self._sizer, self._aim, self._given = sizer, aim, Given()
+        self._sizer, self._aim = sizer, aim
+        self._given: dict[int, int] = {}  # query left to the decode pool, not begun -> its tokens
         self._waiting: deque[Waiting] = deque()
         self.take_back = partial(take_last, self._waiting)
         self._in_system: dict[int, int] = {}  # query -> reserve
@@ -87,7 +94,7 @@ class WaaEncodeRule:
         assert 1 <= controls.encode_batch <= self._most.encode_batch, f"{controls = }"
         assert 1 <= controls.max_in_system <= self._most.max_in_system, f"{controls = }"
         self.encode_batch, self.max_in_system = controls.encode_batch, controls.max_in_system
-        self._aim, self._next = controls.aim, None
+        self._aim, self._next = controls, None
 
     @property
     def reserved_tokens(self) -> int:
@@ -105,7 +112,7 @@ class WaaEncodeRule:
         """The next queries that wait, as many as the decode pool is to encode: they have room in
         the system from now on, and the next batch still has."""
         given: list[Waiting] = []
-        while (self._waiting and self._given.tokens < self._aim.stock_tokens
+        while (self._waiting and sum(self._given.values()) < self._aim.stock_tokens
                and len(self._in_system) - len(self._encoding) - len(self._given)
                < self._aim.planned_active
                and self._has_room(self._waiting[0])):
@@ -113,13 +120,15 @@ class WaaEncodeRule:
             self._next = None
             self._in_system[query.query] = query.reserve
             self._reserved += query.reserve
-            self._given.add(query.query, query.tokens)
+            self._given[query.query] = query.tokens
             given.append(query)
         return given
 
     def begun(self, queries: Iterable[int]) -> None:
-        """The decode pool has begun to encode these of the queries left to it."""
-        self._given.begun(queries)
+        """The decode pool has begun to encode these of the queries left to it; others than those
+        are passed over."""
+        for query in queries:
+            self._given.pop(query, None)
 
     def _has_room(self, first: Waiting) -> bool:
         """Whether the query has room in the system beside the next batch, which may go alone."""
@@ -208,9 +217,8 @@ class WaaDecodeRule:
         self._inputs = TakenInputs(encode_chunk, num_groups) if encode_chunk else None
         self._planned = planned_active or math.inf
         self._arrived: deque[tuple[int, int]] = deque()
-        self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]
-        self._group_of: dict[int, int] = {}
-        self._reserved = 0
+        self._admitted = Admitted(num_groups)
+        self._reserved = 0  # by these and by those that arrived
         self._turn = 0
 
     @property
@@ -231,22 +239,19 @@ class WaaDecodeRule:
         self._reserved += waiting.reserve
 
     def next_group(self) -> int | None:
-        if not self._group_of and not self._arrived and not self._inputs:
+        if not self._admitted.group_of and not self._arrived and not self._inputs:
             return None
         return self._turn % self.num_groups
 
     def decide(self) -> Step | None:
-        group, active = self._turn % self.num_groups, self._active[self._turn % self.num_groups]
-        handed, present = [], len(self._group_of) + len(self._arrived)
-        while self._arrived and len(active) < self._most(present):
-            query, reserve = self._arrived.popleft()
-            active[query] = reserve
-            self._group_of[query] = group
-            handed.append(query)
+        group, handed = self._turn % self.num_groups, list[int]()
+        most = self._most(len(self._admitted.group_of) + len(self._arrived))
+        while self._arrived and self._admitted.admit(group, *self._arrived[0], most):
+            handed.append(self._arrived.popleft()[0])
         phase, self._turn = self._turn // self.num_groups, self._turn + 1
         if self._inputs is not None:
             return self._with_chunks(self._inputs, group, phase, tuple(handed))
-        if not active:
+        if not self._admitted.active[group]:
             return None
         return Step(kind=StepKind.DECODE, group=group, phase=phase, iteration=1,
                     handed=tuple(handed))
@@ -256,29 +261,24 @@ class WaaDecodeRule:
         return min(-(-present // self.num_groups), self.group_max_active)
 
     def finish(self, query: int) -> None:
-        self._reserved -= self._active[self._group_of.pop(query)].pop(query)
+        self._reserved -= self._admitted.finish(query)
 
     def _with_chunks(self, inputs: TakenInputs, group: int, phase: int,
                      handed: tuple[int, ...]) -> Step | None:
-        active = self._active[group]
+        admitted = self._admitted
         # those that wait count here alone: who is handed over leaves room for them in every group
-        most = self._most(len(self._group_of) + len(self._arrived) + len(inputs))
+        most = self._most(len(admitted.group_of) + len(self._arrived) + len(inputs))
 
         def begin(waiting: Waiting) -> bool:
-            if len(active) >= most or len(self._group_of) >= self._planned:
-                return False
-            active[waiting.query] = waiting.reserve
-            self._group_of[waiting.query] = group
-            return True
+            return len(admitted.group_of) < self._planned and admitted.admit(
+                group, waiting.query, waiting.reserve, most)
 
-        is_decode = len(active) > inputs.num_begun(group)
+        is_decode = len(admitted.active[group]) > inputs.num_begun(group)
         chunks, joined = inputs.take(group, begin)
         if not is_decode and not chunks:
             return None
-        kind = StepKind.DECODE if not chunks else (
-            StepKind.MIXED if is_decode else StepKind.ENCODE)
-        return Step(kind=kind, group=group, phase=phase, iteration=1, handed=handed,
-                    joined=joined, chunks=chunks)
+        return Step(kind=kind_of(is_decode, chunks), group=group, phase=phase, iteration=1,
+                    handed=handed, joined=joined, chunks=chunks)
 
 
 def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:

@@ -23,7 +23,7 @@ LEAST = 0.2  # chosen: least share planned for, as a share of the limit's own (1
 
 class Kept(NamedTuple):
     """Counts of the queries from `first` on: done with an answer, of these over the limit, and
-    failed (xrunner.io.launcher_link)."""
+    failed (xrunner.files.launcher_link)."""
 
     first: int
     done: int

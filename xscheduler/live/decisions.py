@@ -17,7 +17,7 @@ from xgpt.core.lengths import IntArray
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
-from xprofiler.retimed import Retimed
+from xprofiler.profile_timing import Retimed
 from xprofiler.timing import TimingSource
 from xscheduler.fallback import FIRST_QUERIES
 from xscheduler.live.allowance import Allowance, AllowanceEvidence, Kept

@@ -1,6 +1,6 @@
 """Step times of a run compared with the plan.
 
-Each rank reports its latest steps once a second (xrunner.io.beat). The ratio of a step is its
+Each rank reports its latest steps once a second (xrunner.files.beat). The ratio of a step is its
 seconds over those that the timing source gives for its kind and size on its stage. Steps differ
 from the plan if both halves of a window of the latest ratios do: by more than the threshold, by
 more than BEYOND_CHANCE standard errors and by more than the overhead of a step. So neither a short
@@ -34,7 +34,7 @@ import numpy as np
 from xgpt.core.deployment import Pool
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
-from xprofiler.retimed import Factor, Factors
+from xprofiler.profile_timing import Factor, Factors
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
@@ -66,7 +66,7 @@ LONG = Window(96, 64, is_mean=True)
 
 
 class Step(Protocol):
-    """A step as a rank reports it: see xrunner.io.beat.ToldStep."""
+    """A step as a rank reports it: see xrunner.files.beat.ToldStep."""
 
     @property
     def kind(self) -> str: ...
@@ -342,7 +342,8 @@ class Pace:
         return True
 
     def _planned(self, kind: str) -> float:
-        """The factor planned with; of a kind without steps, by the others' (xprofiler.retimed)."""
+        """The factor planned with; of a kind without steps, by the others'
+        (xprofiler.profile_timing)."""
         if kind in self.factors or not self.factors:
             return self.factors[kind].factor if kind in self.factors else 1.0
         others = Factors(self.factors)

@@ -18,7 +18,7 @@ from xgpt.core.controls import max_in_system
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
-from xprofiler.retimed import Factor
+from xprofiler.profile_timing import Factor
 from xprofiler.timing import TimingSource
 from xscheduler.live.given_stages import Way
 from xscheduler.live.pace import Pace, PaceDrift, Step

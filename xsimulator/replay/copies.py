@@ -8,10 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from xgpt.core.job import FIXED
+from xgpt.core.controls import FIXED
 from xgpt.core.lengths import FloatArray
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths, QueryTimes
+from xgpt.core.problem import Problem, QueryLengths, QueryTimes
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.routing import deal, expected_tokens

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.replay.job import Replayer

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xrunner.rules.steps import BatchingRule, GivingRule, TakingRule
 from xsimulator.replay.kernel import ARRIVAL, Kernel
 from xsimulator.replay.native_replay import never_fits, replay_natively

@@ -14,8 +14,7 @@ from numpy.typing import ArrayLike
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import FloatArray, IntArray
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import BLOCK_TOKENS, PagedRule
 from xrunner.rules.rra import RraRule, reserve_facts

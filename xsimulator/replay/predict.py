@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.lengths import IntArray, JointLengths
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xsimulator.replay.copies import JobReplayer
 from xsimulator.replay.job import planned_outputs

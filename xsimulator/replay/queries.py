@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 
 
 class Asked(NamedTuple):

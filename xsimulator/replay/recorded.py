@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.choices import parts
 from xgpt.core.deployment import Deployment
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
+from xgpt.requests.choices import parts
 from xsimulator.replay.step_clock import StepSizes
 
 _UNTIMED = frozenset({"cross_kv"})  # part of no step

@@ -11,7 +11,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.policies import Role
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xrunner.rules.steps import Step
 
 

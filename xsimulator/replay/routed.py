@@ -9,10 +9,9 @@ from functools import partial
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
-from xgpt.core.queries import QueryLengths, QueryTimes
-from xrunner.rules.routing import Router, expected_tokens
+from xgpt.core.problem import QueryLengths, QueryTimes
+from xrunner.rules.routing import Load, Router, expected_tokens, window_of
 from xrunner.rules.steps import YieldingRule, rules_for
-from xrunner.rules.windows import Load, window_of
 from xsimulator.replay.flow import Handover, submit
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.kernel import ARRIVAL, NEWS, Kernel

@@ -8,7 +8,7 @@ import numpy as np
 
 from xgpt.core.constraint import Constraint, Metric
 from xgpt.core.lengths import FloatArray, IntArray, Lengths
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xgpt.core.schedule import Estimate
 from xsimulator.replay.records import PoolRecords, ReplayResult
 

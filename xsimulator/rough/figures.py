@@ -7,9 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from xgpt.core.controls import Controls
+from xgpt.core.controls import Controls, FixedSchedule
 from xgpt.core.deployment import Deployment
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem

@@ -1,10 +1,9 @@
 """Rough formulas for policies with one pool: RRA, ORCA, prefill-first (vLLM) and Sarathi.
 
-Symbols: L = mean input, D = mean decode iterations, d = those of the query that the latency limit
-is for, S = stages, G = groups that take turns, n = queries that a group decodes. By Little's law
-n / D of them end, and as many begin, in each step of a group. A cycle is the time between two steps
-of a group: G times the slowest stage, or the way through all stages, whichever is longer. All sizes
-are means; their scatter is left out.
+Symbols: L = mean input, D = mean decode iterations, d = those of the query of the latency limit,
+S = stages, G = groups that take turns, n = queries that a group decodes. By Little's law n / D of
+them end and begin in each step of a group. A cycle is the time between two steps of a group: the
+longer of G times the slowest stage and the way through all stages. All sizes are means.
 
 RRA (paper section 4.1): period = encoding of B_E queries + N_D cycles with falling rows.
 latency(d) = (c(d) - 1) periods + encoding + the cycles of the last phase. With chunks B_E / N_D
@@ -124,7 +123,7 @@ class OnePool(ABC):
     @abstractmethod
     def _controls(self, point: tuple[int, ...], groups: int, found: dict[str, float],
                   ) -> tuple[Controls, float, float]:
-        """(control variables, queries encoded together, iterations between two encodings)."""
+        """(control variables, queries encoded together, iterations between encodings)."""
 
 
 class Rra(OnePool):
@@ -206,7 +205,7 @@ class Rra(OnePool):
     def _chunked(self, pool: LaidOut, points: FloatArray) -> Rough:
         work, batch, iterations, groups = self._workload, *self._columns(pool, points)
         rate = batch / iterations  # queries that begin in a cycle
-        # at most what fixed chunks hold; chunks that the search chooses are large enough
+        # at most what fixed chunks hold
         if self.problem.fixed.value_of("encode_chunk") is not None:
             rate = np.minimum(rate, points[:, 3] * groups / work.inputs.mean)
         rows, tokens = rate * work.iterations / groups, rate * work.inputs.mean / groups
@@ -329,8 +328,8 @@ class Continuous(OnePool):
 
     def _mixed(self, pool: LaidOut, each: FloatArray, budget: FloatArray,
                groups: FloatArray) -> tuple[FloatArray, ...]:
-        """Steps that decode and encode together: (seconds of a cycle, queries ending in a step,
-        seconds to encode a query, seconds of a cycle without encoding)."""
+        """(seconds of a cycle, queries ending in a step, seconds to encode a query, seconds of a
+        cycle without encoding), if steps decode and encode together."""
         work = self._workload
         mean, stay = work.inputs.mean, work.iterations + 1
         # a step has at most `budget` tokens
@@ -339,7 +338,6 @@ class Continuous(OnePool):
         tokens = ended * mean
         room = np.maximum(budget - rows, 1.0)
         if self.policy == "orca":
-            # at most one whole input in a step
             ended = np.minimum(ended, 1.0)
             tokens, rows, chunk = ended * mean, ended * work.iterations, np.full(len(each), mean)
         else:
@@ -395,8 +393,7 @@ class Continuous(OnePool):
 
 def _with_long_steps(short: Seconds, long: Seconds, share: FloatArray,
                      groups: FloatArray) -> FloatArray:
-    """[configs] seconds of a cycle in which a `share` of the steps are long. A long step delays the
-    steps of all groups behind it on every stage."""
+    """[configs] seconds of a cycle, a `share` of whose steps are long and delay all groups."""
     slowest = share * long.slowest + (1 - share) * short.slowest
     any_long = 1 - (1 - share) ** groups
     through = any_long * long.through + (1 - any_long) * short.through

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, JointLengths
-from xgpt.core.normal import ndtri
+from xgpt.core.lengths import FloatArray, JointLengths, ndtri
 from xgpt.core.problem import Problem
 
 BLOCKS = np.array([0.0, 0.08, 0.25, 0.5, 0.75, 1.0])  # chosen: blocks of a phase's iterations

@@ -1,4 +1,4 @@
-/* The native operators of xgpt for CPUs: a plain C interface, loaded by xrunner/ops/native.py.
+/* The native operators of xgpt for CPUs: a plain C interface, loaded by xrunner/ops/cpu/native.py.
  *
  * Arrays are contiguous and row-major unless a stride is named; their shapes stand in [brackets].
  * `dtype` names the elements of activations, and of the KV cache where no `kv_dtype` names those:

@@ -1,7 +1,7 @@
 /* What the CUDA sources share: elements, eight of them at once, sums over a warp or a block.
  *
  * nvcc, NVRTC (through cupy; it has no host headers) and a C++ compiler take the same sources: the
- * last executes them on the CPU (tests/support/cpu_cuda.h). No header of CUDA is included, therefore: float16
+ * last executes them on the CPU (tests/kit/cpu_cuda.h). No header of CUDA is included, therefore: float16
  * and bfloat16 are two bytes, converted here.
  */
 #ifndef XGPT_CUDA_ELEMENTS_H

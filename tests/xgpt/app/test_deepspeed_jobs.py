@@ -1,34 +1,30 @@
 """`run: {engine: deepspeed}`: which batches are planned, and what is refused before anything
 starts."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from xgpt.app.checks import refuse_what_cannot_run
-from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable, plan_job
+from jobs import opened
+from xgpt.app.opened import OpenedJob
+from xgpt.app.running.prepare import refuse_what_cannot_run
+from xgpt.app.schedule import executable, plan_job
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InfeasibleError, InputError, MissingExtraError, XgptError
-from xgpt.core.job_file import load_job
 from xgpt.core.schedule import Schedule
+from xgpt.job.job_file import load_job
 from xprofiler.roofline import Roofline
-from xrunner.engines.deepspeed import ENGINE
+from xrunner.backends.deepspeed import ENGINE
 
 
-def session_of(folder: Path, *, model: str = "opt-1.3b", schedule: str = "", run: str = "ranks: 2",
-               bound: str = "inf") -> OpenedJob:
-    path = folder / "job.yaml"
-    path.write_text(f"model: {model}\ncluster: local\nconstraint: {{latency_s: {bound}}}\n"
-                    "workload: {requests: {count: 40}, task: S}\n"
-                    f"schedule: {{{schedule}}}\nrun: {{engine: deepspeed, {run}}}\n")
-    return open_file(path)
+def session_of(folder, *, model="opt-1.3b", schedule="", run="ranks: 2", bound="inf"):
+    return opened(
+        folder, model=model, cluster="local", constraint=f"{{latency_s: {bound}}}",
+        workload="{requests: {count: 40}, task: S}", schedule=f"{{{schedule}}}",
+        run=f"{{engine: deepspeed, {run}}}")
 
 
 def found(session: OpenedJob) -> Schedule:
@@ -37,8 +33,7 @@ def found(session: OpenedJob) -> Schedule:
                                               problem.dtype)).schedule
 
 
-def test_all_ranks_are_one_group_and_the_policy_is_ft_unless_the_job_says_dsi(
-        tmp_path: Path) -> None:
+def test_all_ranks_are_one_group_and_the_policy_is_ft_unless_the_job_says_dsi(tmp_path):
     for schedule, policy in (("", "ft"), ("policy: ft", "ft"), ("policy: dsi", "dsi")):
         fixed = executable(session_of(tmp_path, schedule=schedule)).problem.fixed
         assert (fixed.policy, fixed.tp_degree, fixed.tp_gpus) == (policy, 2, 2)
@@ -46,8 +41,7 @@ def test_all_ranks_are_one_group_and_the_policy_is_ft_unless_the_job_says_dsi(
     assert (fixed.tp_degree, fixed.tp_gpus) == (1, 0)
 
 
-def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_times(
-        tmp_path: Path) -> None:
+def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_times(tmp_path):
     free = found(session_of(tmp_path))
     assert [stage.ranks for stage in free.estimate.deployment.stages] == [(0, 1)]
     assert ENGINE.note in free.estimate.notes
@@ -60,7 +54,7 @@ def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_time
         found(session_of(tmp_path, bound="0.001"))
 
 
-def test_a_batch_that_the_job_fixes_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_batch_that_the_job_fixes_is_taken_as_it_is(tmp_path):
     given = found(session_of(tmp_path, schedule="policy: dsi, encode_batch: 6, "
                                                 "encode_micro_batches: 3", bound="0.001"))
     assert (given.estimate.policy, given.estimate.figures.encode_batch) == ("dsi", 6)
@@ -76,8 +70,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *, package: bool, compiler: bool)
     monkeypatch.setattr("shutil.which", lambda name: "/bin/c++" if compiler else None)
 
 
-def test_a_package_or_a_compiler_that_is_missing_is_named(tmp_path: Path,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_or_a_compiler_that_is_missing_is_named(tmp_path, monkeypatch):
     job = session_of(tmp_path).job
     installed(monkeypatch, package=True, compiler=True)
     refuse_what_cannot_run(job, LogTeller())
@@ -98,7 +91,7 @@ def test_a_package_or_a_compiler_that_is_missing_is_named(tmp_path: Path,
     ("schedule.decode_iterations=3", "works static batches"),
     ("run.dtype=float16", "run.dtype = 'float16': float32 or bfloat16")])
 def test_what_the_job_file_alone_shows_is_refused_before_the_package_is_looked_for(
-        tmp_path: Path, override: str, why: str) -> None:
+        tmp_path, override, why):
     job = load_job(session_of(tmp_path).job.source, [override])
     with pytest.raises(InputError) as caught:
         refuse_what_cannot_run(job, LogTeller())
@@ -112,18 +105,17 @@ def test_what_the_job_file_alone_shows_is_refused_before_the_package_is_looked_f
     ({"schedule": "replicas: 2"}, "schedule.replicas = 2: left out, or 1"),
     ({"schedule": "tp_degree: 1"}, "schedule.tp_degree = 1: left out, or 2"),
     ({"schedule": "tp_gpus: 0"}, "schedule.tp_gpus = 0: left out, or 2")])
-def test_models_and_ranks_that_cannot_be_divided_are_refused(tmp_path: Path, given: dict[str, str],
-                                                             why: str) -> None:
+def test_models_and_ranks_that_cannot_be_divided_are_refused(tmp_path, given, why):
     with pytest.raises(InputError) as caught:
         executable(session_of(tmp_path, **given))
     assert why in str(caught.value)
 
 
-def test_gpt2_runs_on_one_rank(tmp_path: Path) -> None:
+def test_gpt2_runs_on_one_rank(tmp_path):
     assert executable(session_of(tmp_path, model="gpt2", run="ranks: 1")).problem.fixed
 
 
-def test_a_schedule_of_other_stages_or_another_policy_is_refused(tmp_path: Path) -> None:
+def test_a_schedule_of_other_stages_or_another_policy_is_refused(tmp_path):
     session = session_of(tmp_path)
     schedule = found(session)
     assert executable(session, schedule).problem.fixed.policy == "ft"

@@ -1,28 +1,39 @@
 """`xgpt doctor`: what a machine has, in words and as JSON; a GPU's verdict from what its process
 says; a refusal where there is no GPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
+import urllib.error
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from jobs import job as job_of
 from xgpt.app import doctor
+from xgpt.app import doctor as remedying
+from xgpt.app import profile as timing
+from xgpt.app.doctor import cache_in_words, hub_in_words, remedies
+from xgpt.app.opened import open_file
+from xgpt.app.profile import timing_of
+from xgpt.app.running import prepare as checks
 from xgpt.app.telling import LogTeller
 from xgpt.cli.main import cli
-from xgpt.core.errors import XgptError
-from xgpt.core.local import SmiGpu
+from xgpt.cli.terminal import Terminal
+from xgpt.core.errors import InputError, XgptError
+from xgpt.core.system import machine as local
+from xgpt.core.system.machine import SmiGpu
+from xprofiler.roofline import Roofline
+from xrunner.checkpoint import source as hub
 
 CARD = {"card": "NVIDIA Toy 40", "copy_bytes_per_s": 100.0}
 CASE = {"operator": "silu_mul", "dtype": "float16", "agrees": True, "bytes_per_s": 80.0}
 
 
 @pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> None:
+def without(monkeypatch):
     """A machine that has nothing."""
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
@@ -42,7 +53,7 @@ def saying(monkeypatch: pytest.MonkeyPatch, *lines: dict[str, object], fails: st
         [sys.executable, "-c", script], **how))
 
 
-def test_a_bare_machine_is_told_what_it_lacks_in_80_columns(without: None) -> None:
+def test_a_bare_machine_is_told_what_it_lacks_in_80_columns(without):
     shown = CliRunner().invoke(cli, ["doctor"], catch_exceptions=False)
     assert shown.exit_code == 0 and max(map(len, shown.stdout.splitlines())) <= 80
     assert "No job runs here yet." in shown.stdout
@@ -53,36 +64,23 @@ def test_a_bare_machine_is_told_what_it_lacks_in_80_columns(without: None) -> No
                           "missing"]
     assert "extra `run`" in told["torch"] and "no C++ compiler" in told["compiler"]
     assert told["nvcc"] == "no nvcc on the PATH" and "none" in told["gpus"]
-
-
-def test_what_is_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_asked", lambda part: f"{part} 1.0")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    told = doctor.examine()
-    assert "usable cores" in told["processor"] and told["mpi"] == "mpi 1.0"
+    done = CliRunner().invoke(cli, ["doctor", "--gpu"])
+    assert done.exception.exit_code == 1 and "no GPU here" in str(done.exception)
 
 
 @pytest.mark.parametrize("part", ["torch", "mpi"])
-def test_torch_and_mpi_answer_for_themselves(part: str) -> None:
+def test_torch_and_mpi_answer_for_themselves(part):
     pytest.importorskip("mpi4py", reason="ranks need the extra `run`")
     assert not doctor._asked(part).startswith("fails"), doctor._asked(part)
 
 
-def test_a_package_that_crashes_when_imported_is_told_of(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_crashes_when_imported_is_told_of(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise SystemExit('a torch that is broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert doctor._asked("torch") == "fails: a torch that is broken"
 
 
-def test_without_a_gpu_it_refuses_with_exit_code_1(without: None) -> None:
-    done = CliRunner().invoke(cli, ["doctor", "--gpu"])
-    assert isinstance(done.exception, XgptError) and done.exception.exit_code == 1
-    assert "no GPU here" in str(done.exception)
-
-
-def test_a_card_on_which_all_agree_leaves_a_file(tmp_path: Path,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_on_which_all_agree_leaves_a_file(tmp_path, monkeypatch):
     saying(monkeypatch, CARD, CASE, {**CASE, "bytes_per_s": 60.0})
     monkeypatch.chdir(tmp_path)
     shown = CliRunner().invoke(cli, ["doctor", "--gpu"], catch_exceptions=False)
@@ -93,8 +91,7 @@ def test_a_card_on_which_all_agree_leaves_a_file(tmp_path: Path,
     assert written["card"] == "NVIDIA Toy 40" and len(written["cases"]) == 2
 
 
-def test_a_kernel_that_differs_is_a_failure_that_names_it(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_differs_is_a_failure_that_names_it(tmp_path, monkeypatch):
     saying(monkeypatch, CARD, CASE, {"operator": "place", "dtype": "float32", "agrees": False})
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, ["doctor", "--gpu", "--json"])
@@ -104,17 +101,144 @@ def test_a_kernel_that_differs_is_a_failure_that_names_it(
     assert (tmp_path / "xgpt-doctor-nvidia-toy-40.json").is_file()
 
 
-def test_without_a_source_tree_it_says_that_it_needs_one(tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    saying(monkeypatch, CARD, CASE)
-    with pytest.raises(XgptError, match="needs xgpt's source tree"):
-        doctor.compare_on_gpu(LogTeller(), tmp_path, tmp_path / "support")
-
-
 @pytest.mark.parametrize("lines", [[], [CARD, CASE]])
-def test_a_process_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                        lines: list[dict[str, object]]) -> None:
+def test_a_process_that_fails_is_quoted(tmp_path, monkeypatch, lines):
     saying(monkeypatch, *lines, fails="cupy is not installed")
     with pytest.raises(XgptError, match="cupy is not installed"):
         doctor.compare_on_gpu(LogTeller(), tmp_path)
+    with pytest.raises(XgptError, match="needs xgpt's source tree"):
+        doctor.compare_on_gpu(LogTeller(), tmp_path, tmp_path / "kit")
     assert not list(tmp_path.iterdir())
+
+
+GPU = SmiGpu(index=0, uuid="GPU-0", name="NVIDIA Toy 40", memory_bytes=None)
+
+
+def having(monkeypatch: pytest.MonkeyPatch, *, without: tuple[str, ...] = (),
+           gpus: tuple[SmiGpu, ...] = (), smi: str = "") -> None:
+    monkeypatch.setattr(remedying.importlib.util, "find_spec",
+                        lambda name: None if name in without else object())
+    monkeypatch.setattr(remedying, "gpus_here", lambda: list(gpus))
+    monkeypatch.setattr(remedying, "why_no_torch", lambda kind: "it was built without CUDA")
+    monkeypatch.setattr(remedying.subprocess, "run", lambda *_, **how: SimpleNamespace(
+        stdout=smi, stderr="", returncode=0))
+
+
+def commands(**found: str) -> list[str]:
+    return [remedy.command for remedy in remedies(found)]
+
+
+NO_COMPILER = {"compiler": "no C++ compiler is on the PATH", "native": "none, torch's serve"}
+
+
+@pytest.mark.parametrize(("without", "found", "said"), [
+    ((), {"torch": "2.13", "mpi": "mpi4py", "compiler": "g++ 12", "hub": "answers"}, []),
+    (("torch", "mpi4py"), {"native": "torch is not installed"}, ['".[run,report]"']),
+    ((), {"mpi": "fails: no libmpi.so"}, ["--force-reinstall"]),
+    ((), NO_COMPILER, ["sudo dnf install -y gcc-c++"]),  # the system's own command
+    ((), NO_COMPILER | {"native": "avx512, from the wheel"}, [])])
+def test_what_is_missing_has_one_command_that_mends_it(monkeypatch, without, found, said):
+    having(monkeypatch, without=without)
+    monkeypatch.setattr(remedying.shutil, "which", lambda name: name == "dnf" or None)
+    assert len(commands(**found)) == len(said)
+    assert all(words in command for words, command in zip(said, commands(**found), strict=True))
+    if without:
+        assert remedies(found)[0].is_needed
+        assert "torch, mpi4py not installed" in remedies(found)[0].why
+
+
+@pytest.mark.parametrize(("smi", "extra", "index"), [
+    ("CUDA Version: 12.4", "cuda12", "cu128"), ("CUDA Version: 13.0", "cuda13", "cu130"),
+    ("no word of it", "cuda12", "cu128")])
+def test_gpus_take_the_builds_of_their_driver(monkeypatch, smi, extra, index):
+    having(monkeypatch, without=("cupy",), gpus=(GPU,), smi=smi)
+    torch, cupy = commands()
+    assert torch.endswith(index) and cupy.endswith(f'".[{extra}]"')
+
+
+def test_the_hub_is_offline_reached_or_not(monkeypatch):
+    having(monkeypatch)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE" in hub_in_words()
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/")
+
+    def answering(error: Exception) -> None:
+        def open_(request: Any, timeout: float) -> Any:
+            raise error
+        monkeypatch.setattr(hub.urllib.request, "urlopen", open_)
+
+    answering(urllib.error.URLError("no such host"))
+    said = hub_in_words()
+    assert said == "https://mirror.example cannot be reached (no such host)"
+    assert "HF_ENDPOINT" in commands(hub=said)[0]
+    answering(urllib.error.HTTPError("https://mirror.example", 405, "no", {}, None))
+    assert hub_in_words() == "https://mirror.example answers"
+
+
+def test_a_cache_that_cannot_be_written_to_is_needed(monkeypatch, tmp_path):
+    having(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    assert "of room" in cache_in_words()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    said = cache_in_words()
+    assert "cannot be written to" in said
+    (remedy,) = remedies({"cache": said})
+    assert remedy.is_needed and "XDG_CACHE_HOME" in remedy.command
+
+
+TWO_A40 = "0, GPU-a, NVIDIA A40, 46068\n1, GPU-b, NVIDIA A40, 46068\n"
+
+
+@pytest.fixture()
+def job(tmp_path):
+    def make(ranks=None, cluster="local"):
+        return job_of(tmp_path, model="opt-125m", cluster=cluster,
+                      run=f"{{ranks: {ranks}}}" if ranks else None)
+
+    return make
+
+
+@pytest.fixture()
+def machine(monkeypatch):
+    """Two GPUs, and a PyTorch that can use them."""
+    monkeypatch.setattr(local, "_query_gpus", lambda: local.parse_smi(TWO_A40))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(local, "usable_cores", lambda *_: 8)
+    for module in (checks, timing):
+        monkeypatch.setattr(module, "why_no_torch", lambda kind: None)
+
+
+def test_a_run_on_this_machines_gpus_is_executed_and_others_are_planned_only(machine, job, capsys):
+    for ranks in (None, 1, 2):
+        checks.refuse_what_cannot_run(job(ranks), Terminal())
+    assert "note" not in capsys.readouterr().err
+    checks.refuse_what_cannot_run(job(3), Terminal())
+    assert "3 ranks share 2 x A40" in capsys.readouterr().err
+    with pytest.raises(InputError, match="this machine's GPUs.*plan for any cluster"):
+        checks.refuse_what_cannot_run(job(cluster="a40-4"), Terminal())
+
+
+def test_a_pytorch_without_cuda_is_refused_with_the_ways_out(machine, monkeypatch, job):
+    monkeypatch.setattr(checks, "why_no_torch", lambda kind: "PyTorch has no CUDA")
+    with pytest.raises(InputError, match="PyTorch has no CUDA.*CUDA_VISIBLE_DEVICES"):
+        checks.refuse_what_cannot_run(job(), Terminal())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    checks.refuse_what_cannot_run(job(), Terminal())  # on CPU ranks
+
+
+def test_gpus_are_measured_where_they_can_be(machine, monkeypatch, job, capsys):
+    asked = []
+
+    def measure(wanted: object, tell: object) -> object:
+        asked.append(wanted)
+        return wanted
+
+    monkeypatch.setattr(timing, "quick_profile", measure)
+    monkeypatch.setattr(timing, "ProfileTiming", lambda profile: profile)
+    opened = open_file(job().source, (), Terminal())
+    assert timing_of(opened) is asked[0]
+    assert asked[0].metadata.device == "A40" and asked[0].metadata.ranks == 2
+    monkeypatch.setattr(timing, "why_no_torch", lambda kind: "PyTorch has no CUDA")
+    assert isinstance(timing_of(opened), Roofline)
+    assert "roofline of A40" in capsys.readouterr().err

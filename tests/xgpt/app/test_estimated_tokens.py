@@ -1,21 +1,24 @@
 """Where a model's tokenizer cannot be had, planning estimates tokens from characters, says so, and
 keeps a margin for it; a run does not."""
 
-from __future__ import annotations
-
+import io
 import json
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-from in_process import xgpt
+from job_folder import xgpt
+from runs import Told
 
+from jobs import job as job_of
 from xgpt.app import opened as opening
-from xgpt.app.opened import OpenedJob, open_file
-from xgpt.core.errors import MissingExtraError, XgptError
-from xgpt.core.workload import Request
+from xgpt.app.opened import OpenedJob, open_file, open_job
+from xgpt.core.errors import InputError, MissingExtraError, XgptError
+from xgpt.job.job_file import load_job
+from xgpt.requests.request import Request
+from xgpt.run_folder.files import KEPT_FILE, standard_input
 from xrunner.checkpoint.source import find_model
-from xrunner.io.estimated import SPREAD, CharacterTokens, estimated_tokens
+from xrunner.files.runnable import SPREAD, CharacterTokens, estimated_tokens
 
 TEXT = "What did the town library lend while its roof was being repaired? "
 JOB = """
@@ -28,7 +31,7 @@ schedule: {policy: rra, encode_chunk: 0, replicas: 1, tp_degree: 1}
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path, monkeypatch):
     lines = [{"id": str(i), "prompt": TEXT * (1 + i % 4)} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "job.yaml").write_text(JOB)
@@ -45,12 +48,11 @@ def unreachable(cause: XgptError | None = None) -> Callable[..., object]:
 
 
 def inputs_of(session: OpenedJob) -> list[int]:
-    assert session.requests is not None and session.requests.input_tokens is not None
     found: list[int] = session.requests.input_tokens.tolist()
     return found
 
 
-def test_lengths_are_estimated_and_it_is_said_in_words_and_in_the_object(job: Path) -> None:
+def test_lengths_are_estimated_and_it_is_said_in_words_and_in_the_object(job):
     done = xgpt("schedule", job, "--json")
     assert done.returncode == 0, done.stderr
     assert "ConnectError" not in done.stderr
@@ -61,7 +63,7 @@ def test_lengths_are_estimated_and_it_is_said_in_words_and_in_the_object(job: Pa
     assert "since prompts' lengths are estimated from characters, 32% off" in found["margin_note"]
 
 
-def test_every_query_has_its_own_estimate_and_the_margin_grows_with_the_doubt(job: Path) -> None:
+def test_every_query_has_its_own_estimate_and_the_margin_grows_with_the_doubt(job):
     session = open_file(job)
     own = estimated_tokens(TEXT)
     assert own == round(len(TEXT) / 3.6)
@@ -70,7 +72,7 @@ def test_every_query_has_its_own_estimate_and_the_margin_grows_with_the_doubt(jo
 
 
 @pytest.mark.parametrize("command", ["sweep", "simulate"])
-def test_sweep_and_simulate_plan_by_the_estimate_too(job: Path, command: str) -> None:
+def test_sweep_and_simulate_plan_by_the_estimate_too(job, command):
     done = xgpt(command, job, *(("--set", "schedule.encode_batch=4", "--set",
                                  "schedule.decode_iterations=8") if command == "simulate" else
                                 ("--set", "schedule.policy=ft")))
@@ -78,26 +80,24 @@ def test_sweep_and_simulate_plan_by_the_estimate_too(job: Path, command: str) ->
     assert "estimated from their characters" in " ".join(done.stderr.split())
 
 
-def test_without_the_packages_it_is_said_which_command_brings_them(
-        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_packages_it_is_said_which_command_brings_them(job, monkeypatch):
     monkeypatch.setattr(opening, "find_model", unreachable(
         MissingExtraError("huggingface_hub", "run", "fetching a model")))
     done = xgpt("schedule", job)
     assert done.returncode == 0 and "pip install" in done.stderr, done.stderr
 
 
-def test_a_run_never_takes_an_estimate(job: Path) -> None:
+def test_a_run_never_takes_an_estimate(job):
     with pytest.raises(XgptError, match="not to be had"):
         open_file(job, need="run")
 
 
-def test_a_model_whose_shape_nothing_tells_is_refused_with_the_way_out(job: Path) -> None:
+def test_a_model_whose_shape_nothing_tells_is_refused_with_the_way_out(job):
     done = xgpt("schedule", job, "--set", "model=someone/unheard-of")
     assert done.returncode == 1 and "folder with its config.json" in done.stderr
 
 
-def test_a_folder_without_a_tokenizer_is_planned_too(
-        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_a_tokenizer_is_planned_too(job, monkeypatch):
     folder = job.parent / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({
@@ -109,8 +109,75 @@ def test_a_folder_without_a_tokenizer_is_planned_too(
     assert inputs_of(session)[0] == estimated_tokens(TEXT)
 
 
-def test_letters_outside_ascii_count_each_and_given_tokens_as_they_are() -> None:
+def test_letters_outside_ascii_count_each_and_given_tokens_as_they_are():
     assert estimated_tokens("\u0430" * 10) == 10 and estimated_tokens("") == 1
     asked = [Request(line=1, id="a", tokens=(5, 6, 7)), Request(line=2, id="b", messages=(
         {"role": "user", "content": "x" * 36}, {"role": "user", "content": "y" * 35}))]
     assert [len(ids) for ids in CharacterTokens().tokenise(asked)] == [3, 20]
+
+
+LINES = b'{"tokens": [1, 2, 3]}\n{"tokens": [4]}\nbad\n'
+
+
+@pytest.fixture
+def piped(tmp_path):
+    return job_of(tmp_path, output="out", workload=(
+        "{requests: '-', output_tokens: {mean: 5, std: 1, max: 9}}"))
+
+
+def comes(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw)))
+
+
+def test_it_is_read_once_however_often_the_job_is_opened(piped, monkeypatch):
+    comes(monkeypatch, LINES)
+    for _ in range(2):
+        requests = open_job(piped, Told(), "lengths").requests
+        assert requests.input_tokens.tolist() == [3, 1] and len(requests.bad_lines) == 1
+    assert not piped.output.exists()
+
+
+def test_a_run_keeps_it_and_goes_on_without(piped, monkeypatch):
+    comes(monkeypatch, LINES)
+    assert standard_input(piped, Told(), is_kept=True).seek(0, 2) == len(LINES)
+    assert (piped.output / KEPT_FILE).read_bytes() == LINES
+    told, digests = Told(), []
+    for raw in (b"", LINES):
+        comes(monkeypatch, raw)
+        requests = open_job(piped, told, "lengths").requests
+        digests.append(requests.digest)
+    assert digests[0] == digests[1]
+    assert sum("nothing came on standard input" in line for line in told.lines) == 1
+    comes(monkeypatch, b'{"tokens": [9]}\n')
+    other = open_job(piped, told, "lengths").requests
+    assert other is not None and other.digest != digests[0]
+
+
+class Typed(io.BytesIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stream", "said"), [
+    (io.BytesIO(), r"cat prompts.jsonl \| xgpt submit"), (None, r"cat prompts.jsonl \| xgpt"),
+    (Typed(LINES), "nothing came"),  # a terminal is not waited for
+    (io.BytesIO(b"What is it?\n"), "standard input.*format: text")])
+def test_what_holds_no_requests_is_wrong_input(piped, monkeypatch, stream, said):
+    monkeypatch.setattr("sys.stdin", stream and io.TextIOWrapper(stream))
+    with pytest.raises(InputError, match=said):
+        open_job(piped, Told(), "run")
+
+
+def test_a_folder_that_cannot_keep_it_is_named(piped, monkeypatch, tmp_path):
+    comes(monkeypatch, LINES)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="a folder that can be written to"):
+        standard_input(replace(piped, output=tmp_path / "file"), Told(), is_kept=True)
+
+
+def test_files_without_a_request_say_what_may_be_meant(piped, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    for content, said in (("What is it?\n", "line 1: not JSON.*format: text"), ("\n", "is empty")):
+        path.write_text(content)
+        with pytest.raises(InputError, match=said):
+            open_job(load_job(piped.source, ["workload.requests=prompts.jsonl"]), Told(), "lengths")

@@ -1,27 +1,41 @@
 """What a run plans with and measures: every policy and degree that the job leaves open."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from xgpt.app.local_profile import wanted_profile
-from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable, plan_job
-from xgpt.app.timing import timing_of
+from jobs import opened
+from xgpt.app.opened import OpenedJob
+from xgpt.app.profile import timing_of
+from xgpt.app.running import run
+from xgpt.app.running.prepare import (
+    lies_in_blocks,
+    refuse_what_cannot_run,
+    refuse_what_no_machine_runs,
+)
+from xgpt.app.schedule import executable, plan_job
+from xgpt.app.telling import LogTeller
+from xgpt.app.wanted import wanted_profile
+from xgpt.cli.main import cli
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.problem import QueryTimes
+from xgpt.core.schedule import Estimate
+from xgpt.job.job_file import load_job
+from xprofiler.roofline import Roofline
 from xscheduler.planner import Planner, plan
+from xscheduler.room import kv_tokens_for, slots_for
+from xsimulator.replay.records import ReplayResult
+
+SMALL = {"model": "opt-1.3b", "workload": "{requests: {count: 20}, task: S}"}
 
 
-def session_of(folder: Path, schedule: str, cluster: str = "local") -> OpenedJob:
-    path = folder / "job.yaml"
-    path.write_text(f"model: opt-1.3b\ncluster: {cluster}\n"
-                    "workload: {requests: {count: 20}, task: S}\n"
-                    f"schedule: {{{schedule}}}\nrun: {{ranks: 4}}\n")
-    return open_file(path)
+def session_of(folder, schedule, cluster="local"):
+    return opened(folder, **SMALL, cluster=cluster, schedule=f"{{{schedule}}}", run="{ranks: 4}")
 
 
 @pytest.mark.parametrize(("schedule", "plan", "measured"), [
@@ -33,48 +47,32 @@ def session_of(folder: Path, schedule: str, cluster: str = "local") -> OpenedJob
     ("tp_degree: 2, tp_gpus: 4", (2, 4), (2,)),
     ("tp_degree: 4", (4, None), (1, 4)),
     ("tp_gpus: 4", (None, 4), (1, 2, 4))])
-def test_a_run_measures_the_degrees_it_may_use(
-        tmp_path: Path, schedule: str, plan: tuple[int | None, int | None],
-        measured: tuple[int, ...]) -> None:
+def test_a_run_measures_the_degrees_it_may_use(tmp_path, schedule, plan, measured):
     problem = executable(session_of(tmp_path, schedule)).problem
-    assert (problem.fixed.tp_degree, problem.fixed.tp_gpus) == plan
+    assert (problem.fixed.policy, problem.fixed.tp_degree, problem.fixed.tp_gpus) == (None, *plan)
     assert wanted_profile(session_of(tmp_path, "").job, problem).degrees == measured
 
 
-def test_a_schedule_to_execute_decides_for_the_job(tmp_path: Path) -> None:
+def test_a_schedule_to_execute_decides_for_the_job(tmp_path):
     planned = session_of(tmp_path, "policy: rra, tp_degree: 2, tp_gpus: 2", cluster="a40-4")
     schedule = plan_job(planned, timing_of(planned)).schedule
-    fixed = executable(session_of(tmp_path, ""), schedule).problem.fixed
-    assert (fixed.tp_degree, fixed.tp_gpus) == (2, 2)
+    for given in (schedule, schedule.changed(policy="waa-m")):
+        fixed = executable(session_of(tmp_path, ""), given).problem.fixed
+        assert (fixed.policy, fixed.tp_degree, fixed.tp_gpus) == (given.estimate.policy, 2, 2)
 
 
-def test_a_degree_the_model_cannot_be_divided_by_is_refused_before_anything_is_measured(
-        tmp_path: Path) -> None:
+def test_a_degree_the_model_cannot_be_divided_by_is_refused_before_anything_is_measured(tmp_path):
     session = session_of(tmp_path, "tp_degree: 3")
     with pytest.raises(InputError, match="does not divide the model's 32 attention heads"):
         wanted_profile(session.job, executable(session).problem)
 
 
-@pytest.mark.parametrize(("schedule", "policy"), [
-    ("", None), ("policy: rra", "rra"), ("policy: waa-c", "waa-c"), ("policy: waa-m", "waa-m")])
-def test_a_run_searches_every_policy_unless_the_job_names_one(tmp_path: Path, schedule: str,
-                                                              policy: str | None) -> None:
-    assert executable(session_of(tmp_path, schedule)).problem.fixed.policy == policy
-
-
 @pytest.mark.parametrize(("schedule", "policy"), [("", "rra"), ("policy: waa-c", "waa-c")])
 def test_lengths_to_be_observed_want_a_schedule_that_can_be_changed_in_place(
-        tmp_path: Path, schedule: str, policy: str) -> None:
+        tmp_path, schedule, policy):
     own = session_of(tmp_path, schedule, cluster="a40-4")
     found = plan(replace(own.problem, observes=True, num_queries=None), timing_of(own))
     assert found.estimate.policy == policy
-
-
-def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
-    planned = session_of(tmp_path, "", cluster="a40-4")
-    schedule = plan_job(executable(planned), timing_of(planned)).schedule
-    given = schedule.changed(policy="waa-m")
-    assert executable(session_of(tmp_path, ""), given).problem.fixed.policy == "waa-m"
 
 
 @pytest.mark.parametrize(("schedule", "chosen"), [
@@ -88,7 +86,7 @@ def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
     ("policy: orca, max_active: 6, tp_degree: 2, tp_gpus: 2",
      {"max_active": 6, "tp_degree": 2, "tp_gpus": 2})])
 def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
-        tmp_path: Path, schedule: str, chosen: dict[str, int]) -> None:
+        tmp_path, schedule, chosen):
     session = executable(session_of(tmp_path, schedule, cluster="a40-4"))
     found = plan_job(session, timing_of(session)).schedule
     assert {name: found.estimate.variables[name] for name in chosen} == chosen
@@ -100,7 +98,7 @@ def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
     assert best.estimate.figures.throughput_qps >= steady.estimate.figures.throughput_qps
 
 
-def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> None:
+def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path):
     session = executable(session_of(tmp_path, "policy: ft", cluster="a40-4"))
     timing = timing_of(session)
     free = plan_job(session, timing).schedule
@@ -122,8 +120,7 @@ def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("policy", ["orca", "vllm", "sarathi"])
-def test_one_pass_for_both_phases_is_refused_for_an_encoder_decoder_model(
-        tmp_path: Path, policy: str) -> None:
+def test_one_pass_for_both_phases_is_refused_for_an_encoder_decoder_model(tmp_path, policy):
     session = session_of(tmp_path, f"policy: {policy}")
     problem = replace(session.problem, model=catalog.model("t5-11b"))
     with pytest.raises(InputError, match="ft, dsi for an encoder-decoder model"):
@@ -133,10 +130,118 @@ def test_one_pass_for_both_phases_is_refused_for_an_encoder_decoder_model(
 
 
 def test_weights_that_no_layout_holds_are_refused_before_anything_is_measured(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xgpt.app.plan.timing_of", lambda *_, **__: pytest.fail("measured"))
-    path = tmp_path / "job.yaml"
-    path.write_text("model: opt-1.3b\ncluster: local\nconstraint: {memory: 64 MiB}\n"
-                    "workload: {requests: {count: 20}, task: S}\n")
+        tmp_path, monkeypatch):
+    monkeypatch.setattr("xgpt.app.schedule.timing_of", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(InfeasibleError, match=r"weights of opt-1.3b alone take .* as \w+, and "):
-        plan_job(open_file(path))
+        plan_job(opened(tmp_path, **SMALL, cluster="local", constraint="{memory: 64 MiB}"))
+
+
+POLICIES = {"rra": "policy: rra, encode_batch: 4, decode_iterations: 8", "waa-c":
+            "policy: waa-c, encode_batch: 1", "orca": "policy: orca, max_active: 8",
+            "ft": "policy: ft, encode_batch: 4"}
+
+
+def laid_out(folder, cluster, model="opt-1.3b", layout="auto", schedule=POLICIES["rra"]):
+    return opened(folder, model=model, cluster=cluster, run=f"{{kv_layout: {layout}}}",
+                  workload="{requests: {count: 200}, task: S}",
+                  schedule=f"{{{schedule}, replicas: 1, tp_degree: 1}}")
+
+
+def estimate_of(own: OpenedJob) -> Estimate:
+    problem = own.problem
+    return plan(problem, Roofline(problem.model, problem.cluster.device, problem.dtype)).estimate
+
+
+@pytest.fixture(scope="module")
+def estimates(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("planned")
+    return {name: estimate_of(laid_out(folder, "a40-4", schedule=schedule))
+            for name, schedule in POLICIES.items()}
+
+
+@pytest.mark.parametrize(("policy", "cluster", "layout", "in_blocks"), [
+    ("rra", "a40-4", "auto", True), ("rra", "local", "auto", False),
+    ("rra", "a40-4", "rows", False), ("rra", "local", "blocks", True),
+    ("waa-c", "a40-4", "auto", True), ("waa-c", "local", "blocks", True),
+    ("orca", "local", "blocks", False),  # in blocks by itself, whatever is reserved
+    ("ft", "a40-4", "auto", False)])
+def test_a_gpus_memory_is_taken_in_blocks_and_a_cpus_in_rows(
+        tmp_path, estimates, policy, cluster, layout, in_blocks):
+    own = laid_out(tmp_path, cluster, layout=layout)
+    assert lies_in_blocks(own, estimates[policy]) is in_blocks
+
+
+@pytest.mark.parametrize(("policy", "model", "layout", "words"), [
+    ("orca", "opt-1.3b", "rows", "auto or blocks with orca"),
+    ("ft", "opt-1.3b", "blocks", "auto or rows with ft"),
+    ("rra", "t5-11b", "blocks", "auto or rows with an encoder-decoder model")])
+def test_what_is_not_executed_is_refused(tmp_path, estimates, policy, model, layout, words):
+    with pytest.raises(InputError, match=words):
+        lies_in_blocks(laid_out(tmp_path, "local", model, layout), estimates[policy])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "deepspeed"])
+def test_another_engine_lays_out_its_own(tmp_path, engine):
+    laid_out(tmp_path, "local", schedule=POLICIES["ft"])
+    asked = [f"run.engine={engine}", "run.kv_layout=rows", "run.deterministic=true"]
+    job = load_job(tmp_path / "job.yaml", asked)
+    for refuse in (refuse_what_no_machine_runs, lambda job: refuse_what_cannot_run(
+            job, LogTeller())):
+        with pytest.raises(InputError) as refused:
+            refuse(job)
+        assert {"run.kv_layout", "run.deterministic"} <= {
+            mistake.key for mistake in refused.value.mistakes}
+
+
+def test_room_for_changes_is_tokens_where_it_was_rows(tmp_path, estimates):
+    own, estimate = laid_out(tmp_path, "a40-4"), estimates["rra"]
+    figures, deployment = estimate.figures, estimate.deployment
+    full = estimate.changed(memory_bytes=tuple(figures.memory_capacity_bytes
+                                               for _ in figures.memory_bytes))
+    longest = 20 * deployment.group_kv_tokens
+    planned = slots_for(full, own.problem, longest, 1.0)
+    assert slots_for(full, own.problem, longest, 2.0) == planned, "no memory for one row more"
+    assert slots_for(full, own.problem, longest, 2.0, in_blocks=True) > planned
+    # as many tokens as planned where nothing is left, more where something is, never too many
+    assert kv_tokens_for(full, own.problem, 10**9) == deployment.group_kv_tokens
+    most = kv_tokens_for(estimate, own.problem, 10**9)
+    assert most > deployment.group_kv_tokens
+    assert kv_tokens_for(estimate, own.problem, most - 1) == most - 1
+
+
+JOB = """
+model: opt-13b
+cluster: a40-4
+workload: {requests: {count: 60}, task: S}
+schedule: {policy: rra, encode_batch: 8, decode_iterations: 9}
+"""
+
+
+def result_of(*last_token_s: float) -> ReplayResult:
+    last_s = np.array(last_token_s)
+    times = QueryTimes(arrival_s=np.zeros(len(last_s)), start_s=np.zeros(len(last_s)),
+                       first_token_s=last_s / 2, last_token_s=last_s)
+    return ReplayResult(pools=(), handovers=(), times=times, preemptions=0,
+                        output_tokens=np.full(len(last_s), 3))
+
+
+@pytest.mark.parametrize("replays", [[(1.0, np.inf)], [(1.0, 2.0), (np.inf, np.inf)]])
+def test_nothing_is_predicted_of_a_run_with_such_steps(tmp_path, monkeypatch, replays):
+    replayed = SimpleNamespace(results=iter([result_of(*one) for one in replays]), is_whole=False,
+                               num_queries=2)
+    for name, value in (("replays_of", replayed), ("said_of", None),
+                        ("engine_of", SimpleNamespace(is_predicted=True))):
+        monkeypatch.setattr(run, name, lambda *_, value=value: value)
+    said: list[str] = []
+    opened: Any = SimpleNamespace(job=SimpleNamespace(output=tmp_path), problem=None,
+                                  tell=SimpleNamespace(say=said.append))
+    assert run._predicted(opened, None, SimpleNamespace(estimate=None)) is None
+    assert "nothing is predicted of this run" in said[0] and list(tmp_path.iterdir()) == []
+
+
+def test_such_a_schedule_is_not_simulated(tmp_path, monkeypatch):
+    (tmp_path / "job.yaml").write_text(JOB)
+    monkeypatch.setattr(ReplayResult, "is_timed", False)
+    done = CliRunner().invoke(cli, ["simulate", str(tmp_path / "job.yaml")])
+    assert isinstance(done.exception, InputError)
+    assert "within 4 times the sizes that the profile measured: larger steps" in str(done.exception)

@@ -1,26 +1,22 @@
 """A job that is done says so and runs nothing; begun again, it keeps what it left."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import fake_run
 import fake_slurm
 import pytest
-from in_process import xgpt
+from job_folder import xgpt
 
-from xgpt.app.finished import DONE, asked_of, set_aside
+from xgpt.app.running.finished import DONE, asked_of, set_aside
 from xgpt.cli import run as command
 from xgpt.core.errors import XgptError
-from xgpt.core.job_file import load_job
-from xgpt.core.json_values import write_json
-from xgpt.core.spool import Record
+from xgpt.core.schedule_file import write_json
+from xgpt.job.job_file import load_job
+from xgpt.requests.spool import Record
 from xrunner.checkpoint.identity import model_files
-from xrunner.io.lock import output_lock
+from xrunner.files.lock import output_lock
 
 COUNT = 5
 JOB = """
@@ -37,7 +33,7 @@ class Ran(Exception):
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path, monkeypatch):
     """A job whose run is done; another one would raise."""
     lines = [json.dumps({"id": str(i), "tokens": [3, 4]}) for i in range(COUNT)]
     (tmp_path / "requests.jsonl").write_text("\n".join(lines) + "\n")
@@ -58,7 +54,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_it_is_told_in_a_line_and_in_an_object(job: Path) -> None:
+def test_it_is_told_in_a_line_and_in_an_object(job):
     done = xgpt("submit", job)
     assert done.returncode == 0 and done.stdout == ""
     assert done.stderr.splitlines()[0] == f"already done: {COUNT} of {COUNT} (out/results.jsonl)"
@@ -66,16 +62,12 @@ def test_it_is_told_in_a_line_and_in_an_object(job: Path) -> None:
     found = json.loads(xgpt("submit", job, "--json").stdout)
     assert (found["status"], found["queries"], found["queries_total"]) == (DONE, COUNT, COUNT)
     assert found["wall_s"] == 3 and found["results"] == str(job.parent / "out" / "results.jsonl")
+    (job.parent / "out" / "report.html").unlink()  # which a killed launcher did not write
+    assert "`xgpt report out` does" in xgpt("submit", job).stderr
 
 
-def test_a_page_that_a_killed_launcher_did_not_write_is_named(job: Path) -> None:
-    (job.parent / "out" / "report.html").unlink()
-    done = xgpt("submit", job)
-    assert done.returncode == 0 and "`xgpt report out` does" in done.stderr
-
-
-def test_nothing_heavy_is_loaded_for_it(job: Path) -> None:
-    heavy = ["torch", "mpi4py", "scipy", "tokenizers", "xscheduler.planner", "xgpt.app.run"]
+def test_nothing_heavy_is_loaded_for_it(job):
+    heavy = ["torch", "mpi4py", "scipy", "tokenizers", "xscheduler.planner", "xgpt.app.running.run"]
     script = ("import sys\nfrom xgpt.cli.main import main\ntry:\n    main()\nfinally:\n"
               f"    sys.exit([name for name in {heavy} if name in sys.modules] or 0)")
     done = subprocess.run([sys.executable, "-c", script, "submit", str(job)], timeout=60,
@@ -85,18 +77,15 @@ def test_nothing_heavy_is_loaded_for_it(job: Path) -> None:
 
 @pytest.mark.parametrize(("change", "said"), [
     ("run.seed=3", "run.seed"), ("constraint.latency_s=9", "constraint.bounds"),
-    ("cluster=a40-4", "cluster"), ("workload.max_tokens=7", "workload.max_tokens")])
-def test_another_job_is_run_and_the_change_is_named(
-        job: Path, capsys: pytest.CaptureFixture[str], change: str, said: str) -> None:
+    ("cluster=a40-4", "cluster"), ("workload.max_tokens=7", "workload.max_tokens"),
+    ("name=job", "the requests")])
+def test_another_job_is_run_and_the_change_is_named(job, change, said):
+    if said == "the requests":
+        (job.parent / "requests.jsonl").write_text('{"id": "0", "tokens": [5]}\n')
     run = xgpt("submit", job, "--set", change)
     assert run.returncode == 1 and "Ran" in run.stderr
     told = " ".join(run.stderr.split())
     assert f"finished results of another job (changed since: {said})" in told
-
-
-def test_other_requests_are_another_job(job: Path) -> None:
-    (job.parent / "requests.jsonl").write_text('{"id": "0", "tokens": [5]}\n')
-    assert "changed since: the requests)" in xgpt("submit", job).stderr
 
 
 @pytest.mark.parametrize("spoil", [
@@ -106,12 +95,12 @@ def test_other_requests_are_another_job(job: Path) -> None:
     lambda out: (out / "results.jsonl").write_text('{"index": 0}\n{"ind'),
     lambda out: (out / "job.json").write_text("{}"),
     lambda out: (out / "spool" / "spool.json").unlink()])
-def test_what_is_not_whole_is_run(job: Path, spoil: Callable[[Path], object]) -> None:
+def test_what_is_not_whole_is_run(job, spoil):
     spoil(job.parent / "out")
     assert "Ran" in xgpt("submit", job).stderr
 
 
-def test_begun_again_it_keeps_all_that_the_earlier_run_left(job: Path) -> None:
+def test_begun_again_it_keeps_all_that_the_earlier_run_left(job):
     out = job.parent / "out"
     (out / "own.txt").write_text("the user's")
     before = (out / "results.jsonl").read_text()
@@ -125,34 +114,30 @@ def test_begun_again_it_keeps_all_that_the_earlier_run_left(job: Path) -> None:
     assert set_aside(out) is None, "nothing was left to move"
 
 
-def test_no_folder_is_written_over(job: Path) -> None:
-    out, seen = job.parent / "out", set[Path]()
-    for text in ("first\n", "second\n", "third\n"):
+def test_no_folder_is_written_over_nor_one_that_a_run_is_writing_to(job):
+    out, seen, texts = job.parent / "out", set(), ["first\n", "second\n", "third\n"]
+    for text in texts:
         (out / "results.jsonl").write_text(text)
-        (aside := set_aside(out))
-        assert aside is not None and aside not in seen
-        seen.add(aside)
-    assert sorted((path / "results.jsonl").read_text() for path in seen) == [
-        "first\n", "second\n", "third\n"]
-
-
-def test_a_table_of_results_elsewhere_is_kept_too(job: Path) -> None:
-    table = job.parent / "own.csv"
-    table.write_text("id,text\n")
-    assert "Ran" in xgpt("submit", job, "--again", "--results", table).stderr
-    (aside,) = (job.parent / "out").glob("earlier-*")
-    assert not table.exists() and (aside / "own.csv").read_text() == "id,text\n"
-
-
-def test_what_a_run_is_writing_stays_where_it_is(job: Path) -> None:
-    out = job.parent / "out"
+        seen.add(set_aside(out))
+    assert sorted((path / "results.jsonl").read_text() for path in seen) == texts
+    (out / "results.jsonl").touch()
     with output_lock(out), pytest.raises(XgptError, match="another run is writing there"):
         set_aside(out)
-    assert (out / "results.jsonl").is_file() and not list(out.glob("earlier-*"))
+    assert (out / "results.jsonl").is_file() and {*out.glob("earlier-*")} == seen
 
 
-def test_slurm_is_not_asked_for_what_is_done_unless_it_is_begun_again(
-        job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_results_elsewhere_is_written_later_and_kept_too(job):
+    done, table = xgpt("submit", job, "--results", "table.csv"), job.parent / "table.csv"
+    assert done.returncode == 0 and f"results: {COUNT} rows in" in done.stderr
+    lines = table.read_text().splitlines()
+    assert lines[0].startswith("id,text,") and [line[:2] for line in lines[1:]] == [
+        f"{i}," for i in range(COUNT)]
+    assert "Ran" in xgpt("submit", job, "--again", "--results", table).stderr
+    (aside,) = (job.parent / "out").glob("earlier-*")
+    assert not table.exists() and (aside / "table.csv").read_text().splitlines() == lines
+
+
+def test_slurm_is_not_asked_for_what_is_done_unless_it_is_begun_again(job, tmp_path, monkeypatch):
     slurm = fake_slurm.install(tmp_path / "bin", monkeypatch)
     keys = ("--slurm", "--set", "slurm.time=60", "--set", "run.weights=random", "--set",
             "run.ranks=2")
@@ -168,7 +153,7 @@ def test_slurm_is_not_asked_for_what_is_done_unless_it_is_begun_again(
     assert len(list((tmp_path / "out").glob("earlier-*"))) == 1
 
 
-def test_a_model_that_was_overwritten_since_is_another_job(job: Path) -> None:
+def test_a_model_that_was_overwritten_since_is_another_job(job):
     model = job.parent / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -178,17 +163,3 @@ def test_a_model_that_was_overwritten_since_is_another_job(job: Path) -> None:
     (model / "config.json").write_text("{ }")
     anew = xgpt("submit", job)
     assert anew.returncode == 1 and "Ran" in anew.stderr and "config.json" in anew.stderr
-
-
-def test_a_table_of_the_results_may_be_asked_for_later(job: Path) -> None:
-    done = xgpt("submit", job, "--results", "table.csv")
-    assert done.returncode == 0, done.stderr
-    assert f"results: {COUNT} rows in" in done.stderr
-    lines = (job.parent / "table.csv").read_text().splitlines()
-    assert lines[0].startswith("id,text,") and [line[:2] for line in lines[1:]] == [
-        f"{i}," for i in range(COUNT)]
-
-
-def test_a_table_of_the_results_of_two_jobs_is_refused(job: Path) -> None:
-    done = xgpt("submit", job, job, "--results", "table.csv")
-    assert done.returncode == 2 and "its own key `results`" in done.stderr

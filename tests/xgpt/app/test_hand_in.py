@@ -1,20 +1,21 @@
 """Jobs handed in to Slurm, against stand-ins for its programs: what sbatch gets, what is kept, what
 is refused before anything waits in a queue."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import fake_slurm
+import jsonschema
 import pytest
+import yaml
 from click.testing import CliRunner, Result
+from job_folder import xgpt
 
-from xgpt.app.place import load_record
-from xgpt.app.standard_input import KEPT_FILE
 from xgpt.cli.main import cli
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
+from xgpt.launch.manifests import Exported, render_jobset, render_skypilot
+from xgpt.run_folder.files import KEPT_FILE, load_record
 
 JOB = """
 model: opt-125m
@@ -29,12 +30,12 @@ output: {output}
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fake_slurm.FakeSlurm:
+def slurm(tmp_path, monkeypatch):
     return fake_slurm.install(tmp_path / "bin", monkeypatch)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     awkward = tmp_path / "it's a \"folder\" of 50% $HOME"
     awkward.mkdir()
     return awkward
@@ -64,8 +65,7 @@ def refusal(*words: str | Path) -> dict[str, str]:
     return {mistake.key: mistake.allowed for mistake in caught.value.mistakes}
 
 
-def test_a_job_is_planned_here_and_handed_in_with_what_its_cluster_has(
-        slurm: fake_slurm.FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_planned_here_and_handed_in_with_what_its_cluster_has(slurm, folder, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "9")  # of a shell within another allocation
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
     done = submit(write(folder), "--set", "run.seed=5", "--json")
@@ -86,8 +86,7 @@ def test_a_job_is_planned_here_and_handed_in_with_what_its_cluster_has(
     assert record is not None and (record.job_id, record.cluster) == ("123", None)
 
 
-def test_a_person_is_told_how_to_follow_and_to_end_it(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_a_person_is_told_how_to_follow_and_to_end_it(slurm, folder):
     slurm.says(sbatch={"out": "some site's greeting\n77;east\n"})
     done = submit(write(folder))
     out = str(folder / "out").replace('"', '\\"').replace("$", "\\$")
@@ -98,8 +97,7 @@ def test_a_person_is_told_how_to_follow_and_to_end_it(
     assert record is not None and record.cluster == "east"
 
 
-def test_a_dry_run_shows_script_and_schedule_and_leaves_nothing(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_a_dry_run_shows_script_and_schedule_and_leaves_nothing(slurm, folder):
     done = submit(write(folder), "--dry-run")
     assert done.stdout.startswith("#!/bin/bash") and "rra" in done.stderr.lower()
     assert not (folder / "out").exists() and slurm.calls == []
@@ -107,8 +105,7 @@ def test_a_dry_run_shows_script_and_schedule_and_leaves_nothing(
     assert found["script"] + "\n" == done.stdout and found["ranks"] == 4
 
 
-def test_the_time_limit_follows_from_the_plan_where_the_job_names_none(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_the_time_limit_follows_from_the_plan_where_the_job_names_none(slurm, folder):
     short = submit(write(folder, slurm="{}"[1:-1]), "--slurm")
     assert "by the schedule's prediction with its margin" in short.stderr
     limits = [options(slurm.script)["time"]]
@@ -118,8 +115,7 @@ def test_the_time_limit_follows_from_the_plan_where_the_job_names_none(
     assert limits[0] == "00:15:00" and "00:20:00" <= limits[1] < "04:00:00", limits
 
 
-def test_on_nodes_that_nobody_has_seen_the_partitions_limit_holds(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_on_nodes_that_nobody_has_seen_the_partitions_limit_holds(slurm, folder):
     done = submit(write(folder, cluster="local", slurm="nodes: 2, ntasks_per_node: 3"))
     assert "no time limit is asked for" in done.stderr
     assert "profile and schedule are found in the allocation" in done.stderr
@@ -135,8 +131,7 @@ def test_on_nodes_that_nobody_has_seen_the_partitions_limit_holds(
     ({"cluster": "a40-8", "run": "weights: random, ranks: 4"}, None),
     ({"slurm": "extra: --gres=gpu:a40:4"}, ("1", "4", None)),
     ({"slurm": "gpus_per_node: 8"}, ("1", "4", "8"))])
-def test_nodes_ranks_and_gpus(slurm: fake_slurm.FakeSlurm, folder: Path, changes: dict[str, str],
-                              layout: tuple[str, str, str | None] | None) -> None:
+def test_nodes_ranks_and_gpus(slurm, folder, changes, layout):
     submit(write(folder, **changes))
     given = options(slurm.script)
     found = given["nodes"], given["ntasks-per-node"], given.get("gpus-per-node")
@@ -150,16 +145,14 @@ def test_nodes_ranks_and_gpus(slurm: fake_slurm.FakeSlurm, folder: Path, changes
     ({"slurm": "nodes: 2, ntasks_per_node: 3, gpus_per_node: 2"},
      {"slurm.nodes": "1, what the job takes of cluster a40-4", "slurm.ntasks_per_node": "4, what",
       "slurm.gpus_per_node": "at least 4"})])
-def test_nodes_and_ranks_that_do_not_go_together_are_refused(
-        slurm: fake_slurm.FakeSlurm, folder: Path, changes: dict[str, str],
-        mistakes: dict[str, str]) -> None:
+def test_nodes_and_ranks_that_do_not_go_together_are_refused(slurm, folder, changes, mistakes):
     found = refusal(write(folder, **changes))
     assert found.keys() == mistakes.keys()
     assert all(found[key].startswith(what) for key, what in mistakes.items())
     assert slurm.calls == []
 
 
-def test_several_job_files_are_one_array(slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_several_job_files_are_one_array(slurm, folder):
     same = "time: 60, at_once: 2"
     jobs = [write(folder, name=name, output=f"out/{name}", slurm=same) for name in "abc"]
     done = submit(*jobs, "--json")
@@ -171,7 +164,7 @@ def test_several_job_files_are_one_array(slurm: fake_slurm.FakeSlurm, folder: Pa
         assert record.log == folder / "out" / "a" / f"slurm-123_{index}.log"
 
 
-def test_an_array_is_of_jobs_that_are_alike(slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_an_array_is_of_jobs_that_are_alike(slurm, folder):
     first = write(folder, name="a")
     assert refusal(first, write(folder, name="b", slurm="time: 61")).keys() == {"slurm", "output"}
     plain = folder / "plain.yaml"
@@ -181,16 +174,14 @@ def test_an_array_is_of_jobs_that_are_alike(slurm: fake_slurm.FakeSlurm, folder:
     assert slurm.calls == []
 
 
-def test_any_job_goes_through_slurm_where_that_is_asked_for(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_any_job_goes_through_slurm_where_that_is_asked_for(slurm, folder):
     plain = folder / "plain.yaml"
     plain.write_text(write(folder).read_text().replace("slurm: {time: 60}", ""))
     submit(plain, "--slurm")
     assert "--set slurm.launch=srun" in slurm.script, "else the job would be a local one there"
 
 
-def test_what_is_wrong_is_found_before_the_queue(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_what_is_wrong_is_found_before_the_queue(slurm, folder):
     with pytest.raises(InfeasibleError):
         submit(write(folder, bound="0.0001"))
     no_requests = write(folder)
@@ -199,8 +190,7 @@ def test_what_is_wrong_is_found_before_the_queue(
     assert slurm.calls == []
 
 
-def test_what_sbatch_says_is_passed_on(slurm: fake_slurm.FakeSlurm, folder: Path,
-                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_sbatch_says_is_passed_on(slurm, folder, monkeypatch):
     slurm.says(sbatch={"err": "sbatch: error: invalid partition specified: gpu\n", "code": 1})
     with pytest.raises(XgptError, match="refused the job: .*invalid partition"):
         submit(write(folder))
@@ -210,8 +200,7 @@ def test_what_sbatch_says_is_passed_on(slurm: fake_slurm.FakeSlurm, folder: Path
         submit(write(folder))
 
 
-def test_a_folder_whose_job_waits_or_runs_is_not_handed_in_twice(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_a_folder_whose_job_waits_or_runs_is_not_handed_in_twice(slurm, folder):
     submit(write(folder))
     for line in ("PENDING|Priority|0:00|1:00:00|N/A|", "RUNNING|None|1:10|1:00:00|N/A|n1"):
         slurm.queue(line)
@@ -221,8 +210,7 @@ def test_a_folder_whose_job_waits_or_runs_is_not_handed_in_twice(
     assert submit(write(folder)).exit_code == 0
 
 
-def test_other_commands_leave_the_section_alone_and_run_says_where_it_runs(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_other_commands_leave_the_section_alone_and_run_says_where_it_runs(slurm, folder):
     job = write(folder, cluster="local", slurm="ntasks_per_node: 1")
     with pytest.raises(InputError, match="inside an allocation.*slurm=null"):
         CliRunner().invoke(cli, ["run", str(job)], catch_exceptions=False)
@@ -230,8 +218,7 @@ def test_other_commands_leave_the_section_alone_and_run_says_where_it_runs(
     assert planned.exit_code == 0 and slurm.calls == []
 
 
-def test_requests_on_standard_input_are_kept_for_the_allocation(
-        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+def test_requests_on_standard_input_are_kept_for_the_allocation(slurm, folder):
     lines, place = b'{"tokens": [1, 2]}\n', {"workload.requests": "-", "workload.task": "null",
                                              "workload.output_tokens": "{mean: 5, std: 1, max: 9}"}
     words = [word for key, value in place.items() for word in ("--set", f"{key}={value}")]
@@ -241,3 +228,105 @@ def test_requests_on_standard_input_are_kept_for_the_allocation(
         assert done.exit_code == 0, done.output
         assert (folder / "out" / KEPT_FILE).is_file() == is_kept
     assert (folder / "out" / KEPT_FILE).read_bytes() == lines
+
+
+HERE = Path(__file__).parent
+SCHEMAS = HERE.parents[1] / "schemas"
+EXPORTED = """
+model: opt-125m
+cluster: {cluster}
+workload: {{requests: {{count: 40}}, task: S}}
+schedule: {{policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 0, tp_degree: 1}}
+run: {{weights: random}}
+output: out
+"""
+AWKWARD = Exported(
+    name="awkward", job_file=Path("/data/it's a \"folder\" of 50% $(HOME)/job: 1.yaml"),
+    words=("--set", "run.seed=5", "--set", "name=yes"), nodes=2, devices=4, gpu="A100-80",
+    image="registry/xgpt:1.0", claim="xgpt", remarks=("A remark.", "Another: 'quoted'."))
+
+
+def schema(name: str) -> Any:
+    return json.loads((SCHEMAS / name).read_text())
+
+
+def check_jobset(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(text)
+    jsonschema.validate(found, schema("jobset-v1alpha2.json"))
+    return found
+
+
+def check_skypilot(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(text)
+    known = schema("skypilot-0.14.json")
+    jsonschema.validate(found, known["task"])
+    jsonschema.validate(found["resources"], known["resources"])
+    return found
+
+
+@pytest.fixture
+def job(tmp_path):
+    return write_export(tmp_path, "a40-4")
+
+
+def write_export(folder: Path, cluster: str) -> Path:
+    path = folder / "My job.yaml"
+    path.write_text(EXPORTED.format(cluster=cluster))
+    return path
+
+
+def text_of(job: Path, to: str, *words: str) -> str:
+    done = xgpt("export", job, "--to", to, "--image", "xgpt:1", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("golden_jobset.yaml", render_jobset(AWKWARD))])
+def test_awkward_names_are_quoted_as_the_golden_file_has_them(name, text):
+    assert text == (HERE / name).read_text()
+
+
+def test_a_jobset_of_two_nodes_names_the_hosts_of_its_pods():
+    found = check_jobset(render_jobset(AWKWARD))
+    lead, others = found["spec"]["replicatedJobs"]
+    (container,) = lead["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-1] == "run.hosts=[awkward-lead-0-0.awkward, " \
+                                       "awkward-others-0-0.awkward]"
+    assert str(AWKWARD.job_file).replace("$(HOME)", "$$(HOME)") in container["command"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "4"}}
+    assert others["template"]["spec"]["completions"] == 1
+    assert found["spec"]["successPolicy"]["targetReplicatedJobs"] == ["lead"]
+
+
+def test_what_a_schedule_takes_is_what_the_files_ask_for(job):
+    four = ("--set", "schedule.tp_degree=4")  # one copy on all devices
+    found = check_jobset(text_of(job, "jobset", *four))
+    (only,) = found["spec"]["replicatedJobs"]
+    pod = only["template"]["spec"]["template"]["spec"]
+    assert found["metadata"]["name"] == "my-job"
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    command = pod["containers"][0]["command"]
+    assert command[:6] == ["python3", "-P", "-m", "xgpt.cli.main", "submit", str(job)]
+    assert command[6:] == [*four, "--set", "cluster=local", "--set", "run.ranks=4",
+                           "--set", "slurm=null"]
+    task = check_skypilot(text_of(job, "skypilot", *four, "--set", "run.seed=7"))
+    assert task["resources"]["accelerators"] == {"A40": 4}
+    assert task["workdir"] == str(job.parent) and '"My job.yaml"' in task["run"]
+    assert "--set run.seed=7 --set cluster=local --set run.ranks=4" in task["run"]
+
+
+def test_the_same_file_is_made_each_time_and_written_where_it_is_asked_for(job, tmp_path):
+    text, path = text_of(job, "jobset"), tmp_path / "new" / "jobset.yaml"
+    assert text_of(job, "jobset", "--out", str(path)) == "" and path.read_text() == text
+    assert max(map(len, (line for line in text.splitlines() if line.startswith("#")))) <= 80
+    found = json.loads(text_of(job, "jobset", "--json"))
+    assert (found["to"], found["text"], found["file"]) == ("jobset", text, None)
+
+
+def test_words_of_a_task_s_line_survive_the_shell():
+    one = Exported(**{**{name: getattr(AWKWARD, name) for name in AWKWARD.__slots__}, "nodes": 1})
+    task = check_skypilot(render_skypilot(one))
+    assert task["run"] == ('python3 -P -m xgpt.cli.main submit "job: 1.yaml" --set run.seed=5 '
+                           '--set name=yes\n')
+    assert task["resources"]["accelerators"] == {"A100-80GB": 4}

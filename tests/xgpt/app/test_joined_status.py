@@ -1,8 +1,6 @@
 """`xgpt status` and `xgpt stop` of jobs under Slurm, against stand-ins for its programs: files and
 Slurm's word are joined, whichever of its programs still knows the job."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,27 +9,25 @@ from typing import Any
 import fake_slurm
 import pytest
 from click.testing import CliRunner
+from runs import RUNNING
 
-from xgpt.app.place import SlurmRecord
 from xgpt.cli.main import cli
 from xgpt.core.errors import XgptError
-from xrunner.io.lock import output_lock
-from xrunner.io.sink import Progress, write_progress
-from xrunner.io.stop import StopRequest
+from xgpt.run_folder.files import SlurmRecord
+from xrunner.files.lock import StopRequest, output_lock
+from xrunner.files.sink import write_progress
 
-RUNNING = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
-                   latency_p50_s=1.5, latency_p99_s=2.25)
 ENDED = ("JobId=12 JobName=x JobState={state} Reason={reason} ExitCode={code} RunTime=00:01:02 "
          "TimeLimit=01:00:00 StartTime=2026-01-01T00:00:00 NodeList=n1\n")
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fake_slurm.FakeSlurm:
+def slurm(tmp_path, monkeypatch):
     return fake_slurm.install(tmp_path / "bin", monkeypatch)
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     folder = tmp_path / "it's \"out\""
     folder.mkdir()
     SlurmRecord(job_id="12", cluster=None, script=folder / "slurm.sh",
@@ -49,7 +45,7 @@ def stop(out: Path) -> str:
     return CliRunner().invoke(cli, ["stop", str(out)], catch_exceptions=False).stdout
 
 
-def test_a_job_that_waits_and_one_that_begins(slurm: fake_slurm.FakeSlurm, out: Path) -> None:
+def test_a_job_that_waits_and_one_that_begins(slurm, out):
     slurm.queue("PENDING|Priority|0:00|1:00:00|2026-01-01T00:00:00|")
     found, text = status(out)
     assert (found["state"], found["slurm"]["reason"]) == ("pending", "Priority")
@@ -59,8 +55,7 @@ def test_a_job_that_waits_and_one_that_begins(slurm: fake_slurm.FakeSlurm, out: 
     assert found["state"] == "starting" and "is running on n[1-2], 0:07 of 1:00:00" in text
 
 
-def test_slurm_knows_better_than_a_lock_of_another_node(
-        slurm: fake_slurm.FakeSlurm, out: Path) -> None:
+def test_slurm_knows_better_than_a_lock_of_another_node(slurm, out):
     write_progress(out / "progress.json", RUNNING)
     assert status(out)[0]["state"] == "died"
     slurm.queue("RUNNING|None|0:07|1:00:00|N/A|n1")
@@ -72,8 +67,7 @@ def test_slurm_knows_better_than_a_lock_of_another_node(
 @pytest.mark.parametrize(("state", "reason", "code"), [
     ("FAILED", "NonZeroExitCode", "1:0"), ("TIMEOUT", "TimeLimit", "0:9"),
     ("OUT_OF_MEMORY", "OutOfMemory", "0:125"), ("CANCELLED", "None", "0:15")])
-def test_a_job_that_failed_shows_the_end_of_its_log(
-        slurm: fake_slurm.FakeSlurm, out: Path, state: str, reason: str, code: str) -> None:
+def test_a_job_that_failed_shows_the_end_of_its_log(slurm, out, state, reason, code):
     slurm.says(squeue={}, scontrol={"out": ENDED.format(state=state, reason=reason, code=code)})
     (out / "slurm-12.log").write_text("".join(f"line {i}\n" for i in range(40)) + "the cause\n")
     found, text = status(out)
@@ -84,8 +78,7 @@ def test_a_job_that_failed_shows_the_end_of_its_log(
 
 
 @pytest.mark.parametrize(("code", "state"), [("1:0", "failed"), ("75:0", "stopped")])
-def test_a_job_that_failed_is_not_taken_for_the_stop_of_an_earlier_one(
-        slurm: fake_slurm.FakeSlurm, out: Path, code: str, state: str) -> None:
+def test_a_job_that_failed_is_not_taken_for_the_stop_of_an_earlier_one(slurm, out, code, state):
     write_progress(out / "progress.json", replace(RUNNING, state="stopped"))
     (out / "slurm-12.log").write_text("xgpt: slurm.prologue, line 41 of slurm.sh\n")
     slurm.says(squeue={}, scontrol={"out": ENDED.format(state="FAILED", reason="None", code=code)})
@@ -94,8 +87,7 @@ def test_a_job_that_failed_is_not_taken_for_the_stop_of_an_earlier_one(
     assert ("slurm.prologue, line 41" in text) == (state == "failed")
 
 
-def test_accounts_are_asked_first_of_a_job_that_has_ended(
-        slurm: fake_slurm.FakeSlurm, out: Path) -> None:
+def test_accounts_are_asked_first_of_a_job_that_has_ended(slurm, out):
     slurm.says(squeue={}, sacct={
         "out": "CANCELLED by 1000|None|3725|02:00:00|2026-01-01T00:00:00|n1|0:0\n"})
     found, _ = status(out)
@@ -103,8 +95,7 @@ def test_accounts_are_asked_first_of_a_job_that_has_ended(
     assert "scontrol" not in [call[0] for call in slurm.calls]
 
 
-def test_where_slurm_knows_nothing_the_files_speak(
-        slurm: fake_slurm.FakeSlurm, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_slurm_knows_nothing_the_files_speak(slurm, out, monkeypatch):
     write_progress(out / "progress.json", RUNNING)
     (out / "run.json").write_text("{}")
     with output_lock(out):
@@ -116,8 +107,7 @@ def test_where_slurm_knows_nothing_the_files_speak(
         assert "there is no squeue" in stop(out) and StopRequest(out).is_by_user
 
 
-def test_stop_takes_a_waiting_job_back_and_asks_a_running_one(
-        slurm: fake_slurm.FakeSlurm, out: Path) -> None:
+def test_stop_takes_a_waiting_job_back_and_asks_a_running_one(slurm, out):
     slurm.queue("PENDING|Priority|0:00|1:00:00|N/A|")
     assert "is out of the queue" in stop(out)
     assert slurm.calls[-1] == ["scancel", "12"] and not StopRequest(out).is_made
@@ -126,8 +116,7 @@ def test_stop_takes_a_waiting_job_back_and_asks_a_running_one(
     assert StopRequest(out).is_by_user and slurm.calls[-1][0] != "scancel"
 
 
-def test_stop_of_what_does_not_run_is_an_error(slurm: fake_slurm.FakeSlurm, out: Path,
-                                               tmp_path: Path) -> None:
+def test_stop_of_what_does_not_run_is_an_error(slurm, out, tmp_path):
     with pytest.raises(XgptError, match="no run works there"):
         stop(out)
     with pytest.raises(XgptError, match="no run has started"):
@@ -136,11 +125,3 @@ def test_stop_of_what_does_not_run_is_an_error(slurm: fake_slurm.FakeSlurm, out:
     slurm.says(scancel={"err": "scancel: error: Access denied\n", "code": 1})
     with pytest.raises(XgptError, match="Access denied"):
         stop(out)
-
-
-def test_a_run_on_this_machine_is_asked_to_stop(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    write_progress(out / "progress.json", RUNNING)
-    with output_lock(out):
-        assert "asked to stop" in stop(out) and StopRequest(out).is_by_user

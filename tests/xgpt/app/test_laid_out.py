@@ -1,22 +1,19 @@
 """A job on `cluster: local` is planned on every layout of the cores, by times that are measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from laid_out import Law, amdahl, profile_of
+from profiles import Law, amdahl, profile_of
 
-from xgpt.app import profile_identity
-from xgpt.app.laid_out import on_open_layouts, on_ranks
+from xgpt.app import wanted as profile_identity
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import JobPlanner, plan_job, settled
-from xgpt.app.run import to_run
-from xgpt.core import layout, local
+from xgpt.app.schedule import JobPlanner, on_open_layouts, on_ranks, plan_job, settled, to_run
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
+from xgpt.core.system import machine as local
+from xgpt.job import resolve as layout
 from xgpt.launch import launcher
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
@@ -36,10 +33,9 @@ class Machine:
             patch.setattr(module, "usable_cores", lambda *_: cores)
         for module in (layout, local):
             patch.setattr(module, "gpus_here", list)
-        for command in ("plan", "run"):
-            patch.setattr(f"xgpt.app.{command}.timing_of", self.timing_of)
+        patch.setattr("xgpt.app.schedule.timing_of", self.timing_of)
         self.cost_s = 0.0  # of timing another layout; 0: earlier jobs have
-        patch.setattr("xgpt.app.plan.timing_cost_s", lambda *_: self.cost_s)
+        patch.setattr("xgpt.app.schedule.timing_cost_s", lambda *_: self.cost_s)
 
     def timing_of(self, opened: OpenedJob) -> ProfileTiming:
         run, problem = opened.job.run, opened.problem
@@ -67,8 +63,7 @@ output: out
     return open_file(path)
 
 
-def test_threads_that_divide_all_work_leave_one_rank_the_best(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_divide_all_work_leave_one_rank_the_best(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, 2, amdahl(0.0))
     plan = plan_job(job_of(tmp_path))
     assert plan.schedule.deployment.num_devices == 1 and plan.opened.job.run.threads_per_rank == 2
@@ -79,8 +74,7 @@ def test_threads_that_divide_all_work_leave_one_rank_the_best(
     assert max(map(len, str(plan).splitlines())) <= 80
 
 
-def test_a_short_job_pays_for_the_start_of_several_ranks(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_job_pays_for_the_start_of_several_ranks(tmp_path, monkeypatch):
     """Two ranks have the higher throughput; a job of a moment is done sooner by one."""
     Machine(monkeypatch, 2, amdahl(1.0))
     for count, ranks in ((12, 1), (4000, 2)):
@@ -89,8 +83,7 @@ def test_a_short_job_pays_for_the_start_of_several_ranks(
     assert steady.schedule.deployment.num_devices == 2, "a job without end has the start once"
 
 
-def test_threads_that_bring_nothing_leave_a_rank_a_core_the_best(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_bring_nothing_leave_a_rank_a_core_the_best(tmp_path, monkeypatch):
     Machine(monkeypatch, 2, amdahl(1.0))
     plan = plan_job(job_of(tmp_path, count=None), options=STEADY)
     assert plan.schedule.deployment.num_devices == 2
@@ -99,8 +92,7 @@ def test_threads_that_bring_nothing_leave_a_rank_a_core_the_best(
 
 
 @pytest.mark.parametrize(("part", "ranks"), [(0.0, 1), (1.0, 2)])
-def test_only_a_layout_that_may_be_the_best_is_planned_in_full(
-        part: float, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_layout_that_may_be_the_best_is_planned_in_full(part, ranks, tmp_path, monkeypatch):
     Machine(monkeypatch, 2, amdahl(part), spread=0.05)
     planned: list[tuple[int, bool]] = []
     plan = Planner.plan
@@ -115,8 +107,7 @@ def test_only_a_layout_that_may_be_the_best_is_planned_in_full(
     assert planned == [(1, True), (2, False), (2, True)][:ranks + 1]
 
 
-def test_of_many_cores_the_two_ends_are_measured(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_cores_the_two_ends_are_measured(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, 8, amdahl(0.0))
     plan = plan_job(job_of(tmp_path))
     assert sorted(machine.measured) == ["1x8", "8x1"]
@@ -126,8 +117,7 @@ def test_of_many_cores_the_two_ends_are_measured(
 @pytest.mark.parametrize(("count", "cost_s", "expected"), [
     (12, 1e6, ["1x2"]), (12, 0.0, ["1x2", "2x1"]), (None, 1e6, ["1x2", "2x1"])])
 def test_another_layout_is_timed_where_it_may_save_more_than_that_takes(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int | None, cost_s: float,
-        expected: list[str]) -> None:
+        tmp_path, monkeypatch, count, cost_s, expected):
     machine = Machine(monkeypatch, 2, amdahl(0.5))
     machine.cost_s = cost_s
     said: list[str] = []
@@ -140,8 +130,7 @@ def test_another_layout_is_timed_where_it_may_save_more_than_that_takes(
     assert len(planner.times) == 2, "many plans are worth it"
 
 
-def test_where_the_first_layout_keeps_no_bound_the_others_are_timed(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_first_layout_keeps_no_bound_the_others_are_timed(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, 2, amdahl(1.0))
     machine.cost_s = 1e6
     with pytest.raises(InfeasibleError):
@@ -149,8 +138,7 @@ def test_where_the_first_layout_keeps_no_bound_the_others_are_timed(
     assert machine.measured == ["1x2", "2x1"]
 
 
-def test_a_wish_is_one_layout_and_is_not_compared(tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wish_is_one_layout_and_is_not_compared(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, 4, amdahl(0.0))
     for run, expected in (("ranks: 2, threads_per_rank: 1", "2x1"), ("threads_per_rank: 2", "2x2")):
         machine.measured.clear()
@@ -159,8 +147,7 @@ def test_a_wish_is_one_layout_and_is_not_compared(tmp_path: Path,
         assert not any(n.startswith("layout: ") for n in plan.schedule.estimate.notes)
 
 
-def test_what_only_several_ranks_can_do_decides_the_layout(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_several_ranks_can_do_decides_the_layout(tmp_path, monkeypatch):
     Machine(monkeypatch, 2, amdahl(0.0))
     plan = plan_job(job_of(tmp_path, count=40, schedule="policy: waa-c"))
     assert plan.schedule.deployment.num_devices == 2
@@ -169,15 +156,13 @@ def test_what_only_several_ranks_can_do_decides_the_layout(
         plan_job(job_of(tmp_path, schedule="tp_degree: 5"))
 
 
-def test_a_bound_that_no_layout_keeps_names_them_all(tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_no_layout_keeps_names_them_all(tmp_path, monkeypatch):
     Machine(monkeypatch, 2, amdahl(0.0))
     with pytest.raises(InfeasibleError, match="1 rank x 2 threads: .*; 2 ranks x 1 thread: "):
         plan_job(job_of(tmp_path, bound="0.0001"))
 
 
-def test_a_schedule_runs_on_the_ranks_that_it_was_found_for(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_runs_on_the_ranks_that_it_was_found_for(tmp_path, monkeypatch):
     Machine(monkeypatch, 2, amdahl(1.0))
     opened = job_of(tmp_path)
     for ranks in (1, 2):
@@ -189,8 +174,7 @@ def test_a_schedule_runs_on_the_ranks_that_it_was_found_for(
         assert settled(opened, plan.schedule.estimate)[0].problem.cluster.num_devices == ranks
 
 
-def test_a_schedule_that_cannot_be_of_the_job_is_refused_in_words(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_that_cannot_be_of_the_job_is_refused_in_words(tmp_path, monkeypatch):
     """It ran on more ranks than the job has, or ended in a traceback."""
     Machine(monkeypatch, 2, amdahl(1.0))
     opened = on_ranks(job_of(tmp_path), 2)
@@ -210,8 +194,7 @@ def test_a_schedule_that_cannot_be_of_the_job_is_refused_in_words(
     assert to_run(opened, schedule.changed(estimate=alone.in_copies(2)), tmp_path)
 
 
-def test_one_planner_answers_for_every_bound_and_measures_once(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_planner_answers_for_every_bound_and_measures_once(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, 2, amdahl(0.1))
     planner = JobPlanner(job_of(tmp_path), STEADY)
     free = planner.plan()
@@ -222,8 +205,7 @@ def test_one_planner_answers_for_every_bound_and_measures_once(
     assert laid_out is free.opened and own.problem.cluster == free.opened.problem.cluster
 
 
-def test_a_profile_file_names_the_layout_it_was_measured_on(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_file_names_the_layout_it_was_measured_on(tmp_path, monkeypatch):
     Machine(monkeypatch, 2, amdahl(0.0))
     opened = job_of(tmp_path)
     save_profile(profile_of(opened.problem.model, 2, 1, amdahl(0.0)), tmp_path / "p.json")
@@ -231,8 +213,7 @@ def test_a_profile_file_names_the_layout_it_was_measured_on(
     assert [str(each) for each in on_open_layouts(named)] == ["2x1"]
 
 
-def test_copies_within_a_layout_are_a_choice_like_any_other(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_within_a_layout_are_a_choice_like_any_other(tmp_path, monkeypatch):
     """Threads bring nothing: a rank a core is best, each with the whole model, not a pipeline."""
     Machine(monkeypatch, 2, amdahl(1.0))
     whole = plan_job(job_of(tmp_path, count=None), options=STEADY).schedule

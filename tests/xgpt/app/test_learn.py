@@ -1,26 +1,22 @@
 """What a run's log of steps teaches the profile that it was planned with."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
-from laid_out import amdahl, profile_of
+from profiles import amdahl, profile_of
 
-from xgpt.app.learn import LEAST_STEPS, learn, learned_of
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable, plan_job
+from xgpt.app.running.metrics import LEAST_STEPS, learn, learned_of
+from xgpt.app.schedule import executable, plan_job
 from xgpt.core.schedule import Schedule
-from xprofiler.cache import cached_profile_path
-from xprofiler.profile import LearnedSteps, Profile
+from xprofiler.profile import LearnedSteps, Profile, cached_profile_path
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
-from xrunner.io.beat import ToldStep
+from xrunner.files.beat import ToldStep
 from xscheduler.live.pace import Ratios
 
 SHORT = ToldStep("decode", 2, 2, 2, 45.0, 60, 0.0, 1.0)
@@ -39,7 +35,6 @@ class Ran:
     def expected_s(self, step: ToldStep) -> float:
         ratio = Ratios(self.opened.problem, ProfileTiming(self.profile), self.schedule.estimate,
                        longest=104).of(0, step)
-        assert ratio is not None
         return ratio.expected_s
 
     def learned(self, *took: tuple[ToldStep, float, int]) -> dict[str, LearnedSteps]:
@@ -58,7 +53,7 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ran(tmp_path_factory):
     path = tmp_path_factory.mktemp("job") / "job.yaml"
     path.write_text("""
 model: opt-125m
@@ -74,7 +69,7 @@ output: out
     return Ran(opened, profile, plan_job(opened, ProfileTiming(profile)).schedule)
 
 
-def test_the_ratio_of_sums_is_learned(ran: Ran) -> None:
+def test_the_ratio_of_sums_is_learned(ran):
     own = ran.learned((SHORT, 0.9, 80), (LONG, 1.1, 60))["decode"]
     short_s, long_s = 80 * ran.expected_s(SHORT), 60 * ran.expected_s(LONG)
     assert own.factor == pytest.approx((0.9 * short_s + 1.1 * long_s) / (short_s + long_s),
@@ -85,14 +80,13 @@ def test_the_ratio_of_sums_is_learned(ran: Ran) -> None:
 
 
 @pytest.mark.parametrize("outlier", [50.0, 0.02])
-def test_a_few_steps_far_out_teach_nothing(ran: Ran, outlier: float) -> None:
+def test_a_few_steps_far_out_teach_nothing(ran, outlier):
     own = ran.learned((LONG, 1.1, 97), (LONG, outlier, 3))["decode"]
     assert own.factor == pytest.approx(1.1, abs=1e-4) and own.steps == 100
 
 
 @pytest.mark.parametrize("factors", [(1.0, 1.5), (1.5, 1.0)])
-def test_what_was_slowed_while_the_run_lasted_teaches_nothing(
-        ran: Ran, factors: tuple[float, float]) -> None:
+def test_what_was_slowed_while_the_run_lasted_teaches_nothing(ran, factors):
     """The next run would be planned for a machine that is slower than this one."""
     before, after = factors
     found = ran.learned((LONG, before, 50), (LONG, after, 150), (ENCODE, 1.2, 60))
@@ -100,9 +94,8 @@ def test_what_was_slowed_while_the_run_lasted_teaches_nothing(
     assert set(ran.learned((LONG, 1.5, 200))) == {"decode"}, "slow from the first step on"
 
 
-def test_a_kind_with_few_steps_is_not_learned_and_keeps_its_times(
-        ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xgpt.app.learn.LONG_S", math.inf)
+def test_a_kind_with_few_steps_is_not_learned_and_keeps_its_times(ran, monkeypatch):
+    monkeypatch.setattr("xgpt.app.running.metrics.LONG_S", math.inf)
     found = ran.learned((LONG, 0.92, 200), (ENCODE, 1.03, LEAST_STEPS - 1))
     assert set(found) == {"decode"}
     both = ran.learned((LONG, 0.92, 200), (ENCODE, 1.03, LEAST_STEPS))
@@ -117,18 +110,17 @@ def test_a_kind_with_few_steps_is_not_learned_and_keeps_its_times(
         0.92 * (ran.expected_s(at_8) - overhead_s), rel=0.002)
 
 
-def test_few_steps_that_are_long_teach_as_well(
-        ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_steps_that_are_long_teach_as_well(ran, monkeypatch):
     took_s = 3 * 1.2 * ran.expected_s(ENCODE)
-    monkeypatch.setattr("xgpt.app.learn.LONG_S", 0.99 * took_s)
+    monkeypatch.setattr("xgpt.app.running.metrics.LONG_S", 0.99 * took_s)
     own = ran.learned((ENCODE, 1.2, 3))["encode"]
     assert own.factor == pytest.approx(1.2, abs=1e-4) and own.steps == 3
     assert not ran.learned((ENCODE, 1.2, 2)), "two may be anything"
-    monkeypatch.setattr("xgpt.app.learn.LONG_S", 1.01 * took_s)
+    monkeypatch.setattr("xgpt.app.running.metrics.LONG_S", 1.01 * took_s)
     assert not ran.learned((ENCODE, 1.2, 3))
 
 
-def test_a_run_of_two_shapes_teaches_nothing(ran: Ran) -> None:
+def test_a_run_of_two_shapes_teaches_nothing(ran):
     estimate = ran.schedule.estimate
     both = Ran(ran.opened, ran.profile, ran.schedule.changed(
         estimate=estimate.beside((estimate.one_copy,))))
@@ -139,7 +131,7 @@ def test_a_run_of_two_shapes_teaches_nothing(ran: Ran) -> None:
 _ADDS = """
 import sys, time
 from pathlib import Path
-from xgpt.app import learn
+from xgpt.app.running import metrics as learn
 from xprofiler.profile import LearnedSteps
 read = learn.load_profile
 def slowly(path):
@@ -155,7 +147,7 @@ learn.add([LearnedSteps(kind=kind, rows=2.0, factor=1.25, spread=0.1, steps=50,
 """
 
 
-def test_two_processes_that_learn_at_once_both_add(ran: Ran, tmp_path: Path) -> None:
+def test_two_processes_that_learn_at_once_both_add(ran, tmp_path):
     path = tmp_path / "profiles" / "one.json"
     path.parent.mkdir()
     save_profile(ran.profile, path)
@@ -165,7 +157,6 @@ def test_two_processes_that_learn_at_once_both_add(ran: Ran, tmp_path: Path) -> 
     for one in processes:
         assert one.stdout is not None and one.stdout.readline() == "ready\n"
     for one in processes:
-        assert one.stdin is not None
         one.stdin.write("\n")
         one.stdin.flush()
     for one in processes:
@@ -174,8 +165,7 @@ def test_two_processes_that_learn_at_once_both_add(ran: Ran, tmp_path: Path) -> 
     assert {own.kind for own in load_profile(path).learned} == {"decode", "encode"}
 
 
-def test_a_run_whose_times_cannot_be_kept_is_done_all_the_same(
-        ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_times_cannot_be_kept_is_done_all_the_same(ran, tmp_path, monkeypatch):
     said: list[str] = []
 
     class Told:
@@ -184,7 +174,7 @@ def test_a_run_whose_times_cannot_be_kept_is_done_all_the_same(
     path = cached_profile_path(tmp_path / "profiles", ran.profile.metadata)
     path.parent.mkdir()
     save_profile(ran.profile, path)
-    monkeypatch.setattr("xgpt.app.learn.cache_dir", lambda: tmp_path)
+    monkeypatch.setattr("xgpt.app.running.metrics.cache_dir", lambda: tmp_path)
     ran.learned((SHORT, 1.5, 2 * LEAST_STEPS))  # writes the log
     opened = replace(ran.opened, tell=Told())
     assert learn(opened, ProfileTiming(ran.profile), ran.schedule, 0.0) and not said
@@ -192,6 +182,6 @@ def test_a_run_whose_times_cannot_be_kept_is_done_all_the_same(
     def refuses(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("xgpt.app.learn.save_profile", refuses)
+    monkeypatch.setattr("xgpt.app.running.metrics.save_profile", refuses)
     assert learn(opened, ProfileTiming(ran.profile), ran.schedule, 0.0) == ()
     assert said and "not added to the profile" in said[0] and str(path) in said[0]

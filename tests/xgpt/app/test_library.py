@@ -1,7 +1,5 @@
 """`import xgpt`: what it loads, and that every example of docs/python.md runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -9,24 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from in_process import xgpt as command
+from begun_runs import CONFIG, roofline
+from job_folder import xgpt as command
 from schemas import faults, faults_of_folder
-from taken_as_true import TakenAsTrue
 
 import xgpt
-from xgpt.app.opened import OpenedJob
 from xgpt.core.errors import InputError
 from xgpt.core.schedule_file import load_schedule
-from xprofiler.roofline import Roofline
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = (ROOT / "docs" / "python.md").read_text()
 EXAMPLES = re.findall(r"^## ([^\n]*)$|^```python\n(.*?)^```", DOCS, re.M | re.S)
-CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
-          "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 128,
-          "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-          "hidden_act": "silu"}
 HEAVY = ("torch", "mpi4py", "transformers", "click")
 
 
@@ -40,11 +31,11 @@ def loaded(program: str, names: tuple[str, ...]) -> tuple[set[str], list[str], s
     return set(last.split()[1:]), printed, done.stderr
 
 
-def test_import_alone_loads_nothing() -> None:
+def test_import_alone_loads_nothing():
     assert loaded("import xgpt", ("numpy", "scipy", "yaml", "pydantic", *HEAVY)) == (set(), [], "")
 
 
-def test_the_plan_prints_without_torch_or_mpi() -> None:
+def test_the_plan_prints_without_torch_or_mpi():
     program = ("import xgpt; print(xgpt.plan(xgpt.load('jobs/opt-13b-summarise.yaml', "
                "{'schedule': {'policy': 'rra', 'replicas': 1, 'encode_chunk': 0}})))")
     modules, printed, told = loaded(program, HEAVY)
@@ -53,13 +44,13 @@ def test_the_plan_prints_without_torch_or_mpi() -> None:
     assert "this job's 2,000 queries" in "\n".join(printed) and max(map(len, printed)) <= 80
 
 
-def test_the_names_are_there_and_no_others() -> None:
+def test_the_names_are_there_and_no_others():
     assert all(callable(getattr(xgpt, name)) and name in dir(xgpt) for name in xgpt.__all__)
     with pytest.raises(AttributeError, match="no attribute 'plans'"):
-        xgpt.plans  # type: ignore[attr-defined]  # noqa: B018
+        xgpt.plans  # noqa: B018
 
 
-def test_keys_are_overridden_by_values_of_python() -> None:
+def test_keys_are_overridden_by_values_of_python():
     path = ROOT / "jobs" / "opt-13b-summarise.yaml"
     job = xgpt.load(path, {"constraint.latency_s": float("inf"), "run.top_k": 3,
                            "run.ignore_eos": True, "schedule": {"policy": "rra"}}).job
@@ -69,12 +60,7 @@ def test_keys_are_overridden_by_values_of_python() -> None:
         xgpt.load(path, {"run.top_k": -1, "run.top_p": 0.5})
 
 
-def roofline(opened: OpenedJob) -> Roofline:
-    problem = opened.problem
-    return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
-
-
-def test_every_block_of_code_is_an_example() -> None:
+def test_every_block_of_code_is_an_example():
     assert DOCS.count("\n```") == 2 * sum(map(len, examples().values()))
 
 
@@ -103,12 +89,10 @@ output: out
 
 
 @pytest.mark.parametrize("section", examples())
-def test_every_example_of_the_docs_runs(section: str, tmp_path: Path,
-                                        monkeypatch: pytest.MonkeyPatch,
-                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_example_of_the_docs_runs(section, tmp_path, monkeypatch, capsys):
     if section == "Running":  # the quickstart's model would have to be fetched and measured
         pytest.importorskip("torch", reason="runs need the extra `run`")
-        monkeypatch.setattr("xgpt.app.plan.timing_of", roofline)
+        monkeypatch.setattr("xgpt.app.schedule.timing_of", roofline)
         (tmp_path / "jobs").mkdir()
         write_toy_job(tmp_path / "jobs" / "quickstart.yaml")
     else:
@@ -121,10 +105,9 @@ def test_every_example_of_the_docs_runs(section: str, tmp_path: Path,
 
 
 @pytest.mark.slow  # the example of the docs above runs such a plan
-def test_a_plan_runs_and_its_report_is_written(tmp_path: Path,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_runs_and_its_report_is_written(tmp_path, monkeypatch):
     pytest.importorskip("torch", reason="runs need the extra `run`")
-    monkeypatch.setattr("xgpt.app.plan.timing_of", roofline)
+    monkeypatch.setattr("xgpt.app.schedule.timing_of", roofline)
     write_toy_job(tmp_path / "job.yaml")
     job = xgpt.load(tmp_path / "job.yaml")
     plan = xgpt.plan(job)

@@ -1,33 +1,26 @@
 """A profile of this machine: of few points for a job, of more where it is long, or whole."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from toy_jobs import toy_problem
+from problems import toy_problem
+from runs import Told
 
-from xgpt.app import local_profile as app
-from xgpt.app.local_profile import (
-    WantedProfile,
-    local_profile,
-    own_sizes,
-    quick_profile,
-    wanted_profile,
-)
+from xgpt.app import profile as app
 from xgpt.app.opened import open_file
+from xgpt.app.profile import local_profile, quick_profile
 from xgpt.app.telling import LogTeller
-from xgpt.core.job import FixedSchedule
+from xgpt.app.wanted import WantedProfile, own_sizes, wanted_profile
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.model import ModelSpec
 from xgpt.launch.launcher import RankProgram
-from xprofiler.cache import cached_profile_path
-from xprofiler.measure import clock, ranks, worker
+from xprofiler.measure import probe as clock
+from xprofiler.measure import ranks, worker
 from xprofiler.points import Kind, Needs, Point, left_out, quick_points, skeleton
-from xprofiler.profile import LearnedSteps, Profile, TableKey
+from xprofiler.profile import LearnedSteps, Profile, TableKey, cached_profile_path
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
@@ -49,23 +42,12 @@ class Here:
         watch()
 
 
-class Kept(LogTeller):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
 @pytest.fixture()
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[Point]:
+def measured(monkeypatch, tmp_path):
     """How often each point was measured. None is noisy or disturbed, however busy the machine
     is."""
     monkeypatch.setattr("xprofiler.verdict.NOISE_LIMIT", math.inf)
-    monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.0)
+    monkeypatch.setattr("xprofiler.measure.ranks.missing_share", lambda *_: 0.0)
     counts: Counter[Point] = Counter()
     measure = worker.Measuring._measure
 
@@ -85,7 +67,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[Point]:
 
 
 @pytest.fixture()
-def wanted(tmp_path: Path) -> WantedProfile:
+def wanted(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("""
 model: smollm2-135m
@@ -99,20 +81,19 @@ output: out
     found = wanted_profile(opened.job, replace(opened.problem, model=TOY))
     assert found.own.queries == 20 and found.own.context_tokens == 80 + 24
     return replace(  # smaller, to be measured in a moment
-        found, launcher=Here(),  # type: ignore[arg-type]
+        found, launcher=Here(),
         needs=Needs(input_tokens=100, context_tokens=130, queries=33, tokens=700),
         own=Needs(input_tokens=60, context_tokens=90, queries=9, tokens=240))
 
 
-def test_a_job_begins_with_few_points_and_later_ones_add_to_them(
-        wanted: WantedProfile, measured: Counter[Point]) -> None:
+def test_a_job_begins_with_few_points_and_later_ones_add_to_them(wanted, measured):
     quick = quick_profile(wanted, LogTeller())
     points = quick_points(TOY, wanted.needs, wanted.own)
     assert set(measured) == set(points) and len(points) < 30
     assert left_out(quick, 1) and quick.peaks is None
-    tell = Kept()
+    tell = Told()
     assert quick_profile(wanted, tell) == quick, "of which nothing is measured again"
-    assert "from the cache" in tell.said[0]
+    assert "from the cache" in tell.lines[0]
     smaller = replace(wanted, own=replace(wanted.own, input_tokens=15, queries=5, tokens=75))
     assert quick_points(TOY, smaller.needs, smaller.own) != points
     assert quick_profile(smaller, LogTeller()) == quick, "nor for sizes within"
@@ -136,18 +117,16 @@ def _kept(wanted: WantedProfile, change: Callable[[Profile], Profile]) -> None:
     save_profile(change(load_profile(path)), path)
 
 
-def test_a_cached_profile_that_cannot_be_read_is_told_of_once(
-        wanted: WantedProfile, measured: Counter[Point]) -> None:
+def test_a_cached_profile_that_cannot_be_read_is_told_of_once(wanted, measured):
     path = cached_profile_path(app.cache_dir() / "profiles", wanted.metadata)
     path.parent.mkdir(parents=True)
     path.write_text("{")
-    tell = Kept()
+    tell = Told()
     quick_profile(wanted, tell)
-    assert measured and sum("left aside" in text for text in tell.said) == 1
+    assert measured and sum("left aside" in text for text in tell.lines) == 1
 
 
-def test_a_profile_that_runs_have_added_to_is_measured_no_further(
-        wanted: WantedProfile, measured: Counter[Point]) -> None:
+def test_a_profile_that_runs_have_added_to_is_measured_no_further(wanted, measured):
     quick_profile(wanted, LogTeller())
     before = sum(measured.values())
     learned = LearnedSteps(kind="decode", rows=8.0, factor=1.1, spread=0.1, steps=99,
@@ -166,9 +145,7 @@ def test_a_profile_that_runs_have_added_to_is_measured_no_further(
     assert sum(measured.values()) > before, "more than twice what was measured"
 
 
-def test_what_others_disturbed_is_measured_again_once_it_is_quieter(
-        wanted: WantedProfile, measured: Counter[Point],
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_disturbed_is_measured_again_once_it_is_quieter(wanted, measured, monkeypatch):
     quick = quick_profile(wanted, LogTeller())
     key = TableKey("decode_attention")
     place = next(p for p in quick.table(key.name) if p.x > 1)
@@ -188,9 +165,7 @@ def test_what_others_disturbed_is_measured_again_once_it_is_quieter(
     assert not any(p.is_disturbed for p in again.table(key.name))
 
 
-def test_on_a_machine_that_is_never_quiet_measuring_comes_to_an_end(
-        wanted: WantedProfile, measured: Counter[Point],
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_machine_that_is_never_quiet_measuring_comes_to_an_end(wanted, measured, monkeypatch):
     quick, key = quick_profile(wanted, LogTeller()), TableKey("decode_attention")
     before, last = Counter(measured), quick.table(key.name)[-1]
     place = Point(Kind.DECODE, int(last.x), int(last.y))
@@ -199,7 +174,7 @@ def test_on_a_machine_that_is_never_quiet_measuring_comes_to_an_end(
         for p in profile.table(key.name))}))
     monkeypatch.setattr(app, "_is_as_busy", lambda missing: False)
     monkeypatch.setattr(app, "QUICK_PATIENCE_S", 0.0)
-    monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.5)
+    monkeypatch.setattr("xprofiler.measure.ranks.missing_share", lambda *_: 0.5)
     for _ in range(MOST_TRIES + 2):
         profile = quick_profile(wanted, LogTeller())
     assert measured - before == Counter({place: MOST_TRIES - 1}), "once it had been before"
@@ -207,8 +182,7 @@ def test_on_a_machine_that_is_never_quiet_measuring_comes_to_an_end(
     assert (kept.missing, kept.tries) == (0.4, MOST_TRIES), "the best stays"
 
 
-def test_measuring_a_profile_measures_it_whole(
-        wanted: WantedProfile, measured: Counter[Point]) -> None:
+def test_measuring_a_profile_measures_it_whole(wanted, measured):
     quick_profile(wanted, LogTeller())
     whole = local_profile(wanted, LogTeller(), budget_s=0.01)
     assert set(measured) == set(skeleton(TOY, wanted.needs)), "and no more, in so short a time"
@@ -216,8 +190,7 @@ def test_measuring_a_profile_measures_it_whole(
 
 
 def test_the_time_left_is_true_when_points_take_as_long_as_they_should(
-        wanted: WantedProfile, monkeypatch: pytest.MonkeyPatch, measured: Counter[Point],
-        tmp_path: Path) -> None:
+        wanted, monkeypatch, measured, tmp_path):
     now, told = [100.0], []
 
     def measure(session: worker.Measuring, _bench: worker.Bench, _degree: int,
@@ -238,7 +211,7 @@ def test_the_time_left_is_true_when_points_take_as_long_as_they_should(
         assert left_s == pytest.approx(told[-1][0] - at, abs=1e-6)
 
 
-def test_a_job_of_few_queries_is_measured_at_what_its_fixed_schedule_keeps_present() -> None:
+def test_a_job_of_few_queries_is_measured_at_what_its_fixed_schedule_keeps_present():
     """Two queries by a schedule for more are planned as if batches filled: of sizes beyond what
     was measured no schedule would be left."""
     few, usual = replace(toy_problem(latency_s=9.0), num_queries=2), Needs()

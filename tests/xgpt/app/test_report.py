@@ -1,27 +1,35 @@
 """`xgpt report`: which folder gets which report, in which form."""
 
-from __future__ import annotations
-
 import json
+import sys
 from pathlib import Path
 
+import fake_run
 import pytest
-from fake_run import HOSTILE_TEXTS, write_fake_run
-from fake_sweep import HOSTILE, write_fake_sweep
+from fake_run import HOSTILE, HOSTILE_TEXTS, write_fake_run, write_fake_sweep
+from job_folder import xgpt
 
+from jobs import job
 from xgpt.app import report
-from xgpt.app.report import write_reports
-from xgpt.core.errors import InputError, XgptError
+from xgpt.app.report import write_reports, write_tables
+from xgpt.app.running.metrics import Attribution
+from xgpt.app.running.prepare import make_folder, make_room
+from xgpt.app.telling import LogTeller
+from xgpt.core.errors import InputError, MissingExtraError, XgptError
+from xgpt.job.job import Job
 from xgpt.report.chart import can_draw
 from xgpt.report.comparison import differences, figure_rows, headline, read_runs
 from xgpt.report.words import tight
+from xgpt.requests.spool import Record
+from xgpt.run_folder.files import place_of
+from xrunner.plan import RunPlan
 
 pytest.importorskip("jinja2", reason="a page needs jinja2 (extra: run)")
 needs_matplotlib = pytest.mark.skipif(not can_draw(), reason="matplotlib is not installed")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def runs(tmp_path_factory):
     """Two runs in folders of the same name, whose jobs differ in one key."""
     folder = tmp_path_factory.mktemp("runs")
     made = [write_fake_run(folder / name / "out", num_queries=count)
@@ -33,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return made
 
 
-def test_runs_are_named_by_what_tells_them_apart_and_differences_are_told(runs: list[Path]) -> None:
+def test_runs_are_named_by_what_tells_them_apart_and_differences_are_told(runs):
     read = read_runs(runs)
     assert [run.name for run in read] == ["a/out", "b/out"]
     assert [run.name for run in read_runs(runs[:1])] == ["out"]
@@ -45,7 +53,7 @@ def test_runs_are_named_by_what_tells_them_apart_and_differences_are_told(runs: 
     assert all("(predicted 2.05 queries/s)" in cell for cell in rows["Throughput"])
 
 
-def test_a_comparison_holds_every_run_and_escapes(runs: list[Path], tmp_path: Path) -> None:
+def test_a_comparison_holds_every_run_and_escapes(runs, tmp_path):
     (path,) = write_reports(runs, "html", tmp_path / "both.html")
     page = path.read_text("utf-8")
     assert f"<h1>{tight(headline(read_runs(runs)))}.</h1>" in page
@@ -53,7 +61,7 @@ def test_a_comparison_holds_every_run_and_escapes(runs: list[Path], tmp_path: Pa
     assert page.count("data-chart=") == 4
 
 
-def test_the_headline_tells_which_run_is_fastest(runs: list[Path]) -> None:
+def test_the_headline_tells_which_run_is_fastest(runs):
     first, second = read_runs(runs)
     half = dict(first.metrics) | {"throughput_qps": {"measured": 1.0}}
     twice = dict(second.metrics) | {"throughput_qps": {"measured": 2.5}}
@@ -63,8 +71,7 @@ def test_the_headline_tells_which_run_is_fastest(runs: list[Path]) -> None:
     assert headline([first._replace(metrics={}), second]) == "2 runs beside one another"
 
 
-def test_a_run_that_has_answered_nothing_is_compared_and_named(runs: list[Path],
-                                                              tmp_path: Path) -> None:
+def test_a_run_that_has_answered_nothing_is_compared_and_named(runs, tmp_path):
     empty = write_fake_run(tmp_path / "empty", num_queries=3)
     for name in ("metrics.json", "results.jsonl"):
         (empty / name).unlink()
@@ -73,8 +80,7 @@ def test_a_run_that_has_answered_nothing_is_compared_and_named(runs: list[Path],
 
 
 @needs_matplotlib
-def test_markdown_has_the_tables_links_its_pictures_and_escapes(runs: list[Path],
-                                                               tmp_path: Path) -> None:
+def test_markdown_has_the_tables_links_its_pictures_and_escapes(runs, tmp_path):
     path, *pictures = write_reports(runs[:1], "md", tmp_path / "run.md")
     text = path.read_text("utf-8")
     assert "| Throughput |" in text and "## What to try next" in text
@@ -86,7 +92,7 @@ def test_markdown_has_the_tables_links_its_pictures_and_escapes(runs: list[Path]
 
 
 @needs_matplotlib
-def test_a_sweep_has_all_forms(tmp_path: Path) -> None:
+def test_a_sweep_has_all_forms(tmp_path):
     folder = write_fake_sweep(tmp_path / "out")
     assert write_reports([folder]) == [folder / "report.html"]
     pictures = write_reports([folder], "png")
@@ -96,14 +102,13 @@ def test_a_sweep_has_all_forms(tmp_path: Path) -> None:
     assert "RRA keeps no tighter bound" in text and HOSTILE not in text
 
 
-def test_without_matplotlib_markdown_is_text_alone(runs: list[Path], tmp_path: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_markdown_is_text_alone(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "can_draw", lambda: False)
     assert write_reports(runs[:1], "md", tmp_path / "x.md") == [tmp_path / "x.md"]
     assert "![" not in (tmp_path / "x.md").read_text("utf-8")
 
 
-def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path: Path) -> None:
+def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path):
     folder = write_fake_sweep(tmp_path / "job" / "sweep")
     assert write_reports([tmp_path / "job"]) == [folder / "report.html"]
     assert "## All points" in write_reports([tmp_path / "job"], "md")[0].read_text("utf-8")
@@ -112,8 +117,72 @@ def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path: Path) -> 
     assert write_reports([run]) == [run / "report.html"]
 
 
-def test_folders_without_a_report_are_refused(runs: list[Path], tmp_path: Path) -> None:
+def test_folders_without_a_report_are_refused(runs, tmp_path):
     with pytest.raises(XgptError, match="no run whose ranks have started is there, and no sweep"):
         write_reports([runs[0], tmp_path])
     with pytest.raises(InputError, match="sweeps are reported one by one"):
         write_reports([runs[0], write_fake_sweep(tmp_path / "s")])
+
+
+def test_several_forms_are_written_at_once_each_file_told_once(tmp_path):
+    folder = write_fake_sweep(tmp_path / "out")
+    done = xgpt("report", folder, "--format", "html, md,html", "--json")
+    files = json.loads(done.stdout)["files"]
+    assert files[:2] == [str(folder / "report.html"), str(folder / "report.md")]
+    assert len(files) == len(set(files))
+
+
+def job_of(folder: Path, results: str) -> Job:
+    return job(folder, output="out", results=json.dumps(results))
+
+
+def plan_of(job: Job) -> RunPlan:
+    return RunPlan(
+        name="job", output=job.output, model_dir=job.output, model_name="m", served_by="",
+        requests="", is_chat=False, max_tokens=5, dtype="float32", weight_dtype="float32", seed=0,
+        temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
+        query_kv_tokens=20)
+
+
+def test_the_folder_of_a_table_is_made_and_what_keeps_it_from_being_written_is_told(
+        tmp_path, monkeypatch):
+    make_folder(job_of(tmp_path, "new/deep/answers.csv"))
+    assert (tmp_path / "new" / "deep").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="results.*a folder that can be made"):
+        make_folder(job_of(tmp_path, "file/answers.csv"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingExtraError, match=r"answers.parquet.*pip install .*\[parquet\]"):
+        make_folder(job_of(tmp_path, "answers.parquet"))
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_table_that_stands_there_is_kept_or_goes_on(tmp_path, goes_on):
+    job = job_of(tmp_path, "answers.csv")
+    make_folder(job)
+    job.results.write_text("somebody's own")
+    if goes_on:
+        plan_of(job).save()
+    make_room(job.output, plan_of(job), LogTeller(), job.results)
+    kept = [path.read_text() for path in tmp_path.glob("answers-*.csv")]
+    assert kept == ["somebody's own"] * (not goes_on) and job.results.exists() == goes_on
+
+
+def test_a_report_of_a_folder_writes_the_table_that_its_job_asked_for(tmp_path):
+    out, table = tmp_path / "out", tmp_path / "answers.csv"
+    out.mkdir()
+    said = {"name": "job", "constraint": {"latency_s": "inf"}, "results": str(table)}
+    (out / "job.json").write_text(json.dumps(said))
+    assert write_tables([place_of(out)]) == []  # nothing was read yet
+    fake_run.write_spool(out, [Record(id=f"q{i}", line=i + 1) for i in range(3)])
+    (out / "results.jsonl").write_text('{"index": 0, "text": "yes"}\n')
+    assert write_tables([place_of(out)]) == [table]
+    assert [line[:7] for line in table.read_text().splitlines()] == ["id,text", "q0,yes,"]
+    assert write_tables([place_of(out)] * 2) == []
+
+
+def test_each_cause_is_told_by_itself():
+    found = Attribution(predicted_s=10.0, with_lengths_s=11.0, with_times_s=9.9, measured_s=10.1,
+                        same_steps=1.0)
+    assert found.sentence == ("time of the run against its prediction +1 %: output lengths +10 %, "
+                              "step times -10 %, the rest +2 %")

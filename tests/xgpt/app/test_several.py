@@ -1,24 +1,21 @@
 """Several jobs of one command: what is wrong shows before the first runs, and what a run told of
 its steps is planned with by those after it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from laid_out import amdahl, profile_of
+from profiles import amdahl, profile_of
 
-from xgpt.app import several
+from xgpt.app import submit as several
 from xgpt.app.opened import OpenedJob
+from xgpt.app.schedule import Plan
 from xgpt.app.telling import LogTeller
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
-from xgpt.core.schedule import Schedule
-from xprofiler.cache import cached_profile_path
-from xprofiler.profile import LearnedSteps
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
+from xprofiler.profile import LearnedSteps, cached_profile_path
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xrunner.checkpoint.source import cache_dir
@@ -45,7 +42,7 @@ class Machine:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, slow: tuple[str, ...]) -> None:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.setattr("xgpt.app.plan.timing_of", self.timing_of)
+        patch.setattr("xgpt.app.schedule.timing_of", self.timing_of)
         patch.setattr(several, "execute", self.execute)
         self.slow, self.factors = slow, dict[str, list[float]]()
         self.path = Path()
@@ -58,13 +55,14 @@ class Machine:
             save_profile(profile, self.path)
         return ProfileTiming(load_profile(self.path))
 
-    def execute(self, opened: OpenedJob, timing: ProfileTiming, schedule: Schedule,
-                ) -> dict[str, Any]:
-        self.factors[opened.job.name] = [own.factor for own in timing.profile.learned]
-        if opened.job.name in self.slow:
+    def execute(self, plan: Plan) -> dict[str, Any]:
+        assert isinstance(plan.timing, ProfileTiming)
+        name = plan.opened.job.name
+        self.factors[name] = [own.factor for own in plan.timing.profile.learned]
+        if name in self.slow:
             known = load_profile(self.path)
             save_profile(replace(known, learned=(*known.learned, LEARNED)), self.path)
-        return {"name": opened.job.name, "queries": 6}
+        return {"name": name, "queries": 6}
 
 
 def job_of(folder: Path, name: str, bound: str = "inf") -> Job:
@@ -84,8 +82,7 @@ output: out-{name}
     return load_job(path)
 
 
-def test_those_after_a_run_are_planned_by_what_it_told(tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_after_a_run_are_planned_by_what_it_told(tmp_path, monkeypatch):
     machine, told = Machine(monkeypatch, tmp_path, ("a", "c")), Told()
     jobs = [job_of(tmp_path, "a"), job_of(tmp_path, "never", "1 us"), job_of(tmp_path, "b"),
             job_of(tmp_path, "c"), job_of(tmp_path, "d")]
@@ -102,8 +99,7 @@ def test_those_after_a_run_are_planned_by_what_it_told(tmp_path: Path,
         "done", "failed", "done", "done", "done"]
 
 
-def test_where_runs_tell_nothing_a_job_is_planned_once(tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_runs_tell_nothing_a_job_is_planned_once(tmp_path, monkeypatch):
     machine, told = Machine(monkeypatch, tmp_path, ()), Told()
     done = several.submit_all([job_of(tmp_path, "a"), job_of(tmp_path, "b")], told)
     assert [turn.partition(":")[0] for turn in told.turns] == [
@@ -112,8 +108,7 @@ def test_where_runs_tell_nothing_a_job_is_planned_once(tmp_path: Path,
     assert [job["status"] for job in done["jobs"]] == ["done", "done"]
 
 
-def test_what_keeps_its_bound_no_more_by_what_was_told_does_not_run(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_its_bound_no_more_by_what_was_told_does_not_run(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, tmp_path, ("a",))
     with pytest.raises(several.SomeNotDone) as caught:
         several.submit_all([job_of(tmp_path, "a"), job_of(tmp_path, "b", BETWEEN)], Told())

@@ -1,6 +1,5 @@
-"""`xgpt status`: a living run is told from a dead one, and what is counted is on the disk."""
-
-from __future__ import annotations
+"""What `xgpt status`, `top` and `stop` say of a run at each moment: a living run is told from a
+dead one, what is counted is on the disk, and the words are those of screens.txt."""
 
 import json
 import subprocess
@@ -11,130 +10,167 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from job_folder import xgpt
+from runs import RUNNING, said, write_results
+from screens import check_screen, without_figures
 
-from xgpt.app.status import run_status
+from jobs import job_file
+from xgpt.app.opened import open_file
+from xgpt.app.running.run import at_work
 from xgpt.app.telling import progress_line, time_left_s
-from xgpt.cli.main import cli
-from xrunner.io.lock import is_locked, output_lock
-from xrunner.io.results import Answered
-from xrunner.io.sink import Progress, RunSink, write_progress
+from xgpt.core.errors import StoppedEarly, XgptError
+from xgpt.run_folder.state import run_status
+from xrunner.files.lock import is_locked, output_lock
+from xrunner.files.results import Answered
+from xrunner.files.sink import RunSink, write_progress
 from xrunner.rules.order import run_order
 
-RUNNING = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
-                   latency_p50_s=1.5, latency_p99_s=2.25)
+SCREENS = Path(__file__).with_name("screens.txt")
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    path = tmp_path / "nightly.yaml"
-    path.write_text("model: opt-13b\ncluster: a40-4\noutput: out\n"
-                    "workload: {requests: {count: 400}, task: S}\n")
+def job(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".lock").touch()
-    return path
+    return job_file(tmp_path, "nightly", output="out")
 
 
-def shown(job: Path) -> tuple[str, dict[str, Any]]:
-    """What a person and what a program is told."""
-    text, as_json = (CliRunner().invoke(cli, ["status", str(job), *more], catch_exceptions=False)
-                     for more in ([], ["--json"]))
-    assert max(map(len, text.stdout.replace(str(job.parent), "").splitlines())) <= 80
-    return " ".join(text.stdout.split()), json.loads(as_json.stdout)
+@pytest.fixture
+def out(job):
+    return job.parent / "out"
 
 
-def held(out: Path, *indices: int) -> None:
-    (out / "held.jsonl").write_text("".join(f'{{"index": {i}}}\n' for i in indices) + '{"ind')
+def state(job):
+    return json.loads(xgpt("status", job, "--json").stdout)
 
 
-def results(out: Path, count: int, torn: str = "") -> None:
-    (out / "results.jsonl").write_text("".join(f'{{"index": {i}}}\n' for i in range(count)) + torn)
+def check_status(job, name, **found):
+    """The status' object has these values, and its words are those of the screen."""
+    told = state(job)
+    assert {key: told.get(key) for key in found} == found
+    text = xgpt("status", job).stdout
+    assert max(map(len, text.replace(str(job.parent), "").splitlines())) <= 80
+    check_screen(SCREENS, f"status, {name}", without_figures(
+        " ".join(text.replace(str(job.parent), "FOLDER").split())))
 
 
-def test_a_run_that_is_killed_is_not_running_any_more(job: Path) -> None:
-    out = job.parent / "out"
+def test_a_run_that_is_killed_is_not_running_any_more(job, out):
     write_progress(out / "progress.json", RUNNING)
-    results(out, 100, '{"index": 10')
+    write_results(out, 100, '{"index": 10')
     with output_lock(out):
-        text, found = shown(job)
-        assert "nightly: running" in text and "120/400" in text and "left" in text
-        assert found["state"] == "running" and found["is_alive"] and found["done"] == 120
-    text, found = shown(job)
-    assert "nightly: died" in text and "100/400" in text and "left" not in text
-    assert "100 results are in results.jsonl; the same command goes on" in text
-    assert (found["state"], found["is_alive"], found["done"], found["total"]) == (
-        "died", False, 100, 400)
-    assert found["results"] == str(out / "results.jsonl") and found["num_results"] == 100
+        check_status(job, "running", state="running", is_alive=True, done=120)
+        assert "120/400" in said("status", job, of=job.parent)
+    check_status(job, "died", state="died", is_alive=False, done=100, total=400, num_results=100,
+                 results=str(out / "results.jsonl"))
     assert '"index": 10' in (out / "results.jsonl").read_text().splitlines()[-1], "nothing is cut"
 
 
-def test_a_run_is_found_by_a_job_file_that_can_be_run_no_more(job: Path) -> None:
+def test_a_run_is_found_by_a_job_file_that_can_be_run_no_more(job, out):
     """Somebody moved the requests meanwhile, or edits the file: the run goes on all the same."""
-    out = job.parent / "out"
     job.write_text(job.read_text().replace("{count: 400}", "moved.jsonl") + "modle: x\n")
-    none = CliRunner().invoke(cli, ["status", str(job)])
-    assert "modle" in str(none.exception), "no run was begun there that could be meant"
+    assert "modle" in xgpt("status", job).stderr, "no run was begun there that could be meant"
     write_progress(out / "progress.json", RUNNING)
     (out / "job.json").write_text('{"name": "nightly", "constraint": {"latency_s": "inf"}}')
     with output_lock(out):
-        assert "nightly: running" in shown(job)[0]
-        assert "asked to stop" in CliRunner().invoke(cli, ["stop", str(job)]).stdout
+        assert state(job)["state"] == "running"
+        assert "asked to stop" in said("stop", job)
 
 
-def test_of_a_run_at_work_a_long_file_of_results_is_not_read(
-        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_run_at_work_a_long_file_of_results_is_not_read(out, monkeypatch):
     """`xgpt top` looks every second, and there may be ten million."""
-    write_progress(job.parent / "out" / "progress.json", RUNNING)
+    write_progress(out / "progress.json", RUNNING)
 
-    def read(path: Path) -> Answered:
+    def read(path):
         raise AssertionError(path)
 
-    monkeypatch.setattr("xgpt.app.status.answered_by_last_line", read)
-    with output_lock(job.parent / "out"):
-        status = run_status(job.parent / "out")
-        assert status is not None and status.progress.done == 120
+    monkeypatch.setattr("xgpt.run_folder.state.answered_by_last_line", read)
+    with output_lock(out):
+        assert run_status(out).progress.done == 120
 
 
-def test_a_run_that_dies_before_it_begins_says_what_an_earlier_one_left(job: Path) -> None:
-    out = job.parent / "out"
+def test_a_run_that_dies_before_it_begins_says_what_an_earlier_one_left(job, out):
+    with output_lock(out):
+        assert state(job)["state"] == "starting", "nothing is written yet"
+    assert "no run has started" in xgpt("status", job).stderr
     write_progress(out / "progress.json", replace(RUNNING, state="loading", total=0, done=0))
     (out / "spool").mkdir(parents=True)
     (out / "spool" / "spool.json").write_text('{"queries": 400}\n')
-    results(out, 7)
+    write_results(out, 7)
     with output_lock(out):
-        text, found = shown(job)
-        assert "loading" in text and found["state"] == "loading"
-    text, found = shown(job)
-    assert "died" in text and "7/400" in text and found["done"] == 7
+        check_status(job, "loading", state="starting")
+    check_status(job, "died at its start", state="died", done=7, total=400)
 
 
-def test_nothing_written_yet_is_a_start_while_somebody_works_there(job: Path) -> None:
-    with output_lock(job.parent / "out"):
-        assert shown(job)[1]["state"] == "starting"
-    done = CliRunner().invoke(cli, ["status", str(job)])
-    assert "no run has started" in str(done.exception)
-
-
-def test_a_stopped_run_counts_what_is_written(job: Path) -> None:
-    out = job.parent / "out"
+def test_a_stopped_run_counts_what_is_written(job, out):
     # 120 were done, of which 20 wait for one before them
     write_progress(out / "progress.json", replace(RUNNING, state="stopped"))
-    results(out, 100)
-    held(out, 98, 99, *range(101, 121))
-    text, found = shown(job)
-    assert "stopped" in text and "120/400" in text and "the same command goes on" in text
-    assert "100 results are in results.jsonl and 20 in held.jsonl" in text
-    assert found["state"] == "stopped" and found["done"] == 120
-    assert (found["num_results"], found["num_held"]) == (100, 20)
+    write_results(out, 100)
+    (out / "held.jsonl").write_text("".join(
+        f'{{"index": {i}}}\n' for i in (98, 99, *range(101, 121))) + '{"ind')
+    check_status(job, "stopped", state="stopped", done=120, num_results=100, num_held=20)
     write_progress(out / "progress.json", replace(RUNNING, state="done", done=400))
-    text, found = shown(job)
-    assert "400/400" in text and "goes on" not in text and found["state"] == "done"
-    assert "killed before it wrote metrics.json" in text and "runs nothing again" in text
+    check_status(job, "done, killed before metrics.json", state="complete", done=400)
     (out / "metrics.json").write_text("{}")
-    assert "killed" not in shown(job)[0]
+    assert "killed" not in xgpt("status", job).stdout
 
 
-def test_asking_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [StoppedEarly("asked to stop"), KeyboardInterrupt()])
+@pytest.mark.parametrize("before", [None, "loading", "done"])
+def test_a_run_that_is_stopped_as_it_starts_was_stopped(job, out, stop, before):
+    """`before`: what ranks or an earlier run told last."""
+    if before == "done":
+        write_progress(out / "progress.json", replace(RUNNING, state=before))
+    with pytest.raises(type(stop)), at_work(open_file(job)):
+        assert state(job)["state"] == "starting"
+        if before == "loading":
+            write_progress(out / "progress.json", replace(RUNNING, state=before, total=0, done=0))
+        raise stop
+    assert state(job)["state"] == "stopped"
+    for command in ("status", "top"):
+        told = said(command, job, of=job.parent)
+        assert "killed" not in told and "the same command goes on" in told
+    assert "no run works there (state: stopped)" in xgpt("stop", job).stderr
+
+
+def test_a_run_that_fails_as_it_starts_says_why_and_one_that_waits_is_planned(job):
+    with pytest.raises(XgptError), at_work(open_file(job)):
+        raise XgptError("no schedule keeps the bound")
+    check_status(job, "failed at its start", state="died")
+    with at_work(open_file(job)):
+        pass
+    check_status(job, "planned", state="starting")
+
+
+def test_a_run_that_starts_needs_its_requests_no_more(job):
+    """Until its ranks start it has no job.json; `--set` names what is gone as well."""
+    with at_work(open_file(job)):
+        job.write_text(job.read_text().replace("{count: 400}", "moved.jsonl"))
+        for words in (("status", job), ("top", job), ("status", job, "--set", "model=/nowhere")):
+            assert "starting" in said(*words, of=job.parent)
+        assert "no such file" in xgpt("stop", job, "--set", "outptu=other").stderr, "which run?"
+        assert "asked to stop" in said("stop", job)
+
+
+def test_ranks_that_tell_nothing_any_more_were_not_heard_in_1970(job, out):
+    """The run has ended, and its report is being written: the ranks are known by its account."""
+    write_progress(out / "progress.json", replace(RUNNING, state="done", done=400))
+    (out / "measured.json").write_text(json.dumps({"wall_s": 60.0, "ranks": [
+        {"rank": 0, "stage": 0, "pool": "all", "busy_s": 50.0}]}))
+    with output_lock(out):
+        assert "83%" in (text := said("top", job, of=job.parent)) and "ago" not in text
+
+
+def test_no_time_left_is_told_of_what_should_be_over(tmp_path):
+    """A burst ends all queries, and has not come yet when it was expected to."""
+    (tmp_path / "expected.json").write_text(json.dumps({
+        "version": 1, "stages": [], "latency_s": [], "ttft_s": [], "done": [[2.0, 1], [2.0, 400]]}))
+    start = replace(RUNNING, done=0, elapsed_s=1.0)
+    assert time_left_s(start, tmp_path) == pytest.approx(1.0)
+    assert time_left_s(replace(start, elapsed_s=2.5), tmp_path) is None
+    assert time_left_s(replace(RUNNING, done=399, elapsed_s=1e-5), tmp_path / "none") is None
+
+
+def test_asking_does_not_keep_a_run_from_starting(tmp_path):
     import fcntl
     import threading
 
@@ -149,7 +185,7 @@ def test_asking_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
     assert is_locked(tmp_path) is False
 
 
-def test_the_time_left_is_that_of_this_run(tmp_path: Path) -> None:
+def test_the_time_left_is_that_of_this_run(tmp_path):
     resumed = replace(RUNNING, done=200, done_before=190)  # 10 queries in a minute
     assert "20m00s left" in progress_line(resumed, 5.0, time_left_s(resumed, tmp_path))
     plan: Any = SimpleNamespace(output=tmp_path, model_name="toy", model_dir=None, sync_s=5.0,
@@ -164,9 +200,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-from xrunner.io.lock import output_lock
-from xrunner.io.sink import RunSink
-from xrunner.io.results import answered, count_results
+from xrunner.files.lock import output_lock
+from xrunner.files.sink import RunSink
+from xrunner.files.results import answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.order import run_order
 
@@ -190,16 +226,14 @@ with output_lock(out):
 """
 
 
-def test_killed_with_results_held_back_no_line_is_lost_or_doubled(job: Path) -> None:
+def test_killed_with_results_held_back_no_line_is_lost_or_doubled(job, out):
     pytest.importorskip("torch", reason="runs need the extra `run`")
-    out = job.parent / "out"
-
     def run(kill_after: int) -> int:
         return subprocess.run([sys.executable, "-c", KILLED, str(out), str(kill_after)],
                               check=False).returncode
 
     assert run(130) == -9
-    _, found = shown(job)
+    found = state(job)
     answered = run_order(400, 64, 3)[:130]
     whole = next(i for i in range(400) if i not in answered)
     assert whole < 130, "some were held back"
@@ -211,4 +245,4 @@ def test_killed_with_results_held_back_no_line_is_lost_or_doubled(job: Path) -> 
         (i, f"q{i}", [i]) for i in range(400)]
     assert {r["index"] for r in rows if r["latency_s"] == 130} == set(answered), "none done again"
     assert not (out / "held.jsonl").exists()
-    assert shown(job)[1]["state"] == "done"
+    assert state(job)["state"] == "complete"

@@ -2,43 +2,45 @@
 what is seen of all of them together it makes other control variables for each. No ranks: states of
 heads and steps are told of as they tell of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from taken_as_true import timing_of
-from told_steps import steps_of
-from watched_jobs import follow, outputs_of, session_of, write_state
+from problems import timing_of
+from watched_jobs import follow, outputs_of, session_of, steps_of, write_state
 
-from xgpt.app.opened import OpenedJob
-from xgpt.app.run_folder import plan_for_ranks
-from xgpt.app.watch import Rescheduler, decisions_with_phases
-from xgpt.core.job import FixedSchedule
+from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.running.follow import Rescheduler, decisions_with_phases
+from xgpt.app.running.prepare import plan_for_ranks
+from xgpt.app.schedule import settled
+from xgpt.app.simulate import simulate_job
+from xgpt.core.controls import FixedSchedule
+from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.lengths import JointLengths, empirical
-from xgpt.core.schedule import Schedule
-from xprofiler.retimed import Factor, Retimed
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
+from xprofiler.profile_timing import Factor, Retimed
 from xrunner.checkpoint.source import ModelFiles
-from xrunner.io.beat import BEATS, RankState
-from xrunner.io.launcher_link import load_change_order
+from xrunner.files.beat import BEATS, RankState
+from xrunner.files.launcher_link import load_change_order
 from xrunner.plan import load_plan
-from xrunner.replica import replicas_of
+from xrunner.rank.world import replicas_of
 from xrunner.rules.changes import OfShapes
 from xrunner.rules.iteration import StepLimits
 from xrunner.rules.rra import PhaseControls
 from xscheduler.copies import problem_for, problem_on
+from xscheduler.drift import drift_rows
 from xscheduler.evaluator import Evaluator
 from xscheduler.live.decisions import NOT_RRA
+from xscheduler.live.reschedule import reschedule
 from xscheduler.live.shapes import differ
 from xscheduler.planner import Planner, PlanOptions
+from xsimulator.rough.forms import fixed_estimate
 
-Planned = tuple[OpenedJob, Schedule]
 DEVICES = (2, 1)  # of a copy of each shape; of the second there are two
 
 
@@ -57,7 +59,7 @@ def unlike(session: OpenedJob, *policies: str) -> Schedule:
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+def planned(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
         session = session_of(tmp_path_factory.mktemp("job"))
@@ -79,7 +81,7 @@ class Run:
         (self.output / BEATS).mkdir(exist_ok=True)
         looks = []
         told = [steps_of(self.session.problem, timing_of(self.session), shape,
-                         lambda kind, stage, of=place: factor(of))  # type: ignore[misc]
+                         lambda kind, stage, of=place: factor(of))
                 for place, shape in enumerate(self.schedule.estimate.shapes)]
         for _ in range(times):
             self._now_s += 1
@@ -124,7 +126,7 @@ class Drifted(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def drifted(planned: Planned) -> Drifted:
+def drifted(planned):
     run, looks = Run(*planned), []
     as_planned = run.session.problem.lengths.outputs.sample(
         3000, np.random.default_rng(16)).tolist()
@@ -136,7 +138,7 @@ def drifted(planned: Planned) -> Drifted:
     return Drifted(run, looks, run.told)
 
 
-def test_other_lengths_change_every_shape_within_its_caches(drifted: Drifted) -> None:
+def test_other_lengths_change_every_shape_within_its_caches(drifted):
     run = drifted.run
     assert drifted.looks == [False, True, False], "once, where they are not as planned"
     (found,) = run.own.decisions
@@ -162,7 +164,7 @@ def test_other_lengths_change_every_shape_within_its_caches(drifted: Drifted) ->
         assert told.group_kv_tokens >= run.own.decider.followed.longest
 
 
-def test_slowed_steps_of_one_shape_change_its_schedule_alone(planned: Planned) -> None:
+def test_slowed_steps_of_one_shape_change_its_schedule_alone(planned):
     run = Run(*planned)
     write_state(run.session, [30] * 3000, phases=4)
     assert run.tell(lambda shape: 1.0) == [False] * 4
@@ -189,7 +191,7 @@ def test_slowed_steps_of_one_shape_change_its_schedule_alone(planned: Planned) -
     assert not any(run.tell(lambda shape: 1.5, times=4)) and len(run.own.decisions) == count
 
 
-def test_lengths_change_no_shape_but_rra_s(planned: Planned) -> None:
+def test_lengths_change_no_shape_but_rra_s(planned):
     session, schedule = planned
     sarathi = unlike(session, "rra", "sarathi")
     run = Run(session, sarathi)
@@ -211,7 +213,7 @@ def test_lengths_change_no_shape_but_rra_s(planned: Planned) -> None:
     assert found.record["choice"] == "keep" and load_change_order(run.output) is None
 
 
-def test_every_shape_has_room_for_its_own_changes(planned: Planned, tmp_path: Path) -> None:
+def test_every_shape_has_room_for_its_own_changes(planned, tmp_path):
     session, schedule = planned
     own, requests = follow(session, schedule), session.requests
     (other,) = own.other_rooms
@@ -224,7 +226,7 @@ def test_every_shape_has_room_for_its_own_changes(planned: Planned, tmp_path: Pa
     assert plan.fingerprint == replace(plan, other_rooms=()).fingerprint, "it decides no answer"
 
 
-def test_a_decision_has_the_phase_of_the_first_copy_that_took_it_up(drifted: Drifted) -> None:
+def test_a_decision_has_the_phase_of_the_first_copy_that_took_it_up(drifted):
     run = drifted.run
     taken = [{"revision": 1, "replica": 2, "phase": 9, "elapsed_s": 3.0},
              {"revision": 1, "replica": 1, "phase": 7, "elapsed_s": 2.0}]
@@ -233,3 +235,62 @@ def test_a_decision_has_the_phase_of_the_first_copy_that_took_it_up(drifted: Dri
     (row,) = decisions_with_phases(run.own.decisions, [
         *taken, {"revision": 1, "phase": 4, "elapsed_s": 2.5}])
     assert row["phase"] == 4
+
+
+
+
+@pytest.fixture(scope="module")
+def large_and_small(tmp_path_factory):
+    """A large batch on two devices, of three quarters of the queries, beside a small one on one."""
+    path = tmp_path_factory.mktemp("job") / "job.yaml"
+    path.write_text("model: opt-13b\nworkload: {task: S}\nconstraint: {latency_s: inf}\n"
+                    "cluster: {num_nodes: 1, devices_per_node: 3, device: A40, "
+                    "intra_link: pcie4-x16-p2p}\n")
+    opened, timing = settled(open_file(path))
+
+    def on(devices: int, batch: int) -> Estimate:
+        part = problem_on(opened.problem, devices)
+        return Evaluator(part, timing).shown(fixed_estimate("rra", part, timing, FixedSchedule(
+            encode_batch=batch, decode_iterations=8)).one_copy)
+
+    return opened, timing, on(2, 24).beside((on(1, 4),))
+
+
+@pytest.fixture(scope="module")
+def simulated(large_and_small):
+    return simulate_job(*large_and_small)
+
+
+def test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula(
+        large_and_small, simulated):
+    _, _, given = large_and_small
+    figures, shapes = simulated.figures, given.shapes
+    total_qps = sum(shape.figures.throughput_qps for shape in shapes)
+    assert shapes[0].figures.throughput_qps < 0.9 * total_qps, "one kind alone would be told apart"
+    assert figures.steady_throughput_qps == pytest.approx(total_qps, rel=0.05)
+    assert figures.estimated_latency_s == pytest.approx(max(
+        shape.figures.latency_s for shape in shapes), rel=0.02)
+    assert figures.steady_latency_s == pytest.approx(figures.estimated_latency_s, rel=0.05)
+    assert len(figures.utilisation) == 3 and min(figures.utilisation) > 0.5
+    assert figures.kv_peak_tokens <= figures.kv_tokens
+    assert simulated.to_dict()["replay"]["estimated_latency_s"] == figures.estimated_latency_s
+    words = " ".join(str(simulated).split())
+    assert "of the slowest copy (the estimate says" in words
+
+
+def test_changed_lengths_are_replayed_by_all_copies(large_and_small):
+    opened, timing, given = large_and_small
+
+    def none(problem: Problem) -> Estimate:
+        raise InfeasibleError("not asked for")
+
+    search: Callable[[Problem], Estimate] = none
+    rows = drift_rows(opened.problem, timing, given, search=search, least_queries=400)
+    usual = next(row.kept for row in rows if row.change == 1.0)
+    assert usual.throughput_qps == pytest.approx(given.figures.throughput_qps, rel=0.08)
+
+
+def test_how_to_go_on_from_them_is_refused_by_name(large_and_small):
+    opened, timing, given = large_and_small
+    with pytest.raises(InputError, match="others = 1.* copies that are alike"):
+        reschedule(given, opened.problem, timing)

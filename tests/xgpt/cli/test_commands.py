@@ -1,27 +1,28 @@
 """The command line as a user meets it: exit codes, messages, and what it imports."""
 
-from __future__ import annotations
-
 import configparser
 import json
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
-from in_process import xgpt
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner, Result
+from job_folder import xgpt
+
+from jobs import job_file
+from xgpt.cli import run, terminal
+from xgpt.cli.main import COMMANDS, cli
+from xgpt.cli.options import KEYS
+from xgpt.report.table import fact, paragraph, table
+from xgpt.run_folder import files as run_files
 
 ROOT = Path(__file__).resolve().parents[3]
-OPT_13B = """
-model: opt-13b
-cluster: a40-4
-workload: {requests: {count: 2000}, task: S}
-constraint: {latency_s: 11.5, confidence: 0.5}
-"""
-
-
 def fresh(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
     """Runs `xgpt ARGUMENTS` in a fresh interpreter; `code` runs after it, whatever the exit."""
     program = ("import sys\nfrom xgpt.cli.main import main\n"
@@ -46,7 +47,7 @@ main()
 """
 
 
-def test_ctrl_c_before_the_command_is_there_ends_it_without_a_word() -> None:
+def test_ctrl_c_before_the_command_is_there_ends_it_without_a_word():
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg", encoding="utf-8")
     entry = parser["options.entry_points"]["console_scripts"].strip()
@@ -59,13 +60,12 @@ def test_ctrl_c_before_the_command_is_there_ends_it_without_a_word() -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
-    path.write_text(OPT_13B)
-    return path
+def job(tmp_path):
+    return job_file(tmp_path, workload="{requests: {count: 2000}, task: S}",
+                    constraint="{latency_s: 11.5, confidence: 0.5}")
 
 
-def test_help_names_every_command_and_imports_nothing_heavy() -> None:
+def test_help_names_every_command_and_imports_nothing_heavy():
     heavy = ("[print('IMPORTED', m) for m in ('torch', 'mpi4py', 'numpy', 'scipy', 'yaml', "
              "'pydantic') if m in sys.modules]")
     done = fresh("--help", code=heavy)
@@ -76,15 +76,15 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_scheduling_imports_neither_torch_nor_mpi(job: Path) -> None:
-    done = fresh("schedule", job, "--set=schedule.tp_degree=1", "--set=schedule.replicas=1",
+def test_scheduling_imports_neither_torch_nor_mpi(job):
+    done = fresh("schedule", job, "--set=schedule={policy: rra, encode_chunk: 0, tp_degree: 1}",
                  code="print('HEAVY', {'torch', 'mpi4py', 'transformers'} & set(sys.modules))")
     assert done.returncode == 0, done.stderr
     assert "HEAVY set()" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_what_submit_imports_has_no_scipy_in_it() -> None:
+def test_what_submit_imports_has_no_scipy_in_it():
     """It would take a third as long again; what asks for it imports it then."""
     code = "import sys, xgpt.app.submit; print(sorted(m for m in sys.modules if 'scipy' in m))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
@@ -96,8 +96,7 @@ def test_what_submit_imports_has_no_scipy_in_it() -> None:
     ("rra", ("encode_batch", "decode_iterations", "encode_chunk", "tp_degree", "tp_gpus")),
     ("waa-c", ("encode_batch", "decode_micro_batches", "encode_chunk", "tp_degree",
                "tp_gpus"))])
-def test_schedule_of_opt_13b_is_confirmed_by_simulate(
-        job: Path, tmp_path: Path, policy: str, keys: tuple[str, ...]) -> None:
+def test_schedule_of_opt_13b_is_confirmed_by_simulate(job, tmp_path, policy, keys):
     fixed = f"--set=schedule.policy={policy}"
     found = xgpt("schedule", job, "--json", "--out", tmp_path / "s.json", fixed,
                  "--horizon", "steady")
@@ -124,70 +123,28 @@ def test_schedule_of_opt_13b_is_confirmed_by_simulate(
     assert replayed_qps == pytest.approx(schedule["throughput_qps"], rel=0.2)
 
 
-def test_five_mistakes_are_five_lines_and_exit_code_2(tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text("model: opt-13c\ncluster: a40-5\nworkload: {requests: {count: 0}, task: S}\n"
-                    "constraint: {latency_s: -1}\nschdule: auto\n")
-    done = fresh("schedule", path)
-    assert done.returncode == 2 and done.stdout == ""
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 5
-    for key, line in (("model", 1), ("cluster", 2), ("count", 3), ("latency_s", 4), ("schdule", 5)):
-        assert any(key in e and f"bad.yaml:{line}:" in e for e in errors), (key, errors)
-    assert "opt-13b" in done.stderr and "did you mean" in done.stderr
-
-
-def test_a_bound_that_cannot_be_met_is_exit_code_3_with_the_tightest_that_can(job: Path) -> None:
-    done = fresh("schedule", job, "--set", "constraint.latency_s=0.01")
-    assert done.returncode == 3 and "Traceback" not in done.stderr
-    assert "tightest" in done.stderr
-
-
-def test_unknown_files_options_and_overrides_are_exit_code_2(job: Path, tmp_path: Path) -> None:
-    assert xgpt("schedule", tmp_path / "none.yaml").returncode == 2
-    assert xgpt("schedule", job, "--fast").returncode == 2
-    assert xgpt("schedule", job, "--set", "constraint.latenzy_s=3").returncode == 2
-    misspelt = xgpt("schedul", job)
-    assert misspelt.returncode == 2 and "did you mean 'schedule'?" in misspelt.stderr
-    assert "xgpt init" in xgpt("schedule", tmp_path / "none.yaml").stderr
-    (tmp_path / "prompts.csv").write_text("id,prompt\n1,Why?\n")
-    assert "xgpt init --prompts" in xgpt("schedule", tmp_path / "prompts.csv").stderr
-    wrong = xgpt("simulate", job, "--set", "schedule.encode_batch=4")
-    assert wrong.returncode == 2 and "schedule.decode_iterations" in wrong.stderr
-    wrong = xgpt("simulate", job, "--timeline", tmp_path)
-    assert wrong.returncode == 2 and "not a folder" in wrong.stderr
-
-
-def test_running_elsewhere_than_here_is_refused_in_words(job: Path) -> None:
-    done = xgpt("run", job, "--set", "model=no-such-model")
-    assert done.returncode == 2
-    done = xgpt("profile", job)
-    assert done.returncode == 2 and "local" in done.stderr
-
-
-def test_sweep_rises_with_the_bound(job: Path) -> None:
-    done = xgpt("sweep", job, "--json", "--bounds", "0.01,5,inf")
+def test_sweep_rises_with_the_bound(job):
+    few = "--set=schedule={policy: [rra, ft], encode_chunk: 0, replicas: 1}"
+    done = xgpt("sweep", job, few, "--json", "--bounds", "0.01,5,inf")
     rows = json.loads(done.stdout)["rows"]
     assert rows[0]["status"] == "infeasible" and "tightest" in rows[0]["reason"]
     rates = [row["throughput_qps"] for row in rows[1:]]
     assert rates == sorted(rates) and rates[0] < rates[-1]
-    shown = xgpt("sweep", job, "--bounds", "0.01,5")
+    shown = xgpt("sweep", job, few, "--bounds", "0.01,5")
     assert shown.returncode == 0 and max(map(len, shown.stdout.splitlines())) <= 80
     lines = shown.stdout.splitlines()
-    assert lines[2].split()[2:4] == ["auto", "-"] and "tightest" in shown.stdout
+    assert lines[2].split()[2:4] == ["rra+ft", "-"] and "tightest" in shown.stdout
     copies = [str(rows[1]["replicas"])] * (rows[1]["replicas"] > 1)  # else no column says so
     assert lines[3].split()[2:][:2 + len(copies)] == [rows[1]["chosen"], *copies,
                                                       f"{rates[0]:.4g}"]
     assert "..." not in shown.stdout and "going on: 2 of 2 points" in shown.stderr
-    assert xgpt("sweep", job, "--bounds", "soon").returncode == 2
-    assert xgpt("sweep", job, "--format", "xls").returncode == 2
-    none = xgpt("sweep", job, "--bounds", "0.01")
+    none = xgpt("sweep", job, few, "--bounds", "0.01")
     assert none.returncode == 3 and "no schedule" in none.stdout
-    told = json.loads(xgpt("sweep", job, "--bounds", "0.01", "--json").stdout)
+    told = json.loads(xgpt("sweep", job, few, "--bounds", "0.01", "--json").stdout)
     assert told["exit_code"] == 3 and told["rows"][0]["status"] == "infeasible"
 
 
-def test_the_options_are_frozen() -> None:
+def test_the_options_are_frozen():
     """A job's meaning belongs in its file; a new flag needs a reason and a line here."""
     from xgpt.cli.main import COMMANDS, LazyGroup, cli
 
@@ -196,7 +153,6 @@ def test_the_options_are_frozen() -> None:
     flags = {}
     for name in COMMANDS:
         command = cli.get_command(context, name)
-        assert command is not None
         parts = command.commands if isinstance(command, click.Group) else {"": command}
         for part, own in parts.items():
             flags[f"{name} {part}".strip()] = {
@@ -228,9 +184,8 @@ def test_the_options_are_frozen() -> None:
     }
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])
-def test_standard_streams_that_the_caller_closed_change_nothing_else(tmp_path: Path,
-                                                                     closed: str) -> None:
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_the_caller_closed_change_nothing_else(tmp_path, closed):
     """Nor does the next file that is opened take their number, where libraries print."""
     code = ("import os, sys\nfrom xgpt.cli.main import main\nsys.argv = ['xgpt', 'models']\n"
             "try:\n    main()\nfinally:\n    open('next', 'w').write(str(os.open('.', 0)))\n")
@@ -239,3 +194,163 @@ def test_standard_streams_that_the_caller_closed_change_nothing_else(tmp_path: P
     assert (done.returncode, done.stderr) == (0, "")
     assert ("opt-13b" in done.stdout) == (">&-" not in closed.split())
     assert int((tmp_path / "next").read_text()) > 2
+
+
+@pytest.mark.parametrize(("has_metrics", "is_again", "asked"), [
+    (False, False, False), (True, False, True), (False, True, True)])
+def test_whether_a_job_is_done_is_asked_where_it_may_be(tmp_path, monkeypatch, has_metrics,
+                                                        is_again, asked):
+    assert run.METRICS == run_files.METRICS_FILE
+    if has_metrics:
+        (tmp_path / run.METRICS).touch()
+    imported: list[str] = []
+    finished = SimpleNamespace(done_already=lambda *_, **__: {"status": "already done"})
+    monkeypatch.setattr(run, "import_module", lambda name: imported.append(name) or finished)
+    found = run._done_already(SimpleNamespace(output=tmp_path), is_again=is_again)
+    assert (found is not None, imported) == (asked, ["xgpt.app.running.finished"] * asked)
+
+
+OF_PROGRAMS = """
+model: opt-125m
+cluster: a40-4
+workload: {{requests: {{count: 20}}, task: T}}
+schedule: {{policy: ft}}
+slurm: {{prologue: ["{program}"], container: ["{program}"], modules: ["$({program})"],
+        extra: ["--comment=$({program})"]}}
+output: out
+"""
+
+
+@pytest.mark.parametrize("command", ["schedule", "simulate"])
+def test_what_a_job_file_names_is_not_started(command, tmp_path):
+    program, job = tmp_path / "program", tmp_path / "job.yaml"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
+    program.chmod(0o755)
+    job.write_text(OF_PROGRAMS.format(program=program))
+    done = xgpt(command, job)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "started").exists() and not (tmp_path / "out").exists()
+
+
+def proposed(*words: str) -> list[str]:
+    """For the last word, after those before it."""
+    shell = ShellComplete(cli, {}, "xgpt", "_XGPT_COMPLETE")
+    return [item.value for item in shell.get_completions(list(words[:-1]), words[-1])]
+
+
+def test_commands_and_keys_and_catalog_names():
+    assert {"schedule", "submit"} <= set(proposed("s")) and "models" in proposed("mo")
+    assert proposed("schedule", "job.yaml", "--set", "constraint.la") == ["constraint.latency_s="]
+    assert "model=opt-13b" in proposed("schedule", "job.yaml", "--set", "model=opt-1")
+    assert "cluster=local" in proposed("schedule", "job.yaml", "--set", "cluster=")
+    assert "schedule.policy=rra" in proposed("submit", "job.yaml", "--set", "schedule.policy=")
+    assert "run.weight_dtype=int8" in proposed("run", "job.yaml", "--set", "run.weight_dtype=")
+    assert proposed("run", "job.yaml", "--set", "run.seed=") == []
+
+
+def test_job_files_and_folders_alone(tmp_path, monkeypatch):
+    (tmp_path / "jobs").mkdir()
+    for name in ("a.yaml", "jobs/b.yml", "jobs/notes.txt", ".hidden.yaml"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert proposed("schedule", "") == ["a.yaml", "jobs/"]
+    assert proposed("submit", "jobs/") == ["jobs/b.yml"]
+    assert proposed("status", "nowhere/") == []
+
+
+def test_every_key_that_is_proposed_is_documented():
+    documented = (ROOT / "docs" / "job-file.md").read_text("utf-8")
+    assert not [key for key in KEYS if f"`{key}`" not in documented and not (
+        key.startswith("schedule.") and f"`{key.removeprefix('schedule.')}`" in documented)]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_is_told_how(shell):
+    shown = CliRunner().invoke(cli, ["completion", shell], catch_exceptions=False)
+    assert shown.exit_code == 0 and "_XGPT_COMPLETE" in shown.stdout
+    if (path := shutil.which(shell)) is not None:
+        flags = ["-n"] if shell != "fish" else ["--no-execute"]
+        done = subprocess.run([path, *flags], input=shown.stdout, text=True, capture_output=True,
+                              check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def check_width(text: str) -> None:
+    assert text and max(map(len, text.splitlines())) <= 80, text
+
+
+def test_the_catalog_fits_and_nothing_of_it_is_cut_off():
+    shown = invoke("models").stdout
+    check_width(shown)
+    assert "..." not in shown
+    known = json.loads(invoke("models", "--json").stdout)
+    words = shown.replace(",", " ").split()
+    assert not [name for rows in known.values() for name in rows if name not in words]
+
+
+@pytest.mark.parametrize("words", [
+    *([name] for name in COMMANDS), *(["profile", part] for part in ("measure", "show", "merge",
+                                                                     "import"))])
+def test_every_help_fits(words):
+    check_width(invoke(*words, "--help").stdout)
+
+
+def test_a_last_column_of_words_goes_on_below_and_loses_none():
+    words = "188 at a time, 219 tokens, 2 groups, TP 8 on 16, and " + "more " * 20
+    shown = table(("policy", "queries/s", "configuration"), [("Sarathi", "4.96", words),
+                                                             ("FT", "2.1", "")], right=(1,))
+    check_width(shown)
+    lines = shown.splitlines()
+    assert " ".join(line[20:] for line in lines[2:-1]).split() == words.split()
+    assert lines[2].startswith("Sarathi ") and lines[3].startswith(" " * 20)
+    assert lines[-1] == "FT             2.1"
+    check_width(table(("a", "b"), [("x" * 90, "y")], right=(0,)))
+
+
+def test_what_is_said_fits_the_terminal_and_a_file_keeps_whole_lines(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    message = "no schedule satisfies the bound: " + "the tightest that can be met, " * 5 + "\n  end"
+    terminal.say(message)
+    assert capsys.readouterr().err == message + "\n"
+    monkeypatch.setattr(terminal, "is_terminal", lambda: True)
+    terminal.say(message)
+    shown = capsys.readouterr().err
+    assert max(map(len, shown.splitlines())) <= 60 and shown.split() == message.split()
+    assert shown.endswith("\n  end\n")
+
+
+@pytest.mark.parametrize("columns", [48, 60, 200])
+def test_tables_fit_a_narrow_terminal_and_keep_80_columns_elsewhere(columns, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    words = "the schedule uses 4.772 s of the bound of 5.90 s " * 4
+    assert max(map(len, fact("why", words).splitlines())) > 70, "a pipe has no width"
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert max(map(len, fact("why", words).splitlines())) <= min(columns, 80), "but for COLUMNS"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for text in (fact("why", words), paragraph(words), table(
+            ("policy", "queries/s", "words"), [("RRA", "1.5", words)], right=(1,))):
+        assert max(map(len, text.splitlines())) <= min(columns, 80), text
+
+
+def test_a_message_clears_the_line_of_progress(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "is_terminal", lambda: True)
+    shown = terminal.Terminal()
+    shown.progress("searching, 2.00 s so far")
+    shown.say("found")
+    assert capsys.readouterr().err.endswith("\r" + " " * 24 + "\rfound\n")
+
+
+def test_words_go_on_below_where_numbers_leave_them_no_room(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    shown = table(("", "predicted", "measured", "ratio", ""), [
+        ("Time per token P50", "0.106 queries/s", "0.0487 queries/s", "0.46", "off by 54 %")],
+        right=(1, 2, 3))
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 60 and "..." not in shown
+    assert " ".join(line[:10].strip() for line in lines[2:]).split()[:4] == [
+        "Time", "per", "token", "P50"]

@@ -1,8 +1,6 @@
 """`xgpt schedule --engines`: every engine's best schedule side by side, by whose times, and what
 each does not execute."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -11,38 +9,33 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from jobs import job_file
 from xgpt.app import what_if
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.cli import schedule as command
 from xgpt.core.engines import engine_names
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import Job
+from xgpt.job.job import Job
 from xgpt.report.what_if_tables import EngineRow, engine_table
-from xrunner.engines.engine import Engine
-from xrunner.engines.vllm.row import ENGINE as vllm_row
+from xrunner.backends.engine import Engine
+from xrunner.backends.vllm.row import ENGINE as vllm_row
 from xscheduler.planner import PlanOptions
-
-JOB = """
-model: opt-1.3b
-cluster: {device: A40, num_nodes: 1, devices_per_node: 1, intra_link: pcie4-x16}
-workload: {requests: {count: 300}, task: S}
-constraint: {latency_s: 8}
-schedule: {policy: rra, encode_batch: 16, decode_iterations: 8, encode_chunk: 0}
-"""
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB)
-    return path
+def job(tmp_path):
+    return job_file(
+        tmp_path, model="opt-1.3b", workload="{requests: {count: 300}, task: S}",
+        cluster="{device: A40, num_nodes: 1, devices_per_node: 1, intra_link: pcie4-x16}",
+        constraint="{latency_s: 8}",
+        schedule="{policy: rra, encode_batch: 16, decode_iterations: 8, encode_chunk: 0}")
 
 
 def run(job: Path, *arguments: str) -> Result:
     return CliRunner().invoke(command.schedule, [str(job), "--engines", *arguments])
 
 
-def test_engines_stand_side_by_side_with_whose_times_they_were_planned(job: Path) -> None:
+def test_engines_stand_side_by_side_with_whose_times_they_were_planned(job):
     done = run(job)
     assert done.exit_code == 0 and max(map(len, done.stdout.splitlines())) <= 80
     table = done.stdout.partition("\nEngines, each")[2].splitlines()
@@ -67,7 +60,7 @@ def test_engines_stand_side_by_side_with_whose_times_they_were_planned(job: Path
     assert "throughput_qps" not in deepspeed and deepspeed["is_kept"] is None
 
 
-def test_a_bound_that_no_engine_keeps_is_told_of_each(job: Path) -> None:
+def test_a_bound_that_no_engine_keeps_is_told_of_each(job):
     done = run(job, "--set=constraint.latency_s=0.01")
     assert isinstance(done.exception, InfeasibleError)
     rows = {row["engine"]: row for row in done.exception.details["engines"]}
@@ -76,8 +69,7 @@ def test_a_bound_that_no_engine_keeps_is_told_of_each(job: Path) -> None:
     assert done.stdout.count("no schedule  ") == 2
 
 
-def test_what_is_not_installed_is_planned_by_its_constants_and_says_so(
-        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_planned_by_its_constants_and_says_so(job, monkeypatch):
     monkeypatch.setattr(what_if, "_missing", lambda engine, opened: "there is none here")
     opened = open_file(job, ["cluster=local", "run.ranks=1", "constraint.latency_s=inf"])
     row = what_if._row(opened, "vllm", PlanOptions(horizon="steady"))
@@ -90,8 +82,7 @@ def test_what_is_not_installed_is_planned_by_its_constants_and_says_so(
     assert "does not execute this job: a: b" in text
 
 
-def test_another_engine_is_found_by_its_python_and_has_the_cores_of_all_ranks(
-        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_engine_is_found_by_its_python_and_has_the_cores_of_all_ranks(job, monkeypatch):
     monkeypatch.setattr(what_if, "usable_cores", lambda: 6)
     seen: list[Job] = []
 
@@ -109,14 +100,9 @@ def test_another_engine_is_found_by_its_python_and_has_the_cores_of_all_ranks(
         "/opt/vllm/bin/python", None, 4)
     other = what_if._as_executed_by("deepspeed", opened, "/opt/vllm/bin/python").run
     assert (other.engine_python, other.ranks, other.threads_per_rank) == (None, 2, 2)
-    done = CliRunner().invoke(command.schedule, [str(job), "--engine-python", "/opt/python"])
-    assert done.exit_code == 2 and "for --engines" in done.stderr
-    done = CliRunner().invoke(command.schedule, [str(job), "--set", "run.engine=vllm", "--engines",
-                                                 "--engine-python", "/opt/python"])
-    assert done.exit_code == 2 and "run.engine_python" in done.stderr
 
 
-def test_what_is_missing_names_the_option(job: Path) -> None:
+def test_what_is_missing_names_the_option(job):
     opened = open_file(job, ["cluster=local", "run.ranks=1"])
     missing = what_if._missing(vllm_row, replace(opened, job=replace(
         opened.job, run=replace(opened.job.run, engine_python="/no/python"))))
@@ -124,7 +110,7 @@ def test_what_is_missing_names_the_option(job: Path) -> None:
     assert "run.engine_python" not in missing
 
 
-def test_few_devices_are_asked_of_our_own_engine_alone(job: Path) -> None:
+def test_few_devices_are_asked_of_our_own_engine_alone(job):
     """vLLM divides each layer over all of them: a row of it beside fewer would compare nothing."""
     job.write_text(job.read_text().replace("devices_per_node: 1", "devices_per_node: 2")
                    + "objective: devices\n")
@@ -134,7 +120,7 @@ def test_few_devices_are_asked_of_our_own_engine_alone(job: Path) -> None:
     assert rows["xgpt"]["is_kept"]
 
 
-def test_of_gpus_here_vllm_has_all(job: Path) -> None:
+def test_of_gpus_here_vllm_has_all(job):
     opened = open_file(job, ["cluster.devices_per_node=2"])
     gpus = replace(opened, job=replace(opened.job, cluster="local"))
     assert what_if._as_executed_by("vllm", gpus, None).run.ranks == 2

@@ -1,25 +1,23 @@
 """`--json` prints one object on stdout however a command ends, beside the words on stderr."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from xgpt.cli import main as entry
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
 from xgpt.launch.asked import TO_STOP
+from xgpt.launch.launcher import LocalLauncher, RankProgram
 
-BAD_JOB = "model: opt-13c\ncluster: a40-4\nworkload: {requests: {count: 0}, task: S}\n"
 NO_ROOM = ("what is printed, or a file: No space left on device; once that is mended, call it "
            "again")
 JOB = "model: opt-13b\ncluster: a40-4\nworkload: {requests: {count: 9}, task: S}\n"
@@ -38,23 +36,7 @@ def end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return int(str(left.value.code)), shown.out, shown.err
 
 
-def test_every_mistake_is_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                   capsys: pytest.CaptureFixture[str]) -> None:
-    job = tmp_path / "bad.yaml"
-    job.write_text(BAD_JOB)
-    code, out, err = end(monkeypatch, capsys, "schedule", job, "--json")
-    found = json.loads(out)
-    assert code == found["exit_code"] == 2
-    assert [(m["file"], m["line"], m["key"], m["value"]) for m in found["mistakes"]] == [
-        (str(job), 1, "model", "opt-13c"), (str(job), 3, "workload.requests.count", 0)]
-    assert all(m["allowed"] for m in found["mistakes"])
-    for line in err.splitlines():
-        assert line.removeprefix("error: ") in found["error"]
-    assert end(monkeypatch, capsys, "schedule", job)[1] == ""
-
-
-def test_a_deep_value_is_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                              capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deep_value_is_text(monkeypatch, tmp_path, capsys):
     model, job = tmp_path / "model", tmp_path / "job.yaml"
     model.mkdir()
     depth = 400  # of what is read at all, and more than copying it piece by piece would bear
@@ -69,8 +51,7 @@ def test_a_deep_value_is_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
         str(value).startswith("[[[") and str(value).endswith("...") for value in values), values
 
 
-def test_what_click_refuses_is_an_object_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_click_refuses_is_an_object_too(monkeypatch, tmp_path, capsys):
     for arguments in (["schedule", "--json"], ["schedul", "--json"],
                       ["schedule", "job.yaml", "--json", "--fast"]):
         code, out, err = end(monkeypatch, capsys, *arguments)
@@ -78,12 +59,11 @@ def test_what_click_refuses_is_an_object_too(monkeypatch: pytest.MonkeyPatch, tm
         assert code == found["exit_code"] == 2 and found["error"] in err.replace("Error: ", "")
 
 
-def test_a_bound_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                    capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bound_that_cannot_be_met(monkeypatch, tmp_path, capsys):
     job = tmp_path / "job.yaml"
     job.write_text(JOB)
     code, out, _ = end(monkeypatch, capsys, "schedule", job, "--json", "--set",
-                       "constraint.latency_s=0.01")
+                       "constraint.latency_s=0.01", "--set", "schedule.policy=ft")
     found = json.loads(out)
     assert code == found["exit_code"] == 3
     assert "tightest" in found["error"] and found["error"] == found["infeasible"]
@@ -98,9 +78,7 @@ def test_a_bound_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch, tmp_path: P
          {"file": "f", "line": None, "key": "k", "value": ["inf"], "allowed": "less"}]}),
     (StoppedEarly("go on"), 75, {"status": "stopped", "message": "go on"}),
 ])
-def test_any_end_is_one_object(monkeypatch: pytest.MonkeyPatch, error: Exception, code: int,
-                               expected: dict[str, Any],
-                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_end_is_one_object(monkeypatch, error, code, expected, capsys):
     def fail(**_: object) -> None:
         raise error
 
@@ -109,14 +87,7 @@ def test_any_end_is_one_object(monkeypatch: pytest.MonkeyPatch, error: Exception
     assert got == code and json.loads(out) == {**expected, "exit_code": code} and err
 
 
-def test_success_prints_nothing_more() -> None:
-    done = CliRunner().invoke(entry.cli, ["models", "--json"])
-    assert done.exit_code == 0 and json.loads(done.stdout)
-
-
-def test_a_run_interrupted_before_it_began_goes_on(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_interrupted_before_it_began_goes_on(tmp_path, capsys, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -127,17 +98,8 @@ def test_a_run_interrupted_before_it_began_goes_on(
     assert code == 75 and "the same command goes on" in " ".join(said.split())
 
 
-def test_the_report_of_a_folder_that_is_not_there_says_so(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, said = end(monkeypatch, capsys, "report", tmp_path / "nothere")
-    assert code == 2 and "no such folder" in said
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT])
-def test_a_signal_while_the_command_is_imported_says_so(
-        number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_while_the_command_is_imported_says_so(number, monkeypatch, tmp_path, capsys):
     """It ended the process without a word."""
     before = signal.getsignal(number)
     if before is signal.SIG_IGN:
@@ -182,11 +144,11 @@ main()
 """
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize(("command", "module"), [
-    ("submit", "xgpt.cli.run"), ("submit", "xgpt.app.plan"), ("sweep", "xgpt.app.sweeps.sweep")])
-def test_signals_after_the_first_change_nothing(first: int, command: str, module: str,
-                                                tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "command", "module"), [
+    (signal.SIGINT, "submit", "xgpt.cli.run"), (signal.SIGTERM, "submit", "xgpt.app.schedule"),
+    (signal.SIGINT, "submit", "xgpt.app.schedule"), (signal.SIGHUP, "sweep",
+                                                     "xgpt.app.sweeps.sweep")])
+def test_signals_after_the_first_change_nothing(first, command, module, tmp_path):
     job = tmp_path / "job.yaml"
     job.write_text("{model: opt-125m, cluster: local, workload: {requests: {count: 2}, task: S}}")
     program = STORM.format(first=int(first), command=command, module=module, job=str(job))
@@ -196,10 +158,10 @@ def test_signals_after_the_first_change_nothing(first: int, command: str, module
     assert "the same command goes on" in " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-@pytest.mark.parametrize(("words", "code"), [(("models", "--json"), 0), (("models", "x"), 2)])
-def test_a_signal_once_all_is_told_does_not_take_the_exit_code(
-        number: int, words: tuple[str, ...], code: int) -> None:
+@pytest.mark.parametrize(("number", "words", "code"), [
+    (signal.SIGINT, ("models", "--json"), 0), (signal.SIGTERM, ("models", "x"), 2),
+    (signal.SIGHUP, ("models", "--json"), 0), (signal.SIGUSR1, ("models", "x"), 2)])
+def test_a_signal_once_all_is_told_does_not_take_the_exit_code(number, words, code):
     # at its end the interpreter calls what is registered here, as late as a signal may come
     program = (f"import atexit, os, sys; atexit.register(os.kill, os.getpid(), {int(number)})\n"
                f"sys.argv = ['xgpt', *{words!r}]\n"
@@ -210,8 +172,8 @@ def test_a_signal_once_all_is_told_does_not_take_the_exit_code(
     assert "Traceback" not in done.stderr and "ignored" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [("models",), ("models", "--json"), ("--help",)])
-def test_no_room_for_what_is_printed_is_no_fault_of_xgpt(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("words", [("models",), ("--help",)])
+def test_no_room_for_what_is_printed_is_no_fault_of_xgpt(words):
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-m", "xgpt.cli.main", *words], stdout=full,
                               stderr=subprocess.PIPE, text=True, check=False)
@@ -226,9 +188,7 @@ def test_no_room_for_what_is_printed_is_no_fault_of_xgpt(words: tuple[str, ...])
      "XDG_CACHE_HOME to another folder"),
     (OSError(errno.EACCES, "Permission denied", "/elsewhere/s.json"),
      "/elsewhere/s.json: Permission denied; once that is mended, call it again")])
-def test_a_file_system_that_refuses_is_no_fault_of_xgpt(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError,
-        words: str) -> None:
+def test_a_file_system_that_refuses_is_no_fault_of_xgpt(monkeypatch, capsys, error, words):
     monkeypatch.setenv("XDG_CACHE_HOME", "/kept")
 
     def refused(**_: object) -> None:
@@ -237,3 +197,89 @@ def test_a_file_system_that_refuses_is_no_fault_of_xgpt(
     monkeypatch.setattr(entry, "cli", refused)
     code, out, err = end(monkeypatch, capsys, "models", "--json")
     assert code == 1 and json.loads(out)["error"] == words and err == f"xgpt: {words}\n"
+
+
+XGPT = [sys.executable, "-m", "xgpt"]
+PLANNED = """
+model: {model}
+cluster: a40-4
+workload: {{requests: {{count: 40}}, task: S}}
+schedule: {{policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 0, tp_degree: 1}}
+output: résultat
+"""
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+          "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 1024,
+          "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+_WORDS = ("HOME", "XDG_CACHE_HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "PYTHONUTF8")
+
+
+def call(*command: str | Path, **words: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if name not in _WORDS}
+    return subprocess.run([*map(str, command)], check=False, timeout=100,
+                          env={**own, "XGPT_NATIVE": "off", **words}, capture_output=True,
+                          text=True, encoding="utf-8")
+
+
+# reads what root may read, and is nobody that the system knows
+_NOBODY = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", "--inh-caps",
+           "+dac_read_search", "--ambient-caps", "+dac_read_search"]
+
+
+@pytest.fixture
+def open_to_all():
+    """Beside those of pytest, in which nobody else may look."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_a_user_without_a_home_has_a_folder_that_is_nobody_elses(open_to_all):
+    if shutil.which("setpriv") is None or call(*_NOBODY, "true").returncode:
+        pytest.skip("needs rights to be another user")
+    open_to_all.chmod(0o777)
+    (open_to_all / "job.yaml").write_text(PLANNED.format(model="opt-125m"))
+    words = {"TMPDIR": str(open_to_all)}
+    for command, home in ((["models"], {}), (["schedule", open_to_all / "job.yaml"],
+                                             {"HOME": "/nonexistent"})):
+        done = call(*_NOBODY, *XGPT, *command, **words, **home)
+        assert done.returncode == 0, done.stderr
+        assert f"{open_to_all}/xgpt-54321 serves instead" in done.stderr
+    folder = open_to_all / "xgpt-54321"
+    assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (54321, 0o700)
+    shutil.rmtree(folder)
+    folder.mkdir(mode=0o777)  # another's
+    done = call(*_NOBODY, *XGPT, "models", **words)
+    assert done.returncode == 1 and "is not this user's alone" in done.stderr
+
+
+@pytest.mark.parametrize("words", [
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}])
+def test_names_are_utf8_whatever_the_locale(tmp_path, words):
+    folder = tmp_path / "é"
+    folder.mkdir()
+    (folder / "modèle").mkdir()
+    (folder / "modèle" / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "jöb.yaml").write_text(PLANNED.format(model="modèle"), encoding="utf-8")
+    done = call(*XGPT, "schedule", folder / "jöb.yaml", XDG_CACHE_HOME=str(tmp_path), **words)
+    assert done.returncode == 0, done.stderr
+    done = call(*XGPT, "schedule", folder / "jöb.yaml", "--set", "model=modèlé",
+                XDG_CACHE_HOME=str(tmp_path), **words)
+    assert done.returncode == 2 and "model = 'modèlé': unknown model" in done.stderr
+
+
+def test_a_name_that_mpi_cannot_hold_is_refused(tmp_path):
+    pytest.importorskip("mpi4py", reason="ranks need the extra `run`")
+    program = RankProgram(module="surroundings", argument=tmp_path, count=2)
+    assert "-launcher fork -rmk user" in " ".join(LocalLauncher().command(program))
+    ranks = ("from pathlib import Path\n"
+             "from xgpt.core.errors import InputError\n"
+             "from xgpt.launch.launcher import RankProgram\n"
+             "from xgpt.launch.launcher import LocalLauncher\n"
+             "try: LocalLauncher().run(RankProgram(module='x', argument=Path(), count=2), "
+             "watch=lambda: None)\nexcept InputError as error: print(error)")
+    done = call("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', "h" * 64,
+                sys.executable, "-c", ranks, HOME=str(tmp_path))
+    if "unshare failed" in done.stderr:
+        pytest.skip("needs rights to give a process another host's name")
+    assert "at most 63 characters" in done.stdout, done.stderr

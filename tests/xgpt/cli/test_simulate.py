@@ -1,25 +1,24 @@
 """`xgpt simulate`: every policy, the replay beside the closed form, pictures, baselines."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
+from begun_runs import CONFIG, roofline
 from click.testing import CliRunner
 
+from jobs import job_file
+from xgpt.app.opened import open_file
+from xgpt.app.schedule import executable, plan_job
+from xgpt.app.telling import LogTeller
+from xgpt.cli.schedule import schedule
 from xgpt.cli.simulate import simulate
-from xgpt.core.errors import InputError
 from xgpt.core.policies import policy as row_of
+from xgpt.core.schedule_file import flat
 
-OPT_13B = """
-model: opt-13b
-cluster: a40-4
-workload: {requests: {count: 1500}, task: S}
-constraint: {latency_s: 11.5, confidence: 0.5}
-"""
 CONTROLS = {
     "rra": {"encode_batch": 30, "decode_iterations": 9},
     "waa-c": {"encode_batch": 6, "decode_micro_batches": 3},
@@ -33,10 +32,9 @@ CONTROLS = {
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
-    path.write_text(OPT_13B)
-    return path
+def job(tmp_path):
+    return job_file(tmp_path, workload="{requests: {count: 1500}, task: S}",
+                    constraint="{latency_s: 11.5, confidence: 0.5}")
 
 
 def run(job: Path, *arguments: str, **controls: object):
@@ -45,7 +43,7 @@ def run(job: Path, *arguments: str, **controls: object):
 
 
 @pytest.mark.parametrize("policy", CONTROLS)
-def test_every_policy_agrees_with_its_replay_and_stays_within_80_columns(job, policy) -> None:
+def test_every_policy_agrees_with_its_replay_and_stays_within_80_columns(job, policy):
     done = run(job, policy=policy, **CONTROLS[policy])
     assert done.exit_code == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -59,7 +57,7 @@ def test_every_policy_agrees_with_its_replay_and_stays_within_80_columns(job, po
     assert len(replayed["utilisation"]) == len(found["stages"])
 
 
-def test_the_timeline_is_drawn_and_traced(job, tmp_path) -> None:
+def test_the_timeline_is_drawn_and_traced(job, tmp_path):
     done = run(job, "--timeline", str(tmp_path / "pictures" / "t.svg"), policy="waa-c",
                **CONTROLS["waa-c"])
     assert done.exit_code == 0
@@ -76,7 +74,7 @@ def test_the_timeline_is_drawn_and_traced(job, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("policy", [pytest.param("ft", marks=pytest.mark.slow), "waa-c"])
-def test_a_policy_without_variables_is_the_best_within_the_bound(job, policy) -> None:
+def test_a_policy_without_variables_is_the_best_within_the_bound(job, policy):
     best = json.loads(run(job, "--json", policy=policy).stdout)
     assert best["latency_s"] <= 11.5 and best["fits"]
     for batch in (5, 40, 200):
@@ -85,44 +83,54 @@ def test_a_policy_without_variables_is_the_best_within_the_bound(job, policy) ->
         assert other["throughput_qps"] <= best["throughput_qps"] or other["latency_s"] > 11.5
 
 
-def test_the_best_of_each_policy_beside_the_schedule(job) -> None:
+def test_the_best_of_each_policy_beside_the_schedule(job):
     found = json.loads(run(job, "--json", "--baselines", **CONTROLS["rra"]).stdout)["baselines"]
     assert set(found) == set(CONTROLS) - {"rra"}
     assert all(e["latency_s"] <= 11.5 and e["fits"] for e in found.values())
-    table = run(job, "--baselines", **CONTROLS["rra"]).stdout.splitlines()
-    assert max(map(len, table)) <= 80
-    for name in found:
-        assert any(line.startswith(f"{row_of(name).title} ") for line in table), name
-
-
-def test_variables_that_are_missing_are_named(job) -> None:
-    with pytest.raises(InputError) as caught:
-        run(job, policy="rra", tp_degree=2)
-    words = str(caught.value)
-    assert all(name in words for name in ("encode_batch", "decode_iterations", "tp_gpus"))
-
-
-def test_a_layout_that_cannot_be_is_refused_in_words(job) -> None:
-    with pytest.raises(InputError, match="groups within one node"):
-        run(job, policy="waa-c", encode_batch=4, tp_degree=4, tp_gpus=4)
 
 
 @pytest.mark.parametrize(("model", "devices", "absent", "why"), [
     ("opt-125m", 1, {"waa-c", "waa-m"}, "needs two devices"),
     ("t5-small", 2, {"orca", "vllm", "sarathi"}, "not for encoder-decoder models")])
 def test_baselines_say_which_policies_are_not_possible_and_why(
-        tmp_path: Path, model: str, devices: int, absent: set[str], why: str) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(f"""
-model: {model}
-cluster: {{device: L4, num_nodes: 1, devices_per_node: {devices}, intra_link: pcie4-x16,
-          inter_link: ib-100g}}
-workload: {{requests: {{count: 60}}, task: S}}
-constraint: {{latency_s: 60}}
-""")
+        tmp_path, model, devices, absent, why):
+    path = job_file(
+        tmp_path, model=model, workload="{requests: {count: 60}, task: S}",
+        cluster=f"{{device: L4, num_nodes: 1, devices_per_node: {devices}, intra_link: pcie4-x16}}",
+        constraint="{latency_s: 60}")
     asked = ("--baselines", "--max-seconds", "30")
     found = json.loads(run(path, "--json", *asked, **CONTROLS["rra"]).stdout)
     assert set(found["not_possible"]) == absent == {
         name for name, best in found["baselines"].items() if best is None}
     table = run(path, *asked, **CONTROLS["rra"]).stdout
     assert table.count(why) == len(absent) and max(map(len, table.splitlines())) <= 80
+    assert all(f"\n{row_of(name).title} " in table for name in found["baselines"])
+
+
+@pytest.mark.parametrize(("controls", "engine", "policy"), [
+    ("", "xgpt", None), ("policy: ft", "xgpt", "ft"), ("", "deepspeed", "ft"),
+    pytest.param("policy: rra", "xgpt", "rra", marks=pytest.mark.slow),
+    pytest.param("policy: orca", "xgpt", "orca", marks=pytest.mark.slow)])
+def test_schedule_prints_what_submit_runs(tmp_path, monkeypatch, controls, engine, policy):
+    monkeypatch.setattr("xgpt.app.schedule.timing_of", roofline)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(
+        {"tokens": [7, 8, 9] * (1 + i % 5), "max_tokens": 30 if i % 5 == 2 else 5}) + "\n"
+        for i in range(24)))
+    path = tmp_path / "job.yaml"
+    path.write_text(f"""
+model: {tmp_path}
+cluster: local
+workload: {{requests: requests.jsonl, output_tokens: {{mean: 9, std: 6, max: 40}}}}
+schedule: {{{controls}}}
+run: {{ranks: 2, dtype: float32, threads_per_rank: 1, engine: {engine}}}
+output: out
+""")
+    done = CliRunner().invoke(schedule, [str(path), "--json"], catch_exceptions=False)
+    printed = json.loads(done.stdout)
+    submitted = plan_job(executable(open_file(path, (), LogTeller(), "run"))).schedule
+    ran: dict[str, Any] = json.loads(json.dumps(flat(submitted), default=str))
+    assert printed["horizon"] == "job" and policy in (None, printed["policy"])
+    for key in ("policy", "encode_batch", "stages", "kv_tokens", "throughput_qps", "latency_s",
+                "status", "decode_micro_batches"):
+        assert printed[key] == ran[key], key

@@ -1,39 +1,76 @@
 """Which node a rank is on, and what joins two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from xgpt.core import catalog
-from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
-
-
-def test_ranks_fill_a_node_before_the_next() -> None:
-    cluster = catalog.cluster("a40-16")
-    assert [cluster.node_of(rank) for rank in (0, 7, 8, 15)] == [0, 0, 1, 1]
-
-
-def test_ranks_of_one_node_use_the_link_inside_and_others_the_link_between() -> None:
-    cluster = catalog.cluster("a40-16")
-    assert cluster.link_between(0, 7) == cluster.intra_link
-    assert cluster.link_between(7, 8) == cluster.inter_link
+from xgpt.core.cluster import Cluster
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import resolve_cluster
 
 
 @pytest.mark.parametrize("rank", [-1, 16])
-def test_a_rank_outside_the_cluster_is_our_own_error(rank: int) -> None:
+def test_a_rank_outside_the_cluster_is_our_own_error(rank):
     with pytest.raises(AssertionError, match="rank"):
         catalog.cluster("a40-16").node_of(rank)
 
 
-@pytest.mark.parametrize("cluster", [
-    "[a40-4, l4-4]", "{device: [A40, L4], devices_per_node: 4, intra_link: pcie4-x16}"])
-def test_two_kinds_of_gpu_are_refused_in_words(tmp_path: Path, cluster: str) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text(f"model: opt-13b\nworkload: {{task: S}}\ncluster: {cluster}\n", "utf-8")
-    with pytest.raises(InputError) as caught:
-        load_job(job)
-    (mistake,) = caught.value.mistakes
-    assert "one kind of device" in mistake.allowed and "a job of its own" in mistake.allowed
+JOB = """\
+model: opt-13b
+workload: {task: S}
+cluster:
+  device: A40
+  num_nodes: 2
+  devices_per_node: 4
+  intra_link: pcie4-x16
+  inter_link: ib-100g
+  links: {%s}
+"""
+
+
+def _cluster(tmp_path: Path, links: str, *overrides: str) -> Cluster:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB % links)
+    return resolve_cluster(load_job(path, overrides))
+
+
+def test_pairs_are_neighbours_and_the_bus_joins_them(tmp_path):
+    cluster = _cluster(tmp_path, "nvlink3-bridge: 2")
+    assert [cluster.link_between(a, b).name for a, b in ((0, 1), (2, 3), (1, 2), (3, 4), (4, 5))
+            ] == ["nvlink3-bridge", "nvlink3-bridge", "pcie4-x16", "ib-100g", "nvlink3-bridge"]
+    assert cluster.link_of((2, 3)).name == "nvlink3-bridge"
+    assert cluster.link_of((0, 1, 2, 3)).name == "pcie4-x16", "its ring crosses the bus"
+
+
+def test_ranks_take_joined_devices_first_whatever_their_numbers(tmp_path):
+    cluster = _cluster(tmp_path, "nvlink3-bridge: [[1, 3]]")
+    assert cluster.only.numbers == (1, 3, 0, 2)
+    assert cluster.link_between(0, 1).name == "nvlink3-bridge"
+    assert cluster.link_between(2, 3).name == "pcie4-x16"
+    assert cluster.fastest_group(2) == (0, 1)
+    mixed = _cluster(tmp_path, "nvlink3-bridge: [[0, 1]], nvlink3: [[2, 3]]")
+    assert [island.link.name for island in mixed.islands] == ["nvlink3", "nvlink3-bridge"]
+    assert mixed.only.numbers == (2, 3, 0, 1)
+
+
+def test_a_group_over_nodes_says_what_joins_it_inside_one():
+    link = catalog.cluster("a100-16").link_of(range(16))
+    assert (link.name, link.per_node) == ("ib-8x200g", 8)
+    assert link.inside == catalog.link("nvlink3")
+    single = catalog.cluster("a100-16").with_nodes(devices_per_node=1).link_of((0, 1))
+    assert single == catalog.link("ib-8x200g")
+
+
+def test_equal_parts_have_the_links_that_all_of_them_have(tmp_path):
+    cluster = _cluster(tmp_path, "nvlink3-bridge: 2")
+    assert cluster.equal_part(2).link_between(0, 1).name == "nvlink3-bridge"
+    one = _cluster(tmp_path, "nvlink3-bridge: [[1, 3]]")
+    assert one.equal_part(2).islands == (), "the other pair of the node has none"
+    assert one.equal_part(3).islands == one.islands, "there is one such part"
+    assert one.with_nodes(devices_per_node=1).islands == ()
+
+
+def test_a_bus_with_peer_access_may_join_what_one_without_it_does_not(tmp_path):
+    cluster = _cluster(tmp_path, "pcie4-x16-p2p: 2")
+    assert cluster.link_of((0, 1)).has_peer_access and not cluster.link_of((1, 2)).has_peer_access

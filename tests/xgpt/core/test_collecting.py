@@ -1,15 +1,17 @@
 """When Python looks for garbage that refers to itself."""
 
-from __future__ import annotations
-
+import ctypes
 import gc
+import os
+import subprocess
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from xgpt.core import collecting
-from xgpt.core.collecting import uncollected
+from xscheduler import planner as collecting
+from xscheduler.planner import uncollected
 
 
 class Node:
@@ -20,7 +22,7 @@ class Node:
 
 
 @pytest.fixture
-def melted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def melted(monkeypatch):
     """The tests' own objects are frozen otherwise."""
     monkeypatch.setattr(collecting, "_others_froze", False)
     gc.unfreeze()
@@ -73,17 +75,6 @@ def test_what_others_have_frozen_stays_so():
     assert gc.get_freeze_count() > 0
 
 
-def test_what_is_frozen_is_counted_once(monkeypatch: pytest.MonkeyPatch):
-    """One by one: it took 22 ms of these tests, each time that a job was planned."""
-    counted: list[int] = []
-    monkeypatch.setattr(collecting, "_others_froze", False)
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or 1_000_000)
-    for _ in range(3):
-        with uncollected():
-            pass
-    assert len(counted) == 1
-
-
 def test_who_has_it_off_keeps_it_off():
     gc.disable()
     try:
@@ -92,3 +83,49 @@ def test_who_has_it_off_keeps_it_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+needs_glibc = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library than glibc")
+
+# Pages that a process is given while it takes and frees 20 MB, ten times over.
+PAGES = """
+import resource
+import sys
+
+import numpy as np
+
+from xscheduler.planner import keep_freed
+
+if sys.argv[1] == "kept":
+    keep_freed()
+
+
+def work():
+    held = [np.ones(2**17) for _ in range(20)]
+
+
+work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def pages(how: str, **environment: str) -> int:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", PAGES, how], env=clean | environment, check=True,
+                          capture_output=True, text=True)
+    return int(done.stdout)
+
+
+@needs_glibc
+def test_what_was_freed_is_taken_again_without_new_pages():
+    assert pages("given back") > 20_000
+    assert pages("kept") < 1_000
+
+
+@needs_glibc
+def test_what_the_environment_says_stays():
+    assert pages("kept", MALLOC_TRIM_THRESHOLD_="0", MALLOC_TOP_PAD_="0") > 20_000

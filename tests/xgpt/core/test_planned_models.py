@@ -1,8 +1,6 @@
 """Models that are planned and not executed: their parameters are those that are published, their
 caches what their attention leaves, and whoever would run them is told."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
-from xgpt.core.hf_config import PLANNED_TYPES, from_hf_config
+from xgpt.core.hf.config import PLANNED_TYPES, from_hf_config
 from xgpt.core.model import (
     ModelSpec,
     active_params,
@@ -19,7 +17,7 @@ from xgpt.core.model import (
     model_from_dict,
     refuse_tp_degree,
 )
-from xprofiler.cache import model_shape
+from xprofiler.profile import model_shape
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 
@@ -92,7 +90,7 @@ def shape(name: str) -> ModelSpec:
 @pytest.mark.parametrize(("name", "total", "active"), [
     ("deepseek-v3", 671e9, 37e9), ("deepseek-v2-lite", 15.7e9, 2.4e9),
     ("llama-4-scout", 109e9, 17e9), ("llama-4-maverick", 400e9, 17e9)])
-def test_parameters_are_those_that_are_published(name: str, total: float, active: float) -> None:
+def test_parameters_are_those_that_are_published(name, total, active):
     """Within 2 %: Scout's have the vision tower among them. Published active ones are with the
     embedding or without one of its copies."""
     spec = shape(name)
@@ -105,8 +103,7 @@ def test_parameters_are_those_that_are_published(name: str, total: float, active
     ("qwen3-8b", 8.19e9, 0.0), ("mistral-7b", 7.24e9, 0.0), ("gemma-2-9b", 9.24e9, 0.0),
     ("gemma-3-4b", 3.88e9, 0.0), ("phi-4", 14.66e9, 0.0), ("qwen3-30b-a3b", 30.5e9, 3.3e9),
     ("mixtral-8x7b", 46.7e9, 12.9e9)])
-def test_parameters_of_what_is_executed_too_are_those_of_the_model_cards(
-        name: str, total: float, active: float) -> None:
+def test_parameters_of_what_is_executed_too_are_those_of_the_model_cards(name, total, active):
     """Gemma 3's are those of its text model: the card's 4.3e9 less the vision tower's."""
     spec = from_hf_config(EXECUTED[name], name)
     assert spec.num_params == pytest.approx(total, rel=0.003)
@@ -114,7 +111,7 @@ def test_parameters_of_what_is_executed_too_are_those_of_the_model_cards(
         assert active_params(spec) == pytest.approx(active, rel=0.02)
 
 
-def test_parameters_of_layers_of_two_kinds_are_added_up() -> None:
+def test_parameters_of_layers_of_two_kinds_are_added_up():
     attention = SCOUT["hidden_size"] * 128 * 2 * (40 + 8)
     mixture, dense = 5120 * (128 * (3 * 8192 + 1) + 3 * 8192), 3 * 5120 * 16384
     layers = 48 * (attention + 2 * 5120) + 24 * (mixture + dense)
@@ -123,7 +120,7 @@ def test_parameters_of_layers_of_two_kinds_are_added_up() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite"])
-def test_a_token_leaves_its_latent_vector_and_every_rank_holds_it_whole(name: str) -> None:
+def test_a_token_leaves_its_latent_vector_and_every_rank_holds_it_whole(name):
     spec = shape(name)
     assert spec.kv_elements_per_token_layer == 512 + 64
     assert kv_elements_of_rank(spec, 8) == kv_elements_of_rank(spec, 1) == 576
@@ -131,7 +128,7 @@ def test_a_token_leaves_its_latent_vector_and_every_rank_holds_it_whole(name: st
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_each_says_what_of_it_is_not_executed_and_comes_back_from_json(name: str) -> None:
+def test_each_says_what_of_it_is_not_executed_and_comes_back_from_json(name):
     from dataclasses import asdict
 
     spec = shape(name)
@@ -142,18 +139,18 @@ def test_each_says_what_of_it_is_not_executed_and_comes_back_from_json(name: str
         from_hf_config(values | {"text_config": text} if "text_config" in values else text, name)
 
 
-def test_every_planned_kind_is_among_these() -> None:
+def test_every_planned_kind_is_among_these():
     assert {values["model_type"] for values in ALL.values()} == set(PLANNED_TYPES)
 
 
-def test_a_model_that_sees_is_planned_as_its_text_model() -> None:
+def test_a_model_that_sees_is_planned_as_its_text_model():
     seeing, text = shape("scout-that-sees"), shape("llama-4-scout")
     assert seeing.num_params == text.num_params and "vision" in seeing.planned_only
     with pytest.raises(InputError, match="text_config"):
         from_hf_config({"model_type": "gemma3"}, "x")
 
 
-def test_degrees_divide_what_every_token_goes_through_too() -> None:
+def test_degrees_divide_what_every_token_goes_through_too():
     spec = shape("llama-4-scout")
     assert refuse_tp_degree(spec, 8) is None
     experts = spec.decoder.experts
@@ -163,7 +160,7 @@ def test_degrees_divide_what_every_token_goes_through_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "llama-4-maverick"])
-def test_times_grow_with_size_and_fall_in_relation_to_it(name: str) -> None:
+def test_times_grow_with_size_and_fall_in_relation_to_it(name):
     source = Roofline(shape(name), catalog.device("H200"), "bfloat16", engine="vllm")
     x = np.geomspace(1, 1e5, 60)
     for operator in (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION):
@@ -173,7 +170,7 @@ def test_times_grow_with_size_and_fall_in_relation_to_it(name: str) -> None:
     assert (np.diff(rest / x) <= 1e-15).all()
 
 
-def test_decoding_over_latents_reads_less_and_computes_more_than_over_heads() -> None:
+def test_decoding_over_latents_reads_less_and_computes_more_than_over_heads():
     """DeepSeek-V3 at 4,000 tokens: 57 times fewer bytes than keys and values of 128 heads; its
     heads multiply the latent vectors, which takes 3.4 times the operations."""
     spec, device = shape("deepseek-v3"), catalog.device("H200")
@@ -184,7 +181,7 @@ def test_decoding_over_latents_reads_less_and_computes_more_than_over_heads() ->
     assert 5 < heads_s / latent_s < 57
 
 
-def test_profiles_of_models_without_these_parts_keep_their_shapes_fingerprint() -> None:
+def test_profiles_of_models_without_these_parts_keep_their_shapes_fingerprint():
     """What came later counts only where it says something."""
     assert model_shape(catalog.model("llama-3.1-8b")) == LLAMA_SHAPE
     assert model_shape(shape("deepseek-v3")) != model_shape(

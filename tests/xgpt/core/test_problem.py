@@ -1,206 +1,179 @@
 """Jobs resolved to Problems: shapes, devices, dtypes, lengths; what a fingerprint tells apart."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
+import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from xgpt.core import catalog, local
+from jobs import job
+from xgpt.core import catalog
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import InputError
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
-from xgpt.core.job_lengths import DEFAULT_MAX_TOKENS
-from xgpt.core.problem import Problem, resolve, resolve_dtype
-from xgpt.core.queries import Requests
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.workload import Request
+from xgpt.core.hf.config import from_hf_config
+from xgpt.core.problem import UNLIMITED, output_room
+from xgpt.core.system import machine as local
+from xgpt.job.job_lengths import DEFAULT_MAX_TOKENS
+from xgpt.job.resolve import resolve, resolve_dtype
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, Requests
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 from xsimulator.memory import capacity_bytes, kv_bytes
 
-BASE = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
 LINES = [{"id": "a", "tokens": [1, 2, 3], "forced_tokens": 4},
          {"id": "b", "tokens": [1] * 10, "forced_tokens": 20, "max_tokens": 30}]
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
          "vocab_size": 16, "intermediate_size": 16, "max_position_embeddings": 64}
+PROMPTS = "workload={requests: prompts.jsonl%s}"
+GPT2 = "model=gpt2"
+FILES = "workload={input_tokens: {file: %s.csv}, output_tokens: {file: %s.csv}}"
+CPU = ("cluster={device: {kind: cpu, memory_bytes: %s, flops_per_s: {float32: 160e9, bfloat16: %s}"
+       ", bandwidth_bytes_per_s: 13 GB}, devices_per_node: 1, intra_link: pcie3-x16}")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tokens = "".join(json.dumps(line) + "\n" for line in LINES)
-    (tmp_path / "tokens.jsonl").write_text(tokens, encoding="utf-8")
+def folder(tmp_path):
+    write_lines(tmp_path, LINES)
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "a", "max_tokens": 9}\nbad\n{"prompt": "b"}\n', encoding="utf-8")
     (tmp_path / "lengths.csv").write_text("input,output\n3,1\n30,10\n", encoding="utf-8")
+    (tmp_path / "far.csv").write_text("1000,20\n20,1000\n", encoding="utf-8")
     (tmp_path / "one.csv").write_text("7\n9\n", encoding="utf-8")
-    (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    for name, config in (("toy", json.dumps(LLAMA)), ("torn", "{"), ("list", "[]"),
+                         ("bert", '{"model_type": "bert"}'),
+                         ("text", json.dumps(LLAMA | {"hidden_size": "8"}))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config, encoding="utf-8")
     return tmp_path
 
 
-def _job(folder: Path, *overrides: str) -> Job:
-    path = folder / "job.yaml"
-    path.write_text(BASE, encoding="utf-8")
-    return load_job(path, overrides)
+def write_lines(folder, lines):
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "tokens.jsonl").write_text(text, encoding="utf-8")
 
 
-def _resolve(folder: Path, *overrides: str) -> Problem:
-    return _resolved(_job(folder, *overrides))
-
-
-def _resolved(job: Job, token_lengths: Sequence[int] | None = None) -> Problem:
-    """As the launcher does. `token_lengths`: of the prompts, where they were tokenised."""
-    if job.workload.requests is None:
-        return resolve(job)
-    rows = [row for row in read_requests(job.workload.requests) if isinstance(row, Request)]
-    lengths = token_lengths
-    if lengths is None and all(row.tokens is not None for row in rows):
-        lengths = [len(row.tokens or ()) for row in rows]
-    return resolve(job, requests=Requests(
-        input_tokens=None if lengths is None else np.array(lengths, np.int64),
-        are_tokenised=token_lengths is not None,
+def resolved(folder, *overrides, lengths=None):
+    """As the launcher does. `lengths`: of the prompts in tokens, where they were tokenised."""
+    own = job(folder, *overrides, workload="{task: S}")
+    if own.workload.requests is None:
+        return resolve(own)
+    rows = [row for row in read_requests(own.workload.requests) if isinstance(row, Request)]
+    known = lengths
+    if known is None and all(row.tokens is not None for row in rows):
+        known = [len(row.tokens) for row in rows]
+    return resolve(own, requests=Requests(
+        input_tokens=None if known is None else np.array(known, np.int64),
+        are_tokenised=lengths is not None,
         caps=np.array([row.output_cap(0) for row in rows], np.int64),
         forced=np.array([row.forced_tokens or 0 for row in rows], np.int64),
         may_stop=np.array([bool(row.stop) for row in rows], bool)))
 
 
-def _refused(folder: Path, *overrides: str) -> str:
-    with pytest.raises(InputError) as caught:
-        _resolve(folder, *overrides)
-    return str(caught.value)
+NO_RUNNER = "no runner under xgpt does"
 
 
-def test_a_catalog_job_resolves_to_its_rows(folder: Path) -> None:
-    problem = _resolve(folder)
+@pytest.mark.parametrize(("overrides", "lengths", "said"), [
+    (("model=./torn",), None, "cannot be read"), (("model=./list",), None, "not a JSON object"),
+    (("model=./bert",), None, "model_type"), (("model=./text",), None, "hidden_size"),
+    (("model=someone/something",), None, "config.json is fetched"),
+    (("run.ranks=5",), None, "at most 4"), (("run.ranks=13",), None, "at most 4"),
+    (("cluster=a40-16", "run.ranks=13"), None, "evenly"),
+    ((CPU % ("128 GiB", "1e9"), "run.dtype=float32", "run.weight_dtype=bfloat16"), None,
+     "run.weight_dtype.*float32"),
+    ((CPU % ("128 GiB", "1e9"), "run.dtype=bfloat16", "run.weight_dtype=float16"), None,
+     "run.weight_dtype.*bfloat16"),
+    ((CPU % ("128 GiB", "1e9"), "run.dtype=float16", "run.weight_dtype=float32"), None,
+     "run.weight_dtype.*float16"),
+    (("run.weight_dtype=float32",), None, "on CPUs"),
+    (("run.weight_dtype=fp8", "cluster=local", "run.ranks=1"), None, NO_RUNNER),
+    (("run.kv_dtype=fp8", "cluster=local", "run.ranks=1"), None, NO_RUNNER),
+    ((PROMPTS % "",), None, "workload.input_tokens.*tokenised"),
+    ((PROMPTS % ", output_tokens: from_requests",), [7, 9],
+     "2 of 2 requests have no forced_tokens"),
+    ((PROMPTS % ", max_tokens: 40", GPT2), [2000, 1024], "no prompt has a token and is shorter"),
+    ((FILES % ("one", "one"),), None, "columns input and output"),
+    ((GPT2, "workload.task=C2"), None, "1664.*1024 positions of gpt2")])
+def test_what_cannot_be_resolved_is_wrong_input(folder, overrides, lengths, said):
+    with pytest.raises(InputError, match=re.compile(said, re.S)):
+        resolved(folder, *overrides, lengths=lengths)
+
+
+def test_a_catalog_job_resolves_to_its_rows(folder):
+    problem = resolved(folder)
     assert problem.model == catalog.model("opt-13b")
     assert problem.cluster == catalog.cluster("a40-4")
     assert problem.lengths.outputs.quantile(0.99) == 63
-    assert (problem.dtype, problem.num_queries) == ("bfloat16", None)
+    assert (problem.dtype, problem.weight_dtype) == ("bfloat16", "bfloat16")
+    assert problem.num_queries is None
     assert problem.default_max_tokens == 80, "the longest output planned for"
+    assert resolved(folder, "workload.requests={count: 2000}").num_queries == 2000
 
 
-def test_synthetic_requests_are_counted(folder: Path) -> None:
-    assert _resolve(folder, "workload.requests={count: 2000}").num_queries == 2000
-
-
-def test_a_local_folders_config_is_the_model(folder: Path) -> None:
-    problem = _resolve(folder, "model=./toy", "workload={input_tokens: {mean: 9, std: 1, max: 20}, "
-                                              "output_tokens: {mean: 9, std: 1, max: 20}}")
-    assert (problem.model.name, problem.model.num_layers) == ("toy", 2)
-
-
-@pytest.mark.parametrize(("config", "reason"), [
-    ("{", "cannot be read"), ("[]", "not a JSON object"), ('{"model_type": "bert"}', "model_type"),
-    (json.dumps({**LLAMA, "hidden_size": "8"}), "hidden_size"),
-    (json.dumps({**LLAMA, "num_attention_heads": 0}), "num_attention_heads = 0"),
-    (json.dumps({**LLAMA, "rope_theta": None}), "config.json")])
-def test_a_config_that_is_no_model_is_wrong_input(folder: Path, config: str, reason: str) -> None:
-    (folder / "toy" / "config.json").write_text(config, encoding="utf-8")
-    assert reason in _refused(folder, "model=./toy")
-
-
-def test_a_hub_id_is_its_catalog_row_or_needs_the_fetched_shape(folder: Path) -> None:
-    assert _resolve(folder, "model=facebook/opt-125m").model.name == "opt-125m"
-    assert "config.json is fetched" in _refused(folder, "model=someone/something")
+def test_a_folder_or_a_hub_id_is_the_model_of_its_config_or_its_row(folder):
+    nine = "{mean: 9, std: 1, max: 20}"
+    toy = resolved(folder, "model=./toy",
+                   f"workload={{input_tokens: {nine}, output_tokens: {nine}}}").model
+    assert (toy.name, toy.num_layers) == ("toy", 2)
+    assert resolved(folder, "model=facebook/opt-125m").model.name == "opt-125m"
     shape = catalog.model("opt-125m")
-    assert resolve(_job(folder, "model=someone/something"), model=shape).model is shape
+    fetched = job(folder, "model=someone/something", workload="{task: S}")
+    assert resolve(fetched, model=shape).model is shape
 
 
 @pytest.mark.parametrize(("cluster", "ranks", "nodes", "per_node"), [
     ("a40-4", 2, 1, 2), ("a40-48", 8, 1, 8), ("a40-48", 12, 2, 6), ("a40-48", 48, 6, 8)])
-def test_ranks_take_a_part_of_the_cluster_evenly(folder: Path, cluster: str, ranks: int, nodes: int,
-                                                 per_node: int) -> None:
-    part = _resolve(folder, f"cluster={cluster}", f"run.ranks={ranks}").cluster
+def test_ranks_take_a_part_of_the_cluster_evenly(folder, cluster, ranks, nodes, per_node):
+    part = resolved(folder, f"cluster={cluster}", f"run.ranks={ranks}").cluster
     assert (part.num_nodes, part.devices_per_node) == (nodes, per_node)
 
 
-@pytest.mark.parametrize(("ranks", "reason"), [(5, "at most 4"), (13, "at most 4")])
-def test_more_ranks_than_devices_are_refused(folder: Path, ranks: int, reason: str) -> None:
-    assert reason in _refused(folder, f"run.ranks={ranks}")
-
-
-def test_ranks_that_divide_unevenly_over_nodes_are_refused(folder: Path) -> None:
-    assert "evenly" in _refused(folder, "cluster=a40-16", "run.ranks=13")
-
-
-def test_local_makes_as_many_workers_as_ranks(folder: Path,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_and_inline_clusters_are_built(folder, monkeypatch):
     monkeypatch.setattr(local, "_query_gpus", list)
-    problem = _resolve(folder, "cluster=local", "run.ranks=3")
-    assert (problem.cluster.num_devices, problem.cluster.device.kind) == (3, "cpu")
-
-
-def test_an_inline_cluster_is_built(folder: Path) -> None:
-    cluster = _resolve(folder, "cluster={device: {memory_bytes: 8 GiB, "
-                               "flops_per_s: {float32: 1e13}, bandwidth_bytes_per_s: 100 GB}, "
-                               "devices_per_node: 2, intra_link: {latency_s: 10 us, "
-                               "bandwidth_bytes_per_s: 1 GB}}").cluster
+    here = resolved(folder, "cluster=local", "run.ranks=3").cluster
+    assert (here.num_devices, here.device.kind) == (3, "cpu")
+    cluster = resolved(folder, "cluster={device: {memory_bytes: 8 GiB, flops_per_s: {float32: "
+                       "1e13}, bandwidth_bytes_per_s: 100 GB}, devices_per_node: 2, intra_link: "
+                       "{latency_s: 10 us, bandwidth_bytes_per_s: 1 GB}}").cluster
     assert cluster.device.memory_bytes == 8 * 2**30 and cluster.num_devices == 2
     assert cluster.device.bandwidth_bytes_per_s == 100e9
     assert cluster.link_between(0, 1).latency_s == pytest.approx(1e-5)
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("A40", "bfloat16"), ("T4", "float16")])
-def test_auto_takes_the_best_dtype_a_gpu_has(device: str, dtype: str) -> None:
-    assert resolve_dtype("auto", catalog.device(device)) == dtype
-    assert resolve_dtype("float32", catalog.device(device)) == "float32"
-
-
-def test_auto_on_a_cpu_is_bfloat16_only_with_a_unit_for_it() -> None:
-    cpu = replace(catalog.device("A40"), kind="cpu", flops_per_s=(("float32", 1e11),))
-    assert resolve_dtype("auto", cpu) == "float32"
-    half = replace(cpu, flops_per_s=(("float32", 1e11), ("float16", 1e11)))
-    assert resolve_dtype("auto", half) == "float32"
-    brain = replace(cpu, flops_per_s=(("float32", 1e11), ("bfloat16", 1e12)))
-    assert resolve_dtype("auto", brain) == "bfloat16"
-
-
-_CPU = ("cluster={{device: {{kind: cpu, memory_bytes: {memory}, flops_per_s: {{float32: 160e9, "
-        "bfloat16: {brain}}}, bandwidth_bytes_per_s: 13 GB}}, devices_per_node: 1, "
-        "intra_link: pcie3-x16}}")
+@pytest.mark.parametrize(("wish", "device", "rates", "dtype"), [
+    ("auto", "A40", None, "bfloat16"), ("auto", "T4", None, "float16"),
+    ("float32", "T4", None, "float32"),
+    # on a CPU bfloat16 alone, and only with a unit for it
+    ("auto", "cpu", {"float32": 1e11}, "float32"),
+    ("auto", "cpu", {"float32": 1e11, "float16": 1e11}, "float32"),
+    ("auto", "cpu", {"float32": 1e11, "bfloat16": 1e12}, "bfloat16")])
+def test_auto_takes_the_best_dtype_a_device_has(wish, device, rates, dtype):
+    own = catalog.device(device) if rates is None else replace(
+        catalog.device("A40"), kind="cpu", flops_per_s=tuple(rates.items()))
+    assert resolve_dtype(wish, own) == dtype
 
 
 @pytest.mark.parametrize(("brain", "memory", "held"), [
     ("85e9", "64 GiB", "bfloat16"),  # OPT-13B as float32 takes 48 GiB, more than half
     ("85e9", "128 GiB", "float32"), ("300e9", "128 GiB", "bfloat16")])
-def test_weights_are_widened_where_that_is_quicker_and_has_room(
-        folder: Path, brain: str, memory: str, held: str) -> None:
-    problem = _resolve(folder, _CPU.format(brain=brain, memory=memory))
+def test_weights_are_widened_where_that_is_quicker_and_has_room(folder, brain, memory, held):
+    problem = resolved(folder, CPU % (memory, brain))
     assert (problem.dtype, problem.weight_dtype) == ("bfloat16", held)
-    forced = _resolve(folder, _CPU.format(brain=brain, memory=memory), "run.weight_dtype=bfloat16")
+    forced = resolved(folder, CPU % (memory, brain), "run.weight_dtype=bfloat16")
     assert forced.weight_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("dtype", "wish"), [
-    ("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "float32")])
-def test_weights_narrower_or_of_another_kind_are_refused(
-        folder: Path, dtype: str, wish: str) -> None:
-    said = _refused(folder, _CPU.format(brain="1e9", memory="128 GiB"), f"run.dtype={dtype}",
-                    f"run.weight_dtype={wish}")
-    assert "run.weight_dtype" in said and dtype in said
-
-
-def test_weights_on_a_gpu_are_of_the_runs_dtype(folder: Path) -> None:
-    assert _resolve(folder).weight_dtype == "bfloat16"
-    assert "on CPUs" in _refused(folder, "run.weight_dtype=float32")
-
-
-@pytest.mark.parametrize(("flag", "refused"), [("avx512_vnni", False), ("avx_vnni", False),
-                                               ("avx2", True)])
-def test_int8_is_for_processors_that_multiply_bytes(
-        folder: Path, monkeypatch: pytest.MonkeyPatch, flag: str, refused: bool) -> None:
+@pytest.mark.parametrize(("flag", "is_refused"), [
+    ("avx512_vnni", False), ("avx_vnni", False), ("avx2", True)])
+def test_int8_is_for_processors_that_multiply_bytes(folder, monkeypatch, flag, is_refused):
     monkeypatch.setattr(local, "_cpuinfo", lambda root: f"flags\t\t: avx512f {flag}\n")
     asked = ("cluster=local", "run.ranks=1", "run.weight_dtype=int8")
-    if refused:
-        assert "VNNI" in _refused(folder, *asked)
-        return
-    assert _resolve(folder, *asked).weight_dtype == "int8"
+    if is_refused:
+        with pytest.raises(InputError, match="VNNI"):
+            resolved(folder, *asked)
+    else:
+        assert resolved(folder, *asked).weight_dtype == "int8"
 
 
 @pytest.mark.parametrize(("key", "wish", "engine", "other"), [
@@ -209,25 +182,18 @@ def test_int8_is_for_processors_that_multiply_bytes(
     ("weight_dtype", "int8", "fastertransformer", "deepspeed"),
     ("kv_dtype", "int8", "tensorrt-llm", "vllm")])
 def test_8_bits_are_planned_as_engines_execute_them_and_refused_where_they_would_be_run(
-        folder: Path, key: str, wish: str, engine: str, other: str) -> None:
-    problem = _resolve(folder, f"run.{key}={wish}", f"plan.engine={engine}")
+        folder, key, wish, engine, other):
+    problem = resolved(folder, f"run.{key}={wish}", f"plan.engine={engine}")
     assert getattr(problem, key) == wish and problem.dtype == "bfloat16"
     for asked in ((), (f"plan.engine={other}",),
                   (f"plan.engine={engine}", "slurm={partition: gpu, nodes: 1}")):
-        refusal = _refused(folder, f"run.{key}={wish}", *asked)
-        assert "no runner under xgpt does" in refusal and engine in refusal
-
-
-@pytest.mark.parametrize("key", ["weight_dtype", "kv_dtype"])
-def test_fp8_is_refused_on_this_machine(folder: Path, key: str) -> None:
-    assert "no runner under xgpt does" in _refused(
-        folder, f"run.{key}=fp8", "cluster=local", "run.ranks=1")
+        with pytest.raises(InputError, match=f"(?s)(?=.*{NO_RUNNER})(?=.*{engine})"):
+            resolved(folder, f"run.{key}={wish}", *asked)
 
 
 @pytest.mark.parametrize("wish", ["fp8", "int8"])
-def test_entries_of_8_bits_take_half_the_memory_and_half_the_bytes_of_a_step(
-        folder: Path, wish: str) -> None:
-    plain, narrow = (_resolve(folder, "plan.engine=tensorrt-llm", *more)
+def test_entries_of_8_bits_take_half_the_memory_and_half_the_bytes_of_a_step(folder, wish):
+    plain, narrow = (resolved(folder, "plan.engine=tensorrt-llm", *more)
                      for more in ((), (f"run.kv_dtype={wish}",)))
     assert plain.kv_dtype == plain.dtype and plain.kv_item_bytes == 2 * narrow.kv_item_bytes
     stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=4)
@@ -239,142 +205,92 @@ def test_entries_of_8_bits_take_half_the_memory_and_half_the_bytes_of_a_step(
     assert 1.7 < times[0] / times[1] < 2.0
 
 
-def test_what_an_engine_keeps_of_a_gpus_memory_is_not_planned(folder: Path) -> None:
-    own, sglang = (_resolve(folder, *more).cluster.device for more in ((), ("plan.engine=sglang",)))
+def test_what_an_engine_keeps_of_a_gpus_memory_is_not_planned(folder):
+    own, sglang = (resolved(folder, *more).cluster.device for more in ((), ("plan.engine=sglang",)))
     kept = catalog.engine("sglang").reserve_gb * 1e9
     assert own.reserved_bytes == 0 and capacity_bytes(own) - capacity_bytes(sglang) == kept > 1e9
 
 
-def test_requests_give_joint_lengths(folder: Path) -> None:
-    problem = _resolve(folder, "workload={requests: tokens.jsonl, output_tokens: from_requests}")
-    assert problem.lengths.pairs is not None and problem.num_queries == 2
-    assert problem.lengths.pairs.tolist() == [[3, 4], [10, 20]]
+@pytest.mark.parametrize(("overrides", "tokens", "pairs"), [
+    (("workload={requests: tokens.jsonl, output_tokens: from_requests}",), None,
+     [[3, 4], [10, 20]]),
+    # every query to its cap, which ends where the model's positions do
+    ((PROMPTS % ", max_tokens: 40",), [7, 9], [[7, 9], [9, 40]]),
+    ((PROMPTS % ", max_tokens: 4000", GPT2), [7, 1000], [[7, 9], [1000, 24]]),
+    # prompts beyond the positions, and of no token, are left out
+    ((PROMPTS % ", max_tokens: 40", GPT2), [7, 1024], [[7, 9]]),
+    ((PROMPTS % ", max_tokens: 40", "model=t5-11b"), [7, 0], [[7, 9]]),
+    ((FILES % ("lengths", "lengths"),), None, [[3, 1], [30, 10]]),
+    ((FILES % ("far", "far"), GPT2), None, [[1000, 20], [20, 1000]])])
+def test_lengths_of_requests_are_joint(folder, overrides, tokens, pairs):
+    assert resolved(folder, *overrides, lengths=tokens).lengths.pairs.tolist() == pairs
 
 
-def test_tokenised_lengths_are_taken_from_the_caller(folder: Path) -> None:
-    job = _job(folder, "workload={requests: prompts.jsonl, "
-                       "output_tokens: {mean: 5, std: 1, max: 9}}")
-    problem = _resolved(job, [7, 9])
+def test_lengths_of_two_sources_are_not_joint(folder):
+    five = ", output_tokens: {mean: 5, std: 1, max: 9}"
+    problem = resolved(folder, PROMPTS % five, lengths=[7, 9])
     assert (problem.lengths.inputs.max, problem.lengths.outputs.max) == (9, 9)
     assert problem.num_queries == 2, "the bad line is no query"
-
-
-def test_prompts_that_nobody_tokenised_are_refused_with_the_way_out(folder: Path) -> None:
-    reason = _refused(folder, "workload={requests: prompts.jsonl}")
-    assert "workload.input_tokens" in reason and "tokenised" in reason
-
-
-def test_outputs_that_nobody_forced_are_refused(folder: Path) -> None:
-    job = _job(folder, "workload={requests: prompts.jsonl, output_tokens: from_requests}")
-    with pytest.raises(InputError, match="2 of 2 requests have no forced_tokens"):
-        _resolved(job, [7, 9])
-
-
-def test_observe_plans_every_query_to_its_cap(folder: Path) -> None:
-    job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 40}")
-    lengths = _resolved(job, [7, 9]).lengths
-    assert lengths.pairs is not None and lengths.pairs.tolist() == [[7, 9], [9, 40]]
-    assert "cap" in lengths.outputs.note
-
-
-def test_observe_without_any_cap_uses_the_documented_one(folder: Path) -> None:
-    job = _job(folder, "workload={requests: prompts.jsonl}")
-    problem = _resolved(job, [7, 9])
-    assert problem.lengths.outputs.max == problem.default_max_tokens == DEFAULT_MAX_TOKENS
-
-
-def test_observed_caps_end_where_the_models_positions_do(folder: Path) -> None:
-    job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 4000}", "model=gpt2")
-    lengths = _resolved(job, [7, 1000]).lengths
-    assert lengths.pairs is not None and lengths.pairs.tolist() == [[7, 9], [1000, 24]]
-
-
-def test_observed_outputs_beside_given_inputs_end_there_too(folder: Path) -> None:
-    problem = _resolve(folder, "model=gpt2", "workload={requests: prompts.jsonl, max_tokens: 4000, "
-                               "input_tokens: {mean: 500, std: 9, max: 1000}}")
-    assert problem.lengths.outputs.max == 24
-
-
-def test_prompts_beyond_the_positions_are_left_out_of_the_plan(folder: Path) -> None:
-    job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 40}", "model=gpt2")
-    assert _resolved(job, [7, 1024]).lengths.inputs.max == 7
-    with pytest.raises(InputError, match="no prompt has a token and is shorter"):
-        _resolved(job, [2000, 1024])
-
-
-def test_prompts_that_tokenise_to_nothing_are_left_out_of_the_plan(folder: Path) -> None:
-    job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 40}", "model=t5-11b")
-    assert _resolved(job, [7, 0]).lengths.inputs.mean == 7
+    mixed = resolved(folder, FILES % ("one", "lengths")).lengths
+    assert mixed.pairs is None and (mixed.inputs.max, mixed.outputs.max) == (9, 10)
+    beside = resolved(folder, GPT2, PROMPTS % (
+        ", max_tokens: 4000, input_tokens: {mean: 500, std: 9, max: 1000}"))
+    assert beside.lengths.outputs.max == 24, "they end where the positions do"
+    uncapped = resolved(folder, PROMPTS % "", lengths=[7, 9])
+    assert uncapped.lengths.outputs.max == uncapped.default_max_tokens == DEFAULT_MAX_TOKENS
 
 
 @pytest.mark.parametrize("outputs", ["from_requests", "observe", "{mean: 9, std: 2, max: 20}"])
-def test_forced_outputs_beyond_the_positions_are_left_out_of_the_plan(
-        folder: Path, outputs: str) -> None:
+def test_forced_outputs_beyond_the_positions_are_left_out_of_the_plan(folder, outputs):
     """They become error records: a file with one was refused, or planned for as if it ran."""
     lines = [{"id": "a", "tokens": [1] * 7, "forced_tokens": 5},
              {"id": "b", "tokens": [1] * 9, "forced_tokens": 1016}]
-    (folder / "tokens.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    job = _job(folder, "model=gpt2", "workload={requests: tokens.jsonl, input_tokens: "
-                       f"from_requests, output_tokens: {outputs}}}")
-    problem = _resolved(job, [7, 9])
+    write_lines(folder, lines)
+    asked = (GPT2, "workload={requests: tokens.jsonl, input_tokens: from_requests, output_tokens: "
+             f"{outputs}}}")
+    problem = resolved(folder, *asked, lengths=[7, 9])
     assert problem.lengths.inputs.max == 7 and problem.lengths.outputs.max in (5, 20)
-    assert problem.queries is not None and problem.queries.most_outputs.tolist() == [5, 0]
+    assert problem.queries.most_outputs.tolist() == [5, 0]
     assert problem.queries.reserves.tolist() == [12, 1]
-    lines.pop(0)
-    (folder / "tokens.jsonl").write_text(json.dumps(lines[0]))
+    write_lines(folder, lines[1:])
     with pytest.raises(InputError, match="forced_tokens fit after it into the model's 1024"):
-        _resolved(job, [9])
+        resolved(folder, *asked, lengths=[9])
 
 
-def test_a_file_of_both_sides_is_joint_and_of_one_is_not(folder: Path) -> None:
-    both = _resolve(folder, "workload={input_tokens: {file: lengths.csv}, "
-                            "output_tokens: {file: lengths.csv}}").lengths
-    assert np.corrcoef(*both.pairs.T)[0, 1] == pytest.approx(1)
-    mixed = _resolve(folder, "workload={input_tokens: {file: one.csv}, "
-                             "output_tokens: {file: lengths.csv}}").lengths
-    assert mixed.pairs is None and (mixed.inputs.max, mixed.outputs.max) == (9, 10)
-    assert "columns input and output" in _refused(
-        folder, "workload={input_tokens: {file: one.csv}, output_tokens: {file: one.csv}}")
+def test_lengths_end_at_their_maxima_and_next_to_no_spread_is_none(folder):
+    assert resolved(folder, "workload.task=C2").lengths.inputs.max == 1024
+    narrow = resolved(folder, "workload={input_tokens: {mean: 9, std: 1e-9, max: 20}, "
+                              "output_tokens: {mean: 5, std: 0, max: 9}}").lengths
+    assert (narrow.inputs.mean, narrow.outputs.mean) == (9, 5)
+    relative = resolved(folder, "model=t5-11b", "workload={input_tokens: {mean: 2e4, std: 9, max: "
+                        "30000}, output_tokens: {mean: 5, std: 1, max: 9}}").lengths
+    assert relative.inputs.max == 30_000, "relative positions have no limit"
 
 
-def test_lengths_beyond_the_models_positions_are_refused(folder: Path) -> None:
-    reason = _refused(folder, "model=gpt2", "workload.task=C2")
-    assert "1664" in reason and "1024 positions of gpt2" in reason
-    assert _resolve(folder, "workload.task=C2").lengths.inputs.max == 1024
-
-
-def test_joint_lengths_are_checked_pair_by_pair(folder: Path) -> None:
-    (folder / "lengths.csv").write_text("1000,20\n20,1000\n", encoding="utf-8")
-    files = ("workload={input_tokens: {file: lengths.csv}, output_tokens: {file: lengths.csv}}",
-             "model=gpt2")
-    assert _resolve(folder, *files).lengths.inputs.max == 1000
-
-
-def test_a_model_of_relative_positions_has_no_limit(folder: Path) -> None:
-    lengths = _resolve(folder, "model=t5-11b", "workload={input_tokens: {mean: 9e4, std: 9, "
-                               "max: 100000}, output_tokens: {mean: 5, std: 1, max: 9}}").lengths
-    assert lengths.inputs.max == 100_000
-
-
-def test_a_hair_of_spread_is_none(folder: Path) -> None:
-    lengths = _resolve(folder, "workload={input_tokens: {mean: 9, std: 1e-9, max: 20}, "
-                               "output_tokens: {mean: 5, std: 0, max: 9}}").lengths
-    assert (lengths.inputs.mean, lengths.outputs.mean) == (9, 5)
-
-
-def test_a_schedule_fits_jobs_of_the_same_shape_dtype_and_ranks(folder: Path) -> None:
-    base = _resolve(folder).fingerprint
-    assert len(base) == 16 and base == _resolve(folder).fingerprint
-    same = [("workload.task=T",), ("constraint.latency_s=3",), ("cluster=h100-8", "run.ranks=4"),
-            ("schedule.encode_batch=3",)]
-    assert {_resolve(folder, *overrides).fingerprint for overrides in same} == {base}
+def test_a_schedule_fits_jobs_of_the_same_shape_dtype_and_ranks(folder):
+    base = resolved(folder).fingerprint
+    assert len(base) == 16
+    same = [(), ("workload.task=T",), ("constraint.latency_s=3",),
+            ("cluster=h100-8", "run.ranks=4"), ("schedule.encode_batch=3",)]
+    assert {resolved(folder, *overrides).fingerprint for overrides in same} == {base}
     other = [("model=opt-6.7b",), ("run.dtype=float16",), ("run.ranks=2",)]
-    found = {_resolve(folder, *overrides).fingerprint for overrides in other}
+    found = {resolved(folder, *overrides).fingerprint for overrides in other}
     assert len(found) == 3 and base not in found
-
-
-def test_a_fingerprint_ignores_where_the_same_shape_came_from(folder: Path) -> None:
-    # config.json spells out what the row leaves to defaults
+    # a config.json spells out what the row leaves to defaults
     shape = replace(catalog.model("opt-13b"), name="mine", hub_id=None, source="config.json",
                     num_kv_heads=40, head_size=128, has_qkv_bias=True)
-    assert resolve(_job(folder), model=shape).fingerprint == _resolve(folder).fingerprint
+    assert resolve(job(folder, workload="{task: S}"), model=shape).fingerprint == base
+
+
+BART = {"model_type": "bart", "vocab_size": 97, "d_model": 48, "encoder_layers": 3,
+        "decoder_layers": 2, "encoder_attention_heads": 6, "decoder_attention_heads": 6,
+        "encoder_ffn_dim": 80, "decoder_ffn_dim": 80, "max_position_embeddings": 32}
+
+
+def test_an_encoder_takes_none_of_its_decoders_positions():
+    inputs, bart = np.array([1, 31, 32, 33]), from_hf_config(BART, "toy")
+    decoder = replace(catalog.model("opt-13b"), max_positions=32)
+    assert output_room(bart, inputs).tolist() == [32, 32, 32, 0]
+    assert output_room(decoder, inputs).tolist() == [31, 1, 0, -1]
+    assert output_room(catalog.model("t5-11b"), inputs).tolist() == [UNLIMITED] * 4
+    assert int(output_room(bart, 7)) == 32 and int(output_room(decoder, 7)) == 25

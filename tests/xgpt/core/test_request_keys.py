@@ -1,8 +1,6 @@
 """One table says what a request may ask: in OpenAI's lines and in ours the same key is given, asks
 for nothing, or is refused by its name; and the page of the job file says the same."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -10,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from xgpt.core.chat import BadRecord
 from xgpt.core.engines import OWN_ENGINE, VLLM, gives
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.request_keys import CHAT, COMPLETION, CONTENTS, EMBEDDINGS, KEYS, OWN, OWN_KEYS, Key
-from xgpt.core.spool_columns import ColumnsWriter
-from xgpt.core.workload import Request, RequestError, Terms, read_record
+from xgpt.requests.chat import BadRecord
+from xgpt.requests.keys import CHAT, COMPLETION, CONTENTS, EMBEDDINGS, KEYS, OWN, OWN_KEYS, Key
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, RequestError, Terms, read_record
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool_columns import ColumnsWriter
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/job-file.md"
 ENGINES = (OWN_ENGINE, VLLM, "deepspeed")
@@ -52,13 +50,13 @@ ASKED_AND_NOT_GIVEN: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("place", [CHAT, COMPLETION, OWN])
 @pytest.mark.parametrize(("key", "value"), ASKED_AND_NOT_GIVEN)
-def test_what_is_asked_for_and_not_given_is_named(place: str, key: str, value: object) -> None:
+def test_what_is_asked_for_and_not_given_is_named(place, key, value):
     """In our own lines these were columns like any other, and ignored."""
     assert refusal(place, **{key: value}).startswith(f"{key}: not supported")
 
 
 @pytest.mark.parametrize("key", ["a_key_of_tomorrow", "max_new_token", "extra"])
-def test_an_openai_key_that_nobody_knows_is_refused_unless_it_is_null(key: str) -> None:
+def test_an_openai_key_that_nobody_knows_is_refused_unless_it_is_null(key):
     for value in (False, 0, "", [], {}, 1, "x"):
         for place in OPENAI:
             assert key in refusal(place, **{key: value})
@@ -68,8 +66,7 @@ def test_an_openai_key_that_nobody_knows_is_refused_unless_it_is_null(key: str) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("place", [CHAT, COMPLETION, OWN])
-def test_values_that_ask_for_nothing_pass_in_both_forms_with_every_engine(
-        place: str, engine: str) -> None:
+def test_values_that_ask_for_nothing_pass_in_both_forms_with_every_engine(place, engine):
     nothing = {key: value for key, row in KEYS.items() for value in row.neutral}
     nothing |= {"top_k": 0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "tools": []}
     for key, value in nothing.items():
@@ -79,7 +76,7 @@ def test_values_that_ask_for_nothing_pass_in_both_forms_with_every_engine(
         asked(place, engine, **{key: None})
 
 
-def test_all_tokens_are_asked_for_by_a_top_k_of_0_and_of_minus_1_whatever_the_job_says() -> None:
+def test_all_tokens_are_asked_for_by_a_top_k_of_0_and_of_minus_1_whatever_the_job_says():
     assert [asked(OWN, top_k=k).top_k for k in (0, -1, 5, None)] == [0, 0, 5, None]
 
 
@@ -96,7 +93,7 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("key", "good", "bad"), RANGES, ids=[key for key, *_ in RANGES])
-def test_every_value_is_held_to_its_range(key: str, good: list[Any], bad: list[Any]) -> None:
+def test_every_value_is_held_to_its_range(key, good, bad):
     for place in (CHAT, COMPLETION):
         for value in good:
             asked(place, **{key: value})
@@ -104,12 +101,12 @@ def test_every_value_is_held_to_its_range(key: str, good: list[Any], bad: list[A
             assert refusal(place, **{key: value}).startswith(f"{key} must be ")
 
 
-def test_our_own_temperature_has_no_most_but_that_of_a_number() -> None:
+def test_our_own_temperature_has_no_most_but_that_of_a_number():
     assert asked(OWN, temperature=9).temperature == 9.0
     assert "from 0 to 2" in refusal(COMPLETION, temperature=9)
 
 
-def test_likelihoods_are_a_flag_of_chats_and_a_number_elsewhere() -> None:
+def test_likelihoods_are_a_flag_of_chats_and_a_number_elsewhere():
     assert asked(CHAT, logprobs=True, top_logprobs=3).top_logprobs == 3
     assert asked(CHAT, logprobs=False).top_logprobs is None
     assert asked(COMPLETION, logprobs=3).top_logprobs == asked(OWN, logprobs=3).top_logprobs == 3
@@ -120,7 +117,7 @@ def test_likelihoods_are_a_flag_of_chats_and_a_number_elsewhere() -> None:
     assert "top_logprobs" in refusal(OWN, top_logprobs=2)
 
 
-def test_a_model_is_required_of_every_openai_body() -> None:
+def test_a_model_is_required_of_every_openai_body():
     for place in OPENAI:
         assert refusal(place, model=None).startswith("model is missing")
         assert "model" in refusal(place, model="") and "model" in refusal(place, model=7)
@@ -131,8 +128,7 @@ def test_a_model_is_required_of_every_openai_body() -> None:
     ({"custom_id": None}, "missing_required_parameter"), ({}, "missing_required_parameter"),
     ({"custom_id": 26}, "invalid_type"), ({"custom_id": ["a"]}, "invalid_type"),
     ({"custom_id": ""}, None)])
-def test_an_openai_line_without_a_name_is_no_request(
-        tmp_path: Path, line: dict[str, Any], code: str | None) -> None:
+def test_an_openai_line_without_a_name_is_no_request(tmp_path, line, code):
     body = {"url": COMPLETION, "body": {"model": "m", "prompt": "Hi"}}
     path = tmp_path / "r.jsonl"
     path.write_text("\n" * 25 + json.dumps({**body, **line}) + "\n")
@@ -141,7 +137,7 @@ def test_an_openai_line_without_a_name_is_no_request(
     assert (found.line, found.id, found.code, found.is_openai) == (26, None, code, True)
 
 
-def test_lists_of_inputs_are_as_many_requests_of_one_line() -> None:
+def test_lists_of_inputs_are_as_many_requests_of_one_line():
     def inputs(place: str, **body: Any) -> list[Any]:
         first = asked(place, **body)
         whole = [first, *first.others]
@@ -174,8 +170,7 @@ def of_file(path: Path, text: str, **said: Any) -> tuple[list[Any], list[dict[st
 
 
 @pytest.mark.parametrize("named", [{}, {"prompt": "prompt"}])
-def test_in_our_lines_a_sampling_key_counts_and_other_columns_are_carried(
-        tmp_path: Path, named: dict[str, str]) -> None:
+def test_in_our_lines_a_sampling_key_counts_and_other_columns_are_carried(tmp_path, named):
     rows = [{"prompt": "a", "topic": "x", "presence_penalty": 0}, {"prompt": "b", "tools": [{}]},
             {"prompt": "c", "samples": 2, "logprobs": 1}]
     found, carried = of_file(tmp_path / "r.jsonl", "\n".join(map(json.dumps, rows)), **named)
@@ -187,7 +182,7 @@ def test_in_our_lines_a_sampling_key_counts_and_other_columns_are_carried(
     assert found[0].prompt == "b" and carried == [{"tools": [{}]}]
 
 
-def test_cells_of_a_table_ask_as_the_keys_of_an_object_do(tmp_path: Path) -> None:
+def test_cells_of_a_table_ask_as_the_keys_of_an_object_do(tmp_path):
     text = ("prompt,frequency_penalty,logit_bias,stream,top_k,samples,topic\n"
             "a,0.0,{},false,-1,2,x\nb,0.5,,,,,y\nc,,\"{\"\"7\"\": 1}\",,,,z\nd,,,,two,,\ne,,,,,,\n")
     found, carried = of_file(tmp_path / "r.csv", text)
@@ -200,7 +195,7 @@ def test_cells_of_a_table_ask_as_the_keys_of_an_object_do(tmp_path: Path) -> Non
     assert all(isinstance(one, Request) for one in found)
 
 
-def test_the_table_has_every_key_of_openais_own_types() -> None:
+def test_the_table_has_every_key_of_openais_own_types():
     types = pytest.importorskip("openai.types", reason="its types are in the extra `dev`")
     from openai.types.chat import completion_create_params as chats
 
@@ -235,6 +230,6 @@ def tables() -> list[str]:
     return [*lines, *(f"| {neutral} | {', '.join(keys)} |" for neutral, keys in nowhere.items())]
 
 
-def test_the_page_of_the_job_file_has_the_same_tables() -> None:
+def test_the_page_of_the_job_file_has_the_same_tables():
     page = PAGE.read_text(encoding="utf-8").splitlines()
     assert not [line for line in tables() if line not in page], "\n" + "\n".join(tables())

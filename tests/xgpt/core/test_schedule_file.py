@@ -1,15 +1,12 @@
 """A Schedule written and read back is the same, infinities included."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from flat_estimates import estimate_from_flat
+from problems import estimate_from_flat, estimate_of, schedule_of, toy_problem
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import InputError
@@ -46,14 +43,14 @@ def _schedule(**changes: Any) -> Schedule:
     {"rejected": (Rejected(kind="policy", subject="x", throughput_qps=1.0, latency_s=math.inf,
                            reason="slow"),)},
 ])
-def test_a_schedule_survives_its_file(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_schedule_survives_its_file(tmp_path, changes):
     schedule, path = _schedule(**changes), tmp_path / "schedule.json"
     save_schedule(schedule, path)
     assert load_schedule(path) == schedule
     assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
 
 
-def test_the_file_is_json_that_any_reader_takes(tmp_path: Path) -> None:
+def test_the_file_is_json_that_any_reader_takes(tmp_path):
     path = tmp_path / "schedule.json"
     save_schedule(_schedule(latency_bound_s=math.inf), path)
 
@@ -64,31 +61,31 @@ def test_the_file_is_json_that_any_reader_takes(tmp_path: Path) -> None:
     assert raw["bounds"][0]["limit_s"] == "inf" and raw["controls"]["encode_batch"] == 8
 
 
-@pytest.mark.parametrize("text", [
-    "", "[1]", "{}", '{"version": 99}', '{"version": 1}', "\x00", "null"])
-def test_a_file_that_is_no_schedule_is_wrong_input(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(("text", "said"), [
+    ("[1]", "schedule"), ("{}", "schedule"), ("\x00", "schedule"), ("null", "schedule"),
+    ("", "not a readable schedule"),
+    ("[" * 100_000, "not a readable schedule"), (None, "not a readable schedule"),
+    *((json.dumps({"version": version}), "this xgpt reads version 5: make") for version in (
+        1, 99, [3], {"a": 1}, True, 3.0, "3", None, 2**70))])
+def test_a_file_that_is_no_schedule_of_this_version_is_wrong_input(tmp_path, text, said):
     path = tmp_path / "schedule.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(InputError):
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=said):
         load_schedule(path)
 
 
-def test_a_missing_file_is_wrong_input(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not a readable schedule"):
-        load_schedule(tmp_path / "none.json")
-
-
-def test_foreign_keys_are_refused() -> None:
+def test_foreign_keys_are_refused():
     with pytest.raises(ValueError, match="color"):
         from_json({**to_json(_schedule()), "color": "red"})
 
 
-def test_an_estimate_is_replaced_in_place() -> None:
+def test_an_estimate_is_replaced_in_place():
     changed = _schedule().changed(throughput_qps=9.0)
     assert changed.estimate.figures.throughput_qps == 9.0 and changed.proof.nodes == 17
 
 
-def test_whole_parts_are_replaced_and_fields_within_them() -> None:
+def test_whole_parts_are_replaced_and_fields_within_them():
     schedule = _schedule()
     estimate = schedule.estimate
     other = estimate.changed(encode_batch=2, latency_s=9.0, kv_tokens=70)
@@ -106,11 +103,11 @@ def test_whole_parts_are_replaced_and_fields_within_them() -> None:
         schedule.changed(color="red")
 
 
-def test_a_stages_degree_is_its_number_of_ranks() -> None:
+def test_a_stages_degree_is_its_number_of_ranks():
     assert [stage.tp_degree for stage in _schedule().estimate.deployment.stages] == [2, 1]
 
 
-def test_copies_are_alike_and_have_ranks_of_their_own() -> None:
+def test_copies_are_alike_and_have_ranks_of_their_own():
     one = _schedule().estimate
     three = one.in_copies(3)
     assert (three.deployment.num_devices, three.deployment.devices_per_replica) == (9, 3)
@@ -119,3 +116,78 @@ def test_copies_are_alike_and_have_ranks_of_their_own() -> None:
     assert [stage.ranks for stage in three.deployment.pools_of(2)[0].stages] == [(6, 7), (8,)]
     assert three.deployment.pools_of(0) == one.deployment.pools
     assert three.one_copy == one
+
+
+
+
+def stage(raw: dict[str, Any], index: int) -> dict[str, Any]:
+    found: dict[str, Any] = raw["deployment"]["pools"][0]["stages"][index]
+    return found
+
+
+@pytest.fixture
+def raw():
+    return to_json(schedule_of(toy_problem()))
+
+
+@pytest.mark.parametrize(("change", "key", "allowed"), [
+    (lambda raw: raw["deployment"]["pools"][0].update(role=1), "pools[0].role", "'both', 'encode'"),
+    (lambda raw: raw["figures"].update(throughput_qps=math.nan), "throughput_qps", "finite number"),
+    (lambda raw: raw["figures"].update(throughput_qps="inf"), "throughput_qps", "valid number"),
+    (lambda raw: raw["figures"].update(fits="yes"), "fits", "valid boolean"),
+    (lambda raw: raw["controls"]["even"].update(adjustment=-0.5), "even.adjustment", "equal to 0"),
+    (lambda raw: raw["controls"].update(encode_batch=0), "encode_batch", "equal to 1"),
+    (lambda raw: raw["controls"].update(decode_iterations=1e30), "decode_iterations", "integer"),
+    (lambda raw: raw["controls"].update(decode_iterations=2.5), "decode_iterations", "integer"),
+    (lambda raw: raw["controls"].update(encode_batch=True), "encode_batch", "integer"),
+    (lambda raw: raw["proof"].update(nodes=2**63), "proof.nodes", "equal to 9007199254740992"),
+    (lambda raw: stage(raw, 1).update(first_layer=99), "stages[1].first_layer", "begins where"),
+    (lambda raw: stage(raw, 1).update(ranks=[0]), "deployment.pools", "in one stage"),
+    (lambda raw: raw.update(fingerprint=7), "fingerprint", "string")])
+def test_a_value_that_cannot_be_is_named_with_what_is_allowed(raw, tmp_path, change, key, allowed):
+    path = tmp_path / "schedule.json"
+    change(raw)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(InputError) as refused:
+        load_schedule(path)
+    (mistake,) = refused.value.mistakes
+    assert key in mistake.key and allowed in mistake.allowed, mistake
+
+
+def test_all_mistakes_are_told_at_once(raw, tmp_path):
+    path = tmp_path / "schedule.json"
+    raw["controls"]["encode_batch"], raw["figures"]["latency_s"] = -1, -2.0
+    path.write_text(json.dumps(raw))
+    with pytest.raises(InputError) as refused:
+        load_schedule(path)
+    assert [mistake.key for mistake in refused.value.mistakes] == [
+        "controls.encode_batch", "figures.latency_s"]
+
+
+def test_what_a_search_writes_passes():
+    problem = toy_problem(latency_s=2.0)
+    for policy, variables in (("rra", {"encode_batch": 4, "decode_iterations": 8}),
+                              ("waa-c", {"encode_batch": 4, "decode_micro_batches": 2})):
+        schedule = schedule_of(problem, estimate_of(problem, policy, **variables))
+        assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule, policy
+
+
+_DEEP = "[" * 950 + "]" * 950  # text: Python's own encoder need not reach that far
+
+
+@pytest.mark.parametrize("change", [
+    lambda raw: raw.update(bounds=[]), lambda raw: raw.update(rejected="DEEP"),
+    lambda raw: raw["figures"].update(throughput_qps=10**400),
+    lambda raw: raw["figures"].update(throughput_qps=-10**400),
+    lambda raw: raw["deployment"].update(pools=[]),
+    lambda raw: raw["deployment"]["pools"][0].update(role="encode")],
+    ids=["no bound", "deep", "large", "small", "no pool", "nobody decodes"])
+def test_what_the_fuzzer_found_is_refused(tmp_path, change):
+    problem = toy_problem()
+    raw = to_json(schedule_of(problem, estimate_of(
+        problem, encode_batch=4, decode_iterations=4)))
+    change(raw)
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps(raw).replace('"DEEP"', _DEEP))
+    with pytest.raises(InputError):
+        load_schedule(path)

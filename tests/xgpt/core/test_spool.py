@@ -1,7 +1,5 @@
 """The spool: what is put in comes out, by the index of a query."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -11,15 +9,8 @@ from examples import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from xgpt.core import spool as spooling
-from xgpt.core.spool import (
-    NUM_PROMPTS,
-    SPOOL_VERSION,
-    Record,
-    Spool,
-    SpoolWriter,
-    num_queries,
-)
+from xgpt.requests import spool as spooling
+from xgpt.requests.spool import NUM_PROMPTS, SPOOL_VERSION, Record, Spool, SpoolWriter, num_queries
 
 _RECORDS = st.builds(
     Record, id=st.text(max_size=5), line=st.integers(1, 10**9), is_forced=st.booleans(),
@@ -32,8 +23,7 @@ _TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 
 @given(rows=st.lists(st.tuples(_RECORDS, _TOKENS), max_size=6), data=st.data())
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_put_in_comes_out_by_query(
-        tmp_path: Path, rows: list[tuple[Record, list[int]]], data: st.DataObject) -> None:
+def test_what_is_put_in_comes_out_by_query(tmp_path, rows, data):
     chosen = data.draw(st.lists(st.integers(0, max(len(rows) - 1, 0)), unique=True,
                                 max_size=len(rows)).map(sorted))
     writer = SpoolWriter()
@@ -50,7 +40,7 @@ def test_what_is_put_in_comes_out_by_query(
         assert spool.most_output_tokens(query) == 7 + row
 
 
-def test_tokens_outlive_their_spool_and_take_no_memory(tmp_path: Path) -> None:
+def test_tokens_outlive_their_spool_and_take_no_memory(tmp_path):
     """What is mapped would stay with rank 0: a gigabyte of ten million requests."""
     writer, count, length = SpoolWriter(), 64, 16_384
     for i in range(count):
@@ -69,8 +59,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("in_memory", [2**26, 5])  # else it lies in a temporary file
-def test_a_writer_saves_again_and_in_the_place_of_what_was_there(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int) -> None:
+def test_a_writer_saves_again_and_in_the_place_of_what_was_there(tmp_path, monkeypatch, in_memory):
     monkeypatch.setattr(spooling, "_BYTES_IN_MEMORY", in_memory)
     for count in (1, 3):
         writer = SpoolWriter()
@@ -83,7 +72,7 @@ def test_a_writer_saves_again_and_in_the_place_of_what_was_there(
     assert [path.name for path in tmp_path.iterdir()] == ["spool"]
 
 
-def test_prompts_are_kept_of_the_first_requests_alone(tmp_path: Path) -> None:
+def test_prompts_are_kept_of_the_first_requests_alone(tmp_path):
     writer = SpoolWriter()
     for i in range(NUM_PROMPTS + 1):
         writer.add(Record(id=str(i), line=i + 1, prompt="text" if i == 1 else None), (5, 6))
@@ -93,7 +82,7 @@ def test_prompts_are_kept_of_the_first_requests_alone(tmp_path: Path) -> None:
     assert len(shown) == NUM_PROMPTS
 
 
-def test_another_version_is_refused_and_nothing_is_no_spool(tmp_path: Path) -> None:
+def test_another_version_is_refused_and_nothing_is_no_spool(tmp_path):
     assert num_queries(tmp_path) is None
     with pytest.raises(OSError, match="No such file"):
         Spool(tmp_path)

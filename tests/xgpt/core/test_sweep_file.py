@@ -1,16 +1,14 @@
 """Sweep files and the flags of `xgpt sweep`: which points they make, and what is wrong in them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
 from xgpt.core.policies import policy_names
-from xgpt.core.sweep_file import SweepFlags, load_sweep
+from xgpt.job.job_file import load_job
+from xgpt.job.sweep_file import SweepFlags, load_sweep
 
 JOB = """
 name: base
@@ -24,7 +22,7 @@ run: {ranks: 4}
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path):
     path = tmp_path / "base.yaml"
     path.write_text(JOB)
     return path
@@ -38,11 +36,11 @@ def write(folder: Path, text: str) -> Path:
 
 def mistakes(path: Path, **flags: object) -> list[str]:
     with pytest.raises(InputError) as refusal:
-        load_sweep(path, SweepFlags(**flags))  # type: ignore[arg-type]
+        load_sweep(path, SweepFlags(**flags))
     return [str(one).removeprefix(f"{path.parent}/") for one in refusal.value.mistakes]
 
 
-def test_a_grid_is_every_combination_of_every_case_bounds_fastest(job: Path) -> None:
+def test_a_grid_is_every_combination_of_every_case_bounds_fastest(job):
     spec = load_sweep(write(job.parent, """
 base: base.yaml
 cases:
@@ -69,7 +67,7 @@ grid:
     assert spec.points[3].job.schedule.policy is None
 
 
-def test_a_task_takes_the_place_of_lengths_and_a_cluster_is_meant_as_a_whole(job: Path) -> None:
+def test_a_task_takes_the_place_of_lengths_and_a_cluster_is_meant_as_a_whole(job):
     own, task, cluster, gpus = (
         load_sweep(job, SweepFlags(over=over)).points[0].job
         for over in (("policy=ft",), ("task=T",), ("cluster=a40-8",), ("cluster=a40-8", "gpus=2")))
@@ -79,7 +77,7 @@ def test_a_task_takes_the_place_of_lengths_and_a_cluster_is_meant_as_a_whole(job
     assert gpus.run.ranks == 2
 
 
-def test_flags_take_the_place_of_a_file_s_axes_and_set_changes_its_base(job: Path) -> None:
+def test_flags_take_the_place_of_a_file_s_axes_and_set_changes_its_base(job):
     path = write(job.parent, "base: base.yaml\ncases: [{task: [S, T]}]\ngrid: {bound: [5, 6]}\n")
     spec = load_sweep(path, SweepFlags(
         overrides=("run.dtype=float32",), over=("workload.task=C1", "policy=all"), bounds="2 min",
@@ -91,13 +89,13 @@ def test_flags_take_the_place_of_a_file_s_axes_and_set_changes_its_base(job: Pat
     assert spec.output == job.parent / "there"
 
 
-def test_a_job_file_alone_is_swept_over_shares(job: Path) -> None:
+def test_a_job_file_alone_is_swept_over_shares(job):
     spec = load_sweep(job)
     assert [point.share for point in spec.points] == [0.1, 0.2, 0.3, 0.5, 0.7, 1.0, None]
     assert spec.output == job.parent / "out" / "sweep" and spec.name == "base"
 
 
-def test_an_axis_of_mappings_and_an_inline_base(tmp_path: Path) -> None:
+def test_an_axis_of_mappings_and_an_inline_base(tmp_path):
     spec = load_sweep(write(tmp_path, """
 base: {model: opt-13b, cluster: a40-4, workload: {task: S}}
 grid:
@@ -110,7 +108,7 @@ grid:
     assert spec.points[0].shown("workload.output_tokens") == '{"max": 60, "mean": 20, "std": 5}'
 
 
-def test_every_mistake_is_told_once_with_its_line(job: Path) -> None:
+def test_every_mistake_is_told_once_with_its_line(job):
     told = mistakes(write(job.parent, """base: base.yaml
 cases:
   - {model: opt-13c}
@@ -136,7 +134,7 @@ horizont: job
         assert part in text, part
 
 
-def test_mistakes_of_flags_name_the_flag(job: Path) -> None:
+def test_mistakes_of_flags_name_the_flag(job):
     told = mistakes(job, over=("cluster=a40-9", "policy", "colour=red", "model=opt-13b",
                                "model=opt-30b"), bounds="1,x")
     assert [one.partition(": ")[0] for one in told].count("--over") == 4
@@ -149,10 +147,10 @@ def test_mistakes_of_flags_name_the_flag(job: Path) -> None:
     ("grid: {bound: 5}", "base: required"), ("base: none.yaml", "no such file"),
     ("base: base.yaml\ncases: 3", "a list of mappings"), ("[1]", "not a mapping"),
     ("base: base.yaml\ngrid: {bound: [1, [2]]}", "not a list within the list")])
-def test_a_sweep_that_is_none(job: Path, text: str, said: str) -> None:
+def test_a_sweep_that_is_none(job, text, said):
     assert said in "\n".join(mistakes(write(job.parent, text)))
 
 
-def test_a_job_s_reader_says_whose_file_it_is(tmp_path: Path) -> None:
+def test_a_job_s_reader_says_whose_file_it_is(tmp_path):
     with pytest.raises(InputError, match="xgpt sweep"):
         load_job(write(tmp_path, "base: base.yaml\ngrid: {bound: [1]}\n"))

@@ -1,7 +1,5 @@
 """The batch script: pinned whole by a file, read by a real bash, and every value quoted."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError
-from xgpt.core.slurm import SlurmSpec
-from xgpt.launch.batch_script import BatchJob, Task, check_paths, quoted, render_sbatch
+from xgpt.job.slurm_section import SlurmSpec
+from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, quoted, render_sbatch
 
 GOLDEN = Path(__file__).with_name("golden_slurm.sh")
 AWKWARD = "it's a \"job\" of 50% $HOME `id` #1; a\\b"
@@ -37,7 +35,7 @@ FULL = SlurmSpec(
     prologue=("ulimit -l unlimited",), container=("apptainer", "exec", "image.sif"))
 
 
-def test_a_script_with_every_option_is_as_the_file_has_it() -> None:
+def test_a_script_with_every_option_is_as_the_file_has_it():
     script = render_sbatch(batch(
         Task(job_file=Path("/jobs/a.yaml"), output=Path("/out/a b")),
         Task(job_file=Path("/jobs/it's.yaml"), output=Path("/out/50%"),
@@ -46,7 +44,7 @@ def test_a_script_with_every_option_is_as_the_file_has_it() -> None:
     assert script == GOLDEN.read_text(encoding="utf-8")
 
 
-def test_a_script_of_few_options_has_no_more_than_they_say() -> None:
+def test_a_script_of_few_options_has_no_more_than_they_say():
     script = render_sbatch(batch())
     options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert options == [
@@ -55,17 +53,14 @@ def test_a_script_of_few_options_has_no_more_than_they_say() -> None:
         "#SBATCH --signal=B:USR1@120", "#SBATCH --nodes=1", "#SBATCH --ntasks-per-node=2",
         "#SBATCH --requeue"]
     assert "case" not in script and "module" not in script and "activate" not in script
-
-
-def test_without_requeueing_slurm_does_not_do_it_either() -> None:
-    script = render_sbatch(batch(spec=SlurmSpec(requeue=0)))
-    assert "#SBATCH --no-requeue" in script and "#SBATCH --requeue" not in script
-    assert '[ "$times" -lt 0 ]' in script
+    never = render_sbatch(batch(spec=SlurmSpec(requeue=0)))
+    assert "#SBATCH --no-requeue" in never and "#SBATCH --requeue" not in never
+    assert '[ "$times" -lt 0 ]' in never
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), max_size=30))
 @examples(60)
-def test_bash_reads_every_text_as_the_one_word_it_was(text: str) -> None:
+def test_bash_reads_every_text_as_the_one_word_it_was(text):
     done = subprocess.run(["bash", "-c", f"printf '%s|' {quoted(text)} end"], capture_output=True,
                           check=True, env={"LC_ALL": "C", "HOME": "/nowhere"})
     assert done.stdout == text.encode() + b"|end|"
@@ -95,7 +90,7 @@ def in_slurms_words(line: str) -> list[str]:
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), max_size=30))
-def test_sbatch_reads_every_text_as_the_one_word_it_was(text: str) -> None:
+def test_sbatch_reads_every_text_as_the_one_word_it_was(text):
     assert in_slurms_words(f"#SBATCH --comment={quoted(text)} --next") == [
         f"--comment={text}", "--next"]
 
@@ -124,8 +119,7 @@ def one_task(folder: Path, **changes: Any) -> str:
     return render_sbatch(batch(task, python="python", **changes))
 
 
-def test_what_is_started_gets_every_word_and_the_environment_it_was_promised(
-        tmp_path: Path) -> None:
+def test_what_is_started_gets_every_word_and_the_environment_it_was_promised(tmp_path):
     (tmp_path / "my venv" / "bin").mkdir(parents=True)
     (tmp_path / "my venv" / "bin" / "activate").write_text("echo activated\n")
     spec = SlurmSpec(venv=str(tmp_path / "my venv"), env=(("NOTE", AWKWARD),),
@@ -138,7 +132,7 @@ def test_what_is_started_gets_every_word_and_the_environment_it_was_promised(
         str(tmp_path / f"{AWKWARD}.yaml"), "--set", f"name={AWKWARD}", AWKWARD, "/"]
 
 
-def test_each_task_of_an_array_is_a_job_file_of_its_own(tmp_path: Path) -> None:
+def test_each_task_of_an_array_is_a_job_file_of_its_own(tmp_path):
     tasks = [Task(job_file=Path(f"/jobs/{name}.yaml"), output=tmp_path / name)
              for name in ("a", "it's", "c d")]
     script = render_sbatch(batch(*tasks, python="python"))
@@ -153,8 +147,7 @@ WARNED = 'trap "exit 75" USR1; kill -USR1 $PPID; for i in $(seq 100); do sleep 0
 ANSWERED = 'echo line >> "$output/results.jsonl"; '
 
 
-def test_a_warning_stops_xgpt_and_the_job_goes_back_to_the_queue_so_many_times(
-        tmp_path: Path) -> None:
+def test_a_warning_stops_xgpt_and_the_job_goes_back_to_the_queue_so_many_times(tmp_path):
     script = one_task(tmp_path, spec=SlurmSpec(requeue=2, prologue=("export output",)))
     for count in (1, 2):
         done = run(script, tmp_path, ANSWERED + WARNED)
@@ -164,7 +157,7 @@ def test_a_warning_stops_xgpt_and_the_job_goes_back_to_the_queue_so_many_times(
     assert (tmp_path / "tools" / "requeued").read_text() == "requeue 17\n" * 2
 
 
-def test_two_allocations_without_an_answer_end_the_job(tmp_path: Path) -> None:
+def test_two_allocations_without_an_answer_end_the_job(tmp_path):
     script = one_task(tmp_path, spec=SlurmSpec(requeue=6, prologue=("export output",)))
     codes = [run(script, tmp_path, submit).returncode for submit in
              (WARNED, ANSWERED + WARNED, WARNED)]
@@ -184,8 +177,7 @@ _OLD = """module() { echo "ModuleCmd_Load.c(213):ERROR:105: no modulefile '$2'" 
     (["cat <<X | grep -q other", "text", "X"], "grep -q other"), ([". /no/such"], ". /no/such"),
     (["set -e", "false"], "false"),
     (["echo 'return 3' > $0.more", ". $0.more"], ". $0.more")])
-def test_a_line_that_fails_ends_the_job_by_its_name(tmp_path: Path, lines: list[str],
-                                                    told: str) -> None:
+def test_a_line_that_fails_ends_the_job_by_its_name(tmp_path, lines, told):
     script = one_task(tmp_path, spec=SlurmSpec(prologue=tuple(lines)))
     done = run(script, tmp_path, "echo started")
     assert done.returncode == 1 and "started" not in done.stdout
@@ -197,7 +189,7 @@ def test_a_line_that_fails_ends_the_job_by_its_name(tmp_path: Path, lines: list[
     ["false || true", "[ -d /nowhere ] && cd /nowhere", "if false; then", "  :", "fi", "! true"],
     ["echo 'false; echo $UNSET; true' > $0.more", ". $0.more"], ["(false; true)"],
     ["set -euo pipefail", "trap 'exit 9' EXIT", "trap - EXIT"], ["unset -f failed"]])
-def test_what_is_no_failure_ends_nothing(tmp_path: Path, lines: list[str]) -> None:
+def test_what_is_no_failure_ends_nothing(tmp_path, lines):
     done = run(one_task(tmp_path, spec=SlurmSpec(prologue=tuple(lines))), tmp_path, WARNED)
     assert done.returncode == 0 and "time 1 of 3" in done.stdout
 
@@ -205,22 +197,23 @@ def test_what_is_no_failure_ends_nothing(tmp_path: Path, lines: list[str]) -> No
 @pytest.mark.parametrize(("module", "code"), [
     ("module() { return 1; }", 1), (_OLD, 1), ("unset -f module", 1),
     ("module() { echo 'warning: old' >&2; }", 0)])
-def test_a_module_that_is_not_loaded_ends_the_job(tmp_path: Path, module: str, code: int) -> None:
+def test_a_module_that_is_not_loaded_ends_the_job(tmp_path, module, code):
     script = one_task(tmp_path, spec=SlurmSpec(modules=("gcc", "a b")))
     done = run(script.replace("\nload_module() {", f"\n{module}\nload_module() {{", 1), tmp_path,
                "echo started")
     assert done.returncode == code and ("started" in done.stdout) == (code == 0)
     assert ("load_module gcc" in done.stderr) == (code == 1)
-
-
-def test_a_virtual_environment_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
     done = run(one_task(tmp_path, spec=SlurmSpec(venv="/no/venv")), tmp_path, "echo started")
     assert done.returncode == 1 and ". /no/venv/bin/activate" in done.stderr.splitlines()[-1]
 
 
-def test_a_warning_that_python_could_not_take_yet_counts_too(tmp_path: Path) -> None:
+def test_a_warning_that_python_could_not_take_yet_counts_too(tmp_path):
     done = run(one_task(tmp_path), tmp_path, "kill -USR1 $PPID; exec sleep 9")
     assert done.returncode == 0 and "time 1 of 3" in done.stdout
+    # one that cannot be requeued ends as stopped
+    (other := tmp_path / "other").mkdir()
+    script = one_task(other).replace("scontrol requeue", "false scontrol requeue")
+    assert run(script, other, WARNED).returncode == 75
 
 
 @pytest.mark.parametrize(("submit", "code"), [
@@ -228,22 +221,17 @@ def test_a_warning_that_python_could_not_take_yet_counts_too(tmp_path: Path) -> 
     (WARNED.replace("exit 75", "exit 1"), 1),  # failed while it was stopping
     (WARNED.replace("exit 75", "exit 0"), 0),  # done before it could stop
     (f"echo by >> stop; {WARNED}", 75)])  # a user's stop at the same time
-def test_nothing_else_goes_back_to_the_queue(tmp_path: Path, submit: str, code: int) -> None:
+def test_nothing_else_goes_back_to_the_queue(tmp_path, submit, code):
     script = one_task(tmp_path, spec=SlurmSpec(prologue=('cd "$output"',)))
     done = run(script, tmp_path, submit)
     assert done.returncode == code
     assert not (tmp_path / "tools" / "requeued").exists()
 
 
-def test_a_job_that_cannot_be_requeued_ends_as_stopped(tmp_path: Path) -> None:
-    script = one_task(tmp_path).replace("scontrol requeue", "false scontrol requeue")
-    assert run(script, tmp_path, WARNED).returncode == 75
-
-
 @pytest.mark.parametrize(("job_file", "output", "key"), [
     ("/a\nb.yaml", "/out", "slurm"), ("/a.yaml", "/o\nut", "slurm"),
     ("/a.yaml", "/o\\ut", "output")])
-def test_a_path_that_no_script_can_hold_is_refused(job_file: str, output: str, key: str) -> None:
+def test_a_path_that_no_script_can_hold_is_refused(job_file, output, key):
     with pytest.raises(InputError) as caught:
         check_paths(batch(Task(job_file=Path(job_file), output=Path(output))))
     assert [mistake.key for mistake in caught.value.mistakes] == [key]

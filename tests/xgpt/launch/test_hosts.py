@@ -1,27 +1,33 @@
 """Ranks on several hosts: job keys, mpiexec's options, and hosts that cannot serve."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import problems
 import pytest
-import toy_jobs
+from problems import estimate_of, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.cluster import Cluster
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.deployment import Deployment, Pool, StageAssignment
-from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
-from xgpt.core.problem import resolve, resolve_cluster
-from xgpt.core.schedule import Estimate
-from xgpt.core.slurm import SlurmSpec
-from xgpt.launch import local
-from xgpt.launch.hosts import HostsLauncher, check_hosts
-from xgpt.launch.launcher import RankProgram, ranks_per_node
-from xgpt.launch.local import LocalLauncher
-from xgpt.launch.rows import launcher_of
-from xgpt.launch.slurm import SlurmLauncher
+from xgpt.core.errors import InputError, XgptError
+from xgpt.core.schedule import Estimate, Schedule
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import resolve, resolve_cluster
+from xgpt.job.slurm_section import SlurmSpec
+from xgpt.launch import launcher as local
+from xgpt.launch.engine_commands import ENGINES, EngineCommand, engine_command
+from xgpt.launch.launcher import (
+    HostsLauncher,
+    LocalLauncher,
+    RankProgram,
+    SlurmLauncher,
+    check_hosts,
+    launcher_of,
+    ranks_per_node,
+)
+from xsimulator.rough.forms import fixed_estimate
 
 JOB = """
 model: opt-125m
@@ -52,7 +58,7 @@ def fake_ssh(folder: Path, **answers: str) -> Path:
     return script
 
 
-def test_hosts_make_a_cluster_of_as_many_nodes_which_share_the_ranks(tmp_path: Path) -> None:
+def test_hosts_make_a_cluster_of_as_many_nodes_which_share_the_ranks(tmp_path):
     def cluster(run: str) -> Cluster:
         return resolve_cluster(load_job(job_file(tmp_path, run), ()))
 
@@ -64,27 +70,7 @@ def test_hosts_make_a_cluster_of_as_many_nodes_which_share_the_ranks(tmp_path: P
     assert two.device.name == one.device.name, "a host's cores are divided by its own ranks"
 
 
-@pytest.mark.parametrize(("run", "cluster", "key", "message"), [
-    ("ranks: 3, hosts: [h1, h2]", "local", "run.ranks", "multiple of the 2 hosts"),
-    ("ranks: 2, interface: eth0", "local", "run.interface", "needs run.hosts"),
-    ("hosts: [h1], interface: '-x'", "local", "run.interface", "network interface's name"),
-    ("ranks: 2, hosts: [h1, h1]", "local", "run.hosts", "each once"),
-    ("hosts: [h1, '-oProxyCommand=x']", "local", "run.hosts", "'-oProxyCommand=x' is none"),
-    ("hosts: ['h1,h2']", "local", "run.hosts", "'h1,h2' is none"),
-    ("hosts: [[h1]]", "local", "run.hosts", "a list of names"),
-    ("hosts: [h1, h2]", "a40-4", "run.hosts", "only with `cluster: local`"),
-    ("launcher: ssh", "local", "run.launcher", "needs run.hosts"),
-])
-def test_what_hosts_cannot_be(tmp_path: Path, run: str, cluster: str, key: str,
-                              message: str) -> None:
-    with pytest.raises(InputError) as caught:
-        load_job(job_file(tmp_path, run, cluster), ())
-    assert [m.key for m in caught.value.mistakes] == [key]
-    assert message in str(caught.value)
-
-
-def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
     argument, launcher = tmp_path / "run.json", fake_ssh(tmp_path)
     module = [sys.executable, "-m", "mpi4py", "-m", "worker", str(argument)]
@@ -106,8 +92,7 @@ def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(
 
 @pytest.mark.parametrize(("replicas", "each", "per_node"), [
     (2, 3, 6), (8, 1, 8), (3, 4, 8), (2, 8, 8), (1, 16, 8), (2, 5, 5)])
-def test_a_replica_stays_on_its_node_unless_it_is_larger(replicas: int, each: int,
-                                                         per_node: int) -> None:
+def test_a_replica_stays_on_its_node_unless_it_is_larger(replicas, each, per_node):
     assert ranks_per_node(copies(replicas, each), 8) == per_node
 
 
@@ -115,8 +100,7 @@ def test_a_replica_stays_on_its_node_unless_it_is_larger(replicas: int, each: in
     ([(1, 5), (1, 3), (1, 5), (1, 3)], 8), ([(1, 4), (1, 2), (1, 4), (1, 2)], 6),
     ([(1, 16), (1, 5), (3, 1)], 8), ([(1, 4), (1, 2), (1, 1)], 8), ([(1, 5), (1, 4), (1, 5)], None),
     ([(1, 8), (1, 16)], 8), ([(1, 4), (1, 16)], None)])
-def test_copies_of_several_shapes_stay_on_their_nodes(shapes: list[tuple[int, int]],
-                                                      per_node: int | None) -> None:
+def test_copies_of_several_shapes_stay_on_their_nodes(shapes, per_node):
     first, *others = (copies(count, each) for count, each in shapes)
     assert ranks_per_node(first.beside(tuple(others)), 8) == per_node
 
@@ -125,13 +109,12 @@ def copies(count: int, each: int) -> Estimate:
     """So many copies, each a tensor-parallel group."""
     stage = StageAssignment(index=0, ranks=tuple(range(each)), first_layer=0, num_layers=2)
     pool = Pool(name="all", role="both", stages=(stage,), num_groups=1, kv_tokens=9)
-    return replace(toy_jobs.estimate_of(
-        toy_jobs.toy_problem(), encode_batch=2, decode_iterations=4), deployment=Deployment(
+    return replace(problems.estimate_of(
+        problems.toy_problem(), encode_batch=2, decode_iterations=4), deployment=Deployment(
         pools=(pool,), tp_degree=each, tp_gpus=each, replicas=count))
 
 
-def test_nodes_get_no_more_ranks_than_whole_replicas(tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_get_no_more_ranks_than_whole_replicas(tmp_path, monkeypatch):
     """Six ranks, three a node, of nodes with four devices."""
     monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
     ranks = RankProgram(module="worker", argument=tmp_path / "run.json", count=6, per_node=3)
@@ -142,13 +125,13 @@ def test_nodes_get_no_more_ranks_than_whole_replicas(tmp_path: Path,
     assert {"--nodes=2", "--ntasks=6", "--ntasks-per-node=3"} <= set(of_slurm)
 
 
-def test_the_job_says_which_launcher_starts_its_ranks(tmp_path: Path) -> None:
+def test_the_job_says_which_launcher_starts_its_ranks(tmp_path):
     for run, kind in (("ranks: 2", LocalLauncher), ("ranks: 2, hosts: [h1, h2]", HostsLauncher)):
         job = load_job(job_file(tmp_path, run), ())
         assert isinstance(launcher_of(job, resolve(job)), kind)
 
 
-def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path: Path) -> None:
+def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path):
     argument = tmp_path / "run.json"
     argument.touch()
     launcher = fake_ssh(tmp_path, good='sh -c "$*"', bare="exit 41", apart="exit 42",
@@ -168,6 +151,71 @@ def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path: Path) -
         check_hosts(hosts_for(launcher, ("good",)), tmp_path / "absent.json")
 
 
-def test_a_launcher_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_launcher_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match=r"run.launcher.*no such program"):
         check_hosts(hosts_for(tmp_path / "absent", ("h1",)), tmp_path)
+
+
+PROBLEM = toy_problem()
+
+
+def continuous(copies: int = 1) -> Schedule:
+    one = fixed_estimate("sarathi", PROBLEM, roofline_of(PROBLEM),
+        FixedSchedule(max_active=12, token_budget=64))
+    return schedule_of(PROBLEM, one.in_copies(copies))
+
+
+def of(engine: str, schedule: Schedule, times_of: str = "xgpt") -> EngineCommand:
+    return engine_command(engine, schedule, PROBLEM, model="org/some", times_of=times_of)
+
+
+def value(command: EngineCommand, flag: str) -> str:
+    return command.words[command.words.index(flag) + 1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_flags_say_the_schedules_numbers(engine):
+    schedule, flags = continuous(), ENGINES[engine]
+    command = of(engine, schedule)
+    assert value(command, flags.queries) == "12" and value(command, flags.tokens) == "64"
+    assert set(flags.chunked) <= set(command.words) and flags.chunked_note in str(command)
+    assert value(command, flags.pp) == str(len(schedule.deployment.stages))
+    assert value(command, flags.tp) == str(schedule.deployment.tp_degree)
+    assert int(value(command, flags.length)) >= PROBLEM.lengths.inputs.max
+    assert command.words[:len(flags.start)] == flags.start
+    assert f"{schedule.figures.throughput_qps:.3g} queries/s" in command.notes[0]
+    lines = str(command).splitlines()
+    assert all(line.startswith("# ") for line in lines[:-1]) and "org/some" in lines[-1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_copies_are_a_flag_or_several_commands(engine):
+    command, flag = of(engine, continuous(copies=2)), ENGINES[engine].copies
+    assert value(command, flag) == "2" if flag else "start it 2 times" in str(command)
+
+
+def test_whole_inputs_have_no_chunks():
+    whole = schedule_of(PROBLEM, fixed_estimate(
+        "vllm", PROBLEM, roofline_of(PROBLEM), FixedSchedule(max_active=12)))
+    assert "--no-enable-chunked-prefill" in of("vllm", whole).words
+    assert value(of("sglang", whole), "--chunked-prefill-size") == "-1"
+
+
+def test_what_no_flag_says_is_told():
+    rra = schedule_of(PROBLEM, estimate_of(PROBLEM, encode_batch=4, decode_iterations=8))
+    assert "4 queries are encoded every 8 iterations" in str(of("vllm", rra))
+    assert "times of xgpt, not of vllm" in str(of("vllm", rra))
+    assert "by the times of vllm" in str(of("vllm", rra, times_of="vllm"))
+
+
+def test_two_pools_and_static_batches_are_refused():
+    schedule = continuous()
+    pool = schedule.deployment.pools[0]
+    two = replace(schedule.deployment, pools=(
+        replace(pool, role="encode"), replace(pool, role="decode")))
+    with pytest.raises(XgptError, match="handed from a pool"):
+        of("vllm", schedule.changed(estimate=replace(schedule.estimate, deployment=two)))
+    static = schedule.changed(estimate=replace(
+        schedule.estimate, controls=replace(schedule.estimate.controls, policy="ft")))
+    with pytest.raises(XgptError, match="until its longest query is done"):
+        of("sglang", static)

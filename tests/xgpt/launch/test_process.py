@@ -1,22 +1,28 @@
 """Commands whose end is known, whoever started this process, and errors of a machine in words."""
 
-from __future__ import annotations
-
 import errno
+import mmap
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
-from disturbed import TOGETHER_S
-from faults import alive, wait
+from faults import TOGETHER_S, alive, wait
 
-from xgpt.core.troubles import in_words
-from xgpt.launch import isolated, process
-from xgpt.launch.own_modules import own_modules
-from xgpt.launch.process import RanksFailed, run_watched
+from xgpt.core.errors import StoppedEarly, in_words
+from xgpt.launch import contention, isolated, process
+from xgpt.launch.asked import warned_in_good_order
+from xgpt.launch.contention import NOTICEABLE_SHARE, Contention
+from xgpt.launch.first_end import FirstEnd
+from xgpt.launch.leftovers import passing_folder, remove_leftovers
+from xgpt.launch.process import RanksFailed, own_modules, run_watched, start, watch_to_end
 
 # Whoever ignores SIGCHLD hands that on, and the system keeps no child's end for such a process.
 _IGNORED = """
@@ -30,7 +36,7 @@ except RanksFailed as failed:
 """
 
 
-def test_an_end_is_known_where_the_starter_ignored_the_ends_of_children() -> None:
+def test_an_end_is_known_where_the_starter_ignored_the_ends_of_children():
     def ignore() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
@@ -40,14 +46,13 @@ def test_an_end_is_known_where_the_starter_ignored_the_ends_of_children() -> Non
 
 
 @pytest.mark.parametrize("ends", ["kill -BUS $$", "exit 15"])  # the first rank's, or all ranks'
-def test_too_little_shared_memory_is_told_where_ranks_fail(
-        ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_shared_memory_is_told_where_ranks_fail(ends, monkeypatch):
     monkeypatch.setattr(process, "_room_bytes", lambda folder: 65536)
     with pytest.raises(RanksFailed, match=r"0\.1 MB of room: .* set by `--shm-size`"):
         run_watched(["sh", "-c", ends], watch=lambda: None, ask_to_stop=None)
 
 
-def test_too_few_descriptors_are_told_where_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_descriptors_are_told_where_ranks_fail(monkeypatch):
     """MPICH ends with words of its own, or with none."""
     ends = ["sh", "-c", "echo UCX failed; exit 255"]
     with pytest.raises(RanksFailed) as enough:
@@ -59,13 +64,12 @@ def test_too_few_descriptors_are_told_where_ranks_fail(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_descriptors_that_ran_out_are_told_in_words(number: int) -> None:
+def test_descriptors_that_ran_out_are_told_in_words(number):
     said = in_words(OSError(number, os.strerror(number)), Path("/out"))
     assert said is not None and "`ulimit -n`" in said and "the same command goes on" in said
 
 
-def test_modules_in_the_folder_that_it_is_called_in_are_not_those_of_ranks(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_folder_that_it_is_called_in_are_not_those_of_ranks(tmp_path, monkeypatch):
     """A user's `random.py` beside his prompts is no part of Python."""
     for name in ("random", "torch", "xgpt"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} of the user')\n")
@@ -76,8 +80,7 @@ def test_modules_in_the_folder_that_it_is_called_in_are_not_those_of_ranks(
     run_watched([sys.executable, "-m", "random"], watch=lambda: None, ask_to_stop=None)
 
 
-def test_sources_that_are_not_installed_are_found_by_ranks(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_that_are_not_installed_are_found_by_ranks(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     root = str(Path(process.__file__).resolve().parents[2])
     monkeypatch.chdir(root)
@@ -90,15 +93,206 @@ def test_sources_that_are_not_installed_are_found_by_ranks(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends processes so")
-def test_the_launcher_of_ranks_ends_with_who_started_it() -> None:
+def test_the_launcher_of_ranks_ends_with_who_started_it():
     """Ranks that are about to meet hear of nothing else."""
     starts = ("import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); "
               "print(p.pid, flush=True); p.wait()")
     command = [sys.executable, "-I", "-S", isolated.__file__, "sleep", "100"]
     with subprocess.Popen([sys.executable, "-c", starts, *command], stdout=subprocess.PIPE,
                           text=True) as parent:
-        assert parent.stdout is not None
         own = int(parent.stdout.readline())
         wait(lambda: Path(f"/proc/{own}/comm").read_text() == "sleep\n", "it is the command")
         parent.kill()
         wait(lambda: not alive([own]), "it ends", TOGETHER_S)
+
+
+RANKS = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def test_what_a_signal_raises_and_something_catches_is_raised_before_ranks_start():
+    with pytest.raises(StoppedEarly, match="SIGTERM came while no ranks"), warned_in_good_order():
+        with suppress(BaseException):  # as torch's import does
+            os.kill(os.getpid(), signal.SIGTERM)
+        start(RANKS)
+        pytest.fail("they were started")
+
+
+def test_ranks_that_are_there_already_end():
+    ranks = start(RANKS)
+    with pytest.raises(StoppedEarly), warned_in_good_order():
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        watch_to_end(ranks, watch=lambda: None, ask_to_stop=None)
+    assert ranks.process.wait(10) != 0
+
+
+def test_what_one_command_was_asked_the_next_is_not():
+    with suppress(StoppedEarly), warned_in_good_order():
+        os.kill(os.getpid(), signal.SIGTERM)
+    done = start([sys.executable, "-c", "pass"])
+    watch_to_end(done, watch=lambda: None, ask_to_stop=None)
+    assert isinstance(done.process, subprocess.Popen) and done.process.returncode == 0
+
+
+def write_stat(path: Path, busy_ticks: int) -> None:
+    path.write_text(f"cpu {busy_ticks} 0 0 123456 7 0 0 0 0 0\ncpu0 1 2 3\n")
+
+
+def test_what_is_neither_idle_nor_ours_is_others(tmp_path, monkeypatch):
+    stat, ticks, cores = tmp_path / "stat", os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
+    clock, own = iter([100.0, 110.0]), iter([5.0, 5.0 + 4.0])
+    monkeypatch.setattr(contention.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(contention, "_own_s", lambda: next(own))
+    write_stat(stat, 1000 * ticks)
+    meter = Contention(stat)
+    write_stat(stat, 1010 * ticks)  # ten busy seconds, four of them ours, in ten seconds
+    assert meter.others_share() == pytest.approx(6 / 10 / cores)
+
+
+def test_never_less_than_nothing_and_unknown_where_the_system_is_silent(tmp_path):
+    assert Contention(tmp_path / "none").others_share() is None
+    (tmp_path / "odd").write_text("cpu x y\n")
+    assert Contention(tmp_path / "odd").others_share() is None
+    write_stat(tmp_path / "still", 50)
+    meter = Contention(tmp_path / "still")
+    sum(range(200_000))
+    assert meter.others_share() == 0
+
+
+def test_a_quiet_machine_is_not_worth_a_word():
+    said = contention.in_words
+    assert said(None) is None and said(NOTICEABLE_SHARE * 0.9) is None
+    assert "40%" in said(0.4) and "mean little" in said(0.4)
+    assert "20% of the cores" in said(0.2) and "25% longer" in said(0.2)
+    assert "mean little" not in said(0.2)
+
+
+def test_only_what_nobody_has_is_removed(tmp_path):
+    files = {name: tmp_path / f"mpich_shm_{name}_0" for name in ("left", "mapped", "young")}
+    for path in (*files.values(), tmp_path / "of_another_program"):
+        path.write_bytes(bytes(4096))
+        if path != files["young"]:
+            os.utime(path, (1e9, 1e9))
+    with files["mapped"].open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        assert remove_leftovers(tmp_path) == [files["left"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "mpich_shm_mapped_0", "mpich_shm_young_0", "of_another_program"]
+
+
+def test_what_mpiexec_wrote_of_the_machine_goes_once_it_is_dead(tmp_path):
+    left, living = (tmp_path / f"hydra_hwloc_xmlfile_{name}" for name in ("left", "living"))
+    left.touch()
+    with living.open("w"):
+        assert remove_leftovers(tmp_path) == [left]
+
+
+def test_folders_that_a_killed_process_left_are_removed(tmp_path):
+    program = f"""
+import os, signal
+from pathlib import Path
+from xgpt.launch.leftovers import passing_folder
+with passing_folder("ours-", Path({str(tmp_path)!r})) as folder:
+    (folder / "request").write_text("words")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=60)
+    (left,) = tmp_path.iterdir()
+    assert killed.returncode == -signal.SIGKILL and (left / "request").is_file()
+    with passing_folder("ours-", tmp_path):
+        assert left.is_dir(), "young: it may be of a process that has not locked it yet"
+    with passing_folder("ours-", tmp_path) as living:
+        for path in (left, living):
+            os.utime(path, (1e9, 1e9))
+        (tmp_path / "theirs").mkdir()
+        with passing_folder("ours-", tmp_path) as mine:
+            assert {path.name for path in tmp_path.iterdir()} == {
+                living.name, mine.name, "theirs"}
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_a_folder_goes_with_what_is_raised_meanwhile(tmp_path):
+    with pytest.raises(KeyError), passing_folder("ours-", tmp_path) as folder:
+        (folder / "file").touch()
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of processes so")
+LOOKS = 60  # more than after which a rank is given up
+SHELL = os.path.realpath("/bin/sh")
+HOST = socket.gethostname()
+
+
+@contextmanager
+def launcher(script: str) -> Iterator[subprocess.Popen[str]]:
+    """A shell at work in the place of mpiexec."""
+    process = subprocess.Popen(["/bin/sh", "-c", f"{script}\nread end"], stdin=subprocess.PIPE,
+                               text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def first_end(process: subprocess.Popen[str]) -> FirstEnd:
+    """Of two ranks; a look takes a tenth of a second of its clock."""
+    return FirstEnd(process.pid, 2, now=count(step=0.1).__next__)
+
+
+def looked(end: FirstEnd, until: int = LOOKS) -> str | None:
+    """What so many looks find, which are otherwise a tenth of a second apart."""
+    for _ in range(until):
+        if (gone := end.look()) is not None:
+            return gone
+    return None
+
+
+def children_of(process: subprocess.Popen[str]) -> list[str]:
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+
+
+def children(process: subprocess.Popen[str], number: int) -> None:
+    """Once there are so many, each what the shell starts, and no longer a shell."""
+    def are_there() -> bool:
+        with suppress(OSError):
+            programs = [os.readlink(f"/proc/{child}/exe") for child in children_of(process)]
+            return len(programs) == number and SHELL not in programs
+        return False
+
+    wait(are_there, f"{number} children")
+
+
+def test_a_launcher_that_waits_for_ranks_it_could_not_start_is_not_waited_for():
+    with launcher("PMI_RANK=0 sleep 100 & kid=$!; read go; kill $kid; wait $kid") as process, (
+            closing(first_end(process))) as end:
+        children(process, 1)
+        assert end.look() is None and len(end._found) == 1
+        process.stdin.write("\n")
+        process.stdin.flush()
+        children(process, 0)
+        assert looked(end) == f"rank 1 on {HOST}"
+
+
+@pytest.mark.parametrize(("name", "is_known"), [
+    ("hydra_pmi_proxy", True), ("mpiexec.hydra", True), ("other", False)])
+def test_a_launcher_that_could_start_none_is_not_waited_for(name, is_known, tmp_path):
+    """Another's ranks may be anywhere."""
+    for own in ("hydra_pmi_proxy", name):
+        shutil.copy(shutil.which("sleep") or "", tmp_path / own)
+    with launcher(f"{tmp_path / name} 100 &") as process, (
+            closing(first_end(process))) as end:
+        children(process, 1)
+        assert looked(end, 250) is None
+        assert looked(end) == (f"rank 0 on {HOST}" if is_known else None)
+
+
+def test_a_rank_that_is_started_late_is_found():
+    with launcher("PMI_RANK=0 sleep 100 & read go; PMI_RANK=1 sleep 100 &") as process, (
+            closing(first_end(process))) as end:
+        children(process, 1)
+        assert looked(end, 20) is None and len(end._found) == 1
+        process.stdin.write("\n")
+        process.stdin.flush()
+        children(process, 2)
+        assert looked(end) is None and len(end._found) == 2

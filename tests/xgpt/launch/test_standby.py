@@ -1,25 +1,21 @@
 """Ranks that are started ahead serve like those that are started when they are wanted, take run
 after run, and are started anew where they cannot."""
 
-from __future__ import annotations
-
 import fcntl
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from xgpt.core.errors import XgptError
-from xgpt.core.job_file import load_job
-from xgpt.core.lifeline import READY
+from xgpt.core.system.lifeline import READY
+from xgpt.job.job_file import load_job
 from xgpt.launch import standby as launch
-from xgpt.launch.launcher import RankProgram
-from xgpt.launch.local import LocalLauncher
+from xgpt.launch.launcher import LocalLauncher, RankProgram
 from xgpt.launch.standby import MEASURES, RUNS, Standby, standby_for
 
-# Waits like xrunner.standby; writes its process id where it is told to, and ends or stays as that
-# file says.
+# Waits like xrunner.rank.standby; writes its process id where it is told to, and ends or stays as
+# that file says.
 PROGRAM = """
 import os, pathlib, socket, sys
 with socket.socket(fileno=int(sys.argv[1])) as line:
@@ -41,16 +37,15 @@ with socket.socket(fileno=int(sys.argv[1])) as line:
         line.send(b".")
 """
 
-Start = Callable[[int], Standby]
 
 
 @pytest.fixture
-def said() -> list[str]:
+def said():
     return []
 
 
 @pytest.fixture
-def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Iterator[Start]:
+def begin(tmp_path, monkeypatch, said):
     """Starts ranks ahead, which are none of MPI's, however many."""
     (tmp_path / "toy_standby.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -84,8 +79,7 @@ def run(folder: Path, standby: Standby, word: str = "", **more: str) -> str:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_one_process_takes_all_runs_of_the_same_weights(ahead: int, tmp_path: Path, begin: Start,
-                                                        said: list[str]) -> None:
+def test_one_process_takes_all_runs_of_the_same_weights(ahead, tmp_path, begin, said):
     standby = begin(ahead)
     before = standby.processes
     first = run(tmp_path, standby)
@@ -95,7 +89,7 @@ def test_one_process_takes_all_runs_of_the_same_weights(ahead: int, tmp_path: Pa
     assert standby.processes == (int(first.split()[0]),) == (before or standby.processes)
 
 
-def test_it_measures_first_and_then_takes_the_run(tmp_path: Path, begin: Start) -> None:
+def test_it_measures_first_and_then_takes_the_run(tmp_path, begin):
     standby = begin(1)
     measured = run(tmp_path, standby, module=MEASURES)
     assert measured.endswith(MEASURES)
@@ -104,8 +98,7 @@ def test_it_measures_first_and_then_takes_the_run(tmp_path: Path, begin: Start) 
     assert standby.serves(after) is None and standby.processes, "what a run set up is not measured"
 
 
-def test_other_numbers_of_ranks_measure_beside_it_and_run_in_its_place(
-        tmp_path: Path, begin: Start, said: list[str]) -> None:
+def test_other_numbers_of_ranks_measure_beside_it_and_run_in_its_place(tmp_path, begin, said):
     standby = begin(2)
     before = standby.processes
     assert standby.serves(program(tmp_path, standby, module=MEASURES)) is None
@@ -114,7 +107,7 @@ def test_other_numbers_of_ranks_measure_beside_it_and_run_in_its_place(
     assert standby.processes == (int(taken.split()[0]),) != before and not said
 
 
-def test_it_keeps_what_it_is_handed_as_long_as_the_run(tmp_path: Path, begin: Start) -> None:
+def test_it_keeps_what_it_is_handed_as_long_as_the_run(tmp_path, begin):
     held = []
 
     def look() -> None:
@@ -135,16 +128,14 @@ def test_it_keeps_what_it_is_handed_as_long_as_the_run(tmp_path: Path, begin: St
     assert held[0] and not held[-1]
 
 
-def test_other_weights_are_loaded_by_new_ranks_and_what_differs_is_said(
-        tmp_path: Path, begin: Start, said: list[str]) -> None:
+def test_other_weights_are_loaded_by_new_ranks_and_what_differs_is_said(tmp_path, begin, said):
     standby = begin(1)
     first, other = run(tmp_path, standby), run(tmp_path, standby, model="n", dtype="e")
     assert first != other and said == [
         "ranks: started anew, for the job has another model and dtype"]
 
 
-def test_after_a_run_that_failed_the_next_one_has_ranks_of_its_own(
-        tmp_path: Path, begin: Start, said: list[str]) -> None:
+def test_after_a_run_that_failed_the_next_one_has_ranks_of_its_own(tmp_path, begin, said):
     standby = begin(1)
     first = run(tmp_path, standby)
     with pytest.raises(XgptError, match="it is broken"):
@@ -153,25 +144,22 @@ def test_after_a_run_that_failed_the_next_one_has_ranks_of_its_own(
     assert said[1:] == ["ranks: started anew, for those of the job before have ended"]
 
 
-def test_ranks_that_died_while_they_waited_are_replaced(tmp_path: Path, begin: Start,
-                                                        said: list[str]) -> None:
+def test_ranks_that_died_while_they_waited_are_replaced(tmp_path, begin, said):
     standby = begin(1)
-    assert standby._started is not None
     standby._started.process.kill()
     standby._started.process.wait()
     assert run(tmp_path, standby) and not said
 
 
-def test_another_program_finds_them_gone(tmp_path: Path, begin: Start) -> None:
+def test_another_program_finds_them_gone(tmp_path, begin):
     standby = begin(1)
-    other = program(tmp_path, standby, module="xrunner.agreement")
+    other = program(tmp_path, standby, module="xrunner.rank.agreement")
     assert standby.serves(other) is None and standby.processes == ()
 
 
 @pytest.mark.parametrize("how", ["is dismissed", "its launcher is gone"])
-def test_it_ends_when_nobody_wants_it(how: str, begin: Start) -> None:
+def test_it_ends_when_nobody_wants_it(how, begin):
     standby = begin(1)
-    assert standby._started is not None and standby._line is not None
     process = standby._started.process
     if how == "is dismissed":
         standby.dismiss()
@@ -185,15 +173,13 @@ def test_it_ends_when_nobody_wants_it(how: str, begin: Start) -> None:
     ("run: {ranks: 1}", 2, 1), ("run: {ranks: 2}", 2, 2), ("run: {ranks: 3}", 2, 0), ("", 4, 4),
     ("", 8, 1), ("run: {threads_per_rank: 2}", 4, 2), ("run: {engine: deepspeed}", 2, None),
     ("run: {hosts: [a, b]}", 2, None)])
-def test_as_many_are_started_as_the_job_may_take(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, cores: int,
-        wanted: int | None) -> None:
+def test_as_many_are_started_as_the_job_may_take(tmp_path, monkeypatch, more, cores, wanted):
     counts: list[int] = []
     monkeypatch.setattr(Standby, "_start", lambda self, count: counts.append(count))
     monkeypatch.setattr(launch, "find_spec", lambda name: name)
-    for place in ("xgpt.core.layout", "xgpt.launch.standby"):
+    for place in ("xgpt.job.resolve", "xgpt.launch.standby"):
         monkeypatch.setattr(f"{place}.usable_cores", lambda: cores)
-    monkeypatch.setattr("xgpt.core.layout.gpus_here", list)
+    monkeypatch.setattr("xgpt.job.resolve.gpus_here", list)
     (tmp_path / "job.yaml").write_text(
         f"model: opt-125m\ncluster: local\nworkload: {{requests: {{count: 9}}, task: S}}\n{more}\n")
     with standby_for(load_job(tmp_path / "job.yaml", ())) as found:

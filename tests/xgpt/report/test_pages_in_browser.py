@@ -1,16 +1,10 @@
 """The pages in headless Chromium: nothing complains, charts are drawn and can be used, nothing
 hostile runs."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from fake_run import HOSTILE_TEXTS, write_fake_run
-from fake_sweep import write_fake_sweep
+from fake_run import HOSTILE_TEXTS, write_fake_run, write_fake_sweep
 
 from xgpt.report.comparison import write_comparison
 from xgpt.report.page import write_report
@@ -22,7 +16,7 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     program = next(path for name in PROGRAMS if (path := shutil.which(name)))
     with playwright.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=program, args=[
@@ -32,7 +26,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(tmp_path_factory):
     """A page of each kind, by name."""
     folder = tmp_path_factory.mktemp("pages")
     runs = [write_fake_run(folder / name, num_queries=24) for name in ("run", "other")]
@@ -42,7 +36,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def opened(browser: Any, pages: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Any]:
+def opened(browser, pages, request):
     """A page that nothing was said of on the console, when it was loaded and to the test's end.
     `request.param`: its kind, its width and what else its context has."""
     name, width, options = request.param
@@ -64,7 +58,7 @@ KINDS = ("run", "sweep", "comparison")
 @pytest.mark.parametrize("opened", [
     (name, width, {"color_scheme": scheme}) for name in KINDS
     for width, scheme in ((1400, "light"), (380, "dark"))], indirect=True, ids=str)
-def test_every_chart_is_drawn_and_nothing_is_wider_than_the_screen(opened: Any) -> None:
+def test_every_chart_is_drawn_and_nothing_is_wider_than_the_screen(opened):
     page = opened
     width = page.viewport_size["width"]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -84,14 +78,14 @@ def test_every_chart_is_drawn_and_nothing_is_wider_than_the_screen(opened: Any) 
 
 
 @pytest.mark.parametrize("opened", [("run", 1400, {})], indirect=True, ids=str)
-def test_a_chart_follows_its_place_though_the_window_stays_as_it_is(opened: Any) -> None:
+def test_a_chart_follows_its_place_though_the_window_stays_as_it_is(opened):
     opened.evaluate("document.body.style.width = '380px'")
     opened.wait_for_function("""() => Array.from(document.querySelectorAll('[data-chart]')).every(
         box => box.querySelector('.main-svg').getBoundingClientRect().width <= 380)""")
 
 
 @pytest.mark.parametrize("opened", [(name, 1400, {}) for name in KINDS], indirect=True, ids=str)
-def test_hover_tells_of_a_point_and_a_drag_zooms(opened: Any) -> None:
+def test_hover_tells_of_a_point_and_a_drag_zooms(opened):
     page = opened
     chart = page.locator("[data-chart]").first
     chart.scroll_into_view_if_needed()
@@ -125,7 +119,7 @@ def test_hover_tells_of_a_point_and_a_drag_zooms(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("opened", [("run", 1400, {})], indirect=True, ids=str)
-def test_what_is_printed_is_in_light_colours_and_narrow_enough(opened: Any) -> None:
+def test_what_is_printed_is_in_light_colours_and_narrow_enough(opened):
     page = opened
     page.emulate_media(media="print", color_scheme="dark")
     page.wait_for_function("document.documentElement.classList.contains('printing')")
@@ -139,7 +133,7 @@ def test_what_is_printed_is_in_light_colours_and_narrow_enough(opened: Any) -> N
 
 
 @pytest.mark.parametrize("opened", [("run", 1400, {})], indirect=True, ids=str)
-def test_hostile_texts_are_shown_and_answers_searched_and_tables_copied(opened: Any) -> None:
+def test_hostile_texts_are_shown_and_answers_searched_and_tables_copied(opened):
     page = opened
     assert page.title() == "quickstart - xgpt report"
     assert page.locator("body").inner_text().count(HOSTILE_TEXTS[0]) == 2
@@ -155,7 +149,7 @@ def test_hostile_texts_are_shown_and_answers_searched_and_tables_copied(opened: 
 
 @pytest.mark.parametrize("opened", [("run", 1400, {"java_script_enabled": False})], indirect=True,
                          ids=str)
-def test_without_scripts_every_chart_has_its_data(opened: Any) -> None:
+def test_without_scripts_every_chart_has_its_data(opened):
     page = opened
     charts = page.locator("[data-chart]").count()
     assert charts >= 3 and page.locator("details.data").count() == charts
@@ -164,7 +158,7 @@ def test_without_scripts_every_chart_has_its_data(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("opened", [("sweep", 1400, {})], indirect=True, ids=str)
-def test_an_axis_shows_what_is_chosen(opened: Any) -> None:
+def test_an_axis_shows_what_is_chosen(opened):
     page = opened
     figure = page.locator("figure:has([data-chart=scenario-0])")
     figure.locator("select").nth(1).select_option("device-seconds a query")
@@ -180,7 +174,7 @@ def test_an_axis_shows_what_is_chosen(opened: Any) -> None:
 
 
 def test_the_pages_policy_stops_requests_and_scripts_that_escaping_let_through(
-        browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
+        browser, pages, tmp_path):
     leak = "<script>document.title = 'OWNED'</script><img src='http://example.invalid/x.png'>"
     leaky = tmp_path / "leaky.html"
     leaky.write_text(pages["run"].read_text("utf-8").replace("</main>", leak + "</main>"), "utf-8")

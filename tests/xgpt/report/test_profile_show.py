@@ -1,7 +1,5 @@
 """Tables and plots of a Profile: every figure beside its floor, what is doubtful marked."""
 
-from __future__ import annotations
-
 import random
 import re
 import xml.etree.ElementTree as ElementTree
@@ -11,20 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from fake_run import write_fake_run
+from screens import check_screen
 
 from xgpt.core import catalog
 from xgpt.core.errors import MissingExtraError
 from xgpt.report import profile_table
 from xgpt.report.chart import can_draw
-from xgpt.report.page import write_report
-from xgpt.report.profile_table import points_of, profile_tables, write_profile_plots
+from xgpt.report.profile_table import profile_tables, write_profile_plots
 from xgpt.report.table import WIDTH
 from xprofiler.profile import Peaks, Profile, ProfileMetadata, Sample, TableKey
-from xprofiler.profile_file import load_profile, save_profile
+from xprofiler.roofline import floor_s, work
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge
-from xprofiler.work import floor_s, work
 
 MODEL = catalog.model("opt-125m")
 PEAKS = Peaks(flops_per_s=9e10, bandwidth_bytes_per_s=1.1e10, source="measured: product, read")
@@ -79,66 +75,25 @@ def fake_profile() -> Profile:
 
 
 PROFILE = fake_profile()
-VERDICT = judge(PROFILE).sentence
-DRAWN = ["encode_attention", "decode_attention", "layer_rest", "embed", "head", "kv_compaction",
-         "all_reduce", "transfer"]
-needs_jinja2 = pytest.mark.skipif(find_spec("jinja2") is None, reason="jinja2 is not installed")
 needs_both = pytest.mark.skipif(not can_draw() or find_spec("jinja2") is None,
                                 reason="matplotlib or jinja2 is not installed")
 
 
-def table_of(text: str, title: str) -> str:
-    return next(part for part in text.split("\n\n") if part.startswith(title))
+@pytest.mark.parametrize(("name", "change"), [
+    ("profile", {}), ("profile without its model", {"model": None}),
+    ("profile without peaks", {"peaks": None}), ("profile without tables", {"tables": {}}),
+    ("profile of int8", {"metadata": replace(METADATA, dtype="int8")})])
+def test_a_profile_is_shown_as_its_screen(name, change):
+    """Noisy points are marked; of a long table the first, middle and last y are shown; without a
+    floor there are no shares, and a line says why."""
+    text = profile_tables(replace(PROFILE, **change))
+    if change:
+        head, *tables = text.split("\n\n")
+        text = "\n\n".join([head, *tables[:1]])
+    check_screen(Path(__file__).with_name("screens.txt"), name, text)
 
 
-def rows_of(text: str, title: str) -> list[list[str]]:
-    return [line.split() for line in table_of(text, title).split("---\n")[1].splitlines()]
-
-
-def test_the_head_says_what_was_measured_on_what_and_how_good_it_is() -> None:
-    head = " ".join(profile_tables(PROFILE).split("\n\n")[0].split())
-    for text in ("opt-125m (opt, 12 layers, hidden size 768", "Xeon, 2 cores, float32",
-                 "2 ranks x 1 thread", "torch 2.13.0+cpu, mpich 4.2", "2026-03-14T09:20:11",
-                 VERDICT, "degrees 1, 2",
-                 "refused 8 tp_degree 8 does not divide the model's 12 attention heads",
-                 "measured in 34.2 s", "90 GFLOP/s, 11 GB/s a rank (measured: product, read)"):
-        assert text in head
-
-
-def test_a_row_has_time_spread_floor_share_and_what_bounds_it() -> None:
-    rows = rows_of(profile_tables(PROFILE), "head, degree 2")
-    point = points_of(PROFILE, TableKey("head", 2))[0]
-    assert point.floor_s == pytest.approx(4 * 768 * (50272 / 2 + 1) / PEAKS.bandwidth_bytes_per_s)
-    share = point.floor_s / point.sample.median_s
-    assert rows[0][0] == "1" and rows[0][-2:] == [f"{share:.0%}", "memory"]
-    assert rows[-1][0] == "130" and rows[-1][-1] == "compute"
-
-
-def test_noisy_points_alone_are_marked() -> None:
-    text = profile_tables(PROFILE)
-    marked = [row for row in rows_of(text, "layer rest, degree 1") if "*" in " ".join(row)]
-    assert [row[0] for row in marked] == ["18"]
-    assert [row[0] for row in rows_of(text, "transfer over") if "%*" in " ".join(row)] == ["1"]
-
-
-def test_a_long_table_shows_first_middle_and_last_y_and_says_what_it_leaves_out() -> None:
-    text = table_of(profile_tables(PROFILE), "decode attention, degree 1")
-    assert "(15 of 26 points, 1 of the others noisy)" in " ".join(text.split())
-    rows = rows_of(text, "decode attention")
-    assert [row[0] for row in rows if len(row) == 9] == ["17", "520", "1,500"]
-    assert len(rows) == 15 and rows[-1][0] == "130"
-
-
-def test_messages_have_bytes_and_rates_and_no_floor() -> None:
-    text = table_of(profile_tables(PROFILE), f"all reduce over {LINK}, degree 2")
-    assert "floor" not in text and "bound by" not in text
-    sample = PROFILE.table("all_reduce", 2, LINK)[-1]
-    assert rows_of(text, "all reduce")[-1][:2] == ["16", "MiB"]
-    assert float(rows_of(text, "all reduce")[-1][-1]) == pytest.approx(
-        2**24 / sample.median_s / 1e9, rel=0.01)
-
-
-def test_no_line_is_wider_than_the_terminal_and_foreign_texts_are_harmless() -> None:
+def test_no_line_is_wider_than_the_terminal_and_foreign_texts_are_harmless():
     hostile = replace(METADATA, device="x" * 200 + "\x1b[31m\N{SNOWMAN}", libraries="a\nb " * 40)
     tables = {TableKey("transfer", 1, "link\x1b" * 30): PROFILE.table("transfer", 1, LINK)}
     text = profile_tables(replace(PROFILE, metadata=hostile, tables={**PROFILE.tables, **tables}))
@@ -146,98 +101,55 @@ def test_no_line_is_wider_than_the_terminal_and_foreign_texts_are_harmless() -> 
     assert text.isascii() and "\x1b" not in text
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    ({"model": None}, "does not carry the model's shape"),
-    ({"peaks": None}, "does not carry the device's peaks"),
-    ({"metadata": replace(METADATA, dtype="int8")}, "size of an element of int8 is not known")])
-def test_without_a_floor_there_are_no_shares_and_a_line_says_why(
-        change: dict[str, object], reason: str) -> None:
-    text = profile_tables(replace(PROFILE, **change))  # type: ignore[arg-type]
-    assert reason in " ".join(text.split())
-    assert "bound by" not in text and "time  spread" in text
-
-
-def test_an_empty_profile_is_a_head_without_tables() -> None:
-    text = profile_tables(Profile(metadata=METADATA, tables={}))
-    assert "degrees      none" in text
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plots(tmp_path_factory):
+    """Of three tables, hostile words in what they were measured on."""
+    own = ("decode_attention", "layer_rest", "transfer")
+    hostile = replace(METADATA, model="<script>alert(1)</script>", device="<img src=x>")
+    profile = replace(PROFILE, metadata=hostile, tables={
+        key: points for key, points in PROFILE.tables.items()
+        if key.name in own and key.tp_degree == 1} | {
+        TableKey("transfer", 1, "<b>link"): PROFILE.table("transfer", 1, LINK)})
     folder = tmp_path_factory.mktemp("plots") / "new"
-    names = [*(f"{name}.svg" for name in DRAWN), "profile.html"]
-    assert write_profile_plots(PROFILE, folder) == [folder / name for name in names]
-    return folder
+    names = [*(f"{name}.svg" for name in own), "profile.html"]
+    assert write_profile_plots(profile, folder) == [folder / name for name in names]
+    return profile, folder
 
 
 @needs_both
-def test_each_plot_is_a_file_of_its_own_with_axes_that_name_their_units(folder: Path) -> None:
-    assert sorted(p.name for p in folder.iterdir()) == sorted(
-        [*(f"{name}.svg" for name in DRAWN), "profile.html"])
-    for name in DRAWN:
-        root = ElementTree.parse(folder / f"{name}.svg").getroot()
+def test_each_plot_is_a_file_of_its_own_with_axes_that_name_their_units(plots, tmp_path):
+    profile, folder = plots
+    for path in folder.glob("*.svg"):
+        root = ElementTree.parse(path).getroot()
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
-        texts = {"".join(t.itertext()).strip() for t in root.iter("{http://www.w3.org/2000/svg}text")}
+        texts = {"".join(text.itertext()).strip()
+                 for text in root.iter("{http://www.w3.org/2000/svg}text")}
         assert "time (median), seconds" in texts
-        is_message = name in ("all_reduce", "transfer")
-        assert ("bytes over time, GB/s" if is_message else "share of the roofline") in texts
-    texts = (folder / "decode_attention.svg").read_text(encoding="utf-8")
-    assert "decode attention, degree 1" in texts and "17 context tokens" in texts
+        assert ("bytes over time, GB/s" if path.stem == "transfer" else
+                "share of the roofline") in texts
+    rest = {key: points for key, points in profile.tables.items() if key.name == "layer_rest"}
+    again, _ = write_profile_plots(replace(profile, tables=rest), tmp_path / "again")
+    assert again.read_bytes() == (folder / "layer_rest.svg").read_bytes()
+    one, page = write_profile_plots(replace(profile, tables=rest, peaks=None), tmp_path / "one")
+    assert "share of the roofline" not in one.read_text("utf-8")
+    assert "does not carry the device&#39;s peaks" in page.read_text("utf-8")
 
 
 @needs_both
-def test_the_page_holds_every_plot_the_verdict_and_the_metadata(folder: Path) -> None:
+def test_the_page_holds_every_plot_the_verdict_and_the_metadata_as_text(plots):
+    profile, folder = plots
     page = (folder / "profile.html").read_text(encoding="utf-8")
     named = re.findall(r'data-chart="([^"]+)"', page)
-    assert len(named) == len(set(named)) and {n.partition("-")[0] for n in named} == set(DRAWN)
-    assert VERDICT[1:] in page and "torch 2.13.0+cpu" in page
-    assert "Noisy: 1 point whose quartiles" in page
+    assert len(named) == len(set(named)) and {name.partition("-")[0] for name in named} == {
+        "decode_attention", "layer_rest", "transfer"}
+    assert judge(profile).sentence[1:] in page and "torch 2.13.0+cpu" in page
     assert "Not drawn: 1 more value of context tokens" in page
+    assert "<script>alert" not in page and not re.search(r"<(img|b)\b", page.split("<script")[0])
+    assert "&lt;img src=x&gt;" in page
 
 
-@needs_both
-def test_drawing_twice_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    head = {key: points for key, points in PROFILE.tables.items() if key.name == "head"}
-    path = write_profile_plots(replace(PROFILE, tables=head), tmp_path)[0]
-    assert path.read_bytes() == (folder / "head.svg").read_bytes()
-
-
-@needs_both
-def test_hostile_metadata_are_no_elements_of_the_page(tmp_path: Path) -> None:
-    hostile = replace(METADATA, model="<script>alert(1)</script>", device="<img src=x>")
-    tables = {TableKey("transfer", 1, "<b>link"): PROFILE.table("transfer", 1, LINK)}
-    svg, page = write_profile_plots(replace(PROFILE, metadata=hostile, tables=tables), tmp_path)
-    assert ElementTree.parse(svg) is not None
-    text = page.read_text(encoding="utf-8")
-    assert "<script>alert" not in text and not re.search(r"<(img|b)\b", text.split("<script")[0])
-    assert "&lt;img src=x&gt;" in text
-
-
-@needs_both
-def test_without_peaks_there_is_one_panel(tmp_path: Path) -> None:
-    head = {key: points for key, points in PROFILE.tables.items() if key.name == "head"}
-    svg, page = write_profile_plots(replace(PROFILE, tables=head, peaks=None), tmp_path)
-    assert "share of the roofline" not in svg.read_text(encoding="utf-8")
-    assert "does not carry the device&#39;s peaks" in page.read_text(encoding="utf-8")
-
-
-def test_without_matplotlib_the_extra_is_named(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(profile_table, "can_draw", lambda: False)
     with pytest.raises(MissingExtraError, match=r"matplotlib.*\[report\]"):
         write_profile_plots(PROFILE, tmp_path / "never")
     assert not (tmp_path / "never").exists()
-
-
-@needs_jinja2
-def test_the_report_of_a_run_reads_a_profile_of_this_version(tmp_path: Path) -> None:
-    directory = write_fake_run(tmp_path / "out", num_queries=2)
-    save_profile(PROFILE, directory / "profile.json")
-    assert load_profile(directory / "profile.json").model == MODEL
-    text = re.sub(r"<[^>]*>", " ", write_report(directory).read_text(encoding="utf-8"))
-    text = " ".join(text.split())
-    for fact in ("libraries torch 2.13.0+cpu", f"verdict {VERDICT}",
-                 "measured in 34.2 s", "refused: degree 8 tp_degree 8 does not divide",
-                 "timed: layer rest 11 points (tp=1), 11 points (tp=2)", "timed: embed 4 points",
-                 "timed: step overhead 1 point"):
-        assert fact in text

@@ -1,23 +1,54 @@
 """Timelines of a replay: boxes where the steps were, gaps where none was."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from fake_run import fake_schedule
 
-from xgpt.core.deployment import Pool, StageAssignment
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
+from xgpt.core.schedule import CopiesTried
 from xgpt.report.chart import can_draw, write_image
-from xgpt.report.expected import read_expected, write_expected
 from xgpt.report.html_page import figure, write_chart_page
-from xgpt.report.lanes import thinned
+from xgpt.report.lanes import read_expected, thinned, write_expected
 from xgpt.report.output import LoggedStep
-from xgpt.report.run_charts import step_lanes, utilisation
-from xgpt.report.timeline import draw, replay_lanes, stage_names, steady_window
+from xgpt.report.run_charts import (
+    choice,
+    draw,
+    replay_lanes,
+    steady_window,
+    step_lanes,
+    utilisation,
+)
+from xgpt.report.sweep_page import line_of, sweep_charts
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
+
+
+def tried(count: int, devices: int, qps: float | None, words: str = "rra") -> CopiesTried:
+    return CopiesTried(replicas=count, devices_per_replica=devices, throughput_qps=qps,
+                       latency_s=None if qps is None else 3.0, words=words,
+                       bound_qps=0.0 if qps is None else 1.01 * qps)
+
+
+def test_the_chart_of_the_choice_has_the_copies_with_their_words():
+    chart = choice(fake_schedule().changed(over_copies=(tried(2, 1, 1.5, "waa-c"),
+                                                        tried(1, 2, 2.3))))
+    (copies,) = [own for own in chart.series if "copies" in own.label]
+    assert list(copies.y) == [1.5, 2.3] and copies.notes[0] == "2 x 1 devices: waa-c"
+
+
+def test_a_sweep_over_copies_draws_a_line_for_each_policy_and_number():
+    rows = [{"status": "ok", "scenario": "toy", "policy": policy, "copies": copies,
+             "bound_s": bound_s, "bound": f"{bound_s} s", "throughput_qps": bound_s * copies,
+             "latency_s": bound_s, "replicas": copies}
+            for policy in ("rra", "sarathi") for copies in (1, 4) for bound_s in (2.0, 8.0)]
+    assert line_of(rows[0]) == "RRA, 1 copy" and line_of({"policy": "auto"}) == "best of all"
+    (chart,) = [one for one in sweep_charts(rows) if one.name == "scenario-0"]
+    assert [own.label for own in chart.series] == [
+        "RRA, 1 copy", "RRA, 4 copies", "Sarathi, 1 copy", "Sarathi, 4 copies"]
+    assert list(chart.series[1].columns["copies of the model"]) == [4, 4]
+
 
 KINDS = {"E": StepKind.ENCODE, "D": StepKind.DECODE, "M": StepKind.MIXED}
 
@@ -59,21 +90,15 @@ def boxes(chart):
             for lane, start, length in zip(series.y, series.base, series.x, strict=True)]
 
 
-def test_a_box_lies_where_its_step_was():
-    chart = draw(result(pool([[0.0], [3.0]], [[2.0], [4.0]], ["E0.0", "D0.0"])), 0.0, 4.0)
-    assert boxes(chart) == [("encode", "stage 0", 0, 2), ("decode", "stage 0", 3, 1)]
-    assert [series.colour for series in chart.series] == ["encode", "decode"]
-
-
-def test_a_step_that_does_both_is_of_its_own_kind():
-    chart = draw(result(pool([[0.0]], [[1.0]], ["M0.0"])), 0.0, 1.0)
-    assert boxes(chart) == [("both in one step", "stage 0", 0, 1)]
-
-
-def test_boxes_are_cut_at_the_window_and_ids_are_the_micro_batches():
-    chart = draw(rra(), 1.0, 2.0)
-    assert all(start >= 1 and start + length <= 2 + 1e-9 for _, _, start, length in boxes(chart))
-    assert {text for series in chart.series for text in series.inside} == {"0", "1"}
+def test_a_box_lies_where_its_step_was_cut_at_the_window_with_its_micro_batch():
+    chart = draw(result(pool([[0.0], [3.0], [4.0]], [[2.0], [4.0], [5.0]],
+                             ["E0.0", "D0.0", "M0.0"])), 0.0, 5.0)
+    assert boxes(chart) == [("encode", "stage 0", 0, 2), ("decode", "stage 0", 3, 1),
+                            ("both in one step", "stage 0", 4, 1)]
+    assert [series.colour for series in chart.series][:2] == ["encode", "decode"]
+    cut = draw(rra(), 1.0, 2.0)
+    assert all(start >= 1 and start + length <= 2 + 1e-9 for _, _, start, length in boxes(cut))
+    assert {text for series in cut.series for text in series.inside} == {"0", "1"}
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.1])
@@ -138,48 +163,16 @@ def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path, name):
     assert (tmp_path / name).read_bytes().startswith(heads[name])
 
 
-@pytest.mark.parametrize("phases", [20, 21])
-@pytest.mark.parametrize("iterations", [3, 5])
-def test_the_steady_window_is_three_periods_from_the_middle(phases, iterations):
-    replay = rra(phases, iterations=iterations)
-    period_s = 2 * 0.2 + 2 * iterations * 0.1
-    start_s, end_s = steady_window(replay)
-    assert end_s - start_s == pytest.approx(3 * period_s)
-    assert (start_s + end_s) / 2 == pytest.approx(replay.makespan_s / 2, abs=period_s)
-    first = np.flatnonzero(np.isclose(replay.pools[0].start_s[:, 0], start_s))
-    step = replay.pools[0].steps[int(first[0])]
-    assert step.kind is StepKind.ENCODE and step.group == 0
-    longer = steady_window(replay, periods=5)
-    assert longer[1] - longer[0] == pytest.approx(5 * period_s)
-
-
-def test_the_steady_window_knows_phases_of_several_encodings_a_group():
-    steps = [f"{kind}0.{p}" for p in range(20) for kind in "EEEEDD"]
-    ends_s = 0.1 * np.arange(1, 1 + len(steps))[:, None]
-    start_s, end_s = steady_window(result(pool(ends_s - 0.1, ends_s, steps)))
-    assert end_s - start_s == pytest.approx(3 * 0.6)
-
-
-def test_the_steady_window_of_two_pools_holds_a_few_steps_of_each():
-    start_s, end_s = steady_window(two_pools())
-    assert end_s - start_s == pytest.approx(6 * 0.5)
+def test_the_steady_window_is_three_periods_in_the_middle_and_a_few_steps_of_each_pool():
+    replay = rra()
+    start_s, end_s = steady_window(replay, 1.0)
+    assert end_s - start_s == pytest.approx(3.0)
+    assert start_s + end_s == pytest.approx(replay.makespan_s)
+    start_s, end_s = steady_window(two_pools(), 0.5)
     for steps in two_pools().pools:
         assert ((steps.start_s >= start_s - 1e-9) & (steps.end_s <= end_s + 1e-9)).sum() >= 4
-
-
-def test_a_short_job_is_its_own_window():
-    replay = rra(phases=2)
-    assert steady_window(replay) == (0.0, replay.makespan_s)
-    once = result(pool([[0.0], [1.0]], [[1.0], [2.0]], ["E0.0", "D0.0"]))
-    assert steady_window(once) == (0.0, 2.0)
-
-
-def test_stage_names_say_devices_and_role():
-    stages = (StageAssignment(index=0, ranks=(0, 1, 2, 5), first_layer=0, num_layers=1),
-              StageAssignment(index=1, ranks=(6,), first_layer=1, num_layers=1))
-    both, decode = (Pool(name=role, role=role, stages=(stage,), num_groups=1, kv_tokens=0)
-                    for role, stage in zip(("both", "decode"), stages, strict=True))
-    assert stage_names([both, decode]) == ["stage 0 · GPU 0-2, 5", "stage 1 · GPU 6 · decode"]
+    short = rra(phases=2)
+    assert steady_window(short, 1.0) == (0.0, short.makespan_s)
 
 
 def test_a_measured_run_is_drawn_the_same_way():
@@ -197,7 +190,6 @@ def test_the_share_at_work_counts_what_the_boxes_fill():
     steps = [LoggedStep(stage=0, kind="encode", queries=1, tokens=1, start_s=at, end_s=at + 1)
              for at in (0.0, 2.0, 59.0)]
     chart = utilisation(step_lanes(steps), [])
-    assert chart is not None
     (series,) = chart.series
     assert [series.y[i] for i in (0, 1, 2, 3, 58, 59)] == pytest.approx([1, 0, 1, 0, 0, 1])
 

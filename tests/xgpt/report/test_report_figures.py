@@ -1,40 +1,49 @@
 """Verdicts of the report: predicted against measured, and the latency bound."""
 
-from __future__ import annotations
-
 import dataclasses
+import json
 import math
 from pathlib import Path
 
 import pytest
-from fake_run import fake_schedule
+from fake_run import fake_schedule, write_fake_run, write_spool
 
 from xgpt.core.constraint import Bound
-from xgpt.report.bounds import check_bound, check_bounds, kept_facts
+from xgpt.core.errors import InputError
+from xgpt.core.schedule_file import SCHEDULE_VERSION
 from xgpt.report.figures import (
-    busy_shares,
+    check_bound,
+    check_bounds,
     comparisons,
+    kept_facts,
     lost_to_bound,
     metrics_so_far,
     middle_window,
-    plain,
 )
-from xgpt.report.output import LoggedStep, Output, QueryColumns, QueryFigures, told
-from xgpt.report.words import bound_cost
+from xgpt.report.output import (
+    LoggedStep,
+    Output,
+    QueryColumns,
+    QueryFigures,
+    number,
+    read_output,
+    told,
+)
+from xgpt.requests.spool import Record
 
 
-def test_columns_hold_what_was_put_in() -> None:
+def test_columns_hold_what_was_put_in():
     queries = [query(1.5, 7, 2.0), dataclasses.replace(query(9.0, 2**31 - 1), ttft_s=0.25),
                dataclasses.replace(query(3.0), finish_reason="length", tpot_s=0.125)]
     columns = QueryColumns(queries)
-    assert list(columns) == queries == columns[:] and columns[1] == queries[1]
+    assert len(columns) == 3
     assert columns.times("latency_s").tolist() == [1.5, 9.0, 3.0]
     assert told(columns.times("ttft_s")).tolist() == [0.25]
     assert columns.counts("output_tokens").tolist() == [7, 2**31 - 1, 10]
     assert columns.reasons() == {"stop": 2, "length": 1}
     assert not QueryColumns().reasons() and not len(QueryColumns().times("ttft_s"))
     odd = QueryColumns(dataclasses.replace(queries[0], finish_reason=str(i)) for i in range(400))
-    assert sum(odd.reasons().values()) == 400 and odd[3].finish_reason == "3"
+    assert sum(odd.reasons().values()) == 400
 
 
 def query(latency_s: float, output_tokens: int = 10, start_s: float = 0.0) -> QueryFigures:
@@ -45,7 +54,8 @@ def query(latency_s: float, output_tokens: int = 10, start_s: float = 0.0) -> Qu
 def output_of(queries: list[QueryFigures], bound_s: float, kind: str,
               quantile: float = 0.99) -> Output:
     schedule = fake_schedule(latency_bound_s=bound_s, constraint_kind=kind, quantile=quantile)
-    return Output(directory=Path("out"), schedule=schedule, queries=tuple(queries), metrics={})
+    return Output(directory=Path("out"), schedule=schedule, queries=QueryColumns(queries),
+                  metrics={})
 
 
 @pytest.mark.parametrize(("measured", "verdict", "text"), [
@@ -53,64 +63,48 @@ def output_of(queries: list[QueryFigures], bound_s: float, kind: str,
     (1.151, "fair", "15.1 % more"), (0.72, "fair", "28 % less"), (1.31, "bad", "31 % more"),
     (0.0, "bad", "100 % less"), (2.95, "bad", "3.0 times as much"),
 ])
-def test_a_prediction_is_good_within_fifteen_per_cent(measured: float, verdict: str,
-                                                      text: str) -> None:
+def test_a_prediction_is_good_within_fifteen_per_cent(measured, verdict, text):
     (row,) = comparisons({"throughput_qps": {"measured": measured, "predicted": 1.0}})
     assert (row.verdict, row.verdict_text) == (verdict, text)
 
 
-@pytest.mark.parametrize("predicted", [None, 0.0, "inf"])
-def test_there_is_no_ratio_without_a_usable_prediction(predicted: object) -> None:
-    (row,) = comparisons({"load_s": {"measured": 2.0, "predicted": predicted}})
-    assert row.ratio is None and row.verdict_text == ""
+SLOW = [query(1.0)] * 99 + [query(9.0)]
 
 
-def test_queries_bound_is_kept_by_exactly_the_share_asked_for() -> None:
-    latencies = [1.0] * 99 + [9.0]
-    kept = check_bound(output_of([query(s) for s in latencies], 2.0, "queries"))
-    assert kept.is_kept is True and "99 % of the queries" in kept.sentence
-    missed = check_bound(output_of([query(s) for s in [*latencies, 9.0]], 2.0, "queries"))
-    assert missed.is_kept is False and "98 % of the queries" in missed.sentence
+@pytest.mark.parametrize(("queries", "kind", "is_kept", "said"), [
+    (SLOW, "queries", True, "99 % of the queries"),
+    ([*SLOW, query(9.0)], "queries", False, "98 % of the queries"),
+    # sequences beyond the quantile are left out, a late one within it is not
+    ([query(1.0)] * 99 + [query(50.0, 80)], "sequence", True, "up to 10 tokens"),
+    ([query(1.0)] * 98 + [query(2.5, 9), query(1.0, 80)], "sequence", False,
+     "missed by 1 of 99 sequences (1 %)"),
+    ([query(9.0)] * 100, "sequence", False, "(100 %)"),
+    ([query(9.0)] * 99 + [query(1.0)], "sequence", False, "(99 %)"),
+    ([query(9.0)] * 12 + [query(1.0)] * 88, "sequence", False, "(12 %)"),
+    ([], "sequence", None, "")])
+def test_a_bound_is_kept_by_exactly_the_share_asked_for(queries, kind, is_kept, said):
+    check = check_bound(output_of(queries, 2.0, kind))
+    assert check.is_kept is is_kept and said in check.sentence
 
 
-def test_sequence_bound_leaves_out_sequences_beyond_the_quantile() -> None:
-    queries = [query(1.0, output_tokens=10)] * 99 + [query(50.0, output_tokens=80)]
-    check = check_bound(output_of(queries, 2.0, "sequence"))
-    assert check.is_kept is True and "up to 10 tokens" in check.sentence
-
-
-def test_sequence_bound_is_missed_by_one_late_sequence_within_the_quantile() -> None:
-    queries = [query(1.0, output_tokens=10)] * 98 + [query(2.5, output_tokens=9),
-                                                     query(1.0, output_tokens=80)]
-    check = check_bound(output_of(queries, 2.0, "sequence"))
-    assert check.is_kept is False and "missed by 1 of 99 sequences (1 %)" in check.sentence
-
-
-@pytest.mark.parametrize(("late", "shown"), [(100, "100 %"), (99, "99 %"), (12, "12 %")])
-def test_the_share_of_late_sequences_is_a_plain_number(late: int, shown: str) -> None:
-    queries = [query(9.0)] * late + [query(1.0)] * (100 - late)
-    assert f"({shown})" in check_bound(output_of(queries, 2.0, "sequence")).sentence
-
-
-def test_an_unfinished_run_keeps_the_bound_only_so_far() -> None:
-    output = dataclasses.replace(output_of([query(1.0)], 2.0, "sequence"), metrics=None)
-    assert "kept so far" in check_bound(output).sentence
-
-
-def test_no_bound_and_no_query_are_no_verdict() -> None:
+def test_without_a_bound_or_an_end_or_a_prediction_there_is_no_verdict():
+    for predicted in (None, 0.0, "inf"):
+        (row,) = comparisons({"load_s": {"measured": 2.0, "predicted": predicted}})
+        assert row.ratio is None and row.verdict_text == ""
+    one = output_of([query(1.0)], 2.0, "sequence")
+    assert "kept so far" in check_bound(dataclasses.replace(one, metrics=None)).sentence
     assert check_bound(output_of([query(1.0)], math.inf, "sequence")).is_kept is None
-    assert check_bound(output_of([], 2.0, "sequence")).is_kept is None
     assert check_bound(Output(directory=Path("out"))).is_kept is None
 
 
-def test_the_job_names_the_bound_where_the_schedule_is_lost() -> None:
+def test_the_job_names_the_bound_where_the_schedule_is_lost():
     job = {"constraint": {"latency_s": 2, "kind": "queries", "quantile": 0.5}}
-    output = Output(directory=Path("out"), job=job, queries=(query(1.0), query(3.0)))
+    output = Output(directory=Path("out"), job=job, queries=QueryColumns((query(1.0), query(3.0))))
     check = check_bound(output)
     assert check.is_kept is True and "50 % were asked for" in check.sentence
 
 
-def test_bounds_on_the_tokens_pace_are_of_all_queries_from_the_start_of_their_encoding() -> None:
+def test_bounds_on_the_tokens_pace_are_of_all_queries_from_the_start_of_their_encoding():
     paced = [dataclasses.replace(query(9.0, start_s=float(start)), ttft_s=start + 1.0, tpot_s=0.1)
              for start in range(99)]
     late = dataclasses.replace(query(9.0, start_s=5.0), ttft_s=8.0, tpot_s=0.3)
@@ -118,7 +112,7 @@ def test_bounds_on_the_tokens_pace_are_of_all_queries_from_the_start_of_their_en
         Bound(limit_s=math.inf), Bound(metric="ttft", limit_s=2.0, kind="queries"),
         Bound(metric="tpot", limit_s=0.2, kind="queries", quantile=0.995),
         Bound(metric="makespan", limit_s=60.0)))
-    output = Output(directory=Path("out"), schedule=schedule, queries=(*paced, late),
+    output = Output(directory=Path("out"), schedule=schedule, queries=QueryColumns((*paced, late)),
                     metrics={"status": "done", "wall_s": {"measured": 45.0}})
     ttft, tpot, makespan = check_bounds(output)
     assert (ttft.is_kept, ttft.over, ttft.of, ttft.worst_s) == (True, 1, 100, 3.0)
@@ -130,10 +124,10 @@ def test_bounds_on_the_tokens_pace_are_of_all_queries_from_the_start_of_their_en
     assert [bound["share_over"] for bound in facts["bounds"]] == [0.01, 0.01, 0.0]
 
 
-def test_a_makespan_is_judged_of_one_whole_run_alone() -> None:
+def test_a_makespan_is_judged_of_one_whole_run_alone():
     schedule = dataclasses.replace(fake_schedule(latency_bound_s=math.inf), bounds=(
         Bound(limit_s=math.inf), Bound(metric="makespan", limit_s=30.0)))
-    whole = Output(directory=Path("out"), schedule=schedule, queries=(query(1.0),),
+    whole = Output(directory=Path("out"), schedule=schedule, queries=QueryColumns((query(1.0),)),
                    metrics={"status": "done", "wall_s": {"measured": 45.0}})
     assert check_bound(whole).is_kept is False
     assert check_bound(dataclasses.replace(whole, queries_before=1)).is_kept is None
@@ -141,27 +135,27 @@ def test_a_makespan_is_judged_of_one_whole_run_alone() -> None:
     assert check_bound(dataclasses.replace(whole, metrics=stopped)).is_kept is None
 
 
-def test_what_the_bound_costs() -> None:
+def test_what_the_bound_costs():
     assert lost_to_bound(fake_schedule(unbounded_qps=4.62)) == pytest.approx(0.5)
     assert lost_to_bound(fake_schedule(unbounded_qps=2.31)) == 0.0
-    assert "no schedule that was seen" in bound_cost(fake_schedule(unbounded_qps=2.31))
     assert lost_to_bound(fake_schedule(latency_bound_s=math.inf)) == 0.0
     assert lost_to_bound(fake_schedule(unbounded_qps=None)) is None
 
 
-def test_metrics_so_far_count_from_the_first_encoding_to_the_last_token() -> None:
-    metrics = metrics_so_far([query(2.0, start_s=10.0), query(3.0, start_s=11.0)], 1)
+def test_metrics_so_far_count_from_the_first_encoding_to_the_last_token():
+    metrics = metrics_so_far(QueryColumns(
+        (query(2.0, start_s=10.0), query(3.0, start_s=11.0))), 1)
     assert metrics["wall_s"] == {"measured": 4.0}
     assert metrics["throughput_qps"] == {"measured": 0.5}
     assert metrics["output_tokens_per_s"] == {"measured": 5.0}
-    assert metrics_so_far([], 0) == {"queries": 0, "errors": 0}
+    assert metrics_so_far(QueryColumns(), 0) == {"queries": 0, "errors": 0}
 
 
 def step(stage: int, start_s: float, end_s: float) -> LoggedStep:
     return LoggedStep(stage=stage, kind="decode", queries=1, tokens=1, start_s=start_s, end_s=end_s)
 
 
-def test_the_window_is_the_middle_and_holds_no_more_steps_than_allowed() -> None:
+def test_the_window_is_the_middle_and_holds_no_more_steps_than_allowed():
     steps = [step(0, float(i), i + 1.0) for i in range(100)]
     assert middle_window(steps, 20.0) == (40.0, 60.0)
     assert middle_window(steps, None) == (45.0, 55.0)
@@ -171,14 +165,93 @@ def test_the_window_is_the_middle_and_holds_no_more_steps_than_allowed() -> None
     assert middle_window([step(0, 1.0, 1.0)], 1.0) is None
 
 
-def test_busy_share_counts_what_lies_in_the_window() -> None:
-    steps = [step(0, 0.0, 4.0), step(0, 6.0, 9.0), step(1, 20.0, 21.0)]
-    assert busy_shares(steps, 2.0, 8.0) == {0: pytest.approx(4 / 6), 1: 0.0}
+@pytest.fixture
+def run_dir(tmp_path):
+    return write_fake_run(tmp_path / "out", num_queries=20)
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (2.1, "2.10"), (99.96, "100"), (99.94, "99.9"), (12345.6, "12,346"), (0.0, "0.00"),
-    (math.inf, "inf"),
+def test_a_finished_run_is_read_without_a_remark(run_dir):
+    output = read_output(run_dir)
+    assert output.remarks == ()
+    assert len(output.queries) == len(output.answers) == 20
+    assert len(output.errors) == 2 and output.steps and output.schedule is not None
+    assert output.answers[9].prompt is not None
+    assert output.answers[9].prompt.startswith("Say something sensible about the number 9")
+    few = read_output(run_dir, max_answers=5)
+    assert len(few.answers) == 5 and len(few.queries) == 20
+
+
+def cut(folder, count):
+    path = folder / "results.jsonl"
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def add(folder, more):
+    path = folder / "results.jsonl"
+    path.write_bytes(path.read_bytes() + more)
+
+
+def spoil(folder):
+    path = folder / "results.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[3], lines[7] = "not json\n", "[" * 100_000 + "\n"
+    path.write_text("".join(lines))
+
+
+@pytest.mark.parametrize(("change", "count", "remark"), [
+    (lambda folder: cut(folder, 30), 19, "last line of results.jsonl is torn"),
+    (lambda folder: add(folder, '{"id": "\u05e9'.encode()[:-1]), 20, "last line of results.jsonl"),
+    (spoil, 18, "2 unreadable lines of results.jsonl are left out."),
+    (lambda folder: add(folder, b'{"id": "x", "latency_s": NaN, "input_tokens": 1}\n{"id": "y"}\n'),
+     20, "2 lines of results.jsonl are no results and are left out."),
+    (lambda folder: (folder / "schedule.json").write_text('{"version": 999}'), 20,
+     f"this xgpt reads version {SCHEDULE_VERSION}"),
+    (lambda folder: (folder / "spool" / "spool.json").unlink(), 20, "spool")],
+    ids=["torn", "torn in a letter", "unreadable", "no results", "version", "no spool"])
+def test_what_is_torn_or_missing_is_left_out_and_said(run_dir, change, count, remark):
+    change(run_dir)
+    output = read_output(run_dir)
+    assert len(output.queries) == count
+    assert len(output.remarks) == 1 and remark in output.remarks[0]
+    assert (output.schedule is None) == ("reads version" in remark)
+    assert all((answer.prompt is None) == (remark == "spool") for answer in output.answers)
+
+
+def test_an_empty_folder_is_read_with_remarks_and_a_missing_one_refused(tmp_path):
+    output = read_output(tmp_path)
+    assert not output.queries and output.schedule is None and output.metrics is None
+    assert output.remarks == ("job.json is missing.", "results.jsonl is missing.",
+                              "schedule.json is missing.")
+    with pytest.raises(InputError, match="a folder that `xgpt submit`"):
+        read_output(tmp_path / "absent")
+
+
+def test_prompts_are_found_by_the_query_of_each_result(tmp_path):
+    write_spool(tmp_path, [Record(id="a", line=1, prompt="first"), Record(id="b", line=2),
+                           Record(id="c", line=3, prompt="third")])
+    rows = [{"id": str(index), "index": index, "text": "t", "input_tokens": 1, "output_tokens": 1,
+             "finish_reason": "stop", "latency_s": 1.0, "encode_start_s": 0.0} for index in (1, 2)]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [a.prompt for a in read_output(tmp_path).answers] == ["3 token ids", "third"]
+
+
+def test_openai_batch_lines_are_read_like_ours(tmp_path):
+    body = {"choices": [{"message": {"role": "assistant", "content": "Bonjour"},
+                         "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 11, "completion_tokens": 3}}
+    row = {"id": "batch_req_0", "custom_id": "q-1", "response": {"status_code": 200, "body": body},
+           "xgpt": {"index": 0, "latency_s": 0.5, "encode_start_s": 0.25}}
+    (tmp_path / "results.jsonl").write_text(json.dumps(row) + "\n")
+    write_spool(tmp_path, [Record(id="q-1", line=1, prompt="Translate: hello")])
+    (answer,) = read_output(tmp_path).answers
+    assert (answer.id, answer.text, answer.prompt) == ("q-1", "Bonjour", "Translate: hello")
+    assert answer.figures.input_tokens == 11 and answer.figures.output_tokens == 3
+    assert answer.figures.end_s == 0.75
+
+
+@pytest.mark.parametrize(("value", "expected"), [
+    (3, 3.0), ("inf", float("inf")), (None, None), (True, None), ("3", None),
+    (float("nan"), None), (10**400, None), ([1], None),
 ])
-def test_plain_numbers_have_three_digits(value: float, text: str) -> None:
-    assert plain(value) == text
+def test_number_takes_numbers_only(value, expected):
+    assert number({"a": {"b": value}}, "a", "b") == expected

@@ -1,8 +1,6 @@
 """Columns of the requests go into the results as they were, beside the answers: each input format
 to each output format and back."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
@@ -19,13 +17,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import XgptError
-from xgpt.core.request_files.files import RequestFiles, format_of
-from xgpt.core.spool import SpoolWriter
-from xgpt.core.spool_columns import ColumnsWriter
-from xgpt.core.workload import Request
 from xgpt.report.results_file import ANSWER, names_in_results, write_results
-from xrunner.io.intake import take_in
-from xrunner.io.results import write_errors
+from xgpt.requests.request import Request
+from xgpt.requests.request_files import RequestFiles, format_of
+from xgpt.requests.spool import SpoolWriter
+from xgpt.requests.spool_columns import ColumnsWriter
+from xrunner.files.intake import take_in
+from xrunner.files.results import write_errors
 
 pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra `parquet`")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -93,7 +91,7 @@ COLUMNS = [{"topic": 'in\nlines, "quoted"', "a, b": "007"}, {"topic": "dry", "a,
 
 @pytest.mark.parametrize("name", [
     "r.csv", "r.tsv", "r.parquet", "r.jsonl", "r.csv.gz", "r.jsonl.gz"])
-def test_csv_goes_into_every_format(tmp_path: Path, name: str) -> None:
+def test_csv_goes_into_every_format(tmp_path, name):
     (tmp_path / "in.csv").write_text(CSV)
     output = ran(tmp_path / "out", tmp_path / "in.csv")
     said = write_results(output, tmp_path / name)
@@ -122,7 +120,7 @@ def typed() -> Any:
         "small": pa.array([1, None, 3], pa.uint8()), "nothing": pa.nulls(3)})
 
 
-def test_parquet_keeps_its_types(tmp_path: Path) -> None:
+def test_parquet_keeps_its_types(tmp_path):
     pq.write_table(typed(), tmp_path / "in.parquet", row_group_size=2)
     write_results(ran(tmp_path / "out", tmp_path / "in.parquet"), tmp_path / "r.parquet")
     written = pq.read_table(tmp_path / "r.parquet")
@@ -136,7 +134,7 @@ def test_parquet_keeps_its_types(tmp_path: Path) -> None:
     assert written.schema.field("output_tokens").type == pa.int64()
 
 
-def test_parquet_becomes_words_in_csv(tmp_path: Path) -> None:
+def test_parquet_becomes_words_in_csv(tmp_path):
     pq.write_table(typed(), tmp_path / "in.parquet")
     write_results(ran(tmp_path / "out", tmp_path / "in.parquet"), tmp_path / "r.csv")
     first, second, third = table(tmp_path / "r.csv")
@@ -147,7 +145,7 @@ def test_parquet_becomes_words_in_csv(tmp_path: Path) -> None:
     assert set(carried([second])[0].values()) == {"", "false", "v"}
 
 
-def test_objects_of_json_lines_are_carried_as_what_they_are(tmp_path: Path) -> None:
+def test_objects_of_json_lines_are_carried_as_what_they_are(tmp_path):
     rows = [{"prompt": "a", "n": 1, "x": 1, "mixed": "t", "deep": {"k": [1]}, "late": None},
             {"prompt": "b", "n": 2**70, "x": 2.5, "mixed": 3, "more": True}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "bad\n")
@@ -165,7 +163,7 @@ def test_objects_of_json_lines_are_carried_as_what_they_are(tmp_path: Path) -> N
         {key: value for key, value in row.items() if key != "prompt"} for row in rows]
 
 
-def test_openai_lines_texts_and_arrays_have_tables_of_results_too(tmp_path: Path) -> None:
+def test_openai_lines_texts_and_arrays_have_tables_of_results_too(tmp_path):
     openai = {"custom_id": "o", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}
     (tmp_path / "in.json").write_text(json.dumps([openai, "y"]))
     (tmp_path / "in.txt").write_text("one\n\ntwo\n")
@@ -177,7 +175,7 @@ def test_openai_lines_texts_and_arrays_have_tables_of_results_too(tmp_path: Path
         ("in.txt:3", "in.txt:3", "2")]
 
 
-def test_files_of_several_kinds_become_one_table(tmp_path: Path) -> None:
+def test_files_of_several_kinds_become_one_table(tmp_path):
     pq.write_table(pa.table({"prompt": ["p", "q"], "n": pa.array([1, 2], pa.int16()),
                              "both": [1, 2]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"prompt": ["r"], "n": pa.array([70000], pa.int32()),
@@ -195,13 +193,13 @@ def test_files_of_several_kinds_become_one_table(tmp_path: Path) -> None:
     assert rows[3]["error"] and rows[4]["text"] == "c.csv:2"
 
 
-def test_columns_called_as_ours_get_another_name() -> None:
+def test_columns_called_as_ours_get_another_name():
     assert names_in_results(["topic", "text", "input_text", "tokens", "error", "id"]) == {
         "topic": "topic", "text": "input_input_text", "input_text": "input_text",
         "tokens": "tokens", "error": "input_error", "id": "input_id"}
 
 
-def test_only_the_columns_that_are_asked_for_are_carried(tmp_path: Path) -> None:
+def test_only_the_columns_that_are_asked_for_are_carried(tmp_path):
     (tmp_path / "in.csv").write_text(CSV)
     for carry, names in ((("prompt", "topic"), ["prompt", "topic"]), ((), [])):
         output = ran(tmp_path / "out", tmp_path / "in.csv", carry=carry)
@@ -212,7 +210,7 @@ def test_only_the_columns_that_are_asked_for_are_carried(tmp_path: Path) -> None
     assert len(table(tmp_path / "r.parquet")) == 3
 
 
-def test_a_stopped_run_has_what_it_answered(tmp_path: Path) -> None:
+def test_a_stopped_run_has_what_it_answered(tmp_path):
     lines = [f"{i},{'' if i in (0, 5) else 'x'},t{i}\n" for i in range(8)]
     (tmp_path / "in.csv").write_text("id,prompt,topic\n" + "".join(lines))
     output = ran(tmp_path / "out", tmp_path / "in.csv", answered=3)
@@ -223,7 +221,7 @@ def test_a_stopped_run_has_what_it_answered(tmp_path: Path) -> None:
         ("0", "t0", True), ("1", "t1", False), ("2", "t2", False), ("3", "t3", False)]
 
 
-def test_rows_are_read_a_thousand_at_a_time(tmp_path: Path) -> None:
+def test_rows_are_read_a_thousand_at_a_time(tmp_path):
     (tmp_path / "in.csv").write_text("prompt,n\n" + "".join(f"x,{i}\n" for i in range(2500)))
     (tmp_path / "in.txt").write_text("x\n" * 2500)
     for name in ("in.csv", "in.txt"):
@@ -233,7 +231,7 @@ def test_rows_are_read_a_thousand_at_a_time(tmp_path: Path) -> None:
     assert table.column("id").to_pylist() == [str(i + 1) for i in range(2500)]
 
 
-def test_what_keeps_a_table_from_being_written_is_told(tmp_path: Path) -> None:
+def test_what_keeps_a_table_from_being_written_is_told(tmp_path):
     (tmp_path / "in.txt").write_text("x\n")
     output = ran(tmp_path / "out", tmp_path / "in.txt")
     (tmp_path / "file").touch()
@@ -249,8 +247,7 @@ _TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.samp
 
 @given(st.lists(_TEXTS, min_size=1, max_size=5), _TEXTS.filter(bool), _TEXTS)
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_cell_any_name_and_any_text_arrive_in_every_format(
-        tmp_path: Path, cells: list[str], name: str, text: str) -> None:
+def test_any_cell_any_name_and_any_text_arrive_in_every_format(tmp_path, cells, name, text):
     rows = [{"id": str(i), "prompt": "x", name: cell} for i, cell in enumerate(cells)]
     if name in rows[0].keys() & {"id", "prompt"}:
         return
@@ -262,7 +259,7 @@ def test_any_cell_any_name_and_any_text_arrive_in_every_format(
             (row["id"], row[name], text + row["id"]) for row in rows], out
 
 
-def test_lone_surrogates_cost_no_file(tmp_path: Path) -> None:
+def test_lone_surrogates_cost_no_file(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "x", "topic": "\\ud800", "deep": ["\\udfff"]}\n')
     output = ran(tmp_path / "out", tmp_path / "in.jsonl", text="\ud83d")
     for name in ("r.csv", "r.jsonl", "r.parquet"):
@@ -271,7 +268,7 @@ def test_lone_surrogates_cost_no_file(tmp_path: Path) -> None:
         assert row["topic"] == "\ufffd" and row["text"] == "\ufffd1"
 
 
-def test_moments_are_of_one_zone(tmp_path: Path) -> None:
+def test_moments_are_of_one_zone(tmp_path):
     moment = datetime(2026, 3, 1, 12, tzinfo=UTC)
     pq.write_table(pa.table({"prompt": ["x"], "at": [[moment]]}), tmp_path / "in.parquet")
     write_results(ran(tmp_path / "out", tmp_path / "in.parquet"), tmp_path / "r.jsonl")
@@ -279,7 +276,7 @@ def test_moments_are_of_one_zone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_what_is_no_number_is_null_in_json(tmp_path: Path, suffix: str) -> None:
+def test_what_is_no_number_is_null_in_json(tmp_path, suffix):
     nan, inf = float("nan"), float("inf")
     path = tmp_path / f"in.{suffix}"
     if suffix == "parquet":
@@ -291,7 +288,7 @@ def test_what_is_no_number_is_null_in_json(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["r.csv", "r.tsv"])
-def test_texts_that_a_spreadsheet_would_compute_can_be_quoted(tmp_path: Path, name: str) -> None:
+def test_texts_that_a_spreadsheet_would_compute_can_be_quoted(tmp_path, name):
     texts = ["=1+1", "+x", "-2+3", "@sum", "\tx", "\rx", "-1.5", "+7", "a=b", ""]
     (tmp_path / "in.jsonl").write_text("".join(
         json.dumps({"prompt": "x", "=say": text, "number": -1.5}) + "\n" for text in texts))

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from imported import A100, DATA, TINY, again, faults, needs_data, seconds, write
+from imported import A100, DATA, TINY, again, needs_data, seconds, write
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, UnknownNameError
-from xprofiler.engines import engine_constants
-from xprofiler.importers import aiconfigurator, import_folder, kernel_tables
+from xprofiler.constants import engine_constants
+from xprofiler.importers import aiconfigurator, import_folder
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import MessageKind, Operator
 
@@ -52,8 +52,8 @@ def tables(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_products_lie_between_the_measured_sizes_and_beyond_in_proportion(tables: Path) -> None:
-    times = kernel_tables.GemmTimes(
-        kernel_tables.read_gemm(tables / "a100_sxm_vllm_0.14.0_gemm.csv"))
+    times = aiconfigurator.GemmTimes(
+        aiconfigurator.read_gemm(tables / "a100_sxm_vllm_0.14.0_gemm.csv"))
     for m, n, k in ((1, 32, 64), (20, 100, 300), (64, 512, 512), (128, 2048, 256)):
         assert times(m, n, k) == pytest.approx(1e-9 * m * n * k, rel=1e-9)
 
@@ -116,7 +116,7 @@ def test_nccl_stands_in_where_the_engine_has_no_all_reduce_of_its_own(tables: Pa
           ["op_name", "nccl_dtype", "num_gpus", "message_size", "latency"],
           [[name, "half", 2, size, size / 1e4] for size in (1000, 4000)
            for name in ("all_gather", "all_reduce")])
-    table = kernel_tables.read_nccl_all_reduce(tables / "a100_sxm_nccl_2.27.3.csv")
+    table = aiconfigurator.read_all_reduce(tables / "a100_sxm_nccl_2.27.3.csv")
     assert table.num_bytes.tolist() == [2000, 8000]
     profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
     times = ProfileTiming(profile).message_s(MessageKind.ALL_REDUCE, [2000, 8000],
@@ -144,27 +144,6 @@ def test_times_beyond_the_devices_peaks_are_not_taken(tables: Path) -> None:
     assert seconds(profile, Operator.DECODE_ATTENTION, 1, 4000) > 1e-6
 
 
-@pytest.mark.parametrize(("name", "key"), [
-    ("b200_sxm_vllm_0.14.0_gemm.csv", "system"), ("a100_sxm_sglang_0.14.0_gemm.csv", "framework"),
-    ("a100_sxm_vllm_9.9.9_gemm.csv", "version"), ("a100_sxm_vllm_0.14.0_moe.csv", "table"),
-    ("gemm.csv", "file name")])
-def test_unknown_names_list_the_known(name: str, key: str) -> None:
-    with pytest.raises(InputError) as error:
-        aiconfigurator.parse_name(Path(name))
-    assert faults(error) == [(None, key)]
-    assert key == "file name" or error.value.mistakes[0].allowed.count(",") or key == "version"
-
-
-def test_tables_of_two_engines_are_not_mixed(tables: Path) -> None:
-    other = "a100_sxm_trtllm_1.0.0"
-    attention_files(tables, [(4, 2)], other)
-    with pytest.raises(InputError, match="a100_sxm vllm 0.14.0"):
-        aiconfigurator.import_profile(
-            TINY, A100, "bfloat16", aiconfigurator.KernelFiles(
-                gemm=tables / "a100_sxm_vllm_0.14.0_gemm.csv",
-                context_attention=tables / f"{other}_context_attention.csv"))
-
-
 def test_folders_without_the_device_say_what_is_there(tables: Path) -> None:
     with pytest.raises(InputError, match="a100_sxm_vllm_0.14.0_gemm.csv"):
         import_folder("aiconfigurator", tables, TINY, catalog.device("H200"), "bfloat16")
@@ -183,7 +162,7 @@ def test_llama_3_1_of_aiconfigurator(tmp_path: Path) -> None:
     rate = weights_bytes / seconds(profile, Operator.LAYER_REST, 1)
     assert 1.1e12 < rate < 1.8e12
     # 64 queries of 1023 cached tokens and the new one: 268 MB of keys and values
-    table = kernel_tables.read_generation_attention(
+    table = aiconfigurator.read_generation_attention(
         DATA / "aiconfigurator/a100_sxm_vllm_0.14.0_generation_attention.csv")
     row = np.flatnonzero((table.num_heads == 32) & (table.kv_heads == 8) & (table.queries == 64)
                          & (table.tokens == 1024))

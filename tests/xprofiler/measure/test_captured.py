@@ -1,14 +1,13 @@
 """Decode steps timed as a GPU takes them captured, with what stands for a capture on a CPU: work
 that is done once more, into the same place, whenever it is replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from profiles import profile
 
 torch = pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
@@ -16,21 +15,13 @@ import cpu_cuda  # noqa: E402
 
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xprofiler.measure.bench import LayerBench  # noqa: E402
-from xprofiler.measure.captured import Capturing, TimedCapture  # noqa: E402
-from xprofiler.measure.probe import LayerParts, Probe, StepParts  # noqa: E402
-from xprofiler.measure.recorder import Recorder  # noqa: E402
-from xprofiler.measure.worker import Measuring  # noqa: E402
-from xprofiler.points import Kind, Point  # noqa: E402
-from xprofiler.profile import Profile, ProfileMetadata  # noqa: E402
-from xprofiler.timing import Operator  # noqa: E402
+from xprofiler.measure.probe import Capturing, LayerParts, Probe, StepParts, TimedCapture  # noqa: E402  # noqa: E402
 from xrunner.engine.graphs import Captured, CaptureError  # noqa: E402
 
 SPEC = ModelSpec(name="llama", family="llama", num_layers=3, hidden_size=48, num_heads=6,
                  num_kv_heads=2, vocab_size=97, intermediate_size=80, is_gated_mlp=True,
                  has_bias=False, max_positions=256, activation="silu")
-EMPTY = Profile(tables={}, metadata=ProfileMetadata(
-    model="toy", model_shape="m", device="H200", dtype="float32", ranks=2, threads_per_rank=1,
-    kernels="k", libraries="torch 2"))
+EMPTY = profile()
 
 
 class Ticks:
@@ -106,7 +97,7 @@ class Capture:
         return Captured(replay, out)
 
 
-def test_parts_are_those_of_the_marked_step_scaled_to_the_one_without_marks() -> None:
+def test_parts_are_those_of_the_marked_step_scaled_to_the_one_without_marks():
     clock, takes = Ticks(), {"step": 1}
 
     def spend(ticks: int) -> Callable[..., Any]:
@@ -158,7 +149,7 @@ def bench_of(degree: int = 1) -> tuple[LayerBench, Capture]:
 
 
 @pytest.mark.parametrize("most_layers", [None, 2])
-def test_a_bench_s_decode_steps_are_those_of_a_run_that_captures(most_layers: int | None) -> None:
+def test_a_bench_s_decode_steps_are_those_of_a_run_that_captures(most_layers):
     with kernels():
         bench, capture = bench_of()
         step = bench.decode([4, 9, 2], most_layers=most_layers)
@@ -173,7 +164,7 @@ def test_a_bench_s_decode_steps_are_those_of_a_run_that_captures(most_layers: in
         assert capture.replays[False] == 2, "what is encoded is launched"
 
 
-def test_what_a_run_does_not_capture_is_not_captured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_does_not_capture_is_not_captured_here(monkeypatch):
     with kernels():
         bench, capture = bench_of(degree=2)
         assert bench.decode([4, 9])().captured_rest_s is None and not capture.shapes
@@ -187,29 +178,10 @@ def test_what_a_run_does_not_capture_is_not_captured_here(monkeypatch: pytest.Mo
         assert bench.decode([4, 9])().captured_rest_s is None and not capture.shapes
 
 
-def test_where_one_rank_cannot_capture_none_of_the_profile_is() -> None:
-    others = [""]
-    session = Measuring.__new__(Measuring)
-    session._recorder, session._captures, session._in_group = Recorder(EMPTY), True, 0
-    session._spec, session._known, session._device = SPEC, EMPTY, torch.device("cpu")
-    session._watch, session.request = None, SimpleNamespace(  # type: ignore[assignment]
-        is_quick=False)
-    session._ranks = SimpleNamespace(  # type: ignore[assignment]
-        steady=lambda step, **how: [step()], gather=lambda mine, kind: [mine, *others])
-    with kernels():
-        bench, _ = bench_of()
-        session._measure(bench, 1, Point(Kind.DECODE, 2, 9))
-        assert session._recorder.has_captured(1)
-        others[0] = "operation not permitted"
-        session._measure(bench, 1, Point(Kind.DECODE, 4, 9))
-    assert session._recorder.has_captured(1) is False and bench.capturing is None
-    assert [p.x for p in session._recorder.operator(Operator.DECODE_ATTENTION, 1)] == [2, 4]
-
-
 def refused(capture: Capture, work: Callable[[], Any]) -> Captured:
     raise CaptureError("operation not permitted when stream is capturing")
 
 
-def test_what_a_captured_step_takes_besides_is_what_its_own_parts_leave() -> None:
+def test_what_a_captured_step_takes_besides_is_what_its_own_parts_leave():
     parts = StepParts(whole_s=20, rest_s=9, attention_s=2, embed_s=1, head_s=3, captured_rest_s=4)
     assert parts.overhead_s(2) == 20 - 2 * (4 + 2) - 1 - 3

@@ -1,15 +1,17 @@
 """The bench and its clock on a CUDA device, and the direct handover between two."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="the bench needs the extra `run`")
 
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xprofiler.measure.bench import LayerBench  # noqa: E402
-from xprofiler.measure.captured import Capturing  # noqa: E402
-from xprofiler.measure.clock import CudaClock, clock_of, measure_peaks  # noqa: E402
+from xprofiler.measure.probe import (  # noqa: E402
+    Capturing,  # noqa: E402
+    CudaClock,
+    clock_of,
+    measure_peaks,
+)
 from xrunner.engine.graphs import CudaCapture, why_not  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +21,7 @@ SPEC = ModelSpec(name="toy", family="llama", num_layers=4, hidden_size=512, num_
 
 
 @pytest.mark.parametrize("tp_degree", [1, 2, 4])
-def test_parts_of_a_step_add_up_on_the_devices_own_clock(tp_degree: int) -> None:
+def test_parts_of_a_step_add_up_on_the_devices_own_clock(tp_degree):
     bench = LayerBench(SPEC, torch.bfloat16, tp_degree=tp_degree, device="cuda")
     assert isinstance(clock_of(bench.device), CudaClock)
     with torch.inference_mode():
@@ -32,7 +34,7 @@ def test_parts_of_a_step_add_up_on_the_devices_own_clock(tp_degree: int) -> None
             assert layers_s + parts.embed_s + parts.head_s <= parts.whole_s * 1.02 + 1e-5
 
 
-def test_captured_decode_steps_are_told_apart_on_the_device() -> None:
+def test_captured_decode_steps_are_told_apart_on_the_device():
     bench, device = LayerBench(SPEC, torch.bfloat16, device="cuda"), torch.device("cuda", 0)
     bench.capturing = Capturing(CudaCapture(device))
     with torch.inference_mode():
@@ -47,11 +49,11 @@ def test_captured_decode_steps_are_told_apart_on_the_device() -> None:
     assert 0 < layers_s + parts.embed_s + parts.head_s <= parts.whole_s * 1.02 + 1e-5
 
 
-def test_compaction_moves_rows_on_the_device() -> None:
+def test_compaction_moves_rows_on_the_device():
     bench = LayerBench(SPEC, torch.bfloat16, device="cuda")
     assert bench.compaction(3, 200)() > 0
 
 
-def test_peaks_are_those_of_a_gpu() -> None:
+def test_peaks_are_those_of_a_gpu():
     peaks = measure_peaks(torch.bfloat16, torch.device("cuda"))
     assert peaks.flops_per_s > 1e13 and peaks.bandwidth_bytes_per_s > 1e11

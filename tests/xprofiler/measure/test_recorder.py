@@ -1,12 +1,10 @@
 """Steps taken apart into the profile's tables, and a measurement that goes on where it stopped."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from profiles import profile
 
 pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
@@ -18,16 +16,12 @@ from xprofiler.profile import (  # noqa: E402
     STEP_OVERHEAD,
     TRANSFER,
     Profile,
-    ProfileMetadata,
     Sample,
     TableKey,
 )
 from xprofiler.timing import Operator  # noqa: E402
 
-METADATA = ProfileMetadata(
-    model="toy", model_shape="m", device="cpu", dtype="float32", ranks=1, threads_per_rank=1,
-    kernels="k", libraries="torch 2")
-EMPTY = Profile(metadata=METADATA, tables={})
+EMPTY = profile()
 LAYERS = 3
 
 
@@ -53,14 +47,24 @@ def medians(profile: Profile) -> dict[tuple[str, int], tuple[float, float, float
     return found
 
 
-def test_a_decode_step_becomes_attention_rest_head_and_embedding() -> None:
-    assert medians(recorded(Point(Kind.DECODE, 4, 100), rows=4, queries=4)) == {
+@pytest.mark.parametrize(("point", "rows", "queries", "tables"), [
+    (Point(Kind.DECODE, 4, 100), 4, 4, {
         ("decode_attention", 2): (4, 100, 1.0), ("layer_rest", 2): (4, 0, 2.0),
-        ("head", 2): (4, 0, 0.75), ("embed", 2): (4, 0, 0.25),
-        (STEP_OVERHEAD, 1): (0, 0, 1.5)}
+        ("head", 2): (4, 0, 0.75), ("embed", 2): (4, 0, 0.25), (STEP_OVERHEAD, 1): (0, 0, 1.5)}),
+    # attention is one query's share
+    (Point(Kind.ENCODE, 20, 4), 80, 4, {
+        ("encode_attention", 2): (20, 4, 1.0 / 4), ("embed", 2): (80, 0, 0.25)}),
+    (Point(Kind.REST, 300), 300, 4, {
+        ("layer_rest", 2): (300, 0, 2.0), ("embed", 2): (300, 0, 0.25)}),
+    (Point(Kind.ENCODER, 20, 2), 40, 2, {
+        ("encode_attention", 2): (20, 2, 0.5), ("encoder_rest", 2): (40, 0, 2.0),
+        ("cross_kv", 2): (40, 0, 0.125), ("embed", 2): (40, 0, 0.25)})],
+    ids=lambda value: value.kind.value if isinstance(value, Point) else "")
+def test_a_step_becomes_the_tables_of_its_parts(point, rows, queries, tables):
+    assert medians(recorded(point, rows=rows, queries=queries)) == tables
 
 
-def test_a_steps_tables_add_up_to_the_step() -> None:
+def test_a_steps_tables_add_up_to_the_step():
     found = medians(recorded(Point(Kind.CROSS, 4, 100), rows=4, queries=4))
     seconds = {name: s for (name, _), (_, _, s) in found.items()}
     layer_s = sum(seconds[name] for name in ("decode_attention", "cross_attention", "layer_rest"))
@@ -68,30 +72,13 @@ def test_a_steps_tables_add_up_to_the_step() -> None:
     assert LAYERS * layer_s + ends_s == parts().whole_s
 
 
-def test_an_encode_steps_attention_is_one_querys_share() -> None:
-    found = medians(recorded(Point(Kind.ENCODE, 20, 4), rows=80, queries=4))
-    assert found["encode_attention", 2] == (20, 4, 1.0 / 4)
-    assert not {"decode_attention", "head", STEP_OVERHEAD} & {name for name, _ in found}
-
-
-def test_an_encode_step_of_many_rows_becomes_their_rest() -> None:
-    assert medians(recorded(Point(Kind.REST, 300), rows=300, queries=4)) == {
-        ("layer_rest", 2): (300, 0, 2.0), ("embed", 2): (300, 0, 0.25)}
-
-
-def test_an_encoder_step_becomes_its_own_tables() -> None:
-    assert medians(recorded(Point(Kind.ENCODER, 20, 2), rows=40, queries=2)) == {
-        ("encode_attention", 2): (20, 2, 0.5), ("encoder_rest", 2): (40, 0, 2.0),
-        ("cross_kv", 2): (40, 0, 0.125), ("embed", 2): (40, 0, 0.25)}
-
-
-def test_the_hosts_own_time_is_added_to_what_a_step_takes_besides_its_parts() -> None:
+def test_the_hosts_own_time_is_added_to_what_a_step_takes_besides_its_parts():
     found = recorded(Point(Kind.DECODE, 4, 100), rows=4, queries=4, host_s=[0.1, 0.2, 9.0],
                      steps=[parts(), parts(2.0)])
     assert found.table(STEP_OVERHEAD)[0].samples_s == pytest.approx((1.7, 3.2))
 
 
-def test_overheads_of_all_degrees_and_points_are_one_table() -> None:
+def test_overheads_of_all_degrees_and_points_are_one_table():
     recorder = Recorder(EMPTY)
     for degree, scale in ((1, 1.0), (2, 2.0)):
         recorder.add_step(Point(Kind.DECODE, 4, 9), degree, 4, 4, [parts(scale)], LAYERS)
@@ -100,7 +87,7 @@ def test_overheads_of_all_degrees_and_points_are_one_table() -> None:
     assert sorted(found.table(STEP_OVERHEAD)[0].samples_s) == [1.5, 3.0]
 
 
-def test_points_of_a_table_come_in_order_whatever_the_order_they_were_measured_in() -> None:
+def test_points_of_a_table_come_in_order_whatever_the_order_they_were_measured_in():
     recorder = Recorder(EMPTY)
     for x, y in ((9, 100), (1, 17), (3, 100), (3, 17)):
         recorder.add_step(Point(Kind.DECODE, x, y), 1, x, x, [parts()], LAYERS)
@@ -113,7 +100,7 @@ def test_points_of_a_table_come_in_order_whatever_the_order_they_were_measured_i
     assert [p.x for p in rest] == [1, 3, 9] and len(rest[1].samples_s) == 2
 
 
-def test_many_samples_are_kept_as_order_statistics() -> None:
+def test_many_samples_are_kept_as_order_statistics():
     values = np.random.default_rng(0).lognormal(size=400)
     recorder = Recorder(EMPTY)
     recorder.add(TableKey("head"), 1, 0, values)
@@ -135,7 +122,7 @@ def stopped() -> Profile:
     return recorder.profile(spent_s=7.0, host_s=[0.25])
 
 
-def test_a_measurement_goes_on_where_it_stopped() -> None:
+def test_a_measurement_goes_on_where_it_stopped():
     again = Recorder(stopped())
     assert again.has(Point(Kind.DECODE, 4, 100), 2)
     for other, degree in ((Point(Kind.DECODE, 4, 100), 1), (Point(Kind.DECODE, 5, 100), 2),
@@ -146,13 +133,9 @@ def test_a_measurement_goes_on_where_it_stopped() -> None:
     assert not again.has_network(TableKey(TRANSFER, 1, "far"))
 
 
-def test_a_session_that_adds_nothing_changes_nothing() -> None:
+def test_a_session_adds_its_points_and_keeps_the_earlier_ones():
     before = stopped()
-    assert Recorder(before).profile(spent_s=7.0, host_s=[99.0]) == before
-
-
-def test_a_session_adds_its_points_and_keeps_the_earlier_ones() -> None:
-    before = stopped()
+    assert Recorder(before).profile(spent_s=7.0, host_s=[99.0]) == before, "which adds nothing"
     again = Recorder(before)
     again.add_step(Point(Kind.DECODE, 9, 100), 2, 9, 9, [parts(2.0)], LAYERS)
     after = again.profile(spent_s=11.0, host_s=[0.25])
@@ -164,15 +147,7 @@ def test_a_session_adds_its_points_and_keeps_the_earlier_ones() -> None:
     assert after.table(STEP_OVERHEAD)[0].samples_s == (*known, 3.25), "one point tells little"
 
 
-def test_more_samples_of_a_point_join_the_earlier_ones() -> None:
-    known = replace(EMPTY, tables={TableKey("head", 2): (Sample(x=4, samples_s=(0.5, 0.25)),)})
-    again = Recorder(known)
-    again.add_step(Point(Kind.DECODE, 4, 100), 2, 4, 4, [parts()], LAYERS)
-    assert again.operator(Operator.HEAD, 2)[0].samples_s == (0.5, 0.25, 0.75)
-    assert known.table("head", 2)[0].samples_s == (0.5, 0.25), "what was given is left alone"
-
-
-def test_transfers_wanted_are_those_that_the_ranks_can_measure() -> None:
+def test_transfers_wanted_are_those_that_the_ranks_can_measure():
     def wanted(ranks: int, nodes: int) -> list[str]:
         request = MeasureRequest(
             metadata={}, model={}, refused={}, degrees=[1, 2], needs={}, own={}, is_quick=False,
@@ -186,13 +161,17 @@ def test_transfers_wanted_are_those_that_the_ranks_can_measure() -> None:
     assert wanted(2, 2) == ["transfer 1 far"]
 
 
-def test_repeats_that_disagree_give_way_to_those_that_agree_better() -> None:
+def test_repeats_that_disagree_give_way_to_those_that_agree_better():
     recorder = Recorder(EMPTY)
     key = TableKey("layer_rest", 1)
     recorder.add(key, 9, 0, [1.0, 2.0, 4.0])
     recorder.add(key, 9, 0, [1.0, 1.01, 1.02])
-    assert sorted(recorder.profile(spent_s=0, host_s=[]).tables[key][0].samples_s) == [
-        1.0, 1.01, 1.02]
+    known = recorder.profile(spent_s=0, host_s=[])
+    assert sorted(known.tables[key][0].samples_s) == [1.0, 1.01, 1.02]
+    again = Recorder(known)  # and more samples join the earlier ones, which are left alone
+    again.add(key, 9, 0, [1.015])
+    assert again.operator(Operator.LAYER_REST, 1)[0].samples_s[-1] == 1.015
+    assert len(known.tables[key][0].samples_s) == 3
     recorder.add(key, 9, 0, [1.5])
     assert len(recorder.profile(spent_s=0, host_s=[]).tables[key][0].samples_s) == 4
 
@@ -201,24 +180,20 @@ def test_repeats_that_disagree_give_way_to_those_that_agree_better() -> None:
     ([(1.0, 1.0, 1.0)], 1), ([(1.0, 2.0, 4.0), (1.0, 1.01, 1.0)], 2),
     ([(1.0, 2.0, 4.0), (1.0, 1.5, 2.0), (1.0, 2.0, 4.0)], 3)])
 def test_a_point_that_is_measured_briefly_is_measured_again_where_its_repeats_disagree(
-        attempts: list[tuple[float, ...]], taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        attempts, taken, monkeypatch):
     from xprofiler.measure import ranks
 
     monkeypatch.setattr(ranks, "_BRIEF_POINT_S", 0.0)  # as few steps as there may be
     monkeypatch.setattr(ranks, "_SLOW_STEP_S", 100.0)
     seconds = [1.0, *(s for attempt in attempts for s in attempt)]  # a warm-up first
-    steps = iter([replace_whole(s) for s in seconds])
+    steps = iter([parts()._replace(whole_s=s) for s in seconds])
     got = ranks.Ranks(None).steady(lambda: next(steps), is_brief=True)
     best = min(attempts[:taken], key=lambda own: max(own) - min(own))
     assert [step.whole_s for step in got] == list(best)
     assert next(steps, None) is None
 
 
-def replace_whole(seconds: float) -> StepParts:
-    return parts()._replace(whole_s=seconds)
-
-
-def test_what_was_disturbed_makes_way_for_what_was_not_and_is_dated() -> None:
+def test_what_was_disturbed_makes_way_for_what_was_not_and_is_dated():
     key = TableKey("layer_rest")
     recorder = Recorder(EMPTY)
 
@@ -235,7 +210,7 @@ def test_what_was_disturbed_makes_way_for_what_was_not_and_is_dated() -> None:
     assert len(known().samples_s) == 6 and not known().is_disturbed
 
 
-def test_how_often_a_bad_point_was_measured_anew_is_kept() -> None:
+def test_how_often_a_bad_point_was_measured_anew_is_kept():
     key = TableKey("layer_rest")
     profile = EMPTY
     for tries, missing in ((1, 0.5), (2, 0.4), (3, 0.6), (4, 0.0), (4, 0.0)):
@@ -249,7 +224,7 @@ def test_how_often_a_bad_point_was_measured_anew_is_kept() -> None:
         assert profile.table("layer_rest")[0].tries == tries
 
 
-def test_layers_of_captured_steps_have_a_table_beside_those_that_are_launched() -> None:
+def test_layers_of_captured_steps_have_a_table_beside_those_that_are_launched():
     recorder = Recorder(EMPTY)
     recorder.add_step(Point(Kind.DECODE, 4, 100), 1, 4, 4,
                       [parts()._replace(captured_rest_s=0.5)], LAYERS)
@@ -258,7 +233,7 @@ def test_layers_of_captured_steps_have_a_table_beside_those_that_are_launched() 
     assert [s.x for s in recorder.operator(Operator.LAYER_REST, 1)] == [4, 75]
 
 
-def test_captured_steps_are_forgotten_where_one_could_not_be() -> None:
+def test_captured_steps_are_forgotten_where_one_could_not_be():
     recorder = Recorder(EMPTY)
     assert recorder.has_captured(1) is None
     steps = [parts()._replace(captured_rest_s=1.0)]

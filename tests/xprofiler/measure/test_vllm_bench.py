@@ -1,14 +1,12 @@
 """Steps of an engine that are timed as wholes are taken apart into what they are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
 
 pytest.importorskip("torch", reason="what measures needs the extra `run`")
-from xprofiler.measure.vllm_bench import VllmBench
-from xrunner.engines.vllm.core import Token
+from xprofiler.measure.vllm_worker import VllmBench
+from xrunner.backends.vllm.core import Token
 from xrunner.query import Sampling
 
 LAYERS = 10
@@ -56,7 +54,7 @@ def bench() -> tuple[Timed, VllmBench]:
 
 
 @pytest.mark.parametrize("lengths", [[300], [64] * 4, [8] * 260])
-def test_an_encode_steps_parts_are_those_it_is_made_of(lengths: list[int]) -> None:
+def test_an_encode_steps_parts_are_those_it_is_made_of(lengths):
     _, made = bench()
     parts = made.encode(lengths)()
     whole_s = FIXED_S + sum(TOKEN_S * n + PAIR_S * n**2 + HEAD_S for n in lengths)
@@ -65,7 +63,7 @@ def test_an_encode_steps_parts_are_those_it_is_made_of(lengths: list[int]) -> No
     assert parts.head_s == pytest.approx(HEAD_S * len(lengths), rel=0.1)
 
 
-def test_a_decode_steps_attention_is_what_its_context_adds() -> None:
+def test_a_decode_steps_attention_is_what_its_context_adds():
     _, made = bench()
     parts = made.decode([500] * 20)()
     assert LAYERS * parts.attention_s == pytest.approx(20 * 500 * READ_S, rel=0.02)
@@ -74,7 +72,7 @@ def test_a_decode_steps_attention_is_what_its_context_adds() -> None:
     assert LAYERS * parts.rest_s == pytest.approx(rest_s, rel=0.05)
 
 
-def test_the_head_of_many_queries_costs_few_tokens_of_encoding() -> None:
+def test_the_head_of_many_queries_costs_few_tokens_of_encoding():
     core, made = bench()
     assert made.head_s(260) == pytest.approx(260 * HEAD_S, rel=0.05)
     assert core.tokens <= 5 * 260 * 3, "a step that takes up, one that decodes, one of as many rows"
@@ -82,7 +80,7 @@ def test_the_head_of_many_queries_costs_few_tokens_of_encoding() -> None:
     assert made.head_s(260) > 0 and core.num_steps == before
 
 
-def test_what_is_compared_is_of_the_same_minute() -> None:
+def test_what_is_compared_is_of_the_same_minute():
     """A machine that becomes a quarter slower has no larger head for it."""
     core, made = bench()
     made.head_s(1)
@@ -90,7 +88,7 @@ def test_what_is_compared_is_of_the_same_minute() -> None:
     assert made.head_s(100) == pytest.approx(1.25 * 100 * HEAD_S, rel=0.05)
 
 
-def test_rest_and_head_of_mixed_sizes_are_those_of_steps_of_their_own() -> None:
+def test_rest_and_head_of_mixed_sizes_are_those_of_steps_of_their_own():
     """128 rows of which few get a token: neither part is the other's."""
     _, made = bench()
     rest_s, head_s = made._rest_s(128), made.head_s(128)

@@ -1,7 +1,5 @@
 """A model's folder that is broken is refused before anything is measured: by file and key."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -16,10 +14,11 @@ from toy_runs import split_stages
 from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of
 
 from xgpt.core.errors import InputError, Mistake
+from xrunner.checkpoint.layout import wanted_tensors
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import read_spec
-from xrunner.checkpoint.tensors import MAX_SHOWN, check_weights, header, wanted_tensors
-from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.checkpoint.tensors import MAX_SHOWN, check_weights, header
+from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
 
 
@@ -36,7 +35,7 @@ class Asked(CheckpointReader):
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *ENCODER_DECODER_FAMILIES))
-def test_what_is_checked_is_what_the_layers_ask_for(family: str, tmp_path: Path) -> None:
+def test_what_is_checked_is_what_the_layers_ask_for(family, tmp_path):
     make_model(family, tmp_path)
     spec, reader = spec_of(tmp_path), Asked(tmp_path)
     (stage,) = split_stages(spec.num_layers, 1, encoder_layers=spec.num_encoder_layers)
@@ -46,7 +45,7 @@ def test_what_is_checked_is_what_the_layers_ask_for(family: str, tmp_path: Path)
 
 
 @pytest.fixture
-def sharded(tmp_path: Path) -> Path:
+def sharded(tmp_path):
     make_model("llama", tmp_path).save_pretrained(tmp_path, max_shard_size="40KB")
     (tmp_path / "model.safetensors").unlink(missing_ok=True)
     check_weights(tmp_path, spec_of(tmp_path))
@@ -59,7 +58,7 @@ def refused(folder: Path) -> tuple[Mistake, ...]:
     return caught.value.mistakes
 
 
-def test_every_shard_that_is_missing_or_cut_off_is_named(sharded: Path) -> None:
+def test_every_shard_that_is_missing_or_cut_off_is_named(sharded):
     first, second, third, *_ = sorted(sharded.glob("*.safetensors"))
     first.unlink()
     second.write_bytes(second.read_bytes()[:-100])
@@ -78,7 +77,7 @@ def test_every_shard_that_is_missing_or_cut_off_is_named(sharded: Path) -> None:
                                                             "cannot be read"),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
     (b"<!DOCTYPE html><html>", "cannot be read"), (struct.pack("<Q", 2) + b"[]", "cannot be read")])
-def test_a_file_that_is_no_safetensors_file(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_file_that_is_no_safetensors_file(tmp_path, content, reason):
     make_model("opt", tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
@@ -88,7 +87,7 @@ def test_a_file_that_is_no_safetensors_file(tmp_path: Path, content: bytes, reas
         CheckpointReader(tmp_path, torch.float32)
 
 
-def test_an_index_that_is_broken_or_says_too_much(sharded: Path) -> None:
+def test_an_index_that_is_broken_or_says_too_much(sharded):
     index = sharded / "model.safetensors.index.json"
     table = json.loads(index.read_text())
     table["weight_map"]["model.layers.77.mlp"] = table["weight_map"]["model.norm.weight"]
@@ -101,7 +100,7 @@ def test_an_index_that_is_broken_or_says_too_much(sharded: Path) -> None:
     assert [(m.file, m.key) for m in refused(sharded)] == [(str(index), "weight_map")]
 
 
-def test_tensors_that_are_missing_or_of_other_shapes_are_told_at_once(tmp_path: Path) -> None:
+def test_tensors_that_are_missing_or_of_other_shapes_are_told_at_once(tmp_path):
     make_model("llama", tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -119,7 +118,7 @@ def test_tensors_that_are_missing_or_of_other_shapes_are_told_at_once(tmp_path: 
     assert len(many) == MAX_SHOWN + 1 and "more like these" in many[-1].allowed
 
 
-def test_weights_of_fewer_bits_and_their_scales_are_refused(tmp_path: Path) -> None:
+def test_weights_of_fewer_bits_and_their_scales_are_refused(tmp_path):
     """An fp8 checkpoint whose config.json does not say so was read as if it were plain."""
     make_model("llama", tmp_path)
     path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
@@ -134,7 +133,7 @@ def test_weights_of_fewer_bits_and_their_scales_are_refused(tmp_path: Path) -> N
     check_weights(tmp_path, read_spec(tmp_path, "llama"))
 
 
-def test_a_folder_without_weights(tmp_path: Path) -> None:
+def test_a_folder_without_weights(tmp_path):
     make_model("opt", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (mistake,) = refused(tmp_path)
@@ -153,8 +152,7 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     ("special_tokens_map.json", '{"eos_token": [1]}', "eos_token"),
     ("config.json", '{"model_type": "gpt2", "n_embd": "x"}', "n_embd"),
     ("vocab.json", "{", "vocab.json")])
-def test_a_tokenizer_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str,
-                                    text: str, key: str) -> None:
+def test_a_tokenizer_that_is_broken(tmp_path, monkeypatch, file, text, key):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     plain_folder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -165,7 +163,7 @@ def test_a_tokenizer_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("value", ["2", [1, "2"], -1, True, 1.5])
-def test_tokens_that_are_none(tmp_path: Path, value: object) -> None:
+def test_tokens_that_are_none(tmp_path, value):
     for name in ("generation_config.json", "config.json"):
         (tmp_path / name).write_text(json.dumps({"eos_token_id": value, "pad_token_id": value}))
         for read, key in ((eos_ids, "eos_token_id"), (start_token, "pad_token_id")):
@@ -176,19 +174,8 @@ def test_tokens_that_are_none(tmp_path: Path, value: object) -> None:
         (tmp_path / name).unlink()
 
 
-def test_a_template_that_fails_refuses_the_request_and_not_the_job(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    plain_folder(tmp_path)
-    for template in ("{% if %}", "{{ messages + 1 }}", "{{ messages[0].nothing.at.all }}",
-                     "{{ 1 / 0 }}"):
-        (tmp_path / "chat_template.jinja").write_text(template)
-        with pytest.raises(ValueError, match="chat template"):
-            TextTokenizer(tmp_path).render_chat([{"role": "user", "content": "x"}])
-
-
 @pytest.mark.parametrize("offsets", [[], [3], {}, None])
-def test_a_header_whose_offsets_are_none_is_refused(tmp_path: Path, offsets: object) -> None:
+def test_a_header_whose_offsets_are_none_is_refused(tmp_path, offsets):
     head = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))
@@ -196,7 +183,7 @@ def test_a_header_whose_offsets_are_none_is_refused(tmp_path: Path, offsets: obj
         header(path)
 
 
-def test_a_number_beyond_all_floats_is_refused(tmp_path: Path) -> None:
+def test_a_number_beyond_all_floats_is_refused(tmp_path):
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100,
               "n_positions": 64, "layer_norm_epsilon": 10**400}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -204,8 +191,7 @@ def test_a_number_beyond_all_floats_is_refused(tmp_path: Path) -> None:
         read_spec(tmp_path, "gpt2")
 
 
-def test_a_tensor_that_an_index_promises_and_its_file_lacks_is_named_with_the_file(
-        sharded: Path) -> None:
+def test_a_tensor_that_an_index_promises_and_its_file_lacks_is_named_with_the_file(sharded):
     index = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
     name, shard = next(iter(index.items()))
     held = load_file(sharded / shard)
@@ -222,7 +208,7 @@ def test_a_tensor_that_an_index_promises_and_its_file_lacks_is_named_with_the_fi
     ({"other": torch.ones(2)}, "no tensor 'lm_head.weight' there, but the index says so"),
     ({"lm_head.weight": "text"}, "no tensor 'lm_head.weight' there, but the index says so"),
     ([torch.ones(2)], "holds no tensors by their names")])
-def test_the_same_of_a_pickle(tmp_path: Path, content: object, said: str) -> None:
+def test_the_same_of_a_pickle(tmp_path, content, said):
     torch.save(content, tmp_path / "pytorch_model-1.bin")
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(
         {"weight_map": {"lm_head.weight": "pytorch_model-1.bin"}}))
@@ -231,7 +217,7 @@ def test_the_same_of_a_pickle(tmp_path: Path, content: object, said: str) -> Non
 
 
 @pytest.fixture
-def pickled(tmp_path: Path) -> Path:
+def pickled(tmp_path):
     """A toy model's folder whose weights are two files of torch.save and their index."""
     make_model("gpt2", tmp_path)
     held = load_file(tmp_path / "model.safetensors")
@@ -247,8 +233,7 @@ def pickled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tensors_of_pickles_are_checked_before_a_run_like_those_of_safetensors(
-        pickled: Path) -> None:
+def test_tensors_of_pickles_are_checked_before_a_run_like_those_of_safetensors(pickled):
     first, second = pickled / "pytorch_model-1.bin", pickled / "pytorch_model-2.bin"
     held = torch.load(first)
     gone, wrong = [name for name in held if name != "epoch"][:2]
@@ -278,7 +263,7 @@ class _Runs:
         return os.mkdir, (str(self.path),)
 
 
-def test_looking_at_a_pickle_runs_nothing_of_it(pickled: Path, tmp_path: Path) -> None:
+def test_looking_at_a_pickle_runs_nothing_of_it(pickled, tmp_path):
     first, made = pickled / "pytorch_model-1.bin", tmp_path / "made"
     torch.save({**torch.load(first), "more": _Runs(made)}, first)
     with pytest.raises(InputError, match=r"it names posix.mkdir, which is no part of a tensor"):
@@ -288,7 +273,7 @@ def test_looking_at_a_pickle_runs_nothing_of_it(pickled: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32,
                                    torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bool])
-def test_a_pickles_tensors_are_noted_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_pickles_tensors_are_noted_as_they_are(tmp_path, dtype):
     base = torch.zeros(6, 4).to(dtype)
     kept = {"whole": base, "turned": base.T, "rows": base[2:5], "scalar": base[0, 0]}
     path = tmp_path / "pytorch_model.bin"

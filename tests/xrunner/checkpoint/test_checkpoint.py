@@ -1,8 +1,9 @@
 """Reading checkpoints: shards, wrong shapes, missing tensors, and where a model comes from."""
 
-from __future__ import annotations
-
-from pathlib import Path
+import errno
+import socket
+import ssl
+import urllib.error
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from toys import make_model, random_queries, spec_of
 
 from xgpt.core.errors import XgptError
 from xrunner.checkpoint import source
+from xrunner.checkpoint import source as hub
 from xrunner.checkpoint.reader import CheckpointReader
 
 
-def test_shards_and_pytorch_files_give_the_same_tokens(tmp_path: Path) -> None:
+def test_shards_and_pytorch_files_give_the_same_tokens(tmp_path):
     model = make_model("llama", tmp_path / "single")
     model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
@@ -30,21 +32,9 @@ def test_shards_and_pytorch_files_give_the_same_tokens(tmp_path: Path) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_a_missing_or_misshapen_tensor_is_named(llama: tuple[Path, Any], tmp_path: Path) -> None:
-    reader = CheckpointReader(llama[0], torch.float32)
-    assert reader.get("model.norm.weight", (48,)).shape == (48,)
-    with pytest.raises(XgptError, match=r"model.norm.weight.*\[48\].*\[49\]"):
-        reader.get("model.norm.weight", (49,))
-    with pytest.raises(XgptError, match="no tensor 'model.nothing'"):
-        reader.get("model.nothing", (1,))
-    with pytest.raises(XgptError, match="no model.safetensors"):
-        CheckpointReader(tmp_path, torch.float32)
-
-
 @pytest.mark.parametrize(("value", "dtype"), [
     (float("nan"), torch.float32), (float("inf"), torch.float32), (1e6, torch.float16)])
-def test_weights_that_are_not_finite_are_named(value: float, dtype: torch.dtype,
-                                               tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_named(value, dtype, tmp_path):
     """1e6 is more than float16 holds."""
     weight = torch.ones(4, 3)
     weight[2, 1] = value
@@ -53,13 +43,13 @@ def test_weights_that_are_not_finite_are_named(value: float, dtype: torch.dtype,
         CheckpointReader(tmp_path, dtype).get("some.weight", (4, 3))
 
 
-def test_quantised_tensors_in_pytorchs_own_files_are_refused(tmp_path: Path) -> None:
+def test_quantised_tensors_in_pytorchs_own_files_are_refused(tmp_path):
     torch.save({"norm.weight": torch.ones(4, dtype=torch.int8)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(XgptError, match=r"norm.weight.*I8.*scales"):
         CheckpointReader(tmp_path, torch.float32).get("norm.weight", (4,))
 
 
-def test_names_one_level_up_are_found(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_names_one_level_up_are_found(llama, tmp_path):
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(llama[0] / "model.safetensors")
@@ -70,14 +60,13 @@ def test_names_one_level_up_are_found(llama: tuple[Path, Any], tmp_path: Path) -
     assert torch.equal(ours, tensors["model.layers.0.mlp.up_proj.weight"])
 
 
-def test_a_local_directory_serves_itself_and_says_so(llama: tuple[Path, Any]) -> None:
+def test_a_local_directory_serves_itself_and_says_so(llama):
     files = source.find_model(str(llama[0]), say=lambda message: None)
     assert files.directory == llama[0] and "local directory" in files.served_by
     assert files.spec == spec_of(llama[0]) or files.spec.num_layers == 5
 
 
-def test_a_model_nobody_has_is_refused_with_every_reason(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_nobody_has_is_refused_with_every_reason(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def no_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> None:
@@ -87,3 +76,58 @@ def test_a_model_nobody_has_is_refused_with_every_reason(
     monkeypatch.setattr(source, "_from_hub", no_hub)
     with pytest.raises(XgptError, match="no local directory.*someone/nothing: unreachable"):
         source.find_model("someone/nothing", say=lambda message: None)
+
+
+UNKNOWN = socket.gaierror(-2, "Name or service not known")
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    def ask(error: Exception) -> None:
+        def open_(request: Any, timeout: float) -> Any:
+            raise error
+        monkeypatch.setattr(hub.urllib.request, "urlopen", open_)
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/")
+    return ask
+
+
+@pytest.mark.parametrize(("cause", "is_vain"), [
+    (UNKNOWN, True), (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), True),
+    (TimeoutError("timed out"), True), (OSError(errno.ENETUNREACH, "Network is unreachable"), True),
+    (ssl.SSLError(1, "certificate verify failed"), False), ("unknown url type", False)])
+def test_only_what_no_client_gets_round_is_in_vain(failing, cause, is_vain):
+    failing(urllib.error.URLError(cause))
+    said = hub.why_in_vain(1.0)
+    assert (said is not None) == is_vain
+    if is_vain:
+        assert f"https://mirror.example cannot be reached: {cause.strerror or cause}" == said
+
+
+def test_an_answer_of_any_kind_is_one(failing, monkeypatch):
+    failing(urllib.error.HTTPError("https://mirror.example", 405, "no", {}, None))
+    assert hub.why_silent(1.0) is None and hub.why_in_vain(1.0) is None
+    failing(urllib.error.URLError(UNKNOWN))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert hub.why_in_vain(1.0) is None  # the client says so itself, at once
+
+
+def test_without_a_network_nothing_is_tried_six_times(failing, monkeypatch, tmp_path):
+    client = pytest.importorskip("huggingface_hub")
+    calls = []
+
+    def ask(*arguments: Any, local_files_only: bool, **_: Any) -> str:
+        calls.append(local_files_only)
+        raise FileNotFoundError(errno.ENOENT, "not kept")
+
+    for name in ("hf_hub_download", "snapshot_download"):
+        monkeypatch.setattr(client, name, ask)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    failing(urllib.error.URLError(UNKNOWN))
+    assert source.config_from_hub("a/b") == (
+        None, "https://mirror.example cannot be reached: Name or service not known")
+    with pytest.raises(XgptError, match="no local directory of that name; https://mirror.example "
+                                        "cannot be reached: Name or service not known"):
+        source.find_model("a/b", lambda message: None)
+    assert calls == [True]

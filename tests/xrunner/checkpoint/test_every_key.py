@@ -1,17 +1,13 @@
 """Every key of config.json that transformers' class of a family reads is executed, refused by its
 name, or of no influence; others are told as not used."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import modern
 import pytest
 import torch
 import toys
@@ -20,10 +16,10 @@ from toy_runs import run_in_process
 
 from xgpt.cli.main import cli
 from xgpt.core.errors import InputError
-from xgpt.core.hf_config import MODEL_TYPES, PLANNED_TYPES, from_hf_config
+from xgpt.core.hf.config import MODEL_TYPES, PLANNED_TYPES, from_hf_config
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.tensors import check_weights
-from xrunner.io.generation import given_tokens, not_taken
+from xrunner.files.generation import given_tokens, not_taken
 
 TOYS = ("llama", "mistral-window", "qwen2-windows", "qwen3", "gemma2", "gemma3", "phi3", "smollm3",
         "olmo2", "granite", "mixtral", "qwen3-moe", "opt", "gpt2", "t5", "mt5", "bart", "mbart")
@@ -34,13 +30,13 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+def toy(tmp_path_factory):
     """A family's folder and its config.json, which a test may write anew."""
 
     @cache
     def make(family: str) -> tuple[Path, dict[str, Any]]:
         folder = tmp_path_factory.mktemp(family)
-        (modern.make_modern if family in modern.FAMILIES else toys.make_model)(family, folder)
+        (toys.make_modern if family in toys.MODERN_FAMILIES else toys.make_model)(family, folder)
         return folder, json.loads((folder / "config.json").read_text())
 
     return make
@@ -84,7 +80,7 @@ def holds(folder: Path, family: str, config: dict[str, Any], key: str) -> str:
 
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)
-def test_every_key_of_transformers_class_is_known(kind: str) -> None:
+def test_every_key_of_transformers_class_is_known(kind):
     """One that a new version adds is found here."""
     from transformers import CONFIG_MAPPING
 
@@ -104,7 +100,7 @@ def test_every_key_of_transformers_class_is_known(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*MODEL_TYPES, *PLANNED_TYPES])
-def test_an_absent_key_has_the_default_of_transformers_class(kind: str) -> None:
+def test_an_absent_key_has_the_default_of_transformers_class(kind):
     """Or is missed by its name. Positions beyond which a model was not trained have none here."""
     from transformers import CONFIG_MAPPING
 
@@ -167,16 +163,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
-def test_a_key_is_executed_as_transformers_does_it_or_refused(
-        toy: Callable[[str], tuple[Path, dict[str, Any]]], family: str,
-        changes: dict[str, Any]) -> None:
+def test_a_key_is_executed_as_transformers_does_it_or_refused(toy, family, changes):
     folder, config = toy(family)
     holds(folder, family, {**config, **changes}, next(iter(changes)))
 
 
 @pytest.mark.parametrize("family", TOYS)
-def test_a_key_that_is_absent_means_what_it_does_in_transformers(
-        toy: Callable[[str], tuple[Path, dict[str, Any]]], family: str) -> None:
+def test_a_key_that_is_absent_means_what_it_does_in_transformers(toy, family):
     """Or is missed by its name, or by that of the tensors whose shape it is."""
     folder, config = toy(family)
     executed = 0
@@ -188,7 +181,7 @@ def test_a_key_that_is_absent_means_what_it_does_in_transformers(
     assert executed or family in ("opt", "gpt2", *toys.ENCODER_DECODER_FAMILIES)
 
 
-def test_windows_are_refused_by_their_key_where_the_family_has_none() -> None:
+def test_windows_are_refused_by_their_key_where_the_family_has_none():
     for kind in ("llama", "olmo2", "granite"):
         config = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 8,
                   "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 11,
@@ -199,12 +192,11 @@ def test_windows_are_refused_by_their_key_where_the_family_has_none() -> None:
             from_hf_config({**config, "sliding_window": 4}, "x")
 
 
-def test_what_nothing_reads_is_told(tmp_path: Path) -> None:
+def test_what_nothing_reads_is_told(tmp_path):
     toys.make_model("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"]["alpha"] = 8.0
-    (tmp_path / "config.json").write_text(json.dumps(
-        {**config, "use_qk_norm": True, "moe": None}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "use_qk_norm": True, "moe": None}))
     said = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({**said, "top_p": 0.8, "x": 1}))
     assert toys.spec_of(tmp_path).not_used == "use_qk_norm, rope_parameters.alpha"
@@ -214,7 +206,7 @@ def test_what_nothing_reads_is_told(tmp_path: Path) -> None:
             "generation_config.json") in " ".join(shown.stdout.split())
 
 
-def test_every_key_of_generation_config_is_done_refused_or_told(tmp_path: Path) -> None:
+def test_every_key_of_generation_config_is_done_refused_or_told(tmp_path):
     from transformers import GenerationConfig
 
     done = {"forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens",
@@ -233,3 +225,21 @@ def test_every_key_of_generation_config_is_done_refused_or_told(tmp_path: Path) 
         else:
             assert not_taken(folder) == [key]
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(("family", "key", "value"), [
+    ("gpt2", "activation_function", "gelu"), ("gpt2", "scale_attn_weights", False),
+    ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("gpt2", "reorder_and_upcast_attn", True),
+    ("gpt2", "add_cross_attention", True), ("t5", "feed_forward_proj", "gated-silu")])
+def test_a_variant_is_refused_by_its_key(toy, family, key, value):
+    config = toy(family)[1]
+    from_hf_config(config, "x")
+    with pytest.raises(InputError, match=f"{key} = "):
+        from_hf_config({**config, key: value}, "x")
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_t5_saved_by_transformers_5_scales_its_head_as_the_published_one(tmp_path, version):
+    toys.make_t5(version, tmp_path / "published").config.save_pretrained(tmp_path / "saved")
+    assert (toys.spec_of(tmp_path / "saved").tied_embeddings
+            == toys.spec_of(tmp_path / "published").tied_embeddings == (version == "1.0"))

@@ -1,15 +1,11 @@
 """Every tensor of a file is used, told as not used, or refused; none that config.json makes
 obligatory may be absent; what is tied is read as transformers reads it."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import modern
 import pytest
 import torch
 import toys
@@ -25,14 +21,14 @@ MADE = {**dict.fromkeys(("llama", "llama-tied", "qwen2", "opt", "gpt2", "gpt2-un
                          *toys.ENCODER_DECODER_FAMILIES), toys.make_model),
         **dict.fromkeys(("llama-biased", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3",
                          "smollm3", "olmo2", "granite", "mixtral", "qwen3-moe"),
-                        modern.make_modern)}
+                        toys.make_modern)}
 # what a file may lack: T5's head is tied wherever there is none, BART's bias is of zeros then
 OPTIONAL = {("t5-1.1", HEAD), ("mt5", HEAD), ("bart", "final_logits_bias"),
             ("mbart", "final_logits_bias")}
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Held]]:
+def toy(tmp_path_factory):
     """A family's folder, whose weights a test may write anew, and the tensors that it was made
     with."""
 
@@ -56,8 +52,7 @@ def refused(folder: Path, tensors: Held) -> set[str | None]:
 
 
 @pytest.mark.parametrize("family", MADE)
-def test_a_tensor_of_any_kind_that_is_gone_is_refused_by_its_name(
-        toy: Callable[[str], tuple[Path, Held]], family: str) -> None:
+def test_a_tensor_of_any_kind_that_is_gone_is_refused_by_its_name(toy, family):
     folder, held = toy(family)
     assert not refused(folder, held)
     kinds = list({re.sub(r"\d+", "N", name): name for name in held}.values())
@@ -71,8 +66,7 @@ def test_a_tensor_of_any_kind_that_is_gone_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("family", MADE)
-def test_a_tensor_too_many_is_refused_or_told(toy: Callable[[str], tuple[Path, Held]],
-                                              family: str) -> None:
+def test_a_tensor_too_many_is_refused_or_told(toy, family):
     folder, held = toy(family)
     first = next(name for name in sorted(held) if re.search(r"\.0\..*weight$", name))
     for stray in (re.sub(r"\.0\.", ".77.", first, count=1), first.replace("weight", "bias_2"),
@@ -106,8 +100,7 @@ TIED = {"llama-tied": "model.embed_tokens.weight", "opt": "model.decoder.embed_t
 
 
 @pytest.mark.parametrize("family", TIED)
-def test_tied_tables_are_read_by_whichever_name_the_file_has(
-        toy: Callable[[str], tuple[Path, Held]], family: str) -> None:
+def test_tied_tables_are_read_by_whichever_name_the_file_has(toy, family):
     folder, held = toy(family)
     table = held[TIED[family]]
     others = {name: tensor for name, tensor in held.items() if name != TIED[family]}
@@ -118,8 +111,7 @@ def test_tied_tables_are_read_by_whichever_name_the_file_has(
 
 
 @pytest.mark.parametrize(("family", "prefix"), [("t5", ""), ("t5-1.1", ""), ("bart", "model.")])
-def test_second_tables_of_an_encoder_decoder_are_the_same_or_refused(
-        toy: Callable[[str], tuple[Path, Held]], family: str, prefix: str) -> None:
+def test_second_tables_of_an_encoder_decoder_are_the_same_or_refused(toy, family, prefix):
     folder, held = toy(family)
     names = [f"{prefix}{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
     table = held[f"{prefix}shared.weight"]
@@ -132,15 +124,14 @@ def test_second_tables_of_an_encoder_decoder_are_the_same_or_refused(
 
 
 @pytest.mark.parametrize("family", ["t5-1.1", "mt5"])
-def test_t5s_head_that_is_absent_is_its_embedding(toy: Callable[[str], tuple[Path, Held]],
-                                                  family: str) -> None:
+def test_t5s_head_that_is_absent_is_its_embedding(toy, family):
     folder, held = toy(family)
     assert not refused(folder, {name: t for name, t in held.items() if name != HEAD})
     assert tokens(folder) == transformers_tokens(folder)
 
 
 @pytest.mark.parametrize("is_view", [False, True])
-def test_pickled_tables_that_share_a_storage_are_the_same(tmp_path: Path, is_view: bool) -> None:
+def test_pickled_tables_that_share_a_storage_are_the_same(tmp_path, is_view):
     toys.make_model("llama-tied", tmp_path)
     held = {name: tensor.bfloat16() for name, tensor in
             load_file(tmp_path / "model.safetensors").items()}
@@ -157,8 +148,7 @@ def test_pickled_tables_that_share_a_storage_are_the_same(tmp_path: Path, is_vie
         assert not check_weights(tmp_path, toys.spec_of(tmp_path), may_unpickle=True)
 
 
-def test_a_tie_that_config_json_does_not_name_is_the_familys_usual(
-        toy: Callable[[str], tuple[Path, Held]]) -> None:
+def test_a_tie_that_config_json_does_not_name_is_the_familys_usual(toy):
     for family, is_tied in (("llama-tied", False), ("gpt2", True), ("opt", True), ("gemma2", True),
                             ("smollm3", True), ("qwen3", False), ("t5", True)):
         folder, held = toy(family)

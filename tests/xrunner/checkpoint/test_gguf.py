@@ -1,14 +1,11 @@
 """GGUF files: tokens equal transformers' of the same weights, widened here by GGML's description of
 its types; what is not understood is refused by its key."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
 import sys
 import types
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from replays import answers_of, generated
 from toy_runs import run_in_process
-from toys import EOS, VOCAB, generate, random_queries, stir_norms_and_biases
+from toys import EOS, VOCAB, random_queries, stir_norms_and_biases
 
-from xgpt.app.model_check import check_model_named
+from xgpt.app.models import check_model_named
 from xgpt.core.errors import InputError, MissingExtraError, XgptError
-from xgpt.core.model_file import gguf_in
+from xgpt.core.hf.values import gguf_in
 from xrunner.checkpoint import gguf_file
 from xrunner.checkpoint.gguf_file import write_plain
 from xrunner.checkpoint.layout import wanted_tensors
@@ -31,7 +29,6 @@ from xrunner.checkpoint.tensors import check_weights
 from xrunner.models.weights import TensorPart
 
 gguf = pytest.importorskip("gguf")
-pytest.importorskip("transformers")
 
 LAYOUTS = ((1,), (1, 1), (2,))  # tensor-parallel degrees of the stages
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -45,7 +42,6 @@ KINDS = {"llama": ("Q8_0", "Q4_0"), "llama3": ("Q4_0", "Q8_0"), "qwen2": ("Q4_0"
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 ROPE3 = {**ROPE, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
          "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-Made = Callable[[str], tuple[Path, Any]]
 
 
 def q8_0(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -155,14 +151,14 @@ def own_name(name: str) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def toy(tmp_path_factory):
     @cache
     def make(architecture: str) -> tuple[Path, Any]:
         path = tmp_path_factory.mktemp(architecture) / "toy.gguf"
@@ -178,20 +174,20 @@ def found(path: Path) -> ModelFiles:
 
 
 @pytest.mark.parametrize("architecture", KINDS)
-def test_tokens_equal_generate_of_the_widened_weights(toy: Made, architecture: str) -> None:
+def test_tokens_equal_generate_of_the_widened_weights(toy, architecture):
     (path, model), queries = toy(architecture), random_queries(5)
     files = found(path)
     assert files.spec.stored_as.startswith("GGUF (") and "GGUF file" in files.served_by
     check_weights(files.directory, files.spec)
-    expected = {q.index: generate(model, q) for q in queries}
+    expected = generated(model, queries)
     assert len(set(map(tuple, expected.values()))) > 3
     for degrees in LAYOUTS:
         sink, _ = run_in_process(files.directory, queries, degrees=degrees)
-        assert {r.query.index: list(r.output_ids) for r in sink.results} == expected
+        assert answers_of(sink) == expected
 
 
 @pytest.mark.parametrize("architecture", KINDS)
-def test_any_rows_or_columns_are_those_of_the_whole(toy: Made, architecture: str) -> None:
+def test_any_rows_or_columns_are_those_of_the_whole(toy, architecture):
     path, model = toy(architecture)
     files, state = found(path), model.state_dict()
     reader = CheckpointReader(files.directory, torch.float32)
@@ -205,7 +201,7 @@ def test_any_rows_or_columns_are_those_of_the_whole(toy: Made, architecture: str
                 assert torch.equal(reader.get(name, tuple(whole.shape), part), part.of(whole))
 
 
-def test_a_file_or_its_folder_is_a_model_made_into_a_folder_once(toy: Made) -> None:
+def test_a_file_or_its_folder_is_a_model_made_into_a_folder_once(toy):
     path, _ = toy("llama")
     assert gguf_in(path) == gguf_in(path.parent) == path
     files = found(path)
@@ -222,7 +218,7 @@ def test_a_file_or_its_folder_is_a_model_made_into_a_folder_once(toy: Made) -> N
 
 @pytest.mark.parametrize("architecture", KINDS)
 def test_a_copy_as_safetensors_holds_the_same_and_is_read_by_transformers(
-        toy: Made, architecture: str, tmp_path: Path) -> None:
+        toy, architecture, tmp_path):
     import transformers
 
     path, model = toy(architecture)
@@ -235,8 +231,7 @@ def test_a_copy_as_safetensors_holds_the_same_and_is_read_by_transformers(
     assert all(torch.equal(held[name], weight) for name, weight in model.state_dict().items())
 
 
-def test_without_room_for_the_copy_what_is_needed_is_said(
-        toy: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_the_copy_what_is_needed_is_said(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=5))
     with pytest.raises(XgptError, match=r"are needed there for the weights of toy\.gguf"):
         write_plain(toy("llama")[0], tmp_path / "made")
@@ -246,14 +241,13 @@ def test_without_room_for_the_copy_what_is_needed_is_said(
 @pytest.mark.parametrize(("metadata", "named"), [
     ({"expert_count": 4}, "llama.expert_count"), ({"rope.new_kind": 1}, "llama.rope.new_kind"),
     ({"attention.value_length": 8}, "llama.attention.value_length")])
-def test_metadata_that_is_not_understood_is_refused_by_its_key(
-        tmp_path: Path, metadata: dict[str, Any], named: str) -> None:
+def test_metadata_that_is_not_understood_is_refused_by_its_key(tmp_path, metadata, named):
     make_gguf("llama", tmp_path / "toy.gguf", **metadata)
     with pytest.raises(InputError, match=named):
         found(tmp_path)
 
 
-def test_what_is_no_gguf_file_or_another_architecture_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_gguf_file_or_another_architecture_is_refused(tmp_path):
     path = tmp_path / "toy.gguf"
     path.write_bytes(b"not GGUF at all, but long enough for a header")
     with pytest.raises(InputError, match=r"toy.gguf.*cannot be read as GGUF"):
@@ -266,8 +260,7 @@ def test_what_is_no_gguf_file_or_another_architecture_is_refused(tmp_path: Path)
         found(path)
 
 
-def test_without_the_package_the_line_that_installs_it_is_said(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_line_that_installs_it_is_said(tmp_path, monkeypatch):
     (tmp_path / "toy.gguf").write_bytes(b"GGUF")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(MissingExtraError, match=r"gguf.*pip install"):

@@ -1,9 +1,6 @@
 """A model is known by what is in its files, not by where they lie or when they were written."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +8,7 @@ import pytest
 from xrunner.checkpoint.identity import changed_files, model_files
 
 
-def test_other_weights_of_the_same_size_and_shape_are_another_model(tmp_path: Path) -> None:
+def test_other_weights_of_the_same_size_and_shape_are_another_model(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     (first / "config.json").write_text("{}")
@@ -31,7 +28,7 @@ def test_other_weights_of_the_same_size_and_shape_are_another_model(tmp_path: Pa
     assert changed_files(before, model_files(second)) == ["model.safetensors", "tokenizer.json"]
 
 
-def test_a_small_file_is_read_whole(tmp_path: Path) -> None:
+def test_a_small_file_is_read_whole(tmp_path):
     (tmp_path / "model.bin").write_bytes(bytes(100_000))
     before = model_files(tmp_path)
     (tmp_path / "model.bin").write_bytes(bytes(70_001) + b"x" + bytes(29_998))
@@ -41,7 +38,7 @@ def test_a_small_file_is_read_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "tokenizer.model", "merges.txt", "chat_template.jinja", "model.gguf"])
-def test_each_file_that_decides_answers_is_looked_at(name: str, tmp_path: Path) -> None:
+def test_each_file_that_decides_answers_is_looked_at(name, tmp_path):
     before = model_files(tmp_path)
     (tmp_path / name).write_text("one")
     there = model_files(tmp_path)

@@ -1,22 +1,20 @@
 """Loading: every tensor of a slice once, from any kind of checkpoint directory, and what of it
 came from the disk."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from representative import some
+from examples import some
 from toy_runs import split_stages
 from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of
 
-from xrunner import loading
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.loading import DiskMeter, disk_bytes_per_s
 from xrunner.models.encoder_decoder import load_stage
+from xrunner.rank import loading
+from xrunner.rank.loading import DiskMeter
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -46,8 +44,7 @@ def load(directory: Path, dtype: torch.dtype, num_stages: int) -> list[Noting]:
 @pytest.mark.parametrize("family", some(
     (*FAMILIES, *ENCODER_DECODER_FAMILIES),
     lambda family: family in ("llama-tied", "opt", "gpt2", "t5", "bart")))
-def test_half_precision_and_sharded_directories_load_and_each_tensor_once(
-        family: str, tmp_path: Path) -> None:
+def test_half_precision_and_sharded_directories_load_and_each_tensor_once(family, tmp_path):
     model = make_model(family, tmp_path / "float32")
     for dtype in HALVES:
         name = str(dtype).removeprefix("torch.")
@@ -72,7 +69,7 @@ def test_half_precision_and_sharded_directories_load_and_each_tensor_once(
 
 
 @pytest.fixture
-def cold_file(tmp_path: Path) -> Path:
+def cold_file(tmp_path):
     """32 MiB that no cache holds."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(os.urandom(2**20) * 32)
@@ -83,7 +80,7 @@ def cold_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="drops caches by posix_fadvise")
-def test_bytes_from_the_disk_are_told_from_those_in_memory(cold_file: Path) -> None:
+def test_bytes_from_the_disk_are_told_from_those_in_memory(cold_file):
     meter = DiskMeter()
     if meter.num_bytes is None:
         pytest.skip("this system does not count what a process reads of storage")
@@ -98,15 +95,6 @@ def test_bytes_from_the_disk_are_told_from_those_in_memory(cold_file: Path) -> N
     assert again is not None and again < 2**20
 
 
-def test_without_a_count_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_count_nothing_is_claimed(monkeypatch):
     monkeypatch.setattr(loading, "_storage_bytes", lambda: None)
     assert DiskMeter().num_bytes is None
-
-
-def test_the_disks_own_rate_is_sampled_from_the_largest_file(cold_file: Path,
-                                                             tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    rate = disk_bytes_per_s(tmp_path)
-    assert rate is None or rate > 0  # a file system may refuse to read past the page cache
-    cold_file.unlink()
-    assert disk_bytes_per_s(tmp_path) is None, "two bytes measure no rate"

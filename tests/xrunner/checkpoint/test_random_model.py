@@ -1,7 +1,5 @@
 """`weights: random`: the same model however it is divided, and never more of it than a slice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from representative import some
+from examples import some
 from safetensors.torch import save_file
 from toy_runs import run_in_process, split_stages
 from toys import logits_of, random_queries, spec_of
@@ -18,10 +16,10 @@ from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.reader import CheckpointReader, MadeWeights, open_weights
 from xrunner.checkpoint.source import read_spec, write_random_model
-from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
-from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
+from xrunner.models.weights import WHOLE, Shard
 from xrunner.ops.contexts import encode_context, whole_inputs
 
 SMALL = ModelSpec(name="small", family="llama", num_layers=4, hidden_size=48, num_heads=6,
@@ -44,27 +42,26 @@ def folder_of(tmp_path: Path, spec: ModelSpec) -> Path:
 
 
 @pytest.mark.parametrize("name", catalog.names("model"))
-def test_every_shape_of_the_catalog_is_stated_and_read_back(name: str, tmp_path: Path) -> None:
+def test_every_shape_of_the_catalog_is_stated_and_read_back(name, tmp_path):
     folder = folder_of(tmp_path, catalog.model(name))
     assert read_spec(folder, "whatever") == catalog.model(name)
     assert isinstance(open_weights(folder, torch.float32), MadeWeights)
 
 
-def test_a_folder_of_random_weights_has_no_text_and_no_end(tmp_path: Path) -> None:
+def test_a_folder_of_random_weights_has_no_text_and_no_end(tmp_path):
     folder = folder_of(tmp_path, SMALL)
     assert eos_ids(folder) == frozenset() and start_token(folder) == 0
     assert TextTokenizer(folder).decode([1, 2]) == ""
 
 
-def test_a_folder_of_any_other_kind_is_a_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_of_any_other_kind_is_a_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     assert isinstance(open_weights(tmp_path, torch.float32), CheckpointReader)
 
 
 @pytest.mark.parametrize("family", some(SHAPES, lambda family: family in ("opt", "t5")))
-def test_the_tokens_do_not_depend_on_how_the_model_is_divided(
-        family: str, tmp_path: Path) -> None:
+def test_the_tokens_do_not_depend_on_how_the_model_is_divided(family, tmp_path):
     folder = folder_of(tmp_path, SHAPES[family])
     queries = [replace(q, max_new_tokens=12, is_forced=True) for q in random_queries(7)]
     answers = []
@@ -91,7 +88,7 @@ def allocated_peak(work: Callable[[], object]) -> tuple[object, int]:
 
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("degree", [1, 2])
-def test_a_rank_holds_its_slice_and_little_more(family: str, degree: int, tmp_path: Path) -> None:
+def test_a_rank_holds_its_slice_and_little_more(family, degree, tmp_path):
     spec = replace(SHAPES[family], hidden_size=384, intermediate_size=1536, vocab_size=6000,
                    num_layers=6, num_encoder_layers=6 if family == "t5" else 0)
     folder = folder_of(tmp_path, spec)
@@ -99,8 +96,7 @@ def test_a_rank_holds_its_slice_and_little_more(family: str, degree: int, tmp_pa
     for stage in stages:
         weights = open_weights(folder, torch.bfloat16)
         shard = WHOLE if degree == 1 else Shard(1, 2)
-        model, peak = allocated_peak(
-            partial(load_stage, spec, weights, stage, shard))
+        model, peak = allocated_peak(partial(load_stage, spec, weights, stage, shard))
         slice_bytes = weights.bytes_read
         assert model is not None
         assert 0.2 * spec.num_params * 2 / degree < slice_bytes < 0.75 * spec.num_params * 2
@@ -111,7 +107,7 @@ def test_a_rank_holds_its_slice_and_little_more(family: str, degree: int, tmp_pa
 
 
 @pytest.mark.parametrize("family", some(SHAPES, lambda family: family in ("llama", "t5")))
-def test_activations_stay_finite_in_half_precision(family: str, tmp_path: Path) -> None:
+def test_activations_stay_finite_in_half_precision(family, tmp_path):
     spec = replace(SHAPES[family], hidden_size=768, num_heads=12, num_kv_heads=None,
                    intermediate_size=3072)
     folder = folder_of(tmp_path, spec)

@@ -1,29 +1,25 @@
 """KV entries in blocks: each query finds its own, no block is had twice and none is lost, whatever
 joins, grows and goes; and what a rule admits is there, in as many blocks as it counts."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from examples import examples
+from examples import examples, some
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import SOURCES, TORCH, Implementation
-from representative import some
+from implementations import SOURCES, TORCH
+from replays import answers_of, generated
 from toy_runs import run_in_process
-from toys import generate, random_queries
+from toys import random_queries
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
-from xrunner.engine import blocks, group
-from xrunner.engine.blocks import BlockCache, BlockPool, Blocks, Room
-from xrunner.engine.kv import kv_shape
+from xrunner.engine import group
+from xrunner.engine import kv as blocks
+from xrunner.engine.kv import BlockPool, KvCache, Room, kv_shape
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, blocks_of, sarathi, vllm
 from xrunner.rules.rra import RraRule
@@ -35,16 +31,16 @@ SPEC = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=8, num_he
 SLOTS, CAPACITY = 6, 70
 
 
-def cache_of(count: int, size: int = 16) -> BlockCache:
+def cache_of(count: int, size: int = 16) -> KvCache:
     room = Room(SLOTS, CAPACITY, count * size, 1)
     shape = kv_shape(SPEC, torch.float32, slots=count, capacity=size)
-    return Blocks(shape, room).caches()[0]
+    return KvCache(shape, room=room)
 
 
 class Written:
     """A group's queries, and what of the cache is theirs."""
 
-    def __init__(self, cache: BlockCache) -> None:
+    def __init__(self, cache: KvCache) -> None:
         self.cache, self.slots = cache, GroupSlots[int]()
         self.expected: dict[int, torch.Tensor] = {}
         self.next = 0
@@ -85,8 +81,7 @@ class Written:
 
 @examples(60)
 @given(st.data(), st.sampled_from([1, 16, 32, 128]))
-def test_each_query_finds_its_own_entries_whatever_joins_grows_and_goes(data: st.DataObject,
-                                                                        size: int) -> None:
+def test_each_query_finds_its_own_entries_whatever_joins_grows_and_goes(data, size):
     width = -(-CAPACITY // size)
     written = Written(cache_of(SLOTS * width, size))
     for _ in range(data.draw(st.integers(1, 10))):
@@ -103,17 +98,17 @@ def test_each_query_finds_its_own_entries_whatever_joins_grows_and_goes(data: st
     assert written.cache.peak_bytes <= written.cache.num_bytes
 
 
-def test_a_pool_gives_no_block_that_is_not_there() -> None:
-    pool = BlockPool(3)
-    taken = [pool.take() for _ in range(3)]
+def test_a_pool_gives_no_block_that_is_not_there():
+    pool = BlockPool(kv_shape(SPEC, torch.float32, slots=3, capacity=1))
+    taken = pool.take(3)
     assert sorted(taken) == [0, 1, 2]
     with pytest.raises(AssertionError, match="more was admitted than planned"):
-        pool.take()
+        pool.take(1)
     pool.give_back([taken[1]])
-    assert pool.take() == taken[1] and pool.most_taken == 3
+    assert pool.take(1) == [taken[1]] and pool.most_taken == 3
 
 
-def test_blocks_are_not_copied_where_slots_move() -> None:
+def test_blocks_are_not_copied_where_slots_move():
     written = Written(cache_of(30))
     written.step(set(), 4, {0: 40, 1: 17, 2: 3, 3: 33})
     before = written.cache.store.clone()
@@ -124,9 +119,8 @@ def test_blocks_are_not_copied_where_slots_move() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(0, 3000), st.sampled_from([1, 16]),
        st.sampled_from([16, 32, 128]), st.integers(1, 3), st.integers(0, 2**20))
-def test_there_are_blocks_for_whatever_the_budget_admits(
-        slots: int, capacity: int, tokens: int, unit: int, size: int, groups: int,
-        seed: int) -> None:
+def test_there_are_blocks_for_whatever_the_budget_admits(slots, capacity, tokens, unit, size,
+                                                         groups, seed):
     room, rng = Room(slots, capacity, tokens // unit * unit, unit, groups), random.Random(seed)
     left, taken = room.tokens, 0
     for _ in range(slots * groups):
@@ -140,7 +134,6 @@ def test_there_are_blocks_for_whatever_the_budget_admits(
         assert room.num_blocks(size) * size <= room.tokens, "not a token more than was planned"
 
 
-Made = Callable[[str], tuple[Path, Any]]
 TIGHT = 6 * BLOCK_TOKENS
 
 
@@ -170,8 +163,7 @@ class Counting:
 
 @pytest.mark.parametrize("policy", ["vllm", "sarathi"])
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_run_has_the_blocks_that_its_rule_counts(
-        made: Made, monkeypatch: pytest.MonkeyPatch, policy: str, num_stages: int) -> None:
+def test_a_run_has_the_blocks_that_its_rule_counts(made, monkeypatch, policy, num_stages):
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
     rule = rule_of(policy, groups=num_stages)
     assert isinstance(rule, PagedRule)
@@ -180,7 +172,7 @@ def test_a_run_has_the_blocks_that_its_rule_counts(
                                      rule=counting)
     assert len(sink.results) == len(queries)
     for executor in executors:
-        pools = [own.cache.pool for own in executor.groups]  # type: ignore[union-attr]
+        pools = [own.cache.pool for own in executor.groups]
         assert [pool.count for pool in pools] == [TIGHT // BLOCK_TOKENS] * num_stages
         if policy == "vllm":
             assert [pool.most_taken for pool in pools] == counting.most
@@ -196,27 +188,24 @@ def test_a_run_has_the_blocks_that_its_rule_counts(
 @pytest.mark.parametrize(("implementation", "policy"), some(
     product([TORCH, SOURCES], ["orca", "vllm", "sarathi"]),
     lambda case: case[0] is TORCH or case[1] == "vllm"), ids=str)
-def test_torch_and_the_cuda_sources_answer_as_generate_does(
-        made: Made, monkeypatch: pytest.MonkeyPatch, implementation: Implementation,
-        policy: str) -> None:
+def test_torch_and_the_cuda_sources_answer_as_generate_does(made, monkeypatch, implementation,
+                                                            policy):
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
     # the emulated launches take their time
     (directory, model), queries = made("llama"), random_queries(8 if implementation is TORCH else 4)
     with implementation.using():
         sink, _ = run_in_process(directory, queries, num_stages=1, rule=rule_of(policy))
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
-        query.index: generate(model, query) for query in queries}
+    assert answers_of(sink) == generated(model, queries)
 
 
-def test_rules_that_leave_queries_where_they_are_ask_for_blocks() -> None:
+def test_rules_that_leave_queries_where_they_are_ask_for_blocks():
     rra = RraRule(encode_batch=4, decode_iterations=5, num_groups=2, max_active=12, kv_tokens=999)
     assert kv_budget(rra) is None and kv_budget(rra, in_blocks=True) == (999 // 2, 1, False)
     assert kv_budget(rule_of("orca", 2)) == (100, 1, False)
     assert kv_budget(rule_of("vllm", 2)) == (TIGHT, BLOCK_TOKENS, False)
 
 
-def test_a_device_that_holds_what_is_planned_is_not_asked_for_rows(
-        made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_holds_what_is_planned_is_not_asked_for_rows(made, monkeypatch):
     """A small device: rows of the longest query do not fit, blocks of the same plan do; and what
     is missing is said before any memory is taken."""
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)

@@ -1,16 +1,14 @@
 """`run.deterministic`: a query's numbers are the same bits alone, in batches of any size, in
 chunks, and by any policy."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from representative import some
+from examples import some
+from holding import rule_of
 from toy_runs import run_in_process, run_waa_in_process, stages_of, toy_waa_rules, waa_pools
 from toys import random_queries, spec_of
 
@@ -22,18 +20,14 @@ from xrunner.ops import invariant
 from xrunner.ops.contexts import decode_context, encode_context
 from xrunner.ops.linear import Product
 from xrunner.query import PreparedQuery, Sampling
-from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import sarathi, vllm
-from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import Span
-from xrunner.rules.static import StaticRule
 
 DTYPES = [torch.float32, torch.bfloat16]
 LENGTHS = [1, 37, 5, 300, 64, 2, 18]
 
 
 @pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
+def deterministic():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -47,8 +41,7 @@ def deterministic() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out", "into"), [(7, 5), (96, 64), (576, 1536), (1536, 576)])
-def test_a_row_of_a_product_is_the_same_bits_wherever_it_is(dtype: torch.dtype, out: int,
-                                                            into: int) -> None:
+def test_a_row_of_a_product_is_the_same_bits_wherever_it_is(dtype, out, into):
     generator = torch.Generator().manual_seed(out)
     product = Product((torch.randn(out, into, generator=generator) / into ** 0.5).to(dtype),
                       torch.randn(out, generator=generator).to(dtype), activation="gelu")
@@ -65,8 +58,7 @@ def test_a_row_of_a_product_is_the_same_bits_wherever_it_is(dtype: torch.dtype, 
 @pytest.mark.parametrize(("family", "dtype"), some(
     product(("llama", "gpt2"), DTYPES),
     lambda case: case in (("llama", torch.bfloat16), ("gpt2", torch.float32))))
-def test_hidden_states_are_the_same_bits_in_any_batch_and_in_chunks(
-        made: Any, family: str, dtype: torch.dtype) -> None:
+def test_hidden_states_are_the_same_bits_in_any_batch_and_in_chunks(made, family, dtype):
     directory = made(family)[0]
     spec, [stage] = spec_of(directory), stages_of(directory, [1])
     longest = min(300, (spec.max_positions or 10**6) - 4)
@@ -109,7 +101,7 @@ def test_hidden_states_are_the_same_bits_in_any_batch_and_in_chunks(
 
 
 @pytest.mark.parametrize("dtype", some(DTYPES, lambda dtype: dtype == torch.float32))
-def test_answers_are_the_same_by_every_policy(llama: tuple[Path, Any], dtype: torch.dtype) -> None:
+def test_answers_are_the_same_by_every_policy(llama, dtype):
     directory = llama[0]
     queries = [PreparedQuery(index=q.index, id=q.id, input_ids=q.input_ids, is_forced=True,
                              max_new_tokens=1 + q.max_new_tokens % 9, sampling=Sampling(
@@ -124,20 +116,15 @@ def test_answers_are_the_same_by_every_policy(llama: tuple[Path, Any], dtype: to
 
     alone: dict[int, Any] = {}
     for query in queries:
-        alone |= answers([query], RraRule(encode_batch=1, decode_iterations=4, num_groups=1,
-                                          max_active=1, kv_tokens=10_000))
+        alone |= answers([query], rule_of("rra", encode=1, iterations=4, batch=1))
     rules = {
-        "rra": RraRule(encode_batch=5, decode_iterations=3, num_groups=1, max_active=12,
-                       kv_tokens=10_000),
-        "chunks": RraRule(encode_batch=5, decode_iterations=3, num_groups=1, max_active=12,
-                          kv_tokens=10_000, encode_chunk=7),
-        "ft": StaticRule(encode_batch=9, num_groups=1, kv_tokens=10_000, encode_micro_batches=1),
-        "orca": OrcaRule(num_groups=1, max_active=6, kv_tokens=10_000),
-        "vllm": vllm(num_groups=1, max_active=5, kv_tokens=10_000, token_budget=40),
-        "sarathi": sarathi(num_groups=1, max_active=5, kv_tokens=10_000, token_budget=9)}
+        "rra": rule_of("rra", encode=5, iterations=3, batch=12),
+        "chunks": rule_of("rra", encode=5, iterations=3, batch=12, chunk=7),
+        "ft": rule_of("ft", batch=9), "orca": rule_of("orca"), "vllm": rule_of("vllm"),
+        "sarathi": rule_of("sarathi", budget=9)}
     for policy, rule in rules.items():
         assert answers(queries, rule) == alone, policy
-    assert answers(queries, OrcaRule(num_groups=2, max_active=6, kv_tokens=10_000),
+    assert answers(queries, rule_of("orca", groups=2),
                    degrees=[1, 1]) == alone, "two stages"
     if dtype == torch.float32:  # the support's WAA is of float32
         sink, _ = run_waa_in_process(directory, queries, waa_pools(directory, [1], [1]),
@@ -145,7 +132,7 @@ def test_answers_are_the_same_by_every_policy(llama: tuple[Path, Any], dtype: to
         assert {r.query.index: r.output_ids for r in sink.results} == alone, "waa"
 
 
-def test_a_product_that_no_tile_makes_even_is_refused() -> None:
+def test_a_product_that_no_tile_makes_even_is_refused():
     calls = iter(range(10**6))
 
     def product(x: torch.Tensor) -> torch.Tensor:

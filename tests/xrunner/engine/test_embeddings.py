@@ -1,33 +1,24 @@
-"""Embeddings of texts are transformers' last hidden states, the last token's or their mean, over
-stages, tensor-parallel groups and policies."""
-
-from __future__ import annotations
+"""What is told beside tokens is transformers' own, over stages, tensor-parallel groups and rules:
+embeddings, the last hidden states or their mean; log-likelihoods of chosen and of given tokens.
+`min_tokens` bars the end as transformers does."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from representative import some
-
-pytest.importorskip("torch", reason="the runner needs the extra `run`")
 import torch
 import toy_runs
 import toys
+from examples import some
+from holding import rule_of
 
-from xrunner.io.result_line import result_line
+from xrunner.files.result_line import result_line
+from xrunner.ops.likelihoods import packed, unpacked
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling
-from xrunner.rules.static import StaticRule
 
 QUERIES = toys.random_queries(12)
-
-
-@pytest.fixture(scope="module", params=["llama", "gpt2", "opt"])
-def toy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
-        ) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp(request.param)
-    return folder, toys.make_model(request.param, folder)
 
 
 def embedded(pooled: str) -> list[PreparedQuery]:
@@ -39,21 +30,19 @@ def expected(model: Any, query: PreparedQuery) -> list[float]:
     with torch.no_grad():
         states = model.base_model(torch.tensor([list(query.input_ids)])).last_hidden_state[0]
     pooled = states[-1] if query.sampling.pooled == "last" else states.mean(dim=0)
-    values: list[float] = pooled.tolist()
-    return values
+    return pooled.tolist()
 
 
 LAYOUTS = [((1,), False), ((1, 1), True), ((2,), False), ((1, 2), False), ((1, 1, 1), True)]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 @pytest.mark.parametrize(("degrees", "is_static", "pooled"), some(
     [(*layout, pooled) for layout in LAYOUTS for pooled in ("last", "mean")],
     lambda case: LAYOUTS.index(case[:2]) in ((2, 4) if case[2] == "last" else (0, 3))))
-def test_embeddings_are_transformers_last_hidden_states(
-        toy: tuple[Path, Any], degrees: tuple[int, ...], is_static: bool, pooled: str) -> None:
-    folder, model = toy
-    rule = StaticRule(encode_batch=5, num_groups=2, encode_micro_batches=2,
-                      kv_tokens=10_000) if is_static else None
+def test_embeddings_are_transformers_last_hidden_states(made, family, degrees, is_static, pooled):
+    folder, model = made(family)
+    rule = rule_of("ft", groups=2, batch=5) if is_static else None
     sink, _ = toy_runs.run_in_process(folder, embedded(pooled), degrees=degrees, num_groups=2,
                                       rule=rule)
     assert sorted(result.query.index for result in sink.results) == list(range(12))
@@ -63,7 +52,7 @@ def test_embeddings_are_transformers_last_hidden_states(
         assert result.embedding == pytest.approx(expected(model, query), abs=2e-4, rel=1e-4)
 
 
-def test_what_is_no_number_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_what_is_no_number_is_an_error_of_its_own(tmp_path):
     model = toys.make_model("gpt2-untied", tmp_path)
     with torch.no_grad():
         model.transformer.wte.weight[7] = 3e38  # overflows in the first norm
@@ -77,18 +66,114 @@ def test_what_is_no_number_is_an_error_of_its_own(tmp_path: Path) -> None:
     assert result_line(bad, "toy", str)["embedding"] == []
 
 
-def test_openais_line_has_an_embedding_of_length_one() -> None:
+def test_openais_line_has_an_embedding_of_length_one():
     types = pytest.importorskip("openai.types", reason="its types are in the extra `dev`")
     query = replace(embedded("last")[0], is_openai=True, id="a")
-    line = result_line(FinishedQuery(
+    finished = FinishedQuery(
         query=query, output_ids=(0,), finish_reason="stop", text="", encode_start_s=0.0,
-        first_token_s=1.0, last_token_s=1.0, embedding=(3.0, 0.0, -4.0)), "toy", str)
-    body = line["response"]["body"]
+        first_token_s=1.0, last_token_s=1.0, embedding=(3.0, 0.0, -4.0))
+    body = result_line(finished, "toy", str)["response"]["body"]
     types.CreateEmbeddingResponse.model_validate(body, strict=True)
     assert body["data"][0]["embedding"] == [0.6, 0.0, -0.8]
     assert body["usage"]["prompt_tokens"] == len(query.input_ids)
-    own = result_line(FinishedQuery(
-        query=replace(query, is_openai=False), output_ids=(0,), finish_reason="stop", text="",
-        encode_start_s=0.0, first_token_s=1.0, last_token_s=1.0,
-        embedding=(3.0, math.pi, -4.0)), "toy", str)
+    own = result_line(replace(finished, query=replace(query, is_openai=False),
+                              embedding=(3.0, math.pi, -4.0)), "toy", str)
     assert own["embedding"] == [3.0, 3.14159265, -4.0] and own["output_tokens"] == 0
+
+
+def log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """[tokens, V] of transformers: row i is of the token after the first i + 1."""
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([list(tokens)])).logits[0].float(), dim=-1)
+
+
+def check_chosen(model: Any, result: FinishedQuery) -> None:
+    query, ids = result.query, result.output_ids
+    if query.sampling.top_logprobs is None:
+        assert result.likelihoods == ()
+        return
+    rows = log_softmax(model, [*QUERIES[query.index].input_ids, *ids])
+    first = len(QUERIES[query.index].input_ids) - 1
+    assert len(result.likelihoods) == len(ids)
+    for place, (token, told) in enumerate(zip(ids, result.likelihoods, strict=True)):
+        row = rows[first + place]
+        assert told.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        likeliest = torch.topk(row, query.sampling.top_logprobs)
+        assert [token for token, _ in told.top] == likeliest.indices.tolist()
+        assert [value for _, value in told.top] == pytest.approx(
+            likeliest.values.tolist(), abs=1e-4)
+
+
+def asking() -> list[PreparedQuery]:
+    """Some ask for likelihoods, of several numbers of tokens; some draw; some have no end before
+    so many tokens."""
+    found = []
+    for query in QUERIES:
+        i = query.index
+        sampling = Sampling(
+            temperature=0.8 if i % 4 == 3 else 0.0, seed=i,
+            top_logprobs=(None, 0, 2, 5)[i % 4],
+            barred=(toys.EOS,) if i % 3 == 0 else (),
+            barred_until=len(query.input_ids) + 7 if i % 3 == 0 else 0)
+        found.append(replace(query, sampling=sampling))
+    return found
+
+
+@pytest.mark.parametrize("degrees", some([((1,),), ((1, 1),), ((2,),), ((1, 2),)],
+                                         lambda case: case in (((1,),), ((1, 2),))))
+def test_what_is_told_of_chosen_tokens_is_transformers_own(llama, degrees):
+    folder, model = llama
+    sink, _ = toy_runs.run_in_process(folder, asking(), degrees=degrees, num_groups=2)
+    assert len(sink.results) == len(QUERIES)
+    for result in sink.results:
+        check_chosen(model, result)
+        if not result.query.sampling.is_drawn:
+            assert list(result.output_ids) == _generated(model, result.query)
+
+
+def _generated(model: Any, query: PreparedQuery) -> list[int]:
+    """As transformers, which bars the end from the first `min_new_tokens`."""
+    inputs = torch.tensor([QUERIES[query.index].input_ids])
+    least = min(7, query.max_new_tokens) if query.sampling.barred else 0
+    with torch.no_grad():
+        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
+                             max_new_tokens=query.max_new_tokens, min_new_tokens=least,
+                             eos_token_id=toys.EOS, pad_token_id=0)
+    return out[0, inputs.shape[1]:].tolist()
+
+
+def scored(count: int = 12) -> list[PreparedQuery]:
+    """Continuations of one to seven tokens."""
+    found = []
+    for query in toys.random_queries(count, seed=5, longest=25):
+        ids = [*query.input_ids, 7, 11]
+        own = min(1 + query.index % 7, len(ids) - 1)
+        found.append(replace(query, input_ids=tuple(ids[:-1]), max_new_tokens=1, is_forced=True,
+                             sampling=Sampling(targets=tuple(ids[-own:]))))
+    return found
+
+
+@pytest.mark.parametrize(("degrees", "is_static"), some([
+    ((1,), False), ((1, 1), False), ((2,), True), ((1, 2), False), ((1, 1, 1), True)],
+    lambda case: case in (((1, 2), False), ((1, 1, 1), True))))
+def test_given_tokens_are_as_likely_as_transformers_finds_them(llama, degrees, is_static):
+    folder, model = llama
+    rule = rule_of("ft", groups=2, batch=5) if is_static else None
+    sink, _ = toy_runs.run_in_process(folder, scored(), degrees=degrees, num_groups=2, rule=rule)
+    assert sorted(result.query.index for result in sink.results) == list(range(12))
+    for result in sink.results:
+        query, targets = scored()[result.query.index], result.query.sampling.targets
+        rows = log_softmax(model, [*query.input_ids, targets[-1]])[-len(targets) - 1:-1]
+        assert [one.logprob for one in result.likelihoods] == pytest.approx(
+            rows.gather(1, torch.tensor(targets)[:, None])[:, 0].tolist(), abs=1e-4)
+        assert [one.top[0][0] for one in result.likelihoods] == rows.argmax(dim=1).tolist()
+
+
+def test_what_is_told_of_some_tokens_travels_with_those_of_all():
+    tokens = torch.tensor([3, 49_000, 5])
+    told = [None, torch.tensor([[-0.5, 8.0, 9.0, -0.5, -1.5]]), torch.tensor([[-2.0], [-3.0]])]
+    ids, likelihoods = unpacked(packed(tokens, told), 3)
+    assert ids == [3, 49_000, 5]
+    assert likelihoods == [((), ()), (((-0.5, ((8, -0.5), (9, -1.5))),), ()),
+                           (((-2.0, ()), (-3.0, ())), ())]
+    assert unpacked(tokens, 3) == (ids, [])

@@ -1,30 +1,23 @@
 """Greedy float32 tokens equal transformers' `generate`, query by query."""
 
-from __future__ import annotations
-
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lockstep import Lockstep
-from representative import some
-from toy_runs import Collector, run_in_process, stages_of
+from examples import some
+from replays import answers_of, generated
+from toy_runs import Collector, Lockstep, run_in_process, stages_of
 from toys import T5_FAMILIES, generate, logits_of, random_queries, spec_of
 
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.encoder_decoder import EncoderDecoderStage
-from xrunner.models.mlp import GatedMlp, PlainMlp
-from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
+from xrunner.models.weights import WHOLE, Shard
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
-from xrunner.ops.head import OutputHead
-from xrunner.ops.linear import Product
 from xrunner.query import Sampling
 
 # each type, and each way of holding the weights
@@ -35,19 +28,18 @@ HALF = some(product([1, 2], [torch.bfloat16, torch.float16]),
 @pytest.mark.parametrize(("num_stages", "num_groups"), some(
     [(1, 1), (1, 3), (2, 2), (3, 3), (5, 2)], lambda case: case == (3, 3)))
 def test_tokens_equal_generate_for_batches_that_join_and_leave(
-        toy: tuple[Path, Any], toy_answers: dict[int, list[int]], num_stages: int,
-        num_groups: int) -> None:
+        toy, toy_answers, num_stages, num_groups):
     directory, _ = toy
     queries = random_queries(17)
     sink, executors = run_in_process(directory, queries, num_stages=num_stages,
                                         num_groups=num_groups)
-    answers = {r.query.index: list(r.output_ids) for r in sink.results}
+    answers = answers_of(sink)
     assert answers == toy_answers
     assert all(e.rows_compacted > 0 for e in executors)  # else compaction went untested
     assert len({len(a) for a in answers.values()}) > 5
 
 
-def test_end_of_sequence_ends_a_query_unless_its_length_is_forced(llama: tuple[Path, Any]) -> None:
+def test_end_of_sequence_ends_a_query_unless_its_length_is_forced(llama):
     directory, model = llama
     queries = [replace(q, max_new_tokens=60) for q in random_queries(25, seed=3)]
     sink, _ = run_in_process(directory, queries, num_stages=2, num_groups=2)
@@ -61,18 +53,16 @@ def test_end_of_sequence_ends_a_query_unless_its_length_is_forced(llama: tuple[P
     assert list(again.output_ids) == generate(model, replace(first, is_forced=True))
 
 
-def test_a_query_of_one_output_token_never_joins_decoding(llama: tuple[Path, Any]) -> None:
+def test_a_query_of_one_output_token_never_joins_decoding(llama):
     directory, model = llama
     queries = [replace(q, max_new_tokens=1) for q in random_queries(6)]
     sink, executors = run_in_process(directory, queries, num_stages=2, num_groups=2)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
-        q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     assert not [record for e in executors for record in e.log if record.kind == "decode"]
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_the_same_seed_draws_the_same_text_whatever_the_schedule(
-        made: Callable[[str], tuple[Path, Any]], family: str) -> None:
+def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made, family):
     directory, _ = made(family)
     queries = [replace(q, is_forced=True, max_new_tokens=12, sampling=Sampling(
         temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
@@ -89,7 +79,7 @@ def test_the_same_seed_draws_the_same_text_whatever_the_schedule(
     assert {r.query.index: r.output_ids for r in sink.results} != texts[0]
 
 
-def test_a_stop_string_cuts_the_text_and_ends_the_query(llama: tuple[Path, Any]) -> None:
+def test_a_stop_string_cuts_the_text_and_ends_the_query(llama):
     directory, model = llama
     query = replace(random_queries(4)[2], max_new_tokens=20, is_forced=True)
     answer = generate(model, query)
@@ -102,19 +92,7 @@ def test_a_stop_string_cuts_the_text_and_ends_the_query(llama: tuple[Path, Any])
     assert len(result.output_ids) < 20
 
 
-def test_stages_load_disjoint_layers_and_together_the_whole_model(toy: tuple[Path, Any]) -> None:
-    directory, model = toy
-    spec = spec_of(directory)
-    _, executors = run_in_process(directory, random_queries(1), num_stages=3, num_groups=1)
-    assert sum(len(e.model.layers) for e in executors) == spec.num_layers
-    held = [_count(e) for e in executors]
-    total = sum(p.numel() for p in model.parameters())
-    copied_head = spec.head_params if spec.tied_embeddings else 0
-    assert sum(held) == total + copied_head
-    assert max(held) < total
-
-
-def test_stopping_early_leaves_whole_results_and_ends_every_stage(llama: tuple[Path, Any]) -> None:
+def test_stopping_early_leaves_whole_results_and_ends_every_stage(llama):
     directory, model = llama
     queries = random_queries(20)
     sink, _ = run_in_process(directory, queries, num_stages=3, num_groups=3,
@@ -125,8 +103,7 @@ def test_stopping_early_leaves_whole_results_and_ends_every_stage(llama: tuple[P
 
 
 @pytest.mark.parametrize(("degree", "dtype"), HALF)
-def test_half_precision_logits_stay_near_transformers_in_the_same(
-        toy: tuple[Path, Any], degree: int, dtype: torch.dtype) -> None:
+def test_half_precision_logits_stay_near_transformers_in_the_same(toy, degree, dtype):
     directory, model = toy
     spec, tokens = spec_of(directory), torch.arange(6, 30)
     biases = [p for name, p in model.named_parameters() if name.endswith("q_proj.bias")]
@@ -152,8 +129,7 @@ def test_half_precision_logits_stay_near_transformers_in_the_same(
     # transformers in float16 is slow on a CPU
     lambda case: case[1:] == (2, torch.bfloat16)))
 def test_half_precision_logits_of_t5_stay_near_transformers_in_the_same(
-        made: Callable[[str], tuple[Path, Any]], family: str, degree: int,
-        dtype: torch.dtype) -> None:
+        made, family, degree, dtype):
     directory, model = made(family)
     spec, stage = spec_of(directory), stages_of(directory, [1])[0]
     # unscaled attention makes one input's rounding a matter of luck: several are taken together
@@ -195,22 +171,3 @@ def assert_as_near(ours: torch.Tensor, exact: torch.Tensor, theirs: torch.Tensor
     scale, slack = exact.std(), 0.01 if theirs.dtype == torch.bfloat16 else 0.01 / 8
     error, their_error = ((x.float() - exact).abs().mean() / scale for x in (ours, theirs))
     assert error < 1.5 * their_error + slack, f"{error = } {their_error = }"
-
-
-def _count(executor: Any) -> int:
-    """Parameters that its layers and ends hold."""
-    return sum(_numbers(owner.weights) for owner in (*executor.model.layers, executor.model.ends))
-
-
-def _numbers(value: Any) -> int:
-    if isinstance(value, (OutputHead, Product)):  # by its shape: a packed weight may be padded
-        assert value.tensors
-        bias = value.bias if isinstance(value, Product) else None
-        return math.prod(value.shape) + (0 if bias is None else bias.numel())
-    if isinstance(value, PlainMlp):
-        return _numbers((value.up, value.down))
-    if isinstance(value, GatedMlp):
-        return _numbers((value.gate_up, value.down))
-    if isinstance(value, tuple):
-        return sum(_numbers(part) for part in value)
-    return value.numel() if isinstance(value, torch.Tensor) else 0

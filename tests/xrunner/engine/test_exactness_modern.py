@@ -2,18 +2,16 @@
 and after each block, norms of queries and keys, windows shorter than the sequences, soft-capping,
 rotary positions of every kind, fused tensors, multipliers, experts."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import modern
 import pytest
 import torch
-from representative import some
+import toys
+from examples import some
+from replays import answers_of
 from toy_runs import run_in_process, run_waa_in_process, stages_of, toy_waa_rules, waa_pools
 from toys import VOCAB, generate, logits_of, random_queries, spec_of
 
@@ -24,25 +22,24 @@ from xrunner.models.stage_model import StageModel
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.query import PreparedQuery
 
-Made = Callable[[str], tuple[Path, Any]]
 QUICK = (2, 1)  # tensor-parallel degrees of the stages
 LAYOUTS = [(1,), (1, 1), (1, 1, 1), (2,)]
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def toy(tmp_path_factory):
     """(directory, transformers' model) of a family, made when first asked for."""
 
     @cache
     def make(family: str) -> tuple[Path, Any]:
         directory = tmp_path_factory.mktemp(family)
-        return directory, modern.make_modern(family, directory)
+        return directory, toys.make_modern(family, directory)
 
     return make
 
 
 @pytest.fixture(scope="module")
-def expected(toy: Made) -> Callable[[str], dict[int, list[int]]]:
+def expected(toy):
     @cache
     def answers(family: str) -> dict[int, list[int]]:
         return {q.index: generate(toy(family)[1], q) for q in queries()}
@@ -55,42 +52,36 @@ def queries() -> list[PreparedQuery]:
 
 
 # the logits of all are compared below
-@pytest.mark.parametrize("family", some(modern.FAMILIES, lambda family: family in (
+@pytest.mark.parametrize("family", some(toys.MODERN_FAMILIES, lambda family: family in (
     "qwen2-windows", "gemma3", "phi4-mini", "granite", "qwen3-moe")))
-def test_tokens_equal_generate_on_two_stages_of_which_one_is_divided(
-        toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str) -> None:
+def test_tokens_equal_generate_on_two_stages_of_which_one_is_divided(toy, expected, family):
     sink, _ = run_in_process(toy(family)[0], queries(), degrees=QUICK, num_groups=2)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
-    assert max(map(len, expected(family).values())) > modern.WINDOW
+    assert answers_of(sink) == expected(family)
+    assert max(map(len, expected(family).values())) > toys.WINDOW
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", LAYOUTS)
-@pytest.mark.parametrize("family", modern.FAMILIES)
-def test_tokens_equal_generate_in_every_layout(
-        toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str,
-        degrees: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
+def test_tokens_equal_generate_in_every_layout(toy, expected, family, degrees):
     for groups, (batch, iterations) in ((1, (3, 2)), (3, (4, 5))):
         sink, _ = run_in_process(toy(family)[0], queries(), degrees=degrees, num_groups=groups,
                                  encode_batch=batch, decode_iterations=iterations)
-        assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
+        assert answers_of(sink) == expected(family)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pools", [((1,), (1,)), ((1,), (2,)), ((2,), (1, 1))])
-@pytest.mark.parametrize("family", modern.FAMILIES)
-def test_tokens_equal_generate_where_pools_hand_over(
-        toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str,
-        pools: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
+def test_tokens_equal_generate_where_pools_hand_over(toy, expected, family, pools):
     directory = toy(family)[0]
     sink, _ = run_waa_in_process(directory, queries(), waa_pools(directory, *pools),
                                  toy_waa_rules(len(pools[0])))
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
+    assert answers_of(sink) == expected(family)
 
 
-@pytest.mark.parametrize("family", modern.FAMILIES)
-def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(toy: Made,
-                                                                      family: str) -> None:
+@pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
+def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(toy, family):
     directory, model = toy(family)
     spec, (stage,) = spec_of(directory), stages_of(directory, [1])
     ours = StageModel(spec, CheckpointReader(directory, torch.float32), stage, torch.float32)
@@ -106,8 +97,8 @@ def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(toy: Made,
     assert theirs.std() > 0.1
 
 
-@pytest.mark.parametrize("family", modern.FAMILIES)
-def test_the_tensors_that_are_asked_for_are_those_of_the_file(toy: Made, family: str) -> None:
+@pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
+def test_the_tensors_that_are_asked_for_are_those_of_the_file(toy, family):
     directory, model = toy(family)
     spec = spec_of(directory)
     check_weights(directory, spec)
@@ -124,8 +115,7 @@ def test_the_tensors_that_are_asked_for_are_those_of_the_file(toy: Made, family:
     ("mistral-window", {"windows": ()}), ("phi4-mini", {"rotary_dim": None}),
     ("smollm3", {"unrotated": ()}), ("granite", {"residual_scale": 1.0}),
     ("granite", {"logit_scale": 1.0}), ("granite", {"embedding_scale": 1.0})])
-def test_what_a_config_states_changes_the_logits(toy: Made, family: str,
-                                                 unlike: dict[str, Any]) -> None:
+def test_what_a_config_states_changes_the_logits(toy, family, unlike):
     """Else the tests above could not fail for want of it."""
     directory, _ = toy(family)
     spec = spec_of(directory)

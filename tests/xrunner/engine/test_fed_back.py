@@ -1,50 +1,35 @@
 """Tokens that stay where they were chosen: who decodes is fed from there, the host takes each
 step's tokens once, and where no end hangs on them it asks for the next step first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from replayed import problem_of, replayed_steps, run_steps
+from holding import rule_of
+from replays import answers_of, estimated, generated, problem_for, replayed, steps_of, whole_steps
 from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
-from toys import generate, random_queries
+from toys import random_queries
 
-from xgpt.core.job import FixedSchedule
-from xgpt.core.queries import QueryLengths
-from xprofiler.roofline import Roofline
 from xrunner.devices import Arriving
 from xrunner.engine import stage
-from xrunner.engine.last_tokens import FED_BACK, LastTokens
+from xrunner.engine.group import FED_BACK, LastTokens
 from xrunner.engine.stage import StageExecutor
 from xrunner.ops.contexts import decode_context
 from xrunner.query import PreparedQuery
-from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import BLOCK_TOKENS, sarathi, vllm
-from xrunner.rules.rra import RraRule
+from xrunner.rules.paged import BLOCK_TOKENS
 from xrunner.rules.slots import Move, apply_moves, compaction_moves
-from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule, StepKind, rules_for
-from xsimulator.replay.job import replay_job
-from xsimulator.rough.forms import fixed_estimate
 
-Made = Callable[[str], tuple[Path, Any]]
+TIGHT = 5 * BLOCK_TOKENS
 RULES: dict[str, Callable[[], BatchingRule]] = {
-    "rra": lambda: RraRule(encode_batch=4, decode_iterations=5, num_groups=1, max_active=12,
-                           kv_tokens=10_000),
-    "rra in chunks": lambda: RraRule(encode_batch=4, decode_iterations=3, num_groups=1,
-                                     max_active=12, kv_tokens=10_000, encode_chunk=9),
-    "ft": lambda: StaticRule(encode_batch=5, num_groups=1, encode_micro_batches=1,
-                             kv_tokens=10_000),
-    "orca": lambda: OrcaRule(num_groups=1, max_active=6, kv_tokens=10_000),
-    "vllm": lambda: vllm(num_groups=1, max_active=6, kv_tokens=5 * BLOCK_TOKENS, token_budget=60),
-    "sarathi": lambda: sarathi(num_groups=1, max_active=6, kv_tokens=5 * BLOCK_TOKENS,
-                               token_budget=12)}
+    "rra": lambda: rule_of("rra", batch=12),
+    "rra in chunks": lambda: rule_of("rra", batch=12, iterations=3, chunk=9),
+    "ft": lambda: rule_of("ft", batch=5), "orca": lambda: rule_of("orca"),
+    "vllm": lambda: rule_of("vllm", kv_tokens=TIGHT, budget=60),
+    "sarathi": lambda: rule_of("sarathi", kv_tokens=TIGHT, budget=12)}
 
 
 class Watched(Arriving):
@@ -64,14 +49,14 @@ class Watched(Arriving):
 
 
 @pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def notes(monkeypatch):
     Watched.notes = []
     monkeypatch.setattr(stage, "Arriving", Watched)
     return Watched.notes
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepKind, list[int]]]:
+def told(monkeypatch):
     """The kind of each step, and the tokens that come with it."""
     steps: list[tuple[StepKind, list[int]]] = []
     execute = StageExecutor.execute
@@ -89,20 +74,15 @@ def forced(queries: list[PreparedQuery]) -> list[PreparedQuery]:
     return [replace(query, is_forced=True) for query in queries]
 
 
-def answers(sink: Collector) -> dict[int, list[int]]:
-    return {r.query.index: list(r.output_ids) for r in sink.results}
-
-
 @pytest.mark.parametrize("is_forced", [False, True], ids=["ends unknown", "ends known"])
 @pytest.mark.parametrize("policy", RULES)
 def test_the_host_waits_once_a_step_and_is_a_step_ahead_where_ends_are_known(
-        made: Made, notes: list[tuple[str, int]], told: list[tuple[StepKind, list[int]]],
-        policy: str, is_forced: bool) -> None:
+        made, notes, told, policy, is_forced):
     directory, model = made("llama")
     queries = random_queries(14, seed=3)
     queries = forced(queries) if is_forced else queries
     sink, (executor,) = run_in_process(directory, queries, degrees=(1,), rule=RULES[policy]())
-    assert answers(sink) == {q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     steps = len(executor.log)
     assert sorted(notes) == sorted((what, n) for what in ("asked", "known") for n in range(steps))
     ahead = [n for n in range(steps - 1)
@@ -115,70 +95,53 @@ def test_the_host_waits_once_a_step_and_is_a_step_ahead_where_ends_are_known(
     assert decoded and all(set(tokens) == {FED_BACK} for tokens in decoded)
 
 
-def test_who_comes_from_elsewhere_is_told_its_token_once(
-        made: Made, told: list[tuple[StepKind, list[int]]]) -> None:
+def test_who_comes_from_elsewhere_is_told_its_token_once(made, told):
     directory, model = made("llama")
     queries = forced(random_queries(9))
     sink, _ = run_waa_in_process(directory, queries, waa_pools(directory, [1], [1]),
                                  toy_waa_rules(1))
-    assert answers(sink) == {q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     decoded = [token for kind, tokens in told if kind is StepKind.DECODE for token in tokens]
     going_on = sum(query.max_new_tokens > 1 for query in queries)
     assert sum(token != FED_BACK for token in decoded) == going_on < len(decoded)
 
 
 @pytest.mark.parametrize("degrees", [(1, 1), (2,)], ids=["two stages", "tensor parallel"])
-def test_several_ranks_are_fed_by_the_head(made: Made, told: list[tuple[StepKind, list[int]]],
-                                           degrees: tuple[int, ...]) -> None:
+def test_several_ranks_are_fed_by_the_head(made, told, degrees):
     directory, model = made("llama")
     queries = forced(random_queries(6))
     sink, _ = run_in_process(directory, queries, degrees=degrees)
-    assert answers(sink) == {q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     assert all(FED_BACK not in tokens for _, tokens in told)
 
 
-def test_an_encoder_decoder_model_is_fed_back_too(
-        made: Made, told: list[tuple[StepKind, list[int]]]) -> None:
+def test_an_encoder_decoder_model_is_fed_back_too(made, told):
     directory, model = made("t5")
     queries = random_queries(7)
     sink, _ = run_in_process(directory, queries, degrees=(1,))
-    assert answers(sink) == {q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     fed = [token for kind, tokens in told if kind is StepKind.DECODE for token in tokens]
     assert sum(token != FED_BACK for token in fed) == len(queries) < len(fed)
 
 
-AHEAD = [("rra", FixedSchedule(encode_batch=6, decode_iterations=4)),
-         ("rra", FixedSchedule(encode_batch=6, decode_iterations=4, decode_micro_batches=2)),
-         ("ft", FixedSchedule(encode_batch=9, decode_micro_batches=2)),
-         ("orca", FixedSchedule(max_active=6))]
-
-
-@pytest.mark.parametrize(("policy", "config"), AHEAD)
-def test_a_head_that_is_ahead_decides_what_the_replay_decides(made: Made, policy: str,
-                                                              config: object) -> None:
-    directory, model = made("llama")
+@pytest.mark.parametrize(("policy", "variables"), [
+    ("rra", {"encode_batch": 6, "decode_iterations": 4}),
+    ("rra", {"encode_batch": 6, "decode_iterations": 4, "decode_micro_batches": 2}),
+    ("ft", {"encode_batch": 9, "decode_micro_batches": 2}), ("orca", {"max_active": 6})])
+def test_a_head_that_is_ahead_decides_what_the_replay_decides(made, policy, variables):
+    directory, _ = made("llama")
     queries = forced(random_queries(24, seed=11, longest=40))
-    inputs = np.array([len(q.input_ids) for q in queries])
-    outputs = np.array([q.max_new_tokens for q in queries])
-    problem = problem_of(directory, np.stack([inputs, outputs], axis=1), 1)
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = fixed_estimate(policy, problem, timing, config)
+    outputs = [q.max_new_tokens for q in queries]
+    problem = problem_for(directory, queries, outputs)
+    estimate = estimated(policy, problem, **variables)
     sink, (executor,) = run_in_process(directory, queries, rule=rules_for(estimate)[0],
                                        stages=estimate.deployment.stages)
-    assert {index: len(ids) for index, ids in answers(sink).items()} == {
-        q.index: q.max_new_tokens for q in queries}
-    replayed = replay_job(problem, timing, estimate, QueryLengths(
-        inputs=inputs, outputs=outputs, most_outputs=outputs))
-    if policy != "orca":
-        assert run_steps(executor) == replayed_steps(replayed.pools[0])
-    steps = replayed.pools[0].steps
-    assert [(r.kind, r.phase, r.iteration) for r in executor.log] == [
-        (step.kind.value, step.phase, step.iteration) for step in steps]
+    assert [len(ids) for _, ids in sorted(answers_of(sink).items())] == outputs
+    pool = replayed(problem, estimate, queries, outputs).pools[0]
+    assert steps_of(executor.log) == whole_steps(pool)
 
 
-def test_results_are_given_out_while_the_device_is_at_the_next_step(
-        made: Made, monkeypatch: pytest.MonkeyPatch,
-        told: list[tuple[StepKind, list[int]]]) -> None:
+def test_results_are_given_out_while_the_device_is_at_the_next_step(made, monkeypatch, told):
     directory, model = made("llama")
     queries = random_queries(9)
 
@@ -189,7 +152,7 @@ def test_results_are_given_out_while_the_device_is_at_the_next_step(
 
     at: list[int] = []
     sink, _ = run_in_process(directory, queries, degrees=(1,), sink=Late())
-    assert answers(sink) == {q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     before = list(at)
     at.clear()
     told.clear()
@@ -201,13 +164,13 @@ def test_results_are_given_out_while_the_device_is_at_the_next_step(
 
     monkeypatch.setattr(StageExecutor, "start", early)
     sink, _ = run_in_process(directory, queries, degrees=(1,), sink=Late())
-    assert answers(sink) == {q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     # a step later, where another one follows
     late = [now - then for now, then in zip(at, before, strict=True)]
     assert set(late) == {0, 1} and sum(late) > len(queries) // 2
 
 
-def test_last_tokens_go_with_their_queries() -> None:
+def test_last_tokens_go_with_their_queries():
     rng, kept, known = np.random.default_rng(5), LastTokens(torch.device("cpu")), list[int]()
     for _ in range(60):
         joining = int(rng.integers(0, 4))
@@ -217,8 +180,7 @@ def test_last_tokens_go_with_their_queries() -> None:
         step = decode_context([1] * len(known))
         told = torch.tensor([FED_BACK] * (len(known) - joining) + [7] * joining + [-5, 3])
         assert kept.fed(told, step).tolist() == [*known, -5, 3]
-        slots = rng.choice(len(known), int(rng.integers(1, len(known) + 1)),
-                           replace=False).tolist()
+        slots = rng.choice(len(known), int(rng.integers(1, len(known) + 1)), replace=False).tolist()
         kept.keep(range(len(known)), torch.tensor(known))
         given = rng.integers(-1, 100, len(slots))
         kept.keep(slots, torch.from_numpy(given))

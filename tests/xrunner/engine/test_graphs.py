@@ -1,45 +1,43 @@
 """Captured decode steps, with the CUDA sources executed on the CPU and what stands for a capture:
 work that is done once more, into the same place, whenever it is replayed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cpu_cuda
 import graph_trial
-import modern
 import pytest
 import torch
 import toy_runs
 import toys
 from cuda_check import tolerance
+from examples import some
+from replays import answers_of, generated
 from torch import Tensor
 
-from xrunner.engine import blocks, graphs
+from xrunner.comm.messages import StartMessage
+from xrunner.engine import graphs
+from xrunner.engine import kv as blocks
 from xrunner.engine.graphs import (
     MEMORY_SHARE,
     Captured,
     CapturedStep,
     CaptureError,
-    CudaCapture,
     capture_steps,
     sizes_up_to,
     why_not,
 )
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.stage import StageExecutor
-from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
+from xrunner.models.weights import WHOLE, Shard
 from xrunner.ops.contexts import decode_context
 from xrunner.rules.paged import BLOCK_TOKENS, vllm
 from xrunner.rules.rra import RraRule
-from xrunner.transport.messages import StartMessage
 from xsimulator.memory import USABLE_SHARE
 
 
@@ -105,7 +103,7 @@ def run(directory: Path, monkeypatch: pytest.MonkeyPatch, capture: Capture, coun
     with kernels():
         sink, executors = toy_runs.run_in_process(directory, toys.random_queries(count),
                                                   **{"max_active": 4, **given})
-    return {r.query.index: list(r.output_ids) for r in sink.results}, executors
+    return answers_of(sink), executors
 
 
 def expected(model: Any, count: int = 5) -> dict[int, list[int]]:
@@ -118,8 +116,7 @@ def decodes(executors: list[StageExecutor]) -> int:
 
 @pytest.mark.parametrize("family", ["llama", *(
     pytest.param(family, marks=pytest.mark.slow) for family in ("opt", "gpt2"))])
-def test_captured_steps_answer_as_generate_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                family: str) -> None:
+def test_captured_steps_answer_as_generate_does(tmp_path, monkeypatch, family):
     model, capture = toys.make_model(family, tmp_path), Capture()
     answers, executors = run(tmp_path, monkeypatch, capture, 7, degrees=(1, 1), num_groups=2)
     assert answers == expected(model, 7)
@@ -131,37 +128,34 @@ def test_captured_steps_answer_as_generate_does(tmp_path: Path, monkeypatch: pyt
             f"decode steps of up to {max(capture.sizes)} queries in CUDA graphs")
 
 
-def test_who_decodes_beside_an_input_that_waits_is_captured_too(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_decodes_beside_an_input_that_waits_is_captured_too(tmp_path, monkeypatch):
     """An input that is encoded in part stays in its row until its next chunk."""
     model, capture = toys.make_model("llama", tmp_path), Capture()
     rule = RraRule(encode_batch=2, decode_iterations=20, num_groups=1, max_active=4,
                    kv_tokens=10_000, encode_chunk=5)
     resting: list[bool] = []
-    mix = StageExecutor._mix
+    execute = StageExecutor.execute
 
-    def mixed(self: StageExecutor, group: Any, message: Any, inputs: Any) -> Any:
+    def executed(self: StageExecutor, message: Any, inputs: Any) -> Any:
         resting.append(bool(message.resting) and not message.spans)
-        return mix(self, group, message, inputs)
+        return execute(self, message, inputs)
 
-    monkeypatch.setattr(StageExecutor, "_mix", mixed)
+    monkeypatch.setattr(StageExecutor, "execute", executed)
     answers, executors = run(tmp_path, monkeypatch, capture, 7, degrees=(1,), rule=rule)
     assert answers == expected(model, 7) and any(resting)
     assert capture.replays == decodes(executors)
 
 
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("olmo2", marks=pytest.mark.slow)])
-def test_windows_and_norms_over_heads_are_captured_too(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    model, capture = modern.make_modern(family, tmp_path), Capture()
+def test_windows_and_norms_over_heads_are_captured_too(tmp_path, monkeypatch, family):
+    model, capture = toys.make_modern(family, tmp_path), Capture()
     answers, executors = run(tmp_path, monkeypatch, capture, 3, degrees=(1,), num_groups=1,
                              max_active=2)
     assert answers == expected(model, 3)
     assert capture.replays == decodes(executors)
 
 
-def test_groups_that_share_their_blocks_share_their_steps(tmp_path: Path,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_share_their_blocks_share_their_steps(tmp_path, monkeypatch):
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
     model, capture = toys.make_model("llama", tmp_path), Capture()
     rule = vllm(num_groups=2, max_active=6, kv_tokens=2 * 7 * BLOCK_TOKENS, token_budget=40)
@@ -176,8 +170,7 @@ def test_groups_that_share_their_blocks_share_their_steps(tmp_path: Path,
     (Refusing(), "operation not permitted when stream is capturing"),
     (Capture(limit_bytes=0), "they may take 0 B of memory")],
     ids=["refused", "no memory"])
-def test_steps_that_cannot_be_captured_serve_nobody(tmp_path: Path, capture: Capture,
-                                                    why: str) -> None:
+def test_steps_that_cannot_be_captured_serve_nobody(tmp_path, capture, why):
     cache, model = own_cache(tmp_path)
     with kernels():
         found, said = capture_steps(model, [cache], 5, capture)
@@ -185,7 +178,7 @@ def test_steps_that_cannot_be_captured_serve_nobody(tmp_path: Path, capture: Cap
     assert said.startswith("no CUDA graphs: ") and why in said
 
 
-def test_a_run_goes_on_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_without_them(tmp_path, monkeypatch):
     model = toys.make_model("llama", tmp_path)
     answers, (executor,) = run(tmp_path, monkeypatch, Refusing(), degrees=(1,), num_groups=2)
     assert answers == expected(model)
@@ -206,8 +199,7 @@ class Forgetful(Capture):
 
 @pytest.mark.parametrize(("kind", "agrees"), [
     (Capture, True), (Stale, False), (Baked, False), (Forgetful, False)])
-def test_a_trial_finds_a_captured_step_that_is_not_what_it_was(
-        tmp_path: Path, kind: type[Capture], agrees: bool) -> None:
+def test_a_trial_finds_a_captured_step_that_is_not_what_it_was(tmp_path, kind, agrees):
     cache, model = own_cache(tmp_path)
     capture = kind()
     if isinstance(capture, Forgetful):
@@ -227,25 +219,22 @@ def own_cache(directory: Path) -> tuple[KvCache, StageModel]:
     return KvCache(kv_shape(model.spec, torch.float32, slots=5, capacity=20)), model
 
 
-def test_the_smallest_are_captured_as_long_as_there_is_memory(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_are_captured_as_long_as_there_is_memory(tmp_path, monkeypatch):
     model, capture = toys.make_model("llama", tmp_path), Capture(limit_bytes=100, each_bytes=50)
     answers, (executor,) = run(tmp_path, monkeypatch, capture, degrees=(1,), num_groups=1)
     assert answers == expected(model)
     assert sorted(capture.sizes) == [1, 2], "larger batches are launched kernel by kernel"
     assert decodes([executor]) > capture.replays > 0
-    assert executor.graphs_said is not None
     assert "of up to 2 queries in CUDA graphs (more would take over 100" in executor.graphs_said
 
 
-def test_what_they_take_is_not_planned_for_anything_else() -> None:
+def test_what_they_take_is_not_planned_for_anything_else():
     assert USABLE_SHARE + 2 * MEMORY_SHARE <= 1 + 1e-9
 
 
 @pytest.mark.parametrize(("blocks", "size", "sizes"), [
     (3, 2, [1, 2, 4, 8]), (1, 1, [1]), (0, 4, [])])
-def test_a_cache_of_few_entries_has_steps_of_few_queries(tmp_path: Path, blocks: int, size: int,
-                                                         sizes: list[int]) -> None:
+def test_a_cache_of_few_entries_has_steps_of_few_queries(tmp_path, blocks, size, sizes):
     """More may be planned at most than a small budget of blocks ever admits."""
     _, model = own_cache(tmp_path)
     cache = KvCache(kv_shape(model.spec, torch.float32, slots=blocks, capacity=size))
@@ -256,7 +245,7 @@ def test_a_cache_of_few_entries_has_steps_of_few_queries(tmp_path: Path, blocks:
     assert said.startswith("no CUDA graphs: the caches") == (not sizes)
 
 
-def test_what_is_small_in_a_row_of_large_values_may_be_off_by_their_rounding() -> None:
+def test_what_is_small_in_a_row_of_large_values_may_be_off_by_their_rounding():
     """As in Gemma, whose hidden states are of hundreds."""
     row, near, far = torch.tensor([[300.0, 0.1]]), torch.tensor([[300.0, 0.9]]), torch.zeros(1, 2)
     assert graph_trial.apart([row], [near]) == pytest.approx(0.8 / (300 / 2**0.5), rel=1e-5)
@@ -266,13 +255,13 @@ def test_what_is_small_in_a_row_of_large_values_may_be_off_by_their_rounding() -
     assert graph_trial.apart([row], [row.masked_fill(row > 1, torch.nan)]) == torch.inf
 
 
-def test_sizes_are_those_that_batches_of_a_group_are_filled_up_to() -> None:
+def test_sizes_are_those_that_batches_of_a_group_are_filled_up_to():
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(11) == [1, 2, 4, 8, 16]
     assert max(sizes_up_to(10_000)) == 512 and len(sizes_up_to(10_000)) == 43
 
 
-def test_a_smaller_step_leaves_no_row_of_the_one_before(tmp_path: Path) -> None:
+def test_a_smaller_step_leaves_no_row_of_the_one_before(tmp_path):
     cache, model = own_cache(tmp_path)
     own = CapturedStep(4, graphs.DecodeGraphs(model, cache.layers, Capture(), width=1,
                                               in_blocks=False))
@@ -284,7 +273,7 @@ def test_a_smaller_step_leaves_no_row_of_the_one_before(tmp_path: Path) -> None:
         assert numbers.tolist() == [0, 1, -1, -1]
 
 
-def test_where_torchs_attention_serves_nothing_is_captured(tmp_path: Path) -> None:
+def test_where_torchs_attention_serves_nothing_is_captured(tmp_path):
     toys.make_model("llama", tmp_path)
     model = toy_runs.executor_of(tmp_path, toy_runs.stages_of(tmp_path, [1])[0]).model
     assert "torch's operators serve" in str(why_not(model))
@@ -295,8 +284,7 @@ def test_where_torchs_attention_serves_nothing_is_captured(tmp_path: Path) -> No
 @pytest.mark.parametrize(("family", "shard", "why"), [
     ("t5", WHOLE, "an encoder-decoder model's"),
     ("llama", Shard(1, 2), "a tensor-parallel group's")])
-def test_a_rank_that_cannot_have_them_says_so(tmp_path: Path, family: str, shard: Shard,
-                                              why: str) -> None:
+def test_a_rank_that_cannot_have_them_says_so(tmp_path, family, shard, why):
     toys.make_model(family, tmp_path)
     executor = toy_runs.executor_of(tmp_path, toy_runs.stages_of(tmp_path, [1])[0], shard,
                                     capture=Refusing())
@@ -305,52 +293,26 @@ def test_a_rank_that_cannot_have_them_says_so(tmp_path: Path, family: str, shard
     assert str(executor.graphs_said).startswith(f"no CUDA graphs: {why}")
 
 
-class FakeCuda:
-    """As much of torch.cuda as a capture takes, on which one ends in an error; like torch's, it
-    leaves its stream the current one then."""
-
-    def __init__(self, free_bytes: list[int]) -> None:
-        self.stream, self._free_bytes = "own", free_bytes
-        self.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
-        self.graph_pool_handle = self.synchronize = self.empty_cache = lambda *given: None
-        self.Stream, self.captured_on = lambda device: object(), list[object]()
-
-    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(total_memory=1000)
-
-    def current_stream(self, device: torch.device) -> str:
-        return self.stream
-
-    def set_stream(self, stream: str) -> None:
-        self.stream = stream
-
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return self._free_bytes.pop(0), 1000
-
-    @contextmanager
-    def graph(self, graph: object, stream: object, **given: object) -> Iterator[None]:
-        self.captured_on.append(stream)
-        self.stream = "of the capture"
-        yield  # an error passes through, and what follows is left out
-        self.stream = "own"
+FAMILIES = (*toys.FAMILIES, *toys.ENCODER_DECODER_FAMILIES)
+EVERY = {"decode_attention", "encode_attention", "place", "kv_compact"}
+T5 = EVERY - {"encode_attention"}  # its encoder has no cache
+BART = T5 | {"add_layer_norm"}
+OF_FAMILY = {"llama": EVERY | {"add_rms_norm", "silu_mul"}, "t5": T5, "t5-1.1": T5,
+             "mt5": T5, "bart": BART, "mbart": BART}
 
 
-def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeCuda([900, 860, 860, 860, 860])
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **_: zeros(*shape))
-    monkeypatch.setattr(torch, "cuda", fake)
-    capture = CudaCapture(torch.device("cuda"))
-    assert capture.limit_bytes == 50
-    assert capture(lambda: torch.ones(3)).out.tolist() == [1, 1, 1] and capture.taken_bytes == 40
-
-    def failing() -> Tensor:
-        raise RuntimeError("CUDA error: operation not permitted\nmore of it")
-
-    with pytest.raises(CaptureError, match=r"^CUDA error: operation not permitted$"):
-        capture(failing)
-    assert fake.stream == "own"
-    CudaCapture(torch.device("cuda"))(lambda: torch.ones(1))
-    holder, first, second, *others = fake.captured_on
-    assert holder is first is second, "one graph holds the pool of the others"
-    assert len(set(map(id, others))) == 1 and others[0] is not first
+# the others have no launch of their own
+@pytest.mark.parametrize("family", some(
+    FAMILIES, lambda family: family not in (
+        "opt", "llama-tied", "llama3-rope", "qwen2", "mistral", "gpt2", "gpt2-untied", "t5-1.1",
+        "mt5", "mbart")))
+def test_every_family_answers_as_generate_does(tmp_path, family):
+    model = toys.make_model(family, tmp_path)
+    queries = toys.random_queries(5)
+    launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
+    with cpu_cuda.using(launcher):
+        sink, _ = toy_runs.run_in_process(tmp_path, queries, degrees=(1,), num_groups=1)
+    assert answers_of(sink) == generated(model, queries)
+    launched = " ".join(sorted({launch.kernel for launch in launcher.launched}))
+    expected = OF_FAMILY.get(family, EVERY)
+    assert {operator for operator in expected if operator in launched} == expected, launched

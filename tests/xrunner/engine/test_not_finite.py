@@ -1,9 +1,6 @@
 """A query whose logits are no numbers ends with an error, the others as if it were not there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ POISON = 5  # a token whose embedding overflows in the first norm
 
 
 @pytest.fixture(scope="module")
-def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def poisoned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("poisoned")
     model = make_model("gpt2-untied", folder)
     with torch.no_grad():
@@ -24,7 +21,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("policy", ["one stage", "two stages", "tensor parallel", "waa"])
-def test_one_query_fails_and_the_others_keep_their_tokens(policy: str, poisoned: Path) -> None:
+def test_one_query_fails_and_the_others_keep_their_tokens(policy, poisoned):
     queries = [replace(query, input_ids=tuple(token if token != POISON else 6
                                               for token in query.input_ids))
                for query in random_queries(8)]

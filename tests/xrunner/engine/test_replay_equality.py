@@ -5,79 +5,55 @@ never depends on it; when a batch reaches the decode pool, and so which step it 
 one batch is in the system at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from replayed import problem_of, replayed_steps, run_steps
-from representative import some
+from examples import some
+from replays import answers_of, estimated, generated, problem_for, replayed, steps_of, whole_steps
 from toy_runs import ranks_of, run_in_process, run_waa_in_process
-from toys import generate, random_queries
+from toys import random_queries
 
-from xgpt.core.job import FixedSchedule
-from xgpt.core.policies import policy as row_of
-from xgpt.core.queries import QueryLengths
-from xgpt.core.schedule import Estimate
-from xprofiler.roofline import Roofline
-from xrunner.query import PreparedQuery
 from xrunner.rules.steps import rules_for
-from xsimulator.replay.job import replay_job
-from xsimulator.rough.forms import fixed_estimate
 
-Made = Callable[[str], tuple[Path, Any]]
-Work = tuple[Path, list[PreparedQuery], np.ndarray]
-
-
-def lengths_of(queries: list[PreparedQuery], outputs: np.ndarray) -> QueryLengths:
-    return QueryLengths(inputs=np.array([len(q.input_ids) for q in queries]), outputs=outputs,
-                        most_outputs=np.array([q.max_new_tokens for q in queries]))
+# policy, tensor-parallel degrees of the stages, variables
+RRA = [("rra", (1,), {"encode_batch": 6, "decode_iterations": 4, "decode_micro_batches": 2}),
+       ("rra", (1, 1), {"encode_batch": 9, "decode_iterations": 3}),
+       ("rra", (2, 1), {"encode_batch": 5, "decode_iterations": 7, "tp_degree": 2, "tp_gpus": 2}),
+       ("rra", (2, 2), {"encode_batch": 3, "decode_iterations": 2, "tp_degree": 2, "tp_gpus": 4,
+                        "decode_micro_batches": 3})]
+BASELINES = [("ft", (1, 1), {"encode_batch": 9, "decode_micro_batches": 2}),
+             ("ft", (1,), {"encode_batch": 5, "decode_micro_batches": 3}),
+             ("dsi", (1, 1, 1), {"encode_batch": 7, "decode_micro_batches": 2,
+                                 "encode_micro_batches": 4}),
+             ("orca", (1,), {"max_active": 6}),
+             ("orca", (2, 1), {"max_active": 7, "tp_degree": 2, "tp_gpus": 2}),
+             ("vllm", (1, 1), {"max_active": 9, "token_budget": 60}),
+             ("sarathi", (1, 1), {"max_active": 9, "token_budget": 12})]
+WAA = [(2, {"encode_batch": 4}), (2, {"encode_batch": 6, "decode_micro_batches": 2}),
+       (4, {"encode_batch": 3, "decode_micro_batches": 3}),
+       (4, {"encode_batch": 4, "decode_micro_batches": 2, "tp_degree": 2, "tp_gpus": 2})]
+# RRA in chunks: family, degrees, chunk, encode batch, iterations, whether memory is tight
+CHUNKS = [("llama", (1,), 5, 4, 6, False), ("llama", (1, 1), 13, 6, 4, False),
+          ("llama", (1, 1), 1000, 5, 3, True), ("opt", (1,), 13, 3, 1, False),
+          ("gpt2", (1, 1), 5, 9, 12, True), ("qwen2", (2, 1), 9, 5, 4, False)]
+FAMILIES, DECODER_ONLY = ("llama", "t5"), ("orca", "vllm", "sarathi")
 
 
 @pytest.fixture(scope="module")
-def works(made: Made) -> Callable[[str], Work]:
-    """(model, queries, output tokens that transformers gives to each), by family."""
+def work(made):
+    """(model's folder, queries, what transformers answers to each by index), by family."""
 
     @cache
-    def make(family: str) -> Work:
+    def make(family: str) -> tuple[Any, ...]:
         directory, model = made(family)
         queries = [replace(q, max_new_tokens=q.max_new_tokens + 5)
                    for q in random_queries(24, seed=11, longest=40)]
-        return directory, queries, np.array([len(generate(model, q)) for q in queries])
+        return directory, queries, generated(model, queries)
 
     return make
-
-
-@pytest.fixture
-def work(request: pytest.FixtureRequest, works: Callable[[str], Work]) -> Work:
-    return works(request.param)
-
-
-RRA = [((1,), FixedSchedule(encode_batch=6, decode_iterations=4, decode_micro_batches=2)),
-       ((1, 1), FixedSchedule(encode_batch=9, decode_iterations=3)),
-       ((2, 1), FixedSchedule(encode_batch=5, decode_iterations=7, tp_degree=2, tp_gpus=2)),
-       ((2, 2), FixedSchedule(encode_batch=3, decode_iterations=2, tp_degree=2, tp_gpus=4,
-                          decode_micro_batches=3))]
-BASELINES = [("ft", (1, 1), FixedSchedule(encode_batch=9, decode_micro_batches=2)),
-             ("ft", (1,), FixedSchedule(encode_batch=5, decode_micro_batches=3)),
-             ("dsi", (1, 1, 1), FixedSchedule(encode_batch=7, decode_micro_batches=2,
-                                             encode_micro_batches=4)),
-             ("orca", (1,), FixedSchedule(max_active=6)),
-             ("orca", (2, 1), FixedSchedule(max_active=7, tp_degree=2, tp_gpus=2)),
-             ("vllm", (1, 1), FixedSchedule(max_active=9, token_budget=60)),
-             ("sarathi", (1, 1), FixedSchedule(max_active=9, token_budget=12))]
-WAA = [(2, FixedSchedule(encode_batch=4)),
-       (2, FixedSchedule(encode_batch=6, decode_micro_batches=2)),
-       (4, FixedSchedule(encode_batch=3, decode_micro_batches=3)),
-       (4, FixedSchedule(encode_batch=4, decode_micro_batches=2, tp_degree=2, tp_gpus=2))]
-
-
-FAMILIES, DECODER_ONLY = ("llama", "t5"), ("orca", "vllm", "sarathi")
 
 
 def in_turns(cases: list[Any], is_in_both: Callable[[Any], bool] = lambda case: False,
@@ -93,115 +69,96 @@ def in_turns(cases: list[Any], is_in_both: Callable[[Any], bool] = lambda case: 
         return case[0] == family and (is_in_both(case[1:]) or place % 2 == case[-1])
 
     return some([(family, *case, flag) for family in FAMILIES for case in cases
-                 for flag in (False, True)], is_always)
+                 for flag in (False, True)
+                 if family != "t5" or case[0] not in DECODER_ONLY], is_always)
 
 
-@pytest.mark.parametrize(("work", "degrees", "config", "is_tight"), in_turns(
-    RRA, is_large=lambda case: case[0] == (2, 2)), indirect=["work"])
-def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int, ...],
-                                                  config: FixedSchedule, is_tight: bool) -> None:
-    directory, queries, outputs = work
-    inputs = np.array([len(q.input_ids) for q in queries])
-    problem = problem_of(directory, np.stack([inputs, outputs], axis=1), sum(degrees))
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate: Estimate = fixed_estimate("rra", problem, timing, config)
-    most = max(q.reserve_tokens for q in queries)
-    # tight: the budget holds two or three queries a group, so that admission waits for room
-    kv_tokens = estimate.deployment.num_groups * (2 * most if is_tight else 40 * most)
-    estimate = estimate.changed(kv_tokens=kv_tokens)
+def check_pipeline(work: Any, policy: str, degrees: tuple[int, ...], variables: dict[str, int],
+                   is_tight: bool) -> tuple[Any, list[Any]]:
+    """`is_tight`: the budget holds two or three queries a group, so that admission waits for room,
+    or some are evicted. (the replay, its steps)"""
+    directory, queries, expected = work
+    outputs = [len(expected[q.index]) for q in queries]
+    problem = problem_for(directory, queries, outputs, sum(degrees))
+    estimate = estimated(policy, problem, **variables)
+    most = -(-max(q.reserve_tokens for q in queries) // 16) * 16
+    estimate = estimate.changed(
+        kv_tokens=estimate.deployment.num_groups * most * (2 if is_tight else 40))
     assert tuple(stage.tp_degree for stage in estimate.deployment.stages) == degrees
     sink, executors = run_in_process(directory, queries, stages=estimate.deployment.stages,
                                      rule=rules_for(estimate)[0])
-    finished = {r.query.index: len(r.output_ids) for r in sink.results}
-    assert [finished[q.index] for q in queries] == outputs.tolist()
-    result = replay_job(problem, timing, estimate, lengths_of(queries, outputs))
-    expected = replayed_steps(result.pools[0])
-    assert all(run_steps(executor) == expected for executor in executors)
-    assert len({step[4] for step in expected}) > 2
+    assert answers_of(sink) == expected
+    result = replayed(problem, estimate, queries, outputs)
+    steps = whole_steps(result.pools[0])
+    assert all(steps_of(executor.log) == steps for executor in executors)
+    assert policy != "rra" or len({step[4] for step in steps}) > 2
+    return result, steps
 
 
 # those that evict where memory is tight do so there alone
-@pytest.mark.parametrize(("work", "policy", "degrees", "config", "is_tight"), in_turns(
-    BASELINES, lambda case: case[0] in ("vllm", "sarathi")), indirect=["work"])
-def test_a_baseline_and_its_replay_take_the_same_steps(
-        work: Work, policy: str, degrees: tuple[int, ...], config: object,
-        is_tight: bool) -> None:
-    directory, queries, outputs = work
-    inputs = np.array([len(q.input_ids) for q in queries])
-    problem = problem_of(directory, np.stack([inputs, outputs], axis=1), sum(degrees))
-    if problem.model.is_encoder_decoder and row_of(policy).is_decoder_only:
-        pytest.skip("decoder-only models")
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate: Estimate = fixed_estimate(policy, problem, timing, config)
-    most = -(-max(q.reserve_tokens for q in queries) // 16) * 16
-    estimate = estimate.changed(kv_tokens=estimate.deployment.num_groups * most * (
-        2 if is_tight else 40))
-    assert tuple(stage.tp_degree for stage in estimate.deployment.stages) == degrees
-    sink, executors = run_in_process(directory, queries, stages=estimate.deployment.stages,
-                                     rule=rules_for(estimate)[0])
-    finished = {r.query.index: len(r.output_ids) for r in sink.results}
-    assert [finished[q.index] for q in queries] == outputs.tolist()
-    result = replay_job(problem, timing, estimate, lengths_of(queries, outputs))
-    pool = result.pools[0]
-    expected = [(step.kind.value, step.group, step.phase, step.iteration, encoded + decoded,
-                 tokens + decoded) for step, encoded, decoded, tokens in zip(
-        pool.steps, pool.encoded.tolist(), pool.decoded.tolist(), pool.tokens.tolist(),
-        strict=True)]
-    for executor in executors:
-        assert [record[:6] for record in executor.log if record.kind != "cross_kv"] == expected
+@pytest.mark.parametrize(("family", "policy", "degrees", "variables", "is_tight"), [
+    *in_turns(RRA, is_large=lambda case: case[1] == (2, 2)),
+    *in_turns(BASELINES, lambda case: case[0] in ("vllm", "sarathi"))])
+def test_a_run_and_its_replay_take_the_same_steps(work, family, policy, degrees, variables,
+                                                  is_tight):
+    result, _ = check_pipeline(work(family), policy, degrees, variables, is_tight)
     assert (result.preemptions > 0) == (is_tight and policy in ("vllm", "sarathi"))
 
 
-@pytest.mark.parametrize(("work", "devices", "config", "is_alone"), in_turns(
-    WAA, is_large=lambda case: (case[1].tp_degree or 1) > 1), indirect=["work"])
-def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int,
-                                                        config: FixedSchedule,
-                                                        is_alone: bool) -> None:
+@pytest.mark.parametrize(("family", "degrees", "chunk", "batch", "iterations", "is_tight"), CHUNKS)
+def test_chunks_answer_as_generate_does_and_are_replayed(made, answered, family, degrees, chunk,
+                                                         batch, iterations, is_tight):
+    tp = {"tp_degree": max(degrees), "tp_gpus": max(degrees) if max(degrees) > 1 else 0}
+    result, steps = check_pipeline(
+        (made(family)[0], *answered(family)), "rra", degrees,
+        {"encode_batch": batch, "decode_iterations": iterations, "encode_chunk": chunk, **tp},
+        is_tight)
+    pool = result.pools[0]
+    assert "mixed" in {step[0] for step in steps} and max(pool.tokens) <= chunk
+    assert any(part.first for step in pool.steps for part in step.chunks) == (chunk < 1000)
+
+
+def check_pools(work: Any, policy: str, devices: int, variables: dict[str, int],
+                changes: Callable[[list[Any]], dict[str, Any]]) -> tuple[Any, Any, Any]:
+    """(deployed pools, executors by rank, replayed pools) of a run by an estimate with changes, of
+    its queries."""
+    directory, queries, expected = work
+    outputs = [len(expected[q.index]) for q in queries]
+    problem = problem_for(directory, queries, outputs, devices)
+    estimate = estimated(policy, problem, **variables)
+    estimate = estimate.changed(**changes(queries))
+    sink, executors = run_waa_in_process(directory, queries, estimate.deployment.pools,
+                                         rules_for(estimate))
+    assert answers_of(sink) == expected
+    return estimate.deployment.pools, executors, replayed(problem, estimate, queries, outputs).pools
+
+
+@pytest.mark.parametrize(("family", "devices", "variables", "is_alone"), in_turns(
+    WAA, is_large=lambda case: case[1].get("tp_degree", 1) > 1))
+def test_two_pools_and_their_replay_take_the_same_steps(work, family, devices, variables, is_alone):
     """`is_alone`: one batch is in the system at a time (their size divides the job)."""
-    directory, queries, outputs = work
-    inputs = np.array([len(q.input_ids) for q in queries])
-    problem = problem_of(directory, np.stack([inputs, outputs], axis=1), devices)
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate: Estimate = fixed_estimate("waa-c", problem, timing, config)
-    if is_alone:
-        estimate = estimate.changed(max_in_system=config.encode_batch, adjustment=0.0)
-    rules = rules_for(estimate)
-    sink, executors = run_waa_in_process(directory, queries, estimate.deployment.pools, rules)
-    finished = {r.query.index: len(r.output_ids) for r in sink.results}
-    assert [finished[q.index] for q in queries] == outputs.tolist()
-    pools = replay_job(problem, timing, estimate, lengths_of(queries, outputs)).pools
-    for pool, deployed in zip(pools, estimate.deployment.pools, strict=True):
+    pools, executors, found = check_pools(
+        work(family), "waa-c", devices, variables, lambda queries: {
+            "max_in_system": variables["encode_batch"], "adjustment": 0.0} if is_alone else {})
+    for pool, deployed in zip(found, pools, strict=True):
         if deployed.role == "encode" or is_alone:
-            expected = replayed_steps(pool)
-            assert all(run_steps(executors[rank]) == expected for rank in ranks_of(deployed)), (
+            expected = whole_steps(pool)
+            assert all(steps_of(executors[rank].log) == expected for rank in ranks_of(deployed)), (
                 deployed.role)
             assert len(expected) >= 4
 
 
-@pytest.mark.parametrize("work", ["llama"], indirect=True)
 @pytest.mark.parametrize(("devices", "groups", "chunk"), [(2, 1, 5), (3, 2, 40)])
 def test_a_decode_pool_that_encodes_all_and_its_replay_take_the_same_steps(
-        work: Work, devices: int, groups: int, chunk: int) -> None:
+        work, devices, groups, chunk):
     """All inputs are left to it at once, so that no step hangs on when word of another comes."""
-    directory, queries, outputs = work
-    inputs = np.array([len(q.input_ids) for q in queries])
-    problem = problem_of(directory, np.stack([inputs, outputs], axis=1), devices)
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate: Estimate = fixed_estimate("waa-m", problem, timing, FixedSchedule(
-        encode_batch=4, decode_micro_batches=groups, encode_chunk=chunk))
-    estimate = estimate.changed(max_in_system=2 * len(queries), planned_active=len(queries),
-                                stock_tokens=int(inputs.sum()), kv_tokens=100_000)
-    rules = rules_for(estimate)
-    sink, executors = run_waa_in_process(directory, queries, estimate.deployment.pools, rules)
-    finished = {r.query.index: len(r.output_ids) for r in sink.results}
-    assert [finished[q.index] for q in queries] == outputs.tolist()
-    _, pool = replay_job(problem, timing, estimate, lengths_of(queries, outputs)).pools
-    expected = [(step.kind.value, step.group, step.phase, step.iteration, encoded + decoded,
-                 tokens + decoded) for step, encoded, decoded, tokens in zip(
-        pool.steps, pool.encoded.tolist(), pool.decoded.tolist(), pool.tokens.tolist(),
-        strict=True)]
-    decoding = estimate.deployment.decoding
-    assert all([record[:6] for record in executors[rank].log] == expected
-               for rank in ranks_of(decoding))
+    pools, executors, (_, pool) = check_pools(
+        work("llama"), "waa-m", devices,
+        {"encode_batch": 4, "decode_micro_batches": groups, "encode_chunk": chunk},
+        lambda queries: {"max_in_system": 2 * len(queries), "planned_active": len(queries),
+                         "stock_tokens": sum(len(q.input_ids) for q in queries),
+                         "kv_tokens": 100_000})
+    expected = whole_steps(pool)
+    assert all(steps_of(executors[rank].log) == expected for rank in ranks_of(pools[1]))
     assert {step[0] for step in expected} == {"encode", "mixed", "decode"}
     assert not executors[0].log

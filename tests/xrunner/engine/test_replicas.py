@@ -1,36 +1,34 @@
 """Replicas on threads: one job, several heads, and rank 0 that routes between its own steps."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from replayed import run_steps
-from replicated import ANSWERS, CONFIGS, Job, Made, Told
+from replicated import ANSWERS, CONFIGS, Job, Told
 from toys import spec_of
 
-from xgpt.core.job import FIXED
+from xgpt.core.controls import FIXED
+from xrunner.comm.messages import StopMessage
+from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.replicas import FromRankZero, OfEveryReplica, ToReplicas
-from xrunner.io.launcher_link import (
+from xrunner.files.launcher_link import (
     ChangeOrder,
     LauncherLink,
     load_change_order,
     read_observed,
 )
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.replica import replicas_of
+from xrunner.rank.world import replicas_of
 from xrunner.rules.changes import OfShapes
-from xrunner.rules.rra import PhaseControls, RraRule
-from xrunner.rules.windows import Window
-from xrunner.transport.comm import local_comms
-from xrunner.transport.messages import StopMessage
+from xrunner.rules.rra import PhaseControls
 
 
 @pytest.mark.parametrize("slow", [None, 0, 1])
 @pytest.mark.parametrize(("policy", "config"), CONFIGS)
-def test_each_replica_takes_the_steps_of_its_queries_replay(
-        made: Made, policy: str, config: object, slow: int | None) -> None:
+def test_each_replica_takes_the_steps_of_its_queries_replay(made, policy, config, slow):
     """However late it is, or who supplies it."""
     job, sink = Job(made, policy, config), Told()
     executors = job.run(sink, routing=FIXED, slow=slow)
@@ -42,7 +40,7 @@ def test_each_replica_takes_the_steps_of_its_queries_replay(
         assert len(steps) > 10 and steps == job.replayed(sink.results, replica)
 
 
-def test_replicas_of_two_shapes_each_by_a_schedule_of_its_own(made: Made) -> None:
+def test_replicas_of_two_shapes_each_by_a_schedule_of_its_own(made):
     """Two ranks in a pipeline by RRA, and one by Sarathi; who is quicker is given more."""
     job, sink = Job(made, *CONFIGS[0], replicas=1, stages=2), Told()
     alone = Job(made, *CONFIGS[2], stages=1).one
@@ -59,7 +57,7 @@ def test_replicas_of_two_shapes_each_by_a_schedule_of_its_own(made: Made) -> Non
     assert {kind for kind, *_ in run_steps(executors[2])} >= {"mixed"}
 
 
-def test_three_replicas_of_two_stages_each(made: Made) -> None:
+def test_three_replicas_of_two_stages_each(made):
     job, sink = Job(made, *CONFIGS[0], replicas=3, stages=2), Told()
     assert spec_of(job.directory).num_layers > 2
     executors = job.run(sink)
@@ -71,8 +69,7 @@ def test_three_replicas_of_two_stages_each(made: Made) -> None:
 
 @pytest.mark.parametrize(("policy", "config"), [CONFIGS[0], CONFIGS[2]])
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(
-        made: Made, slow: int, policy: str, config: object) -> None:
+def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(made, slow, policy, config):
     job, sink = Job(made, policy, config, count=40), Told()
     executors = job.run(sink, slow=slow)
     job.check_answers(sink.results)
@@ -84,7 +81,7 @@ def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(
         assert run_steps(executors[replica]) == job.replayed_as_told(replica)
 
 
-def test_all_stop_when_rank_zero_is_asked_to_and_what_is_done_is_kept(made: Made) -> None:
+def test_all_stop_when_rank_zero_is_asked_to_and_what_is_done_is_kept(made):
     job, sink = Job(made, *CONFIGS[0], count=60), Told(stop_after=8)
     job.run(sink)
     assert sink.is_complete is False
@@ -93,7 +90,7 @@ def test_all_stop_when_rank_zero_is_asked_to_and_what_is_done_is_kept(made: Made
     assert all(list(r.output_ids) == ANSWERS[r.query.index] for r in sink.results)
 
 
-def test_the_same_ranks_take_another_job_after_one_that_was_stopped(made: Made) -> None:
+def test_the_same_ranks_take_another_job_after_one_that_was_stopped(made):
     job, comms = Job(made, *CONFIGS[0], count=60), local_comms(2)
     job.run(Told(stop_after=8), comms=comms)
     sink = Told()
@@ -102,25 +99,39 @@ def test_the_same_ranks_take_another_job_after_one_that_was_stopped(made: Made) 
     job.check_answers(sink.results)
 
 
-def test_a_change_of_the_control_variables_reaches_every_replica(
-        made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrunner.io.launcher_link._INTERVAL_S", 0.0)
+@pytest.fixture
+def at_once(monkeypatch):
+    """What the launcher writes is looked at in every step."""
+    monkeypatch.setattr("xrunner.files.launcher_link._INTERVAL_S", 0.0)
     monkeypatch.setattr("xrunner.engine.replicas._TELL_S", 0.0)
-    job, sink = Job(made, *CONFIGS[0], count=60), Told()
-    controls = PhaseControls(encode_batch=4, decode_iterations=9, group_max_active=12,
-                             group_kv_tokens=9000)
-    ChangeOrder(revision=1, controls=controls).save(tmp_path)
+
+
+def linked(job: Job, sink: Told, folder: Path, order: ChangeOrder,
+           seen: Callable[[Head, ToReplicas], Any] = lambda head, others: None) -> Any:
+    """The executors of a job that is told of a change. `seen`: rank 0's head before it starts."""
+    order.save(folder)
+    assert load_change_order(folder) == order
 
     def prepare(head: Head, others: ToReplicas) -> None:
-        assert isinstance(head.rule, RraRule)
         sink.launcher = LauncherLink(
-            tmp_path, first_query=0, rule=OfEveryReplica(
+            folder, first_query=0, rule=OfEveryReplica(
                 head.rule, others, replicas_of(job.estimate)),
             at_work=lambda: head.lengths_so_far() | others.lengths_so_far())
+        seen(head, others)
 
     executors = job.run(sink, prepare=prepare)
     job.check_answers(sink.results)
-    assert sink.launcher is not None
+    return executors
+
+
+def controls(batch: int, iterations: int) -> PhaseControls:
+    return PhaseControls(encode_batch=batch, decode_iterations=iterations, group_max_active=12,
+                         group_kv_tokens=9000)
+
+
+def test_a_change_of_the_control_variables_reaches_every_replica(made, tmp_path, at_once):
+    job, sink = Job(made, *CONFIGS[0], count=60), Told()
+    executors = linked(job, sink, tmp_path, ChangeOrder(revision=1, controls=controls(4, 9)))
     first, second = sink.launcher.taken
     assert (first["revision"], first.get("replica"), first["encode_batch"]) == (1, None, 4)
     assert (second["revision"], second["replica"]) == (1, 1)
@@ -130,39 +141,23 @@ def test_a_change_of_the_control_variables_reaches_every_replica(
         assert max(step.iteration for step in after) == 9 > max(step.iteration for step in before)
     # every query has one place, in the order in which they were taken up
     seen = read_observed(tmp_path)
-    assert seen is not None and not seen.finished.keys() & seen.active.keys()
+    assert not seen.finished.keys() & seen.active.keys()
     assert max({**seen.finished, **seen.active}) == len(seen.finished) + len(seen.active) - 1
 
 
 @pytest.mark.parametrize("is_both", [True, False])
-def test_each_shape_takes_up_changes_of_its_own(
-        made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_both: bool) -> None:
+def test_each_shape_takes_up_changes_of_its_own(made, tmp_path, at_once, is_both):
     """Two ranks in a pipeline beside one; a replay that is told of it takes the same steps."""
-    monkeypatch.setattr("xrunner.io.launcher_link._INTERVAL_S", 0.0)
-    monkeypatch.setattr("xrunner.engine.replicas._TELL_S", 0.0)
     job, sink = Job(made, *CONFIGS[0], replicas=1, stages=2, count=60), Told()
     job.estimate = job.one.beside((Job(made, *CONFIGS[0], stages=1).one,))
-    first, second = (PhaseControls(encode_batch=batch, decode_iterations=iterations,
-                                   group_max_active=12, group_kv_tokens=9000)
-                     for batch, iterations in ((4, 9), (3, 7)))
-    order = ChangeOrder(revision=1, controls=OfShapes((first if is_both else None, second)))
-    order.save(tmp_path)
-    assert load_change_order(tmp_path) == order
-    windows: list[Window] = []
+    windows: list[Any] = []
 
-    def prepare(head: Head, others: ToReplicas) -> None:
-        assert isinstance(head.rule, RraRule)
+    def seen(head: Head, others: ToReplicas) -> None:
         head.rule.make_room(12)
-        windows[:] = others._accounts.router.windows
-        sink.launcher = LauncherLink(tmp_path, first_query=0, rule=OfEveryReplica(
-            head.rule, others, replicas_of(job.estimate)),
-            at_work=lambda: head.lengths_so_far() | others.lengths_so_far())
-        seen.append(others)
+        windows.extend([list(others._accounts.router.windows), others])
 
-    seen: list[ToReplicas] = []
-    executors = job.run(sink, prepare=prepare)
-    job.check_answers(sink.results)
-    assert sink.launcher is not None
+    executors = linked(job, sink, tmp_path, ChangeOrder(revision=1, controls=OfShapes(
+        (controls(4, 9) if is_both else None, controls(3, 7)))), seen)
     taken = [[change for change in sink.launcher.taken if change.get("replica", 0) == replica]
              for replica in (0, 1)]
     assert [len(own) for own in taken] == [int(is_both), 1]
@@ -171,11 +166,12 @@ def test_each_shape_takes_up_changes_of_its_own(
         assert run_steps(executors[rank]) == job.replayed_as_told(replica, taken[replica])
         most = max(step.iteration for step in executors[rank].log)
         assert most == ((9 if is_both else 4), 7)[replica]
-    now = seen[0]._accounts.router.windows
-    assert (now[0] == windows[0]) is not is_both and now[1].batch == 3
+    before, others = windows
+    now = others._accounts.router.windows
+    assert (now[0] == before[0]) is not is_both and now[1].batch == 3
 
 
-def test_fewer_queries_than_replicas(made: Made) -> None:
+def test_fewer_queries_than_replicas(made):
     job, sink = Job(made, *CONFIGS[0], replicas=3, count=2), Told()
     executors = job.run(sink)
     assert sink.is_complete
@@ -183,7 +179,7 @@ def test_fewer_queries_than_replicas(made: Made) -> None:
     assert run_steps(executors[2]) == []
 
 
-def test_a_query_is_as_it_was_read() -> None:
+def test_a_query_is_as_it_was_read():
     """What goes from rank to rank is told apart from what rank 0 keeps."""
     query = PreparedQuery(index=3, id="q", input_ids=(1, 2, 3), max_new_tokens=2)
     comms = local_comms(2)
@@ -198,6 +194,6 @@ def test_a_query_is_as_it_was_read() -> None:
             return 0.0
 
     comms[0].send(1, StopMessage())
-    supply.close(HeadAtRest())  # type: ignore[arg-type]
+    supply.close(HeadAtRest())
     message, _ = comms[0].receive(1)
-    assert message.results[0].query.input_ids == () and message.has_ended  # type: ignore[union-attr]
+    assert message.results[0].query.input_ids == () and message.has_ended

@@ -1,32 +1,29 @@
 """RRA and WAA with their KV entries in blocks: the tokens are those of `generate`, nothing is
 copied when queries end, and a device that holds what is planned holds what is run."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from implementations import SOURCES, TORCH, Implementation
-from representative import some
-from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
-from toys import generate, random_queries
+from examples import some
+from implementations import SOURCES, TORCH
+from replays import answers_of, generated
+from toy_runs import run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
+from toys import random_queries
 
 from xgpt.core.errors import XgptError
-from xrunner.engine import blocks, group
-from xrunner.engine.blocks import BlockCache
+from xrunner.engine import group
+from xrunner.engine import kv as blocks
+from xrunner.engine.kv import KvCache
 from xrunner.engine.stage import StageExecutor
 from xrunner.rules.rra import PhaseControls, RraRule
 
-Made = Callable[[str], tuple[Path, Any]]
 SIZE = 16
 QUERIES = random_queries(12)
 LONGEST = max(query.reserve_tokens for query in QUERIES)
 
 
 @pytest.fixture(autouse=True)
-def gpu_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_blocks(monkeypatch):
     """Blocks of a GPU's size: toys have several of them."""
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", SIZE)
 
@@ -36,29 +33,24 @@ def rra(*, groups: int = 1, chunk: int = 0, kv_tokens: int = 200) -> RraRule:
                    kv_tokens=kv_tokens * groups, encode_chunk=chunk)
 
 
-def answers(sink: Collector) -> dict[int, list[int]]:
-    return {r.query.index: list(r.output_ids) for r in sink.results}
-
-
 def expected(model: Any) -> dict[int, list[int]]:
-    return {query.index: generate(model, query) for query in QUERIES}
+    return generated(model, QUERIES)
 
 
-def caches(executor: StageExecutor) -> list[BlockCache]:
+def caches(executor: StageExecutor) -> list[KvCache]:
     found = [own.cache for own in executor.groups]
-    assert all(isinstance(cache, BlockCache) for cache in found)
-    return [cache for cache in found if isinstance(cache, BlockCache)]
+    assert all(cache.room_for([]) is not None for cache in found), "a table names blocks"
+    return found
 
 
 @pytest.mark.parametrize(("degrees", "groups", "chunk"), some(
     [((1,), 1, 0), ((1, 1), 2, 0), ((2, 1), 3, 0), ((1, 1), 2, 7)],
     lambda case: case[1] == 3 or case[2]))
-def test_rra_answers_as_generate_does(made: Made, degrees: tuple[int, ...], groups: int,
-                                      chunk: int) -> None:
+def test_rra_answers_as_generate_does(made, degrees, groups, chunk):
     directory, model = made("llama")
     sink, executors = run_in_process(directory, QUERIES, degrees=degrees, in_blocks=True,
                                      rule=rra(groups=groups, chunk=chunk))
-    assert answers(sink) == expected(model)
+    assert answers_of(sink) == expected(model)
     for executor in executors:
         assert executor.rows_compacted == 0
         # no group had more than its rule reserves
@@ -67,22 +59,21 @@ def test_rra_answers_as_generate_does(made: Made, degrees: tuple[int, ...], grou
 
 
 @pytest.mark.parametrize("implementation", [TORCH, SOURCES], ids=str)
-def test_torch_and_the_cuda_sources_take_them(made: Made, implementation: Implementation) -> None:
+def test_torch_and_the_cuda_sources_take_them(made, implementation):
     directory, model = made("llama")
     with implementation.using():
         sink, _ = run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
-    assert answers(sink) == expected(model)
+    assert answers_of(sink) == expected(model)
 
 
 @pytest.mark.parametrize(("encode", "decode", "groups"), some(
     [((1,), (1,), 1), ((2,), (1, 1), 2), ((1,), (2,), 3)], lambda case: case[2] == 2))
-def test_what_waa_hands_over_is_put_into_blocks(made: Made, encode: tuple[int, ...],
-                                                decode: tuple[int, ...], groups: int) -> None:
+def test_what_waa_hands_over_is_put_into_blocks(made, encode, decode, groups):
     directory, model = made("llama")
     rules = toy_waa_rules(len(encode), num_groups=groups, kv_tokens=150)
     sink, executors = run_waa_in_process(directory, QUERIES, waa_pools(directory, encode, decode),
                                          rules, in_blocks=True)
-    assert answers(sink) == expected(model)
+    assert answers_of(sink) == expected(model)
     for rank in range(sum(encode), sum(encode) + sum(decode)):
         own = caches(executors[rank])
         assert len({id(cache.pool) for cache in own}) == 1, "one budget, one pool for all groups"
@@ -91,17 +82,15 @@ def test_what_waa_hands_over_is_put_into_blocks(made: Made, encode: tuple[int, .
         assert sum(cache.num_bytes for cache in own) <= own[0].store.nbytes
 
 
-def test_the_memory_is_what_is_reserved_not_rows_of_the_longest(
-        made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_is_what_is_reserved_not_rows_of_the_longest(made, monkeypatch):
     """12 rows of the longest query do not fit this device; blocks for 200 tokens do."""
     directory, _ = made("llama")
-    sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=rra(),
-                                       in_blocks=True)
+    sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
     (cache,) = caches(executor)
     assert cache.pool.count * SIZE < 12 * LONGEST
     monkeypatch.setattr(group, "free_bytes", lambda device: cache.num_bytes)
     again, _ = run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
-    assert answers(again) == answers(sink)
+    assert answers_of(again) == answers_of(sink)
     with pytest.raises(XgptError, match=f"12 queries of up to {LONGEST} tokens .* are missing"):
         run_in_process(directory, QUERIES, num_stages=1, rule=rra())
     monkeypatch.setattr(group, "free_bytes", lambda device: cache.num_bytes - 1)
@@ -109,7 +98,7 @@ def test_the_memory_is_what_is_reserved_not_rows_of_the_longest(
         run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
 
 
-def test_a_change_finds_the_blocks_that_room_was_made_for(made: Made) -> None:
+def test_a_change_finds_the_blocks_that_room_was_made_for(made):
     directory, model = made("llama")
     rule = rra(kv_tokens=LONGEST)
     rule.make_room(12, 12 * LONGEST)
@@ -117,13 +106,12 @@ def test_a_change_finds_the_blocks_that_room_was_made_for(made: Made) -> None:
     rule.change(PhaseControls(encode_batch=6, decode_iterations=3, group_max_active=12,
                               group_kv_tokens=12 * LONGEST), phase=2)
     sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=rule, in_blocks=True)
-    assert answers(sink) == expected(model)
+    assert answers_of(sink) == expected(model)
     (cache,) = caches(executor)
     assert cache.pool.most_taken * SIZE > LONGEST + SIZE, "more than the first phases could have"
 
 
-def test_blocks_of_a_query_that_is_done_are_there_for_other_groups_at_once(
-        made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_query_that_is_done_are_there_for_other_groups_at_once(made, monkeypatch):
     """Blocks of one token, so that no last block has room that nobody counts, and no more of them
     than the encode pool keeps under way: a group whose step is still to come would hold the blocks
     of its last query while another group needs them."""
@@ -133,6 +121,6 @@ def test_blocks_of_a_query_that_is_done_are_there_for_other_groups_at_once(
     with TORCH.using():  # the native kernels take blocks of 16 or more
         sink, executors = run_waa_in_process(
             directory, QUERIES, waa_pools(directory, (1,), (1,)), rules, in_blocks=True)
-    assert answers(sink) == expected(model)
+    assert answers_of(sink) == expected(model)
     (pool,) = {cache.pool for cache in caches(executors[1])}
     assert pool.count == LONGEST + 5

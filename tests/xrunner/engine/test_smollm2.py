@@ -1,19 +1,17 @@
 """The quickstart's real model on its real prompts: tokens equal transformers' `generate`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from replays import answers_of
 from toy_runs import run_in_process
 
 from xgpt.core.errors import XgptError
 from xrunner.checkpoint.source import find_model
-from xrunner.io.tokenizer import TextTokenizer, eos_ids
+from xrunner.files.tokenizer import TextTokenizer, eos_ids
 from xrunner.query import PreparedQuery
 
 PROMPTS = Path(__file__).resolve().parents[3] / "jobs" / "prompts" / "quickstart.jsonl"
@@ -21,7 +19,7 @@ NUM_PROMPTS, MAX_NEW_TOKENS = 3, 8
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> tuple[Path, Any]:
+def smollm2():
     from transformers import AutoModelForCausalLM
 
     try:
@@ -33,7 +31,7 @@ def smollm2() -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="module")
-def queries(smollm2: tuple[Path, Any]) -> list[PreparedQuery]:
+def queries(smollm2):
     tokenizer = TextTokenizer(smollm2[0])
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines[::len(lines) // NUM_PROMPTS]]
@@ -45,7 +43,7 @@ def queries(smollm2: tuple[Path, Any]) -> list[PreparedQuery]:
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2: tuple[Path, Any], queries: list[PreparedQuery]) -> dict[int, list[int]]:
+def expected(smollm2, queries):
     directory, model = smollm2
     answers = {}
     for query in queries:
@@ -61,16 +59,15 @@ def expected(smollm2: tuple[Path, Any], queries: list[PreparedQuery]) -> dict[in
 # toys have every number of stages; the real model is large
 @pytest.mark.slow  # toys of its family in every layout: test_exactness*.py
 @pytest.mark.parametrize("num_stages", [2, 1, 3])
-def test_greedy_tokens_equal_generate(smollm2: tuple[Path, Any], queries: list[PreparedQuery],
-                                      expected: dict[int, list[int]], num_stages: int) -> None:
+def test_greedy_tokens_equal_generate(smollm2, queries, expected, num_stages):
     # toys.EOS is an ordinary token of this model; forcing the length shuts it out
     forced = [replace(q, is_forced=True, max_new_tokens=len(expected[q.index])) for q in queries]
     sink, _ = run_in_process(smollm2[0], forced, num_stages=num_stages, num_groups=num_stages,
                              encode_batch=3, decode_iterations=6)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == expected
+    assert answers_of(sink) == expected
 
 
-def test_the_chat_template_equals_transformers(smollm2: tuple[Path, Any]) -> None:
+def test_the_chat_template_equals_transformers(smollm2):
     from transformers import AutoTokenizer
 
     theirs, ours = AutoTokenizer.from_pretrained(smollm2[0]), TextTokenizer(smollm2[0])

@@ -1,7 +1,5 @@
 """A stop string is found when it appears, at a cost that does not grow with the output."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
@@ -29,7 +27,7 @@ def active_query(stops: Sequence[str]) -> ActiveQuery:
                                      stop=tuple(stops)), encode_start_s=0.0)
 
 
-def test_it_is_found_with_the_token_that_ends_it() -> None:
+def test_it_is_found_with_the_token_that_ends_it():
     source, found = random.Random(3), 0
     for _ in range(120):
         # texts of few kinds of piece, so that a long stop string does come, and late
@@ -50,7 +48,7 @@ def test_it_is_found_with_the_token_that_ends_it() -> None:
     assert found > 10
 
 
-def test_a_long_output_is_not_decoded_again_with_every_token() -> None:
+def test_a_long_output_is_not_decoded_again_with_every_token():
     active, decoded = active_query(["never"]), 0
 
     def counted(ids: Sequence[int]) -> str:
@@ -64,7 +62,7 @@ def test_a_long_output_is_not_decoded_again_with_every_token() -> None:
     assert decoded < 40 * 2000
 
 
-def test_an_exception_of_the_tokenizer_is_the_end_of_its_query_alone() -> None:
+def test_an_exception_of_the_tokenizer_is_the_end_of_its_query_alone():
     def fails(ids: Sequence[int]) -> str:
         raise OverflowError("no such piece")
 

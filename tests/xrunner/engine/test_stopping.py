@@ -1,55 +1,43 @@
 """A run that is asked to stop says whether it is done: one that is done and called stopped would
 be started again, and begin with its first query."""
 
-from __future__ import annotations
-
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
+from holding import rule_of
+from plans import plan_of
 from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules
 from toy_runs import waa_pools as two_pools
 from toys import random_queries
 
-from xrunner import worker
-from xrunner.engines import deepspeed_worker
-from xrunner.io.results import Answered
-from xrunner.io.sink import RunSink
-from xrunner.io.stop import STOP_FILE
+from xrunner.backends import deepspeed_worker
+from xrunner.comm.point_to_point import local_comms
+from xrunner.files.lock import STOP_FILE
+from xrunner.files.results import Answered
+from xrunner.files.sink import RunSink
 from xrunner.plan import RunPlan
-from xrunner.rules.paged import vllm
-from xrunner.rules.rra import RraRule
-from xrunner.rules.static import StaticRule
-from xrunner.rules.steps import BatchingRule
-from xrunner.transport.comm import local_comms
-from xrunner.world import World
+from xrunner.rank import worker
+from xrunner.rank.world import World
 
 COUNT = 7
-RULES: dict[str, Callable[[], BatchingRule]] = {
-    "rra": lambda: RraRule(encode_batch=2, decode_iterations=3, num_groups=2, max_active=6,
-                           kv_tokens=1000),
-    "static": lambda: StaticRule(encode_batch=3, num_groups=2, encode_micro_batches=2,
-                                 kv_tokens=1000),
-    "vllm": lambda: vllm(num_groups=1, max_active=3, kv_tokens=1600, token_budget=40)}
+RULES = {"rra": {"encode": 2, "iterations": 3, "groups": 2}, "ft": {"groups": 2},
+         "vllm": {"batch": 3, "kv_tokens": 1600}}
 
 
 @pytest.mark.parametrize(("stop_after", "is_complete"), [(1, False), (COUNT, True)])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_stop_that_comes_with_the_last_token_finds_the_run_complete(
-        llama: tuple[Path, Any], rule: str, stop_after: int, is_complete: bool) -> None:
-    sink, _ = run_in_process(llama[0], random_queries(COUNT), num_stages=1, rule=RULES[rule](),
-                             sink=Collector(stop_after))
+        llama, rule, stop_after, is_complete):
+    sink, _ = run_in_process(llama[0], random_queries(COUNT), num_stages=1,
+                             rule=rule_of(rule, **RULES[rule]), sink=Collector(stop_after))
     assert sink.is_complete is is_complete
     assert (len(sink.results) == COUNT) is is_complete
 
 
 @pytest.mark.parametrize(("stop_after", "is_complete"), [(1, False), (COUNT, True)])
-def test_so_it_is_with_two_pools(llama: tuple[Path, Any], stop_after: int,
-                                 is_complete: bool) -> None:
+def test_so_it_is_with_two_pools(llama, stop_after, is_complete):
     rules = toy_waa_rules(1, max_in_system=3)
     sink, _ = run_waa_in_process(llama[0], random_queries(COUNT),
                                  two_pools(llama[0], [1], [1]), rules,
@@ -59,28 +47,18 @@ def test_so_it_is_with_two_pools(llama: tuple[Path, Any], stop_after: int,
 
 
 @pytest.mark.parametrize("rule", ["rra", "vllm"])
-def test_a_last_token_under_way_at_a_stop_still_ends_its_query(llama: tuple[Path, Any],
-                                                               rule: str) -> None:
+def test_a_last_token_under_way_at_a_stop_still_ends_its_query(llama, rule):
     queries = [replace(query, max_new_tokens=1) for query in random_queries(COUNT)]
-    sink, executors = run_in_process(llama[0], queries, num_stages=2, rule=RULES[rule](),
-                                     sink=Collector(1))
+    sink, executors = run_in_process(llama[0], queries, num_stages=2,
+                                     rule=rule_of(rule, **RULES[rule]), sink=Collector(1))
     encoded = sum(step.queries for step in executors[-1].log if step.kind == "encode")
     assert len(sink.results) == encoded < COUNT and sink.is_complete is False
 
 
-def plan_of(output: Path) -> RunPlan:
-    return RunPlan(
-        name="toy", output=output, model_dir=output, model_name="toy", served_by="test",
-        requests="test", is_chat=False, max_tokens=4, dtype="float32", weight_dtype="float32",
-        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
-        query_kv_tokens=9)
-
-
-def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path, monkeypatch):
     now = 100.0
-    monkeypatch.setattr("xrunner.io.sink.time.monotonic", lambda: now)
-    sink = RunSink(plan_of(tmp_path), num_queries=1, before=Answered(0, frozenset()))
+    monkeypatch.setattr("xrunner.files.sink.time.monotonic", lambda: now)
+    sink = RunSink(plan_of(tmp_path, tmp_path), num_queries=1, before=Answered(0, frozenset()))
     assert not sink.should_stop()
     (tmp_path / STOP_FILE).touch()
     now += 1.0
@@ -94,9 +72,8 @@ def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
 @pytest.mark.parametrize(("module", "work"), [(worker, "work"), (deepspeed_worker, "run")])
 @pytest.mark.parametrize(("number", "is_users"), [(errno.ENOSPC, True), (errno.EDQUOT, True),
                                                   (errno.EBADF, False)])
-def test_a_full_disk_ends_a_rank_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                          capsys: pytest.CaptureFixture[str], number: int,
-                                          is_users: bool, module: Any, work: str) -> None:
+def test_a_full_disk_ends_a_rank_in_words(tmp_path, monkeypatch, capsys, number, is_users, module,
+                                          work):
     ended: list[int] = []
     alone = World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
                   abort=ended.append, split=lambda group, place: pytest.fail("in no group"),
@@ -107,7 +84,7 @@ def test_a_full_disk_ends_a_rank_in_words(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(module, "connect", lambda kind="cpu": alone)
     monkeypatch.setattr(module, work, fail)
-    path = str(plan_of(tmp_path).save())
+    path = str(plan_of(tmp_path, tmp_path).save())
     if not is_users:
         with pytest.raises(OSError, match=os.strerror(number)):
             module.main([path])

@@ -5,43 +5,40 @@ for a GPU): what passes between that device and the host is seen as torch carrie
 would ask the device for a value cannot be answered at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from representative import some
+from examples import some
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from zero_weights import Zeros
+from toys import Zeros
 
-from xgpt.core.decoder import Decoder
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import Decoder, ModelSpec
+from xrunner.comm.messages import Joined, StartMessage, StepMessage
 from xrunner.devices import Arriving, on_device
-from xrunner.engine.blocks import BLOCK_TOKENS
 from xrunner.engine.graphs import Captured, CapturedStep, DecodeGraphs, why_not
-from xrunner.engine.last_tokens import FED_BACK
+from xrunner.engine.group import FED_BACK
+from xrunner.engine.kv import BLOCK_TOKENS
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
-from xrunner.models.shard import WHOLE
 from xrunner.models.stage_model import StageModel
-from xrunner.ops import cuda, cuda_modules
+from xrunner.models.weights import WHOLE
 from xrunner.ops.contexts import layers_of
-from xrunner.ops.cuda import CudaOps
-from xrunner.ops.cuda_modules import Gpu
-from xrunner.ops.kv import scatter
-from xrunner.ops.launch import Launch
+from xrunner.ops.cuda import cuda_modules
+from xrunner.ops.cuda import kernels as cuda
+from xrunner.ops.cuda.cuda_modules import Gpu
+from xrunner.ops.cuda.kernels import CudaOps
+from xrunner.ops.cuda.launch import Launch
+from xrunner.ops.kv_entries import scatter
 from xrunner.query import Sampling
 from xrunner.rules.slots import Span
 from xrunner.rules.steps import KvBudget, StepKind
-from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
 DEVICE = torch.device("lazy", 0)
 GREEDY = (Sampling(), Sampling(), Sampling())
@@ -135,8 +132,7 @@ CASES = [(family, choice, in_blocks) for family in ("llama", "opt", "gpt2") for 
 @pytest.mark.parametrize(("family", "choice", "in_blocks"), some(
     CASES, lambda case: case[1] == "greedy" and "llama" in case or case[2] and (
         case[0] == "llama" or case[1] == "greedy")))
-def test_a_step_is_waited_for_once_whatever_it_holds(family: str, choice: str, in_blocks: bool,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_waited_for_once_whatever_it_holds(family, choice, in_blocks, monkeypatch):
     monkeypatch.setitem(BLOCK_TOKENS, "cpu", BLOCK_TOKENS["cuda"])
     sent = []
     for layers in (1, 3):
@@ -159,8 +155,7 @@ def test_a_step_is_waited_for_once_whatever_it_holds(family: str, choice: str, i
     Decoder(embedding_scale=5.0, residual_scale=0.4, logit_scale=0.2), Decoder(qk_norm="head"),
     Decoder(qk_norm="all", norm_place="after"), Decoder(windows=(4, None)),
     Decoder(attention_cap=3.0, logit_cap=4.0)], ids=["scaled", "qk", "qk all", "window", "cap"])
-def test_what_newer_models_do_waits_for_nothing(decoder: Decoder,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_newer_models_do_waits_for_nothing(decoder, monkeypatch):
     made = torch.tensor
 
     def from_the_host(*given: Any, device: Any = None, **more: Any) -> Tensor:
@@ -182,7 +177,7 @@ def test_what_newer_models_do_waits_for_nothing(decoder: Decoder,
     ("llama", Decoder(qk_norm="all", norm_place="after")), ("llama", Decoder(windows=(4, None)))])
 @pytest.mark.parametrize("width", [1, 3])
 def test_nothing_passes_between_device_and_host_in_what_is_captured(
-        family: str, decoder: Decoder, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        family, decoder, width, monkeypatch):
     """A graph would keep what the host had at its capture, from memory that is long another's."""
     launched = list[str]()
     monkeypatch.setattr(cuda, "filled", lambda kind, **values: None)  # addresses of no memory
@@ -216,7 +211,7 @@ class Nothing:
         raise AssertionError("nothing is to be captured here")
 
 
-def test_entries_from_another_pool_are_put_in_place_without_a_wait() -> None:
+def test_entries_from_another_pool_are_put_in_place_without_a_wait():
     with elsewhere() as traffic:
         store, block = torch.zeros(2, 2, 4, 3, 8, 4, device=DEVICE), torch.ones(2, 2, 3, 9, 4)
         scatter(store, [3], [4], block[:, :, :, :4])  # one query's part of what came together
@@ -224,7 +219,7 @@ def test_entries_from_another_pool_are_put_in_place_without_a_wait() -> None:
         assert not traffic.waits and traffic.uploads == 2
 
 
-def test_what_is_waited_for_is_seen() -> None:
+def test_what_is_waited_for_is_seen():
     with elsewhere() as traffic:
         there = on_device([1, 2, 3], DEVICE)
         assert not traffic.waits and traffic.uploads == 1
@@ -234,41 +229,3 @@ def test_what_is_waited_for_is_seen() -> None:
         assert len(traffic.waits) == 3 and all("_to_copy" in told for told in traffic.waits)
         assert there.device == DEVICE and Arriving(there).wait().device.type == "cpu"
         assert traffic.downloads == 1 and len(traffic.waits) == 3
-
-
-class Views(TorchDispatchMode):
-    """Parts of tensors that the host takes: each is work of its own between two launches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ in ("slice", "select", "unbind", "split")
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_layer_takes_no_parts_that_are_the_same_for_all(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "filled", lambda kind, **values: None)  # addresses of no memory
-    monkeypatch.setattr(cuda, "is_wide", lambda *tensors, row: True)
-
-    def launch(asked: Launch) -> None:
-        pass
-
-    monkeypatch.setitem(cuda_modules._gpus, DEVICE, Gpu(CudaOps(launch, 100), launch))
-    encode, decode, _, (mixed, _) = steps_of(GREEDY)
-    mixed = replace(mixed, spans=(Span(3, 0, 3, True),))
-    steps, of_layers = [encode, decode, (mixed, [FED_BACK] * 3 + [1] * 3)], []
-    for layers in (2, 3):
-        counts = []
-        with elsewhere():
-            executor = executor_of("llama", layers, None)
-            for message, tokens in steps:
-                with Views() as views:
-                    executor.execute(message, torch.tensor(tokens))
-                counts.append(views.count)
-        of_layers.append(counts)
-    assert [more - few for few, more in zip(*of_layers, strict=True)] == [1, 1, 3], (
-        "the query, of what one product gave; beside one another whose it is, too")

@@ -4,14 +4,12 @@ every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
-from representative import some
+from examples import some
+from replays import answers_of, generated
 from toy_runs import (
     Collector,
     ranks_of,
@@ -22,12 +20,9 @@ from toy_runs import (
 )
 from toys import generate, random_queries, spec_of
 
-from xrunner.query import PreparedQuery, Sampling
+from xrunner.query import Sampling
 from xrunner.rules.steps import Step
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
-
-Made = Callable[[str], tuple[Path, Any]]
-Answered = Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]
 
 FAMILIES = ("llama", "opt", "gpt2", "t5")
 # degrees of the encode and the decode pool's stages, decode groups, encode batch
@@ -36,23 +31,17 @@ CASES = [((1,), (1,), 1, 3), ((1,), (1, 1), 2, 4), ((1, 1), (1,), 3, 2), ((1, 1)
          ((1, 1, 1), (1, 1), 1, 2)]
 
 
-def answers(sink: Collector) -> dict[int, list[int]]:
-    return {r.query.index: list(r.output_ids) for r in sink.results}
-
-
 # each case with one of the families
 @pytest.mark.parametrize(("family", "encode", "decode", "groups", "batch"), some(
     [(family, *case) for place, family in enumerate(FAMILIES) for i, case in enumerate(CASES)
      if family in ("llama", "t5") or i % 4 == place],
     lambda case: case[0] == FAMILIES[CASES.index(case[1:]) % 4]))
-def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
-                               encode: tuple[int, ...], decode: tuple[int, ...], groups: int,
-                               batch: int) -> None:
+def test_tokens_equal_generate(made, answered, family, encode, decode, groups, batch):
     queries, expected = answered(family)
     pools = waa_pools(made(family)[0], encode, decode)
     rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups)
     sink, executors = run_waa_in_process(made(family)[0], queries, pools, rules)
-    assert answers(sink) == expected
+    assert answers_of(sink) == expected
     assert len(executors) == sum(encode) + sum(decode)
 
 
@@ -60,28 +49,26 @@ def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
     [(family, *cuts) for family in ("llama", "t5") for cuts in (
         ([1], [4]), ([4], [1]), ([2], [3]), ([3], [1]))],
     lambda case: case[1] == ([1] if case[0] == "llama" else [4])))
-def test_pools_that_divide_layers_unevenly(made: Made, answered: Answered, family: str,
-                                           encode_cuts: list[int], decode_cuts: list[int]) -> None:
+def test_pools_that_divide_layers_unevenly(made, answered, family, encode_cuts, decode_cuts):
     queries, expected = answered(family)
     cuts = [min(cut, 3) for cut in decode_cuts] if family == "t5" else decode_cuts
     pools = waa_pools(made(family)[0], (2, 1), (1, 2), encode_cuts, cuts)
     sink, _ = run_waa_in_process(made(family)[0], queries, pools, toy_waa_rules(2, num_groups=2))
-    assert answers(sink) == expected
+    assert answers_of(sink) == expected
 
 
 @pytest.mark.parametrize(("family", "encode", "decode", "groups", "batch", "chunk", "in_blocks"), [
     ("llama", (1,), (1,), 1, 3, 7, False), ("opt", (1, 1), (1, 1), 3, 2, 64, True),
     ("gpt2", (1,), (2, 1), 2, 4, 3, False), ("qwen2", (2,), (1,), 2, 2, 16, True)])
 def test_decode_pools_that_encode_inputs_answer_as_generate_does(
-        made: Made, answered: Answered, family: str, encode: tuple[int, ...],
-        decode: tuple[int, ...], groups: int, batch: int, chunk: int, in_blocks: bool) -> None:
+        made, answered, family, encode, decode, groups, batch, chunk, in_blocks):
     queries, expected = answered(family)
     pools = waa_pools(made(family)[0], encode, decode)
     rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups, encode_chunk=chunk,
                           max_in_system=12)
     sink, executors = run_waa_in_process(made(family)[0], queries, pools, rules,
                                          in_blocks=in_blocks)
-    assert answers(sink) == expected
+    assert answers_of(sink) == expected
     steps = executors[ranks_of(pools[1])[0]].log
     handed = sum(record.queries for record in executors[0].log)
     assert 0 < handed < len(queries), "both pools encode"
@@ -92,25 +79,21 @@ def test_decode_pools_that_encode_inputs_answer_as_generate_does(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "llama3-rope", "gpt2-untied", "t5-1.1"])
 @pytest.mark.parametrize(("encode", "decode"), [case[:2] for case in CASES])
-def test_tokens_equal_generate_in_every_way(made: Made, answered: Answered, family: str,
-                                            encode: tuple[int, ...],
-                                            decode: tuple[int, ...]) -> None:
+def test_tokens_equal_generate_in_every_way(made, answered, family, encode, decode):
     queries, expected = answered(family)
     pools = waa_pools(made(family)[0], encode, decode)
     for groups, (batch, most) in product((1, 2, 3, 4), ((1, 1), (3, 8), (9, 17))):
         rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups,
                               max_in_system=most)
         sink, _ = run_waa_in_process(made(family)[0], queries, pools, rules)
-        assert answers(sink) == expected, f"{groups = } {batch = } {most = }"
+        assert answers_of(sink) == expected, f"{groups = } {batch = } {most = }"
 
 
 @pytest.mark.parametrize(("family", "encode", "decode"), some(
     [(family, *pools) for family in ("llama", "t5")
      for pools in (((1,), (1,)), ((1, 1), (2, 1)))],
     lambda case: case == ("t5", (1,), (1,))))
-def test_no_more_are_in_the_system_than_the_rule_allows(
-        made: Made, answered: Answered, family: str, encode: tuple[int, ...],
-        decode: tuple[int, ...]) -> None:
+def test_no_more_are_in_the_system_than_the_rule_allows(made, answered, family, encode, decode):
     """Tight bounds on queries, decode entries and encode entries: the encode pool waits."""
     queries, expected = answered(family)
     pools = waa_pools(made(family)[0], encode, decode)
@@ -118,7 +101,7 @@ def test_no_more_are_in_the_system_than_the_rule_allows(
     for bounds in ({"max_in_system": 3}, {"kv_tokens": most + 1}, {"encode_kv_tokens": 25}):
         rules = _Watched.of(toy_waa_rules(len(encode), num_groups=2, **bounds))
         sink, executors = run_waa_in_process(made(family)[0], queries, pools, rules)
-        assert answers(sink) == expected
+        assert answers_of(sink) == expected
         assert rules[0].most_in_system <= bounds.get("max_in_system", 8)
         decoded = [r.queries for e in executors.values() for r in e.log if r.kind == "decode"]
         assert 0 < max(decoded) <= rules[1].group_max_active
@@ -126,7 +109,7 @@ def test_no_more_are_in_the_system_than_the_rule_allows(
 
 @pytest.mark.parametrize("encode", some([((1,),), ((1, 1),), ((2,),)],
                                         lambda case: case == ((1, 1),)))
-def test_who_ends_with_the_first_token_stays_behind(made: Made, encode: tuple[int, ...]) -> None:
+def test_who_ends_with_the_first_token_stays_behind(made, encode):
     """By its limit, or (known only then) by its end of sequence or a stop string."""
     directory, model = made("llama")
     queries = random_queries(12, seed=3)
@@ -141,7 +124,7 @@ def test_who_ends_with_the_first_token_stays_behind(made: Made, encode: tuple[in
     rules = toy_waa_rules(len(encode), encode_batch=4, num_groups=2, max_in_system=9)
     sink, executors = run_waa_in_process(directory, job, pools, rules)
     expected = {q.index: [first[q.index]] if q.index % 4 < 2 else generate(model, q) for q in job}
-    assert answers(sink) == expected
+    assert answers_of(sink) == expected
     reasons = {r.query.index: r.finish_reason for r in sink.results}
     assert {reasons[i] for i in range(0, 12, 4)} == {"length"}
     assert {reasons[i] for i in range(1, 12, 4)} == {"stop"}
@@ -151,16 +134,15 @@ def test_who_ends_with_the_first_token_stays_behind(made: Made, encode: tuple[in
     got = sum(e.receiver.num_bytes for e in executors.values() if e.receiver is not None)
     spec = spec_of(directory)
     token_bytes = spec.num_layers * 2 * spec.kv_heads * spec.head_dim * 4
-    assert sent == got == token_bytes * sum(
-        len(q.input_ids) for q in job if q.max_new_tokens > 1)
+    assert sent == got == token_bytes * sum(len(q.input_ids) for q in job if q.max_new_tokens > 1)
 
 
-def test_a_job_that_ends_with_first_tokens_alone(made: Made) -> None:
+def test_a_job_that_ends_with_first_tokens_alone(made):
     directory, model = made("opt")
     queries = [replace(q, max_new_tokens=1) for q in random_queries(7, seed=8)]
     sink, executors = run_waa_in_process(directory, queries, waa_pools(directory, (1,), (1,)),
                                          toy_waa_rules(1))
-    assert answers(sink) == {q.index: generate(model, q) for q in queries}
+    assert answers_of(sink) == generated(model, queries)
     assert not executors[1].log and executors[1].receiver.num_bytes == 0
 
 
@@ -168,8 +150,7 @@ def test_a_job_that_ends_with_first_tokens_alone(made: Made) -> None:
     [(family, *pools) for family in ("llama", "t5")
      for pools in (((1,), (1,)), ((1, 1), (2, 1)), ((2,), (1, 1)))],
     lambda case: (case[0] == "t5") == (case[1] == (1,))))
-def test_stopping_early_ends_every_rank(made: Made, answered: Answered, family: str,
-                                        encode: tuple[int, ...], decode: tuple[int, ...]) -> None:
+def test_stopping_early_ends_every_rank(made, answered, family, encode, decode):
     queries, expected = answered(family)
     pools = waa_pools(made(family)[0], encode, decode)
     for after in (0, 4):
@@ -177,10 +158,10 @@ def test_stopping_early_ends_every_rank(made: Made, answered: Answered, family: 
                                      toy_waa_rules(len(encode), num_groups=2),
                                      sink=Collector(stop_after=after))
         assert after <= len(sink.results) < len(queries)
-        assert answers(sink).items() <= expected.items()
+        assert answers_of(sink).items() <= expected.items()
 
 
-def test_drawn_tokens_are_those_of_round_robin(made: Made) -> None:
+def test_drawn_tokens_are_those_of_round_robin(made):
     """A draw depends on its own query alone, whichever pool makes it."""
     directory, _ = made("llama")
     queries = [replace(q, sampling=Sampling(temperature=1.0, top_k=9, seed=q.index))
@@ -188,7 +169,7 @@ def test_drawn_tokens_are_those_of_round_robin(made: Made) -> None:
     plain, _ = run_in_process(directory, queries, num_stages=1)
     sink, _ = run_waa_in_process(directory, queries, waa_pools(directory, (1,), (2,)),
                                  toy_waa_rules(1, num_groups=2))
-    assert answers(sink) == answers(plain)
+    assert answers_of(sink) == answers_of(plain)
 
 
 class _Watched(WaaEncodeRule):
@@ -199,7 +180,7 @@ class _Watched(WaaEncodeRule):
     @classmethod
     def of(cls, rules: tuple[WaaEncodeRule, WaaDecodeRule]) -> tuple[_Watched, WaaDecodeRule]:
         rules[0].__class__ = cls
-        return rules  # type: ignore[return-value]
+        return rules
 
     def decide(self) -> Step | None:
         step = super().decide()

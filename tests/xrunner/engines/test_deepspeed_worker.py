@@ -1,30 +1,25 @@
 """What DeepSpeed's first rank leaves in the folder: results, figures, a stop, and the rest later.
 The model is transformers' own here; tests/mpi/test_deepspeed_runs.py has DeepSpeed itself."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import toys
-from flat_estimates import estimate_from_flat
+from plans import plan_of
+from problems import estimate_from_flat
 
 from xgpt.core.controls import RraControls
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat
-from xrunner.engines import deepspeed_worker
-from xrunner.plan import RunPlan
-from xrunner.transport.comm import local_comms
-from xrunner.world import World
-
-Made = Callable[[str], tuple[Path, Any]]
+from xrunner.backends import deepspeed_worker
+from xrunner.comm.point_to_point import local_comms
+from xrunner.rank.world import World
 
 
 def never(*_: object) -> Any:
@@ -47,7 +42,7 @@ def estimate_of(layers: int, **changes: Any) -> Estimate:
 
 
 @pytest.fixture
-def plan(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan:
+def plan(made, tmp_path, monkeypatch):
     directory, model = made("opt")
     monkeypatch.setattr(deepspeed_worker, "load_model", lambda *_: model)
     lines = [{"id": q.id, "tokens": list(q.input_ids), "max_tokens": q.max_new_tokens}
@@ -55,11 +50,8 @@ def plan(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
         *lines, {"id": "bad", "tokens": []}, {"id": "long", "tokens": [9] * 90}]))
     save(tmp_path, estimate_of(toys.spec_of(directory).num_layers))
-    own = RunPlan(
-        name="toy", output=tmp_path, model_dir=directory, model_name="toy", served_by="test",
-        requests="test", is_chat=False, max_tokens=40, dtype="float32", weight_dtype="float32",
-        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
-        query_kv_tokens=100, engine="deepspeed")
+    own = plan_of(tmp_path, directory, max_tokens=40, seed=0, temperature=0.0, query_kv_tokens=100,
+                  engine="deepspeed")
     toys.write_spool(own, tmp_path / "requests.jsonl")
     return own
 
@@ -75,7 +67,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_leaves_the_same_files_as_the_own_engine(plan: RunPlan, made: Made) -> None:
+def test_a_run_leaves_the_same_files_as_the_own_engine(plan, made):
     deepspeed_worker.run(plan, WORLD)
     results = lines_of(plan.output / "results.jsonl")
     assert [r["output_ids"] for r in results] == [
@@ -91,15 +83,14 @@ def test_a_run_leaves_the_same_files_as_the_own_engine(plan: RunPlan, made: Made
     assert [s["queries"] for s in steps if s["kind"] == "encode"] == [4, 4, 3]
 
 
-def test_a_stop_leaves_whole_batches_and_the_same_command_goes_on(
-        plan: RunPlan, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_leaves_whole_batches_and_the_same_command_goes_on(plan, made, monkeypatch):
     results = plan.output / "results.jsonl"
 
     def stop_after_a_batch(sink: Any) -> bool:
         return len(sink.tally) >= 4
 
     with monkeypatch.context() as patched:
-        patched.setattr("xrunner.io.sink.RunSink.should_stop", stop_after_a_batch)
+        patched.setattr("xrunner.files.sink.RunSink.should_stop", stop_after_a_batch)
         deepspeed_worker.run(plan, WORLD)
     measured = json.loads((plan.output / "measured.json").read_text())
     assert (measured["state"], measured["queries"]) == ("stopped", 4)
@@ -112,14 +103,14 @@ def test_a_stop_leaves_whole_batches_and_the_same_command_goes_on(
         toys.generate(made("opt")[1], q) for q in toys.random_queries(11)]
 
 
-def test_the_stop_file_ends_a_run_before_its_first_batch(plan: RunPlan) -> None:
+def test_the_stop_file_ends_a_run_before_its_first_batch(plan):
     (plan.output / "stop").touch()
     deepspeed_worker.run(plan, WORLD)
     assert (plan.output / "results.jsonl").read_text() == ""
     assert json.loads((plan.output / "measured.json").read_text())["state"] == "stopped"
 
 
-def test_a_schedule_of_other_stages_or_another_policy_is_refused(plan: RunPlan) -> None:
+def test_a_schedule_of_other_stages_or_another_policy_is_refused(plan):
     estimate = estimate_of(5)
     save(plan.output, replace(estimate, controls=RraControls(
         encode_batch=5, decode_iterations=1, decode_micro_batches=1)))
@@ -133,5 +124,5 @@ def test_a_schedule_of_other_stages_or_another_policy_is_refused(plan: RunPlan) 
         deepspeed_worker.run(plan, WORLD)
 
 
-def test_another_engines_results_are_not_gone_on_with(plan: RunPlan) -> None:
+def test_another_engines_results_are_not_gone_on_with(plan):
     assert plan.fingerprint != replace(plan, engine="xgpt").fingerprint

@@ -2,39 +2,25 @@
 the same answers as transformers' `generate` and as the runner's own engine, by the replay's
 steps."""
 
-from __future__ import annotations
-
-import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from representative import some
+from examples import some
+from replays import answers_of, estimated, generated, problem_for, replayed, steps_of, whole_steps
 from toy_runs import Collector, run_in_process
-from toys import EOS, generate, random_queries, spec_of
+from toys import EOS, random_queries, spec_of
 
-from xgpt.core import catalog
-from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
-from xgpt.core.lengths import joint_empirical
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
-from xprofiler.roofline import Roofline
+from xrunner.backends.deepspeed_worker import PaddedModel, padded_left
+from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, Route, await_start, serve_stage
 from xrunner.engine.roster import Vocabulary
-from xrunner.engines.padded_model import PaddedModel, padded_left
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.static import StaticRule, static_rule
-from xrunner.transport.comm import local_comms
-from xsimulator.replay.job import replay_job
-from xsimulator.rough.forms import fixed_estimate
-
-Made = Callable[[str], tuple[Path, Any]]
 
 
 def rule_of(batch: int, groups: int = 1, encodes: int | None = None) -> StaticRule:
@@ -77,10 +63,6 @@ def run(made: tuple[Path, Any], queries: Sequence[PreparedQuery], rule: StaticRu
     return sink, executors
 
 
-def answers_of(sink: Collector) -> dict[int, list[int]]:
-    return {r.query.index: list(r.output_ids) for r in sink.results}
-
-
 FAMILIES = ("opt", "llama", "qwen2", "gpt2")
 SIZES = ((4, 1, 1), (9, 1, 3), (7, 2, 4), (17, 3, 3))  # batch, groups, parts encoded
 
@@ -89,15 +71,14 @@ SIZES = ((4, 1, 1), (9, 1, 3), (7, 2, 4), (17, 3, 3))  # batch, groups, parts en
 @pytest.mark.parametrize(("family", "batch", "groups", "encodes"), some(
     [(family, *sizes) for family in FAMILIES for sizes in SIZES],
     lambda case: FAMILIES.index(case[0]) == SIZES.index(case[1:])))
-def test_padded_batches_answer_as_generate_does(made: Made, answered: Any, family: str, batch: int,
-                                                groups: int, encodes: int) -> None:
+def test_padded_batches_answer_as_generate_does(made, answered, family, batch, groups, encodes):
     queries, expected = answered(family)
     sink, _ = run(made(family), queries, rule_of(batch, groups, encodes))
     assert answers_of(sink) == expected
     assert [r.query.index for r in sink.results] == list(range(len(queries)))
 
 
-def test_a_result_is_there_when_its_batch_is(made: Made) -> None:
+def test_a_result_is_there_when_its_batch_is(made):
     queries = random_queries(9)
     sink, _ = run(made("opt"), queries, rule_of(4))
     ends = [r.last_token_s for r in sink.results]
@@ -108,45 +89,31 @@ def test_a_result_is_there_when_its_batch_is(made: Made) -> None:
 
 @pytest.mark.parametrize(("name", "batch", "groups", "parts"), [
     ("ft", 4, 1, None), ("ft", 7, 3, None), ("dsi", 8, 1, 3), ("dsi", 8, 2, 2)])
-def test_the_steps_are_those_of_the_replay(made: Made, answered: Any, name: str, batch: int,
-                                           groups: int, parts: int | None) -> None:
+def test_the_steps_are_those_of_the_replay(made, answered, name, batch, groups, parts):
     queries, expected = answered("opt")
-    pairs = np.array([(len(q.input_ids), len(expected[q.index])) for q in queries])
-    problem = problem_of(made("opt")[0], pairs)
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = fixed_estimate(name, problem, timing, FixedSchedule(
-        encode_batch=batch, decode_micro_batches=groups, tp_degree=2, tp_gpus=2,
-        encode_micro_batches=None if parts is None else parts * groups))
+    outputs = [len(expected[q.index]) for q in queries]
+    problem = problem_for(made("opt")[0], queries, outputs, devices=2)
+    estimate = estimated(name, problem, encode_batch=batch, decode_micro_batches=groups,
+                         tp_degree=2, tp_gpus=2,
+                         encode_micro_batches=None if parts is None else parts * groups)
     _, executors = run(made("opt"), queries, static_rule(estimate), ranks=2)
-    lengths = QueryLengths(inputs=pairs[:, 0], outputs=pairs[:, 1],
-                           most_outputs=np.array([q.max_new_tokens for q in queries]))
-    replayed = replay_job(problem, timing, estimate, lengths).pools[0]
-    wanted = [(step.kind.value, step.group, step.phase, step.iteration, int(encoded or decoded))
-              for step, encoded, decoded in zip(replayed.steps, replayed.encoded, replayed.decoded,
-                                                strict=True)]
+    pool = replayed(problem, estimate, queries, outputs).pools[0]
     for executor in executors:
-        assert [(r.kind, r.group, r.phase, r.iteration, r.queries) for r in executor.log] == wanted
-
-
-def problem_of(directory: Path, pairs: Any) -> Problem:
-    joint = joint_empirical(pairs)
-    return Problem(model=spec_of(directory), dtype="float32", num_queries=len(pairs),
-                   cluster=catalog.cluster("a40-4").with_nodes(num_nodes=1, devices_per_node=2),
-                   lengths=joint, default_max_tokens=joint.outputs.max, fixed=FixedSchedule(),
-                   constraint=latency_constraint(latency_s=math.inf))
+        assert [step[:5] for step in steps_of(executor.log)] == [
+            step[:5] for step in whole_steps(pool)]
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
-def test_a_row_that_is_done_may_outlive_the_models_positions(made: Made, family: str) -> None:
+def test_a_row_that_is_done_may_outlive_the_models_positions(made, family):
     """Of 128: the first row ends at 102, and goes on beside the second up to 220."""
     queries = [PreparedQuery(index=0, id="a", input_ids=tuple([7, 9] * 50), max_new_tokens=2),
                PreparedQuery(index=1, id="b", input_ids=(8, 9), max_new_tokens=120,
                              is_forced=True)]
     sink, _ = run(made(family), queries, rule_of(2))
-    assert answers_of(sink) == {q.index: generate(made(family)[1], q) for q in queries}
+    assert answers_of(sink) == generated(made(family)[1], queries)
 
 
-def test_limits_stop_strings_and_seeds_end_and_draw_as_in_the_own_engine(made: Made) -> None:
+def test_limits_stop_strings_and_seeds_end_and_draw_as_in_the_own_engine(made):
     queries = []
     for q in random_queries(12, seed=5):
         drawn = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=q.index)
@@ -162,12 +129,12 @@ def test_limits_stop_strings_and_seeds_end_and_draw_as_in_the_own_engine(made: M
     assert any("4" not in text and reason == "stop" for _, reason, text in found.values())
 
 
-def test_a_stop_keeps_whole_batches_only(made: Made) -> None:
+def test_a_stop_keeps_whole_batches_only(made):
     sink, _ = run(made("opt"), random_queries(17), rule_of(4), Collector(stop_after=5), ranks=2)
     assert [r.query.index for r in sink.results] == list(range(8))
 
 
-def test_padding_comes_before_the_tokens() -> None:
+def test_padding_comes_before_the_tokens():
     import torch
 
     ids, mask = padded_left(torch.tensor([7, 8, 9, 6]), [3, 1])

@@ -1,29 +1,23 @@
 """Every batching rule's steps as passes of a vLLM engine core, here one that stands in for vLLM's;
 tests/vllm has the real one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import count
 
 import pytest
+from holding import rule_of
+from replays import answers_of
+from toy_runs import Collector
+from toys import VOCAB, random_queries
 
-pytest.importorskip("torch", reason="the head needs the extra `run`")
-from toy_runs import Collector  # noqa: E402
-from toys import VOCAB, random_queries  # noqa: E402
-
-from xrunner.engine.head import Head  # noqa: E402
-from xrunner.engine.pipeline import ALONE, Neighbours  # noqa: E402
-from xrunner.engine.roster import Vocabulary  # noqa: E402
-from xrunner.engines.vllm.core import Token  # noqa: E402
-from xrunner.engines.vllm.executor import VllmExecutor, passes  # noqa: E402
-from xrunner.query import PreparedQuery, Sampling  # noqa: E402
-from xrunner.rules.iteration import OrcaRule  # noqa: E402
-from xrunner.rules.paged import sarathi, vllm  # noqa: E402
-from xrunner.rules.rra import RraRule  # noqa: E402
-from xrunner.rules.static import StaticRule  # noqa: E402
-from xrunner.rules.steps import BatchingRule  # noqa: E402
-from xrunner.transport.comm import local_comms  # noqa: E402
+from xrunner.backends.vllm.core import Token
+from xrunner.backends.vllm.vllm_worker import VllmExecutor, passes
+from xrunner.comm.point_to_point import local_comms
+from xrunner.engine.head import Head
+from xrunner.engine.pipeline import ALONE, Neighbours
+from xrunner.engine.roster import Vocabulary
+from xrunner.query import PreparedQuery, Sampling
+from xrunner.rules.steps import BatchingRule
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -100,31 +94,26 @@ def run(rule: BatchingRule, queries: Sequence[PreparedQuery],
 
 
 RULES = {
-    "rra": lambda: RraRule(encode_batch=5, decode_iterations=4, num_groups=1, max_active=14,
-                           kv_tokens=900),
-    "rra, three groups": lambda: RraRule(encode_batch=7, decode_iterations=3, num_groups=3,
-                                         max_active=15, kv_tokens=1200),
-    "rra in chunks": lambda: RraRule(encode_batch=5, decode_iterations=4, num_groups=1,
-                                     max_active=14, kv_tokens=900, encode_chunk=6),
-    "orca": lambda: OrcaRule(num_groups=2, max_active=9, kv_tokens=900),
-    "vllm, short of memory": lambda: vllm(num_groups=1, max_active=9, kv_tokens=160,
-                                          token_budget=50),
-    "sarathi": lambda: sarathi(num_groups=1, max_active=9, kv_tokens=900, token_budget=12),
-    "sarathi, short of memory": lambda: sarathi(num_groups=2, max_active=12, kv_tokens=224,
-                                                token_budget=12),
-    "ft": lambda: StaticRule(encode_batch=8, num_groups=2, kv_tokens=10_000,
-                             encode_micro_batches=2),
-}
+    "rra": lambda: rule_of("rra", encode=5, iterations=4, batch=14, kv_tokens=900),
+    "rra, three groups": lambda: rule_of("rra", encode=7, iterations=3, groups=3, batch=15,
+                                         kv_tokens=1200),
+    "rra in chunks": lambda: rule_of("rra", encode=5, iterations=4, batch=14, kv_tokens=900,
+                                     chunk=6),
+    "orca": lambda: rule_of("orca", groups=2, batch=9, kv_tokens=900),
+    "vllm, short of memory": lambda: rule_of("vllm", batch=9, kv_tokens=160, budget=50),
+    "sarathi": lambda: rule_of("sarathi", batch=9, kv_tokens=900, budget=12),
+    "sarathi, short of memory": lambda: rule_of("sarathi", groups=2, batch=12, kv_tokens=224,
+                                                budget=12),
+    "ft": lambda: rule_of("ft", groups=2, batch=8)}
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("max_pass", [10_000, 16])
-def test_every_rule_gets_every_querys_own_tokens(name: str, max_pass: int) -> None:
+def test_every_rule_gets_every_querys_own_tokens(name, max_pass):
     queries = random_queries(40)
     core = CountingCore(max_pass)
     sink, executor = run(RULES[name](), queries, core)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
-        q.index: expected(q) for q in queries}
+    assert answers_of(sink) == {q.index: expected(q) for q in queries}
     assert core.largest <= max_pass
     if max_pass > 1000:  # a step is a pass
         assert executor.passes == len(executor.log)
@@ -133,7 +122,7 @@ def test_every_rule_gets_every_querys_own_tokens(name: str, max_pass: int) -> No
 
 
 @pytest.mark.parametrize("name", ["vllm, short of memory", "sarathi, short of memory"])
-def test_evicted_queries_were_there(name: str) -> None:
+def test_evicted_queries_were_there(name):
     """Else the rules short of memory would show nothing."""
     rule, seen = RULES[name](), list[int]()
     decide = rule.decide
@@ -143,20 +132,19 @@ def test_evicted_queries_were_there(name: str) -> None:
         seen.extend(step.evicted if step is not None else ())
         return step
 
-    rule.decide = watched  # type: ignore[method-assign]
+    rule.decide = watched
     run(rule, random_queries(40), CountingCore(10_000))
     assert seen
 
 
-def test_a_request_that_is_full_costs_nothing_more_in_a_batch_that_goes_on() -> None:
+def test_a_request_that_is_full_costs_nothing_more_in_a_batch_that_goes_on():
     queries = [PreparedQuery(index=0, id="a", input_ids=(7,) * 10, max_new_tokens=2),
                PreparedQuery(index=1, id="b", input_ids=(8, 9), max_new_tokens=18)]
-    rule = StaticRule(encode_batch=2, num_groups=1, kv_tokens=10_000, encode_micro_batches=1)
-    sink, _ = run(rule, queries, CountingCore(100, longest=20))
+    sink, _ = run(rule_of("ft", batch=2), queries, CountingCore(100, longest=20))
     assert [list(r.output_ids) for r in sink.results] == [expected(q) for q in queries]
 
 
-def test_passes_hold_all_tokens_in_order_and_no_more_than_the_most() -> None:
+def test_passes_hold_all_tokens_in_order_and_no_more_than_the_most():
     wanted = [("a", 1), ("b", 1), ("c", 7), ("d", 3), ("e", 9)]
     split = list(passes(wanted, 5))
     assert all(sum(one.values()) <= 5 for one in split)

@@ -1,18 +1,16 @@
 """What the engine vllm refuses before anything is started, and what it plans."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import pytest
 
 from xgpt.core.errors import InputError, XgptError
-from xgpt.core.job_file import load_job
-from xgpt.core.problem import Problem, resolve
-from xrunner.engines.engine import engine_of
-from xrunner.engines.vllm.given import engine_arguments
-from xrunner.engines.vllm.installed import version_in
+from xgpt.core.problem import Problem
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import resolve
+from xrunner.backends.engine import engine_of
+from xrunner.backends.vllm.row import engine_arguments, version_in
 
 
 def job_of(folder: Path, run: str, schedule: str = "auto") -> Path:
@@ -37,8 +35,7 @@ output: out
     ("weights: random, cuda_graphs: off", "auto", ["run.weights", "run.cuda_graphs"]),
     ("engine_args: {max_num_seqs: 9, dtype: float16, block_size: 16}", "auto",
      ["run.engine_args.max_num_seqs", "run.engine_args.dtype"])])
-def test_what_it_does_not_do_is_refused_by_key(tmp_path: Path, run: str, schedule: str,
-                                               keys: list[str]) -> None:
+def test_what_it_does_not_do_is_refused_by_key(tmp_path, run, schedule, keys):
     job = load_job(job_of(tmp_path, run, schedule))
     assert [mistake.key for mistake in engine_of(job).refusals(job)] == keys
 
@@ -49,7 +46,7 @@ def planned(path: Path, *overrides: str) -> Problem:
     return engine_of(job).restricted(job, resolve(job), None)
 
 
-def test_all_ranks_divide_each_layer(tmp_path: Path) -> None:
+def test_all_ranks_divide_each_layer(tmp_path):
     path = job_of(tmp_path, "ranks: 4, threads_per_rank: 1")
     fixed = planned(path).fixed
     assert (fixed.replicas, fixed.tp_degree, fixed.tp_gpus) == (1, 4, 4)
@@ -69,8 +66,7 @@ def test_all_ranks_divide_each_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("config", "why"), [
     (None, "there is no adapter_config.json"), ("{}", "KeyError"), ('{"r": 0}', "rank `r`"),
     ('{"r": 9}', None)])
-def test_an_adapter_is_a_folder_that_says_its_rank(tmp_path: Path, config: str | None,
-                                                   why: str | None) -> None:
+def test_an_adapter_is_a_folder_that_says_its_rank(tmp_path, config, why):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     if config is not None:
@@ -89,7 +85,7 @@ def test_an_adapter_is_a_folder_that_says_its_rank(tmp_path: Path, config: str |
 
 
 @pytest.mark.parametrize("key", ["engine_python: /opt/python", "engine_args: {a: 1}"])
-def test_its_keys_are_its_own(tmp_path: Path, key: str) -> None:
+def test_its_keys_are_its_own(tmp_path, key):
     path = job_of(tmp_path, key)
     assert load_job(path).run.engine == "vllm"
     path.write_text(path.read_text().replace("engine: vllm", "engine: xgpt"))
@@ -97,7 +93,7 @@ def test_its_keys_are_its_own(tmp_path: Path, key: str) -> None:
         load_job(path)
 
 
-def test_without_vllm_the_error_says_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_without_vllm_the_error_says_where_it_was_looked_for(tmp_path):
     with pytest.raises(XgptError, match="is no program: run.engine_python"):
         version_in(str(tmp_path / "python"))
     try:

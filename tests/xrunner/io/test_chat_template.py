@@ -1,18 +1,13 @@
 """Chat templates: their environment is that of transformers, and what they do not read is refused
 by name."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Any
 
 import pytest
+from transformers.utils import chat_template_utils as theirs
 
-pytest.importorskip("transformers", reason="runs need the extra `run`")
-
-from transformers.utils import chat_template_utils as theirs  # noqa: E402
-
-from xrunner.io.chat_template import ChatTemplate  # noqa: E402
+from xrunner.files.tokenizer import ChatTemplate
 
 USER = {"role": "user", "content": "x"}
 CALLS = [{"id": "1", "type": "function", "function": {"name": "w", "arguments": {"city": "Bonn"}}},
@@ -28,7 +23,7 @@ def template(source: Any, **special: str) -> ChatTemplate:
     return ChatTemplate(source, special, datetime(2026, 5, 1, 12, 30))
 
 
-def test_the_environment_is_that_of_transformers() -> None:
+def test_the_environment_is_that_of_transformers():
     ours, known = template("")._environment, theirs._compile_jinja_template("").environment
     for name in ("filters", "tests", "globals"):
         assert getattr(ours, name).keys() == getattr(known, name).keys()
@@ -49,7 +44,7 @@ def test_the_environment_is_that_of_transformers() -> None:
     "{% for i in range(4) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}",
     "{% generation %}{% set x = 1 %}a{{ messages[0].content }}{% endgeneration %}{{ x }}",
     "{% generation %}", "{{ nothing }}{{ nothing.more }}", "{{ tools is none }}{{ documents }}"])
-def test_what_a_template_does_is_what_it_does_in_transformers(source: str) -> None:
+def test_what_a_template_does_is_what_it_does_in_transformers(source):
     def told(render: Any) -> str:
         try:
             return str(render())
@@ -60,7 +55,7 @@ def test_what_a_template_does_is_what_it_does_in_transformers(source: str) -> No
         lambda: theirs.render_jinja_template([[USER]], chat_template=source)[0][0])
 
 
-def test_a_template_is_told_the_moment_of_its_job() -> None:
+def test_a_template_is_told_the_moment_of_its_job():
     source = "{{ strftime_now('%d %B %Y %H:%M') }}" + PLAIN
     assert template(source).render([USER]).startswith("01 May 2026 12:30")
 
@@ -86,8 +81,7 @@ def test_a_template_is_told_the_moment_of_its_job() -> None:
     # results in another order than the calls need their ids
     (WITH_CALLS, [{"role": "assistant", "content": "", "tool_calls": CALLS}, *RESULTS[::-1]],
      "messages[1].tool_call_id")])
-def test_what_a_template_does_not_read_is_refused_by_name(source: str, messages: Any,
-                                                          left_out: str) -> None:
+def test_what_a_template_does_not_read_is_refused_by_name(source, messages, left_out):
     with pytest.raises(ValueError, match="would leave it out") as caught:
         template(source).render(messages)
     assert str(caught.value).partition(":")[0].split(", ")[0] == left_out
@@ -104,13 +98,13 @@ def test_what_a_template_does_not_read_is_refused_by_name(source: str, messages:
     (PLAIN, [{**USER, "name": "", "tool_calls": [], "refusal": None, "prefix": False}]),
     # of a thought the template decides what becomes of it, whatever the key is called
     (PLAIN + "{% if messages[0].thinking and false %}{% endif %}", [{**USER, "reasoning": "hm"}])])
-def test_what_a_template_reads_is_rendered(source: str, messages: Any) -> None:
+def test_what_a_template_reads_is_rendered(source, messages):
     given = [{k: v for k, v in message.items() if v is not None} for message in messages]
     assert template(source).render(messages) == theirs.render_jinja_template(
         [given], chat_template=source, add_generation_prompt=True)[0][0]
 
 
-def test_options_and_tools_that_a_template_does_not_read_are_refused_by_name() -> None:
+def test_options_and_tools_that_a_template_does_not_read_are_refused_by_name():
     thinking = template(PLAIN + "{{ enable_thinking }}{{ bos_token }}", bos_token="<s>")
     assert thinking.options == {"enable_thinking", "bos_token"}
     assert thinking.render([USER], options={"enable_thinking": False}).endswith("False<s>")
@@ -122,7 +116,7 @@ def test_options_and_tools_that_a_template_does_not_read_are_refused_by_name() -
         thinking.render([USER], [{"name": "w"}])
 
 
-def test_the_template_for_tools_is_taken_where_there_are_tools() -> None:
+def test_the_template_for_tools_is_taken_where_there_are_tools():
     two = template({"default": PLAIN, "tool_use": PLAIN + "{{ tools | length }}"})
     assert two.render([USER], [{"name": "w"}]) == two.render([USER]) + "1"
     with pytest.raises(ValueError, match="none is the default; there are rag"):

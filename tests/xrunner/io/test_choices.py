@@ -1,8 +1,6 @@
 """OpenAI's `n`: as many queries while a job runs, one response with as many choices; a run that is
 killed in between goes on."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time
@@ -12,16 +10,16 @@ from typing import Any
 
 import pytest
 import toy_runs
+from plans import open_writer, plan_of, spooled, written
 from schemas import faults
-from test_intake_queries import plan_of, spooled
 
-from xgpt.core.choices import merged, num_parts, parts
-from xgpt.core.spool_columns import Columns
 from xgpt.report.output import read_output
 from xgpt.report.results_file import chunks_of
-from xrunner.io.intake import queries_of
-from xrunner.io.result_line import result_line
-from xrunner.io.results import HELD_FILE, Answered, ResultWriter, answered, count_results
+from xgpt.requests.choices import merged, num_parts, parts
+from xgpt.requests.spool_columns import Columns
+from xrunner.files.intake import queries_of
+from xrunner.files.result_line import result_line
+from xrunner.files.results import HELD_FILE, Answered, answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -44,21 +42,13 @@ def finished() -> list[FinishedQuery]:
     return found
 
 
-def opened(path: Path) -> ResultWriter:
-    return ResultWriter(path, first_index=count_results(path), model="toy")
-
-
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_choices_of_a_request_are_one_response(tmp_path: Path) -> None:
+def test_the_choices_of_a_request_are_one_response(tmp_path):
     path = tmp_path / "results.jsonl"
-    writer = opened(path)
-    for result in finished():
-        writer.write(result)
-    writer.close()
-    rows = rows_of(path)
+    rows = written(path, finished())
     assert [row["custom_id"] for row in rows] == ["a", "b", "c", "d"]
     body = rows[1]["response"]["body"]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
@@ -72,7 +62,7 @@ def test_the_choices_of_a_request_are_one_response(tmp_path: Path) -> None:
     assert answered(path) == Answered(7, frozenset()) and count_results(path) == 7
 
 
-def test_taken_apart_it_is_what_each_answer_alone_would_be() -> None:
+def test_taken_apart_it_is_what_each_answer_alone_would_be():
     own = [result for result in finished() if result.query.id == "b"]
     alone = [result_line(result, "toy", str) for result in own]
     (whole,) = [json.loads(merged([json.dumps(line) for line in alone]))]
@@ -86,19 +76,16 @@ def test_taken_apart_it_is_what_each_answer_alone_would_be() -> None:
 @pytest.mark.parametrize("order", [
     (0, 1, 2, 3, 4, 5, 6), (6, 5, 4, 3, 2, 1, 0), (3, 0, 5, 1, 4, 6, 2), (1, 3, 2, 6, 0, 5, 4)])
 def test_whenever_a_run_is_killed_the_next_one_ends_with_the_same_lines(
-        tmp_path: Path, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path, order, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1.8e9)  # each response says when it was made
     results = finished()
     whole = tmp_path / "whole.jsonl"
-    writer = opened(whole)
-    for result in results:
-        writer.write(result)
-    writer.close()
+    written(whole, results)
     for killed_after in range(len(order) + 1):
         folder = tmp_path / str(killed_after)
         folder.mkdir()
         path = folder / "results.jsonl"
-        killed = opened(path)
+        killed = open_writer(path)
         for index in order[:killed_after]:
             killed.write(results[index])
         before = answered(path)
@@ -107,46 +94,34 @@ def test_whenever_a_run_is_killed_the_next_one_ends_with_the_same_lines(
                         for fault in faults("results-line", row)]
         done = set(range(before.written)) | before.held
         assert done == set(order[:killed_after]), "nothing is lost, or answered twice"
-        again = opened(path)
-        for index in order:
-            if index not in done:
-                again.write(results[index])
-        again.close()
+        written(path, (results[index] for index in order if index not in done))
         assert path.read_text() == whole.read_text()
         assert not (folder / HELD_FILE).exists()
 
 
-def test_what_is_answered_keeps_the_second_in_which_it_was(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_answered_keeps_the_second_in_which_it_was(tmp_path, monkeypatch):
     path, results = tmp_path / "results.jsonl", finished()
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.9)
-    killed = opened(path)
+    killed = open_writer(path)
     for index in (0, 4, 5):
         killed.write(results[index])
     monkeypatch.setattr(time, "time", lambda: 1_800_000_123.0)
-    again = opened(path)
-    for index in (1, 2, 3, 6):
-        again.write(results[index])
-    again.close()
-    created = [row["response"]["body"]["created"] - 1_800_000_000 for row in rows_of(path)]
+    created = [row["response"]["body"]["created"] - 1_800_000_000
+               for row in written(path, (results[index] for index in (1, 2, 3, 6)))]
     assert created == [0, 123, 0, 0]
 
 
-def test_one_without_an_answer_leaves_the_request_without(tmp_path: Path) -> None:
+def test_one_without_an_answer_leaves_the_request_without(tmp_path):
     path = tmp_path / "results.jsonl"
-    writer = opened(path)
-    for result in finished():
-        is_bad = result.query.index == 2
-        writer.write(replace(result, finish_reason="error", error="logits") if is_bad else result)
-    writer.close()
-    row = rows_of(path)[1]
+    row = written(path, (replace(result, finish_reason="error", error="logits")
+                         if result.query.index == 2 else result for result in finished()))[1]
     assert row["response"] is None
     assert row["error"] == {"code": "no_answer", "message": "logits"}
     assert [part["xgpt"]["index"] for part in parts(row)] == [1, 2, 3]
     assert answered(path) == Answered(7, frozenset())
 
 
-def test_a_run_answers_lines_with_n(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_run_answers_lines_with_n(llama, tmp_path):
     """Through intake, engine, results, and those who read them."""
     plan = plan_of(tmp_path, llama[0], temperature=0.0)
 
@@ -163,13 +138,9 @@ def test_a_run_answers_lines_with_n(llama: tuple[Path, Any], tmp_path: Path) -> 
     queries = list(queries_of(spool, plan))
     assert [query.choices for query in queries] == [1, 4, 4, 4, 4, 2, 2, 1]
     sink, _ = toy_runs.run_in_process(llama[0], queries, degrees=(1,))
-    path = tmp_path / "results.jsonl"
-    writer = opened(path)
-    for result in sink.results:
-        writer.write(result)
-    writer.close()
-    assert not [fault for row in rows_of(path) for fault in faults("results-line", row)]
-    rows = {row["custom_id"]: row for row in rows_of(path)}
+    lines = written(tmp_path / "results.jsonl", sink.results)
+    assert not [fault for row in lines for fault in faults("results-line", row)]
+    rows = {row["custom_id"]: row for row in lines}
     texts = {name: [choice["text"] for choice in row["response"]["body"]["choices"]]
              for name, row in rows.items()}
     assert {name: len(own) for name, own in texts.items()} == {

@@ -1,21 +1,21 @@
 """What an encoder-decoder model's files say of its tokens is done as transformers' `generate` does
 it, or refused by key."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toy_runs
 import toys
-from test_intake_queries import plan_of, spooled
+from plans import plan_of, spooled
 
 from xgpt.core.errors import InputError
-from xrunner.io.generation import GivenTokens, given_tokens
-from xrunner.io.intake import queries_of
+from xrunner.engine import kv as blocks
+from xrunner.files.generation import GivenTokens, given_tokens, refuse_given_tokens
+from xrunner.files.intake import queries_of
+from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rules.paged import sarathi, vllm
 
 FIRST = 7
 INPUTS = (3, 8, 30, 17, 5, 32)  # of 32 positions, of which an output takes none
@@ -27,15 +27,13 @@ def greedy(model: Any, tokens: list[int], most: int, least: int | None) -> list[
     with torch.no_grad():
         out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
                              max_new_tokens=most, min_new_tokens=least)
-    answer: list[int] = out[0, 1:].tolist()
-    return answer
+    return out[0, 1:].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize(("family", "degrees", "unrepeated"), [
     ("bart", (1,), 0), ("bart", (1, 1), 3), ("mbart", (1, 2), 2), ("mbart", (2,), 1)])
-def test_what_a_models_files_say_is_as_generate_has_it(
-        tmp_path: Path, family: str, degrees: tuple[int, ...], unrepeated: int) -> None:
+def test_what_a_models_files_say_is_as_generate_has_it(tmp_path, family, degrees, unrepeated):
     model = toys.make_bart(family, tmp_path, forced_bos_token_id=FIRST,
                            forced_eos_token_id=toys.EOS, min_length=9,
                            no_repeat_ngram_size=unrepeated)
@@ -60,7 +58,7 @@ def test_what_a_models_files_say_is_as_generate_has_it(
         assert len(found) < most or found[-1] == toys.EOS
 
 
-def test_an_exact_length_has_no_end_that_is_given(tmp_path: Path) -> None:
+def test_an_exact_length_has_no_end_that_is_given(tmp_path):
     toys.make_bart("bart", tmp_path, forced_bos_token_id=FIRST, forced_eos_token_id=toys.EOS)
     plan = plan_of(tmp_path, tmp_path)
     spool, _ = spooled(plan, {"tokens": [6, 8], "forced_tokens": 5})
@@ -74,13 +72,12 @@ def test_an_exact_length_has_no_end_that_is_given(tmp_path: Path) -> None:
     ({"model_type": "t5"}, GivenTokens()),
     ({"model_type": "bart", "forced_bos_token_id": 0, "forced_eos_token_id": [9, 4]},
      GivenTokens(0, 4))])
-def test_where_config_json_alone_is_there_it_says(tmp_path: Path, config: dict[str, Any],
-                                                  expected: GivenTokens) -> None:
+def test_where_config_json_alone_is_there_it_says(tmp_path, config, expected):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert given_tokens(tmp_path) == expected
 
 
-def test_what_is_not_done_is_refused_by_every_key(tmp_path: Path) -> None:
+def test_what_is_not_done_is_refused_by_every_key(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     # facebook/bart-large-cnn's
     says = {"forced_bos_token_id": 0, "forced_eos_token_id": 2, "length_penalty": 2.0,
@@ -100,3 +97,85 @@ def test_what_is_not_done_is_refused_by_every_key(tmp_path: Path) -> None:
         path.write_text(json.dumps({key: "7"}))
         with pytest.raises(InputError, match=key):
             given_tokens(tmp_path)
+
+
+SAYS = ({"repetition_penalty": 1.3, "min_new_tokens": 6, "eos_token_id": [toys.EOS, 40, 71, 9]},
+        {"no_repeat_ngram_size": 2, "repetition_penalty": 0.7, "min_length": 14},
+        {"no_repeat_ngram_size": 1, "forced_bos_token_id": 33, "forced_eos_token_id": 8})
+
+
+@pytest.fixture(scope="module", params=SAYS, ids=["penalty", "both", "given"])
+def answered(request, tmp_path_factory):
+    """(the model's folder, queries as they are taken up, what `generate` answers by index)"""
+    from transformers import GenerationConfig
+
+    tmp_path = tmp_path_factory.mktemp("says")
+    model = toys.make_model("llama", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(
+        {"bos_token_id": 1, "eos_token_id": toys.EOS, "pad_token_id": 0, **request.param}))
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    given_tokens.cache_clear()
+    plan = plan_of(tmp_path, tmp_path, temperature=0.0, query_kv_tokens=100)
+    spool, errors = spooled(plan, *(
+        {"tokens": list(one.input_ids)[:1 if one.index % 5 == 0 else None],
+         "max_tokens": one.max_new_tokens} for one in toys.random_queries(14, seed=5)))
+    assert not errors
+    queries = list(queries_of(spool, plan))
+    assert any(len(query.input_ids) == 1 for query in queries)
+    yield tmp_path, queries, {query.index: generated(model, query) for query in queries}
+    given_tokens.cache_clear()
+
+
+def generated(model: Any, query: PreparedQuery) -> list[int]:
+    inputs = torch.tensor([list(query.input_ids)])
+    with torch.no_grad():
+        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
+                             max_new_tokens=query.max_new_tokens)
+    return out[0, inputs.shape[1]:].tolist()
+
+
+def tokens_of(results: list[FinishedQuery], queries: list[PreparedQuery]) -> dict[int, list[int]]:
+    # several tokens may end a text; the toy head knows but one of them
+    ends = set(queries[0].sampling.barred) or {toys.EOS}
+    found = {}
+    for result in results:
+        ids = list(result.output_ids)
+        first = next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))
+        found[result.query.index] = ids[:first]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@pytest.mark.parametrize("way", ["rra", "sarathi", "vllm", "waa"])
+def test_a_decoder_only_models_own_rules_are_as_generate_has_them(answered, way, monkeypatch):
+    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", 16)
+    folder, queries, expected = answered
+    if way == "waa":
+        pools, rules = toy_runs.waa_pools(folder, (1,), (2, 1)), toy_runs.toy_waa_rules(
+            1, num_groups=2)
+        sink, _ = toy_runs.run_waa_in_process(folder, queries, pools, rules)
+    elif way == "rra":
+        sink, _ = toy_runs.run_in_process(folder, queries, degrees=(1, 2), num_groups=2,
+                                           max_active=6)
+    else:
+        rule = (sarathi if way == "sarathi" else vllm)(
+            num_groups=1, max_active=5, kv_tokens=96, token_budget=9 if way == "sarathi" else 40)
+        sink, _ = toy_runs.run_in_process(folder, queries, degrees=(1,), rule=rule)
+    assert tokens_of(sink.results, queries) == expected
+
+
+def test_an_engine_that_does_not_do_it_refuses_it_by_key(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps(
+        {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "forced_eos_token_id": 2,
+         "min_length": 4}))
+    given_tokens.cache_clear()
+    refuse_given_tokens(tmp_path, "xgpt")
+    for engine, keys in (("vllm", {"no_repeat_ngram_size", "forced_eos_token_id"}),
+                         ("deepspeed", {"no_repeat_ngram_size", "forced_eos_token_id",
+                                        "repetition_penalty"})):
+        with pytest.raises(InputError) as caught:
+            refuse_given_tokens(tmp_path, engine)
+        assert {mistake.key for mistake in caught.value.mistakes} == keys
+        assert all(engine in mistake.allowed for mistake in caught.value.mistakes)
+    given_tokens.cache_clear()

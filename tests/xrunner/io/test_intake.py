@@ -1,22 +1,19 @@
 """Requests taken in: each line and each text once; numbers for the plan, records for the spool."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
 
 from xgpt.core.lengths import JointLengths, truncated_normal
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.spool import Spool, SpoolWriter
-from xgpt.core.workload import Request
-from xrunner.io import intake
-from xrunner.io.intake import ModelTokeniser, Tokenised, make, take_in
-from xrunner.io.tokenizer import TextTokenizer
+from xgpt.requests.request import Request
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool import Spool, SpoolWriter
+from xrunner.files import intake
+from xrunner.files.intake import ModelTokeniser, Tokenised, make, take_in
+from xrunner.files.tokenizer import TextTokenizer
 
 COUNT = 25
 
@@ -45,7 +42,7 @@ class Unknown:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     rows = [{"id": f"r{i}", "prompt": "abc" + "d" * i, "max_tokens": i + 1} for i in range(COUNT)]
     rows[3] = {"id": "r3", "prompt": "refused"}
     rows[4] = {"id": "r4", "prompt": "xyz"}
@@ -54,8 +51,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "r.jsonl"
 
 
-def test_every_request_is_tokenised_once_however_the_file_is_cut(
-        path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_request_is_tokenised_once_however_the_file_is_cut(path, monkeypatch, tmp_path):
     digests = set()
     for at_a_time in (1, 7, 4096):
         monkeypatch.setattr(intake, "_LINES_AT_A_TIME", at_a_time)
@@ -79,7 +75,7 @@ def test_every_request_is_tokenised_once_however_the_file_is_cut(
     assert take_in(RequestFiles(paths=(path,)), Counting()).digest not in digests
 
 
-def test_without_a_model_only_given_tokens_have_lengths(path: Path, tmp_path: Path) -> None:
+def test_without_a_model_only_given_tokens_have_lengths(path, tmp_path):
     assert take_in(RequestFiles(paths=(path,)), Unknown()).input_tokens is None
     tokens = tmp_path / "tokens.jsonl"
     tokens.write_text('{"tokens": [1, 99]}\n{"tokens": [5], "forced_tokens": 2}\n')
@@ -88,7 +84,7 @@ def test_without_a_model_only_given_tokens_have_lengths(path: Path, tmp_path: Pa
     assert not requests.are_tokenised and not requests.unusable
 
 
-def test_made_requests_have_the_lengths_that_are_planned_for(tmp_path: Path) -> None:
+def test_made_requests_have_the_lengths_that_are_planned_for(tmp_path):
     lengths = JointLengths(inputs=truncated_normal(9, 3, 20), outputs=truncated_normal(5, 2, 9))
     requests, writer = make(lengths, 30, 4, 50)
     assert requests.input_tokens is not None and requests.are_forced and len(requests) == 30
@@ -101,7 +97,7 @@ def test_made_requests_have_the_lengths_that_are_planned_for(tmp_path: Path) -> 
     assert again == requests.digest != other
 
 
-def test_a_prompt_of_openais_completions_never_gets_the_chat_template() -> None:
+def test_a_prompt_of_openais_completions_never_gets_the_chat_template():
     class Templated:
         template, is_there = "chat", True
 
@@ -121,7 +117,7 @@ def test_a_prompt_of_openais_completions_never_gets_the_chat_template() -> None:
         "<a>", "a", "<a>"]
 
 
-def test_without_a_tokenizer_a_text_is_an_error_record_and_tokens_run(tmp_path: Path) -> None:
+def test_without_a_tokenizer_a_text_is_an_error_record_and_tokens_run(tmp_path):
     (tmp_path / "model").mkdir()
     path = tmp_path / "r.jsonl"
     path.write_text('{"id": "a", "prompt": "Hi"}\n{"id": "b", "tokens": [1, 2]}\n'

@@ -1,49 +1,24 @@
 """Which requests a schedule can run, and what a rank takes up of them."""
 
-from __future__ import annotations
-
-import json
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from toys import spec_of, write_spool
+from plans import plan_of, spooled
+from toys import spec_of
 
 from xgpt.core import catalog
-from xgpt.core.queries import Requests
-from xgpt.core.spool import Spool
-from xrunner.io import runnable as looked_at
-from xrunner.io.intake import queries_of
-from xrunner.io.runnable import runnable
-from xrunner.plan import RunPlan, load_plan
-
-
-def plan_of(output: Path, model: Path, **changes: Any) -> RunPlan:
-    values: dict[str, Any] = {
-        "name": "toy", "output": output, "model_dir": model, "model_name": "toy",
-        "served_by": "test", "requests": "test", "is_chat": False, "max_tokens": 8,
-        "dtype": "float32", "weight_dtype": "float32", "seed": 2, "temperature": 0.5, "top_k": None,
-        "top_p": 1.0, "ignore_eos": False, "threads_per_rank": 1, "query_kv_tokens": 40}
-    return RunPlan(**{**values, **changes})
-
-
-def spooled(plan: RunPlan, *requests: dict[str, Any] | str) -> tuple[Spool, list[dict[str, Any]]]:
-    """(the spool, error records)"""
-    path, errors = plan.output / "requests.jsonl", plan.output / "errors.jsonl"
-    path.write_text("".join(
-        (line if isinstance(line, str) else json.dumps(line)) + "\n" for line in requests))
-    write_spool(plan, path)
-    path.unlink()  # nobody needs it any more
-    return Spool(plan.output), [json.loads(line) for line in errors.read_text().splitlines()
-                                ] if errors.exists() else []
+from xgpt.requests.request import Requests
+from xrunner.files import runnable as looked_at
+from xrunner.files.intake import queries_of
+from xrunner.files.runnable import runnable
+from xrunner.plan import load_plan
 
 
 @pytest.mark.parametrize(("most", "fitting"), [(0, 4), (9, 4), (5, 3), (2, 2)])
 def test_an_input_that_the_encode_pool_cannot_hold_becomes_an_error_record(
-        llama: tuple[Path, Any], tmp_path: Path, most: int, fitting: int) -> None:
+        llama, tmp_path, most, fitting):
     plan = plan_of(tmp_path, llama[0], most_input_tokens=most)
     spool, errors = spooled(plan, *({"id": f"q{n}", "tokens": [7] * n} for n in (1, 9, 5, 2)))
     queries = list(queries_of(spool, plan))
@@ -52,8 +27,7 @@ def test_an_input_that_the_encode_pool_cannot_hold_becomes_an_error_record(
     assert all(f"planned to encode {most}" in e["error"] for e in errors)
 
 
-def test_a_query_is_what_its_request_and_the_job_say(llama: tuple[Path, Any],
-                                                     tmp_path: Path) -> None:
+def test_a_query_is_what_its_request_and_the_job_say(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0])
     spool, _ = spooled(plan, "", {"id": "plain", "tokens": [3, 4]}, {
         "id": "own", "tokens": [5], "forced_tokens": 6, "seed": 11, "temperature": 0, "top_k": 3,
@@ -69,8 +43,7 @@ def test_a_query_is_what_its_request_and_the_job_say(llama: tuple[Path, Any],
     assert len(openai.input_ids) == 3 and not openai.is_forced and not openai.is_chat
 
 
-def test_the_jobs_stop_strings_are_those_of_requests_without_any(llama: tuple[Path, Any],
-                                                                  tmp_path: Path) -> None:
+def test_the_jobs_stop_strings_are_those_of_requests_without_any(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0], stop=("###", "\n\n"))
     spool, _ = spooled(plan, {"tokens": [3, 4]}, {"tokens": [5], "stop": "a"})
     assert [query.stop for query in queries_of(spool, plan)] == [("###", "\n\n"), ("a",)]
@@ -85,9 +58,7 @@ def test_the_jobs_stop_strings_are_those_of_requests_without_any(llama: tuple[Pa
     ({"tokens": [7] * 10, "forced_tokens": 4000}, "forced_tokens 4000 after 10 input tokens"),
     ({"tokens": [7] * 10, "max_tokens": 31}, "needs up to 41 tokens of KV cache (10 of input)"),
     ({"tokens": []}, "tokens must be a list of at least one token id"), ("{", "not JSON")])
-def test_what_cannot_run_is_said_and_the_others_run(
-        llama: tuple[Path, Any], tmp_path: Path, request_: dict[str, Any] | str,
-        why: str) -> None:
+def test_what_cannot_run_is_said_and_the_others_run(llama, tmp_path, request_, why):
     plan = plan_of(tmp_path, llama[0])
     spool, errors = spooled(plan, {"tokens": [1, 2]}, request_, {"id": "c", "tokens": [3, 4, 5]})
     (error,) = errors
@@ -105,8 +76,7 @@ def many(count: int) -> Requests:
                     unusable={3: "no tokens", count - 1: "no tokens"})
 
 
-def test_which_can_run_does_not_depend_on_how_many_are_looked_at_together(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_which_can_run_does_not_depend_on_how_many_are_looked_at_together(monkeypatch, tmp_path):
     plan, spec, requests = plan_of(tmp_path, tmp_path), catalog.model("opt-125m"), many(200)
     whole, why = runnable(requests, plan, spec)
     assert 0 < len(whole) < 198 and len(whole) + len(why) == 200
@@ -117,8 +87,7 @@ def test_which_can_run_does_not_depend_on_how_many_are_looked_at_together(
         assert pieces.tolist() == whole.tolist() and said == why
 
 
-def test_what_can_run_is_told_in_few_bytes_a_request(monkeypatch: pytest.MonkeyPatch,
-                                                     tmp_path: Path) -> None:
+def test_what_can_run_is_told_in_few_bytes_a_request(monkeypatch, tmp_path):
     """16 of the answer; ten million rows of all that decides had been 80 more."""
     monkeypatch.setattr(looked_at, "_ROWS_AT_A_TIME", 2**10)
     requests, count = many(2**17), 2**17

@@ -1,8 +1,6 @@
 """A list of prompts, or of texts to embed, is one line of results with an answer to each, as OpenAI
 answers it; and what a request says of a penalty counts before what the model's files say."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time
@@ -15,16 +13,16 @@ import pytest
 import torch
 import toy_runs
 import toys
+from plans import plan_of, spooled, written
+from replays import answers_of
 from schemas import faults
-from test_intake_queries import plan_of, spooled
 
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.spool import Spool, SpoolWriter
 from xgpt.report.output import read_output
-from xrunner.io.generation import given_tokens
-from xrunner.io.intake import hand_on, queries_of, take_in
-from xrunner.io.results import ResultWriter, count_results
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool import Spool, SpoolWriter
+from xrunner.files.generation import given_tokens
+from xrunner.files.intake import hand_on, queries_of, take_in
 from xrunner.query import PreparedQuery
 
 types = pytest.importorskip("openai.types", reason="its types are in the extra `dev`")
@@ -39,19 +37,13 @@ def line(name: str, **body: Any) -> dict[str, Any]:
 def answers(output: Path, model: Path, queries: Sequence[PreparedQuery]) -> dict[str, Any]:
     """The bodies of a run's responses by their custom_id."""
     sink, _ = toy_runs.run_in_process(model, queries, degrees=(1,))
-    path = output / "results.jsonl"
-    writer = ResultWriter(path, first_index=count_results(path), model="toy")
-    for result in sink.results:
-        writer.write(result)
-    writer.close()
-    rows = [json.loads(row) for row in path.read_text().splitlines()]
+    rows = written(output / "results.jsonl", sink.results)
     assert not [fault for row in rows for fault in faults("results-line", row)]
     assert all(row["error"] is None and row["response"]["status_code"] == 200 for row in rows)
     return {row["custom_id"]: row["response"]["body"] for row in rows}
 
 
-def test_each_prompt_of_a_list_has_its_choices_as_if_it_were_alone(
-        llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_each_prompt_of_a_list_has_its_choices_as_if_it_were_alone(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0], temperature=0.0)
     drawn = {"temperature": 1.5, "seed": 3, "n": 2}
     before = int(time.time())
@@ -74,12 +66,10 @@ def test_each_prompt_of_a_list_has_its_choices_as_if_it_were_alone(
         assert whole == {key: sum(part[key] for part in parts) for key in whole}
         assert whole["prompt_tokens"] == 5
     output = read_output(tmp_path)  # each answer is a query to who counts and reads them
-    assert [query.input_tokens for query in output.queries] == [3, 2, 3, 2, 3, 3, 3, 2, 2, 3, 3,
-                                                                2, 2]
+    assert output.queries.counts("input_tokens").tolist() == [3, 2, 3, 2, 3, 3, 3, 2, 2, 3, 3, 2, 2]
 
 
-def test_a_chat_with_several_choices_is_of_openais_type(llama: tuple[Path, Any],
-                                                        tmp_path: Path) -> None:
+def test_a_chat_with_several_choices_is_of_openais_type(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0], temperature=0.0)
     spool, _ = spooled(plan, line("a", prompt=A, n=2), line("b", prompt=A))
     found = answers(tmp_path, llama[0], [replace(query, is_chat=True)
@@ -91,8 +81,7 @@ def test_a_chat_with_several_choices_is_of_openais_type(llama: tuple[Path, Any],
         assert body["created"] > 1.7e9
 
 
-def test_one_prompt_that_cannot_run_leaves_its_line_without_an_answer(
-        llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_one_prompt_that_cannot_run_leaves_its_line_without_an_answer(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0], temperature=0.0)
     spool, errors = spooled(
         plan, line("a", prompt=A), line("long", prompt=[A, [5] * 90, B], n=2),
@@ -105,7 +94,7 @@ def test_one_prompt_that_cannot_run_leaves_its_line_without_an_answer(
     assert [*answers(tmp_path, llama[0], list(queries_of(spool, plan)))] == ["a", "b"]
 
 
-def test_each_text_of_a_list_has_its_embedding(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_each_text_of_a_list_has_its_embedding(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0])
     path = tmp_path / "requests.jsonl"
     path.write_text("".join(json.dumps({
@@ -129,11 +118,10 @@ def test_each_text_of_a_list_has_its_embedding(llama: tuple[Path, Any], tmp_path
     assert list(itertools.chain(*vectors["both"])) == pytest.approx(
         [*vectors["a"][0], *vectors["b"][0]], abs=1e-5)
     assert found["both"]["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
-    assert [query.output_tokens for query in read_output(tmp_path).queries] == [0] * 4
+    assert read_output(tmp_path).queries.counts("output_tokens").tolist() == [0] * 4
 
 
-def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_says(
-        tmp_path: Path) -> None:
+def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_says(tmp_path):
     model = toys.make_model("llama", tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({
         "repetition_penalty": 1.3, "eos_token_id": toys.EOS, "pad_token_id": 0}))
@@ -144,7 +132,7 @@ def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_sa
                                     for penalty in asked))
     assert not errors
     sink, _ = toy_runs.run_in_process(tmp_path, list(queries_of(spool, plan)), degrees=(1,))
-    found = {result.query.index: list(result.output_ids) for result in sink.results}
+    found = answers_of(sink)
     given_tokens.cache_clear()
     inputs = torch.tensor([A])
     for index, penalty in enumerate((1.3, 1.0, 1.6)):

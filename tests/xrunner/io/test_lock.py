@@ -1,7 +1,5 @@
 """One run at a time in an output folder, even after its launcher was killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -14,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import XgptError
-from xrunner.io.lock import is_locked, output_lock
+from xrunner.files.beat import BEATS, Beat, read_beats
+from xrunner.files.lock import is_locked, output_lock
 
 
-def test_a_second_run_is_refused_until_the_first_and_its_children_are_gone(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_until_the_first_and_its_children_are_gone(tmp_path):
     with output_lock(tmp_path) as descriptor:
         with pytest.raises(XgptError, match="another run"), output_lock(tmp_path):
             pass
@@ -34,7 +33,7 @@ _NO_FLOCK = {"none": "return 0;", "refused": "errno = ENOLCK; return -1;"}
 _HOLDS = """
 import sys
 from pathlib import Path
-from xrunner.io.lock import is_locked, output_lock
+from xrunner.files.lock import is_locked, output_lock
 with output_lock(Path(sys.argv[1])):
     print("held", is_locked(Path(sys.argv[1])), flush=True)
     input()
@@ -42,7 +41,7 @@ with output_lock(Path(sys.argv[1])):
 
 
 @pytest.fixture(params=sorted(_NO_FLOCK))
-def shim(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def shim(request, tmp_path):
     """The system's locks as on file systems that do not carry them from one host to another: each
     host has its own (as if there were none), or all are refused."""
     if shutil.which("cc") is None or subprocess.run(
@@ -69,8 +68,7 @@ def on_host(name: str, folder: Path, shim: Path) -> Iterator[subprocess.Popen[st
             process.kill()
 
 
-def test_two_hosts_without_locks_between_them_do_not_share_a_folder(shim: Path,
-                                                                    tmp_path: Path) -> None:
+def test_two_hosts_without_locks_between_them_do_not_share_a_folder(shim, tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
     with on_host("node-a", folder, shim) as first:
@@ -99,7 +97,7 @@ def owner(folder: Path, **values: object) -> Path:
     return path
 
 
-def test_another_hosts_run_is_seen_by_its_file_until_it_is_silent(tmp_path: Path) -> None:
+def test_another_hosts_run_is_seen_by_its_file_until_it_is_silent(tmp_path):
     """As on a file system whose locks do not reach other hosts."""
     (tmp_path / ".lock").touch()
     path = owner(tmp_path)
@@ -115,7 +113,7 @@ def test_another_hosts_run_is_seen_by_its_file_until_it_is_silent(tmp_path: Path
     assert sorted(file.name for file in tmp_path.iterdir()) == [".lock"]
 
 
-def test_what_a_dead_process_of_this_host_left_is_taken_over_at_once(tmp_path: Path) -> None:
+def test_what_a_dead_process_of_this_host_left_is_taken_over_at_once(tmp_path):
     with output_lock(tmp_path):
         mine = json.loads((tmp_path / ".owner.json").read_text())
     child = subprocess.Popen(["true"])
@@ -125,3 +123,36 @@ def test_what_a_dead_process_of_this_host_left_is_taken_over_at_once(tmp_path: P
     owner(tmp_path, **{**mine, "started": "1"})  # its number is another process's by now
     with output_lock(tmp_path):
         pass
+
+
+def test_a_rank_tells_its_state_about_once_a_second(tmp_path):
+    beat = Beat(tmp_path, rank=1, stage=0, pool="all")
+    beat(2.0, 1.0, 5)
+    first = read_beats(tmp_path)
+    assert [(s.rank, s.recent_share, s.queries) for s in first] == [(1, 0.5, 5)]
+    beat(2.9, 1.9, 6)
+    assert read_beats(tmp_path) == first, "too soon"
+    beat(4.0, 2.5, 7)
+    (state,) = read_beats(tmp_path)
+    assert (state.recent_share, state.busy_s, state.queries) == (0.75, 2.5, 7)
+
+
+def test_a_clock_that_is_restarted_begins_anew(tmp_path):
+    beat = Beat(tmp_path, rank=0, stage=0, pool="all")
+    beat(100.0, 3.0, 1)
+    beat(0.5, 0.25, 2)
+    (state,) = read_beats(tmp_path)
+    assert state.queries == 2 and state.recent_share == 0.5
+
+
+def test_ranks_come_in_their_order_and_half_a_file_is_left_out(tmp_path):
+    for rank in (10, 2, 0):
+        Beat(tmp_path, rank=rank, stage=rank, pool="all")(1.0, 1.0, 0)
+    (tmp_path / BEATS / "3.json").write_text('{"rank": 3')
+    assert [state.rank for state in read_beats(tmp_path)] == [0, 2, 10]
+    assert read_beats(tmp_path / "elsewhere") == []
+
+
+def test_a_folder_that_cannot_be_written_to_does_not_end_a_run(tmp_path):
+    (tmp_path / BEATS).write_text("a file in its place")
+    Beat(tmp_path, rank=0, stage=0, pool="all")(1.0, 1.0, 0)

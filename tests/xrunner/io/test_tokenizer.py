@@ -1,19 +1,16 @@
 """Chat templates: rendered, refused in words, and compiled once."""
 
-from __future__ import annotations
-
 import io
+import subprocess
+import sys
 from pathlib import Path
 
+import jinja2.sandbox
 import pytest
+from small_tokenizers import plain_folder
 
-pytest.importorskip("jinja2", reason="runs need the extra `run`")
-pytest.importorskip("transformers", reason="runs need the extra `run`")
-import jinja2.sandbox  # noqa: E402
-from small_tokenizers import plain_folder  # noqa: E402
-
-from xgpt.core.errors import XgptError  # noqa: E402
-from xrunner.io.tokenizer import TextTokenizer  # noqa: E402
+from xgpt.core.errors import XgptError
+from xrunner.files.tokenizer import TextTokenizer
 
 TEMPLATE = """{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{
 raise_exception('no tools') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}{%
@@ -21,14 +18,14 @@ if add_generation_prompt %}<assistant>{% endif %}"""
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = plain_folder(tmp_path / "model", bos_token="<s>")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
-def test_a_template_is_compiled_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_is_compiled_once(directory, monkeypatch):
     compiled: list[str] = []
     kind = jinja2.sandbox.ImmutableSandboxedEnvironment
     compile_ = kind.from_string
@@ -41,10 +38,10 @@ def test_a_template_is_compiled_once(directory: Path, monkeypatch: pytest.Monkey
     assert len(compiled) == 1
 
 
-def test_what_a_template_refuses_is_said(directory: Path) -> None:
+def test_what_a_template_refuses_is_said(directory):
     with pytest.raises(ValueError, match="no tools"):
         TextTokenizer(directory).render_chat([{"role": "tool", "content": "x"}])
-    for wrong in ("{% if %}", "{{ messages.none.none }}"):
+    for wrong in ("{% if %}", "{{ messages.none.none }}", "{{ messages + 1 }}", "{{ 1 / 0 }}"):
         (directory / "chat_template.jinja").write_text(wrong)
         with pytest.raises(ValueError, match="chat template: "):
             TextTokenizer(directory).render_chat([{"role": "user", "content": "x"}])
@@ -56,7 +53,7 @@ def test_what_a_template_refuses_is_said(directory: Path) -> None:
 @pytest.mark.parametrize("template", [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
     "{{ raise_exception.__globals__.keys() }}", "{{ cycler.__init__.__globals__.os.popen('id') }}"])
-def test_a_template_does_not_reach_pythons_objects(directory: Path, template: str) -> None:
+def test_a_template_does_not_reach_pythons_objects(directory, template):
     (directory / "chat_template.jinja").write_text(template)
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(ValueError, match=r"chat template: .*(unsafe|is undefined)"):
@@ -64,14 +61,13 @@ def test_a_template_does_not_reach_pythons_objects(directory: Path, template: st
     assert messages == [{"role": "user", "content": "x"}]
 
 
-def test_a_template_that_is_no_text_is_refused_by_its_file(directory: Path) -> None:
+def test_a_template_that_is_no_text_is_refused_by_its_file(directory):
     (directory / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(XgptError, match=r"chat_template.jinja: .*can't decode"):
         TextTokenizer(directory)
 
 
-def test_code_in_a_models_folder_is_never_run(tmp_path: Path,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_a_models_folder_is_never_run(tmp_path, monkeypatch):
     """transformers asks on the terminal whether to run it: a piped `y` did."""
     (tmp_path / "vocab.txt").write_text("[UNK]\n[PAD]\nword\n")
     (tmp_path / "config.json").write_text(
@@ -85,3 +81,49 @@ def test_code_in_a_models_folder_is_never_run(tmp_path: Path,
     with pytest.raises(XgptError, match="trust_remote_code"):
         TextTokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+READ = ("import sys, pathlib; from xrunner.files.tokenizer import TextTokenizer as T; "
+        "t = T(pathlib.Path(sys.argv[1])); print(t.encode_many(['a dog'], special=True), "
+        "t.render_chat([{'role': 'user', 'content': 'x'}]), 'transformers' in sys.modules)")
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return plain_folder(tmp_path / "model", bos_token="<s>",
+                        chat_template="{{ bos_token }}{{ messages[0].content }}")
+
+
+def copies(model: Path) -> list[str]:
+    return sorted(path.name for path in (model.parent / "cache/xgpt/tokenizers").iterdir())
+
+
+def test_two_that_make_the_same_copy_at_once_do_not_hurt_each_other(model):
+    words = [sys.executable, "-c", READ, str(model)]
+    both = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    told = {process.communicate(timeout=120)[0] for process in both}
+    assert len(told) == 1 and len(copies(model)) == 1
+    warm = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert warm == told.pop().replace("True", "False"), "it is read without transformers"
+
+
+def test_a_copy_is_of_the_files_and_of_the_version(model, monkeypatch):
+    TextTokenizer(model)
+    first = copies(model)
+    (model / "model.safetensors").write_bytes(b"weights")
+    moved = model.rename(model.with_name("moved"))
+    TextTokenizer(moved)
+    assert copies(moved) == first, "neither its weights nor its place count"
+    (moved / "special_tokens_map.json").write_text('{"bos_token": "</s>"}')
+    assert TextTokenizer(moved).render_chat([{"role": "user", "content": "x"}]) == "</s>x"
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
+    TextTokenizer(moved)
+    assert len(copies(moved)) == 3
+
+
+def test_a_folder_without_a_vocabulary_has_no_tokenizer(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("x")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "not there"):
+        assert not TextTokenizer(folder).is_there and TextTokenizer(folder).template is None

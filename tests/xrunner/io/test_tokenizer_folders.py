@@ -1,17 +1,11 @@
 """Folders of tokenizers, in the forms that models are published with and each key alone: texts,
 chats and answers are as transformers has them, or are refused by name."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="runs need the extra `run`")
-
-from chat_templates import (  # noqa: E402
+from chat_templates import (
     BRACKETS,
     CHATML,
     GENERATION,
@@ -26,10 +20,10 @@ from chat_templates import (  # noqa: E402
     THINKING,
     TURNS,
 )
-from small_tokenizers import begun_with, older_files, trained, write_folder  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+from small_tokenizers import begun_with, older_files, trained, write_folder
+from transformers import AutoTokenizer
 
-from xrunner.io.tokenizer import TextTokenizer  # noqa: E402
+from xrunner.files.tokenizer import TextTokenizer
 
 FAST = "PreTrainedTokenizerFast"
 
@@ -200,7 +194,7 @@ def keys() -> dict[str, dict[str, Any]]:
         "chat_template in both places": {**plain, **without(legacy(plain), "chat_template.jinja"),
                                          "chat_template.jinja": CHATML},
         "templates by name": legacy({**plain, "chat_template.jinja": [
-            {"name": "default", "template": CHATML}, {"name": "tool_use", "template": THINKING}]}),  # type: ignore[dict-item]
+            {"name": "default", "template": CHATML}, {"name": "tool_use", "template": THINKING}]}),
         "templates by name, none the default": legacy({**plain, "chat_template.jinja": [
             {"name": "rag", "template": CHATML}]}),
         "additional_chat_templates": {
@@ -249,16 +243,16 @@ LEAVE_OUT = "would leave it out"
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_there_are_sixty() -> None:
+def test_there_are_sixty():
     assert len(FOLDERS) >= 60
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_texts_chats_and_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_texts_chats_and_answers_are_those_of_transformers(name, tmp_path):
     folder = write_folder(tmp_path / "model", FOLDERS[name])
     theirs, ours = AutoTokenizer.from_pretrained(folder), TextTokenizer(folder)
     assert ours.encode_many(TEXTS, special=True) == [theirs(text)["input_ids"] for text in TEXTS]

@@ -1,14 +1,12 @@
 """A mixture of experts gives each row what its experts give it, weighted, whoever they are: where
 one expert has all rows or none, where every row has every expert, and of no rows."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="the runner needs the extra `run`")
 
-from xgpt.core.decoder import Experts  # noqa: E402
-from xrunner.models.mlp import GatedMlp, Mixture  # noqa: E402
+from xgpt.core.model import Experts  # noqa: E402
+from xrunner.models.decoder import GatedMlp, Mixture  # noqa: E402
 from xrunner.ops.linear import Product  # noqa: E402
 
 HIDDEN, INNER, ROWS = 16, 24, 7
@@ -50,8 +48,7 @@ def by_row(rows: torch.Tensor, weights: tuple[torch.Tensor, ...],
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_normed", [True, False])
 @pytest.mark.parametrize(("count", "per_token"), [(1, 1), (4, 1), (4, 2), (4, 4), (9, 3)])
-def test_every_row_gets_what_its_experts_give(count: int, per_token: int, is_normed: bool,
-                                              dtype: torch.dtype) -> None:
+def test_every_row_gets_what_its_experts_give(count, per_token, is_normed, dtype):
     experts = Experts(count=count, per_token=per_token, inner=INNER, is_normed=is_normed)
     weights = weights_of(count, dtype)
     rows = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(5)).to(dtype)
@@ -63,7 +60,7 @@ def test_every_row_gets_what_its_experts_give(count: int, per_token: int, is_nor
             torch.testing.assert_close(found.double(), by_row(own, weights, experts), **close)
 
 
-def test_rows_that_all_want_one_expert_leave_the_others_nothing() -> None:
+def test_rows_that_all_want_one_expert_leave_the_others_nothing():
     experts = Experts(count=5, per_token=1, inner=INNER)
     weights = weights_of(5, torch.float32)
     weights[0][:] = 0
@@ -71,7 +68,7 @@ def test_rows_that_all_want_one_expert_leave_the_others_nothing() -> None:
     rows = torch.rand(ROWS, HIDDEN, generator=torch.Generator().manual_seed(5))
     mixture, asked = mixture_of(weights, experts, packed=True), list[tuple[int, int]]()
     for number, own in enumerate(mixture.mlps):
-        mixture.mlps[number] = lambda given, number=number, own=own: (  # type: ignore[call-overload]
+        mixture.mlps[number] = lambda given, number=number, own=own: (
             asked.append((number, len(given))), own(given))[1]
     torch.testing.assert_close(mixture(rows).double(), by_row(rows, weights, experts),
                                atol=1e-5, rtol=1e-4)

@@ -1,28 +1,24 @@
 """Attention over a cache and over packed inputs: every implementation does what a softmax over each
 token's own entries, in float64, does."""
 
-from __future__ import annotations
-
 from itertools import accumulate, product
 from typing import NamedTuple
 
 import pytest
 import torch
-from examples import examples
+from examples import examples, some
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
-from representative import some
 from torch import Tensor
 
 from xrunner.ops.attention import (
-    Distances,
     Scoring,
     decode_attention,
     encode_attention,
     packed_attention,
 )
-from xrunner.ops.contexts import BlockTable, decode_context, encode_context
+from xrunner.ops.contexts import BlockTable, DistanceBias, decode_context, encode_context
 from xrunner.rules.slots import Span
 
 DIMS = [1, 3, 8, 15, 16, 17, 32, 33, 48, 64, 80, 128, 130]
@@ -121,10 +117,10 @@ def there(implementation: Implementation, cache: tuple[Tensor, Tensor], table: B
 block_sizes = st.sampled_from([None, None, 16, 32, 64, 128, 256])
 
 
-def bias_of(shape: Shape, longest: int, both_ways: bool) -> Distances:
+def bias_of(shape: Shape, longest: int, both_ways: bool) -> DistanceBias:
     width = 2 * longest - 1 if both_ways else longest
     table = shape._replace(dtype=torch.float32).normal(shape.heads, width)
-    return Distances(table.to(shape.dtype).float(), longest - 1)
+    return DistanceBias(table.to(shape.dtype).float(), longest - 1)
 
 
 @st.composite
@@ -140,8 +136,7 @@ def decode_cases(draw: st.DrawFn) -> tuple[Shape, int, list[int], list[int]]:
 @many
 @given(case=decode_cases(), has_bias=st.booleans(), size=block_sizes)
 def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
-        implementation: Implementation, case: tuple[Shape, int, list[int], list[int]],
-        has_bias: bool, size: int | None) -> None:
+        implementation, case, has_bias, size):
     shape, capacity, slots, lengths = case
     keys, values = cache_of(shape, 9, capacity)
     # the rows of a product that has key and value behind the query
@@ -150,7 +145,7 @@ def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
     bias = bias_of(shape, max(lengths), both_ways=False) if has_bias else None
     expected = []
     for i, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
-        added = None if bias is None else bias.table[:, None, bias.center - length + 1:].double()
+        added = None if bias is None else bias.values[:, None, bias.center - length + 1:].double()
         expected.append(softmax_attention(query[i:i + 1], *entries((keys, values), slot, length),
                                           shape.scale, added))
         keys[slot, :, length:], values[slot, :, length:] = GARBAGE, -GARBAGE
@@ -159,7 +154,7 @@ def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
         cache, table = in_blocks(cache, dict(zip(slots, lengths, strict=True)), size, shape.seed)
     cache, table = there(implementation, cache, table)
     if bias is not None:
-        bias = bias._replace(table=bias.table.to(implementation.device))
+        bias = bias._replace(values=bias.values.to(implementation.device))
     with implementation.using(), num_threads(shape.threads):
         step = decode_context(lengths, slots, implementation.device, table)
         got = decode_attention(query.to(implementation.device), cache, step,
@@ -182,9 +177,7 @@ def spans(draw: st.DrawFn) -> tuple[Shape, int, list[Span]]:
 @every_implementation
 @many
 @given(case=spans(), size=block_sizes)
-def test_a_token_that_is_encoded_attends_to_what_came_before_it(
-        implementation: Implementation, case: tuple[Shape, int, list[Span]],
-        size: int | None) -> None:
+def test_a_token_that_is_encoded_attends_to_what_came_before_it(implementation, case, size):
     shape, capacity, parts = case
     keys, values = cache_of(shape, 6, capacity)
     total = sum(part.tokens for part in parts)
@@ -205,8 +198,7 @@ def test_a_token_that_is_encoded_attends_to_what_came_before_it(
     cache, table = there(implementation, cache, table)
     with implementation.using(), num_threads(shape.threads):
         step = encode_context(parts, implementation.device, table)
-        got = encode_attention(query.to(implementation.device), cache, step,
-                               Scoring(shape.scale))
+        got = encode_attention(query.to(implementation.device), cache, step, Scoring(shape.scale))
     assert_near(got.cpu(), torch.cat(expected), shape.dtype)
 
 
@@ -214,7 +206,7 @@ def test_a_token_that_is_encoded_attends_to_what_came_before_it(
 @many
 @given(shape=shapes, lengths=st.lists(st.integers(1, 70), max_size=4), has_bias=st.booleans())
 def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
-        implementation: Implementation, shape: Shape, lengths: list[int], has_bias: bool) -> None:
+        implementation, shape, lengths, has_bias):
     shape = shape._replace(group=1)
     joint = shape.normal(sum(lengths), 3 * shape.heads * shape.dim)
     query, key, value = joint.view(-1, 3, shape.heads, shape.dim).unbind(1)
@@ -223,12 +215,12 @@ def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
     for length, end in zip(lengths, accumulate(lengths), strict=True):
         here, at, added = slice(end - length, end), torch.arange(length), None
         if bias is not None:
-            added = bias.table[:, at[None, :] - at[:, None] + bias.center].double()
+            added = bias.values[:, at[None, :] - at[:, None] + bias.center].double()
         expected.append(softmax_attention(query[here], key[here], value[here], shape.scale, added))
     with implementation.using(), num_threads(shape.threads):
         got = packed_attention(joint.to(implementation.device), shape.heads, lengths, shape.scale,
                                None if bias is None else bias._replace(
-                                   table=bias.table.to(implementation.device)))
+                                   values=bias.values.to(implementation.device)))
     assert_near(got.cpu(), torch.cat(expected), shape.dtype)
 
 
@@ -236,8 +228,7 @@ def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
 @pytest.mark.parametrize(("dtype", "kv_dtype", "threads"), some(
     product(DTYPES, DTYPES, [1, 2, 7]),
     lambda case: case[2] == 7 or (case[0] == case[1] and case[2] == 2)), ids=str)
-def test_one_long_query_is_cut_among_threads(implementation: Implementation, dtype: torch.dtype,
-                                             kv_dtype: torch.dtype, threads: int) -> None:
+def test_one_long_query_is_cut_among_threads(implementation, dtype, kv_dtype, threads):
     shape = Shape(dtype, kv_dtype, 1, 4, 64, None, threads, 5)
     keys, values = cache_of(shape, 2, 5000)
     keys[0, :, 3000] *= 3  # a maximum that one part alone sees
@@ -252,7 +243,7 @@ def test_one_long_query_is_cut_among_threads(implementation: Implementation, dty
 
 
 @every_implementation
-def test_scores_far_apart_neither_overflow_nor_vanish(implementation: Implementation) -> None:
+def test_scores_far_apart_neither_overflow_nor_vanish(implementation):
     """Scores from -10,000 to 10,000 within one query: the largest alone is left."""
     keys = torch.linspace(-100, 100, 300).repeat_interleave(16).view(1, 1, 300, 16).contiguous()
     values = torch.arange(300.0).repeat_interleave(16).view(1, 1, 300, 16).contiguous()
@@ -261,5 +252,5 @@ def test_scores_far_apart_neither_overflow_nor_vanish(implementation: Implementa
         for order in (torch.arange(300), torch.arange(299, -1, -1), torch.randperm(300)):
             cache = tuple(part[:, :, order].to(implementation.device) for part in (keys, values))
             step = decode_context([300], device=implementation.device)
-            got = decode_attention(query.to(implementation.device), cache, step)  # type: ignore[arg-type]
+            got = decode_attention(query.to(implementation.device), cache, step)
             assert torch.equal(got.cpu(), torch.full((1, 16), 299.0))

@@ -1,8 +1,6 @@
 """What executes CUDA sources on the CPU: barriers, shuffles, shared memory, float16; it shows the
 faults it is there for."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys
@@ -12,7 +10,7 @@ import cpu_cuda
 import pytest
 import torch
 
-from xrunner.ops.launch import Launch, struct
+from xrunner.ops.cuda.launch import Launch, struct
 
 SUPPORT = Path(cpu_cuda.__file__).parent
 NUMBERS = struct("Numbers", "out count")
@@ -29,8 +27,7 @@ print("launched", getattr(ctypes.CDLL(library), "run_" + kernel)(launch, argumen
 
 
 @pytest.fixture(scope="module", params=[(), ("-DXGPT_UCONTEXT",)], ids=["own", "ucontext"])
-def launcher(request: pytest.FixtureRequest,
-             tmp_path_factory: pytest.TempPathFactory) -> cpu_cuda.CpuLauncher:
+def launcher(request, tmp_path_factory):
     if not request.param and platform.machine() != "x86_64":
         pytest.skip("the own change of stacks is for x86-64")
     return cpu_cuda.CpuLauncher(cpu_cuda.build(
@@ -42,35 +39,25 @@ def run(launcher: cpu_cuda.CpuLauncher, kernel: str, out: torch.Tensor, threads:
                     NUMBERS(out.data_ptr(), 0)))
 
 
-@pytest.mark.parametrize("order", cpu_cuda.ORDERS)
-def test_a_barrier_holds_until_all_threads_came(launcher: cpu_cuda.CpuLauncher,
-                                                order: str) -> None:
-    launcher.order = cpu_cuda.ORDERS[order]
-    out = torch.zeros(96)
-    run(launcher, "next_thread", out)
-    assert out.tolist() == [*range(1, 96), 0]
-
-
-def test_a_missing_barrier_shows_in_one_of_the_orders(launcher: cpu_cuda.CpuLauncher) -> None:
-    found = []
-    for launcher.order in (0, 1):
-        found.append(torch.zeros(96))
-        run(launcher, "next_without_barrier", found[-1])
-    assert any(out.tolist() != [*range(1, 96), 0] for out in found)
-
-
-def test_a_warp_that_runs_ahead_shows_what_it_overwrites(launcher: cpu_cuda.CpuLauncher) -> None:
+def found_in(launcher: cpu_cuda.CpuLauncher, kernel: str) -> list[bool]:
+    """Whether it gives each thread its neighbour's number, in each order of the threads."""
     found = []
     for launcher.order in cpu_cuda.ORDERS.values():
-        found.append(torch.zeros(96))
-        run(launcher, "overwritten", found[-1])
-    is_right = [out.tolist() == [*range(1, 96), 0] for out in found]
-    assert is_right[:2] == [True, True] and not all(is_right[2:])
+        out = torch.zeros(96)
+        run(launcher, kernel, out)
+        found.append(out.tolist() == [*range(1, 96), 0])
+    return found
+
+
+def test_missing_barriers_and_warps_that_run_ahead_show_in_one_of_the_orders(launcher):
+    assert found_in(launcher, "next_thread") == [True] * 4, "a barrier holds until all came"
+    assert not all(found_in(launcher, "next_without_barrier")[:2])
+    found = found_in(launcher, "overwritten")
+    assert all(found[:2]) and not all(found[2:]), "by warp"
 
 
 @pytest.mark.parametrize("order", cpu_cuda.ORDERS)
-def test_a_barrier_that_some_threads_leave_out_is_an_error(
-        launcher: cpu_cuda.CpuLauncher, order: str) -> None:
+def test_a_barrier_that_some_threads_leave_out_is_an_error(launcher, order):
     launcher.order = cpu_cuda.ORDERS[order]
     out = torch.zeros(96)
     with pytest.raises(AssertionError, match="not all threads come to a barrier"):
@@ -79,12 +66,12 @@ def test_a_barrier_that_some_threads_leave_out_is_an_error(
     assert out[0] == 1
 
 
-def test_a_launch_that_no_gpu_takes_is_an_error(launcher: cpu_cuda.CpuLauncher) -> None:
+def test_a_launch_that_no_gpu_takes_is_an_error(launcher):
     with pytest.raises(AssertionError, match="no GPU takes"):
         run(launcher, "next_thread", torch.zeros(96), threads=33)
 
 
-def test_sums_and_float16_are_torchs(launcher: cpu_cuda.CpuLauncher) -> None:
+def test_sums_and_float16_are_torchs(launcher):
     launcher.order = 0
     special = [0.0, -0.0, 1.0, 65504.0, 65519.9, 65520.0, 1e9, 6e-8, 2.9e-8, 3.1e-8, 6.1e-5,
                6.0976e-5, 1.00048828125, 1.00146484375, float("inf")]
@@ -99,7 +86,7 @@ def test_sums_and_float16_are_torchs(launcher: cpu_cuda.CpuLauncher) -> None:
 
 
 @pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sanitized(tmp_path_factory):
     """The same under AddressSanitizer and UBSan."""
     return cpu_cuda.build(tmp_path_factory.mktemp("sanitized"), cpu_cuda.SANITIZE, SUPPORT,
                           ["faulty_kernels"])["faulty_kernels"]
@@ -109,8 +96,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("next_thread", 0, None), ("write_at", 127, None), ("write_shared_at", 63, None),
     ("write_at", 128, "heap-buffer-overflow"), ("write_at", -1, "heap-buffer-overflow"),
     ("write_shared_at", 64, "heap-buffer-overflow")])
-def test_a_write_out_of_bounds_shows_under_addresssanitizer(
-        sanitized: Path, kernel: str, count: int, said: str | None) -> None:
+def test_a_write_out_of_bounds_shows_under_addresssanitizer(sanitized, kernel, count, said):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(sanitized), kernel, str(count)], capture_output=True,
         text=True, timeout=120, check=False, env=cpu_cuda.sanitizer_environment())

@@ -1,22 +1,21 @@
 """What the host does for the kernels of a layer, where no GPU is: how many functions of Python it
 calls, and what it hands to the driver."""
 
-from __future__ import annotations
-
-import contextlib
-import ctypes
 import sys
-from types import FrameType, SimpleNamespace
-from typing import Any
+from types import FrameType
 
+import cpu_cuda
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from xgpt.core.errors import XgptError
-from xrunner.ops import cuda_modules
-from xrunner.ops.contexts import Span, encode_context
-from xrunner.ops.cuda import CudaOps
-from xrunner.ops.launch import SILU_MUL, Launch, Launcher, filled
+from xrunner.ops import attention
+from xrunner.ops.attention import encode_attention
+from xrunner.ops.contexts import encode_context
+from xrunner.ops.cpu import native
+from xrunner.ops.cuda.kernels import CudaOps
+from xrunner.ops.cuda.launch import Launch
+from xrunner.rules.slots import Span
 
 QUERIES, HEADS, KV_HEADS, DIM = 6, 4, 2, 64
 SIZE = HEADS * DIM
@@ -57,7 +56,7 @@ def count(frame: FrameType, event: str, _: object) -> None:
 
 
 @pytest.mark.parametrize("encodes", [False, True])
-def test_a_layer_calls_few_functions_of_ours_before_its_launches(*, encodes: bool) -> None:
+def test_a_layer_calls_few_functions_of_ours_before_its_launches(*, encodes):
     launched: list[Launch] = []
     layer(CudaOps(launched.append, 132), encodes=encodes)
     kernels = [launch.source for launch in launched]
@@ -65,45 +64,55 @@ def test_a_layer_calls_few_functions_of_ours_before_its_launches(*, encodes: boo
     assert len(calls) <= 45, sorted(calls)
 
 
-class Refused(Exception):
-    """Of cupy's compiler, or of the driver."""
+WIDTH = 8  # of a head, where attention is left to torch or not
+INPUTS = [Span(0, 0, 9, True), Span(2, 0, 5, True)]
+CHUNKS = [Span(0, 1, 9, True), Span(2, 4, 5, True)]
 
 
-def launcher_of(monkeypatch: pytest.MonkeyPatch, launch_kernel: Any) -> Launcher:
-    """One over a driver, a stream and a device that are none."""
-    kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=77), max_dynamic_shared_size_bytes=1 << 20)
-    cupy = SimpleNamespace(cuda=SimpleNamespace(
-        compiler=SimpleNamespace(CompileException=Refused), Device=contextlib.nullcontext,
-        driver=SimpleNamespace(CUDADriverError=Refused, launchKernel=launch_kernel),
-        runtime=SimpleNamespace(CUDARuntimeError=Refused)),
-        RawModule=lambda **_: SimpleNamespace(get_function=lambda name: kernel))
-    monkeypatch.setattr(cuda_modules, "_import_cupy", lambda: cupy)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream",
-                        lambda index: SimpleNamespace(cuda_stream=1000 + index))
-    return cuda_modules.CupyLauncher(torch.device("cuda", 3))
+def by_kernel(launcher: cpu_cuda.CpuLauncher, spans: list[Span],
+              dtype: torch.dtype) -> tuple[bool, torch.Tensor]:
+    """Whether our kernel was launched, and what came of it."""
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(sum(span.tokens for span in spans), HEADS, WIDTH,
+                        generator=generator).to(dtype)
+    cache = torch.randn(2, 3, KV_HEADS, 12, WIDTH, generator=generator).to(dtype)
+    launcher.launched.clear()
+    with cpu_cuda.using(launcher), native.left_aside():
+        out = encode_attention(query, (cache[0], cache[1]), encode_context(spans))
+    return bool(launcher.launched), out
 
 
-def test_the_driver_is_handed_the_struct_on_the_stream_of_its_device(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
+def test_long_inputs_in_half_precision_are_left_to_torch(monkeypatch):
+    launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
+    is_ours, expected = by_kernel(launcher, INPUTS, torch.bfloat16)
+    assert is_ours, "short ones are not"
+    flops = 2 * HEADS * WIDTH * (9**2 + 5**2) // 2  # of one, in the mean
+    monkeypatch.setattr(attention, "_FLASH_FLOPS", flops)
+    is_ours, out = by_kernel(launcher, INPUTS, torch.bfloat16)
+    assert not is_ours
+    torch.testing.assert_close(out.float(), expected.float(), atol=0.02, rtol=0.02)
+    assert by_kernel(launcher, INPUTS, torch.float32)[0]
+    monkeypatch.setattr(attention, "_FLASH_FLOPS", flops + 1)
+    assert by_kernel(launcher, INPUTS, torch.bfloat16)[0]
 
-    def launch_kernel(*words: int) -> None:
-        struct = ctypes.c_void_p.from_address(words[-2]).value
-        given.append((*words[:-2], SILU_MUL.from_address(struct or 0).inner))
 
-    launch = launcher_of(monkeypatch, launch_kernel)
-    arguments = filled(SILU_MUL, out=torch.zeros(1), joint=torch.zeros(1), tokens=1, inner=24,
-                       is_wide=False)
-    launch(Launch("rows", "silu_mul_float32", (5, 2, 1), 256, 16, arguments))
-    assert given == [(77, 5, 2, 1, 256, 1, 1, 16, 1003, 24)]
+def test_a_chunk_counts_with_what_it_attends_to(monkeypatch):
+    launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
+    is_ours, expected = by_kernel(launcher, CHUNKS, torch.bfloat16)
+    assert is_ours
+    pairs = sum(range(2, 11)) + sum(range(5, 10))  # of tokens with what each attends to
+    flops = 4 * HEADS * WIDTH * pairs // 2
+    for most, is_kept in ((flops // 2, False), (2 * flops, True)):
+        monkeypatch.setattr(attention, "_FLASH_FLOPS", most)
+        is_ours, out = by_kernel(launcher, CHUNKS, torch.bfloat16)
+        assert is_ours == is_kept
+        torch.testing.assert_close(out.float(), expected.float(), atol=0.02, rtol=0.02)
 
 
-def test_what_the_driver_refuses_is_told_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch_kernel(*_: int) -> None:
-        raise Refused("an illegal address\nat line 4")
-
-    launch = launcher_of(monkeypatch, launch_kernel)
-    with pytest.raises(XgptError, match="silu_mul cannot be launched: an illegal address$"):
-        launch(Launch("rows", "silu_mul", (1, 1, 1), 256, 0, SILU_MUL()))
+def test_what_flash_attention_is_told_of_a_chunk_is_its_mask():
+    generator = torch.Generator().manual_seed(5)
+    query, key, value = (torch.randn(1, 2, rows, WIDTH, generator=generator) for rows in (5, 9, 9))
+    mask = attention._causal(torch.arange(9), 4, 5, attention.PLAIN, torch.float32)
+    by_numbers, in_a_word = (scaled_dot_product_attention(query, key, value, attn_mask=of)
+                             for of in (mask, attention.in_a_word(5, 9)))
+    torch.testing.assert_close(in_a_word, by_numbers)

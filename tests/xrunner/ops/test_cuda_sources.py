@@ -1,10 +1,6 @@
-"""The .cu sources, executed on the CPU (tests/support/cpu_cuda.h) through the launches that a GPU
+"""The .cu sources, executed on the CPU (tests/kit/cpu_cuda.h) through the launches that a GPU
 would get: they compute what torch does, whatever the order of a block's threads."""
 
-from __future__ import annotations
-
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import cpu_cuda
@@ -18,13 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xrunner.ops import cuda, cuda_kv, launch
-from xrunner.ops.contexts import BlockTable, encode_context
-from xrunner.ops.cuda import CudaOps, DistanceBias
-from xrunner.ops.cuda_modules import kernels_folder
+from xrunner.ops.contexts import BlockTable, DistanceBias, encode_context
+from xrunner.ops.cuda import cuda_kv
+from xrunner.ops.cuda import kernels as cuda
+from xrunner.ops.cuda.kernels import CudaOps
 from xrunner.rules.slots import Move, Span
 
-CPU = torch.device("cpu")
 DTYPES = st.sampled_from(cuda_check.DTYPES)
 BLOCK_SIZES = st.sampled_from([0, 1, 4, 16, 64])  # 0: a block holds a whole query
 SENTINEL = 77.0  # what a buffer holds where nothing may be written
@@ -34,12 +29,12 @@ some = examples(20,
 
 
 @pytest.fixture(scope="module")
-def launcher() -> cpu_cuda.CpuLauncher:
+def launcher():
     return cpu_cuda.CpuLauncher(cpu_cuda.built())
 
 
 @pytest.fixture(params=cpu_cuda.ORDERS)
-def ops(launcher: cpu_cuda.CpuLauncher, request: pytest.FixtureRequest) -> Iterator[CudaOps]:
+def ops(launcher, request):
     launcher.order = cpu_cuda.ORDERS[request.param]
     yield CudaOps(launcher, multiprocessors=1)
     launcher.order = 0
@@ -99,7 +94,7 @@ def attended(draw: st.DrawFn) -> Attended:
 
 @some
 @given(case=attended(), data=st.data())
-def test_decode_attention(ops: CudaOps, case: Attended, data: st.DataObject) -> None:
+def test_decode_attention(ops, case, data):
     slots = data.draw(st.permutations(range(case.slots)))[:data.draw(st.integers(0, case.slots))]
     lengths = [data.draw(st.integers(0, case.capacity)) for _ in slots]
     cache = case.cache(dict(zip(slots, lengths, strict=True)))
@@ -118,7 +113,7 @@ def test_decode_attention(ops: CudaOps, case: Attended, data: st.DataObject) -> 
     agrees([reference.decode(*given_)], [ops.decode_attention(*given_, parts)])
 
 
-def test_a_small_batch_has_its_context_split(launcher: cpu_cuda.CpuLauncher) -> None:
+def test_a_small_batch_has_its_context_split(launcher):
     cache = drawn(1, 1, 2, 600, 64), drawn(2, 1, 2, 600, 64)
     query, blocks, lengths = drawn(3, 1, 2, 64), torch.tensor([[0]]), torch.tensor([577])
     before = len(launcher.launched)
@@ -130,7 +125,7 @@ def test_a_small_batch_has_its_context_split(launcher: cpu_cuda.CpuLauncher) -> 
     agrees([reference.decode(query, cache, blocks, lengths, 0.125)], [found])
 
 
-def test_a_query_outside_the_cache_gets_zeros(ops: CudaOps) -> None:
+def test_a_query_outside_the_cache_gets_zeros(ops):
     cache = drawn(1, 2, 1, 4, 8), drawn(2, 2, 1, 4, 8)
     found = ops.decode_attention(drawn(3, 4, 1, 8), cache, torch.tensor([[-1], [2], [0], [1]]),
                                  torch.tensor([3, 3, 0, 9]), 0.5)
@@ -141,7 +136,7 @@ def test_a_query_outside_the_cache_gets_zeros(ops: CudaOps) -> None:
 
 @some
 @given(case=attended(), data=st.data())
-def test_encode_attention(ops: CudaOps, case: Attended, data: st.DataObject) -> None:
+def test_encode_attention(ops, case, data):
     spans = []
     for slot in data.draw(st.permutations(range(case.slots))):
         first = data.draw(st.integers(0, case.capacity - 1))
@@ -169,8 +164,7 @@ class Made(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_what_spans_are_is_asked_once_for_all_layers(
-        launcher: cpu_cuda.CpuLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_spans_are_is_asked_once_for_all_layers(launcher, monkeypatch):
     monkeypatch.setattr(cuda, "_MAX_GRID", 2)  # spans of a launch
     spans = [Span(2, 3, 5, True), Span(0, 0, 4, False), Span(1, 1, 7, True)]
     cache, query = (drawn(1, 3, 2, 16, 8), drawn(2, 3, 2, 16, 8)), drawn(3, 16, 4, 8)
@@ -187,8 +181,7 @@ def test_what_spans_are_is_asked_once_for_all_layers(
 @some
 @given(dtype=DTYPES, tokens=st.integers(0, 3), seed=st.integers(0, 2**20), is_added=st.booleans(),
        size=st.sampled_from([1, 7, 8, 64, 77, 576, 1000, 4104]))
-def test_norms(ops: CudaOps, dtype: torch.dtype, tokens: int, seed: int, is_added: bool,
-               size: int) -> None:
+def test_norms(ops, dtype, tokens, seed, is_added, size):
     hidden = drawn(seed, tokens, size, dtype=dtype)
     added = drawn(seed + 1, tokens, size, dtype=dtype) if is_added else None
     weight, bias = (drawn(seed + i, size, dtype=dtype) for i in (2, 3))
@@ -201,110 +194,17 @@ def test_norms(ops: CudaOps, dtype: torch.dtype, tokens: int, seed: int, is_adde
     assert torch.equal(summed, expected[1])  # rounded as torch rounds
 
 
-@some
-@given(dtype=DTYPES, tokens=st.integers(0, 5), seed=st.integers(0, 2**20),
-       heads=st.tuples(st.integers(1, 9), st.integers(1, 3)), dim=st.integers(1, 70),
-       is_turned=st.booleans())
-def test_place(ops: CudaOps, dtype: torch.dtype, tokens: int, seed: int, heads: tuple[int, int],
-               dim: int, is_turned: bool) -> None:
-    dim += dim % 2 if is_turned else 0
-    joint = drawn(seed, tokens, (heads[0] + 2 * heads[1]) * dim, dtype=dtype)
-    cache = tuple(drawn(seed + i, tokens + 1, heads[1], 4, dim, dtype=dtype) for i in (1, 2))
-    angles = drawn(seed + 3, tokens, dim // 2)
-    rotation = (angles.cos(), angles.sin()) if is_turned else None
-    slots, positions = torch.arange(tokens, 0, -1), torch.arange(tokens) % 4
-    expected = reference.place(joint, rotation, cache, slots, positions)
-    ops.place(joint, rotation, cache, slots, positions)
-    agrees(expected, [joint[:, :heads[0] * dim], *cache])
-
-
-def test_a_token_outside_the_cache_is_written_nowhere(ops: CudaOps) -> None:
+def test_a_token_outside_the_cache_is_written_nowhere(ops):
     keys, values = torch.full((2, 1, 3, 8), SENTINEL), torch.full((2, 1, 3, 8), SENTINEL)
     ops.place(drawn(1, 4, 24), None, (keys, values), torch.tensor([-1, 2, 0, 1]),
               torch.tensor([0, 0, 3, -1]))
     assert bool((keys == SENTINEL).all()) and bool((values == SENTINEL).all())
 
 
-@some
-@given(dtype=DTYPES, tokens=st.integers(0, 3), inner=st.sampled_from([0, 1, 8, 77, 1536, 2056]),
-       seed=st.integers(0, 2**20))
-def test_silu_mul(ops: CudaOps, dtype: torch.dtype, tokens: int, inner: int, seed: int) -> None:
-    joint = drawn(seed, tokens, 2 * inner, dtype=dtype)
-    agrees([reference.silu_mul(joint)], [ops.silu_mul(joint)])
-
-
-@st.composite
-def stores(draw: st.DrawFn) -> Tensor:
-    """Whole stores, and parts of them by layers and heads; no two entries alike."""
-    shape = (draw(st.integers(1, 3)), 2, draw(st.integers(1, 6)), draw(st.integers(1, 3)),
-             draw(st.sampled_from([1, 7, 200])), draw(st.sampled_from([1, 5, 8, 64])))
-    store = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-    store = store.to(draw(st.sampled_from([torch.float32, torch.int16, torch.float64])))
-    return store[draw(st.integers(0, shape[0] - 1)):, :, :, draw(st.integers(0, shape[3] - 1)):]
-
-
-@some
-@given(store=stores(), data=st.data())
-def test_moves_happen_one_after_the_other(ops: CudaOps, launcher: cpu_cuda.CpuLauncher,
-                                          store: Tensor, data: st.DataObject) -> None:
-    slot, length = st.integers(0, store.shape[2] - 1), st.integers(0, store.shape[4])
-    moves = data.draw(st.lists(st.builds(Move, slot, slot), max_size=6))
-    lengths = [data.draw(length) for _ in moves]
-    expected = reference.compacted(store, moves, lengths)
-    cuda_kv.compact(launcher, store, moves, lengths)
-    assert torch.equal(store, expected)
-
-
-@some
-@given(store=stores(), data=st.data())
-def test_entries_go_into_a_block_and_back(ops: CudaOps, launcher: cpu_cuda.CpuLauncher,
-                                          store: Tensor, data: st.DataObject) -> None:
-    slots = data.draw(st.permutations(range(store.shape[2])))
-    lengths = [data.draw(st.integers(0, store.shape[4])) for _ in slots]
-    expected = reference.there_and_back(store, slots, lengths)
-    after = torch.zeros_like(store)
-    block = cuda_kv.gather(launcher, store, slots, lengths)
-    cuda_kv.scatter(launcher, after, slots, lengths, block)
-    assert all(map(torch.equal, expected, [after, block]))
-
-
-def test_every_layer_and_move_goes_in_one_launch(launcher: cpu_cuda.CpuLauncher) -> None:
+def test_every_layer_and_move_goes_in_one_launch(launcher):
     store, before = drawn(1, 30, 2, 8, 3, 5, 64), len(launcher.launched)
     cuda_kv.compact(launcher, store, [Move(7, 0), Move(6, 2), Move(5, 3)], [5, 3, 1])
     assert len(launcher.launched) == before + 1
-
-
-@pytest.mark.slow  # test_cuda_modules.py makes a report of the same cases
-def test_the_check_of_a_gpu_passes_here(launcher: cpu_cuda.CpuLauncher) -> None:
-    """What `xgpt doctor --gpu` runs on a card finds no difference on the CPU."""
-    seen = set()
-    for case in cuda_check.cases(CudaOps(launcher, 4), launcher, CPU, size=1):
-        agrees(case.expected(), case.found())
-        seen.add(case.operator)
-    assert len(seen) == 8
-
-
-def test_arguments_have_the_members_of_the_kernels_structs() -> None:
-    kinds = {launch.ADD_NORM, launch.PLACE, launch.SILU_MUL, launch.DECODE, launch.ENCODE,
-             launch.KV_COMPACT, launch.KV_PACK}
-    text = "".join(path.read_text("utf-8") for pattern in ("*.cu", "cuda_*.h")
-                   for path in kernels_folder().glob(pattern))
-    text = re.sub(r"//.*|/\*.*?\*/", "", text, flags=re.M)
-    found = {}
-    for name, body in re.findall(r"^struct (\w+) \{(.*?)^\};", text, re.M | re.S):
-        found[name] = []
-        for declared in body.split(";"):
-            first, *others = declared.split(",")
-            if first.split()[:1] == ["Rows"]:
-                found[name] += found["Rows"]
-            elif first.split():
-                kind, stars = re.sub(r"\bconst\b|\w+$", "", first).strip(), first + "".join(others)
-                found[name] += [(re.sub(r"\W", "", word.split()[-1]),
-                                 "pointer" if "*" in stars else kind)
-                                for word in (first, *others)]
-    kind_of = {"c_void_p": "pointer", "c_long": "i64", "c_longlong": "i64", "c_float": "float"}
-    for kind in kinds:
-        assert [(n, kind_of[t.__name__]) for n, t in kind._fields_] == found[kind.__name__]
 
 
 @pytest.mark.parametrize(("words", "call"), [
@@ -329,11 +229,10 @@ def test_arguments_have_the_members_of_the_kernels_structs() -> None:
         torch.zeros(1, 25), None, (torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)),
         torch.tensor([0]), torch.tensor([0]))),
 ])
-def test_wrong_arguments_are_refused_in_words(launcher: cpu_cuda.CpuLauncher, words: str,
-                                              call: object) -> None:
+def test_wrong_arguments_are_refused_in_words(launcher, words, call):
     before = len(launcher.launched)
     with pytest.raises(ValueError, match=words):
-        call(CudaOps(launcher, 1))  # type: ignore[operator]
+        call(CudaOps(launcher, 1))
     assert len(launcher.launched) == before
 
 
@@ -349,21 +248,3 @@ def decoded(ops: CudaOps, *, dim: int = 8, heads: int = 2, blocks: Tensor | None
 def encoded(ops: CudaOps, span: Span) -> Tensor:
     cache = torch.zeros(2, 2, 4, 8)
     return ops.encode_attention(torch.zeros(1, 2, 8), (cache, cache), encode_context([span]), 1.0)
-
-
-@pytest.mark.parametrize(("words", "call"), [
-    ("slot 2 of 2", lambda run, store: cuda_kv.compact(run, store, [Move(2, 0)], [1])),
-    ("5 entries of 4", lambda run, store: cuda_kv.compact(run, store, [Move(1, 0)], [5])),
-    ("2 lengths for 1", lambda run, store: cuda_kv.compact(run, store, [Move(1, 0)], [1, 1])),
-    ("-1 entries", lambda run, store: cuda_kv.gather(run, store, [0], [-1])),
-    ("named twice", lambda run, store: cuda_kv.scatter(run, store, [0, 0], [1, 1],
-                                                       torch.zeros(1, 2, 1, 2, 8))),
-    ("for 2 tokens", lambda run, store: cuda_kv.scatter(run, store, [0], [2],
-                                                        torch.zeros(1, 2, 1, 3, 8))),
-    ("torch.uint8", lambda run, store: cuda_kv.gather(run, store.to(torch.uint8), [0], [1])),
-    ("5 dimensions", lambda run, store: cuda_kv.gather(run, store[0], [0], [1])),
-])
-def test_wrong_copies_are_refused_in_words(launcher: cpu_cuda.CpuLauncher, words: str,
-                                           call: object) -> None:
-    with pytest.raises(ValueError, match=words):
-        call(launcher, torch.zeros(1, 2, 2, 1, 4, 8))  # type: ignore[operator]

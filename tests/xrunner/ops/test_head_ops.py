@@ -1,17 +1,22 @@
 """The output head: the largest logit of each row, by every implementation, and piece by piece."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import IMPLEMENTATIONS, Implementation, num_threads
+from implementations import IMPLEMENTATIONS, num_threads
 from torch.nn import functional as F
 
-from xrunner.ops import head as head_module
-from xrunner.ops.head import BestTokens, HeadScores, OutputHead, WholeScores, keep_best, no_tokens
+from xrunner.ops import output_head as head_module
+from xrunner.ops.output_head import (
+    BestTokens,
+    HeadScores,
+    OutputHead,
+    WholeScores,
+    keep_best,
+    no_tokens,
+)
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -25,8 +30,7 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
     dtype=st.sampled_from(DTYPES), values=st.sampled_from([3, 1000]), threads=st.integers(1, 4),
     seed=st.integers(0, 2**31))
 def test_the_largest_of_all_pieces_is_kept_and_the_first_of_equals(
-        implementation: Implementation, rows: int, widths: list[int], dtype: torch.dtype,
-        values: int, threads: int, seed: int) -> None:
+        implementation, rows, widths, dtype, values, threads, seed):
     """Few different values: many are equal."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-values, values, (rows, sum(widths)), generator=generator).to(dtype)
@@ -45,8 +49,7 @@ def test_the_largest_of_all_pieces_is_kept_and_the_first_of_equals(
 
 @every_implementation
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_number_is_never_the_largest(implementation: Implementation,
-                                                dtype: torch.dtype) -> None:
+def test_what_is_no_number_is_never_the_largest(implementation, dtype):
     rows = torch.full((4, 40), -7.0)
     rows[0, 3], rows[0, 20] = NAN, 2.0
     rows[1], rows[2], rows[3, 33] = NAN, -INF, INF
@@ -62,8 +65,7 @@ def test_what_is_no_number_is_never_the_largest(implementation: Implementation,
                                              (torch.bfloat16, torch.float32),
                                              (torch.float16, torch.float16)])
 @pytest.mark.parametrize("vocabulary", [0, 5, 7, 20])
-def test_a_head_in_pieces_is_the_whole_one(monkeypatch: pytest.MonkeyPatch, vocabulary: int,
-                                           dtype: torch.dtype, held: torch.dtype) -> None:
+def test_a_head_in_pieces_is_the_whole_one(monkeypatch, vocabulary, dtype, held):
     monkeypatch.setattr(head_module, "PIECE_TOKENS", 7)
     weight = torch.randn(vocabulary, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = torch.randn(9, 24, generator=torch.Generator().manual_seed(2)).to(dtype)

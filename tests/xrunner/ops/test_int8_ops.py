@@ -5,10 +5,9 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
-from token_rows import DTYPES, Rows, rows
+from implementations import DTYPES, IMPLEMENTATIONS, TOLERANCE, num_threads, rows
 
-from xrunner.ops.int8 import Int8Weight, is_int8_served, quantise, rescale
+from xrunner.ops.cpu.products import Int8Weight, is_int8_served, quantise, rescale
 
 # no CUDA source has these: int8 is refused on a GPU
 HERE = [each for each in IMPLEMENTATIONS if not each.name.startswith("cuda")]
@@ -19,7 +18,7 @@ many = examples(50)
 @every_implementation
 @many
 @given(case=rows, factor=st.sampled_from([0.0, 1e-6, 1.0, 1e6]))
-def test_codes_are_the_nearest(implementation: Implementation, case: Rows, factor: float) -> None:
+def test_codes_are_the_nearest(implementation, case, factor):
     x = (case.normal(case.tokens, case.size, dtype=torch.float32) * factor).to(case.dtype)
     with implementation.using(), num_threads(case.threads):
         codes, scales = quantise(x)
@@ -33,8 +32,7 @@ def test_codes_are_the_nearest(implementation: Implementation, case: Rows, facto
 @every_implementation
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strange", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_stays_so(
-        implementation: Implementation, dtype: torch.dtype, strange: float) -> None:
+def test_what_is_not_finite_stays_so(implementation, dtype, strange):
     x = torch.ones(3, 40, dtype=dtype)
     x[1, 33] = strange
     with implementation.using():
@@ -45,7 +43,7 @@ def test_what_is_not_finite_stays_so(
 @every_implementation
 @many
 @given(case=rows, has_bias=st.booleans())
-def test_rescaled_sums(implementation: Implementation, case: Rows, has_bias: bool) -> None:
+def test_rescaled_sums(implementation, case, has_bias):
     wide = torch.float32
     sums = case.normal(case.tokens, case.size, dtype=wide) * 100
     scales = case.normal(case.tokens, dtype=wide).abs()
@@ -62,11 +60,9 @@ def test_rescaled_sums(implementation: Implementation, case: Rows, has_bias: boo
 @every_implementation
 @many
 @given(case=rows, out=st.sampled_from([1, 5, 48, 200]))
-def test_a_product_is_that_of_its_codes(
-        implementation: Implementation, case: Rows, out: int) -> None:
+def test_a_product_is_that_of_its_codes(implementation, case, out):
     """Sums of products of codes are whole numbers: float64 has them exactly."""
-    x, weight = case.normal(case.tokens, case.size), case.normal(out, case.size, 1)[
-        ..., 0]
+    x, weight = case.normal(case.tokens, case.size), case.normal(out, case.size, 1)[..., 0]
     held = Int8Weight(weight)
     codes = (weight / held.scales[:, None]).round()
     assert (codes.abs() <= 127).all()

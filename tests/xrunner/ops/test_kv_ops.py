@@ -1,19 +1,17 @@
 """Entries copied between slots and blocks: every implementation does what torch's indexing does."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
 import torch
-from examples import examples
+from examples import examples, some
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import IMPLEMENTATIONS, Implementation
-from representative import some
+from implementations import IMPLEMENTATIONS
 from torch import Tensor
 
-from xrunner.ops import kv, native
+from xrunner.ops import kv_entries as kv
+from xrunner.ops.cpu import native
 from xrunner.rules.slots import Move
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -58,8 +56,7 @@ def chains(draw: st.DrawFn) -> tuple[Tensor, list[Move], list[int]]:
 @every_implementation
 @many
 @given(case=chains())
-def test_moves_happen_one_after_the_other(
-        implementation: Implementation, case: tuple[Tensor, list[Move], list[int]]) -> None:
+def test_moves_happen_one_after_the_other(implementation, case):
     store, moves, lengths = case
     expected = store.clone()
     for move, length in zip(moves, lengths, strict=True):
@@ -73,8 +70,7 @@ def test_moves_happen_one_after_the_other(
 @every_implementation
 @many
 @given(case=queries())
-def test_a_block_has_the_tokens_of_its_queries_one_after_the_other(
-        implementation: Implementation, case: tuple[Tensor, list[int], list[int]]) -> None:
+def test_a_block_has_the_tokens_of_its_queries_one_after_the_other(implementation, case):
     store, slots, lengths = case
     with implementation.using():
         block = kv.gather(store.to(implementation.device), slots, lengths).cpu()
@@ -88,8 +84,7 @@ def test_a_block_has_the_tokens_of_its_queries_one_after_the_other(
 @many
 @given(case=queries(), before=st.integers(0, 3), behind=st.integers(0, 3))
 def test_a_stretch_of_a_block_fills_its_slots_and_nothing_else(
-        implementation: Implementation, case: tuple[Tensor, list[int], list[int]], before: int,
-        behind: int) -> None:
+        implementation, case, before, behind):
     store, slots, lengths = case
     layers, pair, _, kv_heads, _, dim = store.shape
     tokens = sum(lengths)
@@ -107,8 +102,7 @@ def test_a_stretch_of_a_block_fills_its_slots_and_nothing_else(
 @pytest.mark.parametrize("shape", some(
     [((2, 6, 1, 4096, 64),), ((1, 3, 2, 5000, 65),), ((12, 20, 3, 64, 64),)],
     lambda case: case == ((1, 3, 2, 5000, 65),)))
-def test_copies_that_threads_share_are_whole(implementation: Implementation,
-                                             shape: tuple[int, ...]) -> None:
+def test_copies_that_threads_share_are_whole(implementation, shape):
     """More than one thread's chunk, along the tokens or along layers and heads."""
     store, capacity = store_of(shape, torch.float32), shape[3]
     moves = [Move(2, 1), Move(1, 0), Move(0, 2)]
@@ -130,7 +124,7 @@ def test_copies_that_threads_share_are_whole(implementation: Implementation,
 
 
 @every_implementation
-def test_a_block_that_is_laid_out_otherwise_is_taken(implementation: Implementation) -> None:
+def test_a_block_that_is_laid_out_otherwise_is_taken(implementation):
     store = store_of((2, 3, 2, 4, 8), torch.float32)
     block = torch.randn(8, 3, 2, 2, 2).permute(4, 3, 2, 1, 0)  # [2, 2, 2, 3, 8]
     own = store.to(implementation.device)
@@ -146,8 +140,7 @@ def test_a_block_that_is_laid_out_otherwise_is_taken(implementation: Implementat
 @every_implementation
 @pytest.mark.parametrize(("slots", "lengths"), [
     ([3], [1]), ([-1], [1]), ([0], [5]), ([0], [-1]), ([0, 1], [1])])
-def test_what_lies_beyond_the_store_is_refused(implementation: Implementation, slots: list[int],
-                                               lengths: list[int]) -> None:
+def test_what_lies_beyond_the_store_is_refused(implementation, slots, lengths):
     store = store_of((2, 3, 2, 4, 8), torch.float32)
     before = store.clone()
     block = torch.zeros(2, 2, 2, max(sum(lengths), 0), 8)
@@ -162,8 +155,7 @@ def test_what_lies_beyond_the_store_is_refused(implementation: Implementation, s
 
 
 @every_implementation
-def test_a_block_of_another_shape_and_a_slot_named_twice_are_refused(
-        implementation: Implementation) -> None:
+def test_a_block_of_another_shape_and_a_slot_named_twice_are_refused(implementation):
     store = store_of((2, 3, 2, 4, 8), torch.float32)
     with implementation.using(), pytest.raises(ValueError, match="a block"):
         kv.scatter(store, [0], [3], torch.zeros(2, 2, 2, 4, 8))
@@ -171,35 +163,7 @@ def test_a_block_of_another_shape_and_a_slot_named_twice_are_refused(
         kv.scatter(store, [1, 1], [2, 2], torch.zeros(2, 2, 2, 4, 8))
 
 
-SIZES = {"arrays": 4, "stride": 2 * 4 * 8, "heads": 2, "entry": 8, "slots": 3, "capacity": 4}
-
-
-@pytest.mark.skipif(native.library() is None, reason=native.describe())
-@pytest.mark.parametrize(("slots", "lengths", "tokens", "sizes", "words"), [
-    ([3], [1], 1, {}, "lies outside"), ([-1], [1], 1, {}, "lies outside"),
-    ([0, 0], [1, 1], 2, {}, "lies outside"), ([0], [5], 5, {}, "beyond the capacity"),
-    ([0], [-1], 1, {}, "beyond the capacity"), ([0], [2], 1, {}, "beyond the capacity"),
-    ([0], [1], 1, {"heads": 0}, "a size"), ([0], [1], 1, {"entry": 0}, "a size"),
-    ([0], [1], 1, {"stride": 63}, "a size"), ([0], [1], 1, {"arrays": -1}, "a size"),
-    ([0], [1], 1, {"slots": -1}, "a size"), ([0], [1], 1, {"capacity": -1}, "a size")])
-def test_the_library_itself_refuses_what_it_cannot_serve(
-        slots: list[int], lengths: list[int], tokens: int, sizes: dict[str, int],
-        words: str) -> None:
-    lib = native.library()
-    assert lib is not None
-    store, block = torch.zeros(4, 3, 2, 4, 8, dtype=torch.uint8), torch.zeros(512,
-                                                                              dtype=torch.uint8)
-    s = SIZES | sizes
-    addresses = torch.tensor([store[i].data_ptr() for i in range(4)])
-    at, many = torch.tensor(slots), torch.tensor(lengths)
-    code = lib.xgpt_kv_scatter(
-        block.data_ptr(), tokens, addresses.data_ptr(), s["arrays"], s["stride"], at.data_ptr(),
-        many.data_ptr(), len(slots), s["heads"], s["entry"], s["slots"], s["capacity"], 1)
-    with pytest.raises(ValueError, match=words):
-        native.check(code)
-
-
-def test_a_large_block_has_the_memory_of_the_last_unless_that_is_in_use() -> None:
+def test_a_large_block_has_the_memory_of_the_last_unless_that_is_in_use():
     store = torch.arange(2 * 4 * 1024 * 600.).view(1, 2, 4, 1, 1024, 600)
     first = kv.gather(store, [0, 1], [1024, 1024])
     kept, address = first[:, :, :, 5:], first.data_ptr()
@@ -215,7 +179,7 @@ def test_a_large_block_has_the_memory_of_the_last_unless_that_is_in_use() -> Non
     assert torch.equal(other[0, :, 0, 1024:], store[0, :, 3, 0])
 
 
-def test_more_than_caches_hold_is_copied_the_same_at_any_alignment() -> None:
+def test_more_than_caches_hold_is_copied_the_same_at_any_alignment():
     """Written past the caches from 32 MiB on; entries of 4,121 bytes begin anywhere in a line."""
     store = torch.randint(0, 256, (1, 2, 6, 1, 1024, 4121), dtype=torch.uint8)
     moves, lengths = [Move(4, 1), Move(1, 0), Move(5, 4), Move(3, 2), Move(0, 5)], [1001] * 5

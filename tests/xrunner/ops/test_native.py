@@ -1,7 +1,5 @@
 """The native operators are built once, found again, and done without where they cannot be had."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -14,7 +12,8 @@ import pytest
 import torch
 
 from xgpt.core.errors import XgptError
-from xrunner.ops import build, native
+from xrunner.ops import build
+from xrunner.ops.cpu import native
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = (ROOT / "csrc/ops/cpu/native.h").read_text("utf-8")
@@ -39,14 +38,14 @@ def declared_in_header() -> dict[str, str]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """An empty cache of libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "xgpt" / "native"
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sources(tmp_path, monkeypatch):
     """csrc/ops/cpu of one function, which compiles in an instant."""
     folder = tmp_path / "csrc" / "ops" / "cpu"
     folder.mkdir(parents=True)
@@ -55,30 +54,28 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_table_of_operators_is_that_of_the_header() -> None:
+def test_the_table_of_operators_is_that_of_the_header():
     assert declared_in_header() == native.OPERATORS
 
 
-def test_the_levels_are_those_of_the_header() -> None:
+def test_the_levels_are_those_of_the_header():
     found = re.search(r"enum \{ (XGPT_PORTABLE.*?) \}", HEADER, re.S)
-    assert found is not None
     names = [part.split("=")[0].strip() for part in found.group(1).split(",")]
     assert names == [*(f"XGPT_{name.upper()}" for name in native.LEVELS), "XGPT_NUM_LEVELS"]
 
 
 needs_compiler = pytest.mark.skipif(not native.levels(), reason=native.describe())
+ONE = 'extern "C" int {}(void) {{ return {}; }}\n'
 
 
 @needs_compiler
-def test_every_level_can_be_used_and_none_beyond() -> None:
+def test_every_level_can_be_used_and_none_beyond():
     lib = native.library()
-    assert lib is not None
     before = lib.xgpt_level()
     try:
         for name in native.levels():
             native.use_level(name)
-            assert native.LEVELS[lib.xgpt_level()] == name
-            assert name in native.describe()
+            assert native.LEVELS[lib.xgpt_level()] == name and name in native.describe()
         with pytest.raises(ValueError, match="lacks the instruction set"):
             native.check(lib.xgpt_use_level(len(native.LEVELS)))
     finally:
@@ -86,45 +83,41 @@ def test_every_level_can_be_used_and_none_beyond() -> None:
 
 
 @needs_compiler
-def test_work_runs_on_torch_s_own_threads() -> None:
+def test_work_runs_on_torch_s_own_threads():
     assert native._gomp_parallel() is not None or "OpenMP" not in torch.__config__.parallel_info()
 
 
-def test_a_tensor_that_no_operator_serves_is_told_apart() -> None:
-    assert native.dtype_code(torch.zeros(1)) == 0
-    assert native.dtype_code(torch.zeros(1, dtype=torch.bfloat16)) == 1
-    assert native.dtype_code(torch.zeros(1, dtype=torch.float64)) is None
+def test_a_tensor_that_no_operator_serves_is_told_apart():
+    assert [native.dtype_code(torch.zeros(1, dtype=dtype)) for dtype in (
+        torch.float32, torch.bfloat16, torch.float64)] == [0, 1, None]
     assert not native.serves(torch.zeros(1, dtype=torch.float16))
     assert not native.serves(torch.zeros(1, device="meta"))
 
 
 @needs_compiler
-def test_a_library_is_built_once(cache: Path, sources: Path) -> None:
+def test_a_library_is_built_once_of_all_sources_and_anew_for_others(cache, sources, monkeypatch):
+    (sources / "two.cpp").write_text(ONE.format("two", 2))
     first = build.cached_library(cache)
-    made = first.stat().st_mtime_ns
+    lib, made = ctypes.CDLL(str(first)), first.stat().st_mtime_ns
+    assert (lib.one(), lib.two()) == (1, 2)
     assert build.cached_library(cache) == first and first.stat().st_mtime_ns == made
     (sources / "two.h").write_text("\n")
-    assert build.cached_library(cache) != first
+    second = build.cached_library(cache)
+    monkeypatch.setenv("XGPT_NATIVE_FLAGS", "-g")
+    assert len({first, second, build.cached_library(cache)}) == 3
 
 
 @needs_compiler
-def test_sources_are_compiled_each_and_linked_to_one_library(cache: Path, sources: Path) -> None:
-    (sources / "two.cpp").write_text('extern "C" int two(void) { return 2; }\n')
-    lib = ctypes.CDLL(str(build.cached_library(cache)))
-    assert (lib.one(), lib.two()) == (1, 2)
-
-
-@needs_compiler
-def test_ranks_wait_for_no_source_of_replays(cache: Path, sources: Path) -> None:
+def test_ranks_wait_for_no_source_of_replays(cache, sources):
     two = sources.parents[1] / "replay" / "two.cpp"
     two.parent.mkdir()
-    two.write_text('extern "C" int two(void) { return 2; }\n')
+    two.write_text(ONE.format("two", 2))
     first = build.cached_library(cache)
     own, replays = ctypes.CDLL(str(first)), ctypes.CDLL(
         str(build.cached_library(cache, build.REPLAYS)))
     assert hasattr(own, "one") and not hasattr(own, "two")
     assert hasattr(replays, "two") and not hasattr(replays, "one")
-    two.write_text('extern "C" int two(void) { return 3; }\n')
+    two.write_text(ONE.format("two", 3))
     two.with_name("two.h").write_text("\n")
     assert build.cached_library(cache) == first, "nor is it compiled anew for one"
     whole = cache / "whole.so"
@@ -136,8 +129,7 @@ def test_ranks_wait_for_no_source_of_replays(cache: Path, sources: Path) -> None
 @pytest.mark.parametrize(("best", "least", "pairs"), [
     (0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 2, 1), (3, 2, 0)])
 def test_what_is_kept_here_has_the_sets_and_products_that_serve_here(
-        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, best: int, least: int,
-        pairs: int) -> None:
+        cache, sources, monkeypatch, best, least, pairs):
     monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
     (sources / "one.cpp").write_text("""
 #ifdef XGPT_NO_PAIRS
@@ -145,27 +137,26 @@ def test_what_is_kept_here_has_the_sets_and_products_that_serve_here(
 #else
 #define PAIRS 1
 #endif
-extern "C" int one(void) { return 10 * XGPT_LEAST_LEVEL + XGPT_MOST_LEVEL; }
-extern "C" int two(void) { return PAIRS; }
-""")
-    (sources / "levels.cpp").write_text("".join(
-        f'extern "C" int xgpt_{name}(void) {{ return {value}; }}\n' for name, value in (
-            ("best_level", best), ("has_pairs", pairs))))
+""" + ONE.format("one", "10 * XGPT_LEAST_LEVEL + XGPT_MOST_LEVEL") + ONE.format("two", "PAIRS"))
+    (sources / "levels.cpp").write_text(
+        ONE.format("xgpt_best_level", best) + ONE.format("xgpt_has_pairs", pairs))
     own = build.cached_library(cache)
-    assert ctypes.CDLL(str(own)).one() == 10 * least + best
-    assert ctypes.CDLL(str(own)).two() == pairs
+    lib = ctypes.CDLL(str(own))
+    assert (lib.one(), lib.two()) == (10 * least + best, pairs)
+    monkeypatch.setenv("XGPT_NATIVE_LEVELS", "own")
+    assert build.cached_library(cache) == own
+    monkeypatch.setenv("XGPT_NATIVE_LEVELS", "avx2")
+    assert "XGPT_NATIVE_LEVELS is 'avx2'; it may be own, all" in native.open_native("auto").reason
     monkeypatch.setenv("XGPT_NATIVE_LEVELS", "all")
-    (sources / "one.cpp").write_text('#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n')
+    (sources / "one.cpp").write_text("#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n")
     assert build.cached_library(cache) != own
 
 
 @needs_compiler
-def test_a_set_that_a_build_lacks_is_refused(tmp_path: Path) -> None:
-    found = build.find_compiler()
-    every = tmp_path / "every.so"
+def test_a_set_that_a_build_lacks_is_refused(tmp_path):
+    found, every, few = build.find_compiler(), tmp_path / "every.so", tmp_path / "few.so"
     build.compile_library(build.source_folder(), every, found, names=LEVELS)
     best = ctypes.CDLL(str(every)).xgpt_best_level()
-    few = tmp_path / "few.so"
     build.compile_library(build.source_folder(), few, found, names=LEVELS, flags=(
         f"-DXGPT_LEAST_LEVEL={min(best, 1)}", "-DXGPT_MOST_LEVEL=1"))
     lib = ctypes.CDLL(str(few))
@@ -176,10 +167,10 @@ def test_a_set_that_a_build_lacks_is_refused(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_where_nothing_may_be_loaded_from_the_temporary_folder_all_sets_are_compiled(
-        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache, sources, monkeypatch):
     monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
-    (sources / "levels.cpp").write_text('extern "C" int xgpt_best_level(void) { return 1; }\n')
-    (sources / "one.cpp").write_text('#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n')
+    (sources / "levels.cpp").write_text(ONE.format("xgpt_best_level", 1))
+    (sources / "one.cpp").write_text("#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n")
     load = ctypes.CDLL
 
     def mounted_noexec(name: str) -> ctypes.CDLL:
@@ -192,41 +183,18 @@ def test_where_nothing_may_be_loaded_from_the_temporary_folder_all_sets_are_comp
 
 
 @needs_compiler
-def test_sets_that_cannot_be_wished_for_are_refused(
-        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
-    own = build.cached_library(cache)
-    monkeypatch.setenv("XGPT_NATIVE_LEVELS", "own")
-    assert build.cached_library(cache) == own
-    monkeypatch.setenv("XGPT_NATIVE_LEVELS", "avx2")
-    assert "XGPT_NATIVE_LEVELS is 'avx2'; it may be own, all" in native.open_native("auto").reason
-
-
-@needs_compiler
-def test_a_library_of_another_processor_is_not_called(
-        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_another_processor_is_not_called(cache, sources):
     """A cache may be shared by machines whose processors tell themselves apart by nothing."""
-    (sources / "one.cpp").write_text("\n".join(
-        f'extern "C" int {name}(void) {{ return {int(name == "xgpt_least_level")}; }}'
-        for name in native.OPERATORS))
+    (sources / "one.cpp").write_text("".join(
+        ONE.format(name, int(name == "xgpt_least_level")) for name in native.OPERATORS))
     found = native.open_native("auto")
     assert found.library is None
     assert "compiled for avx2 and more, and this processor has portable" in found.reason
 
 
 @needs_compiler
-def test_other_options_make_another_library(cache: Path, sources: Path,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build.cached_library(cache)
-    monkeypatch.setenv("XGPT_NATIVE_FLAGS", "-g")
-    assert build.cached_library(cache) != first
-
-
-@needs_compiler
-def test_ranks_that_start_together_build_one_library(tmp_path: Path, sources: Path) -> None:
-    calls = tmp_path / "calls"
-    compiler = tmp_path / "c++"
-    found = build.find_compiler()
+def test_ranks_that_start_together_build_one_library(tmp_path, sources):
+    calls, compiler, found = tmp_path / "calls", tmp_path / "c++", build.find_compiler()
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo >> {calls}\n'
                         f'exec {" ".join(found.command)} "$@"\n')
     compiler.chmod(0o755)
@@ -241,41 +209,33 @@ def test_ranks_that_start_together_build_one_library(tmp_path: Path, sources: Pa
 
 
 @needs_compiler
-def test_a_failing_build_names_its_error(cache: Path, sources: Path) -> None:
+def test_a_failing_build_names_its_error(cache, sources):
     (sources / "one.cpp").write_text("int one(void) { return nowhere; }\n")
     with pytest.raises(build.BuildError, match="fails on csrc: .*nowhere"):
         build.cached_library(cache)
     assert not list(cache.glob("*.so")) and not list(cache.glob(".*.tmp"))
-    (sources / "one.cpp").write_text("int one(void) { return 1; }\n")
+    (sources / "one.cpp").write_text(ONE.format("one", 1))
     assert build.cached_library(cache).is_file()
 
 
-@pytest.mark.parametrize(("asked", "words"), [
-    ("/nowhere/c++", "which is not there"), ("false", "--version fails")])
-def test_a_compiler_that_cannot_serve_leaves_torch(
-        cache: Path, monkeypatch: pytest.MonkeyPatch, asked: str, words: str) -> None:
-    monkeypatch.setenv("CXX", asked)
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"CXX": "/nowhere/c++"}, "which is not there"), ({"CXX": "false"}, "--version fails"),
+    ({"CXX": None, "PATH": ""}, "no C\\+\\+ compiler"), ({}, "")])
+def test_what_cannot_be_built_or_kept_leaves_torch_with_its_reason(
+        tmp_path, cache, sources, monkeypatch, variables, words):
+    """The last: the cache cannot be written."""
+    for name, value in variables.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name,
+                                                                                       value)
+    if not variables:
+        (tmp_path / "xgpt").write_text("a file where the folder would be")
     found = native.open_native("auto")
-    assert found.library is None and words in found.reason
+    assert found.library is None and found.reason and re.search(words, found.reason)
     with pytest.raises(XgptError, match=f"(?s)require.*{words}"):
         native.open_native("require")
 
 
-def test_no_compiler_at_all_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "")
-    assert "no C++ compiler" in native.open_native("auto").reason
-
-
-def test_a_cache_that_cannot_be_written_leaves_torch(
-        sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "xgpt").write_text("a file where the folder would be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = native.open_native("auto")
-    assert found.library is None and found.reason
-
-
-def test_native_can_be_switched_off_and_nothing_else_is_understood() -> None:
+def test_native_can_be_switched_off_and_nothing_else_is_understood():
     assert native.open_native("off") == native.Native(None, reason="XGPT_NATIVE is off")
     with pytest.raises(XgptError, match="auto, off, require"):
         native.open_native("on")
@@ -283,11 +243,10 @@ def test_native_can_be_switched_off_and_nothing_else_is_understood() -> None:
 
 @needs_compiler
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
-def test_wide_registers_are_used_where_their_instruction_set_was_asked_for_alone() -> None:
+def test_wide_registers_are_used_where_their_instruction_set_was_asked_for_alone():
     """A template of the standard library that was compiled for AVX-512 would serve, and end, every
     processor that has none."""
     lib = native.library()
-    assert lib is not None
     shown = subprocess.run(["objdump", "-d", "--no-show-raw-insn", lib._name], check=True,
                            capture_output=True, text=True, timeout=100).stdout
     wide = {name for name, code in re.findall(r"^\w+ <(\S+)>:\n((?:.+\n)+)", shown, re.M)

@@ -2,8 +2,6 @@
 headers of nvcc nor the host's. `XGPT_NVRTC` is the path of its library, whose wheel needs no GPU;
 without it there is nothing to compile by (.ci/run has it)."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xrunner.ops.cuda_modules import SOURCES, source_of
+from xrunner.ops.cuda.cuda_modules import SOURCES, source_of
 
 LIBRARY = os.environ.get("XGPT_NVRTC", "")
 pytestmark = pytest.mark.skipif(not LIBRARY, reason="XGPT_NVRTC names no library")
@@ -43,7 +41,7 @@ def compiled(source: str, generation: int) -> tuple[str, bytes]:
 
 @pytest.mark.parametrize("generation", [80, 90, 100])
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_kernel_is_in_what_nvrtc_makes(name: str, generation: int) -> None:
+def test_every_kernel_is_in_what_nvrtc_makes(name, generation):
     source = source_of(name)
     said, binary = compiled(source, generation)
     assert binary and not said.strip(), said
@@ -57,6 +55,6 @@ def test_every_kernel_is_in_what_nvrtc_makes(name: str, generation: int) -> None
         assert f"\0{kernel}\0".encode() in binary, kernel
 
 
-def test_what_nvrtc_refuses_is_seen() -> None:
+def test_what_nvrtc_refuses_is_seen():
     said, binary = compiled('#include <vector>\nextern "C" __global__ void none() {}', 90)
     assert not binary and "vector" in said

@@ -9,12 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import num_threads
-from torch import Tensor
 
 from xrunner.ops import invariant
+from xrunner.ops.cpu.native import _gomp_parallel, library
+from xrunner.ops.cpu.products import PairsWeight, is_pairs_served
 from xrunner.ops.linear import Product
-from xrunner.ops.native import _gomp_parallel, library
-from xrunner.ops.pairs import PairsWeight, is_pairs_served
 from xrunner.ops.rows import silu_mul
 
 pytestmark = pytest.mark.skipif(
@@ -27,8 +26,7 @@ many = settings(deadline=None, max_examples=60)
 @given(tokens=st.integers(0, 40), inputs=st.one_of(st.integers(1, 300), st.just(1024)),
        outputs=st.integers(1, 200), seed=st.integers(0, 999), threads=st.integers(1, 3),
        has_bias=st.booleans(), relu=st.booleans())
-def test_sums_are_rounded_once(tokens: int, inputs: int, outputs: int, seed: int, threads: int,
-                               has_bias: bool, relu: bool) -> None:
+def test_sums_are_rounded_once(tokens, inputs, outputs, seed, threads, has_bias, relu):
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(n, inputs, generator=generator).bfloat16() for n in (tokens, outputs))
     bias = torch.randn(outputs, generator=generator).bfloat16() if has_bias else None
@@ -42,7 +40,7 @@ def test_sums_are_rounded_once(tokens: int, inputs: int, outputs: int, seed: int
 
 
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
-def test_a_layer_s_product_is_by_pairs(activation: str) -> None:
+def test_a_layer_s_product_is_by_pairs(activation):
     torch.manual_seed(0)
     weight, bias, x = torch.randn(70, 33), torch.randn(70), torch.randn(9, 33).bfloat16()
     product = Product(weight.bfloat16(), bias.bfloat16(), activation=activation)
@@ -55,8 +53,7 @@ def test_a_layer_s_product_is_by_pairs(activation: str) -> None:
 @many
 @given(tokens=st.integers(0, 40), inputs=st.integers(1, 200), inner=st.integers(1, 150),
        seed=st.integers(0, 999), threads=st.integers(1, 3))
-def test_a_gate_is_closed_within_the_product_as_after_it(tokens: int, inputs: int, inner: int,
-                                                         seed: int, threads: int) -> None:
+def test_a_gate_is_closed_within_the_product_as_after_it(tokens, inputs, inner, seed, threads):
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(n, inputs, generator=generator).bfloat16()
                  for n in (tokens, 2 * inner))
@@ -67,7 +64,7 @@ def test_a_gate_is_closed_within_the_product_as_after_it(tokens: int, inputs: in
 
 
 @pytest.mark.parametrize("bias", [None, torch.ones(140).bfloat16()])
-def test_a_gated_layer_gives_half_as_many(bias: Tensor | None) -> None:
+def test_a_gated_layer_gives_half_as_many(bias):
     torch.manual_seed(0)
     weight, x = torch.randn(140, 33).bfloat16(), torch.randn(9, 33).bfloat16()
     product = Product(weight, bias, activation="silu_mul")
@@ -78,13 +75,12 @@ def test_a_gated_layer_gives_half_as_many(bias: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 5])
-def test_shares_that_are_cut_anywhere_leave_out_no_tile(threads: int) -> None:
+def test_shares_that_are_cut_anywhere_leave_out_no_tile(threads):
     torch.manual_seed(0)
     held, x = PairsWeight(torch.randn(1000, 31).bfloat16()), torch.randn(307, 31).bfloat16()
     with num_threads(1):
         expected = held(x)
     lib = library()
-    assert lib is not None
     for _ in range(20):
         got = torch.full_like(expected, torch.nan)  # what is left out stays so
         lib.xgpt_pairs_product(got.data_ptr(), held.panels.data_ptr(), x.data_ptr(), None, 0,
@@ -92,10 +88,9 @@ def test_shares_that_are_cut_anywhere_leave_out_no_tile(threads: int) -> None:
         assert torch.equal(got, expected)
 
 
-def test_a_product_is_shared_among_as_many_threads_as_there_are() -> None:
+def test_a_product_is_shared_among_as_many_threads_as_there_are():
     """No more than 64 had a share."""
     lib, asked = library(), list[int]()
-    assert lib is not None
 
     @ctypes.CFUNCTYPE(None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p,
                       ctypes.c_uint, ctypes.c_uint)
@@ -114,7 +109,7 @@ def test_a_product_is_shared_among_as_many_threads_as_there_are() -> None:
     assert asked == [96] and out.eq(8).all()
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_a_row_does_not_depend_on_the_others():
     torch.manual_seed(0)
     held, x = PairsWeight(torch.randn(130, 577).bfloat16()), torch.randn(37, 577).bfloat16()
     together = held(x)
@@ -122,7 +117,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     assert torch.equal(together[5:30], held(x[5:30]))
 
 
-def test_a_deterministic_run_takes_all_rows_at_once() -> None:
+def test_a_deterministic_run_takes_all_rows_at_once():
     torch.manual_seed(0)
     invariant.ask(True)
     try:
@@ -142,14 +137,14 @@ def test_a_deterministic_run_takes_all_rows_at_once() -> None:
     assert rows == [[50], [32, 32]], "gelu is torch's, which is tried in tiles"
 
 
-def test_more_rows_than_stay_in_a_cache() -> None:
+def test_more_rows_than_stay_in_a_cache():
     torch.manual_seed(0)
     held, x = PairsWeight(torch.randn(70, 8000).bfloat16()), torch.randn(100, 8000).bfloat16()
     assert torch.equal(held(x), torch.cat([held(row[None]) for row in x])), "64 rows at a time"
 
 
 @pytest.mark.parametrize("strange", [float("inf"), float("nan")])
-def test_what_is_not_finite_stays_in_its_row(strange: float) -> None:
+def test_what_is_not_finite_stays_in_its_row(strange):
     x = torch.ones(3, 41).bfloat16()
     x[1, 40] = strange
     for relu in (False, True):
@@ -158,9 +153,8 @@ def test_what_is_not_finite_stays_in_its_row(strange: float) -> None:
             got[1].isnan().all() and strange != strange)
 
 
-def test_wrong_sizes_are_refused() -> None:
+def test_wrong_sizes_are_refused():
     lib, x = library(), torch.ones(4).bfloat16()
-    assert lib is not None
     for sizes in ((-1, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)):
         code = lib.xgpt_pairs_product(*[x.data_ptr()] * 3, None, 0, *sizes)
         assert lib.xgpt_words(code).startswith(b"a size")

@@ -1,7 +1,5 @@
 """The library refuses what it cannot serve, in words, and then has written nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path
@@ -10,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from xrunner.ops import native
-from xrunner.ops.pairs import is_pairs_served
+from xrunner.ops.cpu import native
+from xrunner.ops.cpu.products import is_pairs_served
 
 HEADER = (Path(__file__).resolve().parents[3] / "csrc/ops/cpu/native.h").read_text("utf-8")
 PLAIN = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
@@ -60,7 +58,6 @@ WRONG = {
 def parameters(name: str) -> list[tuple[str, str]]:
     """(type, name) of each, as native.h declares them."""
     found = re.search(rf"\b{name}\(([^)]*)\)", PLAIN)
-    assert found is not None
     pairs = [re.fullmatch(r"(.*?)(\w+)", part.strip(), re.S) for part in found.group(1).split(",")]
     return [(pair.group(1).strip(), pair.group(2)) for pair in pairs if pair]
 
@@ -100,15 +97,13 @@ class Call:
 
     def __call__(self) -> int:
         lib = native.library()
-        assert lib is not None
         return int(getattr(lib, self.name)(*self.arguments))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("dtype", [0, 1])
 @pytest.mark.parametrize("kv_dtype", [0, 1])
-def test_what_the_wrong_arguments_are_made_from_is_served(name: str, dtype: int,
-                                                          kv_dtype: int) -> None:
+def test_what_the_wrong_arguments_are_made_from_is_served(name, dtype, kv_dtype):
     assert Call(name, {"dtype": dtype, "kv_dtype": kv_dtype})() == 0
 
 
@@ -133,8 +128,7 @@ def is_wrong(name: str, changed: dict[str, Any]) -> bool:
     [(name, code, changed) for name in OPERATORS for code, cases in WRONG.items()
      for changed in cases if is_wrong(name, changed)],
     ids=lambda v: v if isinstance(v, str) else str(v))
-def test_wrong_arguments_are_refused_and_nothing_is_written(
-        name: str, code: str, changed: dict[str, Any]) -> None:
+def test_wrong_arguments_are_refused_and_nothing_is_written(name, code, changed):
     call = Call(name, changed)
     assert call() == CODES[code]
     with pytest.raises(ValueError, match="native operator: "):
@@ -142,9 +136,8 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(
     assert all((memory == 1).all() for memory in call.memory.values())
 
 
-def test_every_code_has_words_of_its_own() -> None:
+def test_every_code_has_words_of_its_own():
     lib = native.library()
-    assert lib is not None
     words = {lib.xgpt_words(code) for code in (0, *CODES.values(), 99)}
     assert len(words) == len(CODES) + 2
 
@@ -156,7 +149,7 @@ def test_every_code_has_words_of_its_own() -> None:
     ("xgpt_silu_mul", {"tokens": 0}), ("xgpt_kv_compact", {"num_moves": 0}),
     ("xgpt_kv_gather", {"n": 0}), ("xgpt_kv_scatter", {"n": 0}),
     ("xgpt_kv_compact", {"num_arrays": 0}), ("xgpt_kv_gather", {"num_arrays": 0})])
-def test_nothing_to_do_is_served_and_nothing_is_written(name: str, counts: dict[str, int]) -> None:
+def test_nothing_to_do_is_served_and_nothing_is_written(name, counts):
     call = Call(name, counts)
     assert call() == 0
     assert all((memory == 1).all() for memory in call.memory.values())

@@ -1,18 +1,16 @@
 """The passes over tokens' rows: every implementation does what the formula, in float64, does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
-from token_rows import DTYPES, Rows, rows
+from implementations import DTYPES, IMPLEMENTATIONS, TOLERANCE, num_threads, rows
 from torch import Tensor
+from torch.nn import functional as F
 
 from xrunner.ops.contexts import Places
-from xrunner.ops.rows import Rotation, layer_norm, place, rms_norm, silu_mul
+from xrunner.ops.rows import Residual, Rotation, layer_norm, place, rms_norm, silu_mul
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 many = examples(50)
@@ -28,7 +26,7 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @every_implementation
 @many
 @given(case=rows, eps=st.sampled_from([1e-6, 1e-5, 1e-1]), adds=st.booleans())
-def test_rms_norm(implementation: Implementation, case: Rows, eps: float, adds: bool) -> None:
+def test_rms_norm(implementation, case, eps, adds):
     hidden, weight = case.normal(case.tokens, case.size) * 3, case.normal(case.size)
     device, stream, added = implementation.device, hidden.clone(), None
     if adds:
@@ -37,8 +35,7 @@ def test_rms_norm(implementation: Implementation, case: Rows, eps: float, adds: 
     scale = (hidden.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     stream = stream.to(device)
     with implementation.using(), num_threads(case.threads):
-        got = rms_norm(stream, weight.to(device), eps,
-                       None if added is None else added.to(device))
+        got = rms_norm(stream, weight.to(device), eps, None if added is None else added.to(device))
     assert torch.equal(stream.cpu(), hidden)
     assert_near(got.cpu(), hidden.double() * scale * weight.double(), case.dtype)
 
@@ -46,7 +43,7 @@ def test_rms_norm(implementation: Implementation, case: Rows, eps: float, adds: 
 @every_implementation
 @many
 @given(case=rows, adds=st.booleans())
-def test_layer_norm(implementation: Implementation, case: Rows, adds: bool) -> None:
+def test_layer_norm(implementation, case, adds):
     if 1 < case.size < 8:  # a few values may be nearly equal: all is rounding then
         case = case._replace(size=8)
     hidden = case.normal(case.tokens, case.size) * 3 + 2
@@ -68,7 +65,7 @@ def test_layer_norm(implementation: Implementation, case: Rows, adds: bool) -> N
 @every_implementation
 @many
 @given(case=rows, factor=st.sampled_from([1.0, 40.0]))
-def test_silu_mul(implementation: Implementation, case: Rows, factor: float) -> None:
+def test_silu_mul(implementation, case, factor):
     """Gates up to +-160 or so: e to the minus gate is beyond float32 there."""
     joint = case.normal(case.tokens, 2 * case.size) * factor
     gate, up = joint.double().chunk(2, dim=-1)
@@ -81,9 +78,8 @@ def test_silu_mul(implementation: Implementation, case: Rows, factor: float) -> 
 @many
 @given(case=rows, heads=st.integers(1, 4), kv_heads=st.integers(1, 3), rotates=st.booleans(),
        kept=st.sampled_from(DTYPES))
-def test_place_rotates_and_writes_where_it_is_told(
-        implementation: Implementation, case: Rows, heads: int, kv_heads: int, rotates: bool,
-        kept: torch.dtype) -> None:
+def test_place_rotates_and_writes_where_it_is_told(implementation, case, heads, kv_heads, rotates,
+                                                   kept):
     """`kept`: the type of the cache."""
     dim = min(case.size, 64) * (2 if rotates else 1)
     slots, capacity, device = 3, 29, implementation.device
@@ -112,3 +108,20 @@ def test_place_rotates_and_writes_where_it_is_told(
     assert_near(there[0].cpu().to(near), expected[0], near)
     assert there[0].dtype == kept
     assert torch.equal(there[1].cpu().double(), expected[1])
+
+
+def test_products_are_added_once_by_the_norm_that_follows_or_by_the_next():
+    start, parts, weight = torch.randn(5, 24), torch.randn(4, 5, 24), torch.randn(24)
+    stream = Residual(start.clone())
+    stream.add(parts[0])
+    normed = stream.rms_norm(weight, 1e-5)
+    torch.testing.assert_close(normed, F.rms_norm(start + parts[0], (24,), weight, 1e-5))
+    torch.testing.assert_close(stream.rms_norm(weight, 1e-5), normed)
+    stream.add(parts[1])
+    stream.add(parts[2], lambda part: 3 * part)  # of a tensor-parallel group of equals
+    expected = start + parts[0] + parts[1] + 3 * parts[2]
+    torch.testing.assert_close(stream.layer_norm(weight, weight, 1e-5),
+                               F.layer_norm(expected, (24,), weight, weight, 1e-5))
+    stream.add(parts[3])
+    torch.testing.assert_close(stream.total(), expected + parts[3])
+    torch.testing.assert_close(stream.total(), expected + parts[3])

@@ -1,15 +1,11 @@
 """Sampling: greedy, top-k, top-p, and draws that depend on nothing but their own query."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from lockstep import Lockstep
+from toy_runs import Lockstep
 
-from xrunner.models.shard import Shard
-from xrunner.ops.head import WholeScores
+from xrunner.models.weights import Shard
+from xrunner.ops.output_head import WholeScores
 from xrunner.ops.sampling import NOT_FINITE, sample, sample_shards, uniform, unless_finite
 from xrunner.query import Sampling
 
@@ -22,25 +18,26 @@ def draw(choice: Sampling, count: int = 4000) -> torch.Tensor:
     return torch.bincount(tokens, minlength=4).double() / count
 
 
-def test_temperature_zero_is_the_largest_logit() -> None:
-    assert draw(Sampling(), 3).tolist() == [0, 1, 0, 0]
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-39, 1e-6])
+def test_a_vanishing_temperature_is_greedy_and_never_overflows(temperature):
+    assert draw(Sampling(temperature=temperature), 3).tolist() == [0, 1, 0, 0]
 
 
-def test_frequencies_follow_the_softmax() -> None:
+def test_frequencies_follow_the_softmax():
     for temperature in (0.7, 1.0, 2.0):
         shares = draw(Sampling(temperature=temperature, seed=3))
         # 4000 draws: a share's standard error is below 0.008
         assert torch.allclose(shares, torch.softmax(LOGITS.double() / temperature, 0), atol=0.03)
 
 
-def test_top_k_and_top_p_keep_the_likeliest_tokens_only() -> None:
+def test_top_k_and_top_p_keep_the_likeliest_tokens_only():
     assert draw(Sampling(temperature=1, top_k=2)).tolist()[0] == 0
     assert (draw(Sampling(temperature=1, top_k=2)) > 0).tolist() == [False, True, True, False]
     assert (draw(Sampling(temperature=1, top_p=0.5)) > 0).tolist() == [False, True, False, False]
     assert (draw(Sampling(temperature=1, top_p=0.9)) > 0).tolist() == [True, True, True, False]
 
 
-def test_a_draw_is_the_same_in_any_batch() -> None:
+def test_a_draw_is_the_same_in_any_batch():
     choices = [Sampling(temperature=1.0, seed=s) for s in range(6)]
     rows = torch.randn(6, 50)
     together = sample(WholeScores(rows), choices, [7] * 6)
@@ -50,7 +47,7 @@ def test_a_draw_is_the_same_in_any_batch() -> None:
 
 @pytest.mark.parametrize("own", [{"temperature": 1.0, "top_k": 20},
                                  {"barred": (5,), "barred_until": 9}])
-def test_of_equal_logits_a_row_takes_the_same_whatever_is_beside_it(own: dict[str, Any]) -> None:
+def test_of_equal_logits_a_row_takes_the_same_whatever_is_beside_it(own):
     logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(3)).mul(2)
     logits = logits.bfloat16().float()  # a few hundred values, each many times
     logits[0, [7, 9, 300, 4000]] = logits[0].max()
@@ -62,7 +59,7 @@ def test_of_equal_logits_a_row_takes_the_same_whatever_is_beside_it(own: dict[st
             assert alone.tolist() == [int(logits[0].argmax())]
 
 
-def test_uniform_numbers_fill_the_interval_evenly() -> None:
+def test_uniform_numbers_fill_the_interval_evenly():
     values = torch.tensor([uniform(s, position) for s in range(50) for position in range(100)])
     assert values.min() >= 0 and values.max() < 1
     counts = torch.histc(values, 10, 0, 1)
@@ -71,14 +68,9 @@ def test_uniform_numbers_fill_the_interval_evenly() -> None:
     assert abs(float(torch.corrcoef(by_seed[:2])[0, 1])) < 0.3
 
 
-def test_a_vanishing_temperature_is_greedy_and_never_overflows() -> None:
-    for temperature in (1e-300, 1e-39, 1e-6):
-        assert draw(Sampling(temperature=temperature), 3).tolist() == [0, 1, 0, 0]
-
-
 @pytest.mark.parametrize("vocab", [97, 3])
 @pytest.mark.parametrize("degree", [2, 4])
-def test_a_divided_vocabulary_gives_the_tokens_of_a_whole_one(degree: int, vocab: int) -> None:
+def test_a_divided_vocabulary_gives_the_tokens_of_a_whole_one(degree, vocab):
     logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(4)) * 2
     logits[:25] = logits[:25].round()  # equal ones: the lowest token wins
     choices = [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=1.3, top_k=9),
@@ -89,19 +81,17 @@ def test_a_divided_vocabulary_gives_the_tokens_of_a_whole_one(degree: int, vocab
 
         def work(shard: Shard, chosen=chosen, positions=positions) -> torch.Tensor | None:
             part = shard.vocabulary_part(vocab)
-            assert part is not None
             return sample_shards(WholeScores(logits[:, part.start:part.stop]), chosen, positions,
                                  shard, vocab)
 
         found = Lockstep(degree).run(work)
         assert found[1:] == [None] * (degree - 1)
         assert found[0] is not None
-        assert found[0].tolist() == sample(
-            WholeScores(logits), chosen, positions).tolist()
+        assert found[0].tolist() == sample(WholeScores(logits), chosen, positions).tolist()
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_logits_that_are_no_numbers_give_no_token(degree: int) -> None:
+def test_logits_that_are_no_numbers_give_no_token(degree):
     """Every token 0, as if it were an answer, is what an argmax makes of them."""
     choices = [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=1.0, top_k=3)]
     logits = torch.randn(12, 11)
@@ -113,13 +103,12 @@ def test_logits_that_are_no_numbers_give_no_token(degree: int) -> None:
         return sample_shards(WholeScores(own), choices * 4, list(range(12)), shard, 11)
 
     tokens = Lockstep(degree).run(work)[0]
-    assert tokens is not None
     assert tokens[3:9].tolist() == [NOT_FINITE] * 6
     good = [0, 1, 2, 9, 10, 11]
     assert tokens[good].tolist() == sample(WholeScores(logits[good]), choices * 2, good).tolist()
 
 
-def test_a_row_that_is_not_finite_gives_no_token_whatever_its_logits() -> None:
+def test_a_row_that_is_not_finite_gives_no_token_whatever_its_logits():
     hidden, tokens = torch.ones(3, 4), torch.tensor([5, 6, 7])
     assert unless_finite(tokens, hidden).tolist() == [5, 6, 7]
     hidden[1, 2], hidden[2, 0] = float("nan"), 3e38

@@ -1,8 +1,6 @@
 """A wheel holds the native operators and their sources, and installs without a compiler, too; a
 checkout that is installed as it lies has them compiled for its first run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -11,24 +9,25 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from compilers import has_compiler
+from compiled import has_compiler
 
 import xgpt
-from xrunner.ops import native
 from xrunner.ops.build import LIBRARY
+from xrunner.ops.cpu import native
 
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "csrc", "xgpt", "xprofiler",
          "xsimulator", "xscheduler", "xrunner")
 SAY = """
-from xrunner.ops import build, native
+from xrunner.ops.cpu import native
+from xrunner.ops import build
 print(native.describe())
 print(build.source_folder())
 """
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     """What a wheel is made of: building leaves its files where it is done."""
     tree = tmp_path / "tree"
     tree.mkdir()
@@ -65,7 +64,7 @@ def said_by(target: Path, cache: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no compiler")
-def test_a_wheel_s_library_serves_without_a_compiler(tree: Path, tmp_path: Path) -> None:
+def test_a_wheel_s_library_serves_without_a_compiler(tree, tmp_path):
     wheel = built_wheel(tree)
     assert "-py3-none-linux_" in wheel.name
     target = installed(wheel, tmp_path / "target")
@@ -80,7 +79,7 @@ def test_a_wheel_s_library_serves_without_a_compiler(tree: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_wheel_is_built_and_used_without_a_compiler(tree: Path, tmp_path: Path) -> None:
+def test_a_wheel_is_built_and_used_without_a_compiler(tree, tmp_path):
     wheel = built_wheel(tree, CXX="/nowhere/c++")
     assert wheel.name.endswith("-py3-none-any.whl")
     words, folder = said_by(installed(wheel, tmp_path / "target"), tmp_path)
@@ -103,7 +102,7 @@ def plans_in_a_folder_of_its_own(target: Path, folder: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_an_installed_checkout_is_compiled_for_its_first_run(tree: Path, tmp_path: Path) -> None:
+def test_an_installed_checkout_is_compiled_for_its_first_run(tree, tmp_path):
     shutil.rmtree(tree / "csrc")
     for name in ("replay/replay.cpp", "ops/cpu/other.cpp"):
         source = tree / "csrc" / name
@@ -133,7 +132,7 @@ for names in (build.OPERATORS, build.REPLAYS):
     assert all(Path(one).is_file() for one in found.stdout.split())
 
 
-def test_a_source_distribution_holds_csrc(tree: Path) -> None:
+def test_a_source_distribution_holds_csrc(tree):
     program = "from setuptools.build_meta import build_sdist; build_sdist('dist')"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tree, timeout=100,
                    capture_output=True)
@@ -141,7 +140,6 @@ def test_a_source_distribution_holds_csrc(tree: Path) -> None:
     with tarfile.open(archive) as packed:
         places = {name.partition("/")[2] for name in packed.getnames()}
         told = packed.extractfile(f"xgpt-{xgpt.__version__}/PKG-INFO")
-        assert told is not None
         metadata = told.read().decode()
     assert {str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.[ch]*")} <= places
     assert {f"{package}/py.typed" for package in PARTS[5:]} <= places, "their types are told"
@@ -154,7 +152,7 @@ def test_a_source_distribution_holds_csrc(tree: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no compiler")
 @pytest.mark.skipif(shutil.which("auditwheel") is None, reason="no auditwheel")
-def test_an_index_accepts_the_wheel(tree: Path, tmp_path: Path) -> None:
+def test_an_index_accepts_the_wheel(tree, tmp_path):
     """A library of this machine alone, linux_x86_64, is refused by indexes."""
     wheel = built_wheel(tree)
     subprocess.run(["auditwheel", "repair", "--wheel-dir", str(tmp_path / "fixed"), str(wheel)],

@@ -1,8 +1,6 @@
 """Attention to the last entries alone, and with capped scores, equals the plain formula: rows and
 blocks, encoded in one piece or in several, and decoded."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 
 from xrunner.ops.attention import Scoring, decode_attention, encode_attention
 from xrunner.ops.contexts import BlockTable, decode_context, encode_context
-from xrunner.ops.native import left_aside
+from xrunner.ops.cpu.native import left_aside
 from xrunner.rules.slots import Span
 
 HEADS, KV, DIM, CAPACITY = 4, 2, 8, 32
@@ -35,7 +33,7 @@ def formula(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: i
 
 
 @pytest.fixture(params=["native", "torch"])
-def _implementation(request: pytest.FixtureRequest) -> object:
+def _implementation(request):
     if request.param == "native":
         yield
     else:
@@ -63,7 +61,7 @@ def laid_out(in_blocks: bool) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.
 @pytest.mark.usefixtures("_implementation")
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
-def test_attention_equals_the_formula(scoring: Scoring, in_blocks: bool) -> None:
+def test_attention_equals_the_formula(scoring, in_blocks):
     cache, keys, values, table = laid_out(in_blocks)
     query = torch.randn(len(LENGTHS), HEADS, DIM)
     got = decode_attention(query, cache, decode_context(LENGTHS, None, "cpu", table), scoring)

@@ -1,27 +1,24 @@
 """The decode batch led back to its mean: how far, where not at all, and that it comes back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from holding import holding
 from hypothesis import given
 from hypothesis import strategies as st
+from replays import estimated
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.controls import EvenBatches
-from xgpt.core.job import Adjustment, FixedSchedule
+from xgpt.core.controls import Adjustment, EvenBatches, FixedSchedule
 from xgpt.core.problem import Problem
-from xprofiler.roofline import Roofline
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
 from xrunner.rules.rra import RraRule, rra_rule
 from xrunner.rules.steps import StepKind
 from xrunner.rules.waa import WaaEncodeRule, waa_rules
-from xsimulator.rough.forms import fixed_estimate
 
 MEAN = 20.0
 SIZER = BatchSizer(mean_input=MEAN, adjustment=0.1)
@@ -29,8 +26,7 @@ SIZER = BatchSizer(mean_input=MEAN, adjustment=0.1)
 
 @given(inputs=st.lists(st.integers(1, 60), min_size=1, max_size=60), batch=st.integers(1, 25),
        lean=st.integers(-30, 30))
-def test_a_batch_that_leads_stays_within_the_band_or_where_it_was(
-        inputs: list[int], batch: int, lean: int) -> None:
+def test_a_batch_that_leads_stays_within_the_band_or_where_it_was(inputs, batch, lean):
     usual, led = SIZER.count(inputs, batch), SIZER.count(inputs, batch, lean)
     if batch < LEAST_ADJUSTED or len(inputs) < batch:
         assert led == usual, "too few to share out, or the job's last"
@@ -40,7 +36,7 @@ def test_a_batch_that_leads_stays_within_the_band_or_where_it_was(
         assert abs(sum(inputs[:led]) - batch * MEAN) <= 0.1 * batch * MEAN + 1e-9
 
 
-def test_within_the_threshold_nobody_is_led() -> None:
+def test_within_the_threshold_nobody_is_led():
     assert SIZER.lean(4.0, 50.0) == SIZER.lean(-4.9, 50.0) == 0
     assert SIZER.lean(6.0, 50.0) == -6 and SIZER.lean(-6.0, 50.0) == 6
 
@@ -70,12 +66,10 @@ def rule_of(target_active: float, count: int) -> RraRule:
                    kv_tokens=10**9, even=EvenBatches(
                        adjustment=SIZER.adjustment, mean_input_tokens=SIZER.mean_input,
                        target_active=target_active))
-    for query in range(count):
-        assert rule.submit(query, 100, int(MEAN))
-    return rule
+    return holding(rule, count, 100, int(MEAN))
 
 
-def test_longer_outputs_than_planned_shrink_the_encode_batch_and_shorter_ones_grow_it() -> None:
+def test_longer_outputs_than_planned_shrink_the_encode_batch_and_shorter_ones_grow_it():
     # planned: outputs of 6 tokens, so that four encodings' worth are active when a phase begins
     planned, _ = encode_sizes(rule_of(80.0, 1000), iter([6] * 1000))
     longer, held = encode_sizes(rule_of(80.0, 1000), iter([8] * 1000))
@@ -88,14 +82,14 @@ def test_longer_outputs_than_planned_shrink_the_encode_batch_and_shorter_ones_gr
     assert max(held[20:-3]) < max(grown[20:-3])
 
 
-def test_an_empty_pool_is_not_filled_at_once_and_the_last_queries_are_not_counted() -> None:
+def test_an_empty_pool_is_not_filled_at_once_and_the_last_queries_are_not_counted():
     encoded, _ = encode_sizes(rule_of(80.0, 210), iter([5] * 210))
     assert max(encoded) <= 22, "no batch beyond the upper threshold"
     rule = rule_of(80.0, 19)
     assert encode_sizes(rule, iter([5] * 19))[0] == [19]
 
 
-def test_a_scattered_decode_batch_keeps_nearer_to_its_mean() -> None:
+def test_a_scattered_decode_batch_keeps_nearer_to_its_mean():
     def spread(target_active: float) -> float:
         rng = np.random.default_rng(5)
         lengths = iter(np.where(rng.random(40_000) < 0.1, 41, 2).tolist())
@@ -117,41 +111,32 @@ def problem_of(adjustment: Adjustment) -> Problem:
     (Adjustment(), True, False, 0.1), (Adjustment(steers=False), False, False, 0.1),
     (Adjustment(steers=True, share=0.05), True, True, 0.05), (Adjustment(share=0.0), False, False,
                                                              0.0)])
-def test_what_the_job_says_reaches_the_rules(adjustment: Adjustment, rra_leads: bool,
-                                             waa_leads: bool, share: float) -> None:
+def test_what_the_job_says_reaches_the_rules(adjustment, rra_leads, waa_leads, share):
     problem = problem_of(adjustment)
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    found = fixed_estimate("rra", problem, timing,
-        FixedSchedule(encode_batch=24, decode_iterations=8))
+    found = estimated("rra", problem, encode_batch=24, decode_iterations=8)
     target = rra_rule(found).controls.target_active
     assert (target > 0) == rra_leads and found.controls.even.adjustment == share
     if rra_leads:  # B_E are encoded; those with more to do are the decode batch
         assert target == pytest.approx(found.figures.decode_batch - 24, rel=0.01)
-    waa = fixed_estimate("waa-c", problem, timing, FixedSchedule(encode_batch=8))
+    waa = estimated("waa-c", problem, encode_batch=8)
     target = waa.controls.even.target_active
     assert waa.controls.even.adjustment == share
     assert (target == waa.figures.decode_batch) == waa_leads and (target > 0) == waa_leads
 
 
 def waa_rule(target_active: float) -> WaaEncodeRule:
-    problem = problem_of(Adjustment())
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    found = fixed_estimate("waa-c", problem, timing, FixedSchedule(encode_batch=20))
+    found = estimated("waa-c", problem_of(Adjustment()), encode_batch=20)
     roomy = tuple(replace(pool, kv_tokens=10**9) for pool in found.deployment.pools)
     found = found.changed(mean_input_tokens=MEAN, target_active=target_active, max_in_system=1000,
                           pools=roomy)
-    rule, _ = waa_rules(found)
-    for query in range(500):
-        assert rule.submit(query, 100, int(MEAN))
-    return rule
+    return holding(waa_rules(found)[0], 500, 100, int(MEAN))
 
 
-def test_waas_encode_batch_follows_the_decode_batch_where_asked_to() -> None:
+def test_waas_encode_batch_follows_the_decode_batch_where_asked_to():
     for target_active, expected in ((0.0, [20, 20, 20, 20]), (40.0, [22, 22, 20, 18])):
         rule, sizes = waa_rule(target_active), []
         for _ in range(4):  # handed over at once, and none is done: 0, 22, 44, 64 are decoding
             step = rule.decide()
-            assert step is not None
             sizes.append(len(step.joined))
             for query in step.joined:
                 rule.finish(query)

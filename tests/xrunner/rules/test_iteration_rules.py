@@ -1,11 +1,10 @@
 """ORCA's rule: one encoding a step, its limits, and that every query is served once."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
 from examples import examples
+from holding import holding
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,10 +36,8 @@ def drive(rule: OrcaRule, iterations: dict[int, int]) -> list[Step]:
     return steps
 
 
-def test_two_groups_take_turns_and_encode_one_query_a_step() -> None:
-    rule = OrcaRule(num_groups=2, max_active=4, kv_tokens=1000)
-    for query in range(5):
-        assert rule.submit(query, 10)
+def test_two_groups_take_turns_and_encode_one_query_a_step():
+    rule = holding(OrcaRule(num_groups=2, max_active=4, kv_tokens=1000), 5, 10)
     steps = drive(rule, dict.fromkeys(range(5), 2))
     seen = [(s.kind.value, s.group, s.joined) for s in steps[:8]]
     assert seen == [
@@ -50,13 +47,13 @@ def test_two_groups_take_turns_and_encode_one_query_a_step() -> None:
 
 
 @given(num_groups=st.integers(1, 8), more=st.integers(0, 40))
-def test_slots_are_shared_evenly(num_groups: int, more: int) -> None:
+def test_slots_are_shared_evenly(num_groups, more):
     shares = slot_shares(num_groups + more, num_groups)
     assert sum(shares) == num_groups + more and max(shares) - min(shares) <= 1
     assert max(shares) == shares[0] and min(shares) >= 1
 
 
-def test_groups_without_work_are_passed_over() -> None:
+def test_groups_without_work_are_passed_over():
     turns = Turns(3)
     assert turns.find(lambda group: group == 2) == 2
     assert turns.end() == 0
@@ -69,7 +66,7 @@ def test_groups_without_work_are_passed_over() -> None:
 @given(num_groups=st.integers(1, 4), more=st.integers(0, 12), capacity=st.integers(40, 200),
        iterations=st.lists(st.integers(0, 20), min_size=1, max_size=40))
 def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
-        num_groups: int, more: int, capacity: int, iterations: list[int]) -> None:
+        num_groups, more, capacity, iterations):
     rule = OrcaRule(num_groups=num_groups, max_active=num_groups + more, kv_tokens=capacity)
     wanted = {q: n for q, n in enumerate(iterations) if rule.submit(q, n + 5)}
     refused = set(range(len(iterations))) - set(wanted)
@@ -83,7 +80,7 @@ def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
 
 
 @pytest.mark.parametrize(("capacity", "together"), [(100, 2), (40, 1)])
-def test_reserved_tokens_never_exceed_a_groups_share(capacity: int, together: int) -> None:
+def test_reserved_tokens_never_exceed_a_groups_share(capacity, together):
     rule = OrcaRule(num_groups=2, max_active=50, kv_tokens=capacity)
     assert not rule.submit(99, capacity // 2 + 1), "can never fit: told at once"
     for query in range(12):
@@ -94,6 +91,6 @@ def test_reserved_tokens_never_exceed_a_groups_share(capacity: int, together: in
         most.append(rule.reserved_tokens)
         finish(query)
 
-    rule.finish = watch  # type: ignore[method-assign]
+    rule.finish = watch
     drive(rule, dict.fromkeys(range(12), 5))
     assert max(most) == 2 * together * 20

@@ -1,7 +1,5 @@
 """vLLM's and Sarathi's rules: blocks, evictions, budgets, and that every query is served once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -86,7 +84,7 @@ def drive(rule: PagedRule, inputs: list[int],
     return steps, model
 
 
-def test_vllm_encodes_before_it_decodes_and_as_many_as_the_budget_holds() -> None:
+def test_vllm_encodes_before_it_decodes_and_as_many_as_the_budget_holds():
     rule = vllm(num_groups=1, max_active=4, kv_tokens=1600, token_budget=100)
     steps, _ = drive(rule, [40, 40, 40, 10, 30], [3, 1, 3, 3, 2])
     seen = [(s.kind.value, s.joined) for s in steps[:5]]
@@ -94,7 +92,7 @@ def test_vllm_encodes_before_it_decodes_and_as_many_as_the_budget_holds() -> Non
                     ("decode", ())]
 
 
-def test_vllm_evicts_the_latest_admitted_when_blocks_run_out() -> None:
+def test_vllm_evicts_the_latest_admitted_when_blocks_run_out():
     rule = vllm(num_groups=1, max_active=9, kv_tokens=4 * BLOCK_TOKENS, token_budget=100)
     steps, model = drive(rule, [16, 16], [40, 3])
     # after 1 decode step each holds 2 blocks: 4 in all; the first query's third one is not there
@@ -107,7 +105,7 @@ def test_vllm_evicts_the_latest_admitted_when_blocks_run_out() -> None:
     assert [s.joined for s in steps if s.kind is StepKind.ENCODE] == [(0, 1), (1,)]
 
 
-def test_sarathi_fills_a_step_with_chunks_beside_the_running_queries() -> None:
+def test_sarathi_fills_a_step_with_chunks_beside_the_running_queries():
     rule = sarathi(num_groups=1, max_active=8, kv_tokens=1600, token_budget=32)
     steps, _ = drive(rule, [20, 50, 5], [4, 1, 1])
     chunks = [[(c.query, c.first, c.tokens) for c in s.chunks] for s in steps[:4]]
@@ -122,14 +120,12 @@ def test_sarathi_fills_a_step_with_chunks_beside_the_running_queries() -> None:
        budget=st.integers(8, 90), data=st.data(),
        inputs=st.lists(st.integers(1, 40), min_size=1, max_size=25))
 def test_every_query_gets_its_tokens_within_blocks_slots_and_budget(
-        kind: str, num_groups: int, more: int, blocks: int, budget: int, data: st.DataObject,
-        inputs: list[int]) -> None:
+        kind, num_groups, more, blocks, budget, data, inputs):
     make = vllm if kind == "vllm" else sarathi
     kv_tokens = num_groups * blocks * BLOCK_TOKENS
     rule = make(num_groups=num_groups, max_active=num_groups + more, kv_tokens=kv_tokens,
                 token_budget=budget)
-    iterations = data.draw(st.lists(st.integers(0, 39), min_size=len(inputs),
-                                    max_size=len(inputs)))
+    iterations = data.draw(st.lists(st.integers(0, 39), min_size=len(inputs), max_size=len(inputs)))
     steps, _ = drive(rule, inputs, iterations)
     assert rule.next_group() is None
     for step in steps:
@@ -138,7 +134,7 @@ def test_every_query_gets_its_tokens_within_blocks_slots_and_budget(
             assert sum(inputs[q] for q in step.joined) <= budget
 
 
-def test_memory_that_binds_leads_to_evictions_and_plenty_to_none() -> None:
+def test_memory_that_binds_leads_to_evictions_and_plenty_to_none():
     """Guards the test above: its cases do reach the path that evicts."""
     for make in (vllm, sarathi):
         evictions = []
@@ -149,7 +145,7 @@ def test_memory_that_binds_leads_to_evictions_and_plenty_to_none() -> None:
         assert evictions[0] > 0 and evictions[1] == 0
 
 
-def test_a_query_that_can_never_fit_is_refused_at_once() -> None:
+def test_a_query_that_can_never_fit_is_refused_at_once():
     for make in (vllm, sarathi):
         rule = make(num_groups=2, max_active=4, kv_tokens=64, token_budget=8)
         assert rule.submit(0, 32, 20) and not rule.submit(1, 33, 20)

@@ -1,22 +1,27 @@
 """Queries shared out among replicas, given out a few at a time, and taken over."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_jobs import roofline_of, toy_problem
+from problems import estimate_of, toy_problem
 
-from xgpt.core.controls import EvenBatches
-from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS, FixedSchedule
-from xrunner.rules.recalls import Paces, Recall, recalls
-from xrunner.rules.routing import Router, deal, expected_tokens
-from xrunner.rules.windows import Load, Window, rra_window, window_of
-from xsimulator.rough.forms import fixed_estimate
+from xgpt.core.controls import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS, EvenBatches
+from xrunner.rules.routing import (
+    Load,
+    Paces,
+    Recall,
+    Router,
+    Window,
+    deal,
+    expected_tokens,
+    recalls,
+    rra_window,
+    window_of,
+)
 
 
-def test_in_turn_or_to_who_has_the_fewest_tokens() -> None:
+def test_in_turn_or_to_who_has_the_fewest_tokens():
     tokens = [100.0, 1.0, 1.0, 1.0, 90.0, 5.0]
     assert deal(tokens, 2, ROUND_ROBIN) == [[0, 2, 4], [1, 3, 5]]
     assert deal(tokens, 2, LEAST_TOKENS) == [[0], [1, 2, 3, 4, 5]]
@@ -24,8 +29,7 @@ def test_in_turn_or_to_who_has_the_fewest_tokens() -> None:
 
 
 @given(st.lists(st.integers(1, 500), max_size=200), st.integers(1, 9), st.sampled_from(ROUTINGS))
-def test_every_query_has_one_replica_and_shares_keep_the_order(
-        tokens: list[int], replicas: int, routing: str) -> None:
+def test_every_query_has_one_replica_and_shares_keep_the_order(tokens, replicas, routing):
     shares = deal([float(t) for t in tokens], replicas, routing)
     assert sorted(place for share in shares for place in share) == list(range(len(tokens)))
     assert all(share == sorted(share) for share in shares)
@@ -34,16 +38,15 @@ def test_every_query_has_one_replica_and_shares_keep_the_order(
         assert max(loads) - min(loads) <= max(tokens)  # nobody is behind by more than a query
 
 
-def test_tokens_are_those_expected_unless_more_is_known() -> None:
+def test_tokens_are_those_expected_unless_more_is_known():
     inputs, most = np.array([10, 10, 10]), np.array([50, 5, 50])
     exact = np.array([False, False, True])
     assert expected_tokens(inputs, most, 20.0, exact).tolist() == [30, 15, 60]
     assert expected_tokens(inputs, most, 0.0).tolist() == [60, 15, 60]  # nothing is expected
 
 
-def test_a_replica_is_kept_supplied_and_no_more() -> None:
-    router = Router([1.0] * 20, windows=[Window(waiting=3, present=5)] * 2,
-                    routing=ROUND_ROBIN)
+def test_a_replica_is_kept_supplied_and_no_more():
+    router = Router([1.0] * 20, windows=[Window(waiting=3, present=5)] * 2, routing=ROUND_ROBIN)
     assert router.top_up(0, Load(0, 0)) == [0, 2, 4, 6, 8]
     assert router.top_up(1, Load(0, 0)) == [1, 3, 5, 7, 9]
     assert router.top_up(0, Load(3, 2)) == []
@@ -51,7 +54,7 @@ def test_a_replica_is_kept_supplied_and_no_more() -> None:
     assert (router.num_left(0), router.num_left(1), router.is_empty) == (3, 5, False)
 
 
-def test_who_has_run_dry_takes_over_from_the_longest_share() -> None:
+def test_who_has_run_dry_takes_over_from_the_longest_share():
     router = Router([1.0] * 24, windows=[Window(waiting=2)] * 3, routing=ROUND_ROBIN)
     for replica in range(3):
         router.top_up(replica, Load(0, 0))
@@ -67,13 +70,13 @@ def test_who_has_run_dry_takes_over_from_the_longest_share() -> None:
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_a_window_larger_than_a_share_takes_nothing_that_another_begins_with(replicas: int) -> None:
+def test_a_window_larger_than_a_share_takes_nothing_that_another_begins_with(replicas):
     router = Router([1.0] * 36 * replicas, windows=[Window(waiting=55)] * replicas)
     assert [len(router.top_up(replica, Load(0, 0))) for replica in range(replicas)] == \
         [36] * replicas
 
 
-def test_the_last_query_goes_to_who_is_idle() -> None:
+def test_the_last_query_goes_to_who_is_idle():
     router = Router([1.0] * 4, windows=[Window(waiting=1)] * 2, routing=ROUND_ROBIN)
     assert router.top_up(0, Load(0, 0)) == [0]
     assert router.top_up(1, Load(0, 0)) == [1]
@@ -84,15 +87,14 @@ def test_the_last_query_goes_to_who_is_idle() -> None:
 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 6), st.integers(0, 8),
        st.randoms(use_true_random=False))
-def test_all_are_given_out_whoever_is_quick(count: int, replicas: int, waiting: int, present: int,
-                                            chance: object) -> None:
+def test_all_are_given_out_whoever_is_quick(count, replicas, waiting, present, chance):
     """Replicas that begin and end queries as it comes; each asks whenever one of its own has."""
     router = Router([1.0] * count, windows=[Window(waiting=waiting, present=present)] * replicas)
     waits = [len(router.top_up(r, Load(0, 0))) for r in range(replicas)]
     given_out, active = sum(waits), [0] * replicas
     while given_out < count:
-        replica = chance.randrange(replicas)  # type: ignore[attr-defined]
-        if waits[replica] and chance.random() < 0.5:  # type: ignore[attr-defined]
+        replica = chance.randrange(replicas)
+        if waits[replica] and chance.random() < 0.5:
             waits[replica], active[replica] = waits[replica] - 1, active[replica] + 1
         else:
             active[replica] = max(active[replica] - 1, 0)
@@ -101,23 +103,20 @@ def test_all_are_given_out_whoever_is_quick(count: int, replicas: int, waiting: 
     assert given_out == count and router.is_empty
 
 
-def test_rras_window_holds_two_rounds_at_their_largest() -> None:
+def test_rras_window_holds_two_rounds_at_their_largest():
     assert rra_window(10, 2, EvenBatches()).waiting == 2 * 10 + 10
     adjusted = EvenBatches(adjustment=0.1, mean_input_tokens=50.0)
     assert rra_window(10, 2, adjusted).waiting == 2 * 20 + 10
 
 
 @pytest.mark.parametrize(("policy", "config", "waiting", "present", "batch"), [
-    ("rra", FixedSchedule(encode_batch=8, decode_iterations=4), 2 * 8 + 8, 0, 8),
-    ("waa-c",
-        FixedSchedule(encode_batch=2), 4 * 2, 0, 2),  # a batch for each group of the encode pool
-    ("ft", FixedSchedule(encode_batch=9, decode_micro_batches=4), 9, 0, 9),
-    ("orca", FixedSchedule(max_active=20), 8, 28, 1),
-    ("sarathi", FixedSchedule(max_active=64, token_budget=40), 16, 80, 1)])
-def test_every_kind_of_policy_has_a_window(policy: str, config: object, waiting: int,
-                                           present: int, batch: int) -> None:
-    problem = toy_problem()
-    estimate = fixed_estimate(policy, problem, roofline_of(problem), config)
+    ("rra", {"encode_batch": 8, "decode_iterations": 4}, 2 * 8 + 8, 0, 8),
+    ("waa-c", {"encode_batch": 2}, 4 * 2, 0, 2),  # a batch for each group of the encode pool
+    ("ft", {"encode_batch": 9, "decode_micro_batches": 4}, 9, 0, 9),
+    ("orca", {"max_active": 20}, 8, 28, 1),
+    ("sarathi", {"max_active": 64, "token_budget": 40}, 16, 80, 1)])
+def test_every_kind_of_policy_has_a_window(policy, config, waiting, present, batch):
+    estimate = estimate_of(toy_problem(), policy, **config)
     assert window_of(estimate) == Window(waiting=waiting, present=present, batch=batch,
                                          at_work=estimate.figures.decode_batch)
 
@@ -134,7 +133,7 @@ def paced(*begun: int, window: Window = RRA_LIKE) -> Paces:
     return paces
 
 
-def test_a_replica_that_begins_half_as_many_has_twice_the_time() -> None:
+def test_a_replica_that_begins_half_as_many_has_twice_the_time():
     quick, slow = paced(4, 2).times()
     assert slow / quick == pytest.approx(2, rel=0.1)
     assert len(set(paced(4, 4, 4).times())) == 1, "who begins first is no quicker"
@@ -145,27 +144,24 @@ def called(paces: Paces, *loads: tuple[int, int], window: Window = RRA_LIKE) -> 
     return recalls([window] * len(loads), paces, loads_, [0] * len(loads), [False] * len(loads))
 
 
-def test_between_equal_replicas_only_a_second_batch_goes_to_one_that_is_dry() -> None:
-    equal = paced(4, 4)
-    assert called(equal, (4, 8), (8, 8)) == []
-    assert called(equal, (0, 8), (4, 8)) == [], "it would begin them no sooner"
-    assert called(equal, (0, 8), (8, 8)) == [Recall(1, (0,) * 4)]
-    assert called(equal, (0, 0), (3, 8)) == [Recall(1, (0,) * 3)], "who is idle begins at once"
+@pytest.mark.parametrize(("begun", "loads", "expected"), [
+    ((4, 4), ((4, 8), (8, 8)), []), ((4, 4), ((0, 8), (4, 8)), []),  # it would begin no sooner
+    ((4, 4), ((0, 8), (8, 8)), [Recall(1, (0,) * 4)]),
+    ((4, 4), ((0, 0), (3, 8)), [Recall(1, (0,) * 3)]),  # who is idle begins at once
+    ((8, 2), ((5, 8), (12, 8)), [Recall(1, (0,) * 12)]),  # of a replica that is behind
+    ((8, 2), ((12, 8), (5, 8)), []),  # not back
+    ((8, 2), ((9, 8), (12, 8)), [])])  # while that has enough
+def test_what_waits_elsewhere_goes_to_who_would_begin_it_sooner(begun, loads, expected):
+    assert called(paced(*begun), *loads) == expected
 
 
-def test_what_waits_in_a_replica_that_is_behind_goes_to_one_that_is_not() -> None:
-    assert called(paced(8, 2), (5, 8), (12, 8)) == [Recall(1, (0,) * 12)]
-    assert called(paced(8, 2), (12, 8), (5, 8)) == [], "not back"
-    assert called(paced(8, 2), (9, 8), (12, 8)) == [], "while that has enough"
-
-
-def test_a_replica_that_has_begun_nothing_yet_is_about_to() -> None:
+def test_a_replica_that_has_begun_nothing_yet_is_about_to():
     paces = Paces([RRA_LIKE] * 2)
     paces.note_begun(0, 4)
     assert called(paces, (0, 4), (12, 0)) == []
 
 
-def test_who_keeps_what_it_was_dealt_is_asked_for_nothing() -> None:
+def test_who_keeps_what_it_was_dealt_is_asked_for_nothing():
     router = Router([1.0] * 20, windows=[Window(waiting=4, batch=4)] * 2, routing=FIXED)
     assert [len(router.top_up(replica, Load(0, 0))) for replica in (0, 1)] == [10, 10]
     for _ in range(10):
@@ -173,7 +169,7 @@ def test_who_keeps_what_it_was_dealt_is_asked_for_nothing() -> None:
     assert router.top_up(0, Load(0, 10)) == [] and router.recalls([Load(0, 10), Load(9, 1)]) == []
 
 
-def test_of_who_has_none_to_give_back_nothing_is_wanted_again() -> None:
+def test_of_who_has_none_to_give_back_nothing_is_wanted_again():
     router = Router([1.0] * 20, windows=[Window(waiting=12, batch=4)] * 2)
     for replica in (0, 1):
         router.top_up(replica, Load(0, 0))
@@ -188,10 +184,9 @@ def test_of_who_has_none_to_give_back_nothing_is_wanted_again() -> None:
 @given(st.integers(1, 40), st.integers(2, 4), st.sampled_from([
     RRA_LIKE, Window(waiting=3, present=9, at_work=6), Window(waiting=2, batch=2)]),
        st.randoms(use_true_random=False))
-def test_every_query_is_begun_once_however_answers_cross(count: int, replicas: int, window: Window,
-                                                         chance: object) -> None:
+def test_every_query_is_begun_once_however_answers_cross(count, replicas, window, chance):
     """Replicas that begin and end queries, and answer what is wanted of them, as it comes."""
-    pick = chance.randrange  # type: ignore[attr-defined]
+    pick = chance.randrange
     router = Router([1.0] * count, windows=[window] * replicas)
     waits: list[list[int]] = [[] for _ in range(replicas)]
     active, begun, wanted = [0] * replicas, list[int](), dict[int, int]()

@@ -1,8 +1,6 @@
 """RRA's variables change between phases: nothing is lost, no limit broken, and a replay that is
 told of the changes takes the run's steps."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -10,26 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from driven_rra import drive
-from examples import examples
+from examples import examples, some
 from hypothesis import given
 from hypothesis import strategies as st
-from replayed import problem_of, replayed_steps, run_steps
-from representative import some
+from replays import answers_of, estimated, generated, problem_for, replayed, steps_of, whole_steps
 from toy_runs import Collector, run_in_process
-from toys import generate, random_queries
+from toys import random_queries
 
-from xgpt.core.job import FixedSchedule
-from xgpt.core.queries import QueryLengths
-from xprofiler.roofline import Roofline
-from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
-from xrunner.io.result_line import result_line
+from xrunner.files.launcher_link import ChangeOrder, LauncherLink, read_observed
+from xrunner.files.result_line import result_line
 from xrunner.query import FinishedQuery
 from xrunner.rules.rra import PhaseControls, RraRule, phase_controls, rra_rule
-from xsimulator.replay.job import replay_job
-from xsimulator.rough.forms import fixed_estimate
 
 
 def phases_of(steps: list[Any]) -> dict[int, tuple[int, int]]:
@@ -41,9 +32,8 @@ def phases_of(steps: list[Any]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def test_a_change_holds_from_its_phase_on() -> None:
-    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=2, max_active=40,
-                   kv_tokens=4000)
+def test_a_change_holds_from_its_phase_on():
+    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=2, max_active=40, kv_tokens=4000)
     rule.make_room(30)
     for query in range(40):
         assert rule.submit(query, 10)
@@ -73,8 +63,7 @@ def changes(draw: st.DrawFn, capacity: int, slots: int) -> list[tuple[int, Phase
        iterations=st.integers(1, 7),
        outputs=st.lists(st.integers(1, 20), min_size=1, max_size=50))
 def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
-        data: st.DataObject, num_groups: int, encode_batch: int, iterations: int,
-        outputs: list[int]) -> None:
+        data, num_groups, encode_batch, iterations, outputs):
     slots = 10
     rule = RraRule(encode_batch=encode_batch, decode_iterations=iterations, num_groups=num_groups,
                    max_active=5 * num_groups, kv_tokens=60 * num_groups)
@@ -94,7 +83,7 @@ def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
             assert before[step.group] < sum(group.values()) <= rule.controls.group_kv_tokens
         return step
 
-    rule.decide = watched  # type: ignore[method-assign]
+    rule.decide = watched
     steps = drive(rule, dict(enumerate(outputs)))
     order = [query for step in steps for query in step.joined]
     assert order == sorted(order) and Counter(order) == Counter(range(len(outputs)))
@@ -112,8 +101,7 @@ class Changing(Collector):
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
         done = [count for count in self._estimates if len(self.results) >= count]
         for count in done:
-            controls = phase_controls(self._estimates.pop(count),
-                                      slots=self._rule.group_max_active)
+            controls = phase_controls(self._estimates.pop(count), slots=self._rule.group_max_active)
             self.taken.append((self._rule.next_phase, controls))
             self._rule.change(controls, phase=self._rule.next_phase)
 
@@ -121,108 +109,97 @@ class Changing(Collector):
 @pytest.mark.parametrize(("stages", "family"), some(
     [(1, "llama"), (1, "t5"), (2, "llama"), (2, "t5")],
     lambda case: case == (2, "llama")))
-def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(
-        made: Any, family: str, stages: int) -> None:
+def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(made, family, stages):
     directory, model = made(family)
     queries = [replace(q, max_new_tokens=q.max_new_tokens + 5)
                for q in random_queries(30, seed=12, longest=40)]
-    expected = [generate(model, q) for q in queries]
-    inputs, outputs = (np.array([len(x) for x in part]) for part in (
-        [q.input_ids for q in queries], expected))
-    problem = problem_of(directory, np.stack([inputs, outputs], axis=1), stages)
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    begin, later, last = (fixed_estimate("rra", problem, timing, FixedSchedule(
-        encode_batch=batch, decode_iterations=iterations,
-        decode_micro_batches=2)).changed(kv_tokens=kv)
+    expected = generated(model, queries)
+    outputs = [len(expected[q.index]) for q in queries]
+    problem = problem_for(directory, queries, outputs, stages)
+    begin, later, last = (estimated(
+        "rra", problem, encode_batch=batch, decode_iterations=iterations,
+        decode_micro_batches=2).changed(kv_tokens=kv)
         for batch, iterations, kv in ((2, 9, 400), (9, 3, 900), (4, 6, 300)))
-    rule = rra_rule(begin)
+    rule, again = rra_rule(begin), rra_rule(begin)
     rule.make_room(20)
+    again.make_room(20)
     sink = Changing(rule, {5: later, 18: last})
     _, executors = run_in_process(directory, queries, stages=begin.deployment.stages, rule=rule,
                                   sink=sink)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == dict(enumerate(expected))
-    assert len(sink.taken) == 2
-    again = rra_rule(begin)
-    again.make_room(20)
+    assert answers_of(sink) == expected and len(sink.taken) == 2
     for phase, controls in sink.taken:
         again.change(controls, phase=phase)
-    known = QueryLengths(inputs=inputs, outputs=outputs,
-                         most_outputs=np.array([q.max_new_tokens for q in queries]))
-    result = replay_job(problem, timing, begin, known, rules=[again])
-    steps = replayed_steps(result.pools[0])
-    assert all(run_steps(executor) == steps for executor in executors)
+    steps = whole_steps(replayed(problem, begin, queries, outputs, rules=[again]).pools[0])
+    assert all(steps_of(executor.log) == steps for executor in executors)
     lengths = {step[2]: step[3] for step in steps}
     assert {lengths[p] for p in range(sink.taken[0][0])} == {9}
     assert 3 in lengths.values() and 6 in lengths.values()
 
 
-def result(index: int, tokens: int) -> FinishedQuery:
+def result(index: int, tokens: int, *, latency_s: float = 1.0, **more: Any) -> FinishedQuery:
     (query,) = random_queries(1, longest=2)
     return FinishedQuery(query=replace(query, index=index, input_ids=(7, 8)), text="",
-                         output_ids=(9,) * tokens, finish_reason="stop",
-                         encode_start_s=0.0, first_token_s=0.5, last_token_s=1.0)
+                         output_ids=(9,) * tokens, finish_reason="stop", encode_start_s=0.0,
+                         first_token_s=0.5, last_token_s=latency_s, **more)
 
 
-def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path: Path) -> None:
+def seen_after(link: LauncherLink, folder: Path, *results: FinishedQuery) -> Any:
+    """What the launcher reads once these are done."""
+    for one in results:
+        link.finished(one)
+    link.look(1.0)
+    state = read_observed(folder)
+    assert state is not None
+    return state
+
+
+def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path):
     rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=1, max_active=8, kv_tokens=900)
     rule.make_room(12)
     rule.submit(9, 50)
     link = LauncherLink(tmp_path, rule=rule, first_query=0, at_work=lambda: {2: (5, 3), 3: (6, 1)})
-    link.finished(result(0, 4))
-    link.finished(result(1, 2))
     link.look(0.1)
     assert read_observed(tmp_path) is None, "not yet"
-    link.look(1.0)
-    state = read_observed(tmp_path)
-    assert state is not None and state.finished == {0: (2, 4), 1: (2, 2)}
-    assert state.active == {2: (5, 3), 3: (6, 1)}
+    state = seen_after(link, tmp_path, result(0, 4), result(1, 2))
+    assert state.finished == {0: (2, 4), 1: (2, 2)} and state.active == {2: (5, 3), 3: (6, 1)}
     assert not link.taken
-    ChangeOrder(revision=1, controls=PhaseControls(
-        encode_batch=6, decode_iterations=3, group_max_active=12,
-        group_kv_tokens=800)).save(tmp_path)
+    controls = {"encode_batch": 6, "decode_iterations": 3, "group_max_active": 12,
+                "group_kv_tokens": 800}
+    ChangeOrder(revision=1, controls=PhaseControls(**controls)).save(tmp_path)
     for at_s in (2.0, 3.0, 4.0):
         link.look(at_s)
-    assert link.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, "encode_batch": 6,
-                               "decode_iterations": 3, "group_max_active": 12,
-                               "group_kv_tokens": 800, "target_active": 0.0,
-                           "encode_chunk": 0}]
+    assert link.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, **controls,
+                           "target_active": 0.0, "encode_chunk": 0}]
     assert json.loads(json.dumps(link.taken)) == link.taken
 
 
-def test_it_counts_what_is_over_the_bound(tmp_path: Path) -> None:
+def test_it_counts_what_is_over_the_bound(tmp_path):
     link = LauncherLink(tmp_path, first_query=3, at_work=dict, limit_s=2.0)
-    for index, took_s in enumerate((1.0, 2.0, 2.1, 5.0), start=3):
-        link.finished(replace(result(index, 2), encode_start_s=1.0, last_token_s=1.0 + took_s))
-    link.finished(replace(result(7, 0), last_token_s=9.0, error="too long"))
-    link.look(1.0)
-    state = read_observed(tmp_path)
-    assert state is not None and state.kept == (3, 4, 2, 1), "an error record has no latency"
+    state = seen_after(link, tmp_path, *(
+        result(index, 2, latency_s=took_s) for index, took_s in enumerate((1.0, 2.0, 2.1, 5.0), 3)),
+        result(7, 0, latency_s=9.0, error="too long"))
+    assert state.kept == (3, 4, 2, 1), "an error record has no latency"
 
 
-def test_it_counts_what_earlier_runs_left_over_the_bound(tmp_path: Path) -> None:
+def test_it_counts_what_earlier_runs_left_over_the_bound(tmp_path):
     took_s = {0: 1.0, 1: 3.0, 2: 2.5, 3: 0.5, 4: 9.0, 6: 4.0, 7: 1.0}  # of 4 there is no answer
     lines = {index: json.dumps(result_line(replace(
-        result(index, 0 if index == 4 else 2), encode_start_s=0.0, last_token_s=own,
-        text='it says "latency_s": 99.0, "output_ids": []'), "toy", str))
+        result(index, 0 if index == 4 else 2, latency_s=own),
+        text='it says "latency_s": 99.0, "output_ids": []'), "toy", str)) + "\n"
         for index, own in took_s.items()}
-    (tmp_path / "results.jsonl").write_text("".join(
-        line + "\n" for index, line in lines.items() if index < 5))
+    (tmp_path / "results.jsonl").write_text("".join(lines[index] for index in range(5)))
     # the one of 3 is in both files: its turn had come
-    (tmp_path / "held.jsonl").write_text("".join(lines[index] + "\n" for index in (3, 7, 6)))
+    (tmp_path / "held.jsonl").write_text("".join(lines[index] for index in (3, 7, 6)))
     link = LauncherLink(tmp_path, first_query=7, at_work=dict, limit_s=2.0)
-    link.finished(replace(result(5, 2), last_token_s=2.2))
-    link.look(1.0)
-    state = read_observed(tmp_path)
-    assert state is not None and state.kept == (0, 7, 4, 1)
+    assert seen_after(link, tmp_path, result(5, 2, latency_s=2.2)).kept == (0, 7, 4, 1)
     assert LauncherLink(tmp_path, first_query=7, at_work=dict)._kept == (7, 0, 0, 0), "no bound"
 
 
 @pytest.mark.parametrize("is_openai", [False, True])
-def test_an_earlier_run_s_embeddings_are_answers(tmp_path: Path, is_openai: bool) -> None:
+def test_an_earlier_run_s_embeddings_are_answers(tmp_path, is_openai):
     lines = []
     for index, (took_s, error) in enumerate([(1.0, None), (3.0, None), (9.0, "no number")]):
-        one = replace(result(index, 1), encode_start_s=0.0, last_token_s=took_s,
-                      embedding=(0.5, -2.0), error=error)
+        one = result(index, 1, latency_s=took_s, embedding=(0.5, -2.0), error=error)
         lines.append(json.dumps(result_line(replace(one, query=replace(
             one.query, is_openai=is_openai, sampling=replace(
                 one.query.sampling, pooled="last"))), "toy", str)))
@@ -230,40 +207,33 @@ def test_an_earlier_run_s_embeddings_are_answers(tmp_path: Path, is_openai: bool
     assert LauncherLink(tmp_path, first_query=3, limit_s=2.0)._kept == (0, 2, 1, 1)
 
 
-def test_only_the_latest_queries_are_told_of(tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrunner.io.launcher_link._LEAST_KEPT", 50)
+def test_only_the_latest_queries_are_told_of(tmp_path, monkeypatch):
+    monkeypatch.setattr("xrunner.files.launcher_link._LEAST_KEPT", 50)
     link = LauncherLink(tmp_path, first_query=0, at_work=lambda: {3: (5, 90), 299: (6, 1)})
     for index in range(298):
         if index != 3:
             link.finished(result(index, 2))
         link.look(float(index))
     state = read_observed(tmp_path)
-    assert state is not None and min(state.finished) == state.first > 150
+    assert min(state.finished) == state.first > 150
     assert state.active == {3: (5, 90), 299: (6, 1)} and max(state.finished) == 297
     assert len(state.finished) == 298 - state.first
 
 
-def test_queries_taken_in_another_order_are_told_of_by_their_places(tmp_path: Path) -> None:
+def test_queries_taken_in_another_order_are_told_of_by_their_places(tmp_path):
     """Of 300 queries in random order the 64 first may have any index; what is told is how many."""
-    order = [7, 299, 4, 150]
-    link = LauncherLink(tmp_path, first_query=2, order=order, at_work=lambda: {150: (6, 1)})
-    for index in (299, 7):
-        link.finished(result(index, 3))
-    link.look(1.0)
-    state = read_observed(tmp_path)
-    assert state is not None and state.finished == {2: (2, 3), 3: (2, 3)}
-    assert state.active == {5: (6, 1)}
+    link = LauncherLink(tmp_path, first_query=2, order=[7, 299, 4, 150],
+                        at_work=lambda: {150: (6, 1)})
+    state = seen_after(link, tmp_path, result(299, 3), result(7, 3))
+    assert state.finished == {2: (2, 3), 3: (2, 3)} and state.active == {5: (6, 1)}
 
 
-def test_where_nobody_knows_who_is_at_work_only_a_whole_beginning_is_told(tmp_path: Path) -> None:
+def test_where_nobody_knows_who_is_at_work_only_a_whole_beginning_is_told(tmp_path):
     link = LauncherLink(tmp_path, first_query=10)
     for index, tokens in ((11, 3), (12, 5), (14, 2), (10, 30)):
         link.look(math.inf)
         link._last_s = -math.inf
         state = read_observed(tmp_path)
-        assert state is not None and not state.finished and not state.active
+        assert not state.finished and not state.active
         link.finished(result(index, tokens))
-    link.look(1.0)
-    state = read_observed(tmp_path)
-    assert state is not None and state.finished == {10: (2, 30), 11: (2, 3), 12: (2, 5)}
+    assert seen_after(link, tmp_path).finished == {10: (2, 30), 11: (2, 3), 12: (2, 5)}

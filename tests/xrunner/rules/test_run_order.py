@@ -1,26 +1,22 @@
 """Queries taken up at random within windows: a permutation, the same each time, that a stopped run
 can go on with; what is written stays in the input's order."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xrunner.io.results import ResultWriter, answered, count_results
+from xrunner.files.results import ResultWriter, answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.order import LEAST_WINDOW, run_order, window_of
 
 
 @given(count=st.integers(0, 200), window=st.integers(1, 250), seed=st.integers(0, 2**63 - 1),
        share=st.floats(0, 1))
-def test_every_query_is_taken_once_within_its_window(count: int, window: int, seed: int,
-                                                     share: float) -> None:
+def test_every_query_is_taken_once_within_its_window(count, window, seed, share):
     first = int(share * count)
     order = run_order(count, window, seed, first=first)
     assert sorted(order) == list(range(first, count))
@@ -31,19 +27,19 @@ def test_every_query_is_taken_once_within_its_window(count: int, window: int, se
         set(order) - held)
 
 
-def test_a_window_is_shuffled_and_the_seed_decides_how() -> None:
+def test_a_window_is_shuffled_and_the_seed_decides_how():
     orders = {tuple(run_order(100, 50, seed)) for seed in range(5)}
     assert len(orders) == 5 and tuple(range(100)) not in orders
     assert run_order(5, 1, 3) == [0, 1, 2, 3, 4]
 
 
-def test_the_usual_window_is_of_some_batches() -> None:
+def test_the_usual_window_is_of_some_batches():
     assert window_of(False, 20) == 1
     assert window_of(True, 20) == 320 and window_of(True, 1) == LEAST_WINDOW
     assert window_of(7, 20) == 7
 
 
-def test_sorted_inputs_make_even_batches_when_shuffled() -> None:
+def test_sorted_inputs_make_even_batches_when_shuffled():
     inputs = np.arange(1, 961)
     windows = [run_order(960, window, 0) for window in (1, 960)]
     sums = [inputs[order].reshape(-1, 24).sum(axis=1) for order in windows]
@@ -51,7 +47,7 @@ def test_sorted_inputs_make_even_batches_when_shuffled() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # closes nothing
-def test_runs_that_are_killed_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_runs_that_are_killed_lose_and_double_nothing(tmp_path):
     """Each run takes what is left, finishes out of order, and dies after some of it. Nothing that
     is done is done again."""
     path, count, source = tmp_path / "results.jsonl", 200, random.Random(4)

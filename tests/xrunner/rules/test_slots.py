@@ -1,17 +1,16 @@
 """The account of slots: what the head tells its stages of a group's slots is what both then hold,
 and whose result is due when."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xrunner.rules.buckets import MOST_CAPTURED, bucket_of
 from xrunner.rules.slots import Departures, GroupSlots, SlotUse
 
 
 @given(st.data(), st.booleans())
-def test_a_stage_that_obeys_holds_what_the_head_does(data: st.DataObject, is_reused: bool) -> None:
+def test_a_stage_that_obeys_holds_what_the_head_does(data, is_reused):
     head, stage, present = GroupSlots[int](), GroupSlots[int](), set[int]()
     following = 0
     for _ in range(data.draw(st.integers(1, 12))):
@@ -30,7 +29,7 @@ def test_a_stage_that_obeys_holds_what_the_head_does(data: st.DataObject, is_reu
         assert len(moves) <= len(removed)
 
 
-def test_slots_of_those_who_go_are_reused_by_the_first_who_join() -> None:
+def test_slots_of_those_who_go_are_reused_by_the_first_who_join():
     slots = GroupSlots[int]()
     slots.seat([0, 1, 2, 3], is_reused=True)
     slots.vacate([3, 0, 1])
@@ -39,13 +38,13 @@ def test_slots_of_those_who_go_are_reused_by_the_first_who_join() -> None:
 
 
 @pytest.mark.parametrize("use", [SlotUse.COMPACTED, SlotUse.REUSED])
-def test_who_terminates_early_departs_at_once(use: SlotUse) -> None:
+def test_who_terminates_early_departs_at_once(use):
     departures = Departures(use)
     departures.join(3)
     assert list(departures.finish([2])) == [2] and list(departures.finish([])) == []
 
 
-def test_a_static_batch_departs_as_a_whole_in_the_inputs_order() -> None:
+def test_a_static_batch_departs_as_a_whole_in_the_inputs_order():
     departures = Departures(SlotUse.KEPT)
     departures.join(2)
     departures.join(1)
@@ -54,3 +53,17 @@ def test_a_static_batch_departs_as_a_whole_in_the_inputs_order() -> None:
     assert list(departures.finish([])) == []  # of a superfluous step
     departures.join(1)
     assert list(departures.finish([3])) == [3]
+
+
+def test_a_bucket_holds_the_batch_and_little_more():
+    sizes = {n: bucket_of(n) for n in range(1, MOST_CAPTURED + 1)}
+    for count, size in sizes.items():
+        assert size is not None and 0 <= size - count < max(8, count / 8, 1)
+        assert sizes[size] == size, "a bucket is its own"
+    ordered = list(sizes.values())
+    assert ordered == sorted(ordered)
+    assert sorted(set(ordered))[:8] == [1, 2, 4, 8, 16, 24, 32, 40] and len(set(ordered)) == 43
+
+
+def test_larger_batches_are_not_captured():
+    assert bucket_of(MOST_CAPTURED + 1) is None

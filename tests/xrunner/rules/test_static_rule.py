@@ -1,11 +1,10 @@
 """Static batching: order of steps, nobody leaves early, and the KV share is kept."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 import pytest
 from examples import examples
+from holding import holding
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,10 +53,8 @@ def words(steps: list[Step]) -> str:
     return " ".join(f"{s.kind.value[0].upper()}{s.group}" for s in steps)
 
 
-def test_ft_encodes_all_micro_batches_and_decodes_them_in_turn() -> None:
-    rule = rule_of(4, 2)
-    for query in range(8):
-        assert rule.submit(query, 10)
+def test_ft_encodes_all_micro_batches_and_decodes_them_in_turn():
+    rule = holding(rule_of(4, 2), 8, 10)
     steps = drive(rule, dict.fromkeys(range(8), 4))
     one = "E0 E1 D0 D1 D0 D1 D0 D1 D0"  # the last: group 1's last token is not there yet
     assert words(steps) == f"{one} {one}"
@@ -67,24 +64,19 @@ def test_ft_encodes_all_micro_batches_and_decodes_them_in_turn() -> None:
     assert {s.phase for s in steps[:9]} == {0} and {s.phase for s in steps[9:]} == {1}
 
 
-def test_dsi_encodes_each_decode_group_in_parts_without_waiting() -> None:
-    rule = rule_of(8, 2, 4)
-    for query in range(8):
-        assert rule.submit(query, 10)
+def test_dsi_encodes_each_decode_group_in_parts_without_waiting():
+    rule = holding(rule_of(8, 2, 4), 8, 10)
     for _ in range(4):
         assert rule.next_group() is not None and not rule.needs_tokens
-        step = rule.decide()
-        assert step is not None and len(step.joined) == 2
+        assert len(rule.decide().joined) == 2
     assert rule.next_group() == 0 and rule.needs_tokens
 
-    rule = rule_of(8, 2, 4)
-    for query in range(8):
-        assert rule.submit(query, 10)
+    rule = holding(rule_of(8, 2, 4), 8, 10)
     steps = drive(rule, dict.fromkeys(range(8), 3))
     assert words(steps) == "E0 E0 E1 E1 D0 D1 D0 D1 D0"
 
 
-def test_the_whole_batch_decodes_until_its_longest_query_is_done() -> None:
+def test_the_whole_batch_decodes_until_its_longest_query_is_done():
     rule = rule_of(4, 2)
     outputs = {0: 1, 1: 2, 2: 9, 3: 1}
     for query in outputs:
@@ -96,10 +88,8 @@ def test_the_whole_batch_decodes_until_its_longest_query_is_done() -> None:
         (StepKind.DECODE, 0): 9, (StepKind.DECODE, 1): 8}
 
 
-def test_no_query_joins_before_the_batch_is_done() -> None:
-    rule = rule_of(2, 1)
-    for query in range(4):
-        assert rule.submit(query, 10)
+def test_no_query_joins_before_the_batch_is_done():
+    rule = holding(rule_of(2, 1), 4, 10)
     rule.next_group()
     rule.decide()
     for _ in range(3):
@@ -112,11 +102,10 @@ def test_no_query_joins_before_the_batch_is_done() -> None:
     rule.finish(1)
     assert rule.decide() is None and rule.reserved_tokens == 0
     assert rule.next_group() == 0
-    step = rule.decide()
-    assert step is not None and step.joined == (2, 3)
+    assert rule.decide().joined == (2, 3)
 
 
-def test_every_row_reserves_the_batchs_longest_output() -> None:
+def test_every_row_reserves_the_batchs_longest_output():
     rule = rule_of(6, 2, kv=100)  # 50 a group
     assert not rule.submit(9, 51, 1), "can never fit: told at once"
     for query, (inputs, reserve) in enumerate([(5, 10), (5, 10), (5, 10), (5, 25), (5, 10)]):
@@ -129,7 +118,7 @@ def test_every_row_reserves_the_batchs_longest_output() -> None:
 
 
 @pytest.mark.parametrize(("groups", "encodes"), [(2, 3), (4, 2)])
-def test_encode_micro_batches_are_a_multiple_of_the_groups(groups: int, encodes: int) -> None:
+def test_encode_micro_batches_are_a_multiple_of_the_groups(groups, encodes):
     with pytest.raises(AssertionError):
         rule_of(8, groups, encodes)
 
@@ -138,7 +127,7 @@ def test_encode_micro_batches_are_a_multiple_of_the_groups(groups: int, encodes:
 @given(batch=st.integers(1, 20), groups=st.integers(1, 4), parts=st.integers(1, 4),
        kv=st.integers(40, 300), outputs=st.lists(st.integers(1, 20), min_size=1, max_size=40))
 def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
-        batch: int, groups: int, parts: int, kv: int, outputs: list[int]) -> None:
+        batch, groups, parts, kv, outputs):
     rule = rule_of(batch, groups, groups * parts, kv)
     wanted = {q: n for q, n in enumerate(outputs) if rule.submit(q, n + q % 7, q % 7)}
     steps = drive(rule, wanted)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import pytest
 from examples import examples
+from holding import holding
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
 from xrunner.rules.steps import Step, StepKind, Waiting
-from xrunner.rules.taken import DecodeAim
-from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
+from xrunner.rules.waa import DecodeAim, WaaDecodeRule, WaaEncodeRule
 
 MEAN_INPUT = 20.0
 NONE = DecodeAim()
@@ -114,7 +114,6 @@ class Pools:
 
     def _decode(self) -> None:
         group = self.decode.next_group()
-        assert group is not None
         for query in [q for q in self.active[group] if self.left[q] == 0]:
             self.active[group].remove(query)
             self.decode.finish(query)
@@ -162,8 +161,7 @@ lists_of_queries = st.lists(st.builds(
        encode_kv=st.integers(1, 200), adjustment=st.sampled_from([0.0, 0.15, 0.5]),
        seed=st.integers(0, 9))
 def test_every_query_that_can_ever_fit_is_encoded_once_in_order_and_ends(
-        queries: list[Query], encode_batch: int, encode_groups: int, groups: int, in_system: int,
-        kv: int, encode_kv: int, adjustment: float, seed: int) -> None:
+        queries, encode_batch, encode_groups, groups, in_system, kv, encode_kv, adjustment, seed):
     encode = encoder(encode_batch=encode_batch, num_groups=encode_groups, max_in_system=in_system,
                      kv_tokens=kv, encode_kv_tokens=encode_kv, adjustment=adjustment)
     decode = WaaDecodeRule(num_groups=groups, kv_tokens=kv,
@@ -188,8 +186,7 @@ def test_every_query_that_can_ever_fit_is_encoded_once_in_order_and_ends(
                      stock_tokens=st.integers(1, 200)),
        seed=st.integers(0, 9))
 def test_what_is_left_to_the_decode_pool_is_encoded_there_once_in_order(
-        queries: list[Query], encode_batch: int, groups: int, in_system: int, kv: int, chunk: int,
-        aim: DecodeAim, seed: int) -> None:
+        queries, encode_batch, groups, in_system, kv, chunk, aim, seed):
     encode = encoder(encode_batch=encode_batch, max_in_system=in_system, kv_tokens=kv, aim=aim)
     decode = WaaDecodeRule(num_groups=groups, kv_tokens=kv, encode_chunk=chunk,
                            planned_active=aim.planned_active,
@@ -206,23 +203,18 @@ def test_what_is_left_to_the_decode_pool_is_encoded_there_once_in_order(
     assert done.most_in_system <= max(in_system, encode.group_max_active)
 
 
-def test_a_batch_of_the_encode_pool_has_room_beside_what_is_left_to_the_other() -> None:
-    rule = encoder(encode_batch=4, max_in_system=7,
-                   aim=DecodeAim(planned_active=9, stock_tokens=99))
-    for query in range(20):
-        rule.submit(query, 30, 20)
+def test_a_batch_of_the_encode_pool_has_room_beside_what_is_left_to_the_other():
+    rule = holding(encoder(encode_batch=4, max_in_system=7, aim=DecodeAim(planned_active=9,
+                   stock_tokens=99)), 20, 30, 20)
     assert [one.query for one in rule.give()] == [0, 1, 2] and rule.give() == []
-    step = rule.decide()
-    assert step is not None and step.joined == (3, 4, 5, 6)
+    assert rule.decide().joined == (3, 4, 5, 6)
     rule.release(0)
     assert rule.give() == [] and rule.next_group() is None, "one place is kept for three more"
 
 
-def test_no_more_lies_ready_than_the_stock_and_none_while_enough_decode() -> None:
-    rule = encoder(encode_batch=1, max_in_system=99,
-                   aim=DecodeAim(planned_active=4, stock_tokens=30))
-    for query in range(20):
-        rule.submit(query, 30, 20)
+def test_no_more_lies_ready_than_the_stock_and_none_while_enough_decode():
+    rule = holding(encoder(encode_batch=1, max_in_system=99, aim=DecodeAim(planned_active=4,
+                   stock_tokens=30)), 20, 30, 20)
     assert [one.query for one in rule.give()] == [0, 1], "the second exceeds 30 tokens"
     rule.begun([0])
     assert [one.query for one in rule.give()] == [2]
@@ -234,7 +226,7 @@ def test_no_more_lies_ready_than_the_stock_and_none_while_enough_decode() -> Non
     assert [one.query for one in rule.give()] == [5]
 
 
-def test_what_waits_in_the_decode_pool_is_begun_only_while_fewer_than_planned_are_at_work() -> None:
+def test_what_waits_in_the_decode_pool_is_begun_only_while_fewer_than_planned_are_at_work():
     rule = WaaDecodeRule(num_groups=1, kv_tokens=999, group_max_active=9, encode_chunk=50,
                          planned_active=3)
     rule.submit(0, 30)
@@ -243,14 +235,12 @@ def test_what_waits_in_the_decode_pool_is_begun_only_while_fewer_than_planned_ar
     steps = [rule.decide(), rule.decide()]
     assert [step.joined for step in steps if step is not None] == [(1, 2), ()]
     rule.finish(1)
-    step = rule.decide()
-    assert step is not None and step.joined == (3,)
+    assert rule.decide().joined == (3,)
 
 
-def test_who_is_handed_over_leaves_room_in_every_group_for_inputs_that_wait() -> None:
-    rule = WaaDecodeRule(num_groups=2, kv_tokens=10_000, group_max_active=20, encode_chunk=5)
-    for query in range(8):
-        rule.submit(query, 30)
+def test_who_is_handed_over_leaves_room_in_every_group_for_inputs_that_wait():
+    rule = holding(WaaDecodeRule(num_groups=2, kv_tokens=10_000, group_max_active=20,
+                   encode_chunk=5), 8, 30)
     for query in range(8, 12):
         rule.take(Waiting(query, 30, 5))
     steps = [rule.decide() for _ in range(4)]
@@ -258,10 +248,8 @@ def test_who_is_handed_over_leaves_room_in_every_group_for_inputs_that_wait() ->
         (4, 1), (4, 1), (0, 1), (0, 1)]
 
 
-def test_no_batch_starts_until_all_of_it_has_room_in_the_system() -> None:
-    rule = encoder(encode_batch=4, max_in_system=10)
-    for query in range(12):
-        assert rule.submit(query, 30, 20)
+def test_no_batch_starts_until_all_of_it_has_room_in_the_system():
+    rule = holding(encoder(encode_batch=4, max_in_system=10), 12, 30, 20)
     assert [rule.decide() is not None for _ in range(3)] == [True, True, False]
     for query in range(8):
         rule.finish(query)
@@ -269,24 +257,13 @@ def test_no_batch_starts_until_all_of_it_has_room_in_the_system() -> None:
     rule.release(0)
     assert rule.next_group() is None, "two and one are not four"
     rule.release(1)
-    step = rule.decide()
-    assert step is not None and step.joined == (8, 9, 10, 11)
-
-
-def test_the_last_queries_do_not_wait_for_a_whole_batch() -> None:
-    rule = encoder(encode_batch=4)
-    rule.submit(0, 30, 20)
-    step = rule.decide()
-    assert step is not None and step.joined == (0,) and rule.next_group() is None
+    assert rule.decide().joined == (8, 9, 10, 11)
 
 
 @pytest.mark.parametrize(("budgets", "freed_by"), [
     ({"kv_tokens": 149}, "release"), ({"encode_kv_tokens": 99}, "finish")])
-def test_a_full_cache_of_either_pool_holds_the_encoding_back(
-        budgets: dict[str, int], freed_by: str) -> None:
-    rule = encoder(encode_batch=2, max_in_system=99, **budgets)
-    for query in range(6):
-        rule.submit(query, 30, 20)
+def test_a_full_cache_of_either_pool_holds_the_encoding_back(budgets, freed_by):
+    rule = holding(encoder(encode_batch=2, max_in_system=99, **budgets), 6, 30, 20)
     assert [rule.decide() is not None for _ in range(3)] == [True, True, False]
     for query in (0, 1):
         getattr(rule, "finish" if freed_by == "release" else "release")(query)
@@ -296,30 +273,23 @@ def test_a_full_cache_of_either_pool_holds_the_encoding_back(
     assert rule.next_group() is not None
 
 
-def test_a_batch_larger_than_the_system_goes_alone() -> None:
-    rule = encoder(encode_batch=4, max_in_system=2)
-    for query in range(8):
-        rule.submit(query, 30, 20)
-    step = rule.decide()
-    assert step is not None and step.joined == (0, 1, 2, 3)
-    for query in range(4):
+@pytest.mark.parametrize(("own", "count", "joined"), [
+    ({}, 1, (0,)),  # the last queries do not wait for a whole batch
+    ({"max_in_system": 2}, 8, (0, 1, 2, 3)),  # larger than the system: it goes alone
+    ({"kv_tokens": 70}, 4, (0, 1))])  # that no budget could ever hold: it is cut
+def test_the_first_of_batches_that_do_not_fit(own, count, joined):
+    rule = holding(encoder(encode_batch=4, **own), count, 30, 20)
+    assert rule.decide().joined == joined
+    for query in joined:
         rule.finish(query)
-        assert rule.next_group() is None
+        assert rule.next_group() is None, "others are still in the system"
         rule.release(query)
-    assert rule.next_group() is not None
-
-
-def test_a_batch_that_no_budget_could_ever_hold_is_cut() -> None:
-    rule = encoder(encode_batch=4, kv_tokens=70)
-    for query in range(4):
-        rule.submit(query, 30, 20)
-    step = rule.decide()
-    assert step is not None and step.joined == (0, 1)
-    assert not rule.submit(9, 71, 20) and rule.submit(9, 70, 20)
+        assert (rule.next_group() is not None) == (query == joined[-1] and count > len(joined))
+    assert rule.submit(9, 71, 20) == ("kv_tokens" not in own) and rule.submit(10, 70, 20)
 
 
 @given(count=st.integers(1, 60), num_groups=st.integers(1, 7))
-def test_groups_are_even_when_queries_arrive_together(count: int, num_groups: int) -> None:
+def test_groups_are_even_when_queries_arrive_together(count, num_groups):
     rule = WaaDecodeRule(num_groups=num_groups, kv_tokens=10_000, group_max_active=count)
     for query in range(count):
         rule.submit(query, 10)
@@ -333,8 +303,7 @@ def test_groups_are_even_when_queries_arrive_together(count: int, num_groups: in
 
 @given(queries=st.integers(30, 60), num_groups=st.integers(2, 4), seed=st.integers(0, 5))
 @examples(30)
-def test_no_group_grows_beyond_its_share_of_the_system(
-        queries: int, num_groups: int, seed: int) -> None:
+def test_no_group_grows_beyond_its_share_of_the_system(queries, num_groups, seed):
     most = 12
     rule = WaaDecodeRule(num_groups=num_groups, kv_tokens=999,
                          group_max_active=-(-most // num_groups))
@@ -347,8 +316,7 @@ def test_no_group_grows_beyond_its_share_of_the_system(
 @example(inputs=[12] * 80, batch=5, adjustment=0.15)
 @given(inputs=st.lists(st.integers(1, 400) | st.integers(1, 30), min_size=1, max_size=80),
        batch=st.integers(1, 20), adjustment=st.sampled_from([0.05, 0.15, 0.5]))
-def test_a_batch_keeps_near_its_tokens_as_whole_queries_allow(
-        inputs: list[int], batch: int, adjustment: float) -> None:
+def test_a_batch_keeps_near_its_tokens_as_whole_queries_allow(inputs, batch, adjustment):
     sizer = BatchSizer(mean_input=MEAN_INPUT, adjustment=adjustment)
     count, target = sizer.count(inputs, batch), batch * MEAN_INPUT
     assert 1 <= count <= min(sizer.most(batch), len(inputs))
@@ -363,7 +331,7 @@ def test_a_batch_keeps_near_its_tokens_as_whole_queries_allow(
         assert away[count - 1] == min(away)
 
 
-def test_without_adjustment_the_number_is_kept_whatever_the_tokens() -> None:
+def test_without_adjustment_the_number_is_kept_whatever_the_tokens():
     sizer = BatchSizer(mean_input=MEAN_INPUT)
     assert sizer.most(5) == 5
     assert sizer.count([400] * 9, 5) == sizer.count([1] * 9, 5) == 5

@@ -1,7 +1,5 @@
 """Entries between pools: every one a decode rank holds comes once, from a rank that holds it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace
@@ -14,16 +12,14 @@ from toy_runs import pool_of, transfers_of
 from xgpt.core import catalog
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.model import ModelSpec
+from xrunner.comm import handover as courier
+from xrunner.comm.handover import EntryReceiver, EntrySender, pack
+from xrunner.comm.messages import BlockMessage, Joined, StepMessage, StopMessage
+from xrunner.comm.point_to_point import local_comms
 from xrunner.devices import Arriving
 from xrunner.engine.kv import KvCache, kv_shape
-from xrunner.engine.pipeline import routes
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
-from xrunner.transport import courier
-from xrunner.transport.comm import local_comms
-from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.handover import pack
-from xrunner.transport.messages import BlockMessage, Joined, StepMessage, StopMessage
 
 LAYERS = 6
 
@@ -56,8 +52,7 @@ POOLS = [((1, 6),), ((2, 6),), ((4, 6),), ((1, 2), (1, 4)), ((2, 5), (1, 1)), ((
 
 
 @pytest.mark.parametrize(("encode", "decode"), list(product(POOLS, POOLS)))
-def test_every_entry_comes_once_and_is_what_was_encoded(
-        encode: tuple[tuple[int, int], ...], decode: tuple[tuple[int, int], ...]) -> None:
+def test_every_entry_comes_once_and_is_what_was_encoded(encode, decode):
     pools = pools_of(encode, decode)
     caches = {rank: cache_of(s) for pool in pools for s in pool.stages for rank in s.ranks}
     for stage in pools[0].stages:
@@ -78,23 +73,13 @@ def test_every_entry_comes_once_and_is_what_was_encoded(
                                pack(wanted, [0, 1])), f"{rank = }"
 
 
-def test_an_encoders_output_goes_to_every_decode_rank_once() -> None:
+def test_an_encoders_output_goes_to_every_decode_rank_once():
     t5 = catalog.model("t5-11b")
     found = transfers_of(pools_of(((1, 1), (2, 1)), ((1, 3), (2, 3))), t5)
     assert [(transfer.source, transfer.target) for transfer in found] == [(1, 3), (1, 4), (2, 5)]
 
 
-def test_pools_are_routed_apart() -> None:
-    pools = pools_of(((2, 5), (1, 1)), ((1, 3), (2, 3)))
-    found = routes(pools)
-    assert [found[rank].pool for rank in sorted(found)] == ["encode"] * 3 + ["decode"] * 3
-    assert {rank: route.steps_from for rank, route in found.items()} == {
-        0: None, 1: 0, 2: 0, 3: None, 4: 3, 5: 3}
-    assert found[2].tokens_to == 0 and found[4].tokens_to == 3
-    assert all(not r.encoded_to and r.encoded_from is None for r in found.values())
-
-
-def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> None:
+def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it():
     """Ranks 0 and 1 encode halves of the layers, 2 and 3 decode unlike halves; 3 lags behind."""
     pools = pools_of(((1, 2), (1, 4)), ((1, 4), (1, 2)))
     comms, found = local_comms(4), transfers_of(pools, spec())
@@ -133,8 +118,7 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> No
     assert senders[0].num_bytes + senders[1].num_bytes == head.num_bytes + other.num_bytes
 
 
-def test_who_encodes_goes_on_while_entries_are_on_their_way_to_the_host(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_encodes_goes_on_while_entries_are_on_their_way_to_the_host(monkeypatch):
     """As a GPU's are: the thread that sends them waits for them."""
     are_here = threading.Event()
 
@@ -163,7 +147,7 @@ def test_who_encodes_goes_on_while_entries_are_on_their_way_to_the_host(
     assert torch.equal(target.store[:, :, 0, :, :3], cache.store[:, :, 0, :, :3])
 
 
-def test_a_failing_courier_is_not_kept_quiet() -> None:
+def test_a_failing_courier_is_not_kept_quiet():
     pools = pools_of(((1, 6),), ((1, 6),))
     comms = local_comms(2)
     found, told = transfers_of(pools, spec()), threading.Event()

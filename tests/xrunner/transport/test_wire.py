@@ -1,8 +1,6 @@
 """What travels between ranks is JSON of stated types: it comes back as it was, and what is none of
 it is refused."""
 
-from __future__ import annotations
-
 import ast
 import math
 from pathlib import Path
@@ -11,32 +9,15 @@ from typing import get_args
 import numpy as np
 import pytest
 
+import xrunner.comm.messages as m
+from xrunner.comm.exchange import ForeignMessage, from_bytes, to_bytes
+from xrunner.comm.point_to_point import header_of, read_header
 from xrunner.engine.pipeline import RankReport
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling
 from xrunner.rules.rra import PhaseControls
 from xrunner.rules.slots import Span
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import StepRecord
-from xrunner.transport.comm import header_of, read_header
-from xrunner.transport.messages import (
-    ArrivedMessage,
-    BlockMessage,
-    EncodedMessage,
-    FinishedMessage,
-    HandedMessage,
-    HandedQuery,
-    HeldMessage,
-    Joined,
-    LeftMessage,
-    Message,
-    PortionMessage,
-    ReplicaMessage,
-    StartMessage,
-    StepMessage,
-    StopMessage,
-    TokensMessage,
-)
-from xrunner.transport.wire import ForeignMessage, from_bytes, to_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
 QUERY = PreparedQuery(index=3, id="é\"", input_ids=[1, 2], max_new_tokens=9,
@@ -47,36 +28,37 @@ RESULT = FinishedQuery(query=QUERY, output_ids=(7, 8), finish_reason="stop", tex
 REPORT = RankReport(rank=0, stage=1, log=(StepRecord("decode", 0, 1, 2, 3, 4, 0.5, 0.75, 1),),
                     busy_s=0.1 + 0.2, load_s=0.0, bytes_read=2**40, rows_compacted=0,
                     peak_memory_bytes=1, operators=None)
-MESSAGES: list[Message] = [
-    StepMessage(kind=StepKind.MIXED, group=0, phase=1, iteration=2, removed=(1, 5), ended=(4,),
-                joined=(Joined(query=1, input_tokens=4, sampling=QUERY.sampling, goes_on=True),),
-                replaced=(0,), spans=(Span(0, 1, 2, True),), resting=(3,)),
-    StartMessage(num_groups=1, slots=2, capacity=3), StopMessage(), EncodedMessage(group=1),
-    TokensMessage(group=2), ArrivedMessage(batch=1), HeldMessage(batch=1),
-    HandedMessage(batch=1, queries=(HandedQuery(
+MESSAGES: list[m.Message] = [
+    m.StepMessage(kind=StepKind.MIXED, group=0, phase=1, iteration=2, removed=(1, 5), ended=(4,),
+                  joined=(m.Joined(query=1, input_tokens=4, sampling=QUERY.sampling,
+                                   goes_on=True),),
+                  replaced=(0,), spans=(Span(0, 1, 2, True),), resting=(3,)),
+    m.StartMessage(num_groups=1, slots=2, capacity=3), m.StopMessage(), m.EncodedMessage(group=1),
+    m.TokensMessage(group=2), m.ArrivedMessage(batch=1), m.HeldMessage(batch=1),
+    m.HandedMessage(batch=1, queries=(m.HandedQuery(
         query=QUERY, input_tokens=2, output_ids=(1,), encode_start_s=0.5, first_token_s=None,
         likelihoods=()),)),
-    LeftMessage(queries=(QUERY,)), FinishedMessage(results=(RESULT,), output_tokens=5),
-    BlockMessage(batch=0, queries=(1, 2), lengths=(3, 4)),
-    PortionMessage(queries=(1,), change=PhaseControls(
+    m.LeftMessage(queries=(QUERY,)), m.FinishedMessage(results=(RESULT,), output_tokens=5),
+    m.BlockMessage(batch=0, queries=(1, 2), lengths=(3, 4)),
+    m.PortionMessage(queries=(1,), change=PhaseControls(
         encode_batch=1, decode_iterations=2, group_max_active=3, group_kv_tokens=4)),
-    ReplicaMessage(replica=1, begun=2, output_tokens=3, results=(RESULT,),
+    m.ReplicaMessage(replica=1, begun=2, output_tokens=3, results=(RESULT,),
                    at_work={4: (5, 6)}, changed=(7, 8), has_ended=True)]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_back_as_it_was(message: Message) -> None:
+def test_a_message_comes_back_as_it_was(message):
     again, shape = read_header(header_of(message, ((2, 3), "bool")))
     assert again == message and type(again) is type(message) and shape == ((2, 3), "bool")
 
 
-def test_every_kind_of_message_is_tried() -> None:
-    assert {type(message) for message in MESSAGES} == set(get_args(Message))
+def test_every_kind_of_message_is_tried():
+    assert {type(message) for message in MESSAGES} == set(get_args(m.Message))
 
 
-def test_whole_numbers_of_numpy_arrive_as_plain_ones() -> None:
-    again, _ = read_header(header_of(TokensMessage(group=np.int64(3)), None))  # type: ignore[arg-type]
-    assert again == TokensMessage(group=3) and type(again.group) is int  # type: ignore[union-attr]
+def test_whole_numbers_of_numpy_arrive_as_plain_ones():
+    again, _ = read_header(header_of(m.TokensMessage(group=np.int64(3)), None))
+    assert again == m.TokensMessage(group=3) and type(again.group) is int
 
 
 STEP = b'StepMessage [[{"kind":"%s","group":0,"phase":1,"iteration":2},null]]'
@@ -92,7 +74,7 @@ STEP = b'StepMessage [[{"kind":"%s","group":0,"phase":1,"iteration":2},null]]'
     b'BlockMessage [[{"batch":1,"queries":[1,"2"],"lengths":[3]},null]]',
     b'BlockMessage [[{"batch":1,"queries":[1,[2]],"lengths":[3]},null]]',
     b"TokensMessage " + b"[" * 100_000])
-def test_what_is_none_of_ours_is_refused(data: bytes) -> None:
+def test_what_is_none_of_ours_is_refused(data):
     assert read_header(STEP % b"mixed")
     with pytest.raises(ForeignMessage, match="same version"):
         read_header(data)
@@ -101,7 +83,7 @@ def test_what_is_none_of_ours_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize("value, kind", [
     (float("inf"), float), ([0.1 + 0.2, -math.inf], list[float]), ((1, "é"), tuple[int, str]),
     (None, int | None), (REPORT, RankReport)])
-def test_what_all_ranks_exchange_comes_back_as_it_was(value: object, kind: object) -> None:
+def test_what_all_ranks_exchange_comes_back_as_it_was(value, kind):
     assert from_bytes(to_bytes(value, kind), kind) == value
 
 
@@ -110,7 +92,7 @@ PICKLING = frozenset({"bcast", "allgather", "alltoall", "allreduce", "isend", "i
                       "irecv", "ssend", "bsend", "sendrecv", "mprobe", "improbe", "recv"})
 
 
-def test_no_rank_pickles() -> None:
+def test_no_rank_pickles():
     """The few others that are called so: a socket's recv, and those of the sweep's own processes,
     which are no ranks."""
     found = []

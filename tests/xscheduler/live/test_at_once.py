@@ -1,25 +1,26 @@
 """A change that is found at once where steps have become slower: smaller batches, by a few replays,
 before all is planned."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import pytest
-from taken_as_true import timing_of
+from problems import estimate_of, roofline_of, schedule_of, timing_of, toy_problem
 from watched_jobs import session_of
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import plan_job
+from xgpt.app.schedule import plan_job
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import max_in_system
-from xgpt.core.schedule import Schedule
-from xprofiler.retimed import Factor, Retimed
+from xgpt.core.schedule import Estimate, Schedule
+from xprofiler.profile_timing import Factor, Retimed
 from xscheduler.evaluator import Evaluator
-from xscheduler.live.allowance import AllowanceEvidence, Kept
+from xscheduler.live.allowance import ENOUGH, LEAST, Allowance, AllowanceEvidence, Kept
 from xscheduler.live.decisions import Decider, Followed
 from xscheduler.live.evidence import StepTimeEvidence
 from xscheduler.live.pace import PaceDrift
-from xscheduler.live.quick_change import FollowUpEvidence
+from xscheduler.live.quick_change import FollowUpEvidence, revise_at_once
+from xscheduler.live.reschedule import revise
 
 
 class Planned(NamedTuple):
@@ -40,7 +41,7 @@ class Planned(NamedTuple):
 @pytest.fixture(scope="module", params=[
     "rra, encode_chunk: 0", *(pytest.param(name, marks=pytest.mark.slow) for name in (
         "rra", "waa-c", "sarathi"))])
-def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Planned:
+def planned(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
         session = session_of(tmp_path_factory.mktemp("job"), bound="6",
@@ -59,7 +60,7 @@ def _slower(factor: float, before: float = 1.0) -> StepTimeEvidence:
         stages=dict.fromkeys(factors, 0), steps=16))
 
 
-def test_smaller_batches_keep_the_bound(planned: Planned) -> None:
+def test_smaller_batches_keep_the_bound(planned):
     decider, look = planned.decider(), _slower(1.4)
     limit_s = planned.session.problem.constraint.latency_s
     assert planned.latency_s(planned.schedule, 1.4) > limit_s, "else there is nothing to do"
@@ -86,13 +87,13 @@ def test_smaller_batches_keep_the_bound(planned: Planned) -> None:
     assert planned.latency_s(decider.running, 1.4) <= limit_s
 
 
-def test_where_nothing_presses_there_is_no_change_at_once(planned: Planned) -> None:
+def test_where_nothing_presses_there_is_no_change_at_once(planned):
     decider = planned.decider()
     assert decider.decide_at_once(_slower(0.7)) is None, "quicker: that can wait for a plan"
     assert decider.decide_at_once(_slower(1.0)) is None, "what runs keeps the bound"
 
 
-def test_what_is_over_the_bound_leads_to_one_too(planned: Planned) -> None:
+def test_what_is_over_the_bound_leads_to_one_too(planned):
     """After the change that slower steps led to, more is over the bound than was planned for."""
     decider, look = planned.decider(), _slower(1.4)
     decision = decider.decide_at_once(look)
@@ -100,3 +101,144 @@ def test_what_is_over_the_bound_leads_to_one_too(planned: Planned) -> None:
     lost = AllowanceEvidence(kept=Kept(0, 600, 5), left=2400, share=0.01, planned=0.01,
                              is_lost=True)
     assert decider.decide_at_once(lost) is None, "no less may be over it than was planned for"
+
+
+# --- within the caches ------------------------------------------------------------------------
+
+
+SHORTER = (5, 2, 12)
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "waa": ("waa-c", {"encode_batch": 4, "decode_micro_batches": 2}),
+    "waa in chunks": ("waa-c", {"encode_batch": 4, "decode_micro_batches": 2, "encode_chunk": 24}),
+    "orca": ("orca", {"max_active": 24}),
+    "vllm": ("vllm", {"max_active": 24, "token_budget": 200}),
+    "sarathi": ("sarathi", {"max_active": 24, "token_budget": 60}),
+}
+
+
+def began_of(name: str) -> Estimate:
+    policy, variables = RUNS[name]
+    return estimate_of(toy_problem(), policy, **variables)
+
+
+def assert_is_within(now: Estimate, began: Estimate) -> None:
+    assert now.deployment == began.deployment, "stages, groups and KV tokens"
+    assert max_in_system(now.controls) <= max_in_system(began.controls)
+    for name in ("encode_batch", "token_budget"):
+        if (most := getattr(began.controls, name, None)) is not None:
+            assert getattr(now.controls, name) <= most
+    if hasattr(began.controls, "encode_chunk"):
+        assert now.controls.encode_chunk == began.controls.encode_chunk  # type: ignore[union-attr]
+    assert now.figures.memory_bytes == began.figures.memory_bytes
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_limits_only_fall(name):
+    """Shorter outputs leave room that was not there when the caches were made."""
+    began, problem = began_of(name), toy_problem(outputs=SHORTER)
+    found = revise(schedule_of(problem, began), problem, roofline_of(problem), began=began,
+                   least_gain=0)
+    if found.estimate is not None:
+        assert_is_within(found.estimate, began)
+    assert found.keep.estimate is not None and found.is_kept
+    assert_is_within(found.keep.estimate, began)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_tight_bound_is_kept_with_less(name):
+    began, free = began_of(name), toy_problem()
+    keep = revise(schedule_of(free, began), free, roofline_of(free), began=began).keep
+    assert keep.estimate is not None
+    problem = toy_problem(latency_s=0.93 * keep.estimate.figures.latency_s)
+    for revised in (revise, revise_at_once):
+        given: dict[str, Any] = {"most_present": None} if revised is revise_at_once else {}
+        found = revised(schedule_of(problem, began), problem, roofline_of(problem), began=began,
+                        **given)
+        assert found is not None and found.estimate is not None and found.keep.qps == 0
+        assert found.keep.reason is not None and found.keep.reason.startswith("latency would be ")
+        assert_is_within(found.estimate, began)
+        assert found.estimate.figures.latency_s <= problem.constraint.latency_s
+    # and back again, no further than the caches of the beginning
+    back = revise(schedule_of(free, found.estimate), free, roofline_of(free), began=began)
+    assert back.estimate is not None
+    assert_is_within(back.estimate, began)
+    assert back.estimate.figures.throughput_qps >= 0.98 * keep.qps
+
+
+@pytest.mark.parametrize("chunk", [0, 50])
+def test_rra_takes_up_no_more_queries_than_its_caches_hold(chunk):
+    problem = toy_problem(outputs=SHORTER)
+    now = estimate_of(toy_problem(), encode_batch=8, decode_iterations=8, encode_chunk=chunk)
+    free, held = (revise(schedule_of(problem, now), problem, roofline_of(problem),
+                         most_present=most).estimate for most in (None, 60))
+    assert free is not None and held is not None
+    assert held.figures.decode_batch <= 60.5 < free.figures.decode_batch
+    for found in (free, held):
+        assert found.deployment.stages == now.deployment.stages
+        assert found.deployment.num_groups == now.deployment.num_groups
+        assert (found.controls.encode_chunk > 0) == (chunk > 0)  # type: ignore[union-attr]
+        assert found.figures.fits
+
+
+# --- what is left of a bound on a share -------------------------------------------------------
+
+
+OWN = latency_constraint(10.0, kind="queries", quantile=0.95)
+
+
+@pytest.mark.parametrize(("kept", "share"), [
+    # what is left of what the whole job may have, and never more than was asked for
+    (None, 0.05), (Kept(0, 400, 32), 18 / 600), (Kept(0, 400, 2), 0.05),
+    # where nobody knows what was over it of 500 queries of an earlier run: of its own 500 alone
+    (Kept(500, 100, 9), 16 / 400),
+    # a plan for less is hopeless; and nothing saves a bound that is lost
+    (Kept(0, 400, 49), LEAST * 0.05), (Kept(0, 400, 50), LEAST * 0.05), (Kept(0, 400, 51), 0.05),
+    # queries that failed are none of those that may be late
+    (Kept(0, 400, 22, failed=300), 13 / 300)], ids=str)
+def test_what_is_left_is_what_the_whole_job_may_have(kept, share):
+    own = Allowance(OWN, 1000)
+    assert own.share(kept) == pytest.approx(share)
+    left = own.constrained(OWN, kept)
+    assert left.quantile == pytest.approx(1 - share) and left.latency_s == OWN.latency_s
+
+
+def test_a_bound_that_is_lost_is_said_to_be_once():
+    own = Allowance(OWN, 1000)
+    failed = own.look(Kept(0, 400, 36, failed=300))
+    assert failed is not None and failed.is_lost and failed.left == 300
+    lost = own.look(Kept(0, 400, 60))
+    assert lost is not None and lost.is_lost
+    assert lost.sentence.startswith("60 of 400 queries took longer than the bound, more than may")
+    own.take(lost.kept)
+    assert own.look(Kept(0, 900, 300)) is None
+
+
+def test_a_look_is_due_when_less_is_left_than_planned_for():
+    own = Allowance(OWN, 1000)
+    assert own.look(None) is None
+    assert own.look(Kept(0, ENOUGH - 1, 40)) is None, "few tell little of a share"
+    assert own.look(Kept(0, 200, 15)) is None, "35 of 800 is about as much"
+    found = own.look(Kept(0, 300, 24))
+    assert found is not None and found.share == pytest.approx(26 / 700)
+    assert (found.done, found.left) == (300, 700)
+    assert found.sentence == ("24 of 300 queries took longer than the bound: 3.7% of those left "
+                              "may (5.0% were planned for)")
+    own.take(found.kept)
+    assert own.look(Kept(0, 320, 30)) is None, "it has only just been planned"
+    assert own.look(Kept(0, 400, 28)) is None, "as planned"
+    worse = own.look(Kept(0, 400, 33))
+    assert worse is not None and worse.planned == pytest.approx(found.share)
+    own = Allowance(OWN, 1000)
+    own.take(Kept(0, 400, 38))  # 2 % are left
+    assert own.look(Kept(0, 600, 39)) is None
+    back = own.look(Kept(0, 700, 39))
+    assert back is not None and back.share == pytest.approx(11 / 300), "what came back is given"
+
+
+@pytest.mark.parametrize("constraint", [
+    latency_constraint(10.0, kind="sequence", quantile=0.95),
+    latency_constraint(math.inf, kind="queries", quantile=0.95)])
+def test_other_bounds_have_none(constraint):
+    own = Allowance(constraint, 1000)  # type: ignore[arg-type]
+    assert own.look(Kept(0, 400, 300)) is None
+    assert own.constrained(constraint, Kept(0, 400, 300)) is constraint  # type: ignore[arg-type]

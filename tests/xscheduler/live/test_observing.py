@@ -1,8 +1,6 @@
 """`output_tokens: observe` under a bound that the caps miss: what a job begins with, and how it
 settles. No ranks: a replay stands for them."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -12,20 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from taken_as_true import timing_of
+from problems import timing_of
 from watched_jobs import follow, outputs_of, session_of, write_state
 
 import xgpt.cli.schedule as command
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import plan_job
-from xgpt.app.watch import Rescheduler, rescheduler_of
+from xgpt.app.running.follow import Rescheduler, rescheduler_of
+from xgpt.app.schedule import plan_job
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
-from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
+from xrunner.files.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, phase_controls, rra_rule
 from xscheduler.fallback import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.decisions import CAUTION
@@ -48,13 +46,12 @@ def observing(folder: Path, **given: Any) -> OpenedJob:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenedJob, Schedule]:
+def begun(tmp_path_factory):
     session = observing(tmp_path_factory.mktemp("job"))
     return session, plan_job(session, timing_of(session)).schedule
 
 
-def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
-        begun: tuple[OpenedJob, Schedule], tmp_path: Path) -> None:
+def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(begun, tmp_path):
     session, schedule = begun
     estimate = schedule.estimate
     assert schedule.proof.status == Status.BEGINNING and schedule.bound.limit_s == BOUND_S
@@ -76,8 +73,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
     assert "OVER the bound of 4.00 s" in table and Status.BEGINNING in table
 
 
-def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(
-        begun: tuple[OpenedJob, Schedule]) -> None:
+def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(begun):
     session, problem = begun[0], begun[0].problem
     caps = replace(problem, lengths=JointLengths(inputs=problem.lengths.inputs,
                                                  outputs=empirical([80] * 99 + [120] * 9)))
@@ -92,21 +88,21 @@ def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(
     {"schedule": "policy: rra, encode_batch: 8, decode_iterations: 40"},
     {"schedule": "policy: waa-c"}, {"schedule": "policy: orca"}, {"run": "reschedule: off"},
     {"count": FIRST_QUERIES}, {"outputs": "{mean: 199, std: 1, max: 200}"}], ids=str)
-def test_where_nothing_could_settle_it_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_where_nothing_could_settle_it_is_refused(tmp_path, given):
     session = observing(tmp_path, **given)
     with pytest.raises(InfeasibleError):
         plan_job(session, timing_of(session))
     assert hint(session.problem, timing_of(session)) == ""
 
 
-def test_a_bound_that_no_length_keeps_is_refused(tmp_path: Path) -> None:
+def test_a_bound_that_no_length_keeps_is_refused(tmp_path):
     session = observing(tmp_path, bound="0.001")
     with pytest.raises(InfeasibleError, match=r"\. An answer of a single token takes .* at least"):
         plan_job(session, timing_of(session))
     assert hint(session.problem, timing_of(session)) == ""
 
 
-def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
+def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path):
     session = observing(tmp_path)
     session = replace(session, problem=replace(session.problem, cluster=(
         session.problem.cluster.with_nodes(device=replace(
@@ -119,7 +115,7 @@ def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("schedule", "fixed"), [
     ("policy: rra, decode_iterations: 50", {"decode_iterations": 50}),
     ("policy: rra, encode_batch: 2", {"encode_batch": 2, "decode_iterations": 199})])
-def test_what_the_job_fixes_stays(tmp_path: Path, schedule: str, fixed: dict[str, int]) -> None:
+def test_what_the_job_fixes_stays(tmp_path, schedule, fixed):
     session = observing(tmp_path, schedule=schedule)
     found = plan_job(session, timing_of(session)).schedule
     assert said_of(found) is not None
@@ -132,7 +128,7 @@ def refused(folder: Path) -> str:
     return str(done.exception)
 
 
-def test_xgpt_schedule_refuses_and_says_what_submit_would_do(tmp_path: Path) -> None:
+def test_xgpt_schedule_refuses_and_says_what_submit_would_do(tmp_path):
     observing(tmp_path, schedule="policy: rra, tp_degree: 1")
     message = refused(tmp_path)
     assert "The tightest that can be met is" in message
@@ -140,8 +136,7 @@ def test_xgpt_schedule_refuses_and_says_what_submit_would_do(tmp_path: Path) -> 
                             "settle once output lengths have been seen")
 
 
-def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
-        begun: tuple[OpenedJob, Schedule]) -> None:
+def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(begun):
     session, schedule = begun
     in_rows = replace(session, job=replace(session.job, run=replace(
         session.job.run, kv_layout="rows")))
@@ -220,7 +215,7 @@ class Followed:
             {"first": 0, "finished": finished, "active": active}))
 
 
-def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[OpenedJob, Schedule]) -> None:
+def test_a_job_settles_early_and_keeps_the_bound(begun):
     session, schedule = begun
     drawn = np.random.default_rng(1).lognormal(math.log(16), 0.4, COUNT)
     job = Followed(session, schedule, np.clip(np.rint(drawn), 1, 200).astype(int).tolist())
@@ -239,11 +234,12 @@ def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[OpenedJob, Schedul
     assert all(controls.group_max_active <= job.own.slots for _, controls in job.changes)
 
 
-def state_of(session: OpenedJob, lengths: list[int]) -> None:
-    """These queries are done, none is at work."""
-    (session.job.output / OBSERVED_FILE).write_text(json.dumps({
+def at(own: Rescheduler, lengths: list[int]) -> bool:
+    """A look once these queries are done, and none is at work."""
+    (own._output / OBSERVED_FILE).write_text(json.dumps({
         "first": 0, "active": [],
         "finished": [(i, 20 + i % 40, n) for i, n in enumerate(lengths)]}))
+    return own.update()
 
 
 def fresh(begun: tuple[OpenedJob, Schedule], folder: Path, **changes: Any) -> Rescheduler:
@@ -254,34 +250,26 @@ def fresh(begun: tuple[OpenedJob, Schedule], folder: Path, **changes: Any) -> Re
     return follow(session, schedule, **changes)
 
 
-def at(own: Rescheduler, begun: tuple[OpenedJob, Schedule], lengths: list[int]) -> bool:
-    state_of(replace(begun[0], job=replace(begun[0].job, output=own._output)), lengths)
-    return own.update()
-
-
-def test_few_queries_are_trusted_with_half_the_bound(begun: tuple[OpenedJob, Schedule],
-                                                     tmp_path: Path) -> None:
+def test_few_queries_are_trusted_with_half_the_bound(begun, tmp_path):
     own = fresh(begun, tmp_path)
-    assert at(own, begun, outputs_of(20, 4, 19)) is False, "too few"
-    assert at(own, begun, outputs_of(20, 4, 20)) is True
+    assert at(own, outputs_of(20, 4, 19)) is False, "too few"
+    assert at(own, outputs_of(20, 4, 20)) is True
     (found,) = own.decisions
     assert found.schedule is not None
     assert found.schedule.estimate.figures.latency_s <= CAUTION * BOUND_S
-    assert at(own, begun, outputs_of(20, 4, 49)) is False, "looked at again from 50 on"
-    assert at(own, begun, outputs_of(20, 4, 60)) is True
+    assert at(own, outputs_of(20, 4, 49)) is False, "looked at again from 50 on"
+    assert at(own, outputs_of(20, 4, 60)) is True
     later = own.decisions[1].schedule
     assert later is not None and CAUTION * BOUND_S < later.estimate.figures.latency_s <= BOUND_S
     assert later.estimate.figures.throughput_qps > found.schedule.estimate.figures.throughput_qps
     assert not own.decider.is_observing
 
 
-def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
-        begun: tuple[OpenedJob, Schedule], tmp_path: Path) -> None:
+def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(begun, tmp_path):
     start = begun[1].estimate
-    own = fresh(
-        begun, tmp_path, needed=50, running=begun[1].changed(encode_batch=60, decode_iterations=20)
-    )  # as 24 short ones had it
-    assert at(own, begun, outputs_of(20, 4, 24) + [200] * 30) is True
+    own = fresh(begun, tmp_path, needed=50, running=begun[1].changed(  # as 24 short ones had it
+        encode_batch=60, decode_iterations=20))
+    assert at(own, outputs_of(20, 4, 24) + [200] * 30) is True
     (back,) = own.decisions
     assert back.schedule is not None and back.schedule.estimate == start
     assert back.record["choice"] == "adjust" and back.record["revision"] == 1
@@ -289,29 +277,25 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     told = load_change_order(own._output)
     assert told is not None and told.revision == 1
     assert (told.controls.encode_batch, told.controls.decode_iterations) == (
-        start.figures.encode_batch,
-        start.figures.decode_iterations,
-    )
+        start.figures.encode_batch, start.figures.decode_iterations)
     assert own.decider.is_observing, "it looks again"
 
 
-def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(
-        begun: tuple[OpenedJob, Schedule], tmp_path: Path) -> None:
+def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(begun, tmp_path):
     own = fresh(begun, tmp_path)
     long = [150, 200] * 150
-    assert at(own, begun, long[:30]) is False, "too early to tell"
-    assert at(own, begun, long[:80]) is True
+    assert at(own, long[:30]) is False, "too early to tell"
+    assert at(own, long[:80]) is True
     (found,) = own.decisions
     assert found.schedule is None and found.record["choice"] == "keep"
     assert "the schedule stays: no other batch sizes do: the tightest latency" in found.sentence
-    assert at(own, begun, long[:150]) is False, "until as many again are done"
-    assert at(own, begun, long[:200]) is False, "which is nothing new"
+    assert at(own, long[:150]) is False, "until as many again are done"
+    assert at(own, long[:200]) is False, "which is nothing new"
     assert own.decider.needed == 400 and len(own.decisions) == 1
     assert load_change_order(own._output) is None
 
 
-def test_one_that_is_longer_than_any_is_waited_for(begun: tuple[OpenedJob, Schedule],
-                                                   tmp_path: Path) -> None:
+def test_one_that_is_longer_than_any_is_waited_for(begun, tmp_path):
     """Taken to run to its cap it would be the bound's quantile, and no schedule would do."""
     own = fresh(begun, tmp_path)
     rows = [(i, 20, n) for i, n in enumerate(outputs_of(16, 3, 70))]
@@ -322,8 +306,7 @@ def test_one_that_is_longer_than_any_is_waited_for(begun: tuple[OpenedJob, Sched
     assert own.update() is True and own.decisions[0].schedule is not None
 
 
-def test_caution_is_no_reason_to_leave_what_keeps_the_bound(
-        begun: tuple[OpenedJob, Schedule]) -> None:
+def test_caution_is_no_reason_to_leave_what_keeps_the_bound(begun):
     """Planned for a quarter of the bound, a change would be slower than what runs."""
     session, schedule = begun
     problem = replace(session.problem, lengths=JointLengths(
@@ -332,8 +315,7 @@ def test_caution_is_no_reason_to_leave_what_keeps_the_bound(
     assert found.estimate is None and found.is_kept and found.keep.qps > 0
 
 
-def test_what_keeps_the_bound_without_its_margin_alone_is_better_than_what_breaks_it(
-        begun: tuple[OpenedJob, Schedule]) -> None:
+def test_what_keeps_the_bound_without_its_margin_alone_is_better_than_what_breaks_it(begun):
     session, schedule = begun
     timing = timing_of(session)
     lengths = JointLengths(inputs=session.problem.lengths.inputs, outputs=empirical([60, 80]))
@@ -355,8 +337,7 @@ def test_what_keeps_the_bound_without_its_margin_alone_is_better_than_what_break
     assert none.estimate is None and none.reason.startswith("no other batch sizes do")
 
 
-def test_the_short_ones_alone_decide_nothing(begun: tuple[OpenedJob, Schedule],
-                                             tmp_path: Path) -> None:
+def test_the_short_ones_alone_decide_nothing(begun, tmp_path):
     own = fresh(begun, tmp_path)
     session = replace(begun[0], job=replace(begun[0].job, output=own._output))
     write_state(session, outputs_of(30), phases=2)

@@ -1,22 +1,24 @@
 """Keep, adjust or redeploy: the search on given stages against configurations drawn at random, and
 the choice."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from representative import some
-from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
+from examples import some
+from problems import estimate_of, roofline_of, schedule_of, toy_problem
 
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
+from xgpt.core.controls import FixedSchedule
+from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.job import FixedSchedule
 from xscheduler.evaluator import Evaluator
-from xscheduler.live.deployment import redeployment
+from xscheduler.live.deployment import holdings, redeployment
 from xscheduler.live.given_stages import GivenStages
 from xscheduler.live.reschedule import break_even, reschedule
+from xsimulator import memory
 
 LONGER, SHORTER = (14, 6, 30), (6, 3, 14)
 DRAWN, MOST_DRAWN = 60, 200  # configurations, and the largest batch of them
@@ -135,25 +137,16 @@ def test_out_of_reach_names_the_tightest_latency():
 def test_what_the_job_fixes_stays_fixed():
     fixed = FixedSchedule(decode_iterations=3, decode_micro_batches=2, encode_batch=5)
     found = adjusted(rra(), toy_problem(outputs=LONGER, fixed=fixed)).estimate
-    assert (
-        found.figures.decode_iterations,
-        found.deployment.num_groups,
-        found.figures.encode_batch,
-    ) == (3, 2, 5)
+    figures = found.figures
+    assert (figures.decode_iterations, found.deployment.num_groups, figures.encode_batch) == (
+        3, 2, 5)
     other = adjusted(rra(), toy_problem(fixed=FixedSchedule(policies=("waa-c",))))
     assert other.estimate is None and "policy waa-c" in other.reason
-
-
-def test_too_little_memory_for_any_batch_is_said():
-    found = adjusted(rra(), toy_problem(memory=2e7))
-    assert found.qps == 0.0 and "memory" in found.reason
+    narrow = adjusted(rra(), toy_problem(memory=2e7))
+    assert narrow.qps == 0.0 and "memory" in narrow.reason
 
 
 # --- the choice -------------------------------------------------------------------------------
-
-
-def answer(problem, estimate):
-    return schedule_of(problem, estimate)
 
 
 def test_break_even_is_where_both_have_answered_as_many():
@@ -168,18 +161,13 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     # so slow that far more queries must be left than are ever present
     problem = replace(problem, cluster=problem.cluster.with_nodes(host_bytes_per_s=1e6))
     better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
-    free = reschedule(rra(), problem, roofline_of(problem), best=answer(problem, better))
+    free = reschedule(rra(), problem, roofline_of(problem), best=schedule_of(problem, better))
     assert free.choice == "redeploy" and free.chosen == better and math.isinf(free.queries_left)
-    assert free.loading == redeployment(
-        rra().deployment.pools,
-        better.deployment.pools,
-        problem.model,
-        problem.dtype,
-        problem.cluster,
-    )
+    assert free.loading == redeployment(rra().deployment.pools, better.deployment.pools,
+                                        problem.model, problem.dtype, problem.cluster)
     assert free.cost_s == free.loading.from_dram_s > 0
     left = replace(problem, num_queries=int(factor * free.break_even_queries))
-    found = reschedule(rra(), left, roofline_of(problem), best=answer(left, better))
+    found = reschedule(rra(), left, roofline_of(problem), best=schedule_of(left, better))
     assert found.adjust == free.adjust
     assert found.choice == choice
     assert ("pays after" in found.sentence) == (choice == "adjust")
@@ -189,7 +177,7 @@ def test_keeps_what_is_still_best():
     problem = toy_problem()
     best = adjusted(rra(), problem).estimate
     found = reschedule(schedule_of(problem, best), problem, roofline_of(problem),
-                       best=answer(problem, best))
+                       best=schedule_of(problem, best))
     assert found.choice == "keep" and found.chosen == best and found.loading is None
     assert found.redeploy.reason == "no layer would move" and found.cost_s == 0.0
 
@@ -203,9 +191,8 @@ def test_adjusts_where_the_current_variables_break_the_bound():
     none = InfeasibleError("no schedule")
     found = reschedule(old, problem, roofline_of(problem), best=none)
     assert found.keep.qps == 0.0 and found.keep.reason.startswith("latency")
-    assert (
-        found.choice == "adjust" and found.chosen.figures.latency_s <= problem.constraint.latency_s
-    )
+    assert found.choice == "adjust"
+    assert found.chosen.figures.latency_s <= problem.constraint.latency_s
     assert found.redeploy.reason == "no schedule" and "latency" in found.sentence
     tighter = reschedule(old, problem, roofline_of(problem), best=none,
                          latency_limit_s=found.chosen.figures.latency_s * 0.9)
@@ -218,7 +205,7 @@ def test_adjusts_where_the_current_variables_break_the_bound():
 def test_redeploys_where_nothing_else_is_admissible():
     problem = toy_problem(outputs=LONGER, latency_s=1e-9)
     other = rra(problem, tp_degree=4, tp_gpus=4)
-    found = reschedule(rra(), problem, roofline_of(problem), best=answer(problem, other))
+    found = reschedule(rra(), problem, roofline_of(problem), best=schedule_of(problem, other))
     assert found.choice == "redeploy" and found.break_even_queries == 0.0
     assert "Without moving layers no schedule is admissible" in found.sentence
 
@@ -242,7 +229,101 @@ def test_a_schedule_that_cannot_be_deployed_here_is_refused():
         reschedule(rra().changed(policy="ft"), problem, roofline_of(problem))
 
 
-def test_the_same_question_has_the_same_answer():
-    problem = toy_problem(outputs=LONGER)
-    first, second = (adjusted(rra(), problem) for _ in range(2))
-    assert first == second and np.isfinite(first.qps)
+# --- what is loaded ---------------------------------------------------------------------------
+
+
+OPT = catalog.model("opt-13b")  # 40 layers
+T5 = catalog.model("t5-11b")
+NODE = catalog.cluster("a40-4").with_nodes(ssd_bytes_per_s=4e9, host_bytes_per_s=2e9)
+
+
+def pool_of(counts, *, degree=1, role="both", first_rank=0, first_index=0, encoder=None):
+    found, layer, encoder_layer = [], 0, 0
+    for index, count in enumerate(counts):
+        own = 0 if encoder is None else encoder[index]
+        begin = first_rank + index * degree
+        found.append(StageAssignment(
+            index=first_index + index, ranks=tuple(range(begin, begin + degree)),
+            first_layer=layer, num_layers=count, first_encoder_layer=encoder_layer,
+            num_encoder_layers=own))
+        layer, encoder_layer = layer + count, encoder_layer + own
+    return (Pool(name=role, role=role, stages=tuple(found), num_groups=1, kv_tokens=0),)
+
+
+def two_nodes(**rates: float) -> Cluster:
+    return NODE.with_nodes(num_nodes=2, devices_per_node=2, **rates)
+
+
+@pytest.mark.parametrize("pools", [
+    pool_of([10, 10, 10, 10]), pool_of([20, 20], degree=2), pool_of([13, 9, 9, 9]),
+    pool_of([40], degree=4)])
+def test_a_rank_loads_what_the_simulator_says_it_holds(pools):
+    (pool,) = pools
+    stages, found = pool.stages, redeployment((), pools, OPT, "float16", NODE)
+    expected = memory.weight_bytes(OPT, stages, "float16")
+    by_rank = {rank: size for stage, size in zip(stages, expected, strict=True)
+               for rank in stage.ranks}
+    assert found.rank_bytes == pytest.approx([by_rank[rank] for rank in range(4)], rel=1e-9)
+    assert found.from_dram_s == pytest.approx(max(expected) / 2e9)
+
+
+def test_waa_loads_a_decoder_only_model_twice_and_the_parts_of_another_once():
+    twice = (*pool_of([20, 20], role="encode"),
+             *pool_of([20, 20], role="decode", first_rank=2, first_index=2))
+    once = pool_of([10, 10, 10, 10])
+    ends = OPT.embedding_params + OPT.head_params
+    layers = 40 * OPT.decoder_layer_params
+    assert redeployment((), once, OPT, "float16", NODE).total_bytes == 2 * (layers + ends)
+    assert redeployment((), twice, OPT, "float16", NODE).total_bytes == 2 * 2 * (layers + ends)
+    parts = (*pool_of([0, 0], role="encode", encoder=[12, 12]),
+             *pool_of([12, 12], role="decode", first_rank=2, first_index=2))
+    # the encode pool has no output head, but an embedding of its own
+    assert redeployment((), parts, T5, "float16", NODE).total_bytes == 2 * (
+        24 * T5.encoder_layer_params + 24 * T5.decoder_layer_params
+        + 2 * T5.embedding_params + T5.head_params)
+
+
+def test_the_ssd_is_shared_by_a_nodes_devices_and_reads_a_piece_once():
+    pools = pool_of([40], degree=4)
+    found = redeployment((), pools, OPT, "float16", NODE)
+    distinct = 2 * (40 * OPT.decoder_layer_params + OPT.embedding_params + OPT.head_params)
+    # the embedding lies on all four ranks, and comes off the drive once
+    assert found.node_bytes == pytest.approx((distinct,))
+    assert found.total_bytes == pytest.approx(distinct + 3 * 2 * OPT.embedding_params)
+    assert found.from_ssd_s == pytest.approx(distinct / 4e9)
+
+
+def test_nodes_load_at_the_same_time_and_the_fullest_counts():
+    pools = pool_of([10, 10, 10, 10])
+    one = redeployment((), pools, OPT, "float16", NODE)
+    two = redeployment((), pools, OPT, "float16", two_nodes(ssd_bytes_per_s=1e9))
+    assert sum(two.node_bytes) == one.node_bytes[0] and two.from_dram_s == one.from_dram_s
+    assert two.from_ssd_s == pytest.approx(max(two.node_bytes) / 1e9)
+    # a drive quicker than the copies does not make these any quicker
+    quick = redeployment((), pools, OPT, "float16", two_nodes(ssd_bytes_per_s=100e9))
+    assert quick.from_ssd_s == quick.from_dram_s
+
+
+def test_only_layers_that_a_rank_lacks_are_loaded():
+    old, new = pool_of([10, 10, 10, 10]), pool_of([12, 10, 10, 8])
+    layer = 2 * OPT.decoder_layer_params
+    same = redeployment(old, old, OPT, "float16", NODE)
+    assert same.total_bytes == 0 and same.from_dram_s == same.from_ssd_s == 0
+    # rank 0 gets layers 10, 11; rank 1 holds 12..21, has 10..19; rank 2 22..31; rank 3 32..39
+    assert redeployment(old, new, OPT, "float16", NODE).rank_bytes == (
+        2 * layer, 2 * layer, 2 * layer, 0)
+
+
+def test_another_degree_is_another_shard():
+    old, new = pool_of([20, 20], degree=2), pool_of([40], degree=4)
+    found = redeployment(old, new, OPT, "float16", NODE)
+    everything = redeployment((), new, OPT, "float16", NODE)
+    embedding = 2 * OPT.embedding_params  # whole on ranks 0 and 1 before and after
+    assert found.rank_bytes == tuple(
+        size - (embedding if rank < 2 else 0) for rank, size in enumerate(everything.rank_bytes))
+
+
+def test_ranks_of_a_group_hold_different_shards():
+    held = holdings(pool_of([20, 20], degree=2), OPT, "float16")
+    assert not {p for p in held[0] if p.part == "layer"} & set(held[1])
+    assert {p for p in held[0] if p.part == "embedding"} <= set(held[1])

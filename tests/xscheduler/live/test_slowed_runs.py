@@ -1,19 +1,17 @@
 """A run that is slowed in the middle keeps a bound that it could keep, and the same run misses it
 where nothing is planned anew: replayed, with its launcher beside it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from problems import timing_of
 from slowed_replay import Replayed, Worked, in_pulses, slowed_replay, steadily
-from taken_as_true import timing_of
 
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable, plan_job
+from xgpt.app.schedule import executable, plan_job
 from xgpt.core.schedule import Schedule
 from xscheduler.live.decisions import Decider, Followed
 
@@ -81,12 +79,12 @@ def plan_of(path: Path, policy: str, bound_s: float, *, is_chunked: bool = False
 
 
 @pytest.fixture(scope="module", params=[pytest.param("rra", marks=pytest.mark.slow), "waa-c"])
-def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Planned:
+def planned(request, tmp_path_factory):
     return plan_of(tmp_path_factory.mktemp("job") / "job.yaml", request.param,
                    BOUNDS[request.param])
 
 
-def test_the_bound_is_kept_where_it_can_be(planned: Planned) -> None:
+def test_the_bound_is_kept_where_it_can_be(planned):
     worked, bound_s = in_pulses(STOPPED, 0.1, planned.slowed_s), planned.bound_s
     left, watched = planned.replayed(worked, None), planned.replayed(worked, 0.15)
     assert left.over(bound_s) > 5 * SHARE, "else there was nothing to do"
@@ -106,7 +104,7 @@ def test_the_bound_is_kept_where_it_can_be(planned: Planned) -> None:
     assert all("quicker" not in own.sentence for _, own in watched.decisions), "it never was"
 
 
-def test_what_is_over_the_bound_so_far_is_made_up_for(planned: Planned) -> None:
+def test_what_is_over_the_bound_so_far_is_made_up_for(planned):
     schedule, problem = planned.schedule, planned.session.problem
     decider = Decider(Followed(
         problem=problem, schedule=schedule, threshold=None, is_observing=False, slots=200,
@@ -127,7 +125,7 @@ def test_what_is_over_the_bound_so_far_is_made_up_for(planned: Planned) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slowed_by", ["another program on one core", "all cores in pulses"])
-def test_a_decode_pool_that_encodes_too(tmp_path: Path, slowed_by: str) -> None:
+def test_a_decode_pool_that_encodes_too(tmp_path, slowed_by):
     """Its steps take twice as long, those of the encode pool as long as before, or all take half as
     much longer: fewer queries must be at work, and fewer are left to it as inputs."""
     planned = plan_of(tmp_path / "job.yaml", "waa-c", 17.0, is_chunked=True)

@@ -1,17 +1,18 @@
 """When steps count as slower or quicker than planned: slower ones soon and closely, quicker ones
 once they have lasted. Steps are told as ranks tell of them, a few at a time."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from told_steps import steps_of
-from toy_jobs import estimate_of, roofline_of, toy_problem
+from problems import estimate_of, roofline_of, toy_problem
+from watched_jobs import steps_of
 
+from xgpt.core.lengths import JointLengths, empirical, truncated_normal
+from xscheduler.live.observations import Observation, drift_of, joint_of, observed_lengths
 from xscheduler.live.pace import LASTING_S, LONG, MOST_PATIENCE, SWIFT, Pace, PaceDrift, Ratio, Seen
 
 _FAST = toy_problem(per_node=2)
@@ -50,7 +51,7 @@ class Told:
         return None
 
 
-def test_slower_steps_count_after_a_few_of_them() -> None:
+def test_slower_steps_count_after_a_few_of_them():
     told = Told()
     assert told.tell(1.0, most=200) is None
     found = told.tell(1.5)
@@ -61,14 +62,14 @@ def test_slower_steps_count_after_a_few_of_them() -> None:
     assert drift.slowed == pytest.approx(1.5) and told.tell(1.5) is None, "that is known now"
 
 
-def test_a_burst_of_fewer_steps_changes_nothing() -> None:
+def test_a_burst_of_fewer_steps_changes_nothing():
     told = Told()
     assert told.tell(1.0, most=200) is None
     assert told.tell(3.0, most=SWIFT.length // 2) is None
     assert told.tell(1.0, most=400) is None
 
 
-def test_quicker_steps_must_last_and_longer_each_time_they_were_a_lull() -> None:
+def test_quicker_steps_must_last_and_longer_each_time_they_were_a_lull():
     told, waits = Told(), []
     for _ in range(6):
         assert told.tell(1.5) is not None
@@ -80,7 +81,7 @@ def test_quicker_steps_must_last_and_longer_each_time_they_were_a_lull() -> None
     assert lasted_s[4:] == [MOST_PATIENCE * LASTING_S] * 2, "and no longer than that"
 
 
-def test_quicker_steps_are_planned_with_by_halves() -> None:
+def test_quicker_steps_are_planned_with_by_halves():
     """What smaller batches take says little of the larger ones that they would bring back."""
     told = Told()
     assert told.tell(1.6) is not None
@@ -93,7 +94,7 @@ def test_quicker_steps_are_planned_with_by_halves() -> None:
     assert told.tell(1.0) is None, "all of it is planned with"
 
 
-def test_what_is_quicker_now_and_then_stays_as_it_is_planned() -> None:
+def test_what_is_quicker_now_and_then_stays_as_it_is_planned():
     """Quicker in the mean of any 30 s, but not all the time; and the slowest part is planned
     with."""
     told = Told()
@@ -111,7 +112,7 @@ def test_what_is_quicker_now_and_then_stays_as_it_is_planned() -> None:
     assert found is not None and found[1].now["decode"].factor == pytest.approx(1.3, rel=0.03)
 
 
-def test_what_has_left_the_plan_is_followed_closely() -> None:
+def test_what_has_left_the_plan_is_followed_closely():
     told = Told()
     assert told.tell(1.1, most=400) is None, "within the threshold, of a run as planned"
     assert told.tell(1.3) is not None
@@ -121,7 +122,7 @@ def test_what_has_left_the_plan_is_followed_closely() -> None:
     assert found[0] <= LONG.length
 
 
-def test_a_factor_is_planned_with_by_a_standard_error_more_where_steps_are_slower() -> None:
+def test_a_factor_is_planned_with_by_a_standard_error_more_where_steps_are_slower():
     told = Told()
     pulses = iter([1.0, 1.0, 3.0] * 1000)
     found = told.tell(pulses)
@@ -134,7 +135,7 @@ def test_a_factor_is_planned_with_by_a_standard_error_more_where_steps_are_slowe
 
 
 @pytest.mark.parametrize(("groups", "factor"), [(1, 1.5), (2, 2.0), (5, 2.0)])
-def test_a_slow_stage_counts_as_far_as_it_holds_up_the_others(groups: int, factor: float) -> None:
+def test_a_slow_stage_counts_as_far_as_it_holds_up_the_others(groups, factor):
     """Of two equal stages one takes twice as long: a single group waits for both of them, several
     wait for the slow one."""
     slow, quick = [Ratio(math.log(2), 8, 0.02)] * 3, [Ratio(0.0, 8, 0.02)] * 3
@@ -146,3 +147,111 @@ def test_a_slow_stage_counts_as_far_as_it_holds_up_the_others(groups: int, facto
     turns = [slow[0], quick[0]] * 8
     in_turn = Seen(groups, {0: turns, 1: [*turns[1:], turns[0]]})
     assert math.exp(in_turn.mean.log) == pytest.approx(1.5)
+
+
+# --- observed output lengths ------------------------------------------------------------------
+
+
+PLANNED = truncated_normal(50, 25, 120)
+
+
+def at_work(lengths: np.ndarray, per_phase: int, iterations: int, phases: int,
+            inputs: np.ndarray | None = None) -> Observation:
+    """RRA's view after `phases`: each admitted `per_phase` of `lengths`, in order."""
+    count = per_phase * phases
+    own = lengths[:count]
+    age = (phases - np.arange(count) // per_phase) * iterations
+    given = np.full(count, 30) if inputs is None else inputs[:count]
+    pairs = np.stack([given, np.minimum(own, age)], axis=1)
+    return Observation(finished=pairs[own <= age], active=pairs[own > age])
+
+
+def test_the_estimate_is_unbiased_while_the_mean_of_those_done_is_far_too_low():
+    rng = np.random.default_rng(3)
+    found, naive, errors = [], [], []
+    for _ in range(200):
+        seen = at_work(PLANNED.sample(1000, rng), per_phase=25, iterations=15, phases=9)
+        own = observed_lengths(seen, PLANNED, longest=120)
+        found.append(own.outputs.mean)
+        errors.append(own.mean_error)
+        naive.append(seen.finished[:, 1].mean())
+    assert np.mean(found) == pytest.approx(PLANNED.mean, rel=0.01)
+    assert np.mean(naive) < 0.9 * PLANNED.mean
+    assert np.mean(errors) == pytest.approx(np.std(found), rel=0.2), "what it says of its own error"
+
+
+def test_the_last_queries_alone_do_not_bias_it_either():
+    """A window of the latest queries, as a long run keeps: nobody in it has been there for long."""
+    rng = np.random.default_rng(4)
+    found, unknown = [], []
+    for _ in range(100):
+        seen = at_work(PLANNED.sample(400, rng), per_phase=40, iterations=10, phases=8)
+        own = observed_lengths(seen, PLANNED, longest=120)
+        found.append(own.outputs.mean)
+        unknown.append(own.unknown)
+    assert np.mean(found) == pytest.approx(PLANNED.mean, rel=0.01)
+    assert np.mean(unknown) == pytest.approx(PLANNED.pmf[80:].sum(), rel=0.1)
+
+
+def test_all_done_is_the_plain_distribution():
+    lengths = np.array([3, 5, 5, 9, 2, 3, 3, 7])
+    seen = Observation(finished=np.stack([lengths, lengths], axis=1),
+                       active=np.zeros((0, 2), np.int64))
+    own = observed_lengths(seen, PLANNED, longest=120)
+    np.testing.assert_allclose(own.outputs.pmf, empirical(lengths).pmf, atol=1e-12)
+    assert own.unknown == 0 and own.outputs.num_samples == 8
+    assert own.mean_error == pytest.approx(lengths.std() / np.sqrt(8), rel=1e-9)
+
+
+def test_what_nobody_was_watched_for_is_as_planned_or_else_at_the_cap():
+    active = np.array([[30, 10], [30, 10]])
+    seen = Observation(finished=np.array([[30, 4], [30, 8]]), active=active)
+    own = observed_lengths(seen, PLANNED, longest=120)
+    assert own.unknown == pytest.approx(0.5)
+    rest = PLANNED.pmf[10:]
+    np.testing.assert_allclose(own.outputs.pmf[10:], 0.5 * rest / rest.sum(), atol=1e-12)
+    beyond = observed_lengths(seen, empirical([6, 10]), longest=64).outputs
+    assert beyond.max == 64 and beyond.pmf[-1] == pytest.approx(0.5)
+
+
+def drift(actual, count: int, seed: int, quantile: float = 0.99, threshold: float = 0.1):
+    seen = at_work(actual.sample(2 * count, np.random.default_rng(seed)), per_phase=count // 8,
+                   iterations=20, phases=12)
+    return drift_of(PLANNED, observed_lengths(seen, PLANNED, 240), threshold=threshold,
+                    quantile=quantile)
+
+
+def test_chance_is_no_drift_and_a_longer_mean_is():
+    assert sum(bool(drift(PLANNED, 200, seed)) for seed in range(200)) <= 4
+    longer = truncated_normal(65, 25, 140)
+    assert all(drift(longer, 200, seed).is_mean for seed in range(40))
+    assert not any(drift(longer, 200, seed, threshold=0.6).is_mean for seed in range(20))
+    figures = drift(longer, 400, 0)
+    assert figures.planned_mean == PLANNED.mean
+    assert figures.observed_mean == pytest.approx(65, rel=0.08)
+
+
+def test_a_longer_tail_is_drift_though_the_mean_stays():
+    tails = empirical(np.concatenate([PLANNED.sample(9000, np.random.default_rng(0)) * 9 // 10 + 1,
+                                      np.full(600, 150)]))
+    assert tails.mean == pytest.approx(50, rel=0.06)
+    found = drift(tails, 400, 1)
+    assert found.is_reach and not found.is_mean
+    assert found.observed_reach == 150 > 1.1 * found.planned_reach
+
+
+def test_inputs_stay_with_their_outputs_where_the_two_are_correlated():
+    rng = np.random.default_rng(5)
+    outputs = PLANNED.sample(1000, rng)
+    planned = JointLengths(inputs=truncated_normal(40, 20, 90), outputs=PLANNED)
+    like = np.clip(outputs + rng.integers(-8, 9, 1000), 1, None)
+    found = []
+    for inputs in (like, rng.permutation(like)):
+        seen = at_work(outputs, per_phase=25, iterations=15, phases=12, inputs=inputs)
+        found.append(joint_of(seen, observed_lengths(seen, PLANNED, 120), planned))
+    together, apart = found
+    assert np.corrcoef(*together.pairs.T)[0, 1] > 0.9
+    assert together.outputs.mean == pytest.approx(PLANNED.mean, rel=0.08)
+    assert together.inputs.mean == pytest.approx(like.mean(), rel=0.08)
+    assert together.outputs.num_samples == apart.outputs.num_samples < 300
+    assert apart.pairs is None and apart.inputs is planned.inputs

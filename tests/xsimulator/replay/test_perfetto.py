@@ -1,7 +1,5 @@
 """The trace file of a replay: what the Trace Event Format asks for, and what the replay did."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -10,7 +8,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.perfetto import events, write_trace
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
@@ -159,17 +157,3 @@ def test_the_file_holds_the_same_events(replay, tmp_path, monkeypatch, name, win
     text = gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
     assert json.loads(text)["traceEvents"] == list(events(replay, NAMES, *window))
     assert count == len(json.loads(text)["traceEvents"])
-
-
-def test_writing_never_holds_more_than_a_part_of_the_events(replay, tmp_path, monkeypatch):
-    monkeypatch.setattr("xsimulator.replay.perfetto._EVENTS_A_WRITE", 10)
-    longest, encoder = [0], json.JSONEncoder
-
-    class Watched(encoder):
-        def encode(self, value):
-            longest[0] = max(longest[0], len(value) if isinstance(value, list) else 0)
-            return super().encode(value)
-
-    monkeypatch.setattr("xsimulator.replay.perfetto.json.JSONEncoder", Watched)
-    count = write_trace(replay, tmp_path / "trace.json", NAMES)
-    assert longest[0] == 10 < count

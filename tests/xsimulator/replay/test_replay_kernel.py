@@ -1,12 +1,10 @@
 """The order of events, and replays of queries that come when they come, on any number of pools."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from xgpt.core.errors import XgptError
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.rra import RraRule
@@ -55,7 +53,7 @@ def waa(name, stages, capacity=4):
                                source=pools[0].name, target=pools[1].name)
 
 
-def test_events_at_one_time_come_by_priority_and_then_as_they_were_made() -> None:
+def test_events_at_one_time_come_by_priority_and_then_as_they_were_made():
     kernel, seen = Kernel(), []
     for name, time_s, priority in (("c", 1.0, TURN), ("a", 1.0, ARRIVAL), ("d", 1.0, TURN),
                                    ("b", 1.0, ARRIVAL), ("first", 0.5, TURN)):
@@ -66,7 +64,7 @@ def test_events_at_one_time_come_by_priority_and_then_as_they_were_made() -> Non
     assert kernel.is_free_until(2.0)
 
 
-def test_what_an_event_asks_for_comes_in_its_place() -> None:
+def test_what_an_event_asks_for_comes_in_its_place():
     kernel, seen = Kernel(), []
     kernel.at(0.0, TURN, lambda now: kernel.at(now, ARRIVAL, seen.append))
     kernel.at(0.0, TURN, lambda now: seen.append("turn"))
@@ -74,7 +72,7 @@ def test_what_an_event_asks_for_comes_in_its_place() -> None:
     assert seen == [0.0, "turn"]
 
 
-def test_a_query_is_begun_when_it_comes_and_the_pool_is_free() -> None:
+def test_a_query_is_begun_when_it_comes_and_the_pool_is_free():
     result = run(queries([5.0, 2.0, 5.0, 30.0]), [both()])
     times = result.times
     assert times.arrival_s.tolist() == [5.0, 2.0, 5.0, 30.0]
@@ -86,14 +84,14 @@ def test_a_query_is_begun_when_it_comes_and_the_pool_is_free() -> None:
     assert result.makespan_s == 31.0, "from the first arrival on"
 
 
-def test_an_encoder_decoder_models_first_token_is_its_first_iterations() -> None:
+def test_an_encoder_decoder_models_first_token_is_its_first_iterations():
     times = run(queries([1.0], encode_gives_token=False), [both()]).times
     # encoded from 1 to 2, an iteration each until 4; the third one after an empty encoding
     assert times.first_token_s.tolist() == [3.0]
     assert times.last_token_s.tolist() == [5.0]
 
 
-def test_queries_are_dealt_in_turn_to_pools_of_their_own() -> None:
+def test_queries_are_dealt_in_turn_to_pools_of_their_own():
     alone = run(queries([0.0, 0.0]), [both()])
     result = run(queries([0.0] * 4), [both("left"), both("right", 1)])
     assert [pool.name for pool in result.pools] == ["left", "right"]
@@ -105,7 +103,7 @@ def test_queries_are_dealt_in_turn_to_pools_of_their_own() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("gives_token", [True, False])
-def test_two_pairs_of_pools_work_as_two_jobs(tokens, gives_token) -> None:
+def test_two_pairs_of_pools_work_as_two_jobs(tokens, gives_token):
     (pools, link), (others, other_link) = waa("a", (0, 1)), waa("b", (2, 3))
     result = run(queries([0.0] * 12, tokens, encode_gives_token=gives_token), [*pools, *others],
                  [link, other_link])
@@ -122,7 +120,7 @@ def test_two_pairs_of_pools_work_as_two_jobs(tokens, gives_token) -> None:
                    for link in result.handovers)
 
 
-def test_two_encode_pools_hand_over_to_one_decode_pool() -> None:
+def test_two_encode_pools_hand_over_to_one_decode_pool():
     pools, link = waa("a", (0, 1), capacity=2)
     others, other = waa("b", (2, 3), capacity=2)
     target = PoolPlan(name="decode a", role="decode", clock=Unit(), stages=(1,), kv_tokens=MUCH,
@@ -135,8 +133,73 @@ def test_two_encode_pools_hand_over_to_one_decode_pool() -> None:
     assert np.isfinite(result.times.last_token_s).all()
 
 
-def test_a_query_that_never_fits_is_refused_when_it_comes() -> None:
+def test_a_query_that_never_fits_is_refused_when_it_comes():
     rule = OrcaRule(num_groups=1, max_active=2, kv_tokens=10)
     with pytest.raises(XgptError, match="query 0 reserves 11 tokens"):
         run(queries([4.0]), [PoolPlan(name="both", rule=rule, clock=Unit(), stages=(0,),
                                       kv_tokens=10)])
+
+
+# --- the timelines of the paper's Figures 1 (ORCA) and 4, in units of one stage's time --------
+
+
+class Units:
+    """A clock: an encoded query takes `encode` on every stage, a decoded one `decode`."""
+
+    def __init__(self, stages: int, *, encode: float = 1.0, decode: float = 1.0) -> None:
+        self._stages, self._encode, self._decode = stages, encode, decode
+
+    def seconds(self, sizes: StepSizes) -> list[float]:
+        took = len(sizes.spans) * self._encode + sizes.decoded * self._decode
+        return [took] * self._stages
+
+
+def pool_of(name, rule, clock, stages):
+    return PoolPlan(name=name, role=name, rule=rule, clock=clock, stages=stages, kv_tokens=10**6)
+
+
+@pytest.mark.parametrize(("groups", "stage_times"), [(1, 7.0), (3, 3 + 2 / 3)])
+def test_figure_4_decoder_micro_batches(groups, stage_times):
+    """One encoder stage, three decoder stages, a batch that takes one unit on each stage, two
+    tokens: 1 + 2 * 3 units; in three micro-batches the last one is there after 3 2/3."""
+    encode = WaaEncodeRule(encode_batch=3, num_groups=1, max_in_system=3, kv_tokens=10**6,
+                           encode_kv_tokens=10**6, sizer=BatchSizer(mean_input=8))
+    decode = WaaDecodeRule(num_groups=groups, kv_tokens=10_000, group_max_active=3)
+    third = 1 / 3
+    result = run(queries([0.0] * 3, 2, encode_gives_token=False),
+                 [pool_of("encode", encode, Units(1, encode=third), (0,)),
+                  pool_of("decode", decode, Units(3, decode=third), (1, 2, 3))],
+                 [HandoverPlan(seconds=lambda tokens: 0.0, release=encode.release)])
+    assert result.makespan_s == pytest.approx(stage_times)
+    assert result.latency_s.max() == pytest.approx(stage_times)
+
+
+def boxes(result, stage):
+    """(what, group, start, end) of each step on a stage."""
+    pool = result.pools[0]
+    return [(step.kind.value[0].upper(), step.group, round(float(start), 6), round(float(end), 6))
+            for step, start, end in zip(pool.steps, pool.start_s[:, stage], pool.end_s[:, stage],
+                                        strict=True)]
+
+
+def test_figure_1_orca():
+    """At most one encoding an iteration, with whatever is decoded: iterations of unequal length
+    leave bubbles on the second worker."""
+    rule = OrcaRule(num_groups=2, max_active=4, kv_tokens=10**6)
+    result = run(queries([0.0] * 4), [
+        pool_of("both", rule, Units(2, encode=2.0, decode=0.5), (0, 1))])
+    kinds = [(what, group) for what, group, _, _ in boxes(result, 0)]
+    assert kinds == [("E", 0), ("E", 1), ("M", 0), ("M", 1), ("D", 0), ("D", 1), ("D", 0),
+                     ("D", 1)]
+    pool = result.pools[0]
+    assert pool.encoded.max() == 1, "never more than one encoding an iteration"
+    assert pool.decoded.tolist() == [0, 0, 1, 1, 2, 2, 1, 1]
+    assert boxes(result, 0) == [
+        ("E", 0, 0, 2), ("E", 1, 2, 4), ("M", 0, 4, 6.5), ("M", 1, 6.5, 9), ("D", 0, 9, 10),
+        ("D", 1, 11.5, 12.5), ("D", 0, 12.5, 13), ("D", 1, 13.5, 14)]
+    assert boxes(result, 1) == [
+        ("E", 0, 2, 4), ("E", 1, 4, 6), ("M", 0, 6.5, 9), ("M", 1, 9, 11.5), ("D", 0, 11.5, 12.5),
+        ("D", 1, 12.5, 13.5), ("D", 0, 13.5, 14), ("D", 1, 14, 14.5)]
+    # unequal steps leave bubbles on the second worker: before the first mixed step
+    gaps = pool.start_s[1:, 1] - pool.end_s[:-1, 1]
+    assert gaps.max() == pytest.approx(0.5)

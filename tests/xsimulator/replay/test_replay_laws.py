@@ -1,7 +1,5 @@
 """Laws that every replay obeys, whatever the policy, the lengths and the layout."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -12,14 +10,14 @@ from hypothesis import strategies as st
 from problems import problem_of, roofline_of
 
 from xgpt.core.constraint import latency_constraint
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InputError
-from xgpt.core.job import FixedSchedule
-from xgpt.core.lengths import empirical, joint_empirical
+from xgpt.core.lengths import empirical, joint_empirical, truncated_normal
 from xgpt.core.policies import policy_names
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xrunner.rules.steps import StepKind
 from xsimulator.replay.job import planned_queries, replay_job
-from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.steady import steady_figures
 from xsimulator.rough.forms import fixed_estimate
 
@@ -172,7 +170,7 @@ def test_every_law_holds_for_every_replay(policy):
     EXAMPLES(given(replays(policy))(check))()
 
 
-def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state() -> None:
+def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state():
     """One static batch, and its last queries long after the others: nothing begins meanwhile."""
     start_s = np.array([0.0] * 500 + [18.0])
     latency_s = np.array([5.0] + [10.0] * 497 + [16.0, 17.0] + [2.0])
@@ -182,3 +180,29 @@ def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state() ->
                           output_tokens=np.ones(501, np.int64))
     constraint = latency_constraint(latency_s=math.inf, kind="queries", quantile=0.99)
     assert steady_figures(result, constraint, empirical(np.ones(3, np.int64))) is None
+
+
+# --- the steady state within a replay ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sequence", "queries"])
+def test_those_that_begin_before_the_drain_and_end_in_it_tell_no_latency(kind):
+    """A query a second, each at work for 40 s; once none comes any more, steps are twice as
+    quick."""
+    start_s = np.arange(400.0)
+    in_drain_s = np.maximum(start_s + 40 - 400, 0.0)
+    zeros, last_s = np.zeros(400), start_s + 40 - in_drain_s / 2
+    none, numbers = np.zeros((0, 1)), np.zeros(0, np.int64)
+    idle = PoolRecords(
+        name="all", role="both", stages=(0,), steps=(), decoded=numbers, encoded=numbers,
+        tokens=numbers, context=np.zeros(0), start_s=none, end_s=none, memory_s=np.zeros(0),
+        memory_tokens=numbers, kv_tokens=1)
+    result = ReplayResult(
+        pools=(idle,), handovers=(), output_tokens=np.full(400, 20), preemptions=0,
+        times=QueryTimes(arrival_s=zeros, start_s=start_s, first_token_s=start_s + 1,
+                         last_token_s=last_s))
+    figures = steady_figures(result, latency_constraint(
+        latency_s=math.inf, kind=kind, quantile=0.9), truncated_normal(18, 3, 20))
+    assert figures is not None
+    assert figures.latency_s == pytest.approx(40.0, rel=1e-6)
+    assert figures.throughput_qps == pytest.approx(1.0, rel=0.02)

@@ -1,15 +1,13 @@
 """Memory: what an estimate says fits never exceeds a device, however the lengths fall; and what
 cannot fit is refused (paper sections 7.3 and 7.4)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
+from examples import some
 from problems import problem_of, roofline_of
-from representative import some
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InputError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import policy_names
 from xgpt.core.units import DTYPE_BYTES
 from xscheduler.tensor_plans import tensor_plans

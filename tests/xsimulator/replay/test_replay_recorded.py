@@ -1,7 +1,5 @@
 """A run's record as the source of step times."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +9,8 @@ import numpy as np
 import pytest
 from problems import problem_of, roofline_of
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import XgptError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Estimate
 from xrunner.rules.steps import StepKind
 from xsimulator.replay.job import Replayer, planned_queries
@@ -57,8 +55,7 @@ def made(config: FixedSchedule, folder: Path) -> tuple[Replayer, Estimate, np.nd
 
 
 @pytest.mark.parametrize("config", [RRA, WAA], ids=["rra", "waa"])
-def test_recorded_times_and_lengths_give_the_runs_makespan(config: FixedSchedule,
-                                                           tmp_path: Path) -> None:
+def test_recorded_times_and_lengths_give_the_runs_makespan(config, tmp_path):
     replayer, estimate, inputs = made(config, tmp_path)
     (recording,) = load_recordings(tmp_path, estimate.deployment)
     assert recording.inputs.tolist() == inputs.tolist()
@@ -74,7 +71,7 @@ def test_recorded_times_and_lengths_give_the_runs_makespan(config: FixedSchedule
         assert timed.makespan_s == pytest.approx(recording.wall_s, rel=0.05)
 
 
-def test_a_record_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+def test_a_record_that_is_not_whole_is_refused(tmp_path):
     _, estimate, _ = made(RRA, tmp_path)
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
     (tmp_path / "steps.jsonl").write_text("\n".join(lines[:-3]) + "\n")
@@ -86,7 +83,7 @@ def test_a_record_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         load_recordings(tmp_path, estimate.deployment)
 
 
-def test_a_kind_of_step_that_the_run_never_took_is_named(tmp_path: Path) -> None:
+def test_a_kind_of_step_that_the_run_never_took_is_named(tmp_path):
     replayer, estimate, inputs = made(RRA, tmp_path)
     (recording,) = load_recordings(tmp_path, estimate.deployment)
     only_encodes = replace(recording, pools=tuple(
@@ -96,7 +93,7 @@ def test_a_kind_of_step_that_the_run_never_took_is_named(tmp_path: Path) -> None
         replayer.run(queries, clocks=only_encodes.clocks())
 
 
-def test_each_copy_of_the_model_has_a_record_of_its_own(tmp_path: Path) -> None:
+def test_each_copy_of_the_model_has_a_record_of_its_own(tmp_path):
     """Every other query by the second copy, its stages numbered behind those of the first."""
     timing = roofline_of(PROBLEM)
     estimate = fixed_estimate("rra", PROBLEM, timing, RRA)
@@ -133,8 +130,7 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
     {"index": 3, "input_tokens": 5, "output_tokens": 0, "error": "no numbers"},
     {"custom_id": "a", "response": None, "error": {"code": "no_answer", "message": "no numbers"},
      "xgpt": {"index": 3, "output_ids": []}}])
-def test_a_run_in_which_a_query_failed_is_no_source_of_times(tmp_path: Path,
-                                                             line: dict[str, Any]) -> None:
+def test_a_run_in_which_a_query_failed_is_no_source_of_times(tmp_path, line):
     _, estimate, _ = made(RRA, tmp_path)
     results = tmp_path / "results.jsonl"
     lines = results.read_text(encoding="utf-8").split("\n")

@@ -1,15 +1,13 @@
 """Copies of the model replayed together: who gets which query, and what one that is slow costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from toy_jobs import roofline_of, toy_problem
+from problems import roofline_of, toy_problem
 
-from xgpt.core.job import FIXED, LEAST_TOKENS, FixedSchedule
-from xgpt.core.queries import QueryLengths
+from xgpt.core.controls import FIXED, LEAST_TOKENS, FixedSchedule
+from xgpt.core.problem import QueryLengths
 from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.records import PoolRecords
 from xsimulator.replay.routed import RoutedReplay, replay_routed
@@ -42,7 +40,7 @@ def makespan(replay: RoutedReplay) -> float:
 
 
 @pytest.mark.parametrize(("policy", "config"), CASES)
-def test_a_copy_takes_the_steps_that_it_takes_alone(policy: str, config: object) -> None:
+def test_a_copy_takes_the_steps_that_it_takes_alone(policy, config):
     replayer, queries = made(policy, config)
     replay = replay_routed([replayer] * 2, queries, FIXED)
     assert sorted(place for own in replay.rows for place in own) == list(range(300))
@@ -56,8 +54,7 @@ def test_a_copy_takes_the_steps_that_it_takes_alone(policy: str, config: object)
 @pytest.mark.parametrize(("policy", "config"), [
     pytest.param(*case, marks=[pytest.mark.slow] * (place % 2))
     for place, case in enumerate(CASES)])
-def test_what_a_slow_copy_has_not_begun_is_taken_back_and_answered_once(
-        policy: str, config: object) -> None:
+def test_what_a_slow_copy_has_not_begun_is_taken_back_and_answered_once(policy, config):
     replayer, queries = made(policy, config)
     slow_downs = (1.0, 3.0)
     replay = replay_routed([replayer] * 2, queries, LEAST_TOKENS, slow_downs)
@@ -80,7 +77,7 @@ def share_s(replayer: Replayer, queries: QueryLengths, count: int,
 
 
 @pytest.mark.parametrize(("policy", "config"), CASES[:3])
-def test_between_equal_copies_hardly_any_query_moves(policy: str, config: object) -> None:
+def test_between_equal_copies_hardly_any_query_moves(policy, config):
     replayer, queries = made(policy, config)
     replay = replay_routed([replayer] * 3, queries, LEAST_TOKENS)
     assert replay.num_taken_back <= 12

@@ -1,16 +1,14 @@
 """Ranks that outnumber the cores: who works alone is not slowed down, who never does is in full."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from problems import problem_of
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.job import FixedSchedule
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.job import planned_queries, replay_job, slow_downs
@@ -51,7 +49,7 @@ def stages(degrees) -> list[StageAssignment]:
                             first_layer=i, num_layers=1) for i in range(len(degrees))]
 
 
-def test_only_time_spent_together_is_slow() -> None:
+def test_only_time_spent_together_is_slow():
     # stage 0 works from 0 to 2, stage 1 from 1 to 5: together for one second
     result = recorded([[0.0, 1.0]], [[2.0, 5.0]])
     assert slow_downs(result, stages([1, 1]), cores=1)[0] == pytest.approx([2 / 1.5, 4 / 3.5])
@@ -77,20 +75,20 @@ def replays(config, task="S", **changes):
     return jobs[0], replay_job(problem, slowed, estimate, queries).makespan_s, jobs[1]
 
 
-def test_stages_that_take_turns_have_the_cores_for_themselves() -> None:
+def test_stages_that_take_turns_have_the_cores_for_themselves():
     """One group on four stages: one stage works at a time, though two cores serve four."""
     own, _, shared = replays(FixedSchedule(encode_batch=20, decode_iterations=8,
                                        decode_micro_batches=1))
     assert shared == pytest.approx(own, rel=0.02)
 
 
-def test_stages_that_always_work_are_slowed_down_in_full() -> None:
+def test_stages_that_always_work_are_slowed_down_in_full():
     own, slowed, shared = replays(FixedSchedule(encode_batch=64, decode_iterations=8,
                                             decode_micro_batches=8))
     assert own < shared <= slowed * 1.001
     assert shared > 0.85 * slowed
 
 
-def test_a_pool_that_waits_leaves_its_cores_to_the_other() -> None:
+def test_a_pool_that_waits_leaves_its_cores_to_the_other():
     own, slowed, shared = replays(FixedSchedule(encode_batch=2, decode_micro_batches=2))
     assert own * 1.02 < shared < slowed * 0.98

@@ -1,26 +1,22 @@
 """The rough formulas beside replays and the memory model: random points of every policy."""
 
-from __future__ import annotations
-
-import math
 import zlib
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from problems import problem_of, roofline_of
+from problems import as_given, problem_of, roofline_of
 
 from xgpt.core.controls import WaaControls
 from xgpt.core.deployment import Pool
 from xgpt.core.lengths import FloatArray, JointLengths, truncated_normal
 from xgpt.core.policies import policies, policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule
-from xgpt.core.schedule_file import from_json, schedule_from_flat, to_json
+from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import from_json, to_json
 from xprofiler.roofline import Roofline
-from xscheduler.search import Replays
+from xscheduler.replays import Replays
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator import memory
 from xsimulator.replay.predict import checked_queries
@@ -81,13 +77,12 @@ CASES = [(model, name) for model in PROBLEMS for name in NAMES if is_for(name, m
 
 
 @pytest.fixture(scope="module")
-def points() -> Callable[[str, str], list[Point]]:
+def points():
     return cache(drawn)
 
 
 @pytest.mark.parametrize(("model", "policy"), CASES)
-def test_throughput_and_latency_are_near_those_of_replays(
-        points: Callable[[str, str], list[Point]], model: str, policy: str) -> None:
+def test_throughput_and_latency_are_near_those_of_replays(points, model, policy):
     off = np.array([(estimate.figures.throughput_qps / found.throughput_qps - 1,
                      estimate.figures.latency_s / found.latency_s - 1)
                     for estimate, _, found in points(model, policy) if found is not None])
@@ -95,15 +90,14 @@ def test_throughput_and_latency_are_near_those_of_replays(
 
 
 @pytest.mark.parametrize(("model", "policy"), CASES)
-def test_what_is_estimated_can_be_executed(
-        points: Callable[[str, str], list[Point]], model: str, policy: str) -> None:
+def test_what_is_estimated_can_be_executed(points, model, policy):
     own = points(model, policy)
     assert all(one.replayed is not None for one in own) and own
     assert all(one.estimate.figures.fits for one in own)
 
 
 @pytest.mark.parametrize("name", ["waa-c", "waa-m"])
-def test_a_schedule_in_chunks_is_one_that_ranks_take(name: str) -> None:
+def test_a_schedule_in_chunks_is_one_that_ranks_take(name):
     """Where the encode pool keeps up by itself, too: little is left to the other then."""
     problem, timing = of_model("opt-13b")
     formula = Formulas(problem, timing, Workload(problem)).of(name)
@@ -111,24 +105,15 @@ def test_a_schedule_in_chunks_is_one_that_ranks_take(name: str) -> None:
     stocks = []
     for point in points[points[:, 2] > 0][::5].tolist():
         estimate = formula.estimate((1, 0), tuple(point))
-        schedule = as_given(estimate, problem)
+        schedule = as_given(problem, estimate)
         assert from_json(to_json(schedule)) == schedule, f"{point = }"
         assert isinstance(estimate.controls, WaaControls)
         stocks.append(estimate.controls.stock_tokens)
     assert min(stocks) == 1 < max(stocks)
 
 
-def as_given(estimate: Estimate, problem: Problem) -> Schedule:
-    """A schedule of which nothing was proved."""
-    return schedule_from_flat(
-        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
-        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
-        fingerprint=problem.fingerprint)
-
-
 @pytest.mark.parametrize(("model", "policy"), CASES)
-def test_memory_is_that_of_the_memory_model(
-        points: Callable[[str, str], list[Point]], model: str, policy: str) -> None:
+def test_memory_is_that_of_the_memory_model(points, model, policy):
     problem = of_model(model)[0]
     for estimate, fullest, _ in points(model, policy):
         assert max(estimate.figures.memory_bytes) == pytest.approx(fullest, rel=1e-6)

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.opened import open_job
-from xgpt.app.plan import JobPlanner, Plan
+from xgpt.app.profile import timing_of
+from xgpt.app.schedule import JobPlanner, Plan
 from xgpt.app.telling import LogTeller, Teller
-from xgpt.app.timing import timing_of
 from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptError
-from xgpt.core.job import Job
-from xgpt.core.json_values import plain
-from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.sweep_axes import AUTO, BOUND, COPIES, POLICY
-from xgpt.core.sweep_file import SweepPoint, SweepSpec
-from xgpt.report.policy_words import controls_line, value_of
+from xgpt.core.schedule_file import plain
+from xgpt.job.job import LOCAL_CLUSTER, Job
+from xgpt.job.sweep_file import AUTO, BOUND, COPIES, POLICY, SweepPoint, SweepSpec
 from xgpt.report.sweep_rows import COLUMNS, INFEASIBLE, OK, REFUSED, Row
+from xgpt.report.words import controls_line, value_of
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import predict

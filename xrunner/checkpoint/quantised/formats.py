@@ -1,15 +1,330 @@
 """The ways to store weights of fewer bits that are read: a row each. A row's config is read by
-xgpt.core.hf_quantised, whose `Quantised.format` names it."""
+xgpt.core.hf.quantised, whose `Quantised.format` names it.
+
+Integers of a few bits are packed into words of 32: value i is at bit i * bits of its row, the
+lowest bits of a word first. Where the bits do not divide 32 (3 of them), a value may lie in two
+words: AutoGPTQ's three words for 32 values, with the values 10 and 21 in two of them, are the
+same."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from xgpt.core.hf_quantised import Quantised
-from xrunner.checkpoint.quantised.awq import Awq
-from xrunner.checkpoint.quantised.compressed import PackQuantized
-from xrunner.checkpoint.quantised.gguf import Gguf
-from xrunner.checkpoint.quantised.gptq import Gptq
-from xrunner.checkpoint.quantised.parts import WEIGHT, Format, Part, Shape, Stored
-from xrunner.checkpoint.quantised.scaled import Scaled
+from xgpt.core.hf.quantised import Quantised
+from xrunner.checkpoint.quantised.parts import (
+    SCALES,
+    WEIGHT,
+    Format,
+    Held,
+    Part,
+    Rows,
+    Shape,
+    Stored,
+    Window,
+    divided,
+    per,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+WORD_BITS = 32
+
+
+def words_of(count: int, bits: int, what: str) -> int:
+    """Words that hold so many values. Raises ValueError where they would not fill them."""
+    unit = WORD_BITS // bits if WORD_BITS % bits == 0 else WORD_BITS
+    return divided(count, unit, what) * unit * bits // WORD_BITS
+
+
+def whole_units(wanted: range, bits: int) -> tuple[range, range]:
+    """(values, words): the shortest range of values around `wanted` that begins and ends with a
+    word, and its words."""
+    unit = WORD_BITS // bits if WORD_BITS % bits == 0 else WORD_BITS
+    first, last = wanted.start // unit, per(wanted.stop, unit)
+    width = unit * bits // WORD_BITS
+    return range(first * unit, last * unit), range(first * width, last * width)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """words [..., n] int32 -> their values [..., n * 32 / bits], each 0 .. 2 ** bits - 1, uint8."""
+    import torch
+
+    mask = 2 ** bits - 1
+    if 8 % bits == 0:
+        # a copy: one column of a transposed tensor is contiguous, and yet not for a view
+        octets = words.new_empty(words.shape).copy_(words).view(torch.uint8)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
+        values: Tensor = ((octets.unsqueeze(-1) >> shifts) & mask).flatten(-2)
+        return values
+    count = words.shape[-1] * WORD_BITS // bits
+    begin = torch.arange(count, device=words.device) * bits
+    wide = torch.nn.functional.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, 1))
+    pair = wide[..., begin // WORD_BITS] | wide[..., begin // WORD_BITS + 1] << WORD_BITS
+    spanning: Tensor = (pair >> begin % WORD_BITS) & mask
+    return spanning.to(torch.uint8)
+
+
+def widened(values: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+    """(values - zeros) * scales as float32, where integers and products are exact."""
+    return (values.float() - zeros.float()) * scales.float()
+
+
+def groups_of(held: Held, ending: str, inputs: range, group: int, count: int) -> Tensor:
+    """Of each input its group, of `count`: by the list of that name, or, without one, in order.
+    Raises ValueError where the list names another."""
+    import torch
+
+    if not held.has(ending):
+        return torch.tensor([place // group for place in inputs], dtype=torch.int64)
+    groups = held.read(ending, inputs).to(torch.int64)
+    if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < count:
+        raise ValueError(f"{ending} names the group {int(groups.max())} of {count}")
+    return groups
+
+
+class Gptq:
+    """As AutoGPTQ and GPTQModel store it: transposed, [inputs, outputs], the inputs packed. `g_idx`
+    names each input's group, which is not its place where inputs were quantised in the order of
+    their activations (`desc_act`). Zero points are packed along the outputs: in the format `gptq`
+    less by one, and 0 as the largest number, so that one is added without a carry; in `gptq_v2` as
+    they are.
+
+    `qweight`, `qzeros`, `scales` and `g_idx`, which may be absent where inputs are in order."""
+
+    endings = ("qweight", "qzeros", "scales", "g_idx")
+
+    def parts(self, stored: Quantised, shape: Shape, has: Callable[[str], bool]) -> list[Part]:
+        outputs, inputs = shape
+        groups = per(inputs, stored.group or inputs)
+        return [Part("qweight", ((words_of(inputs, stored.bits, "inputs"), outputs),), ("I32",)),
+                Part("qzeros", ((groups, words_of(outputs, stored.bits, "outputs")),), ("I32",)),
+                Part("scales", ((groups, outputs),), SCALES),
+                Part("g_idx", ((inputs,),), ("I32", "I64"), is_optional=not stored.is_ordered)]
+
+    def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
+        bits, group = stored.bits, stored.group or shape[1]
+        inputs, words = whole_units(window.columns, bits)
+        outputs, zero_words = whole_units(window.rows, bits)
+        packed = held.read("qweight", words, window.rows)
+        zeros = unpack(held.read("qzeros", None, zero_words), bits)
+        zeros = (zeros + stored.zero_offset) & (2 ** bits - 1)
+        zeros = zeros[:, window.rows.start - outputs.start:]
+        scales = held.read("scales", None, window.rows)
+        of_input = groups_of(held, "g_idx", window.columns, group, len(scales))
+
+        def rows(first: int, last: int) -> Tensor:
+            values = unpack(packed[:, first:last].T, bits)
+            begin = window.columns.start - inputs.start
+            return widened(values[:, begin:begin + len(window.columns)],
+                           zeros[:, first:last].T[:, of_input],
+                           scales[:, first:last].T[:, of_input])
+
+        return rows
+
+
+_STORED_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_PLACES = tuple(_STORED_ORDER.index(output) for output in range(len(_STORED_ORDER)))
+
+
+class Awq:
+    """As AutoAWQ stores it (version `gemm`): transposed, [inputs, outputs], eight outputs of 4 bits
+    in a word, within which 0, 2, 4, 6, 1, 3, 5, 7 follow each other; zero points are packed alike.
+
+    `qweight`, `qzeros` and `scales`; one of each a group of inputs but for the first."""
+
+    endings = ("qweight", "qzeros", "scales")
+
+    def parts(self, stored: Quantised, shape: Shape, has: Callable[[str], bool]) -> list[Part]:
+        outputs, inputs = shape
+        groups = divided(inputs, stored.group or inputs, "inputs")
+        words = words_of(outputs, stored.bits, "outputs")
+        return [Part("qweight", ((inputs, words),), ("I32",)),
+                Part("qzeros", ((groups, words),), ("I32",)),
+                Part("scales", ((groups, outputs),), SCALES)]
+
+    def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
+        group = stored.group or shape[1]
+        around, words = whole_units(window.rows, stored.bits)
+        groups = range(window.columns.start // group, per(window.columns.stop, group))
+        packed = held.read("qweight", window.columns, words)
+        scales = held.read("scales", groups, window.rows)
+        zeros = _ordered(unpack(held.read("qzeros", groups, words), stored.bits))
+        zeros = zeros[:, window.rows.start - around.start:]
+        of_input = packed.new_tensor([column // group - groups.start for column in window.columns])
+
+        def rows(first: int, last: int) -> Tensor:
+            wanted = range(window.rows.start + first, window.rows.start + last)
+            values, own = whole_units(wanted, stored.bits)
+            taken = packed[:, own.start - words.start:own.stop - words.start]
+            begin = wanted.start - values.start
+            unpacked = _ordered(unpack(taken, stored.bits))[:, begin:begin + len(wanted)]
+            return widened(unpacked, zeros[:, first:last][of_input],
+                           scales[:, first:last][of_input]).T
+
+        return rows
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """[n, outputs] as they lie in words -> in their own order."""
+    eights = values.reshape(len(values), values.shape[1] // len(_PLACES), len(_PLACES))
+    return eights[..., list(_PLACES)].flatten(-2)
+
+
+class PackQuantized:
+    """compressed-tensors' `pack-quantized`: [outputs, inputs], the inputs packed into words, a
+    row's last one filled up. Values are stored more by half of their range, as are zero points,
+    which are packed along the outputs; without zero points 0 is the middle.
+
+    `weight_packed`, `weight_scale` and `weight_zero_point`; `weight_shape`, and `weight_g_idx`
+    where inputs are in groups by a list."""
+
+    endings = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
+               "weight_g_idx")
+
+    def parts(self, stored: Quantised, shape: Shape, has: Callable[[str], bool]) -> list[Part]:
+        outputs, inputs = shape
+        groups = divided(inputs, stored.group or inputs, "inputs")
+        scales: tuple[Shape, ...] = ((outputs, groups),)
+        if stored.is_per_tensor:
+            scales = (), (1,), (1, 1)
+        parts = [Part("weight_packed", ((outputs, per(inputs * stored.bits, WORD_BITS)),),
+                      ("I32",)),
+                 Part("weight_scale", scales, SCALES),
+                 Part("weight_shape", ((2,),), ("I64", "I32")),
+                 Part("weight_g_idx", ((inputs,),), ("I32", "I64"),
+                      is_optional=not stored.is_ordered)]
+        if stored.has_zeros:
+            rows = per(outputs * stored.bits, WORD_BITS)
+            parts.append(Part("weight_zero_point", ((rows, groups),), ("I32",)))
+        return parts
+
+    def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
+        if (own := tuple(held.read("weight_shape").tolist())) != shape:
+            raise ValueError(f"weight_shape says {list(own)}; by config.json it is {list(shape)}")
+        bits, group = stored.bits, stored.group or shape[1]
+        inputs, words = whole_units(window.columns, bits)
+        packed = held.read("weight_packed", window.rows, words)
+        scales = (held.read("weight_scale").reshape(1, 1).expand(len(window.rows), 1)
+                  if stored.is_per_tensor else held.read("weight_scale", window.rows))
+        zeros = _zeros(stored, held, window.rows)
+        of_input = groups_of(held, "weight_g_idx", window.columns, group, scales.shape[1])
+        begin = window.columns.start - inputs.start
+
+        def rows(first: int, last: int) -> Tensor:
+            values = unpack(packed[first:last], bits)[:, begin:begin + len(window.columns)]
+            middle = scales.new_tensor(2 ** (bits - 1))
+            return widened(values, middle if zeros is None else zeros[first:last][:, of_input],
+                           scales[first:last][:, of_input])
+
+        return rows
+
+
+def _zeros(stored: Quantised, held: Held, outputs: range) -> Tensor | None:
+    """[outputs, groups]; None where all are the middle of the range."""
+    if not stored.has_zeros:
+        return None
+    around, words = whole_units(outputs, stored.bits)
+    begin = outputs.start - around.start
+    zeros = unpack(held.read("weight_zero_point", words).T, stored.bits)
+    return zeros[:, begin:begin + len(outputs)].T
+
+
+class Scaled:
+    """One number of 8 bits an element beside scales of rectangles of them: fp8 (as DeepSeek-V3 and
+    Qwen3-FP8 publish it, or with one scale a weight), `float-quantized` and `int-quantized`.
+
+    `weight` with `weight_scale` (`weight_scale_inv`: the same under DeepSeek's name), and with
+    `weight_zero_point` where it has one."""
+
+    endings = ("weight_scale", "weight_scale_inv", "weight_zero_point", "weight")
+
+    def parts(self, stored: Quantised, shape: Shape, has: Callable[[str], bool]) -> list[Part]:
+        shapes = scale_shapes(stored, shape)
+        parts = [Part("weight", (shape,), ("I8",) if stored.kind == "int" else ("F8_E4M3",)),
+                 Part(_scale(stored, has), shapes, SCALES)]
+        if stored.has_zeros:
+            parts.append(Part("weight_zero_point", shapes, ("I8",)))
+        return parts
+
+    def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
+        values = held.read("weight", window.rows, window.columns)
+        scales = Spread(held.read(_scale(stored, held.has)), stored, shape, window)
+        zeros = None if not stored.has_zeros else Spread(
+            held.read("weight_zero_point"), stored, shape, window)
+
+        def rows(first: int, last: int) -> Tensor:
+            taken = values[first:last].float()
+            if zeros is not None:
+                taken -= zeros(first, last)
+            return taken * scales(first, last)
+
+        return rows
+
+
+def _scale(stored: Quantised, has: Callable[[str], bool]) -> str:
+    is_deepseeks = has("weight_scale_inv") or stored.method == "fp8" and not has("weight_scale")
+    return "weight_scale_inv" if is_deepseeks else "weight_scale"
+
+
+def rectangle(stored: Quantised, shape: Shape) -> tuple[int, int]:
+    """Outputs and inputs that share a scale."""
+    outputs, inputs = shape
+    if stored.is_per_tensor:
+        return outputs, inputs
+    return stored.block or (1, stored.group or inputs)
+
+
+def scale_shapes(stored: Quantised, shape: Shape) -> tuple[Shape, ...]:
+    """Of the scales of a weight of this shape; of one dimension less where that is 1. Raises
+    ValueError where groups do not divide its inputs."""
+    if stored.group is not None:
+        divided(shape[1], stored.group, "inputs")
+    rows, columns = (per(count, size) for count, size in zip(
+        shape, rectangle(stored, shape), strict=True))
+    if stored.is_per_tensor:
+        return (), (1,), (1, 1)
+    whole = (rows, columns)
+    return (whole, (rows,)) if stored.group is None and stored.block is None else (whole,)
+
+
+class Spread:
+    """Scales or zero points, each on all the elements of a window that share it."""
+
+    def __init__(self, held: Tensor, stored: Quantised, shape: Shape, window: Window) -> None:
+        high, wide = rectangle(stored, shape)
+        self._grid = held.float().reshape(per(shape[0], high), per(shape[1], wide))
+        self._rows = [row // high for row in window.rows]
+        self._columns = [column // wide for column in window.columns]
+
+    def __call__(self, first: int, last: int) -> Tensor:
+        """Of the window's rows first .. last - 1, float32 [rows, columns]."""
+        return self._grid[self._rows[first:last]][:, self._columns]
+
+
+# those that the package widens, but for the plain ones
+TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0",
+         "TQ2_0", "MXFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M",
+         "IQ4_NL", "IQ4_XS")
+
+
+class Gguf:
+    """One tensor, which the package `gguf` widens as it is read (xrunner.checkpoint.gguf_file)."""
+
+    endings = ("weight",)
+
+    def parts(self, stored: Quantised, shape: Shape, has: Callable[[str], bool]) -> list[Part]:
+        return [Part("weight", (shape,), TYPES)]
+
+    def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
+        def rows(first: int, last: int) -> Tensor:
+            own = range(window.rows.start + first, window.rows.start + last)
+            return held.read("weight", own, window.columns)
+
+        return rows
+
 
 FORMATS: Mapping[str, Format] = {
     "awq": Awq(), "gptq": Gptq(), "pack-quantized": PackQuantized(), "scaled": Scaled(),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from xgpt.core.hf_quantised import Quantised
+from xgpt.core.hf.quantised import Quantised
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,15 +1,13 @@
 """The row of the engine: what it executes, and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.job import Job
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
-from xrunner.engines.engine import Engine, mistake
+from xgpt.job.job import Job
+from xrunner.backends.engine import Engine, mistake
 
 _POLICY = "ft"
 

@@ -4,16 +4,14 @@ Rank 0 reads the queries from the spool, answers those that no earlier run has a
 the run's account; the others have nothing to do.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
-from xrunner.io.sink import RunSink
+from xrunner.files.sink import RunSink
 from xrunner.plan import RunPlan, load_plan
 from xrunner.query import FinishedQuery
-from xrunner.rank import RunOutcome, Stopwatch, order_of, read_work, to_the_end, write_measured
-from xrunner.world import World, connect
+from xrunner.rank.lead import RunOutcome, Stopwatch, order_of, read_work, to_the_end, write_measured
+from xrunner.rank.world import World, connect
 
 
 def main(arguments: list[str]) -> int:

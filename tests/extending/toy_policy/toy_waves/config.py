@@ -1,7 +1,5 @@
 """The control variables, as a schedule holds them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The row of the policy: what it is, and where its parts are."""
 
-from __future__ import annotations
-
 from xgpt.core.policies import Policy, Variable
 
 WAVES = Policy(

@@ -1,7 +1,5 @@
 """The batching rule: XRunner's head and XSimulator's replay ask it for one step after the other."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from xgpt.core.schedule import Estimate

@@ -1,8 +1,6 @@
 """A run goes on with all that is done: what was held back, and what a killed command left. The
 ranks work in this process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -14,22 +12,25 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 
-from begun_runs import COUNT, POLICIES, RUN, WORKLOAD, Run, lines, opened, roofline  # noqa: E402
+from begun_runs import COUNT, POLICIES, RUN, WORKLOAD, lines, opened, roofline  # noqa: E402
 
-from xgpt.app import run as execution  # noqa: E402
-from xgpt.app.begun import BY_WHAT_WAS_BEGUN, goes_on  # noqa: E402
-from xgpt.app.plan import Plan, plan_job  # noqa: E402
-from xgpt.app.resume import TAKEN_OVER  # noqa: E402
-from xgpt.app.run import open_to_run  # noqa: E402
+from xgpt.app.running import run as execution  # noqa: E402
+from xgpt.app.running.resume import (  # noqa: E402
+    BY_WHAT_WAS_BEGUN,
+    TAKEN_OVER,  # noqa: E402
+    goes_on,
+)
+from xgpt.app.running.run import open_to_run  # noqa: E402
+from xgpt.app.schedule import Plan, plan_job  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import InputError, StoppedEarly, XgptError  # noqa: E402
-from xgpt.core.job_file import load_job  # noqa: E402
+from xgpt.job.job_file import load_job  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.process import run_watched  # noqa: E402
-from xrunner.io.results import HELD_FILE  # noqa: E402
+from xrunner.files.results import HELD_FILE  # noqa: E402
 
 
-def test_a_stopped_run_goes_on_without_what_it_held_back(folder: Path, run: Run) -> None:
+def test_a_stopped_run_goes_on_without_what_it_held_back(folder, run):
     out, done = folder / "out", dict[int, str]()
     for stop_after in (6, 5, 3):
         with pytest.raises(StoppedEarly, match="wait in held.jsonl") as stop:
@@ -51,14 +52,13 @@ def test_a_stopped_run_goes_on_without_what_it_held_back(folder: Path, run: Run)
     assert (progress["done"], progress["done_before"]) == (COUNT, len(done))
 
 
-def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(folder, run, monkeypatch):
     """What `auto` takes depends on the memory that is free."""
     monkeypatch.setitem(RUN, "dtype", "dtype: bfloat16, weight_dtype: float32")
     with pytest.raises(StoppedEarly):
         run(6)
     monkeypatch.setitem(RUN, "dtype", "dtype: bfloat16")
-    for module in ("xgpt.core.problem", "xgpt.app.laid_out"):
+    for module in ("xgpt.job.resolve", "xgpt.app.schedule"):
         monkeypatch.setattr(f"{module}.resolve_weight_dtype", lambda job, dtype, *_: (
             dtype if job.run.weight_dtype == "auto" else job.run.weight_dtype))
     assert opened(folder).problem.weight_dtype == "bfloat16", "as where there is little memory"
@@ -70,23 +70,11 @@ def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(
     assert session.problem.weight_dtype == "bfloat16", "of a job that is done nothing is kept"
 
 
-def test_another_schedule_goes_on_with_what_is_held(folder: Path, run: Run,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StoppedEarly):
-        run(6)
-    out = folder / "out"
-    done = lines(out / "results.jsonl") | lines(out / HELD_FILE)
-    monkeypatch.setitem(POLICIES, "rra", "encode_batch: 2, decode_iterations: 9")
-    run()
-    final = lines(out / "results.jsonl")
-    assert list(final) == list(range(COUNT)) and final.items() >= done.items()
-
-
-def test_a_job_that_makes_its_requests_goes_on_by_another_schedule(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its schedule holds changes with every plan, and none of its requests is longer."""
-    monkeypatch.setitem(WORKLOAD, "requests",
-                        "requests: {count: 24}, input_tokens: {mean: 5, std: 2, max: 9}")
+@pytest.mark.parametrize("requests", [
+    WORKLOAD["requests"], "requests: {count: 24}, input_tokens: {mean: 5, std: 2, max: 9}"])
+def test_another_schedule_goes_on_with_what_is_held(folder, run, monkeypatch, requests):
+    """What a schedule holds of made requests changes with every plan, and none is longer."""
+    monkeypatch.setitem(WORKLOAD, "requests", requests)
     with pytest.raises(StoppedEarly):
         run(6)
     out = folder / "out"
@@ -94,7 +82,8 @@ def test_a_job_that_makes_its_requests_goes_on_by_another_schedule(
     monkeypatch.setitem(POLICIES, "rra", "encode_batch: 2, decode_iterations: 9")
     metrics = run()
     assert (metrics["queries"], metrics["queries_before"]) == (COUNT, len(done))
-    assert lines(out / "results.jsonl").items() >= done.items()
+    final = lines(out / "results.jsonl")
+    assert list(final) == list(range(COUNT)) and final.items() >= done.items()
     assert not list(out.glob("results-*"))
 
 
@@ -112,11 +101,10 @@ def by_kv_tokens(folder: Path, tokens: int) -> Plan:
 
 @pytest.mark.parametrize("first", [60, 400])
 def test_a_run_goes_on_with_the_requests_that_it_was_begun_with(
-        folder: Path, run: Run, first: int, capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch) -> None:
+        folder, run, first, capsys, monkeypatch):
     out, second = folder / "out", 460 - first
     plan = by_kv_tokens(folder, first)
-    monkeypatch.setattr("xgpt.app.run.timing_of", roofline)  # as the command by data sheets
+    monkeypatch.setattr("xgpt.app.schedule.timing_of", roofline)  # as the command by data sheets
     with pytest.raises(StoppedEarly):
         run(6, plan=plan)
     done = lines(out / "results.jsonl") | lines(out / HELD_FILE)
@@ -142,8 +130,7 @@ def test_a_run_goes_on_with_the_requests_that_it_was_begun_with(
         assert (out / "errors.jsonl").read_bytes() == errors
 
 
-def test_what_a_killed_command_left_is_taken_over(folder: Path, run: Run,
-                                                  capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_killed_command_left_is_taken_over(folder, run, capsys):
     out, first = folder / "out", run()
     results = (out / "results.jsonl").read_bytes()
     (out / "metrics.json").unlink()
@@ -173,8 +160,7 @@ def test_what_a_killed_command_left_is_taken_over(folder: Path, run: Run,
     assert "<html" in (out / "report.html").read_text()
 
 
-def test_a_job_that_is_done_runs_anew_and_no_results_are_written_over(folder: Path,
-                                                                      run: Run) -> None:
+def test_a_job_that_is_done_runs_anew_and_no_results_are_written_over(folder, run):
     out = folder / "out"
     for count in range(3):
         run()
@@ -188,16 +174,7 @@ def test_a_job_that_is_done_runs_anew_and_no_results_are_written_over(folder: Pa
     assert len(list(out.glob("held-*.jsonl"))) == 1
 
 
-def test_a_job_of_fewer_queries_than_its_schedule_is_for_runs(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, "rra", "encode_batch: 40, decode_iterations: 4")
-    metrics = run()
-    assert metrics["queries"] == COUNT and metrics["throughput_qps"]["predicted"] > 0
-
-
-def test_the_end_tells_cut_answers_the_bound_and_the_first_error(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_tells_cut_answers_the_bound_and_the_first_error(folder, run, monkeypatch, capsys):
     run()
     assert "reached the most tokens" not in capsys.readouterr().err, "the lengths were wished for"
     (folder / "requests.jsonl").write_text('{"tokens": [7, 8]}\n{"tokens": [9]}\nno JSON\n')
@@ -214,8 +191,7 @@ def test_the_end_tells_cut_answers_the_bound_and_the_first_error(
                                             ("exit 9", "Signal 9 ended a rank"),
                                             ("kill -BUS $$", "A bus error ended a rank"),
                                             ("echo no such device; exit 4", "no such device")])
-def test_ranks_that_die_are_told_with_what_is_kept(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch, ends: str, told: str) -> None:
+def test_ranks_that_die_are_told_with_what_is_kept(folder, run, monkeypatch, ends, told):
     with pytest.raises(StoppedEarly):
         run(6)
     done = len(lines(folder / "out" / "results.jsonl") | lines(folder / "out" / HELD_FILE))
@@ -230,14 +206,13 @@ def test_ranks_that_die_are_told_with_what_is_kept(
     session = opened(folder)
     plan = plan_job(session, roofline(session))
     with pytest.raises(XgptError) as failed:
-        execution.execute(plan.opened, plan.timing, plan.schedule)
+        execution.execute(plan)
     said = " ".join(str(failed.value).split())
     assert f"{done} answers are kept; the same command goes on" in said and told in said
     assert ("when memory runs out" in said) == ("9" in ends)
 
 
-def test_entries_that_cannot_be_used_are_told_before_anything_is_planned(
-        folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_entries_that_cannot_be_used_are_told_before_anything_is_planned(folder, capsys):
     with (folder / "requests.jsonl").open("a") as file:
         file.write("no JSON\n")
     opened(folder)
@@ -252,7 +227,7 @@ def test_entries_that_cannot_be_used_are_told_before_anything_is_planned(
     ("metrics.json", "steps.jsonl", "schedule.json", "measured.json", "progress.json",
      "job.json", "report.html", HELD_FILE)])
 def test_other_files_than_the_results_do_not_decide_whether_a_job_is_done(
-        folder: Path, run: Run, lost: tuple[str, ...], content: bytes | None) -> None:
+        folder, run, lost, content):
     run()
     out = folder / "out"
     results = (out / "results.jsonl").read_bytes()
@@ -265,8 +240,7 @@ def test_other_files_than_the_results_do_not_decide_whether_a_job_is_done(
     assert (out / "results.jsonl").read_bytes() == results and not list(out.glob("results-*"))
 
 
-def test_requests_of_which_none_can_run_are_refused_before_anything_is_measured(
-        folder: Path) -> None:
+def test_requests_of_which_none_can_run_are_refused_before_anything_is_measured(folder):
     (folder / "requests.jsonl").write_text(
         '{"tokens": [97]}\n{"tokens": [1], "forced_tokens": 999}\n{"id": "x"}\n')
     with pytest.raises(InputError, match="holds no request that can run") as refused:

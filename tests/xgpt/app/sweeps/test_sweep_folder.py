@@ -1,7 +1,5 @@
 """A sweep's points: planned as `xgpt schedule` plans them, kept, gone on with, and written out."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -16,12 +14,12 @@ from typing import Any
 import pytest
 
 from xgpt.app.opened import open_file
-from xgpt.app.plan import plan_job
+from xgpt.app.schedule import plan_job
 from xgpt.app.sweeps import sweep
 from xgpt.app.sweeps.sweep import Swept, sweep_points
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError, StoppedEarly, XgptError
-from xgpt.core.sweep_file import SweepFlags, load_sweep
+from xgpt.job.sweep_file import SweepFlags, load_sweep
 from xgpt.report.sweep_rows import COLUMNS, MEASURED, read_sweep
 from xscheduler.planner import PlanOptions
 
@@ -31,7 +29,7 @@ EFFORT = ("nodes", "search_s")  # what planning took, which depends on what was 
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path):
     """A sweep file of one job, without margins: quickly planned."""
     path = tmp_path / "sweep.yaml"
     path.write_text(f"base: {JOB}margin: false\n")
@@ -66,7 +64,7 @@ def without_effort(rows: Any) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in EFFORT} for row in rows]
 
 
-def test_a_point_is_what_schedule_says_of_it(tmp_path: Path) -> None:
+def test_a_point_is_what_schedule_says_of_it(tmp_path):
     job = tmp_path / "job.yaml"
     job.write_text(JOB)
     rows = swept(job, "policy=rra,ft", bounds="0.01,5").rows
@@ -88,14 +86,14 @@ def test_a_point_is_what_schedule_says_of_it(tmp_path: Path) -> None:
     assert rows[1]["decode_iterations"] and rows[3]["decode_iterations"] is None
 
 
-def test_a_share_is_of_the_latency_at_the_highest_throughput_of_any_policy(job: Path) -> None:
+def test_a_share_is_of_the_latency_at_the_highest_throughput_of_any_policy(job):
     rows = swept(job, "policy=auto,ft", bounds="50%,inf").rows
     free_s = rows[1]["latency_s"]
     assert rows[1]["bound_s"] == "inf"
     assert rows[0]["bound_s"] == rows[2]["bound_s"] == float(f"{free_s / 2:.3g}")
 
 
-def test_a_combination_that_cannot_be_planned_is_a_row_with_the_reason(job: Path) -> None:
+def test_a_combination_that_cannot_be_planned_is_a_row_with_the_reason(job):
     rows = swept(job, "policy=sarathi,ft", "cluster=a40-8", "model=t5-11b", bounds="inf").rows
     assert [row["status"] for row in rows] == ["refused", "ok"]
     assert "encoder" in rows[0]["reason"]
@@ -104,7 +102,7 @@ def test_a_combination_that_cannot_be_planned_is_a_row_with_the_reason(job: Path
     assert again.lines == ["going on: 2 of 2 points are there"]
 
 
-def test_the_job_s_horizon_says_how_long_the_job_takes(job: Path) -> None:
+def test_the_job_s_horizon_says_how_long_the_job_takes(job):
     spec = load_sweep(job, SweepFlags(over=("policy=waa-c",), bounds="20",
                                       horizon="job"))
     (row,) = sweep_points(spec, Told()).rows
@@ -112,7 +110,7 @@ def test_the_job_s_horizon_says_how_long_the_job_takes(job: Path) -> None:
     assert row["job_throughput_qps"] == pytest.approx(60 / row["makespan_s"], rel=0.01)
 
 
-def test_a_changed_grid_keeps_what_is_still_in_it(job: Path) -> None:
+def test_a_changed_grid_keeps_what_is_still_in_it(job):
     first, told = swept(job, "policy=ft,waa-c").rows, Told()
     assert swept(job, "policy=ft,waa-c", tell=told).rows == first and not told.planned
     second = swept(job, "policy=waa-c,waa-m", tell=told).rows
@@ -122,7 +120,7 @@ def test_a_changed_grid_keeps_what_is_still_in_it(job: Path) -> None:
         [first[1], first[0], first[3], first[2]])
 
 
-def test_another_planner_s_points_are_planned_anew_and_kept(job: Path) -> None:
+def test_another_planner_s_points_are_planned_anew_and_kept(job):
     first, told = swept(job, "policy=ft"), Told()
     rows = first.folder / "sweep.jsonl"
     rows.write_text(rows.read_text().replace(first.rows[0]["fingerprint"], "of another"))
@@ -134,7 +132,7 @@ def test_another_planner_s_points_are_planned_anew_and_kept(job: Path) -> None:
         row | {"fingerprint": "of another"} for row in first.rows]
 
 
-def test_a_changed_file_of_lengths_is_another_point_s(job: Path) -> None:
+def test_a_changed_file_of_lengths_is_another_point_s(job):
     lengths = job.parent / "lengths.csv"
     lengths.write_text("input,output\n8,8\n16,16\n")
     job.write_text("base: {model: opt-13b, cluster: a40-4, workload: {input_tokens: {file: "
@@ -145,7 +143,7 @@ def test_a_changed_file_of_lengths_is_another_point_s(job: Path) -> None:
     assert told.planned == 1 and again["throughput_qps"] < first["throughput_qps"]
 
 
-def test_half_a_line_counts_for_nothing(job: Path) -> None:
+def test_half_a_line_counts_for_nothing(job):
     whole, told = swept(job, "policy=ft"), Told()
     lines = (whole.folder / "sweep.jsonl").read_text()
     (whole.folder / "sweep.jsonl").write_text(lines[:-40])
@@ -154,7 +152,7 @@ def test_half_a_line_counts_for_nothing(job: Path) -> None:
     assert told.planned == 1 and without_effort(again.rows) == without_effort(whole.rows)
 
 
-def test_a_stopped_sweep_says_so_and_keeps_its_rows(job: Path) -> None:
+def test_a_stopped_sweep_says_so_and_keeps_its_rows(job):
     with pytest.raises(StoppedEarly, match="stopped after 1 of 2 points"):
         swept(job, "policy=ft", tell=Told(after=1))
     kept = read_sweep(job.parent / "out" / "sweep")
@@ -177,8 +175,7 @@ def started(path: Path, least_rows: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("tasks", ["S", pytest.param("S, T", marks=pytest.mark.slow)])
-def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path: Path,
-                                                               tasks: str) -> None:
+def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path, tasks):
     count, path = 9 * len(tasks.split()), tmp_path / "killed.yaml"
     path.write_text("base: {model: opt-13b, cluster: a40-4, workload: {task: S}, "
                     "schedule: {encode_chunk: 0}}\nmargin: false\n"
@@ -204,7 +201,7 @@ def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path: Path,
     assert (ended.folder / "sweep.jsonl").read_text().count("\n") == count
 
 
-def test_rows_go_through_csv_and_parquet(job: Path) -> None:
+def test_rows_go_through_csv_and_parquet(job):
     parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
     done = swept(job, "policy=ft,orca", bounds="0.01,inf", formats=("csv", "parquet"))
     assert [path.name for path in done.files] == [
@@ -221,16 +218,14 @@ def test_rows_go_through_csv_and_parquet(job: Path) -> None:
             assert line[name] == ("" if value is None else str(value)), name
 
 
-def test_parquet_without_pyarrow_is_refused_before_anything_is_planned(
-        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_is_refused_before_anything_is_planned(job, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(XgptError, match="pip install"):
         swept(job, "policy=ft", formats=("parquet",))
     assert not (job.parent / "out").exists()
 
 
-def test_points_are_run_once_each_and_measured_beside_predicted(
-        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_are_run_once_each_and_measured_beside_predicted(job, monkeypatch):
     ran: list[tuple[str | None, float]] = []
 
     def submit(own: Any, tell: Any) -> None:
@@ -251,7 +246,7 @@ def test_points_are_run_once_each_and_measured_beside_predicted(
     assert ran[2:] == [("ft", 20.0)] and again[1]["measured_status"] == "done"
 
 
-def test_what_cannot_run_here_is_told_before_anything_is_planned(job: Path) -> None:
+def test_what_cannot_run_here_is_told_before_anything_is_planned(job):
     with pytest.raises(InputError, match="local"):
         swept(job, "policy=ft", runs=True)
     assert not (job.parent / "out").exists()

@@ -1,7 +1,5 @@
 """Every format of requests is read alike; what is wrong in one is told with its place."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io
@@ -18,9 +16,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError, MissingExtraError
-from xgpt.core.request_files.files import STDIN, SUFFIXES, RequestFiles, format_of
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.workload import Request, RequestError
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, RequestError
+from xgpt.requests.request_files import STDIN, SUFFIXES, RequestFiles, format_of
 
 pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra `parquet`")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -66,14 +64,14 @@ def refusal(*paths: Path, **said: Any) -> str:
 @pytest.mark.parametrize("name", [
     "r.jsonl", "r.ndjson", "r.json", "r.csv", "r.tsv", "r.parquet", "R.CSV", "r.jsonl.gz",
     "r.csv.gz", "r.json.gz"])
-def test_every_format_says_the_same(tmp_path: Path, name: str) -> None:
+def test_every_format_says_the_same(tmp_path, name):
     requests, errors = read(write(tmp_path / name, ROWS))
     assert not errors
     assert [(r.id, r.prompt, r.max_tokens) for r in requests] == [
         (row["id"], row["prompt"], row["max_tokens"]) for row in ROWS]
 
 
-def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
+def test_a_text_file_has_a_prompt_a_line(tmp_path):
     path = tmp_path / "r.txt"
     path.write_bytes(b"\xef\xbb\xbf{first}\r\n\n  second \n \t\r\n"
                      b"b\xe2\x80\xa8d\nbroken \xff\nlast")
@@ -83,7 +81,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     assert [e.line for e in errors] == [6] and "not UTF-8" in errors[0].error
 
 
-def test_a_json_array_is_of_objects_openai_lines_or_texts(tmp_path: Path) -> None:
+def test_a_json_array_is_of_objects_openai_lines_or_texts(tmp_path):
     openai = {"custom_id": "o", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}
     path = tmp_path / "r.json"
     path.write_text(json.dumps([{"id": "a", "prompt": "x"}, "y", openai, 7, {"id": "z"}]))
@@ -93,17 +91,6 @@ def test_a_json_array_is_of_objects_openai_lines_or_texts(tmp_path: Path) -> Non
     assert [(e.line, e.id) for e in errors] == [(4, None), (5, "z")]
 
 
-@pytest.mark.parametrize(("content", "said"), [
-    ('[{"prompt": "x"}, {"prom', "no whole JSON array"), ("[" * 100_000, "nested too deeply"),
-    ('["\xff"]', "not UTF-8"), ("prompt\nx\n", "should begin with"),
-    ('["x"] {"prompt": "y"}', "no whole JSON array")])
-def test_a_json_array_that_is_not_whole_is_one_error(
-        tmp_path: Path, content: str, said: str) -> None:
-    path = tmp_path / "r.json"
-    path.write_bytes(content.encode("latin-1"))
-    assert said in refusal(path)
-
-
 TWICE = ['{"prompt": "first", "prompt": "second"}',
          '{"prompt": "x", "max_tokens": 1, "max_tokens": true}',
          '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
@@ -111,7 +98,7 @@ TWICE = ['{"prompt": "first", "prompt": "second"}',
 
 
 @pytest.mark.parametrize("known", ["jsonl", "json"])
-def test_a_key_given_twice_costs_its_own_line(tmp_path: Path, known: str) -> None:
+def test_a_key_given_twice_costs_its_own_line(tmp_path, known):
     """The last one counted without a word. Two that say the same are no question."""
     path, same = tmp_path / f"r.{known}", '{"prompt": "x", "max_tokens": 3, "max_tokens": 3}'
     lines = [*TWICE, same, '{"prompt": "y"}']
@@ -123,7 +110,7 @@ def test_a_key_given_twice_costs_its_own_line(tmp_path: Path, known: str) -> Non
         assert f"the key '{key}' is given twice, with different values" in error.error
 
 
-def test_a_key_given_twice_in_a_cell_costs_its_row(tmp_path: Path) -> None:
+def test_a_key_given_twice_in_a_cell_costs_its_row(tmp_path):
     path = tmp_path / "r.csv"
     path.write_text('messages\n"[{""role"": ""user"", ""content"": ""a"", ""content"": ""b""}]"\n'
                     '"[{""role"": ""user"", ""content"": ""a""}]"\n')
@@ -131,14 +118,14 @@ def test_a_key_given_twice_in_a_cell_costs_its_row(tmp_path: Path) -> None:
     assert len(requests) == 1 and "the key 'content' is given twice" in errors[0].error
 
 
-def test_objects_a_line_in_a_file_called_json_are_read_as_such(tmp_path: Path) -> None:
+def test_objects_a_line_in_a_file_called_json_are_read_as_such(tmp_path):
     requests, errors = read(write(tmp_path / "r.json", ROWS, "jsonl"))
     assert len(requests) == 3 and not errors
     (tmp_path / "r.json").write_text('{"data": []}')
     assert read(tmp_path / "r.json")[1][0].error.startswith("needs exactly one of prompt")
 
 
-def test_columns_go_by_the_names_that_the_job_gives(tmp_path: Path) -> None:
+def test_columns_go_by_the_names_that_the_job_gives(tmp_path):
     rows = [{"nr": 7, "question": "Why?", "prompt": "old", "max_tokens": 3, "seed": "none"}]
     for name in ("r.csv", "r.parquet", "r.jsonl", "r.json"):
         path = write(tmp_path / name, rows)
@@ -148,7 +135,7 @@ def test_columns_go_by_the_names_that_the_job_gives(tmp_path: Path) -> None:
         assert "seed" in read(path, prompt="question", id="nr")[1][0].error
 
 
-def test_messages_and_tokens_are_json_in_a_cell_and_typed_in_parquet(tmp_path: Path) -> None:
+def test_messages_and_tokens_are_json_in_a_cell_and_typed_in_parquet(tmp_path):
     messages = [{"role": "user", "content": "Hi"}]
     for name in ("m.csv", "m.parquet"):
         is_text = name == "m.csv"
@@ -164,14 +151,14 @@ def test_messages_and_tokens_are_json_in_a_cell_and_typed_in_parquet(tmp_path: P
             for e in errors] == [True] * 3
 
 
-def test_of_several_contents_a_table_s_first_is_taken(tmp_path: Path) -> None:
+def test_of_several_contents_a_table_s_first_is_taken(tmp_path):
     path = tmp_path / "r.csv"
     path.write_text("tokens,messages,prompt\n17,[],Hi\n")
     requests, errors = read(path)
     assert not errors and requests[0].prompt == "Hi" and requests[0].tokens is None
 
 
-def test_a_bad_row_costs_itself_alone(tmp_path: Path) -> None:
+def test_a_bad_row_costs_itself_alone(tmp_path):
     path = tmp_path / "r.csv"
     path.write_bytes(b"\xef\xbb\xbfid, prompt ,seed\r\n"
                      b"a,first,1\r\n"
@@ -196,7 +183,7 @@ def test_a_bad_row_costs_itself_alone(tmp_path: Path) -> None:
     assert "not empty" in said[4] and "already that of line 2" in said[5] and "seed" in said[6]
 
 
-def test_a_quote_that_is_never_closed_says_what_it_takes_with_it(tmp_path: Path) -> None:
+def test_a_quote_that_is_never_closed_says_what_it_takes_with_it(tmp_path):
     path = tmp_path / "r.csv"
     path.write_text("id,prompt\na,x\nb,\"open\nc,y\nd,z\n")
     requests, errors = read(path)
@@ -204,7 +191,7 @@ def test_a_quote_that_is_never_closed_says_what_it_takes_with_it(tmp_path: Path)
     assert "never closed: lines 3 to 5" in errors[0].error
 
 
-def test_null_and_wrong_values_of_parquet_are_error_records(tmp_path: Path) -> None:
+def test_null_and_wrong_values_of_parquet_are_error_records(tmp_path):
     table = pa.table({"id": pa.array([1, None, 3, 3], pa.int32()),
                       "prompt": ["a", None, "", "d"],
                       "max_tokens": [4.0, float("nan"), 2.0, 2.0],
@@ -217,64 +204,72 @@ def test_null_and_wrong_values_of_parquet_are_error_records(tmp_path: Path) -> N
     assert "null" in errors[0].error and "not empty" in errors[1].error
 
 
-def test_prompts_that_are_no_utf_8_in_parquet_cost_their_rows(tmp_path: Path) -> None:
+def test_prompts_that_are_no_utf_8_in_parquet_cost_their_rows(tmp_path):
     bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"\xff"], pa.binary()).buffers())
     pq.write_table(pa.table({"prompt": bad}), tmp_path / "r.parquet")
     requests, errors = read(tmp_path / "r.parquet")
     assert [r.prompt for r in requests] == ["ok"] and "not UTF-8" in errors[0].error
 
 
-@pytest.mark.parametrize("cut", [10, -20, -1])
-def test_a_parquet_file_that_is_cut_off_is_one_error(tmp_path: Path, cut: int) -> None:
-    path = write(tmp_path / "r.parquet", ROWS)
-    path.write_bytes(path.read_bytes()[:cut])
-    assert "no whole Parquet file" in refusal(path) and "Copy it again" in refusal(path)
+def cut(path, rows, end):
+    whole = write(path, rows).read_bytes()
+    return whole[:end]
 
 
-def test_a_parquet_file_that_is_damaged_inside_is_one_error(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i * 7919 % 1009} " * 40} for i in range(3000)]
-    path = write(tmp_path / "r.parquet", rows)
-    raw = bytearray(path.read_bytes())
+def damaged(path):
+    """A Parquet file with other bytes inside."""
+    raw = bytearray(cut(path, [{"prompt": f"{i * 7919 % 1009} " * 40} for i in range(3000)], None))
     raw[len(raw) // 3:len(raw) // 3 + 400] = b"\xff" * 400
-    path.write_bytes(raw)
-    assert "no whole Parquet file" in refusal(path)
+    return raw
 
 
-def test_a_compressed_file_that_is_cut_off_is_one_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.jsonl.gz", [{"prompt": f"number {i * i}"} for i in range(2000)])
-    path.write_bytes(path.read_bytes()[:-200])
-    assert "damaged or cut off" in refusal(path)
+NUMBERED = [{"prompt": f"number {i * i}"} for i in range(2000)]
+COPY = "no whole Parquet file / Copy it again"
 
 
-@pytest.mark.parametrize(("header", "said", "words"), [
-    ("id,question,topic", {}, ["no column 'prompt'", "columns there: id, question, topic",
-                              "prompt: COLUMN}"]),
-    ("id,Prompt", {}, ["did you mean 'Prompt'?"]),
-    ("id,prompt", {"prompt": "text"}, ["workload.requests.prompt = 'text'", "no column 'text'"]),
-    ("nr,prompt", {"id": "id"}, ["workload.requests.id", "columns there: nr, prompt"]),
-    ("id;prompt;topic", {}, ["delimiter: \";\""]), ("id\tprompt", {}, ["delimiter: \"\\t\""]),
-    ("prompt,a,a", {}, ["two columns are called 'a'"]),
-    ("prompt,max_new_tokens", {}, ["did you mean the column 'max_tokens'", "options: false"]),
-    ("prompt,a", {"carry": ("b",)}, ["workload.requests.carry", "columns there: prompt, a"]),
-    ("\"open", {}, ["its header cannot be read"])])
-def test_a_header_without_what_is_needed_is_one_error_with_its_remedy(
-        tmp_path: Path, header: str, said: dict[str, Any], words: list[str]) -> None:
-    (tmp_path / "r.csv").write_text(f"{header}\n1,2,3\n")
-    message = refusal(tmp_path / "r.csv", **said)
-    assert all(word in message for word in (str(tmp_path / "r.csv"), *words)), message
-
-
-def test_a_column_of_numbers_is_no_prompts(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.parquet", [{"prompt": 7, "text": "x"}])
-    assert "of type int64, not text; columns there: prompt (int64), text (string)" in refusal(path)
+@pytest.mark.parametrize(("name", "content", "keys", "said"), [
+    ("r.json", '[{"prompt": "x"}, {"prom', {}, "no whole JSON array"),
+    ("r.json", "[" * 100_000, {}, "nested too deeply"), ("r.json", '["\xff"]', {}, "not UTF-8"),
+    ("r.json", "prompt\nx\n", {}, "should begin with"),
+    ("r.json", '["x"] {"prompt": "y"}', {}, "no whole JSON array"),
+    ("r.parquet", lambda path: cut(path, ROWS, 10), {}, COPY),
+    ("r.parquet", lambda path: cut(path, ROWS, -20), {}, COPY),
+    ("r.parquet", lambda path: cut(path, ROWS, -1), {}, COPY),
+    ("r.parquet", damaged, {}, "no whole Parquet file"),
+    ("r.parquet", lambda path: cut(path, [{"prompt": 7, "text": "x"}], None), {},
+     "of type int64, not text; columns there: prompt (int64), text (string)"),
+    ("r.jsonl.gz", lambda path: cut(path, NUMBERED, -200), {}, "damaged or cut off"),
+    ("requests", "\xff\xfei\x00d\x00", {}, "UTF-16"),
+    ("requests", "PK\x03\x04...", {}, "a spreadsheet? save it as CSV"),
+    ("requests", "What is it?\n", {}, "format: text"),
+    ("r.csv", "id,question,topic\n1,2,3\n", {},
+     "no column 'prompt' / columns there: id, question, topic / prompt: COLUMN}"),
+    ("r.csv", "id,Prompt\n1,2\n", {}, "did you mean 'Prompt'?"),
+    ("r.csv", "id,prompt\n1,2\n", {"prompt": "text"},
+     "workload.requests.prompt = 'text' / no column 'text'"),
+    ("r.csv", "nr,prompt\n1,2\n", {"id": "id"},
+     "workload.requests.id / columns there: nr, prompt"),
+    ("r.csv", "id;prompt;topic\n1,2,3\n", {}, 'delimiter: ";"'),
+    ("r.csv", "id\tprompt\n1,2,3\n", {}, 'delimiter: "\\t"'),
+    ("r.csv", "prompt,a,a\n1,2,3\n", {}, "two columns are called 'a'"),
+    ("r.csv", "prompt,max_new_tokens\n1,2\n", {},
+     "did you mean the column 'max_tokens' / options: false"),
+    ("r.csv", "prompt,a\n1,2\n", {"carry": ("b",)},
+     "workload.requests.carry / columns there: prompt, a"),
+    ("r.csv", '"open\n1,2,3\n', {}, "its header cannot be read")])
+def test_a_file_that_is_not_whole_or_lacks_what_is_needed_is_one_error_with_its_remedy(
+        tmp_path, name, content, keys, said):
+    path = tmp_path / name
+    path.write_bytes(content.encode("latin-1") if isinstance(content, str) else content(path))
+    message = refusal(path, **keys)
+    assert all(words in message for words in (str(path), *said.split(" / "))), message
 
 
 @pytest.mark.parametrize(("content", "found"), [
     ("nr;prompt\n1;a, b\n", ";"), ("nr\tprompt\n1\ta;b\n", "\t"), ("nr|prompt\n1|a\n", "|"),
     ('\ufeff"nr";"prompt, in short"\n1;a\n', ";"), ("nr,prompt\n1,a;b\n", None),
     ("prompt\na;b\n", None), ("prompt;or so\na, b\n", None), ("", None)])
-def test_another_delimiter_is_found_by_header_and_first_row(
-        tmp_path: Path, content: str, found: str | None) -> None:
+def test_another_delimiter_is_found_by_header_and_first_row(tmp_path, content, found):
     path = tmp_path / "r.csv"
     path.write_text(content, "utf-8")
     def told(files: RequestFiles) -> dict[Path, str]:
@@ -287,24 +282,11 @@ def test_another_delimiter_is_found_by_header_and_first_row(
     if found is not None and "short" not in content:
         (request,) = read(path)[0]
         assert request.prompt == content.splitlines()[1][2:] and request.id == "1"
-        assert not told(RequestFiles(paths=(path,), delimiter=found))
+        named = RequestFiles(paths=(path,), delimiter=found)
+        assert not told(named) and list(read_requests(named)) == [request]
 
 
-def test_other_delimiters_are_told(tmp_path: Path) -> None:
-    (tmp_path / "r.csv").write_text("id;prompt\n1;a,b\n")
-    assert read(tmp_path / "r.csv", delimiter=";")[0][0].prompt == "a,b"
-
-
-@pytest.mark.parametrize(("content", "said"), [
-    (b"\xff\xfei\x00d\x00", "UTF-16"), (b"PK\x03\x04...", "a spreadsheet? save it as CSV"),
-    (b"What is it?\n", "format: text")])
-def test_a_file_whose_format_nothing_tells_is_one_error(
-        tmp_path: Path, content: bytes, said: str) -> None:
-    (tmp_path / "requests").write_bytes(content)
-    assert said in refusal(tmp_path / "requests")
-
-
-def test_what_a_name_does_not_tell_the_content_does(tmp_path: Path) -> None:
+def test_what_a_name_does_not_tell_the_content_does(tmp_path):
     for known in ("jsonl", "json", "parquet"):
         path = write(tmp_path / f"{known}-requests", ROWS, known)
         assert len(read(path)[0]) == 3, known
@@ -315,7 +297,7 @@ def test_what_a_name_does_not_tell_the_content_does(tmp_path: Path) -> None:
     assert isinstance(request, Request) and request.prompt == '{"prompt": "x"}'
 
 
-def test_ids_are_unique_over_all_files_and_missing_ones_name_theirs(tmp_path: Path) -> None:
+def test_ids_are_unique_over_all_files_and_missing_ones_name_theirs(tmp_path):
     first = write(tmp_path / "a.jsonl", [{"id": "x", "prompt": "1"}, {"prompt": "2"}])
     (tmp_path / "more").mkdir()
     second = write(tmp_path / "more" / "b.csv", [{"id": "x", "prompt": "3"},
@@ -330,15 +312,14 @@ def test_ids_are_unique_over_all_files_and_missing_ones_name_theirs(tmp_path: Pa
     assert [r.id for r in read(first, third)[0]] == ["x", "a.jsonl:2", "more/a.jsonl:1"]
 
 
-def test_pyarrow_that_is_missing_is_named_with_its_command(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pyarrow_that_is_missing_is_named_with_its_command(tmp_path, monkeypatch):
     path = write(tmp_path / "r.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"pyarrow.*pip install .*\[parquet\]"):
         read(path)
 
 
-def test_names_tell_formats() -> None:
+def test_names_tell_formats():
     assert set(SUFFIXES) == {
         format_of(Path(f"x{suffixes[0]}")) for suffixes in SUFFIXES.values()}
     assert format_of(Path("x.csv.GZ")) == "csv" and format_of(Path("x.parquet.gz")) is None
@@ -350,8 +331,7 @@ _CELLS = st.text(max_size=8) | st.sampled_from(["", "\"", "\n", "\r", ",", "a\r\
 
 @given(st.lists(st.tuples(_CELLS, _CELLS), min_size=1, max_size=6), st.sampled_from(",;\t|"))
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_prompt_in_quotes_arrives(
-        tmp_path: Path, cells: list[tuple[str, str]], delimiter: str) -> None:
+def test_any_prompt_in_quotes_arrives(tmp_path, cells, delimiter):
     with (tmp_path / "r.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL)
         table.writerows([("prompt", "other"), *cells])
@@ -362,7 +342,7 @@ def test_any_prompt_in_quotes_arrives(
 
 @given(st.binary(max_size=60))
 @examples(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_bytes_after_a_header_are_rows_or_error_records(tmp_path: Path, raw: bytes) -> None:
+def test_any_bytes_after_a_header_are_rows_or_error_records(tmp_path, raw):
     (tmp_path / "r.csv").write_bytes(b"prompt,x\nfirst,1\n" + raw)
     requests, errors = read(tmp_path / "r.csv")
     assert requests[0].prompt == "first"
@@ -371,8 +351,7 @@ def test_any_bytes_after_a_header_are_rows_or_error_records(tmp_path: Path, raw:
 
 @given(st.binary(max_size=60), st.sampled_from(["r.json", "r.txt", "r.parquet", "requests"]))
 @examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_bytes_are_requests_or_error_records_or_one_error(
-        tmp_path: Path, raw: bytes, name: str) -> None:
+def test_any_bytes_are_requests_or_error_records_or_one_error(tmp_path, raw, name):
     (tmp_path / name).write_bytes(raw)
     try:
         requests, errors = read(tmp_path / name)

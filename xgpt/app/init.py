@@ -1,0 +1,370 @@
+"""A job file written for somebody who has a model, a file of prompts and this machine. Its comments
+say what each key does, so that the next job can be written without."""
+
+import csv
+import importlib.util
+import io
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xgpt.app.models import ModelCheck, parameters_in_words
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
+from xgpt.core.errors import InputError, wrong
+from xgpt.core.model import ModelSpec
+from xgpt.core.problem import output_room
+from xgpt.core.system.machine import available_memory_bytes, detect, usable_cores
+from xgpt.core.system.whole_file import write_atomically
+from xgpt.core.units import format_bytes, format_seconds
+from xgpt.job.job_file import load_job
+from xgpt.report.table import paragraph
+from xgpt.report.words import counted
+from xgpt.requests.formats import USUAL, arrow, delimiter_of
+from xgpt.requests.keys import CONTENTS
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, RequestError
+from xgpt.requests.request_files import SUFFIXES, TABLES, RequestFiles, opened
+from xrunner.checkpoint.source import model_at_hand
+
+MOST_READ = 50_000  # entries: enough to know what they are like
+_MOST_SAMPLED = 50  # rows, for what a column is like
+# Names under which data sets keep what a model is to be asked, the likeliest first.
+_LIKELY = ("question", "instruction", "query", "text", "input", "content", "sentence", "article",
+           "document", "review", "body")
+USUAL_FILE = Path("job.yaml")
+QUICKSTART_MODEL = "smollm2-135m"
+USUAL_MOST_TOKENS, LEAST_MOST_TOKENS = 256, 32
+_CHARS_A_TOKEN = 3  # of English about 4; of other languages fewer
+_PLAIN = re.compile(r"[\w./-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptColumn:
+    """One column of a table, or key of JSON objects. `mean_chars`: of its texts; 0 where it holds
+    none. `sample`: its first one."""
+
+    name: str
+    mean_chars: float
+    sample: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsLook:
+    """What the first MOST_READ entries are. Lengths are of the prompts' text, in characters; 0
+    where they are tokens."""
+
+    files: RequestFiles
+    count: int
+    is_all: bool
+    mean_chars: float
+    most_chars: int
+    capped: int  # name their own max_tokens, or a forced length
+    most_cap: int
+    errors: tuple[RequestError, ...]
+
+
+def columns_of(path: Path) -> list[PromptColumn]:
+    """The columns of a table, or the keys of a JSON file's objects; none of a file of lines of
+    text. Raises InputError for a file that cannot be read."""
+    files = RequestFiles(paths=(path,))
+    with opened(path, files, lambda raw: None) as (stream, known):
+        if known == "text":
+            return []
+        rows = list(itertools.islice(_records(stream, known, path), _MOST_SAMPLED))
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [_column(name, [row.get(name) for row in rows]) for name in names]
+
+
+def needs_column(path: Path, columns: list[PromptColumn]) -> bool:
+    """Whether somebody has to say which column holds the prompts."""
+    names = {column.name for column in columns}
+    return bool(columns) and not names & {*CONTENTS, "body"}
+
+
+def likeliest(columns: list[PromptColumn]) -> PromptColumn | None:
+    """The column that most looks like prompts: by its name, else the one of the longest texts."""
+    texts = [column for column in columns if column.mean_chars > 0]
+    named = {column.name.lower(): column for column in texts}
+    for name in _LIKELY:
+        if name in named:
+            return named[name]
+    return max(texts, key=lambda column: column.mean_chars, default=None)
+
+
+def look_at(path: Path, column: str | None) -> PromptsLook:
+    """Reads the entries, with the prompts in this column (None: the one that is called so). Raises
+    InputError for a file that cannot be read, or has no such column."""
+    files = RequestFiles(paths=(path,), prompt=column)
+    source = read_requests(files)
+    entries = list(itertools.islice(source, MOST_READ + 1))
+    is_all, entries = len(entries) <= MOST_READ, entries[:MOST_READ]
+    requests = [entry for entry in entries if isinstance(entry, Request)]
+    chars = [_chars(request) for request in requests]
+    caps = [cap for request in requests if (cap := request.output_cap(0))]
+    return PromptsLook(
+        files=files, count=len(requests), is_all=is_all,
+        mean_chars=sum(chars) / len(chars) if chars else 0.0, most_chars=max(chars, default=0),
+        capped=len(caps), most_cap=max(caps, default=0),
+        errors=tuple(entry for entry in entries if isinstance(entry, RequestError)))
+
+
+def delimiters_of(path: Path) -> dict[Path, str]:
+    """What divides the file's cells, where its name says something else."""
+    found = dict[Path, str]()
+    with suppress(InputError):  # of a header without prompts: their column is asked for next
+        next(read_requests(RequestFiles(paths=(path,)), divided=found.__setitem__), None)
+    return found
+
+
+def files_here(folder: Path) -> list[Path]:
+    """Files of the folder that could hold prompts, by their names."""
+    ends = tuple(end + tail for ends in SUFFIXES.values() for end in ends for tail in ("", ".gz"))
+    return sorted(path for path in folder.iterdir()
+                  if path.is_file() and path.name.lower().endswith(ends)
+                  and path.name not in ("requirements.txt", "constraints.txt", "package.json"))
+
+
+def _records(stream: Any, known: str, path: Path) -> Iterator[dict[str, Any]]:
+    """The first rows of a table, or objects of a JSON file, whatever they are."""
+    if known == "parquet":
+        table = arrow(f"reading {path.name}").pq.ParquetFile(stream)
+        batch = next(table.iter_batches(_MOST_SAMPLED), None)
+        if batch is None or not batch.num_rows:
+            yield dict.fromkeys(table.schema_arrow.names)
+        else:
+            yield from batch.to_pylist()
+    elif known in TABLES:
+        delimiter = delimiter_of(stream, USUAL[known])
+        text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
+        reader = csv.DictReader(text, delimiter=delimiter)
+        rows = list(itertools.islice(reader, _MOST_SAMPLED))
+        yield from ({str(k).strip(): v for k, v in row.items() if k is not None} for row in rows)
+        if not rows:
+            yield dict.fromkeys(reader.fieldnames or ())
+        text.detach()
+    elif known == "json":
+        value = _or_nothing(lambda: json.loads(stream.read()))
+        yield from (item for item in value or () if isinstance(item, dict))
+    else:
+        for line in itertools.islice(stream, _MOST_SAMPLED):
+            item = _or_nothing(lambda line=line: json.loads(line))  # type: ignore[misc]
+            if isinstance(item, dict):
+                yield item
+
+
+def _or_nothing(read: Callable[[], Any]) -> Any:
+    """What was read; None of what is no JSON: who reads the requests says why."""
+    try:
+        return read()
+    except (ValueError, RecursionError):
+        return None
+
+
+def _column(name: str, values: list[Any]) -> PromptColumn:
+    texts = [value for value in values if isinstance(value, str) and value.strip()]
+    numbers = [text for text in texts if _is_number(text)]
+    is_text = len(texts) > 2 * len(numbers)
+    return PromptColumn(
+        name=name, mean_chars=sum(map(len, texts)) / len(texts) if texts and is_text else 0.0,
+        sample=" ".join(str(next((v for v in values if v not in (None, "")), "")).split()))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _chars(request: Request) -> int:
+    if request.messages is not None:
+        return sum(len(message.get("content", "")) for message in request.messages)
+    return len(request.prompt or "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewJob:
+    """What is asked of somebody who begins. `latency_s` infinite: no bound."""
+
+    path: Path
+    model: str
+    check: ModelCheck
+    look: PromptsLook
+    max_tokens: int
+    latency_s: float
+
+    @property
+    def name(self) -> str:
+        """That of the job file or, where this is called as it is by default, of the prompts."""
+        if self.path.stem != USUAL_FILE.stem:
+            return self.path.stem
+        return self.look.files.paths[0].name.partition(".")[0] or USUAL_FILE.stem
+
+
+def model_here() -> str:
+    """A model whose weights are on this machine, else the quickstart's, which is small."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return QUICKSTART_MODEL
+    names = [QUICKSTART_MODEL, *catalog.names("model")]
+    return next((name for name in names if model_at_hand(name) is not None), QUICKSTART_MODEL)
+
+
+def usual_max_tokens(spec: ModelSpec, look: PromptsLook) -> int:
+    """A cap on answers that leaves room for the longest prompt in the model's positions."""
+    if spec.max_positions is None:
+        return USUAL_MOST_TOKENS
+    room = int(output_room(spec, math.ceil(look.most_chars / _CHARS_A_TOKEN)))
+    if room < LEAST_MOST_TOKENS:  # that prompt may be refused: the others should not suffer
+        room = spec.max_positions // 2
+    return min(USUAL_MOST_TOKENS, room)
+
+
+def refuse_existing(path: Path) -> None:
+    """Raises InputError where there is something at the path."""
+    if os.path.exists(path):
+        raise wrong("command line", "JOB.yaml", str(path), "there is such a file: give another "
+                    "name, or --force to write over it")
+
+
+def write_new_job(job: NewJob) -> None:
+    """Writes the file and reads it again, as every command does. Raises InputError where that
+    fails, or the folder cannot be written to."""
+    try:
+        job.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(job.path, text_of(job))
+    except OSError as cause:
+        raise wrong("command line", "JOB.yaml", str(job.path),
+                    f"a file that can be written: {cause.strerror}") from None
+    load_job(job.path)
+
+
+def text_of(job: NewJob) -> str:
+    """The job file."""
+    shown = _shown(job.path, Path.cwd())
+    cluster = detect()
+    parts = [
+        _comment(f"A job for xgpt, written by `xgpt init` on {date.today().isoformat()}. Change "
+                 "what you like; docs/job-file.md has every key."),
+        f"#   xgpt schedule {shown}\n#     says what would run, and how fast; nothing is executed",
+        f"#   xgpt submit {shown}\n#     measures, plans, answers all prompts, writes a report",
+        "# One key can be changed for one call:  --set constraint.latency_s=10",
+        f"name: {_scalar(job.name)}", "",
+        _comment(_model_words(job.check)),
+        f"model: {_scalar(_model(job))}", "",
+        _comment(f"local: this machine, {_machine_words(cluster)}. A name of `xgpt models`, such "
+                 "as a100-16, plans for machines that are not here."),
+        "cluster: local", "",
+        "workload:", *_workload(job), "",
+        "constraint:",
+        _comment(_bound_words(job.latency_s), "  "),
+        f"  latency_s: {_seconds(job.latency_s)}", "",
+        "run:",
+        "  # 0: the likeliest word each time; 0.7 is livelier",
+        "  temperature: 0", "",
+        _comment("Where results go: results.jsonl (one answer a line, in the order of the "
+                 "prompts), report.html, and what a stopped run needs to go on."),
+        f"output: {_scalar('out/' + job.name)}"]
+    return "\n".join(parts) + "\n"
+
+
+def _workload(job: NewJob) -> list[str]:
+    look = job.look
+    file = _scalar(_shown(look.files.paths[0], job.path.parent))
+    has_column = look.files.prompt not in (None, "prompt")
+    requests = (f"{{file: {file}, prompt: {_scalar(look.files.prompt or '')}}}"
+                if has_column else file)
+    lines = [_comment(_prompts_words(look), "  "), f"  requests: {requests}",
+             _comment("true: a prompt is put to the model as a chat message, where its files have "
+                      "a template for that; false: the model goes on with the text as it is", "  "),
+             "  chat: true"]
+    cap = ("Most tokens of an answer (a token is about three quarters of an English word). One "
+           "that is longer is cut off there; a high cap that is never reached costs memory, and "
+           "so speed.")
+    if look.capped:
+        cap += f" {counted(look.capped, 'prompt')} name their own, up to {look.most_cap:,}."
+    lines += [_comment(cap, "  "), f"  max_tokens: {job.max_tokens}",
+              _comment("How long answers really are is learned while the job runs. If you know "
+                       "it, say so, and the schedule is right from the start: {mean: 54, std: 37, "
+                       "max: 160}", "  "),
+              "  output_tokens: observe"]
+    return lines
+
+
+def _model_words(check: ModelCheck) -> str:
+    spec = check.spec
+    assert spec is not None, "a job is written for a model that is planned"
+    text = f"{parameters_in_words(spec)}; {check.found}."
+    if not check.is_executed:
+        why = check.weights or "; ".join(why for _, why in check.engines)
+        text += f" It can be planned for, but not run here: {why}"
+    return text + " A catalog name (`xgpt models`), a folder, or a hub id owner/name."
+
+
+def _machine_words(cluster: Cluster) -> str:
+    if cluster.device.kind == "gpu":
+        return f"{counted(cluster.num_devices, 'GPU')}, {cluster.device.name}"
+    return (f"{counted(usable_cores(), 'core')}, {format_bytes(available_memory_bytes())} of free "
+            "memory, no GPU")
+
+
+def _prompts_words(look: PromptsLook) -> str:
+    count = counted(look.count, "prompt") if look.is_all else f"more than {look.count:,} prompts"
+    text = count
+    if look.most_chars:
+        text += f", {look.mean_chars:,.0f} characters on average, the longest {look.most_chars:,}"
+    if look.errors:
+        text += f"; {counted(len(look.errors), 'entry')} cannot be used (see errors.jsonl)"
+    return text + "."
+
+
+def _bound_words(latency_s: float) -> str:
+    general = ("How long one answer may take, from the moment its prompt is taken up. Of all "
+               "schedules that keep this, the fastest for the whole job is chosen.")
+    if math.isinf(latency_s):
+        return general + " inf: it does not matter. Try 10, or '2 min'."
+    return general + f" Here {format_seconds(latency_s)}; inf if it does not matter."
+
+
+def _seconds(latency_s: float) -> str:
+    return "inf" if math.isinf(latency_s) else f"{latency_s:g}"
+
+
+def _model(job: NewJob) -> str:
+    """A folder is named from the job file's own."""
+    local = Path(job.model).expanduser()
+    if not (local / "config.json").is_file():
+        return job.model
+    shown = _shown(local, job.path.parent)
+    return shown if shown.startswith(("/", ".")) else f"./{shown}"
+
+
+def _shown(path: Path, folder: Path) -> str:
+    """The path from the folder, where it lies below it or beside it; else the whole."""
+    whole, base = Path(os.path.abspath(path)), Path(os.path.abspath(folder))
+    near = os.path.relpath(whole, base)
+    return str(whole) if near.startswith(os.path.join("..", "..")) else near
+
+
+def _comment(text: str, indent: str = "") -> str:
+    lines = paragraph(text, 90 - len(indent)).splitlines()
+    return "\n".join(f"{indent}# {line}" for line in lines)
+
+
+def _scalar(text: str) -> str:
+    """A text as YAML, quoted where it would be read as something else."""
+    if _PLAIN.fullmatch(text) and yaml.safe_load(text) == text:
+        return text
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{quoted}"'

@@ -1,0 +1,288 @@
+"""What xgpt can do with a model, before a job is written for it: whether it is planned and
+executed, by which engine, what of its config.json is not supported, and the memory it takes; and
+how far computed times are off, by GPU and engine. (The published part of that is packaged with the
+catalog; benchmarks/validated.py makes it.)"""
+
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xgpt.core import catalog
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.controls import FixedSchedule
+from xgpt.core.engines import engine_names, engine_place, load_row
+from xgpt.core.errors import EXIT_BAD_INPUT, InputError, Mistake, XgptError, nearest, wrong
+from xgpt.core.hf.values import gguf_in
+from xgpt.core.model import ModelSpec
+from xgpt.core.system.machine import available_memory_bytes, detect
+from xgpt.core.units import DTYPE_BYTES, INT8, WEIGHT_BYTES, format_bytes
+from xgpt.job.job import LOCAL_CLUSTER, Job, LengthSpec, RunSpec, WorkloadSpec
+from xgpt.job.resolve import resolve
+from xgpt.report.table import fact, table
+from xrunner.backends.engine import Engine
+from xrunner.checkpoint.source import config_from_hub, model_at_hand, read_spec
+from xrunner.checkpoint.tensors import check_weights
+from xrunner.files.generation import given_tokens, not_taken
+from xsimulator.measured_loops import (
+    ServingPoint,
+    choices,
+    errors_of,
+    margin_of,
+    own_points,
+    predicted,
+    share_kept,
+)
+
+_TOKENS = 1000  # of KV cache, in the table
+CONFIDENCE = 0.9  # chosen: of the margin that is shown beside one's own loops
+OPERATORS = {"TPOT": "tpot_s", "TTFT": "ttft_s", "request": "latency_s"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow:
+    """Bytes of a model whose weights are held as `dtype`; of KV cache for 1,000 tokens."""
+
+    dtype: str
+    weight_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCheck:
+    """What is known of a model. `spec`: None where its config.json is not supported, for the
+    `mistakes`. `weights`: why it cannot be executed as it is there; empty where it can be, or where
+    `is_fetched`: a run fetches them first. `engines`: of each, why it does not execute the model;
+    empty where it does."""
+
+    name: str
+    found: str
+    spec: ModelSpec | None
+    mistakes: tuple[Mistake, ...] = ()
+    weights: str = ""
+    is_fetched: bool = False
+    engines: tuple[tuple[str, str], ...] = ()
+    not_used: str = ""
+
+    @property
+    def is_planned(self) -> bool:
+        return self.spec is not None
+
+    @property
+    def is_executed(self) -> bool:
+        return self.is_planned and not self.weights and any(not why for _, why in self.engines)
+
+    @property
+    def memory(self) -> tuple[MemoryRow, ...]:
+        return () if self.spec is None else tuple(_memory(self.spec))
+
+    def to_dict(self) -> dict[str, object]:
+        return {"name": self.name, "found": self.found, "is_planned": self.is_planned,
+                "is_executed": self.is_executed, "weights": self.weights,
+                "is_fetched": self.is_fetched, "engines": dict(self.engines),
+                "not_used": self.not_used,
+                "memory": self.memory, "shape": self.spec,
+                "not_supported": [mistake.key for mistake in self.mistakes]}
+
+    def __str__(self) -> str:
+        facts = [fact("model", f"{self.name}, {self.found}")]
+        if self.spec is None:
+            keys = ", ".join(dict.fromkeys(mistake.key for mistake in self.mistakes))
+            return "\n".join([*facts, fact("planned", f"no: not supported is {keys} (below)"),
+                              fact("executed", "no")])
+        facts += [fact("is", _shape_words(self.spec)), fact("planned", "yes")]
+        if self.spec.stored_as:
+            facts.append(fact("stored", f"as {self.spec.stored_as}; widened when they are loaded: "
+                                        "executed, and planned, as one of the types below"))
+        by = ", ".join(name for name, why in self.engines if not why)
+        facts.append(fact("executed", "no: " + self.weights if self.weights else
+                          "no" if not by else
+                          f"yes, by {by}" + ("; `xgpt submit` fetches its weights, once"
+                                             if self.is_fetched else "")))
+        facts += [fact("", f"not by {name}: {why}") for name, why in self.engines if why]
+        facts += [fact("not used", self.not_used)] if self.not_used else []
+        rows = [(row.dtype, format_bytes(row.weight_bytes), format_bytes(row.kv_bytes))
+                for row in self.memory]
+        here = available_memory_bytes()
+        return "\n".join([
+            *facts, "",
+            table(("held as", "weights", f"cache of {_TOKENS:,} tokens"), rows, right=(1, 2)),
+            "", fact("here", f"{format_bytes(here)} of memory are free on this machine"
+                         f"{_gpu_words()}")])
+
+
+class UnsupportedModel(XgptError):
+    """A model whose config.json asks for what xgpt does not do."""
+
+    exit_code = EXIT_BAD_INPUT
+
+    def __init__(self, check: ModelCheck) -> None:
+        self.details = {**check.to_dict(), "mistakes": check.mistakes}
+        super().__init__("\n".join(str(mistake) for mistake in check.mistakes))
+
+
+def check_model_named(name: str) -> ModelCheck:
+    """Checks a folder, a catalog name or a hub id, of which only config.json is fetched. Raises
+    XgptError where there is no such model."""
+    local = Path(name).expanduser()
+    if (local / "config.json").is_file():
+        return _of_folder(name, local, f"a folder, {local}")
+    if gguf_in(local) is not None and (files := model_at_hand(name)) is not None:
+        return _of_folder(name, files.directory, f"a {files.served_by}")
+    if local.is_dir():
+        raise wrong("command line", "model", name,
+                    "there is no config.json in this folder, which every model's folder has")
+    row = catalog.model_named(name)
+    if row is not None:
+        return _of_row(name, row)
+    if "/" not in name or name.startswith((".", "/", "~")):
+        raise wrong("command line", "model", name,
+                    "neither a folder with config.json nor in the catalog: "
+                    f"{nearest(name, catalog.names('model'))}; or a hub id owner/name")
+    folder, why = config_from_hub(name)
+    if folder is None:
+        raise XgptError(f"{name!r}: no folder, not in the catalog, and the hub did not serve its "
+                        f"config.json ({why})")
+    return _of_folder(name, folder, "of the hub", is_fetched=True)
+
+
+def _of_row(name: str, row: ModelSpec) -> ModelCheck:
+    can_look = importlib.util.find_spec("huggingface_hub") is not None
+    files = model_at_hand(name) if can_look else None
+    if files is not None:
+        return _of_folder(name, files.directory, f"served by {files.served_by}")
+    has_source = row.hub_id is not None or row.wheel is not None
+    weights = "" if has_source else (
+        "the catalog has its shape alone: there are no weights to fetch (`run: {weights: random}` "
+        "makes some, for performance work)")
+    where = f"hub id {row.hub_id}" if row.hub_id else "its shape alone"
+    return ModelCheck(name=name, found=f"in the catalog, {where}", spec=row, weights=weights,
+                      is_fetched=has_source, engines=_engines(row))
+
+
+def _of_folder(name: str, folder: Path, found: str, *, is_fetched: bool = False) -> ModelCheck:
+    try:
+        spec = read_spec(folder, name)
+    except InputError as error:
+        return ModelCheck(name=name, found=found, spec=None, mistakes=error.mistakes)
+    weights, spare = "", list[str]()
+    if not is_fetched:
+        try:
+            spare = check_weights(folder, spec)
+            given_tokens(folder)
+        except InputError as error:
+            weights = "; ".join(f"{m.key}: {m.allowed}" if m.key else m.allowed
+                                for m in error.mistakes)
+    return ModelCheck(name=name, found=found, spec=spec, weights=weights, is_fetched=is_fetched,
+                      engines=_engines(spec), not_used=not_used_words(spec, folder, spare))
+
+
+def not_used_words(spec: ModelSpec, folder: Path, tensors: Sequence[str]) -> str:
+    """The keys and `tensors` of a model's files that nothing here uses; "": none."""
+    shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", name) for name in tensors))
+    files = {"config.json": spec.not_used, "the weights": shown,
+             "generation_config.json": ", ".join(not_taken(folder))}
+    return "; ".join(f"{names} of {file}" for file, names in files.items() if names)
+
+
+def _engines(spec: ModelSpec) -> tuple[tuple[str, str], ...]:
+    return tuple((name, _why_not(name, spec)) for name in engine_names())
+
+
+def _why_not(name: str, spec: ModelSpec) -> str:
+    """Why the engine does not execute the model on one rank of this machine."""
+    engine: Engine = load_row(engine_place(name))
+    job = _job(name, spec)
+    try:
+        refused = tuple(engine.refusals(job))
+        if refused:
+            raise InputError(refused)
+        engine.restricted(job, resolve(job, model=spec), None)
+        engine.check_installed(job)
+    except InputError as error:
+        return "; ".join(mistake.allowed for mistake in error.mistakes)
+    except XgptError as error:
+        return str(error)
+    return ""
+
+
+def _job(engine: str, spec: ModelSpec) -> Job:
+    """The plainest job of a model on one rank."""
+    length = LengthSpec(kind="normal", mean=8.0, std=1.0, maximum=16)
+    return Job(
+        name="check", model=spec.name, cluster=LOCAL_CLUSTER, schedule=FixedSchedule(), slurm=None,
+        workload=WorkloadSpec(requests=None, count=1, input_tokens=length, output_tokens=length),
+        constraint=latency_constraint(latency_s=float("inf")), output=Path("out"),
+        run=RunSpec(engine=engine, ranks=1), source=Path("command line"))
+
+
+def _memory(spec: ModelSpec) -> Iterator[MemoryRow]:
+    """By the dtypes that weights are held as. int8: layers and head; embedding and cache stay
+    bfloat16."""
+    layers = (spec.num_layers * spec.decoder_layer_params
+              + spec.num_encoder_layers * spec.encoder_layer_params + spec.head_params)
+    for dtype in (*DTYPE_BYTES, INT8):
+        if dtype == INT8 and spec.is_encoder_decoder:
+            continue
+        own = DTYPE_BYTES.get(dtype, DTYPE_BYTES["bfloat16"])
+        yield MemoryRow(
+            dtype=dtype,
+            weight_bytes=layers * WEIGHT_BYTES[dtype] + spec.embedding_params * own,
+            kv_bytes=_TOKENS * spec.num_layers * spec.kv_elements_per_token_layer * own)
+
+
+def parameters_in_words(spec: ModelSpec) -> str:
+    """"135 million parameters"."""
+    count, word = (1e9, "billion") if spec.num_params >= 1e9 else (1e6, "million")
+    return f"{spec.num_params / count:.3g} {word} parameters"
+
+
+def _shape_words(spec: ModelSpec) -> str:
+    layers = (f"{spec.num_encoder_layers} + {spec.num_layers} layers (encoder-decoder)"
+              if spec.is_encoder_decoder else f"{spec.num_layers} layers")
+    positions = "" if spec.max_positions is None else f", {spec.max_positions:,} positions"
+    return (f"{spec.family}, {parameters_in_words(spec)}, {layers} of width "
+            f"{spec.hidden_size:,}, vocabulary of {spec.vocab_size:,}{positions}")
+
+
+def _gpu_words() -> str:
+    cluster = detect()
+    if cluster.device.kind != "gpu":
+        return ", which has no GPU"
+    return (f", and {cluster.num_devices} x {cluster.device.name} of "
+            f"{format_bytes(cluster.device.memory_bytes)}")
+
+
+def published_errors() -> dict[str, Any]:
+    """`rows`: errors by source, gpu, engine, operator and half; `choosers`; `kept`: pairs of
+    (confidence promised, share of the latencies kept)."""
+    text = resources.files("xgpt.core.catalog").joinpath("accuracy.yaml").read_text("utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def of_own_loops(path: Path) -> dict[str, Any]:
+    """The same of a user's file of closed loops. Raises InputError with every mistake of it."""
+    points = own_points(path)
+    times = {point: predicted(point) for point in points}
+    places = dict.fromkeys((point.device, point.row) for point in points)
+    rows = []
+    for gpu, engine in places:
+        own = [point for point in points if (point.device, point.row) == (gpu, engine)]
+        rows += [{"source": path.stem, "gpu": gpu, "engine": engine, "operator": operator,
+                  "half": "", **errors_of([getattr(times[point], name) for point in own],
+                                          [getattr(point, name) for point in own])._asdict()}
+                 for operator, name in OPERATORS.items()]
+
+    def margin(point: ServingPoint) -> float:
+        return margin_of(point, times[point], CONFIDENCE)
+
+    choosers = [{"half": "", "margin": name, **choices(points, times, of)._asdict()}
+                for name, of in (("none", lambda _: 1.0), (f"confidence {CONFIDENCE:g}", margin))]
+    return {"rows": rows, "choosers": [one for one in choosers if one["cases"]],
+            "kept": [[CONFIDENCE, share_kept(points, times, CONFIDENCE)]]}

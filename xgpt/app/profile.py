@@ -1,0 +1,344 @@
+"""The times that a job is planned with: this machine's profile of its model, found in the cache,
+gone on with, or measured; a profile that it names; or the roofline."""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from xgpt.app.opened import OpenedJob
+from xgpt.app.telling import Teller, tell_share, told_while
+from xgpt.app.wanted import WantedProfile, profile_metadata, wanted_profile, why_no_operators
+from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, XgptError, wrong
+from xgpt.core.system.machine import Layout, why_no_torch
+from xgpt.core.units import format_seconds
+from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
+from xgpt.launch.launcher import RankProgram
+from xgpt.launch.leftovers import passing_folder
+from xgpt.run_folder.state import is_asked_to_stop
+from xprofiler.points import OWN_TABLE, missing
+from xprofiler.profile import TRANSFER, Profile, cached_profile_path, match
+from xprofiler.profile_file import load_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.roofline import Roofline
+from xprofiler.timing import TimingSource
+from xprofiler.verdict import (
+    disturbed,
+    disturbed_words,
+    judge,
+    noise_words,
+    noisy,
+    worth_again,
+)
+from xrunner.backends.engine import engine_of, program_of
+from xrunner.checkpoint.source import cache_dir, model_at_hand
+from xrunner.files.lock import Taken, output_lock
+
+START_S = 1.5  # of ranks that measure, which import torch
+_TIMED = frozenset(operator.value for operator in OWN_TABLE.values())
+DEFAULT_BUDGET_S = 45.0
+QUICK_PATIENCE_S, PATIENCE_SHARE = 2.0, 0.2  # for others: of a quick profile, and of a budget
+_LOOK_S = 0.2  # between looks whether another process has ended measuring
+_TELL_S = 60.0  # between two words of waiting for it
+
+
+def timing_of(opened: OpenedJob) -> TimingSource:
+    """The job's `profile:`, else this machine's for `cluster: local`, of which what this job needs
+    is measured briefly, else the roofline of the device."""
+    job, problem = opened.job, opened.problem
+    roofline = Roofline(problem.model, problem.cluster.device, problem.dtype,
+                        engine=job.plan_engine, weight_dtype=problem.weight_dtype,
+                        kv_dtype=problem.kv_dtype)
+    if job.profile is not None:
+        return _given_timing(opened, job.profile, roofline)
+    if opened.is_local:
+        kind = problem.cluster.device.kind
+        why = why_no_torch(kind)
+        folder = _folder_of(opened)
+        if folder is None and engine_of(job).identity is not None:
+            why = f"the files of {job.model} are not here, with which {job.run.engine} is timed"
+        if why is None:
+            if kind == "cpu" and engine_of(job).identity is None:
+                with told_while(opened.tell, "compiling what computes, once"):
+                    why_no_operators()
+            wanted = wanted_profile(job, problem, folder=folder, standby=opened.standby)
+            return ProfileTiming(quick_profile(wanted, opened.tell))
+        of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name
+        opened.tell.say(
+            f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
+            "and are rough")
+    return roofline
+
+
+def timing_cost_s(opened: OpenedJob, like: TimingSource) -> float:
+    """About what it takes to measure what `timing_of` this job lacks: as long for each point as
+    `like`, its times on another layout of the cores, took; 0 where it lacks nothing."""
+    if not (isinstance(like, ProfileTiming) and opened.is_local and opened.job.profile is None):
+        return 0.0
+    wanted = wanted_profile(opened.job, opened.problem, folder=_folder_of(opened))
+    with suppress(InputError):
+        if not wanted.is_lacked_by(load_profile(
+                cached_profile_path(cache_dir() / "profiles", wanted.metadata))):
+            return 0.0
+    known = sum(len(points) for key, points in like.profile.tables.items() if key.name in _TIMED)
+    return START_S + like.profile.spent_s * len(wanted.points) * len(wanted.degrees) / max(known, 1)
+
+
+def _folder_of(opened: OpenedJob) -> Path | None:
+    """The model's files, which other engines than ours are timed with: those that the job has
+    needed already, else those that are on this machine; None where there are none."""
+    if opened.files is not None:
+        return opened.files.directory
+    if engine_of(opened.job).identity is None or opened.job.run.weights == "random":
+        return None
+    with suppress(XgptError):
+        if (found := model_at_hand(opened.job.model)) is not None:
+            return found.directory
+    return None
+
+
+def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> ProfileTiming:
+    """A profile file the job names. Raises InputError if it is of another model, device or dtype;
+    one of other kernels or libraries is used, and says so in every result."""
+    profile, wanted = load_profile(path), profile_metadata(opened.job, opened.problem)
+    refusals, marks = match(profile.metadata, wanted, is_here=opened.is_local,
+                            is_cpu=opened.problem.cluster.device.kind == "cpu")
+    if refusals:
+        raise InputError([Mistake(file=str(path), line=None, key="profile", value=None, allowed=why)
+                          for why in refusals])
+    opened.tell.say(f"profile: {path}, {judge(profile).brief}")
+    for mark in marks:
+        opened.tell.say(f"WARNING: the profile is not of what will run: {mark}")
+    return ProfileTiming(profile, fallback, marks)
+
+
+def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None = None,
+                  again: bool = False) -> Profile:
+    """The cached profile; measured, or gone on with, where points of the skeleton are missing, or
+    where `budget_s` leaves time for more than went into it. Raises StoppedEarly when interrupted:
+    what was measured is kept, and the same command goes on."""
+    def is_enough(profile: Profile) -> bool:
+        return (not again and profile.spent_s >= (budget_s or 0.0)
+                and _is_whole(profile, wanted))
+
+    session = _Measurement(budget_s=DEFAULT_BUDGET_S if budget_s is None else budget_s,
+                           why="every size that jobs usually have", again=again)
+    return _profile(wanted, tell, session, is_enough)
+
+
+def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
+    """The cached profile; where it lacks sizes that this job needs, or has them with repeats that
+    disagree, or disturbed, these are measured briefly, each so often at most as `worth_again` says.
+    Raises StoppedEarly as `local_profile`."""
+    def is_enough(profile: Profile) -> bool:
+        points = wanted.points
+        if wanted.is_lacked_by(profile):
+            return False
+        if profile.learned:  # runs have told what its times are worth
+            return True
+        again = {degree: worth_again(profile, degree, points) for degree in wanted.degrees}
+        share = max((own[0].apart for degree, own_points in again.items()
+                     if (own := disturbed(profile, degree, own_points))), default=0.0)
+        # what is measured beside as much else is no better
+        return not any(again.values()) or (share > 0 and _is_as_busy(share))
+
+    session = _Measurement(is_quick=True, why="the sizes that this job has")
+    return _profile(wanted, tell, session, is_enough)
+
+
+def _is_as_busy(missing: float) -> bool:
+    """Whether others have as much of the machine now as when it was measured, or too much to
+    measure anything better."""
+    contention = Contention()
+    time.sleep(_LOOK_S)
+    share = contention.others_share()
+    return share is not None and share >= min(missing, LARGE_SHARE)
+
+
+def _is_whole(profile: Profile, wanted: WantedProfile) -> bool:
+    """Whether it has every point of the skeleton."""
+    return not any(missing(profile, degree, wanted.needs) for degree in wanted.degrees)
+
+
+class _Measurement(NamedTuple):
+    """What is measured in one go, and why: see xprofiler.measure.worker.MeasureRequest."""
+
+    why: str
+    is_quick: bool = False
+    budget_s: float = 0.0
+    again: bool = False  # anew, whatever is cached
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that may go on waiting for other programs, and on measuring again what they
+        disturbed."""
+        return QUICK_PATIENCE_S if self.is_quick else max(
+            QUICK_PATIENCE_S, PATIENCE_SHARE * min(self.budget_s, DEFAULT_BUDGET_S))
+
+    @property
+    def words(self) -> str:
+        """How long it takes, and why."""
+        how_long = f"about {format_seconds(self.budget_s)}" if self.budget_s else "briefly"
+        return (f"{how_long}, once: {self.why}; up to {format_seconds(self.patience_s)} more where "
+                "other programs disturb it")
+
+
+def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
+             is_enough: Callable[[Profile], bool]) -> Profile:
+    """The cached profile if it is enough; else the session adds to it."""
+    path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
+
+    def serves(profile: Profile) -> bool:
+        # messages between nodes may not have been timed; then the rest of it is gone on with
+        has_messages = wanted.metadata.nodes == 1 or bool(
+            profile.table(TRANSFER, link=wanted.problem.cluster.inter_link.name))
+        return has_messages and profile.model is not None and is_enough(profile)
+
+    if (profile := _sufficient(path, serves, tell)) is not None:
+        return profile
+    with alone(path.parent, wanted.job.output, tell, wanted.engine.name):
+        # another process may have measured it while this one waited
+        if (profile := _sufficient(path, serves, tell, is_again=True)) is not None:
+            return profile
+        target = path.with_suffix(".again.json") if session.again else path
+        is_new = _cached(target, tell if session.again else None) is None
+        if is_new:
+            target.unlink(missing_ok=True)
+        standby = wanted.standby
+        contention = Contention(alive=lambda: () if standby is None else standby.processes)
+        _measure(wanted, target, session, tell, is_new=is_new)
+        os.replace(target, path)  # `again`: what was there counts until its successor is whole
+        profile = load_profile(path)
+    tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
+             f"{judge(profile).brief}")
+    for warning in _warnings(profile, wanted, contention.others_share()):
+        tell.say(f"profile: {warning}")
+    return profile
+
+
+def _warnings(profile: Profile, wanted: WantedProfile, others_share: float | None) -> list[str]:
+    """What is doubtful about what was just measured, and what to do about it."""
+    points = wanted.points
+    found = noise_words([one for degree in wanted.degrees
+                         for one in noisy(profile, degree, points)])
+    others = in_words(others_share)
+    marked = disturbed_words([one for degree in wanted.degrees
+                              for one in disturbed(profile, degree, points)])
+    if found is None and marked is not None:
+        return [marked if others is None else f"{marked} ({others})"]
+    if found is None:
+        return [] if others is None else [
+            f"{others} (then measure it anew with `xgpt profile --again`)"]
+    cause = "" if others is None else f" ({others})"
+    return [f"WARNING: {found}{cause}. The schedule may be a poor one. End what else runs here and "
+            "repeat the command: it measures these sizes again"]
+
+
+def _sufficient(path: Path, is_enough: Callable[[Profile], bool], tell: Teller, *,
+                is_again: bool = False) -> Profile | None:
+    """The cached profile, if nothing is to be added to it. is_again: what is wrong with it was
+    told."""
+    profile = _cached(path, None if is_again else tell)
+    if profile is None or not is_enough(profile):
+        return None
+    judgement = judge(profile)
+    anew = "; `xgpt profile JOB --again` measures it anew, best on a quiet machine" if (
+        judgement.grade == "noisy") else ""
+    tell.say(f"profile: from the cache, {profile.metadata.date}; {judgement.brief}{anew}")
+    return profile
+
+
+def _cached(path: Path, tell: Teller | None) -> Profile | None:
+    """Reads the cached profile; None where there is none, or none that can be read: a cache is no
+    input of the user's. tell: whom to tell what is wrong with it."""
+    try:
+        return load_profile(path) if path.is_file() else None
+    except InputError as error:
+        if tell is not None:
+            tell.say(f"profile: the cached one is left aside, {error.mistakes[0]}")
+        return None
+
+
+@contextmanager
+def alone(folder: Path, output: Path, tell: Teller, engine: str = OWN_ENGINE) -> Iterator[None]:
+    """One process at a time measures with an engine on a host: two would disturb each other. What
+    another engine does meanwhile, which may take minutes to start, is seen as any disturbance. Who
+    waits says so once a minute. Raises InputError where the cache cannot be written to,
+    StoppedEarly where the job of the folder `output` is asked to stop."""
+    place = folder / re.sub(r"[^\w.-]", "_", f".alone-{socket.gethostname()}-{engine}")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise wrong("cache", "XDG_CACHE_HOME", str(folder),
+                    f"a folder that can be written to: {cause.strerror}") from None
+    begin_s, told_s = time.monotonic(), -math.inf
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(output_lock(place))
+                break
+            except Taken as taken:
+                if is_asked_to_stop(output):
+                    raise StoppedEarly("asked to stop before its profile was measured; the same "
+                                       "command goes on") from None
+                if (now_s := time.monotonic()) - told_s >= _TELL_S:
+                    told_s = now_s
+                    tell.say(f"profile: waiting, {format_seconds(now_s - begin_s)} so far, for "
+                             f"what is measured on this host by {taken.who}")
+                time.sleep(_LOOK_S)
+        yield
+
+
+def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: Teller, *,
+             is_new: bool) -> None:
+    for package in ("torch", "mpi4py"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, "run", "measuring a profile")
+    of, job, cluster = wanted.metadata, wanted.job, wanted.problem.cluster
+    degrees = ", ".join(str(d) for d in wanted.degrees)
+    timed = (f"{of.model}'s layers" if wanted.engine.identity is None
+             else f"the steps of {wanted.engine.name} with {of.model}")
+    tell.say(
+        f"profile: {'timing' if is_new else 'timing more of'} {timed} on "
+        f"{Layout(of.ranks, of.threads_per_rank).words} ({of.dtype}, tensor-parallel degree "
+        f"{degrees}), {session.words}")
+    for reason in wanted.refused.values():
+        tell.say(f"profile: left out, {reason}")
+    # every rank reads the request: hosts have the cache in common, but not /tmp
+    shared = None if wanted.launcher.is_here else target.parent
+    with passing_folder("xgpt-profile-", shared) as scratch:
+        request, progress, stop = (scratch / name for name in ("request.json", "progress", "stop"))
+        request.write_text(json.dumps({
+            "metadata": asdict(of), "model": asdict(wanted.problem.model),
+            "degrees": wanted.degrees, "refused": wanted.refused, "needs": asdict(wanted.needs),
+            "own": asdict(wanted.own), "is_quick": session.is_quick, "budget_s": session.budget_s,
+            "patience_s": session.patience_s, "captures": job.run.cuda_graphs,
+            "near": cluster.intra_link.name, "far": cluster.inter_link.name,
+            "target": str(target), "progress": str(progress), "stop": str(stop), "engine": {
+                "model_dir": str(wanted.folder), "arguments": dict(job.run.engine_args),
+                "device_kind": cluster.device.kind}}), encoding="utf-8")
+
+        def watch() -> None:
+            tell_share(tell, "profiling", progress)
+            if is_asked_to_stop(job.output):
+                stop.touch()
+
+        try:
+            command = program_of(job, wanted.engine.profiler, request)
+            ranks = RankProgram(module=wanted.engine.profiler, argument=request, command=command,
+                                count=1 if command else of.ranks,
+                                standby=None if command else wanted.standby)
+            wanted.launcher.run(ranks, watch=watch, ask_to_stop=stop.touch)
+        finally:
+            tell.end_progress()
+        if stop.exists():
+            raise StoppedEarly("stopped; what was measured is kept, and the same command goes on")

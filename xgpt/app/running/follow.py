@@ -1,0 +1,363 @@
+"""The launcher's eye on a running job: output lengths as they come, how long steps take, and what
+both mean for the schedule (xscheduler.live.decisions), and whether the ranks go on. Plans are made
+beside the run, in a thread of lower priority, since the cores are the ranks'. A run that makes no
+progress is ended, by the name of who holds it up: a rank that is stopped, swapped out, or waits for
+a disk or a device that does not answer holds up all, for ever."""
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xgpt.app.opened import OpenedJob
+from xgpt.app.running.prepare import lies_in_blocks
+from xgpt.core.errors import StoppedEarly, XgptError
+from xgpt.core.policies import policy, replanned_policies
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.units import format_seconds
+from xgpt.run_folder.state import SILENT_S
+from xprofiler.timing import TimingSource
+from xrunner.backends.engine import engine_of
+from xrunner.files.beat import RankState, read_beats
+from xrunner.files.launcher_link import ChangeOrder, read_observed
+from xrunner.files.lock import StopRequest
+from xrunner.rules.changes import Changes, OfShapes, changes_of
+from xscheduler.fallback import can_settle
+from xscheduler.live.decisions import LEAST_QUERIES, Decider, Decision, Evidence, Followed
+from xscheduler.live.quick_change import is_pressing
+from xscheduler.live.shapes import Room, differ
+from xscheduler.room import HEADROOM, headroom, kv_tokens_for, slots_for
+
+LOOK_S = 0.5
+# A plan takes a third of a second of a core, or a few. At 10 it had a twentieth of a core where two
+# programs and two ranks shared it, and a run of half a minute was over before; at 5 it has a
+# seventh.
+_NICENESS = 5
+# Where steps have become slower every second until a change is one in which queries are begun that
+# will be late: until then it has its share of the cores.
+_URGENT = 0
+# After a plan, until ranks have told of steps that it did not disturb: they tell once a second.
+_DEAF_S = 2.0
+LEAST_S, _STEPS = 60.0, 10  # without progress; times the longest step known
+# until a rank tells that it lives (it imports, perhaps over a slow network), and for its first step
+_START_S = 600.0
+_BEATS_LOOK_S = 1.0
+_AWAY_S = 5.0  # a launcher that has not looked for so long was stopped itself
+_GRACE_S = 20.0  # at least, between a request to stop and the end of who does not hear it
+
+
+class Rescheduler:
+    """Follows one run. `update` is called many times a second; it never waits for a plan."""
+
+    def __init__(self, followed: Followed, timing: TimingSource, output: Path, *,
+                 waits: bool = False) -> None:
+        """waits: `update` does wait (tests)."""
+        self.decider, self._output, self._waits = Decider(followed, timing), output, waits
+        self._looked_s = -math.inf
+        self._deaf_until_s = -math.inf
+        self._changed: set[int] = set()  # shapes of copies that are not as the run began
+        self.decisions: list[Decision] = []
+        self._turns = self._decided()
+
+    @property
+    def slots(self) -> int:
+        return self.decider.followed.slots
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.decider.followed.kv_tokens
+
+    @property
+    def other_rooms(self) -> tuple[tuple[int, int], ...]:
+        """(slots, kv_tokens) of the other shapes of copies."""
+        return tuple((room.slots, room.kv_tokens) for room in self.decider.followed.other_rooms)
+
+    def update(self) -> bool:
+        """Looks at what the run has written, and plans; or passes a plan's decision on, and returns
+        that there is one."""
+        return next(self._turns, False)
+
+    def _decided(self) -> Iterator[bool]:
+        """At each turn whether there is a decision. Ends where a plan failed, and has said so; the
+        run goes on."""
+        follow_up: Evidence | None = None  # what is decided on next, whatever else is seen
+        while True:
+            if (look := follow_up or self._next_look()) is None:
+                yield False
+                continue
+            found = list[Decision | None]()
+            thread = threading.Thread(target=self._decide, args=(look, found), daemon=True)
+            thread.start()
+            if self._waits:
+                thread.join()
+            while thread.is_alive():
+                yield False
+            if not self._waits:
+                self._deaf_until_s = time.monotonic() + _DEAF_S
+            if not found or (decision := found[0]) is None:
+                return
+            follow_up, before = decision.follow_up, self.decider.running.estimate
+            is_taken = self.decider.take(look, decision)
+            if is_taken and decision.schedule is not None:
+                ChangeOrder(revision=self.decider.revision, controls=self._changes(
+                    before, decision.schedule.estimate)).save(self._output)
+            if is_taken:
+                self.decisions.append(decision)
+            yield is_taken
+
+    def _next_look(self) -> Evidence | None:
+        """What there is to decide on, looked for now and then."""
+        now = time.monotonic()
+        if now - self._looked_s < LOOK_S and not self._waits:
+            return None
+        self._looked_s = now
+        if (written := read_observed(self._output)) is None:
+            return None
+        self._hear()
+        # the first tells the others of how the bound was kept so far
+        at_bound = self.decider.look_at_bound(written)
+        return self.decider.look(written) or self.decider.look_at_steps(written) or at_bound
+
+    def _hear(self) -> None:
+        """What ranks tell of their steps, but for those that a plan beside them made slower."""
+        if self.decider.pace is None or time.monotonic() < self._deaf_until_s:
+            return
+        for rank in read_beats(self._output):
+            self.decider.pace.hear(rank.rank, rank.stage, rank.elapsed_s, rank.steps)
+
+    def _decide(self, look: Evidence, found: list[Decision | None]) -> None:
+        if sys.platform == "linux" and not self._waits:  # there a thread has its own priority
+            thread = threading.get_native_id()  # of a command under `nice` it has that already
+            os.setpriority(os.PRIO_PROCESS, thread, max(
+                _URGENT if is_pressing(look) else _NICENESS,
+                os.getpriority(os.PRIO_PROCESS, thread)))
+        found.append(self.decider.decide_at_once(look) or self.decider.decide(look))
+
+    def _changes(self, before: Estimate, now: Estimate) -> Changes | OfShapes:
+        """What the rules are to obey now: an order takes the place of one that the run may not have
+        seen, so it has all shapes that are not as they began."""
+        self._changed |= {place for place, (old, new) in enumerate(
+            zip(before.shapes, now.shapes, strict=True)) if differ(old, new)}
+        own = tuple(changes_of(shape, slots=room.slots, kv_tokens=room.kv_tokens or None)
+                    if place in self._changed else None for place, (shape, room) in enumerate(
+                        zip(now.shapes, self.decider.followed.rooms, strict=True)))
+        return OfShapes(own) if len(own) > 1 else changes_of(
+            now, slots=self.slots, kv_tokens=self.kv_tokens or None)
+
+
+class _Thresholds(NamedTuple):
+    """By how much output lengths, and the times of steps, may be off what was planned before the
+    schedule is planned anew; None: they are not followed."""
+
+    lengths: float | None = None
+    steps: float | None = None
+
+
+def _thresholds(opened: OpenedJob, policy_name: str) -> _Thresholds:
+    """What the job wants followed, as far as something can be observed and changed."""
+    job, problem, row = opened.job, opened.problem, policy(policy_name)
+    fixed, engine = job.schedule, engine_of(opened.job)
+    is_fixed = (fixed.encode_batch is not None or fixed.max_active is not None) and (
+        not row.is_changeable or fixed.decode_iterations is not None)
+    if job.run.reschedule is None or is_fixed or not engine.is_changeable or (
+            policy_name not in replanned_policies()):
+        return _Thresholds()
+    if problem.queries is None and not problem.is_synthetic:
+        return _Thresholds()
+    if (problem.num_queries or 0) <= LEAST_QUERIES and not can_settle(problem):
+        return _Thresholds()
+    is_known = problem.queries is None or job.workload.output_tokens.kind == "from_requests"
+    # of a policy elsewhere it is not known what may change
+    is_timed = engine.tells_steps and (row.is_changeable or row.limits is not None)
+    return _Thresholds(lengths=None if is_known else job.run.reschedule,
+                       steps=job.run.step_times if is_timed else None)
+
+
+def rescheduler_of(opened: OpenedJob, timing: TimingSource,
+                   schedule: Schedule) -> Rescheduler | None:
+    """Makes the rescheduler of a run; None where the job wants none, where there is nothing to
+    observe or to change."""
+    job, problem, estimate = opened.job, opened.problem, schedule.estimate
+    thresholds = _thresholds(opened, estimate.policy)
+    if thresholds == _Thresholds():
+        return None
+    longest = problem.lengths.inputs.max + problem.lengths.outputs.max
+    if (known := problem.queries) is not None:  # longer ones become error records
+        held = known.reserves[known.reserves <= estimate.longest_query]
+        longest = int(held.max(initial=1))
+    is_observing = job.workload.output_tokens.kind == "observe"
+    in_blocks = lies_in_blocks(opened, estimate)
+    first, *others = (_room(shape, problem, longest, headroom(shape, problem, timing)
+                            if is_observing else HEADROOM, in_blocks=in_blocks)
+                      if policy(shape.policy).is_changeable else Room(slots=0)
+                      for shape in estimate.shapes)
+    return Rescheduler(Followed(
+        problem=problem, schedule=schedule, step_threshold=thresholds.steps,
+        threshold=thresholds.lengths, other_rooms=tuple(others), is_observing=is_observing,
+        slots=first.slots, kv_tokens=first.kv_tokens, longest=longest), timing, job.output)
+
+
+def _room(estimate: Estimate, problem: Problem, longest: int, times: float, *,
+          in_blocks: bool) -> Room:
+    """What the caches of copies that execute RRA are to have room for (xscheduler.room)."""
+    slots = slots_for(estimate, problem, longest, times, in_blocks=in_blocks)
+    return Room(slots=slots, kv_tokens=kv_tokens_for(
+        estimate, problem, longest * slots) if in_blocks else 0)
+
+
+def decisions_with_phases(decisions: Sequence[Decision],
+                          changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What metrics.json says of each decision, with the phase and time at which it was taken up."""
+    # each replica takes it up in a phase of its own: the first one stands for all that do
+    taken = {change["revision"]: change for change in sorted(
+        changes, key=lambda change: -(change.get("replica") or 0))}
+    return [{**decision.record, "sentence": decision.sentence,
+             **{key: taken.get(decision.record.get("revision"), {}).get(key)
+                for key in ("phase", "elapsed_s")}} for decision in decisions]
+
+
+class RanksHang(XgptError):
+    """No rank died, and the run does not go on."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The last state of a rank, and when it was another (for its steps: when it did one)."""
+
+    state: RankState
+    changed_s: float
+    worked_s: float
+
+
+class StallWatch:
+    """Looks at what the ranks tell. `limit_s` None: several times the longest step known, of which
+    `step_s` is planned."""
+
+    def __init__(self, output: Path, *, ranks: int, limit_s: float | None, step_s: float = 0.0,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._output, self._ranks, self._limit_s, self._step_s = output, ranks, limit_s, step_s
+        self._clock, self._start_s, self._looked_s = clock, clock(), clock()
+        self._seen: dict[int, _Seen] = {}
+
+    def look(self) -> None:
+        """Called often. Raises RanksHang."""
+        now, before = self._clock(), self._looked_s
+        if now - before < _BEATS_LOOK_S:
+            return
+        self._looked_s = now
+        if now - before > _AWAY_S:  # the ranks may have been stopped with it
+            for seen in self._seen.values():
+                seen.changed_s = seen.worked_s = now
+        for state in read_beats(self._output):
+            self._take(state, now)
+        if (why := self._why(now)) is not None:
+            raise RanksHang(f"the run hangs: {why}. It was ended; what is done is kept")
+
+    def _take(self, state: RankState, now: float) -> None:
+        seen = self._seen.get(state.rank)
+        if seen is None:
+            self._seen[state.rank] = _Seen(state, now, now)
+            return
+        if state.at_s != seen.state.at_s:
+            seen.changed_s = now
+        if state.num_steps != seen.state.num_steps or state.step_since_s != seen.state.step_since_s:
+            seen.worked_s = now
+        seen.state = state
+
+    @property
+    def silent(self) -> str | None:
+        """In a few words, who has told nothing for longest, where that is long."""
+        first = min(self._seen.values(), key=lambda one: one.changed_s, default=None)
+        if first is None or (passed_s := self._clock() - first.changed_s) <= SILENT_S:
+            return None
+        return f"rank {first.state.rank} silent for {format_seconds(round(passed_s))}"
+
+    def limit_s(self) -> float:
+        return (max(LEAST_S, _STEPS * self.longest_step_s) if self._limit_s is None
+                else self._limit_s)
+
+    @property
+    def longest_step_s(self) -> float:
+        """Planned, or measured so far."""
+        return max([self._step_s, *(seen.state.longest_step_s for seen in self._seen.values())])
+
+    def _why(self, now: float) -> str | None:
+        """Who holds up the run, in words; None where nobody does."""
+        limit_s, seen = self.limit_s(), list(self._seen.values())
+        silent = [one for one in seen if now - one.changed_s > limit_s]
+        if silent:
+            first = min(silent, key=lambda one: one.changed_s)
+            return (f"{first.state.name} has given no sign of life for "
+                    f"{format_seconds(round(now - first.changed_s))}; it was last told "
+                    f"{first.state.told}")
+        # the first step compiles what is not compiled yet
+        stuck = [one for one in seen if one.state.step_since_s is not None and (
+            now - one.worked_s > (limit_s if one.state.num_steps else max(limit_s, _START_S)))]
+        if stuck:
+            first = min(stuck, key=lambda one: one.worked_s)
+            return (f"{first.state.name} lives, but has been at one step for "
+                    f"{format_seconds(round(now - first.worked_s))}: it was told "
+                    f"{first.state.told}")
+        begun = [one for one in seen if one.state.num_steps]
+        if begun and len(begun) == len(seen) and all(now - one.worked_s > limit_s for one in seen):
+            first = max(begun, key=lambda one: one.worked_s)
+            return (f"no rank has begun a step for "
+                    f"{format_seconds(round(now - first.worked_s))}, though all live; the last "
+                    f"was {first.state.name}, told {first.state.told}")
+        missing = sorted(set(range(self._ranks)) - self._seen.keys())
+        if missing and now - self._start_s > max(limit_s, _START_S):
+            return (f"{'ranks' if missing[1:] else 'rank'} {', '.join(map(str, missing))} of "
+                    f"{self._ranks} gave no sign of life within "
+                    f"{format_seconds(round(now - self._start_s))} of the start")
+        return None
+
+
+class Guard:
+    """`look` is called often. Raises what ends the ranks: StoppedEarly, RanksHang, XgptError."""
+
+    def __init__(self, output: Path, stall: StallWatch | None) -> None:
+        """`stall` None: the ranks do not tell what they do."""
+        self._output, self._stall, self._stop = output, stall, StopRequest(output)
+        self._place, self._looked_s = _place(output), time.monotonic()
+        self._asked_s: float | None = None
+
+    @property
+    def silent(self) -> str | None:
+        """Which rank has told nothing for long, in a few words."""
+        return None if self._stall is None else self._stall.silent
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now
+        if _place(self._output) != self._place:
+            raise XgptError(
+                f"{self._output} was removed or renamed while a run wrote in it. A renamed folder "
+                "has all that was done: give it its name back, and the same command goes on from "
+                "there")
+        if self._stop.is_made:
+            self._asked_s = now if self._asked_s is None else self._asked_s
+            # a run stops after the steps under way, which may be long
+            grace_s = max(_GRACE_S, 0.0 if self._stall is None else 3 * self._stall.longest_step_s)
+            if now - self._asked_s > grace_s:
+                raise StoppedEarly(
+                    f"asked to stop, and the ranks did not within {grace_s:.0f} s: they were "
+                    "ended. What is done is kept, and the same command goes on from there")
+        elif self._stall is not None:
+            self._stall.look()
+
+
+def _place(folder: Path) -> tuple[int, int] | None:
+    """What the path names; None for nothing."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,365 @@
+"""metrics.json: what a run measured, beside what was predicted, and what makes the difference; and
+what goes back into the cached profile that it was planned with.
+
+That is its steps, by kind, against the profile's own times: so that the next job on this machine
+measures nothing, and one that began with a quick profile knows better afterwards. Only of a run
+that was whole, that others left alone, and whose steps took as long at its end as at its beginning:
+a disturbed one, or one that was slowed in its middle, says nothing of the machine."""
+
+import json
+import math
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xgpt.app.opened import OpenedJob
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import IntArray
+from xgpt.core.problem import Problem, QueryLengths
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import plain, write_json
+from xgpt.core.units import INT8
+from xgpt.launch.contention import NOTICEABLE_SHARE, in_words
+from xgpt.launch.launcher import RankProgram, launcher_of, threads_per_rank
+from xgpt.report.figures import check_bounds, kept_facts
+from xgpt.report.output import Output, read_output
+from xgpt.report.page import MAX_ANSWERS, write_page
+from xgpt.report.results_file import write_results
+from xgpt.report.table import paragraph, summary_table
+from xgpt.report.words import agreement_words, clean, counted
+from xgpt.run_folder.files import METRICS_FILE, read_object
+from xprofiler.profile import LearnedSteps, Profile, cached_profile_path, changing
+from xprofiler.profile_file import load_profile, save_profile
+from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming
+from xprofiler.timing import TimingSource
+from xrunner.checkpoint.source import cache_dir
+from xrunner.files.beat import ToldStep
+from xrunner.plan import AGREEMENT_FILE, RunPlan
+from xscheduler.evaluator import in_run_order, job_lengths
+from xscheduler.live.pace import KINDS, Ratio, Ratios
+from xsimulator.memory import kv_bytes
+from xsimulator.replay.job import Replayer
+from xsimulator.replay.predict import MOST_PREDICTED
+from xsimulator.replay.recorded import Recording, load_recordings
+
+CHANGED = ("the schedule was changed while the queries ran; what was predicted is of the one that "
+           "the run began with")
+LEAST_STEPS = 30  # of a kind on a stage that a run must have taken for it to tell
+# or so few, which took so long together: a job of few queries encodes them in a few long steps
+_FEW_STEPS, LONG_S = 3, 1.0
+_MOST_STEPS = 2000  # of a stage, the latest, that are looked at
+PASSING = 1.3  # by which a kind's last third may be slower, or quicker, than its first
+_EXTREME = 0.1  # of a kind's steps, those whose ratios are farthest out, half at each end
+
+
+def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Schedule | None,
+                  measured: Mapping[str, Any], prediction: Any, **own: Any) -> dict[str, Any]:
+    """Writes metrics.json and the report, and tells a summary. Returns what metrics.json holds:
+    every measured figure beside its prediction (None where there is none), what is the run's `own`,
+    and why it took as long as it did. `timing`, `schedule`: where they are known."""
+    metrics = {**_measured_beside_predicted(opened, schedule, measured, prediction), **own}
+    # a replay of what was planned says nothing of a run that changed it
+    is_told = prediction is not None and not measured["changes"]
+    why = attribute(opened.problem, timing, schedule, opened.job.output, prediction.wall_s) if (
+        is_told and timing and schedule) else None
+    metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
+    output, tell = opened.job.output, opened.tell
+    # read once: the figures of ten million queries are not to be there twice
+    left = replace(read_output(output, MAX_ANSWERS), metrics=metrics, schedule=schedule,
+                   queries_before=measured["queries_before"])
+    metrics |= kept_facts(check_bounds(left))
+    write_json(output / METRICS_FILE, metrics)
+    report = _report(replace(left, metrics=plain(metrics)))
+    tell.say(summary_table(metrics, tuple(_ends(opened, left))))
+    if left.remarks:
+        tell.say(paragraph(f"note: {' '.join(left.remarks)} Nothing is told of what stood there."))
+    if (warning := in_words(metrics["others_cpu_share"])) is not None:
+        tell.say(f"note: {warning}")
+    tell.say(report)
+    if opened.job.results is not None and metrics["status"] == "done":
+        tell.say(write_results(output, opened.job.results, opened.job.quote_formulas))
+    return metrics
+
+
+def _report(left: Output) -> str:
+    """Writes the page; a sentence on it. Without it the run is done all the same."""
+    try:
+        return f"report: {write_page(left)}"
+    except OSError as cause:
+        return (f"note: {cause.filename}: {cause.strerror}: the page is not written; `xgpt report` "
+                "does")
+
+
+def _ends(opened: OpenedJob, output: Output) -> Iterator[str]:
+    """What the results say of the run besides its figures, in sentences: whether the bound was
+    kept, how many answers were cut, and why the first entry has none."""
+    yield from (check.sentence for check in check_bounds(output) if check.is_kept is not None)
+    metrics = output.metrics or {}
+    if metrics.get("rescheduling") and metrics["wall_s"]["predicted"] is not None:
+        yield CHANGED
+    known = opened.problem.queries
+    is_wished = opened.job.run.ignore_eos or (known is not None and known.outputs is not None)
+    cut = 0 if is_wished else output.queries.reasons()["length"]
+    if cut:
+        yield (f"{counted(cut, 'answer')} of {len(output.queries):,} reached the most tokens that "
+               "were allowed, and may end in mid-sentence")
+    if output.errors:
+        first = output.errors[0]
+        yield clean(f"the first error, in line {first.get('line')} of the requests: "
+                    f"{first.get('error')}")
+
+
+def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule | None,
+                               measured: Mapping[str, Any], prediction: Any) -> dict[str, Any]:
+    # what was predicted is the whole job: half of one, or a resumed rest, is something else. A job
+    # whose schedule was changed is the one of which it was said how long it would take
+    is_whole = measured["state"] == "done" and measured["queries_before"] == 0
+
+    def pair(key: str) -> dict[str, float | None]:
+        expected = getattr(prediction, key, None) if is_whole else None
+        return {"measured": measured.get(key), "predicted": expected}
+
+    keys = ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "ttft_p50_s",
+            "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "wall_s", "load_s", "overhead_share")
+    job, cluster = opened.job, opened.problem.cluster
+    assert opened.files is not None
+    planned = dict(enumerate(_kv_bytes(opened.problem, schedule) if schedule else ()))
+    return {
+        "version": 1, "name": job.name, "status": measured["state"], "engine": job.run.engine,
+        "queries": measured["queries_before"] + measured["queries"],
+        "queries_held": measured["queries_held"], "errors": measured["errors"],
+        "failed": measured.get("failed", 0),
+        "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
+        "steady_state_qps": schedule.estimate.figures.throughput_qps if schedule else None,
+        "load_bytes_per_s": None if measured["load_s"] is None else (
+            measured["loaded_bytes"] / max(measured["load_s"], 1e-9)),
+        **{key: measured[key] for key in ("loaded_bytes", "loaded_from_disk_bytes")},
+        "operators": measured.get("operators"),
+        "model_source": opened.files.served_by, "weights": job.run.weights,
+        "ranks": schedule.estimate.num_devices if schedule else None, "dtype": opened.problem.dtype,
+        "weight_dtype": opened.problem.weight_dtype,
+        "date": datetime.now().astimezone().isoformat("T", "seconds"),
+        "machine": {"device": cluster.device.name,
+                    "threads_per_rank": threads_per_rank(job, opened.problem),
+                    "system": f"{platform.system()} {platform.machine()}",
+                    "python": platform.python_version(), "numpy": np.__version__},
+        "stages": [{**stage, "kv_planned_bytes": planned.get(stage["stage"])}
+                   for stage in measured["stages"]],
+    }
+
+
+def _kv_bytes(problem: Problem, schedule: Schedule) -> list[int]:
+    """What each rank of a stage may hold of KV entries by the schedule, for the stages of all
+    replicas."""
+    return [int(held) for pool in schedule.estimate.all_pools
+            for held in kv_bytes(problem, pool.stages, pool.kv_tokens)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """Seconds of the whole job, as predicted, with the run's lengths, with its step times too, and
+    as measured (the rest: the head, messages, and ranks that wait for one another);
+    `same_steps`: share of the replay's steps that were of the recorded size."""
+
+    predicted_s: float
+    with_lengths_s: float
+    with_times_s: float
+    measured_s: float
+    same_steps: float
+
+    @property
+    def sentence(self) -> str:
+        def change(to_s: float, from_s: float) -> str:
+            return f"{100 * (to_s / from_s - 1):+.0f} %"
+
+        total = change(self.measured_s, self.predicted_s)
+        return (f"time of the run against its prediction {total}: output lengths "
+                f"{change(self.with_lengths_s, self.predicted_s)}, step times "
+                f"{change(self.with_times_s, self.with_lengths_s)}, the rest "
+                f"{change(self.measured_s, self.with_times_s)}")
+
+
+def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output: Path,
+              predicted_s: float) -> Attribution | None:
+    """Attributes the time of the whole run in `output`; None where its record does not tell: it was
+    stopped or resumed, is longer than the log, of more queries than a prediction replays, or by
+    copies of several shapes. Of several copies of the model the last to be done decides, each with
+    the queries that it took."""
+    estimate = schedule.estimate
+    if (problem.num_queries or 0) > MOST_PREDICTED or estimate.others:
+        return None
+    try:
+        recordings = load_recordings(output, estimate.deployment)
+        count = sum(len(recording.queries) for recording in recordings)
+        order = in_run_order(problem, estimate, count)
+        most = np.empty(count, np.int64)  # by place in the job
+        most[order] = _most_outputs(problem, schedule, count)
+        replayer = Replayer(problem, timing, estimate.one_copy)
+        parts = [_part(replayer, recording, order if len(recordings) == 1 else None, most)
+                 for recording in recordings if len(recording.queries)]
+    except (XgptError, OSError, ValueError, LookupError, TypeError, AttributeError,
+            AssertionError):  # an explanation ends no run, whatever its record is like
+        return None
+    return Attribution(
+        predicted_s=predicted_s, with_lengths_s=max(part.own_s for part in parts),
+        with_times_s=max(part.timed_s for part in parts), measured_s=recordings[0].wall_s,
+        same_steps=sum(part.matched for part in parts) / max(sum(part.steps for part in parts), 1))
+
+
+class _Part(NamedTuple):
+    """Seconds of what a copy of the model took, and the replay's steps."""
+
+    own_s: float
+    timed_s: float
+    matched: int
+    steps: int
+
+
+def _part(replayer: Replayer, recording: Recording, order: Sequence[int] | None,
+          most: IntArray) -> _Part:
+    """`order`: of the recording's queries, where they are not in that in which they were taken up;
+    `most`: output tokens that each of the job's queries reserved."""
+    rows = np.arange(len(recording.queries)) if order is None else np.array(order)
+    queries = QueryLengths(inputs=recording.inputs[rows], outputs=recording.outputs[rows],
+                           most_outputs=most[recording.queries[rows]])
+    own, clocks = replayer.run(queries), recording.clocks()
+    timed = replayer.run(queries, clocks=clocks)
+    return _Part(own.makespan_s, timed.makespan_s, sum(clock.num_matched for clock in clocks),
+                 sum(clock.num_steps for clock in clocks))
+
+
+def _most_outputs(problem: Problem, schedule: Schedule, num_queries: int) -> IntArray:
+    """[queries] tokens that each query reserved for its output: decides when it was admitted."""
+    known = job_lengths(problem, schedule.estimate)
+    if known is None or len(known.inputs) != num_queries:
+        raise XgptError(f"the run answered {num_queries} requests, others can run")
+    return known.most_outputs
+
+
+def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
+          others_share: float | None) -> tuple[LearnedSteps, ...]:
+    """Adds what the run in the job's folder took to the cached profile; what was added: nothing
+    where the profile is another's or the run was disturbed."""
+    if not (isinstance(timing, ProfileTiming) and opened.is_local and opened.job.profile is None):
+        return ()
+    if others_share is not None and others_share >= NOTICEABLE_SHARE:
+        return ()
+    path = cached_profile_path(cache_dir() / "profiles", timing.profile.metadata)
+    if not path.is_file():
+        return ()
+    found = learned_of(opened, timing.profile, schedule, opened.job.output / "steps.jsonl")
+    try:
+        if found:
+            add(found, path)
+        return found
+    except OSError as error:  # the run is done, and stays so
+        opened.tell.say(f"note: this run's steps are not added to the profile: {error}")
+        return ()
+
+
+def add(found: Sequence[LearnedSteps], path: Path) -> None:
+    """Adds what a run took to the profile at `path`, after what others add at the same time."""
+    with changing(path.parent):
+        known = load_profile(path)
+        kept = [own for kind in KINDS for own in (
+            *(own for own in known.learned if own.kind == kind),
+            *(own for own in found if own.kind == kind))[-LEARNED_KEPT:]]
+        save_profile(replace(known, learned=tuple(kept)), path)
+
+
+def has_learned_since(timing: TimingSource) -> bool:
+    """Whether runs have told the cached profile more than these times of it know."""
+    if not isinstance(timing, ProfileTiming):
+        return False
+    path = cached_profile_path(cache_dir() / "profiles", timing.profile.metadata)
+    return path.is_file() and load_profile(path).learned != timing.profile.learned
+
+
+def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
+               steps: Path) -> tuple[LearnedSteps, ...]:
+    """What the run's steps took against the profile's own times, of the slowest stage by kind;
+    nothing of copies of several shapes, whose stages are not those of the first over again."""
+    if schedule.estimate.others:
+        return ()
+    own = ProfileTiming(replace(profile, learned=()))
+    known = opened.problem.queries
+    longest = opened.problem.lengths.inputs.max + opened.problem.lengths.outputs.max
+    if known is not None:
+        longest = max(longest, int(known.reserves.max(initial=1)))
+    ratios = Ratios(opened.problem, own, schedule.estimate, longest=longest)
+    by_place: dict[tuple[int, str], list[Ratio]] = {}
+    for line in steps.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["kind"] not in KINDS:
+            continue
+        step = ToldStep(
+            row["kind"], row["queries"], row["tokens"], row["decoded"], row["context_tokens"],
+            row["longest_context"], row["input_tokens"], row["end_s"] - row["start_s"])
+        if (ratio := ratios.of(row["stage"], step)) is not None:
+            by_place.setdefault((row["stage"], step.kind), []).append(ratio)
+    found = []
+    for kind in KINDS:
+        stages = [taken[-_MOST_STEPS:] for (_, own_kind), taken in by_place.items()
+                  if own_kind == kind and _tell(taken)]
+        if not stages:
+            continue
+        slowest = max(stages, key=factor_of)
+        if _is_passing(slowest):
+            continue
+        factor = factor_of(slowest)
+        low, high = np.exp(np.quantile([own.log for own in slowest], (0.25, 0.75)))
+        found.append(LearnedSteps(
+            kind=kind, rows=float(np.median([own.rows for own in slowest])),
+            factor=round(factor, 4), spread=round(float(high - low) / factor, 4),
+            steps=len(slowest), date=date.today().isoformat()))
+    return tuple(found)
+
+
+def _tell(ratios: Sequence[Ratio]) -> bool:
+    """Whether these steps are enough to tell what others of their kind take."""
+    took_s = sum(own.expected_s * math.exp(own.log) for own in ratios)
+    return len(ratios) >= LEAST_STEPS or (len(ratios) >= _FEW_STEPS and took_s >= LONG_S)
+
+
+def _is_passing(ratios: Sequence[Ratio]) -> bool:
+    """Whether what these steps were slowed by came, or went, while the run lasted."""
+    third = len(ratios) // 3
+    change = factor_of(ratios[-third:], 2 * _EXTREME) / factor_of(ratios[:third], 2 * _EXTREME)
+    return not 1 / PASSING <= change <= PASSING
+
+
+def factor_of(ratios: Sequence[Ratio], extreme: float = _EXTREME) -> float:
+    """Seconds that these steps took, together, over those they were expected to take, without the
+    extreme share of them: a job's time is their sum, of which long steps are the larger part."""
+    logs, expected_s = np.array([(own.log, own.expected_s) for own in ratios]).T
+    low, high = np.quantile(logs, (extreme / 2, 1 - extreme / 2))
+    kept = (logs >= low) & (logs <= high)
+    return float(np.sum(expected_s[kept] * np.exp(logs[kept])) / np.sum(expected_s[kept]))
+
+
+def agreement_of(opened: OpenedJob, plan: RunPlan, run_file: Path,
+                 lock: int) -> dict[str, Any] | None:
+    """What agreement.json holds, measured unless it is there of the same run; None for a run of the
+    model's own type. Raises XgptError."""
+    if plan.weight_dtype != INT8:
+        return None
+    path = plan.output / AGREEMENT_FILE
+    known = read_object(path)
+    if known.get("fingerprint") != plan.fingerprint:
+        opened.tell.say(f"comparing {INT8} with {plan.dtype} on the job's own inputs")
+        launcher_of(opened.job, opened.problem).run(
+            RankProgram(module="xrunner.rank.agreement", argument=run_file, count=1,
+                        inherited=(lock,)),
+            watch=lambda: None)
+        known = read_object(path)
+    agreement = {key: known[key] for key in ("inputs", "positions", "agreeing")}
+    said = agreement_words({"agreement": agreement, "weight_dtype": plan.weight_dtype,
+                            "dtype": plan.dtype})
+    assert said is not None, f"{agreement = }"
+    opened.tell.say(said)
+    return agreement

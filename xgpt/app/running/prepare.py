@@ -1,0 +1,379 @@
+"""Before the ranks of a run start: what keeps it from being run, what its ranks are told, and what
+stays of earlier runs."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.app.models import not_used_words
+from xgpt.app.opened import OpenedJob
+from xgpt.app.telling import Teller
+from xgpt.core.cluster import Cluster
+from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
+from xgpt.core.errors import InputError, Mistake, wrong
+from xgpt.core.problem import has_room, output_room
+from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule_file import write_json
+from xgpt.core.system.machine import detect, usable_cores, why_no_torch
+from xgpt.core.system.whole_file import sync_folder, why_no_file, why_no_folder
+from xgpt.job.job import LOCAL_CLUSTER, Job
+from xgpt.job.resolve import open_weight_dtypes
+from xgpt.launch.launcher import allocation_here, threads_per_rank
+from xgpt.report.table import paragraph
+from xgpt.requests.formats import arrow
+from xgpt.requests.request import Requests
+from xgpt.requests.request_files import format_of
+from xgpt.requests.spool import SpoolWriter, saved_header
+from xgpt.run_folder.files import METRICS_FILE, RESULTS_FILE, free_path
+from xgpt.run_folder.state import State, state_left
+from xrunner.backends.engine import engine_of, mistake
+from xrunner.checkpoint.identity import files_state, model_files, weights_whole
+from xrunner.checkpoint.source import shape_to_make, write_random_model
+from xrunner.checkpoint.tensors import check_weights
+from xrunner.files.generation import refuse_given_tokens
+from xrunner.files.intake import make
+from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
+from xrunner.files.lock import StopRequest, is_locked
+from xrunner.files.results import HELD_FILE, answered
+from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.plan import (
+    OWN_ALONE,
+    RunPlan,
+    as_begun,
+    saved_differences,
+    saved_fingerprint,
+    saved_model,
+)
+from xrunner.rules.order import window_of
+from xrunner.rules.steps import kv_budget, rules_for
+
+_RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries
+# What decides the answers, as a job file has it. Two more follow from the schedule and the requests
+# together.
+_IN_WORDS = {"requests_digest": "the requests", "is_chat": "workload.chat",
+             "chat_template_kwargs": "workload.chat_template_kwargs",
+             "max_tokens": "workload.max_tokens", "engine": "run.engine",
+             "engine_version": "the engine's version",
+             "query_kv_tokens": "the longest request that the schedule holds",
+             "most_input_tokens": "the longest input that the schedule encodes", **{
+                 name: f"run.{name}" for name in (
+                     "dtype", "weight_dtype", "seed", "temperature", "top_k", "top_p", "stop",
+                     "ignore_eos", "engine_args", "deterministic")}}
+
+
+def lies_in_blocks(opened: OpenedJob, estimate: Estimate) -> bool:
+    """Whether what the rules of `estimate` reserve for a query lies in blocks. On a GPU it does,
+    unless the job says `rows`: there memory that is set aside is taken, where pages of a CPU's that
+    were never written are not. Raises InputError where the job asks for what is not executed."""
+    job, wish = opened.job, opened.job.run.kv_layout
+    rules, is_encoder_decoder = rules_for(estimate), opened.problem.model.is_encoder_decoder
+    if any(kv_budget(rule) is not None for rule in rules):
+        if wish == "rows":
+            raise wrong(job.source, "run.kv_layout", wish, f"auto or blocks with {estimate.policy}:"
+                        " continuous batching leaves queries where they are, in blocks")
+        return False  # they do so whatever is asked for
+    is_able = not is_encoder_decoder and any(
+        kv_budget(rule, in_blocks=True) is not None for rule in rules)
+    if wish == "blocks" and not is_able:
+        what = "an encoder-decoder model" if is_encoder_decoder else estimate.policy
+        raise wrong(job.source, "run.kv_layout", wish, f"auto or rows with {what}, whose entries "
+                    "lie in rows alone")
+    is_gpu = opened.problem.cluster.device.kind == "gpu"
+    return is_able and (wish == "blocks" or (wish == "auto" and is_gpu))
+
+
+def refuse_what_cannot_run(job: Job, tell: Teller) -> None:
+    """Raises InputError for a job that this version plans, but does not execute, by its file and
+    this machine alone."""
+    machine = detect() if job.cluster == LOCAL_CLUSTER else None
+    gpus = machine if machine is not None and machine.device.kind == "gpu" else None
+    engine = engine_of(job)
+    mistakes = [*_refusals(job, gpus), *_ours_alone(job), *engine.refusals(job)]
+    if mistakes:
+        raise InputError(mistakes)
+    if gpus is not None and (job.run.ranks or 1) > gpus.num_devices:
+        tell.say(f"note: {job.run.ranks} ranks share {gpus.num_devices} x {gpus.device.name}: each "
+                 "has a part of a GPU's memory and waits for the others' turns, which is no faster "
+                 "than fewer ranks")
+    engine.check_installed(job)
+
+
+def refuse_what_no_machine_runs(job: Job) -> None:
+    """Raises InputError for a job that is executed nowhere, by its file alone."""
+    mistakes = [*_without_requests(job), *_ours_alone(job), *engine_of(job).refusals(job)]
+    if mistakes:
+        raise InputError(mistakes)
+
+
+def _without_requests(job: Job) -> Iterator[Mistake]:
+    if job.workload.requests is None and job.workload.count is None:
+        yield mistake(job, "workload.requests", None,
+                      "a run needs files of requests, or {count: N}")
+
+
+def _ours_alone(job: Job) -> Iterator[Mistake]:
+    """What is asked of another engine and can only be had of ours."""
+    if job.run.engine == OWN_ENGINE:
+        return
+    if job.run.deterministic:
+        yield mistake(job, "run.deterministic", True, f"only with `engine: {OWN_ENGINE}`: what "
+                      "another's products depend on is not known")
+    if job.run.kv_layout != "auto":
+        yield mistake(job, "run.kv_layout", job.run.kv_layout, f"only with `engine: {OWN_ENGINE}`:"
+                      " another lays out its cache itself")
+
+
+def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
+    """gpus: this machine's, where the job is to run on them."""
+    if job.slurm is not None and allocation_here() is None:
+        yield mistake(job, "slurm", None, "runs inside an allocation: `xgpt submit` hands the job "
+                      "in; to run it on this machine use --set slurm=null")
+    if job.cluster != LOCAL_CLUSTER:
+        yield mistake(job, "cluster", job.cluster, "`local`: this version executes on this "
+                      "machine's GPUs or, where it has none, cores; `xgpt schedule`, `simulate` "
+                      "and `sweep` plan for any cluster")
+    if gpus is not None and job.run.deterministic:
+        yield mistake(job, "run.deterministic", True, "on CPU ranks alone: cuBLAS chooses by the "
+                      "number of rows; to run on those set CUDA_VISIBLE_DEVICES to nothing")
+    if gpus is not None and (why := why_no_torch("gpu")) is not None:
+        yield mistake(job, "cluster", job.cluster, f"this machine has GPUs, but {why}: install a "
+                      "build with it or, to run on CPU ranks, set CUDA_VISIBLE_DEVICES to nothing")
+    if gpus is not None and job.run.engine in ONE_PROCESS and (
+            job.run.ranks or 1) > gpus.num_devices:
+        yield mistake(job, "run.ranks", job.run.ranks, f"at most {gpus.num_devices}, as many as "
+                      f"there are GPUs, with the engine {job.run.engine}")
+    most = _RANKS_PER_CORE * usable_cores() * (len(job.run.hosts) or 1)
+    if (job.run.ranks or 1) > most:
+        where = "the hosts" if job.run.hosts else "this machine"
+        yield mistake(job, "run.ranks", job.run.ranks,
+                      f"at most {most} on {where}: {most // _RANKS_PER_CORE} cores")
+    yield from _without_requests(job)
+
+
+def check_model(opened: OpenedJob) -> None:
+    """Raises InputError where the model's files are broken, before anything is measured for it."""
+    files = opened.files
+    assert files is not None, "a run needs the model's files"
+    if (why := files.spec.planned_only) and opened.job.run.engine != VLLM:
+        raise wrong(opened.job.source, "model", opened.job.model,
+                    f"one that is executed: {why} is planned for and not executed by the engine "
+                    f"{opened.job.run.engine}; `run: {{engine: {VLLM}}}` hands it to vLLM")
+    if opened.job.run.weights == "random" or shape_to_make(files.directory) is not None:
+        return
+    spare = check_weights(files.directory, files.spec, may_unpickle=opened.job.run.pickles)
+    unused = not_used_words(files.spec, files.directory, spare)
+    if unused and opened.job.run.engine == OWN_ENGINE:
+        opened.tell.say(paragraph(f"note: not used of the model's files: {unused}"))
+    TextTokenizer(files.directory)
+    eos_ids(files.directory)
+    if files.spec.is_encoder_decoder:
+        start_token(files.directory)
+    if not opened.job.workload.only_encodes:  # which chooses no tokens
+        refuse_given_tokens(files.directory, opened.job.run.engine)
+
+
+def make_folder(job: Job) -> None:
+    """The job's output folder, without the request to stop that ended an earlier run; but of a job
+    inside an allocation a user may ask as soon as it has one. Raises InputError where the folder
+    cannot be written to."""
+    try:
+        if job.run.private:  # from here on, in this process and those it starts
+            os.umask(OWN_ALONE)
+        job.output.mkdir(parents=True, exist_ok=True)
+        if job.run.private:
+            job.output.chmod(0o777 & ~OWN_ALONE)
+        (job.output / ".lock").touch()
+        stop = StopRequest(job.output)
+        if not is_locked(job.output) and not (stop.is_by_user and job.slurm is not None
+                                              and allocation_here() is not None):
+            stop.withdraw()
+        allowed = why_no_folder(job.output)
+    except OSError as cause:
+        allowed = f"a folder that can be written to: {cause.strerror}"
+    if allowed is not None:
+        raise wrong(job.source, "output", str(job.output), allowed)
+    if job.results is not None:
+        _make_place(job, job.results)
+
+
+def _make_place(job: Job, results: Path) -> None:
+    """Finds before the run what would keep its table of results from being written after it."""
+    if format_of(results) == "parquet":
+        arrow(f"writing {results.name}")
+    if (allowed := why_no_file(results)) is not None:
+        raise wrong(job.source, "results", str(results), allowed)
+
+
+def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Requests) -> RunPlan:
+    """What the ranks are told besides the schedule. `requests`: the job's, or those made for it.
+    Without a schedule no rank is told it: it is `as_begun` that tells what was run."""
+    job, files = opened.job, opened.files
+    assert files is not None, "a run needs the model's files"
+    if job.run.weights == "random":
+        write_random_model(files.directory, files.spec)
+    estimate = None if schedule is None else schedule.estimate
+    query_tokens, most_input = (0, 0) if estimate is None else (
+        estimate.longest_query, estimate.longest_input)
+    # what no request needs decides nothing: a run may go on by another schedule
+    if (longest := _longest(opened, requests)) is not None:
+        longest_input, longest_reserve = longest
+        query_tokens = min(query_tokens, longest_reserve)
+        most_input = 0 if most_input >= longest_input else most_input
+    state = files_state(files.directory)
+    return RunPlan(
+        name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
+        served_by=files.served_by, requests=str(job.workload.requests or "synthetic"),
+        requests_digest=requests.digest,
+        model_files=model_files(files.directory), model_state=state,
+        weights_whole=weights_whole(files.directory) if job.run.verify else {},
+        is_chat=job.workload.chat, max_tokens=opened.problem.default_max_tokens,
+        chat_template_kwargs=dict(job.workload.chat_template_kwargs),
+        dtype=opened.problem.dtype, weight_dtype=opened.problem.weight_dtype, seed=job.run.seed,
+        temperature=job.run.temperature,
+        top_k=job.run.top_k, top_p=job.run.top_p, stop=job.run.stop,
+        ignore_eos=job.run.ignore_eos,
+        threads_per_rank=threads_per_rank(job, opened.problem),
+        query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
+        shuffle_window=1 if estimate is None else window_of(
+            job.adjustment.shuffle, estimate.figures.encode_batch),
+        routing=job.adjustment.routing,
+        mean_output_tokens=opened.problem.lengths.outputs.mean,
+        device_kind=opened.problem.cluster.device.kind,
+        kv_in_blocks=estimate is not None and lies_in_blocks(opened, estimate),
+        cuda_graphs=job.run.cuda_graphs,
+        engine_version=identity(job) if (identity := engine_of(job).identity) else "",
+        engine_args=dict(job.run.engine_args),
+        deterministic=job.run.deterministic, private=job.run.private,
+        sync_s=job.run.sync_s)
+
+
+def _longest(opened: OpenedJob, requests: Requests) -> tuple[int, int] | None:
+    """The most tokens that the input of any request has that can be answered, and the most that any
+    reserves; None where lengths are not known. The other requests become error records whatever the
+    schedule is."""
+    if (inputs := requests.input_tokens) is None:
+        return None
+    room = output_room(opened.problem.model, inputs)
+    reserves = inputs + np.minimum(
+        requests.output_caps(opened.problem.default_max_tokens), room)
+    fits = has_room(opened.problem.model, inputs, requests.forced)
+    fits[list(requests.unusable)] = False
+    return int(inputs[fits].max(initial=1)), int(reserves[fits].max(initial=1))
+
+
+def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
+    """The job's requests, made where it names only their number."""
+    problem = opened.problem
+    if opened.requests is None:
+        assert problem.num_queries is not None, "a workload has requests or a count"
+        return make(problem.lengths, problem.num_queries, opened.job.run.seed,
+                    problem.model.vocab_size)
+    assert opened.spool is not None, "a run has its requests at hand"
+    return opened.requests, opened.spool
+
+
+def going_on(plan: RunPlan, schedule: Schedule) -> RunPlan | None:
+    """The plan for the very requests of the unfinished run of this job that is in its folder: a new
+    schedule may hold longer ones. None where this schedule does not hold them all. The plan itself
+    where there is no such run."""
+    begun = as_begun(plan)
+    if begun is plan or state_left(plan.output) is not State.STOPPED:
+        return plan
+    # where a schedule holds more than query_kv_tokens, that is the longest request
+    holds_longest = plan.query_kv_tokens < schedule.estimate.longest_query
+    holds_queries = holds_longest or begun.query_kv_tokens <= plan.query_kv_tokens
+    holds_inputs = not plan.most_input_tokens or (  # 0: any input
+        0 < begun.most_input_tokens <= plan.most_input_tokens)
+    return begun if holds_queries and holds_inputs else None
+
+
+def with_what_was_read(plan: RunPlan, tell: Teller) -> RunPlan:
+    """The plan, with what an unfinished run in its folder knows of every byte of its weights, where
+    this one did not read them all."""
+    before = saved_model(plan.output)
+    if before is None or state_left(plan.output) is not State.STOPPED:
+        return plan
+    if plan.weights_whole and not before.weights_whole:
+        tell.say(paragraph("note: the run in the folder was begun without `--verify`: that these "
+                           "are its weights is known by samples of them; from here on, by every "
+                           "byte"))
+    return plan if plan.weights_whole else replace(plan, weights_whole=before.weights_whole)
+
+
+def as_its_weights_were_held(opened: OpenedJob) -> OpenedJob:
+    """The job by the type of weights that a run in its folder was begun with, unless it is told
+    done, where the job leaves that open: what is found depends on the memory that is free."""
+    job, problem = opened.job, opened.problem
+    before = saved_model(job.output)
+    if before is None or job.run.weight_dtype != "auto" or before.weight_dtype not in (
+            open_weight_dtypes(problem, job.run.engine)) or (
+            state_left(job.output) not in (State.STOPPED, State.COMPLETE)):
+        return opened
+    return replace(opened, job=replace(job, run=replace(job.run, weight_dtype=before.weight_dtype)),
+                   problem=replace(problem, weight_dtype=before.weight_dtype))
+
+
+def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = None,
+              spool: SpoolWriter | None = None) -> None:
+    """A stopped run of the same job goes on; any other results are kept under another name.
+    `table`: the file that the job wants its results in besides. `spool`: its requests. Raises
+    InputError for a run that was stopped and whose model, prompts or sampling have changed since.
+    """
+    results, state = output / RESULTS_FILE, state_left(output)
+    if state is State.STOPPED:
+        _refuse_another_job(output, plan)
+        prompts = saved_header(output).get("prompts")
+        if spool is not None and prompts not in (None, spool.prompts_digest):
+            raise wrong(output, "the prompts", None,
+                        "the tokens with which the run in this folder was begun, and not finished. "
+                        "The model's tokenizer or its chat template makes others of the same "
+                        "requests today, as another version of transformers may. Put that back to "
+                        "go on, or begin anew with `xgpt submit --again`, which keeps what was "
+                        "answered")
+    for name in ("measured.json", METRICS_FILE, "steps.jsonl", ADJUST_FILE, OBSERVED_FILE):
+        (output / name).unlink(missing_ok=True)
+    if saved_fingerprint(output) == plan.fingerprint and state in (State.NONE, State.STOPPED):
+        if (count := answered(results).total) > 0:
+            tell.say(f"going on after the {count} queries an earlier run answered")
+        return
+    for path in (results, output / HELD_FILE, *(() if table is None else (table,))):
+        if path.is_file() and path.stat().st_size > 0:
+            kept = free_path(path, path.stat().st_mtime)
+            path.rename(kept)
+            sync_folder(output)
+            tell.say(f"results of an earlier run kept as {kept.name}")
+
+
+def _refuse_another_job(output: Path, plan: RunPlan) -> None:
+    """Answers of two jobs in one file would look like those of one. Raises InputError."""
+    before = saved_model(output)
+    changed = before.changed(plan.model_files, plan.weights_whole) if before else []
+    if changed:
+        raise wrong(plan.model_dir, ", ".join(changed), None,
+                    f"the files with which the run in {output} was begun, and not finished: these "
+                    "have changed since. Put them back to go on, or begin anew with `--again`, "
+                    "which keeps what was answered")
+    if changed := [_IN_WORDS[key] for key in saved_differences(plan) if key in _IN_WORDS]:
+        raise wrong(output, ", ".join(changed), None,
+                    "changed since the run in this folder was begun, and it is not finished. Put "
+                    "it back as it was to go on, or begin anew with `xgpt submit --again`, which "
+                    "keeps what was answered")
+
+
+def write_job(opened: OpenedJob) -> None:
+    """Leaves what the job asks in job.json."""
+    job, bound = opened.job, opened.job.constraint.latency
+    fixed, constraint = asdict(job.schedule), asdict(job.constraint)
+    del fixed["others"], constraint["bounds"]  # their parts are keys of their own, as in a job file
+    write_json(job.output / "job.json", {
+        "name": job.name, "model": job.model, "cluster": job.cluster,
+        "workload": {**asdict(job.workload), "requests": None if job.workload.requests is None
+                     else str(job.workload.requests)}, "results": job.results,
+        "quote_formulas": job.quote_formulas,
+        "constraint": {"latency_s": bound.limit_s, "kind": bound.kind, "quantile": bound.quantile,
+                       **constraint},
+        "schedule": {**fixed, **dict(job.schedule.others)}, "adjustment": job.adjustment,
+        "run": job.run, "output": job.output, "source": job.source, "asked": opened.asked})

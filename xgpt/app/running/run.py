@@ -1,0 +1,384 @@
+"""One run of a schedule: prepared, started, followed and closed.
+
+After a rank's death the ranks are started again, a bounded number of times. A query that was under
+way at two deaths may be what kills them: it is left for the end and run alone then, and where it
+kills its rank again it gets an error in the place of an answer. The others finish."""
+
+import json
+import math
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+from xgpt.app.hand_in import in_allocation
+from xgpt.app.opened import OpenedJob, open_job, refuse_if_none_can_run
+from xgpt.app.running.finished import asked_of, refuse_no_answer
+from xgpt.app.running.follow import (
+    Guard,
+    Rescheduler,
+    StallWatch,
+    decisions_with_phases,
+    rescheduler_of,
+)
+from xgpt.app.running.metrics import agreement_of, learn, write_metrics
+from xgpt.app.running.prepare import (
+    as_its_weights_were_held,
+    check_model,
+    going_on,
+    make_folder,
+    make_room,
+    plan_for_ranks,
+    refuse_what_cannot_run,
+    requests_of,
+    with_what_was_read,
+    write_job,
+)
+from xgpt.app.running.resume import is_left_whole, take_over
+from xgpt.app.schedule import Plan, executable
+from xgpt.app.telling import KeptTeller, Teller, tell_run, troubles_told
+from xgpt.core.errors import StoppedEarly, XgptError
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import save_schedule
+from xgpt.core.system.whole_file import write_atomically
+from xgpt.job.job import Job
+from xgpt.launch.contention import Contention
+from xgpt.launch.launcher import RankProgram, allocation_here, launcher_of, ranks_per_node
+from xgpt.launch.process import RanksFailed
+from xgpt.launch.standby import Standby
+from xgpt.report.lanes import EXPECTED_FILE, write_expected
+from xgpt.report.run_charts import replay_lanes
+from xgpt.report.table import paragraph
+from xgpt.report.words import counted
+from xgpt.requests.spool import Spool, num_queries
+from xgpt.run_folder.files import DEATHS_FILE, RESULTS_FILE, end_kept, kept
+from xgpt.run_folder.state import State, state_left
+from xprofiler.interpolation import REFUSED_BEYOND
+from xprofiler.profile_file import save_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.timing import TimingSource
+from xrunner.backends.engine import engine_of, program_of
+from xrunner.files.beat import BEATS
+from xrunner.files.intake import hand_on, query_of
+from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
+from xrunner.files.lock import StopRequest, output_lock
+from xrunner.files.results import HELD_FILE, ResultWriter, answered, count_results
+from xrunner.files.sink import read_underway
+from xrunner.plan import RunPlan, weights_key
+from xrunner.query import FinishedQuery
+from xscheduler.evaluator import replays_of
+from xscheduler.fallback import said_of
+from xsimulator.replay.predict import JobPrediction, mean_of
+
+SUSPECT = 2  # deaths at which a query was under way
+
+
+class Leg(NamedTuple):
+    """One start of the ranks. `aside`: queries that it leaves out; `alone`: the one that it is
+    for, if it is for one."""
+
+    aside: tuple[int, ...] = ()
+    alone: int | None = None
+    is_first: bool = True
+
+
+class Deaths:
+    """At which queries' work ranks died, of one job."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan, self._path = plan, plan.output / DEATHS_FILE
+        self._results = plan.output / "results.jsonl"
+        self._counts = Counter[int](self._read())
+
+    def next_leg(self) -> Leg | None:
+        """What is to be run next; None where every query is answered."""
+        done, total = answered(self._results), len(Spool(self._plan.output))
+        if total and done.total >= total:
+            return None
+        # of few queries: no list of ten million
+        suspects = sorted(query for query, count in self._counts.items() if count >= SUSPECT
+                          and done.written <= query < total and query not in done.held)
+        if not suspects or len(suspects) < total - done.total:
+            return Leg(tuple(suspects))
+        return Leg(tuple(suspects[1:]), alone=suspects[0])
+
+    def record(self, leg: Leg, cause: str) -> str:
+        """Takes note of a death; what comes of it, in words."""
+        if leg.alone is not None:
+            self._give_up(leg.alone, cause)
+            return (f"query {leg.alone} was run alone, and its rank died again: it has an error "
+                    "in the place of an answer")
+        done = answered(self._results)
+        underway = [query for query in read_underway(self._plan.output)
+                    if query >= done.written and query not in done.held]
+        self._counts.update(set(underway))
+        suspects = sum(self._counts[query] >= SUSPECT for query in underway)
+        write_atomically(self._path, json.dumps(
+            {"fingerprint": self._plan.fingerprint, "deaths": dict(self._counts)}) + "\n")
+        return "" if not suspects else (
+            f"{counted(suspects, 'query')} under way at two deaths: left for the end, to run alone")
+
+    def _give_up(self, query: int, cause: str) -> None:
+        written = count_results(self._results)
+        writer = ResultWriter(self._results, first_index=written, model=self._plan.model_name)
+        writer.write(FinishedQuery(
+            query=query_of(Spool(self._plan.output), self._plan, query), output_ids=(),
+            finish_reason="error", text="", encode_start_s=0.0, first_token_s=0.0,
+            last_token_s=0.0, error="ranks died three times at work on it, the last time alone: "
+            + " ".join(cause.split())[-300:]))
+        writer.close()
+
+    def _read(self) -> dict[int, int]:
+        try:
+            saved = json.loads(self._path.read_text(encoding="utf-8"))
+            if saved["fingerprint"] != self._plan.fingerprint:
+                return {}
+            return {int(query): int(count) for query, count in saved["deaths"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+
+def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
+                tell: Teller) -> None:
+    """Starts the ranks until every query is answered, or a stop was asked for. Raises what `start`
+    raises, a rank's death only after so many `restarts`; a query that is run alone has its own."""
+    deaths = Deaths(plan)
+    leg, is_first = deaths.next_leg(), True
+    while leg is not None:
+        try:
+            start(leg._replace(is_first=is_first))
+        except RanksFailed as error:
+            tell.end_progress()
+            if error.is_told or (leg.alone is None and restarts == 0):
+                raise _with_what_is_kept(error, plan) from None
+            what = deaths.record(leg, str(error))
+            if StopRequest(plan.output).is_made:
+                raise StoppedEarly(f"{error}\nThe run was asked to stop meanwhile: "
+                                   f"{_is_kept(plan)}, and the same command goes on from "
+                                   "there") from None
+            if leg.alone is None:
+                restarts -= 1
+            tell.say(f"{error}")
+            tell.say(paragraph(f"note: {what + '. ' if what else ''}{_is_kept(plan)}; the ranks "
+                               f"start again ({counted(restarts, 'more restart')} after this)"))
+        else:
+            if not leg.aside or StopRequest(plan.output).is_made:
+                break
+        leg, is_first = deaths.next_leg(), False
+    if answered(plan.output / RESULTS_FILE).written == len(Spool(plan.output)):
+        (plan.output / DEATHS_FILE).unlink(missing_ok=True)
+
+
+def _with_what_is_kept(error: RanksFailed, plan: RunPlan) -> XgptError:
+    text = str(error)
+    if "the same command goes on" in text:
+        return XgptError(text)
+    goes_on = f"{_is_kept(plan)}; the same command goes on from there"
+    return XgptError(f"{text}\n{paragraph(goes_on)}")
+
+
+def _is_kept(plan: RunPlan) -> str:
+    count = answered(plan.output / RESULTS_FILE).total
+    return f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} kept"
+
+
+def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> OpenedJob:
+    """The job with its model's files and an output folder. `standby`: may serve as its ranks.
+    Raises InputError for one that cannot be run."""
+    as_asked = job  # before an allocation says where it runs
+    if job.slurm is not None and (allocation := allocation_here()) is not None:
+        job = in_allocation(job, allocation, tell)
+    refuse_what_cannot_run(job, tell)  # before a model is fetched for it
+    opened = open_job(job, tell, "run")
+    assert opened.files is not None, "fetched above"
+    tell.say(f"model: {job.model}, served by {opened.files.served_by}")
+    check_model(opened)
+    make_folder(job)
+    digests = () if opened.requests is None else opened.requests.file_digests
+    return executable(as_its_weights_were_held(
+        replace(opened, standby=standby, asked=asked_of(as_asked, digests))))
+
+
+@contextmanager
+def at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
+    """The job as one that works in its output folder, what it says kept there, and the folder's
+    lock: held while it is profiled, too, so that `xgpt status`, `top` and `stop` find it. Raises
+    XgptError if another run has the folder."""
+    output, tell = opened.job.output, opened.tell
+    with (troubles_told(output), output_lock(output) as lock, end_kept(output),
+          troubles_told(output)):
+        if not isinstance(tell, KeptTeller):  # one that was planned before has its messages there
+            tell = KeptTeller(tell, output)
+        yield replace(opened, tell=tell), lock
+
+
+def execute(plan: Plan) -> dict[str, Any]:
+    """Runs the plan's schedule; returns what metrics.json holds, and where the results are. Raises
+    StoppedEarly after a polite stop, XgptError if another run is writing in the folder."""
+    # held from the first file to the last: what the ranks read must be what was written here
+    with at_work(plan.opened) as (opened, lock):
+        return Run(replace(plan, opened=opened), lock).execute()
+
+
+class Run:
+    """A schedule that is executed in its job's folder, whose `lock` the caller holds."""
+
+    def __init__(self, planned: Plan, lock: int) -> None:
+        self.opened, self.timing, self.schedule = (
+            planned.opened, planned.timing, planned.schedule)
+        self.output, self.tell, self._lock = self.opened.job.output, self.opened.tell, lock
+        self._requests, self._spool = requests_of(self.opened)
+        self.plan = plan_for_ranks(self.opened, self.schedule, self._requests)
+        self._legs_s = list[float]()  # how long the ranks were there
+
+    def execute(self) -> dict[str, Any]:
+        """What metrics.json holds, and where the results are. Raises StoppedEarly."""
+        if state_left(self.output) is State.COMPLETE and is_left_whole(self.plan):
+            return take_over(self.opened, self.timing, self.schedule)
+        self.prepare()
+        try:
+            run_through(self.plan, self.start, restarts=self.opened.job.run.restarts,
+                        tell=self.tell)
+        except XgptError as error:
+            error.details = kept(self.opened.job)
+            raise
+        return self.close()
+
+    def prepare(self) -> None:
+        """Lays out what the ranks read, and predicts the run. Raises StoppedEarly where a stop was
+        asked for meanwhile."""
+        opened, schedule, model = self.opened, self.schedule, self.opened.problem.model
+        plan = with_what_was_read(going_on(self.plan, schedule) or self.plan, self.tell)
+        if (own := rescheduler_of(opened, self.timing, schedule)) is not None:
+            plan = replace(plan, is_watched=True, slots=own.slots, kv_tokens=own.kv_tokens,
+                           other_rooms=own.other_rooms)
+        self.plan, self._rescheduler = plan, own
+        if StopRequest(self.output).is_made:  # while the job was profiled and planned
+            raise _stopped("asked to stop before the ranks were started; the same command goes on",
+                           kept(opened.job))
+        make_room(self.output, plan, self.tell, opened.job.results, self._spool)
+        hand_on(self._requests, self._spool, plan, model)
+        if not num_queries(self.output):  # the schedule holds none of them
+            refuse_if_none_can_run(opened.job, self._requests, self._spool, plan, model)
+        save_schedule(schedule, self.output / "schedule.json")
+        if isinstance(self.timing, ProfileTiming):
+            save_profile(self.timing.profile, self.output / "profile.json")
+        write_job(opened)
+        self._prediction = _predicted(opened, self.timing, schedule)
+        self._agreement = agreement_of(opened, plan, plan.save(), self._lock)
+        standby = opened.standby
+        self._contention = Contention(alive=lambda: () if standby is None else standby.processes)
+
+    def start(self, leg: Leg) -> None:
+        """Starts the ranks, and follows them to their end. Raises StoppedEarly, XgptError."""
+        # what was observed before a death is not what is observed now
+        own = self._rescheduler if leg.is_first else None
+        plan = replace(self.plan, aside=leg.aside, is_watched=own is not None)
+        run_file, job, problem = plan.save(), self.opened.job, self.opened.problem
+        (self.output / "measured.json").unlink(missing_ok=True)
+        estimate, engine = self.schedule.estimate, engine_of(job)
+        command = program_of(job, engine.worker, run_file)
+        count = 1 if command else estimate.num_devices  # of our own processes
+        guard = Guard(self.output, None if not engine.tells_steps else StallWatch(
+            self.output, ranks=count, limit_s=job.run.stall_timeout_s,
+            step_s=estimate.figures.encode_s))
+        program = RankProgram(
+            module=engine.worker, argument=run_file, inherited=(self._lock,), command=command,
+            standby=self.opened.standby, holds=weights_key(plan, self.schedule), count=count,
+            per_node=ranks_per_node(estimate, problem.cluster.devices_per_node))
+        begin_s = time.monotonic()
+        try:
+            launcher_of(job, problem).run(program, watch=partial(self.follow, guard, own),
+                                          ask_to_stop=StopRequest(self.output).make)
+            if not (self.output / "measured.json").is_file():
+                raise StoppedEarly("ended before the run could stop in good order; what was done "
+                                   "is kept, and the same command goes on from there")
+        finally:
+            self._legs_s.append(time.monotonic() - begin_s)
+            self.tell.end_progress()
+            with suppress(OSError):  # of a folder that cannot be written to: what ended the run
+                for name in (OBSERVED_FILE, ADJUST_FILE):  # says so
+                    (self.output / name).unlink(missing_ok=True)
+            shutil.rmtree(self.output / BEATS, ignore_errors=True)  # measured.json has it all
+
+    def follow(self, guard: Guard, rescheduler: Rescheduler | None) -> None:
+        """Looks at the ranks while they work; called often. Raises what ends them."""
+        guard.look()
+        tell_run(self.tell, self.output / "progress.json", self.schedule.bound.limit_s,
+                 guard.silent)
+        if rescheduler is not None and rescheduler.update():
+            self.tell.end_progress()  # what it has to say gets lines of its own
+            self.tell.say(paragraph(rescheduler.decisions[-1].sentence))
+
+    def close(self) -> dict[str, Any]:
+        """Writes what the ranks measured, beside what was predicted, and the report. Raises
+        StoppedEarly where they were stopped, XgptError where no query has an answer."""
+        opened, account = self.opened, self.output / "measured.json"
+        others_share = self._contention.others_share()
+        if not account.is_file() and is_left_whole(self.plan):  # the last was given up
+            return take_over(opened, self.timing, self.schedule, why="")
+        measured = json.loads(account.read_text(encoding="utf-8"))
+        decisions = [] if self._rescheduler is None else self._rescheduler.decisions
+        metrics = write_metrics(
+            opened, self.timing, self.schedule, measured, self._prediction,
+            others_cpu_share=others_share, beginning=said_of(self.schedule),
+            start_s=self._legs_s[0] - measured["wall_s"] if len(self._legs_s) == 1 else None,
+            agreement=self._agreement,
+            rescheduling=decisions_with_phases(decisions, measured["changes"]))
+        result = {**metrics, **kept(opened.job)}
+        if measured["state"] == "done":
+            self._learn(others_share)
+            refuse_no_answer(self.output / RESULTS_FILE, result)
+        if measured["state"] == "stopped":
+            held = measured["queries_held"]
+            waiting = f" ({held} of them wait in {HELD_FILE} for one before them)" if held else ""
+            raise _stopped(f"stopped after {metrics['queries']} queries{waiting}; the same "
+                           "command goes on from there, and begins anew what was under way", result)
+        return result
+
+    def _learn(self, others_share: float | None) -> None:
+        """Adds what a whole run took to the profile."""
+        if engine_of(self.opened.job).tells_steps and (learned := learn(
+                self.opened, self.timing, self.schedule, others_share)):
+            self.tell.say("profile: this run's steps are added to it, " + ", ".join(
+                f"{own.kind} x {own.factor:.2f}" for own in learned))
+
+
+def _stopped(why: str, details: Mapping[str, Any]) -> StoppedEarly:
+    stop = StoppedEarly(why)
+    stop.details = details
+    return stop
+
+
+def _predicted(opened: OpenedJob, timing: TimingSource,
+               schedule: Schedule) -> JobPrediction | None:
+    """What the run is expected to measure, one replay of it left in the folder; None where what is
+    expected is not what the job is left with, or nothing is known of the engine's times."""
+    expected = opened.job.output / EXPECTED_FILE
+    expected.unlink(missing_ok=True)
+    if (beginning := said_of(schedule)) is not None:
+        opened.tell.say(paragraph(f"note: {beginning}"))
+        return None
+    if not engine_of(opened.job).is_predicted:
+        return None
+    problem, estimate = opened.problem, schedule.estimate
+    replayed = replays_of(problem, timing, estimate)
+    if replayed is None:
+        return None
+    first = next(replayed.results)
+    prediction = mean_of(chain([first], replayed.results), replayed.num_queries) if (
+        first.is_timed) else None
+    if prediction is None or not math.isfinite(prediction.wall_s):
+        opened.tell.say(paragraph(
+            f"note: nothing is predicted of this run: it may take steps of more than "
+            f"{REFUSED_BEYOND:g} times the sizes that were measured (`xgpt profile JOB` "
+            "measures more)"))
+        return None
+    if replayed.is_whole:  # some of many queries have other curves than all
+        write_expected(expected, replay_lanes(first), first.times)
+    return prediction

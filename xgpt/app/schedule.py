@@ -1,0 +1,360 @@
+"""Planning a job: within what its engine executes, on the layout of the cores (so many ranks of so
+many threads) that is best for it, by the one planner there is."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import gt
+from pathlib import Path
+
+from xgpt.app.opened import OpenedJob
+from xgpt.app.profile import timing_cost_s, timing_of
+from xgpt.app.telling import told_while
+from xgpt.core.errors import InfeasibleError, InputError, Mistake, XgptError, wrong
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.system.machine import Layout, usable_cores
+from xgpt.core.units import format_bytes, format_seconds
+from xgpt.job.job import Job
+from xgpt.job.resolve import laid_out, open_layouts, resolve_cluster, resolve_weight_dtype
+from xgpt.launch.launcher import ranks_per_node, threads_per_rank
+from xgpt.report.table import (
+    choice_table,
+    copies_table,
+    fact,
+    paragraph,
+    schedule_table,
+    stage_table,
+)
+from xgpt.report.words import counted
+from xprofiler.profile_file import load_profile
+from xprofiler.timing import TimingSource
+from xrunner.backends.engine import engine_of
+from xscheduler.cluster_sizes import SizeSearch, Spent, sizes_of, spent
+from xscheduler.evaluator import Evaluator
+from xscheduler.layouts import LaidOut, compared
+from xscheduler.planner import Horizon, Planner, PlanOptions
+from xscheduler.progress import Watch
+from xsimulator.allocation import pool_layers
+from xsimulator.memory import capacity_bytes, least_weight_bytes
+
+# What another layout of the cores may save of a job's time for each doubling of its ranks: 7 % were
+# seen of SmolLM2-135M on two cores.
+LAYOUT_GAIN = 0.1
+
+
+def layout_of(opened: OpenedJob) -> Layout:
+    """The layout that the job has."""
+    return Layout(opened.problem.cluster.num_devices, threads_per_rank(opened.job, opened.problem))
+
+
+def on_open_layouts(opened: OpenedJob) -> dict[Layout, OpenedJob]:
+    """The job on every layout that it leaves open, the fewest ranks first; as it is, where it
+    leaves none. A profile that it names is of one. What asks for few devices leaves open how
+    many."""
+    if is_sized(opened.problem):
+        return {layout_of(one): one for one in _on_sizes(opened)}
+    layouts = open_layouts(opened.job)
+    if layouts and opened.job.profile is not None:
+        of = load_profile(opened.job.profile).metadata
+        layouts = (Layout(of.ranks, of.threads_per_rank),)
+    if not layouts:
+        return {layout_of(opened): opened}
+    return {layout: _on(opened, layout, is_one_of_many=len(layouts) > 1) for layout in layouts}
+
+
+def on_ranks(opened: OpenedJob, ranks: int) -> OpenedJob:
+    """The job on so many ranks, if it leaves open how many."""
+    if is_sized(opened.problem):
+        return _on_size(opened, ranks)
+    layouts = open_layouts(opened.job)
+    if not layouts:
+        return opened
+    threads = opened.job.run.threads_per_rank or max(usable_cores() // ranks, 1)
+    return _on(opened, Layout(ranks, threads))
+
+
+def is_sized(problem: Problem) -> bool:
+    """Whether the job asks for few devices, or cheap ones, of those that its cluster has."""
+    return problem.constraint.objective != "throughput"
+
+
+def _on_sizes(opened: OpenedJob) -> list[OpenedJob]:
+    """The job on every part of its cluster that it may be given, the smallest first. Raises
+    InputError where that cannot be said."""
+    job, cluster = opened.job, opened.problem.cluster
+    objective = opened.problem.constraint.objective
+    if opened.is_local and cluster.device.kind == "cpu":
+        raise wrong(job.source, "objective", objective,
+                    "of a cluster of devices: of this machine's cores all are used")
+    if objective == "cost" and cluster.device.price_per_hour is None:
+        raise wrong(job.source, "price_per_hour", None, "required for objective cost: the catalog "
+                    f"has no price of {cluster.device.name}")
+    return [_on_size(opened, size) for size in sizes_of(cluster)]
+
+
+def _on_size(opened: OpenedJob, devices: int) -> OpenedJob:
+    if devices == opened.problem.cluster.num_devices:
+        return opened
+    job = replace(opened.job, run=replace(opened.job.run, ranks=devices))
+    return replace(opened, job=job, problem=replace(
+        opened.problem, cluster=resolve_cluster(job)))
+
+
+def _on(opened: OpenedJob, layout: Layout, *, is_one_of_many: bool = False) -> OpenedJob:
+    job, problem = laid_out(opened.job, layout), opened.problem
+    cluster, fixed = resolve_cluster(job), problem.fixed
+    if is_one_of_many and fixed.tp_degree is None and not fixed.tp_gpus:
+        # what tensor parallelism would divide among ranks, a layout of fewer divides among threads,
+        # without messages
+        fixed = replace(fixed, tp_degree=1, tp_gpus=0)
+    return replace(opened, job=job, problem=replace(
+        problem, cluster=cluster, fixed=fixed,
+        weight_dtype=resolve_weight_dtype(job, problem.dtype, problem.model, cluster)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A schedule, what it was planned for, and the times it was planned with. As text it is the
+    table that `xgpt schedule` prints."""
+
+    schedule: Schedule
+    opened: OpenedJob
+    timing: TimingSource
+    horizon: Horizon
+
+    def __str__(self) -> str:
+        problem, cluster = self.opened.problem, self.opened.problem.cluster
+        head = paragraph(f"{problem.model.name} on {cluster.name} ({cluster.num_devices} x "
+                         f"{cluster.device.name}), {problem.dtype}")
+        times = paragraph(f"times: {self.timing.provenance()}")
+        count = problem.num_queries
+        horizon = fact("horizon", f"this job's {counted(count, 'query')}"
+                       if self.horizon == "job" and count else "steady state, a job without end")
+        tables = (head, times, horizon, schedule_table(self.schedule),
+                  choice_table(self.schedule), copies_table(self.schedule),
+                  stage_table(self.schedule))
+        return "\n".join(filter(None, tables))
+
+
+class JobPlanner:
+    """Plans of one job under one latency bound after the other, over the layouts of this machine's
+    cores, or the sizes of its cluster, that it leaves open."""
+
+    def __init__(self, opened: OpenedJob, options: PlanOptions | None = None,
+                 timing: TimingSource | None = None) -> None:
+        """Measures what is not known of this machine's times; `timing`: those of a job that leaves
+        nothing open. Raises InfeasibleError for weights that all devices together do not hold."""
+        opened = executable(opened)
+        self._objective = opened.problem.constraint.objective
+        self._options = options or PlanOptions(horizon=default_horizon(opened.job))
+        self._watch = Watch(self._options.max_seconds or opened.job.max_search_s)
+        self._jobs = {layout_of(opened): opened} if timing is not None else on_open_layouts(opened)
+        if timing is None:
+            _refuse_without_room(tuple(self._jobs.values()))
+        self._planners: dict[tuple[Layout, bool], Planner] = {}  # of a layout, rough or in full
+        layouts = [*self._jobs]
+        if is_sized(opened.problem):  # parts of a cluster have its own times
+            timing = timing or timing_of(self._jobs[layouts[-1]])
+        for layout in layouts if is_sized(opened.problem) else layouts[:1]:
+            self._planner(layout, timing)
+
+    def plan(self, latency_bound_s: float | None = None) -> Plan:
+        """The best of any layout under the bound (by default the job's). Raises InfeasibleError,
+        and InputError for what no layout can hold."""
+        self._watch.reset()
+        wide, *others = self._jobs
+        if others and is_sized(self._jobs[wide].problem):
+            return self._on_best_size(latency_bound_s)
+        is_steady = self._options.horizon == "steady"
+        tried = [self._tried(wide, latency_bound_s)]
+        if others and self._is_worth_timing(others[0], tried[0], is_steady=is_steady):
+            # of one that is behind, its place is enough
+            tried.append(self._tried(others[0], latency_bound_s,
+                                     is_rough=isinstance(tried[0].planned, Schedule)))
+            if tried[1].is_rough and compared(tried, is_steady=is_steady).may_be_best(tried[1]):
+                tried[1] = self._tried(others[0], latency_bound_s)
+        found = compared(tried, is_steady=is_steady)
+        schedule, best = found.chosen(), found.best
+        if self._watch.has_cut:
+            self._jobs[best.layout].tell.say(
+                f"note: the search was ended after {format_seconds(self._watch.seconds)}, as asked "
+                "(search.max_seconds): what is shown as proved holds, and more time may find more")
+        return Plan(schedule=schedule, opened=self._jobs[best.layout], timing=best.timing,
+                    horizon=self._options.horizon)
+
+    def _on_best_size(self, latency_bound_s: float | None) -> Plan:
+        """The plan of the size that the job's objective takes."""
+        layouts = {layout.ranks: layout for layout in self._jobs}
+
+        def planned(size: int, has_margin: bool) -> Schedule:
+            one = self._tried(layouts[size], latency_bound_s, is_rough=not has_margin)
+            if isinstance(one.planned, XgptError):
+                raise one.planned
+            return one.planned
+
+        def takes(size: int, schedule: Schedule) -> Spent:
+            planner = self._planner(layouts[size])
+            return spent(planner.problem, schedule, Evaluator(planner.problem, planner.timing))
+
+        search, sizes = SizeSearch(plan=planned, spent=takes), sorted(layouts)
+        best = search.choose(self._objective, sizes)
+        layout = layouts[best]
+        return Plan(schedule=search.schedule_of(self._objective, best, sizes),
+                    opened=self._jobs[layout], timing=self._planner(layout).timing,
+                    horizon=self._options.horizon)
+
+    def of(self, plan: Plan | None) -> tuple[OpenedJob, Planner]:
+        """The job on the layout of a plan of it (None: on the one of fewest ranks), and what plans
+        it there."""
+        layout = next(layout for layout, job in self._jobs.items()
+                      if plan is None or job is plan.opened)
+        return self._jobs[layout], self._planner(layout)
+
+    @property
+    def times(self) -> tuple[TimingSource, ...]:
+        """What it plans with, on each layout, for as many plans as are asked for."""
+        return tuple(self._planner(layout).timing for layout in self._jobs)
+
+    def _is_worth_timing(self, layout: Layout, first: LaidOut, *, is_steady: bool) -> bool:
+        """Whether to plan on this layout, too: where it has been timed, where the first has no
+        schedule, or where the job is long enough for what it may bring."""
+        cost_s = 0.0 if (layout, False) in self._planners else timing_cost_s(
+            self._jobs[layout], first.timing)
+        if not cost_s or not isinstance(first.planned, Schedule):
+            return True
+        job_s = compared([first], is_steady=is_steady).seconds(first)
+        if job_s * LAYOUT_GAIN * math.log2(layout.ranks / first.layout.ranks) >= cost_s:
+            return True
+        self._jobs[layout].tell.say(
+            f"layout: {first.layout.words}; {layout.words} is not timed, which would take about "
+            f"{format_seconds(cost_s)}: more than it may save a job of {format_seconds(job_s)} "
+            f"(`--set run.ranks={layout.ranks}` names it)")
+        return False
+
+    def _planner(self, layout: Layout, timing: TimingSource | None = None, *,
+                 is_rough: bool = False) -> Planner:
+        """What plans on this layout; `timing`: its times, else they are measured. `is_rough`:
+        without margins, by few replays."""
+        if (layout, is_rough) not in self._planners:
+            job, options = self._jobs[layout], self._options
+            if is_rough:
+                timing = self._planner(layout).timing
+                options = replace(options, has_margin=False, is_brief=True, is_rough=True)
+            self._planners[layout, is_rough] = planner_of(
+                job, timing or timing_of(job), options, self._watch)
+        return self._planners[layout, is_rough]
+
+    def _tried(self, layout: Layout, latency_bound_s: float | None, *,
+               is_rough: bool = False) -> LaidOut:
+        planner = self._planner(layout, is_rough=is_rough)
+        try:
+            with self._watch, told_while(self._jobs[layout].tell, "finding the best schedule",
+                                         lambda: self._watch.words):
+                planned: Schedule | XgptError = planner.plan(latency_bound_s)
+        except (InfeasibleError, InputError) as refusal:
+            planned = refusal
+        return LaidOut(layout=layout, problem=planner.problem, timing=planner.timing,
+                       planned=planned, is_rough=is_rough)
+
+
+def _refuse_without_room(jobs: Sequence[OpenedJob]) -> None:
+    """What would else be found after minutes of measuring. Raises InfeasibleError."""
+    problems = [job.problem for job in jobs]
+    needed, room = zip(*((least_weight_bytes(one), one.cluster.num_devices * capacity_bytes(
+        one.cluster.device)) for one in problems), strict=True)
+    if jobs[0].is_local and all(map(gt, needed, room)):
+        raise InfeasibleError(
+            f"no schedule: there is too little memory. The weights of {problems[0].model.name} "
+            f"alone take {format_bytes(min(needed))} as {problems[0].weight_dtype}, and "
+            f"{format_bytes(max(room))} can be used here; it takes more memory, a smaller model, "
+            "or a dtype of fewer bytes")
+
+
+def settled(opened: OpenedJob, given: Estimate | None = None) -> tuple[OpenedJob, TimingSource]:
+    """The job on one layout, and its times: on the ranks of the estimate given, else where it is
+    planned, or where no plan of it is on the fewest ranks."""
+    if given is not None:
+        opened = on_ranks(opened, given.num_devices)
+        return opened, timing_of(opened)
+    if len(on_open_layouts(opened)) == 1:
+        (opened,) = on_open_layouts(opened).values()
+        return opened, timing_of(opened)
+    planner = JobPlanner(opened)
+    try:
+        plan: Plan | None = planner.plan()
+    except (InfeasibleError, InputError):
+        plan = None
+    best, own = planner.of(plan)
+    return replace(best, problem=replace(best.problem, fixed=opened.problem.fixed)), own.timing
+
+
+def executable(opened: OpenedJob, schedule: Schedule | None = None) -> OpenedJob:
+    """The job as its engine executes it: over every policy and tensor-parallel degree that the
+    engine has and the job, or the `schedule` it is to execute, leaves open. Raises InputError for
+    what the engine does not execute."""
+    engine = engine_of(opened.job)
+    problem = engine.restricted(opened.job, opened.problem, schedule)
+    return replace(opened, problem=replace(
+        problem, is_revised=problem.is_revised and engine.is_changeable))
+
+
+def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
+    """A schedule, from the file `source`, as the job's engine executes it. Raises InputError for
+    one of another job, or that the engine does not execute."""
+    opened = on_ranks(opened, schedule.estimate.num_devices)
+    if schedule.fingerprint != opened.problem.fingerprint:
+        raise wrong(source, "fingerprint", schedule.fingerprint,
+                    f"this job's is {opened.problem.fingerprint}: another model, dtype or number "
+                    "of ranks; find a schedule for this job with `xgpt schedule`")
+    each = opened.problem.cluster.devices_per_node
+    if schedule.estimate.others and ranks_per_node(schedule.estimate, each) is None:
+        raise wrong(source, "others", len(schedule.estimate.others),
+                    f"shapes of which every copy lies within a node of {each} devices, "
+                    "or on whole nodes")
+    if mistakes := list(_misfits(opened.problem, schedule.estimate, source)):
+        raise InputError(mistakes)
+    opened = executable(opened, schedule)
+    return Plan(schedule=schedule, opened=opened, timing=timing_of(opened), horizon="job")
+
+
+def _misfits(problem: Problem, estimate: Estimate, source: Path) -> Iterator[Mistake]:
+    """What of a schedule that says it is of this problem cannot be: devices, layers, and copies
+    that would have no share of the queries."""
+    mistake, most = partial(Mistake, file=str(source), line=None), problem.cluster.num_devices
+    if estimate.num_devices > most:
+        yield mistake(key="deployment", value=estimate.num_devices,
+                      allowed=f"on as many devices as the job has: {most}")
+    for place, shape in enumerate(estimate.shapes):
+        of = f"others[{place - 1}]." if place else ""
+        for number, pool in enumerate(shape.deployment.pools):
+            held = (sum(stage.num_layers for stage in pool.stages),
+                    sum(stage.num_encoder_layers for stage in pool.stages))
+            if held != (wanted := pool_layers(problem.model, pool.role)):
+                yield mistake(key=f"{of}deployment.pools[{number}].stages", value=list(held),
+                              allowed=f"decoder and encoder layers as the model has: {[*wanted]}")
+        if estimate.others and not shape.figures.throughput_qps:
+            yield mistake(key=f"{of}figures.throughput_qps", value=0,
+                          allowed="more than 0: it says which copies get how many of the queries")
+
+
+def planner_of(opened: OpenedJob, timing: TimingSource,
+               options: PlanOptions | None = None, watch: Watch | None = None) -> Planner:
+    """The planner of a job that is executable. watch: see Planner."""
+    options = replace(options or PlanOptions(), untimed=engine_of(opened.job).note)
+    return Planner(opened.problem, timing, options, tell=opened.tell.say, watch=watch)
+
+
+def plan_job(opened: OpenedJob, timing: TimingSource | None = None,
+             options: PlanOptions | None = None) -> Plan:
+    """The plan of a job, the very one that `xgpt submit` runs where its horizon is the job. Raises
+    InfeasibleError."""
+    options = options or PlanOptions(horizon=default_horizon(opened.job))
+    return JobPlanner(opened, options, timing).plan()
+
+
+def default_horizon(job: Job) -> Horizon:
+    """What is planned for unless the user says so: the job where it has requests."""
+    has_requests = job.workload.requests is not None or job.workload.count is not None
+    return "job" if has_requests else "steady"

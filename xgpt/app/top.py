@@ -1,0 +1,328 @@
+"""A running job at a glance, from the files it writes, here or under Slurm: what `xgpt top` shows,
+on a screen that rich draws (the extra `top`); and its end in good order, for `xgpt stop`."""
+
+import importlib.util
+import json
+import math
+import os
+import select
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xgpt.app.telling import bar, time_left_s
+from xgpt.core.errors import MissingExtraError, XgptError, visible
+from xgpt.core.units import format_seconds
+from xgpt.launch.slurm_jobs import SlurmJob, take_back
+from xgpt.report.table import fact, shown_width, table
+from xgpt.run_folder.files import Place, SlurmRecord, doing, last_messages
+from xgpt.run_folder.state import (
+    JobStatus,
+    State,
+    are_silent,
+    job_status,
+    signs_of_life,
+)
+from xrunner.files.beat import RankState, read_beats
+from xrunner.files.lock import StopRequest
+from xrunner.files.sink import Progress
+
+_MESSAGES = 8
+COLUMNS = ("stage", "pool", "busy now", "on average", "queries")
+ASK_S = 10.0  # between questions to Slurm
+_LOOK_S = 1.0
+_SPARKS = " .:-=+*#"
+_COLOURS: dict[str, str] = {State.RUNNING: "green", State.DONE: "green", State.DIED: "red",
+                            State.STOPPED: "yellow", State.COMPLETE: "yellow"}
+_ASKED = "asked to stop: it ends in a few seconds, and the same command goes on from there"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """One look at a job. `tokens_per_s`: since the look before, or of the whole run where there was
+    none; None before there are any. `queries`: in the system, being encoded or decoded; None where
+    the ranks do not tell. `doing`: what goes on before the ranks start, in words."""
+
+    name: str
+    output: Path
+    state: str
+    is_active: bool
+    progress: Progress | None
+    bound_s: float
+    tokens_per_s: float | None
+    queries: int | None
+    ranks: tuple[RankState, ...]
+    doing: str
+    slurm: str
+    remark: str  # what a person does next, or why it failed
+    messages: tuple[str, ...]
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left, as far as is known."""
+        if self.progress is None or (self.is_active and are_silent(self.ranks)):
+            return None
+        return time_left_s(self.progress, self.output)
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """(label, words) of the run, but for its ranks and messages."""
+        p, facts = self.progress, []
+        if self.slurm:
+            facts.append(("slurm", self.slurm))
+        if self.doing and self.is_active and (p is None or p.state != "running"):
+            facts.append(("now", self.doing))
+        if p is None or not p.total:
+            return facts
+        left = self.left_s
+        facts.append(("queries", f"{p.done:,} of {p.total:,} done ({p.done / p.total:.0%})" + (
+            "" if left is None else f", about {format_seconds(left)} left")))
+        if self.is_active and are_silent(self.ranks) and (said := signs_of_life(self.ranks)):
+            facts.append(("silent", said))
+        if self.queries is not None and self.is_active:
+            facts.append(("at work", f"{self.queries:,} queries in the system"))
+        if self.tokens_per_s is not None:
+            mean = p.output_tokens / p.elapsed_s if p.elapsed_s > 0 else 0.0
+            now = f"{self.tokens_per_s:,.0f} output tokens/s now, " if self.is_active else ""
+            facts.append(("speed", f"{now}{mean:,.0f} output tokens/s on average over "
+                          f"{format_seconds(p.elapsed_s)}"))
+        if p.latency_p99_s is not None and p.latency_p50_s is not None:
+            facts.append(("latency", f"{format_seconds(p.latency_p50_s)} for half of the queries, "
+                          f"{format_seconds(p.latency_p99_s)} for 99 %; {self.bound_words}"))
+        return facts
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there are several."""
+        return any(rank.replica for rank in self.ranks)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("rank", *(("replica",) if self.has_replicas else ()), *COLUMNS)
+
+    @property
+    def rank_rows(self) -> list[tuple[str, ...]]:
+        """The cells of each rank's row, under `columns`. One that has ended is busy no more."""
+        rows: list[tuple[str, ...]] = []
+        for rank in self.ranks:
+            mean = rank.busy_s / rank.elapsed_s if rank.elapsed_s > 0 else 0.0
+            present = (f"{rank.recent_share:.0%}", str(rank.queries)) if self.is_active else (
+                "-", "-")
+            place = (str(rank.replica),) if self.has_replicas else ()
+            rows.append((str(rank.rank), *place, str(rank.stage), rank.pool, present[0],
+                         f"{mean:.0%}", present[1]))
+        return rows
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the 99th percentile of the latency is over the bound."""
+        p = self.progress
+        return p is not None and p.latency_p99_s is not None and p.latency_p99_s > self.bound_s
+
+    @property
+    def bound_words(self) -> str:
+        if math.isinf(self.bound_s):
+            return "no bound"
+        return f"{'OVER' if self.is_late else 'within'} the bound of {format_seconds(self.bound_s)}"
+
+    def lines(self, most_ranks: int | None = None) -> list[str]:
+        """All of it but its name and state. `most_ranks`: of so many at most."""
+        lines = [fact(label, words) for label, words in self.facts]
+        if self.ranks:
+            right = [place for place, name in enumerate(self.columns) if name != "pool"]
+            lines += ["", table(self.columns, self.rank_rows[:most_ranks], right=right)]
+            if (left := len(self.ranks) - (most_ranks or len(self.ranks))) > 0:
+                lines.append(f"and {left} more ranks")
+        if self.remark:
+            lines += ["", fact("note", self.remark)]
+        if self.messages:
+            lines += ["", "last messages", *(
+                "  " + textwrap.shorten(line, shown_width() - 2, placeholder=" ...")
+                for line in self.messages)]
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join([fact(self.name, f"{self.state}, {self.output}"), *self.lines()])
+
+
+class NowAndThen:
+    """Asks Slurm once in a while, and says in between what it said: its controller serves all."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._asked_s = clock, -math.inf
+        self._said: SlurmJob | None = None
+        self._trouble: XgptError | None = None
+
+    def __call__(self, record: SlurmRecord) -> SlurmJob | None:
+        """Raises XgptError as SlurmRecord.ask."""
+        if self._clock() - self._asked_s >= ASK_S:
+            self._asked_s, self._said, self._trouble = self._clock(), None, None
+            try:
+                self._said = record.ask()
+            except XgptError as trouble:
+                self._trouble = trouble
+        if self._trouble is not None:
+            raise self._trouble
+        return self._said
+
+
+def glance(place: Place, before: Glance | None = None,
+           ask: Callable[[SlurmRecord], SlurmJob | None] = SlurmRecord.ask) -> Glance | None:
+    """Looks once; None where there has been no job. `before`: the last look, for what has changed
+    since."""
+    output = place.output
+    status = job_status(output, ask)
+    if status is None:
+        return None
+    progress = None if status.run.state is State.NONE else status.run.progress
+    ranks = tuple(read_beats(output)) or tuple(_measured(output))
+    return Glance(
+        name=place.name, output=output, state=status.state, is_active=status.is_active,
+        progress=progress, bound_s=place.bound_s,
+        tokens_per_s=_pace(progress, None if before is None else before.progress),
+        queries=_in_system(ranks), ranks=ranks, doing=doing(output),
+        slurm=(status.in_words or "").removeprefix("Slurm: "), remark=_remark(status),
+        messages=tuple(last_messages(output, _MESSAGES)))
+
+
+def _remark(status: JobStatus) -> str:
+    next_step = None if status.is_active else status.run.next_step
+    return next_step or status.cause or ""
+
+
+def _pace(now: Progress | None, before: Progress | None) -> float | None:
+    if now is None or now.elapsed_s <= 0 or not now.output_tokens:
+        return None
+    if now.state == "running" and before is not None and before.state == "running":
+        passed_s = now.elapsed_s - before.elapsed_s
+        if passed_s > 0:
+            return (now.output_tokens - before.output_tokens) / passed_s
+    return now.output_tokens / now.elapsed_s
+
+
+def _in_system(ranks: Iterable[RankState]) -> int | None:
+    """Queries with a place in the caches of the first stage of each pool of each replica."""
+    first: dict[tuple[int, str], RankState] = {}
+    for rank in ranks:
+        pool = rank.replica, rank.pool
+        if pool not in first or rank.stage < first[pool].stage:
+            first[pool] = rank
+    return sum(rank.queries for rank in first.values()) if first else None
+
+
+def _measured(output: Path) -> Iterable[RankState]:
+    """The ranks of a run that has ended, by its account."""
+    try:
+        measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
+        wall_s = float(measured["wall_s"])
+        for rank in measured["ranks"]:
+            busy_s = float(rank["busy_s"])
+            yield RankState(
+                rank=rank["rank"], stage=rank["stage"], pool=rank["pool"], elapsed_s=wall_s,
+                busy_s=busy_s, recent_share=busy_s / wall_s if wall_s else 0.0, queries=0,
+                replica=rank.get("replica", 0))
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+
+
+def follow(look: Callable[[Glance | None], Glance | None]) -> Glance | None:
+    """Shows the job once a second until it ends, or q or Ctrl-C is pressed; returns the last look
+    at it. Raises MissingExtraError without rich."""
+    if importlib.util.find_spec("rich") is None:
+        raise MissingExtraError("rich", "top", "the live view (`xgpt status` needs nothing)")
+    from rich.console import Console
+    from rich.live import Live
+
+    paces: list[float] = []
+    now = look(None)
+    if now is None or not now.is_active:
+        return now
+    console = Console()
+    with _keys() as is_to_leave, Live(console=console, screen=True, auto_refresh=False) as live:
+        while now is not None:
+            if now.tokens_per_s is not None:
+                paces.append(now.tokens_per_s)
+            live.update(screen(now, paces), refresh=True)
+            if not now.is_active or is_to_leave(_LOOK_S):
+                break
+            now = look(now)
+    return now
+
+
+def screen(now: Glance, paces: list[float]) -> Any:
+    """What is drawn. `paces`: output tokens per second at each look so far."""
+    from rich.panel import Panel
+    from rich.text import Text
+
+    lines, p = now.lines(_most_ranks()), now.progress
+    if len(paces) > 1:
+        lines.insert(0, fact("tokens/s", _spark(paces[-40:])))
+    if p is not None and p.total:
+        lines.insert(0, fact("progress", bar(p.done, p.total)))
+    title = Text(visible(f"{now.name}: {now.state}"),
+                 style=f"bold {_COLOURS.get(now.state, 'cyan')}")
+    return Panel(Text(visible("\n".join(lines)), no_wrap=True, overflow="ellipsis"), title=title,
+                 subtitle="q leaves; the job goes on")
+
+
+def _most_ranks() -> int:
+    """Ranks that the terminal has lines for."""
+    try:
+        return max(os.get_terminal_size().lines - 20, 4)
+    except OSError:
+        return 16
+
+
+def _spark(values: list[float]) -> str:
+    """One character a value, in ASCII: the higher, the darker."""
+    most = max(values) or 1.0
+    return "".join(_SPARKS[round(max(v, 0.0) / most * (len(_SPARKS) - 1))] for v in values)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Waits so many seconds, or until a key is pressed: whether it was q or Ctrl-C, or nobody types
+    there. An exception of Ctrl-C could be lost where Python ignores them."""
+    import termios
+    import tty
+
+    def is_to_leave(seconds: float) -> bool:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        return bool(interrupts) or (
+            bool(ready) and os.read(descriptor, 1) in (b"q", b"Q", b""))
+
+    interrupts: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield is_to_leave
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGINT, previous)
+
+
+def stop_job(output: Path) -> str:
+    """Takes a waiting job out of Slurm's queue, or asks a run to stop; says which. Raises XgptError
+    where nothing is to be stopped."""
+    status = job_status(output)
+    if status is None:
+        raise XgptError(f"{output}: no run has started there")
+    record, said = status.record, status.said
+    if record is not None and said is not None and said.is_waiting:
+        take_back(record.job_id, record.cluster)
+        return f"Slurm's job {record.job_id} waited, and is out of the queue"
+    is_unknown = record is not None and status.trouble is not None
+    if not status.is_active and not is_unknown:
+        raise XgptError(f"{output}: no run works there (state: {status.state})")
+    StopRequest(output).make_by_user()
+    if is_unknown:
+        return f"{status.trouble}; a run there that goes on is {_ASKED}"
+    return _ASKED if said is None else f"Slurm's job {record.job_id if record else ''} is {_ASKED}"

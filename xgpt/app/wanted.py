@@ -1,0 +1,199 @@
+"""What a profile must be of to speak of a job's run on this machine, and the sizes it must have."""
+
+import math
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from xgpt.core.cluster import Device
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.model import refuse_tp_degree
+from xgpt.core.problem import Problem
+from xgpt.core.system.machine import core_clock, usable_cores
+from xgpt.core.units import DTYPE_BYTES
+from xgpt.job.job import Job
+from xgpt.launch.launcher import Launcher, launcher_of, threads_per_rank
+from xgpt.launch.standby import Standby
+from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, quick_points
+from xprofiler.profile import Profile, ProfileMetadata, kernels_fingerprint, model_shape
+from xrunner.backends.engine import Engine, engine_of
+from xrunner.checkpoint.source import cache_dir
+from xrunner.ops.build import why_no_kernels, why_not_native
+
+# no more queries than decode steps are captured for (xrunner.rules.buckets)
+_GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=500, tokens=8240)
+_KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
+_LEAST_QUERIES = 9
+REACH = 2.0  # see `lacks`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedProfile:
+    """What a profile must be of, and cover, for a job to be planned with it, and who measures."""
+
+    job: Job
+    problem: Problem
+    metadata: ProfileMetadata
+    needs: Needs
+    own: Needs  # the sizes of the job itself
+    degrees: tuple[int, ...]
+    refused: dict[int, str]
+    launcher: Launcher  # of the ranks that measure
+    standby: Standby | None  # who may be one of them
+    folder: Path | None  # the model's, which other engines than ours measure with
+
+    @property
+    def engine(self) -> Engine:
+        """Whose times are measured."""
+        return engine_of(self.job)
+
+    def is_lacked_by(self, profile: Profile) -> bool:
+        """Whether the profile has too little to plan with."""
+        return any(lacks(profile, degree, self.points, self.own) for degree in self.degrees)
+
+    @property
+    def points(self) -> list[Point]:
+        """What is measured in any case."""
+        return quick_points(self.problem.model, self.needs, self.own)
+
+
+def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
+                   folder: Path | None = None, standby: Standby | None = None) -> WantedProfile:
+    """The profile this job is planned with on this machine. `degrees`: tensor-parallel degrees,
+    also more than there are devices (a shard needs but one); None: what the job can use. `folder`:
+    the model's, which other engines than ours measure with. `standby`: a rank that may measure."""
+    cluster, fixed = problem.cluster, problem.fixed.tp_degree
+    if degrees is None:
+        # ranks outside the groups are stages of degree 1
+        has_single = problem.fixed.tp_gpus != cluster.num_devices
+        degrees = [d for d in range(1, cluster.num_devices + 1)
+                   if fixed == d or (d == 1 and has_single)
+                   or (fixed is None and d <= cluster.devices_per_node)]
+    reasons = {degree: refuse_tp_degree(problem.model, degree) for degree in degrees}
+    refused = {degree: why for degree, why in reasons.items() if why is not None}
+    possible = tuple(degree for degree in reasons if degree not in refused)
+    if not possible or fixed in refused:
+        raise InputError([Mistake(file=str(job.source), line=None, key="tensor-parallel degree",
+                                  value=d, allowed=why) for d, why in refused.items()])
+    needs = needs_of(problem, job.run.kv_layout)
+    return WantedProfile(
+        job=job, problem=problem, metadata=profile_metadata(job, problem), needs=needs,
+        own=own_sizes(problem, needs), degrees=possible, refused=refused,
+        launcher=launcher_of(job, problem), standby=standby, folder=folder)
+
+
+@cache
+def why_no_operators() -> str:
+    """Why torch serves on this machine's CPU instead of the native operators; empty where they
+    do."""
+    return why_not_native(cache_dir() / "native")
+
+
+def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
+    """What a profile must be of to speak of this job's run on this machine."""
+    device, threads = problem.cluster.device, threads_per_rank(job, problem)
+    identity = engine_of(job).identity  # of another engine
+    # threads of a host's ranks for each of its cores, at least 1; GPUs are shared otherwise
+    sharing = 1.0 if device.kind != "cpu" else max(
+        problem.cluster.devices_per_node * threads / usable_cores(), 1.0)
+    return ProfileMetadata(
+        model=problem.model.name, model_shape=model_shape(problem.model), device=device.name,
+        dtype=problem.dtype, weight_dtype=problem.weight_dtype, ranks=problem.cluster.num_devices,
+        nodes=problem.cluster.num_nodes, threads_per_rank=threads, sharing=sharing,
+        kernels=_kernels(job, device) if identity is None else identity(job),
+        libraries=_libraries(device),
+        sampling="drawn" if job.run.temperature > 0 else "greedy",
+        is_padded=identity is None and bool(
+            why_no_operators() if device.kind == "cpu" else why_no_kernels()),
+        clock=core_clock(), date=date.today().isoformat(), commit=_commit())
+
+
+def _kernels(job: Job, device: Device) -> str:
+    """Fingerprint of what computes; on GPUs decode steps are captured unless the job asks."""
+    is_launched = device.kind != "cpu" and not job.run.cuda_graphs
+    return kernels_fingerprint() + (", no CUDA graphs" if is_launched else "")
+
+
+def _libraries(device: Device) -> str:
+    """Versions of what decides the kernels and the messages."""
+    versions = [f"{name} {version}" for name in ("torch", "mpi4py", "mpich")
+                if (version := _version(name)) is not None]
+    if device.kind == "gpu":
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        versions.append("driver " + (_first_line(command) or "unknown"))
+    return ", ".join(versions)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    """The commit of the source that this runs from, or the installed version."""
+    root = Path(__file__).resolve().parents[2]
+    commit = (_first_line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
+              if (root / ".git").exists() else "")
+    return commit or f"version {metadata.version('xgpt')}"
+
+
+def _first_line(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else ""
+
+
+def needs_of(problem: Problem, kv_layout: str = "auto") -> Needs:
+    """The job's own sizes where they are larger than usual ones. `kv_layout`: the job's wish; what
+    lies in blocks, as it does on GPUs by default, is copied for nobody."""
+    usual = Needs() if problem.cluster.device.kind == "cpu" else _GPU_NEEDS
+    inputs, outputs = problem.lengths.inputs.max, problem.lengths.outputs.max
+    context = max(usual.context_tokens, inputs + max(outputs, problem.default_max_tokens))
+    per_query = (problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
+                 * min(context, problem.model.max_positions or context)
+                 # a step of an encoder-decoder model is measured with as long a cache for its input
+                 * (2 if problem.model.is_encoder_decoder else 1))
+    room = problem.cluster.device.memory_bytes // _KV_SHARE // per_query
+    return Needs(input_tokens=max(usual.input_tokens, inputs), context_tokens=context,
+                 queries=max(min(usual.queries, room), _LEAST_QUERIES),
+                 tokens=max(usual.tokens, inputs),
+                 moves_rows=kv_layout == "rows" or problem.model.is_encoder_decoder or (
+                     problem.cluster.device.kind == "cpu")).within(problem.model)
+
+
+def own_sizes(problem: Problem, usual: Needs) -> Needs:
+    """The sizes of the job itself; `usual` where it does not say how many queries it has."""
+    lengths, count = problem.lengths, problem.num_queries
+    if any(problem.fixed.value_of(name) for name in ("encode_batch", "max_active")):
+        count = None  # it is planned for as many as these keep present, which may be more
+    inputs = lengths.inputs.max
+    return Needs(
+        input_tokens=inputs,
+        context_tokens=inputs + max(lengths.outputs.max, problem.default_max_tokens),
+        queries=usual.queries if count is None else min(max(count, 1), usual.queries),
+        tokens=usual.tokens if count is None else max(
+            min(math.ceil(count * lengths.inputs.mean), usual.tokens), inputs))
+
+
+def lacks(profile: Profile, degree: int, points: Sequence[Point], own: Needs) -> bool:
+    """Whether a job of these points has larger sizes than the profile; of one that runs have added
+    to, than REACH times its largest: it says how far its lines go on, and the next run adds what it
+    sees there. `own`: the job's own sizes, which count where points lie beyond them."""
+    reach = REACH if profile.learned else 1.0
+    most = {Kind.DECODE: (own.queries, own.context_tokens), Kind.REST: (own.tokens, 0),
+            Kind.CROSS: (own.queries, own.input_tokens), Kind.COMPACTION: (0, own.context_tokens)}
+    for point in lacking(profile, degree, points):
+        table = profile.table(OWN_TABLE[point.kind].value, degree)
+        x, y = most.get(point.kind, (own.input_tokens, point.y))
+        if not table or min(point.x, x) > reach * max(one.x for one in table) or (
+                min(point.y, y) > reach * max(max(one.y for one in table), 1)):
+            return True
+    return False

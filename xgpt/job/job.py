@@ -1,0 +1,215 @@
+"""The job file as a frozen `Job`: exactly what the user wrote, checked, with nothing resolved; and
+its section `run`.
+
+Building a Job has no side effect (no directory, no clock, no seed, no download). `load_job` in
+xgpt.job.job_file reads one; xgpt.job.resolve resolves it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from xgpt.core.cluster import Cluster
+from xgpt.core.constraint import Constraint
+from xgpt.core.controls import Adjustment, FixedSchedule
+from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
+from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
+from xgpt.job import typed
+from xgpt.job.slurm_section import SlurmSpec
+from xgpt.requests.keys import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
+from xgpt.requests.request_files import RequestFiles
+
+LOCAL_CLUSTER = "local"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("checkpoint", "random")
+KV_LAYOUTS = ("auto", "rows", "blocks")
+RESCHEDULE = 0.1  # run.reschedule: auto
+STEP_TIMES = 0.15  # run.step_times: auto
+
+# no option of ssh or mpiexec, no list within a list
+_HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
+_INTERFACE = re.compile(r"[A-Za-z0-9][\w.:-]{0,14}")  # Linux's names have no more
+
+
+def _interface(value: Any) -> str:
+    if isinstance(value, str) and _INTERFACE.fullmatch(value):
+        return value
+    raise ValueError
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    texts = value if isinstance(value, list) else [value]
+    if len(texts) <= MAX_STOPS and all(
+            isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in texts):
+        return tuple(texts)
+    raise ValueError
+
+
+def _cuda_graphs(value: Any) -> bool:
+    if value in ("auto", "off") or value is False:  # YAML 1.1 reads `off` as false
+        return bool(value == "auto")
+    raise ValueError
+
+
+def _share(usual: float, of: str) -> typed.Of:
+    """How far something must leave the plan; None: whatever it does."""
+    given: Callable[[Any], float | None] = typed.amount(
+        parse_share, lambda x: 0 < x <= 1, f"auto, off, or a share {of}, '15%' or 0.15").value_of
+
+    def value_of(value: Any) -> float | None:
+        if value == "off" or value is False:
+            return None
+        return usual if value in ("auto", "on") or value is True else given(value)
+
+    return typed.Of(value_of, f"auto, off, or a share {of}, '15%' or 0.15",
+              type=["number", "string", "boolean"], maximum=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """How to execute. `ranks` None: one per device of the cluster."""
+
+    __pydantic_config__ = typed.CONFIG
+    ranks: Annotated[int, typed.whole(1, 100_000)] | None = None
+    dtype: Annotated[str, typed.choice(DTYPES)] = "auto"
+    # as which weights are multiplied; int8: activations with them
+    weight_dtype: Annotated[str, typed.choice((*DTYPES, INT8, FP8))] = "auto"
+    # as which entries of the cache are held; planned for alone
+    kv_dtype: Annotated[str, typed.choice(("auto", FP8, INT8))] = "auto"
+    # how what is reserved for a query lies
+    kv_layout: Annotated[str, typed.choice(KV_LAYOUTS)] = "auto"
+    seed: Annotated[int, typed.whole(0, 2**63 - 1)] = 0
+    temperature: Annotated[float, typed.number("a number >= 0", ge=0)] = 0.0
+    top_k: Annotated[int, typed.whole(1, MAX_INT)] | None = None
+    top_p: Annotated[float, typed.number("above 0 and at most 1", gt=0, le=1)] = 1.0
+    # strings that end the answers of requests that name none
+    stop: Annotated[tuple[str, ...], typed.Of(
+        _stops, f"a text, or a list of at most {MAX_STOPS}, of 1 to {MAX_STOP_CHARS} characters "
+        "each")] = ()
+    threads_per_rank: Annotated[int, typed.whole(1, 4096)] | None = None
+    ignore_eos: typed.Flag = False
+    # random: of the model's shape, for performance work
+    weights: Annotated[str, typed.choice(WEIGHTS)] = "checkpoint"
+    # over which the ranks are spread evenly; (): this machine
+    hosts: Annotated[tuple[str, ...], typed.Of(typed.texts_of, "a list of names")] = ()
+    # a program that is called as ssh is; None: ssh itself
+    launcher: Annotated[str | None, typed.text(
+        "a program called as `PROGRAM HOST COMMAND...`")] = None
+    pickles: typed.Flag = False  # weights in PyTorch's pickled files are read, too
+    verify: typed.Flag = False  # weights are known again by every byte, not by samples
+    private: typed.Flag = False  # what is written is the user's alone to read
+    deterministic: typed.Flag = False  # answers that do not depend on the batch, bit for bit
+    # the hosts' network interface for messages; None: MPI chooses
+    interface: Annotated[str | None, typed.Of(
+        _interface, "a network interface's name, such as eth1", type="string")] = None
+    # share by which output lengths must leave the plan for it to be made anew; None: never
+    reschedule: Annotated[float | None, _share(
+        RESCHEDULE, "of the mean output length")] = RESCHEDULE
+    # share by which steps must be slower or quicker than planned for the same; None: never
+    step_times: Annotated[float | None, _share(STEP_TIMES, "of the time of a step")] = STEP_TIMES
+    engine: Annotated[str, typed.choice(engine_names)] = OWN_ENGINE
+    # on GPUs: decode steps captured, where they can be
+    cuda_graphs: Annotated[bool, typed.Of(
+        _cuda_graphs, "auto or off", enum=["auto", "off", False])] = True
+    # the interpreter of another engine; None: this one
+    engine_python: Annotated[str | None, typed.text(
+        "the Python of an environment that has the engine, such as /opt/vllm/bin/python")] = None
+    # its own arguments, by name
+    engine_args: Annotated[Mapping[str, Any], typed.any_keys(
+        "a mapping of the engine's own arguments, such as {enforce_eager: false}")] = field(
+            default_factory=dict)
+    # what was reported done so long ago is on the disk
+    sync_s: Annotated[float, typed.amount(parse_seconds, lambda x: 0.1 <= x <= 3600,
+                                    "seconds, from 0.1 to 3600: 5 or '1m'")] = 5.0
+    # after a rank's death, of one command
+    restarts: Annotated[int, typed.whole(0, 1000)] = 2
+    # without progress, after which the run is ended; None: by the longest step known
+    stall_timeout_s: Annotated[float | None, typed.amount(
+        parse_seconds, lambda x: 5 <= x <= 7 * 86400,
+        "seconds, from 5 to 604800 (7 days): 600 or '10m'"), Field(alias="stall_timeout")] = None
+
+
+def check_run(run: RunSpec, reading: typed.Reading) -> None:
+    """What of the section must agree with the rest of the file."""
+    for key in ("engine_python", "engine_args"):
+        if run.engine not in ONE_PROCESS and reading.has(f"run.{key}"):
+            reading.reject(f"run.{key}", f"only with run.engine: {' or '.join(ONE_PROCESS)}")
+    count = len(run.hosts)
+    if count == 0:
+        if run.launcher is not None:
+            reading.reject("run.launcher", "needs run.hosts: it starts the ranks there")
+        if run.interface is not None:
+            reading.reject("run.interface", "needs run.hosts: on one machine it is loopback alone")
+        return
+    strange = [name for name in run.hosts if not _HOST.fullmatch(name)]
+    if strange or len(set(run.hosts)) < count:
+        reading.reject("run.hosts", "names of hosts, each once"
+                       + (f"; {strange[0]!r} is none" if strange else ""))
+    if run.ranks is not None and run.ranks % count:
+        reading.reject("run.ranks", f"a multiple of the {count} hosts: each has as many")
+    if reading.has("slurm"):
+        reading.reject("run.hosts", "not with a section slurm: Slurm says which nodes")
+    elif (cluster := reading.at("cluster")) is not None and cluster.value != LOCAL_CLUSTER:
+        reading.reject("run.hosts", f"only with `cluster: {LOCAL_CLUSTER}`")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthSpec:
+    """How a length distribution is to be found: one of the ways of docs/job-file.md."""
+
+    kind: Literal["normal", "from_requests", "file", "task", "observe"]
+    mean: float | None = None
+    std: float | None = None
+    maximum: int | None = None
+    path: Path | None = None
+    task: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """`requests` are files of prompts, or there are `count` synthetic queries."""
+
+    requests: RequestFiles | None
+    count: int | None
+    input_tokens: LengthSpec
+    output_tokens: LengthSpec
+    max_tokens: int | None = None  # cap on generated tokens of requests that name none
+    chat: bool = True  # apply the tokenizer's chat template, if it has one
+    # what that is told besides (`enable_thinking`); a request's own counts before it
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    score: bool = False  # continuations are scored, and nothing is written
+    # texts are embedded: the last hidden states, of the "last" token or their "mean"; None: not
+    embed: str | None = None
+
+    @property
+    def only_encodes(self) -> bool:
+        """Whether nothing is written: a query ends with its encoding."""
+        return self.score or self.embed is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job file. `source` is its path, for messages; paths inside are absolute."""
+
+    name: str
+    model: str
+    cluster: str | Cluster
+    workload: WorkloadSpec
+    constraint: Constraint
+    schedule: FixedSchedule
+    run: RunSpec
+    slurm: SlurmSpec | None
+    output: Path
+    source: Path
+    results: Path | None = None  # a file of results besides results.jsonl
+    quote_formulas: bool = False  # its cells are none of a spreadsheet's formulas
+    profile: Path | None = None  # a Profile file to plan with
+    plan_engine: str = OWN_ENGINE  # whose times the roofline gives
+    price_per_hour: float | None = None  # of a device; None: the catalog's, where it has one
+    adjustment: Adjustment = Adjustment()
+    max_search_s: float | None = None  # that finding a schedule may take; None: as long as it does

@@ -1,0 +1,299 @@
+"""The length distributions a job asks for (docs/paper.md), of each kind of LengthSpec.
+
+`observe` (output lengths to be learnt from the first part of the job) starts from the conservative
+end: every query is taken to run to its cap. With such a plan a query can only leave earlier than
+planned, so that neither the latency bound nor the memory is exceeded, and the predicted throughput
+is a lower bound. While the job runs, xgpt.app.running.follow puts what it sees in its place."""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xgpt.core import catalog
+from xgpt.core.errors import InputError, Mistake, wrong
+from xgpt.core.lengths import (
+    MAX_LENGTH_TOKENS,
+    IntArray,
+    JointLengths,
+    Lengths,
+    empirical,
+    joint_empirical,
+    truncated_normal,
+)
+from xgpt.core.model import ModelSpec
+from xgpt.core.problem import has_room, output_room
+from xgpt.core.system.whole_file import read_text
+from xgpt.job.job import Job, LengthSpec
+from xgpt.requests.request import Requests
+
+# Cap on the output where neither the request, the job nor a distribution of outputs gives one.
+DEFAULT_MAX_TOKENS = 512
+_OBSERVE_NOTE = "every query taken to run to its cap, until observed"
+
+
+def resolve_lengths(job: Job, model: ModelSpec, requests: Requests | None) -> JointLengths:
+    """The joint distribution of the job's (input, output) lengths. Raises InputError, also where
+    the longest of them do not fit into the model's positions."""
+    inputs, outputs = job.workload.input_tokens, job.workload.output_tokens
+    if inputs.kind == "task" and inputs == outputs:
+        assert inputs.task is not None, f"{inputs = }"
+        lengths = catalog.task(inputs.task)
+    elif inputs.kind == "file" and inputs == outputs:
+        lengths = _joint_of_file(inputs)
+    elif inputs.kind == "from_requests" and outputs.kind in ("from_requests", "observe"):
+        lengths = _joint_of_requests(job, model, _needed(requests))
+    else:
+        lengths = JointLengths(inputs=_inputs(job, model, requests),
+                               outputs=_outputs(job, model, requests))
+    _check_positions(job, model, lengths)
+    return lengths
+
+
+def default_max_tokens(job: Job, lengths: JointLengths) -> int:
+    """Cap on the output of a request that names none: the job's, else the longest planned for."""
+    return job.workload.max_tokens or lengths.outputs.max
+
+
+def _joint_of_file(spec: LengthSpec) -> JointLengths:
+    assert spec.path is not None, f"{spec = }"
+    pairs = read_length_pairs(spec.path)
+    if pairs is None:
+        raise wrong(spec.path, "lengths", None,
+                    "serves both sides, so it needs columns input and output")
+    return joint_empirical(pairs, note=f"observed in {len(pairs)} rows of {spec.path.name}")
+
+
+def _joint_of_requests(job: Job, model: ModelSpec, requests: Requests) -> JointLengths:
+    is_observed = job.workload.output_tokens.kind == "observe"
+    outputs = _caps(job, requests) if is_observed else _forced(job, requests)
+    pairs = np.stack([_input_lengths(job, requests), outputs], axis=1)
+    pairs = pairs[_can_run(job, pairs[:, 0], requests.forced, model)]
+    if is_observed:  # a cap beyond the positions ends where they do
+        pairs[:, 1] = np.minimum(pairs[:, 1], output_room(model, pairs[:, 0]))
+    note, pairs = f"of {len(pairs)} requests", pairs.astype(np.int32)  # of millions: they stay
+    return JointLengths(inputs=empirical(pairs[:, 0], note),
+                        outputs=empirical(pairs[:, 1], _OBSERVE_NOTE if is_observed else note),
+                        pairs=pairs)
+
+
+def _can_run(job: Job, input_lengths: IntArray, forced: IntArray,
+             model: ModelSpec) -> NDArray[np.bool_]:
+    """Which prompts have a token and leave room for one, and for all that are forced; the run
+    reports the others as errors."""
+    limit = model.max_positions or MAX_LENGTH_TOKENS + 1
+    mask = (input_lengths > 0) & (input_lengths <= MAX_LENGTH_TOKENS)
+    why = f"no prompt has a token and is shorter than the model's {limit} positions"
+    if (mask & has_room(model, input_lengths, np.zeros_like(forced))).any():
+        why = f"no prompt's forced_tokens fit after it into the model's {limit} positions"
+    mask &= has_room(model, input_lengths, forced)
+    if not mask.any():
+        raise wrong(job.source, "workload.requests", str(job.workload.requests), why)
+    return np.asarray(mask)
+
+
+def _inputs(job: Job, model: ModelSpec, requests: Requests | None) -> Lengths:
+    spec = job.workload.input_tokens
+    if spec.kind != "from_requests":
+        return _marginal(spec, is_input=True)
+    requests = _needed(requests)
+    lengths = _input_lengths(job, requests)
+    lengths = lengths[_can_run(job, lengths, requests.forced, model)]
+    return empirical(lengths, note=f"of {len(lengths)} requests")
+
+
+def _outputs(job: Job, model: ModelSpec, requests: Requests | None) -> Lengths:
+    spec = job.workload.output_tokens
+    if spec.kind == "from_requests":
+        forced = _forced(job, _needed(requests))
+        inputs = _needed(requests).input_tokens
+        fits = has_room(model, np.ones_like(forced) if inputs is None else inputs, forced)
+        return empirical(forced[fits] if fits.any() else forced, note="forced by the requests")
+    if spec.kind == "observe":
+        caps = _caps(job, _needed(requests))
+        if model.max_positions is not None:
+            longest = _marginal(job.workload.input_tokens, is_input=True).max
+            room = int(output_room(model, longest))
+            caps = np.minimum(caps, max(room, 1))
+        return empirical(caps, note=_OBSERVE_NOTE)
+    return _marginal(spec, is_input=False)
+
+
+def _marginal(spec: LengthSpec, *, is_input: bool) -> Lengths:
+    """One side of a spec that needs no requests."""
+    if spec.kind == "normal":
+        assert spec.mean is not None and spec.std is not None and spec.maximum is not None
+        # a spread of millionths of the range (under two tokens of a million) is none
+        std = spec.std if spec.std > 4e-6 * spec.maximum else 0.0
+        return truncated_normal(spec.mean, std, spec.maximum)
+    if spec.kind == "task":
+        assert spec.task is not None, f"{spec = }"
+        task = catalog.task(spec.task)
+        return task.inputs if is_input else task.outputs
+    assert spec.kind == "file" and spec.path is not None, f"{spec = }"
+    values = read_lengths(spec.path, "input" if is_input else "output")
+    return empirical(values, note=f"observed in {len(values)} rows of {spec.path.name}")
+
+
+def _needed(requests: Requests | None) -> Requests:
+    assert requests, "load_job lets from_requests and observe through only with a file of requests"
+    return requests
+
+
+def _input_lengths(job: Job, requests: Requests) -> IntArray:
+    if requests.input_tokens is None:
+        raise wrong(job.source, "workload.input_tokens", "from_requests",
+                    "the prompts must be tokenised to know their lengths, which needs the model's "
+                    "tokenizer; without it give {mean, std, max} or {file: path}")
+    return requests.input_tokens
+
+
+def _forced(job: Job, requests: Requests) -> IntArray:
+    num_free = int((requests.forced == 0).sum())
+    if num_free:
+        raise wrong(job.source, "workload.output_tokens", "from_requests",
+                    f"{num_free} of {len(requests)} requests have no forced_tokens; give "
+                    "{mean, std, max}, {file: path} or observe")
+    return requests.forced
+
+
+def _caps(job: Job, requests: Requests) -> IntArray:
+    default = job.workload.max_tokens or DEFAULT_MAX_TOKENS
+    return np.minimum(requests.output_caps(default), MAX_LENGTH_TOKENS)
+
+
+def _check_positions(job: Job, model: ModelSpec, lengths: JointLengths) -> None:
+    if model.max_positions is None:
+        return
+    together = ""
+    if model.is_encoder_decoder:
+        longest = max(lengths.inputs.max, lengths.outputs.max)
+    elif lengths.pairs is not None:
+        longest = int(lengths.pairs.sum(axis=1).max())
+    else:
+        longest = lengths.inputs.max + lengths.outputs.max
+    if not model.is_encoder_decoder:
+        together = f", together {longest}"
+    if longest > model.max_positions:
+        raise wrong(job.source, "workload", None,
+                    f"the longest input and output ({lengths.inputs.max} and {lengths.outputs.max} "
+                    f"tokens{together}) exceed the {model.max_positions} positions of "
+                    f"{model.name}")
+
+
+Side: TypeAlias = Literal["input", "output"]
+MAX_MISTAKES = 20  # of a bad file; the rest would only repeat them
+
+_NAMES: dict[Side, tuple[str, ...]] = {
+    "input": ("input", "input_tokens", "prompt_tokens"),
+    "output": ("output", "output_tokens", "completion_tokens")}
+_Row: TypeAlias = "tuple[int, Mapping[str, Any]]"  # line, values by column
+
+
+def read_lengths(path: Path, side: Side) -> IntArray:
+    """Reads one side's lengths, [num_rows]: the column of that name, or the file's only column."""
+    rows = _read_rows(path)
+    key = _column(rows[0][1], side)
+    if key is None and len(rows[0][1]) == 1 and not any(
+            _column(rows[0][1], other) for other in _NAMES):  # the other side's is no substitute
+        key = next(iter(rows[0][1]))
+    if key is None:
+        raise wrong(path, "lengths", None,
+                    f"no column {side}; has {', '.join(map(str, rows[0][1]))}",
+                    rows[0][0])
+    return _checked(path, rows, key)[:, 0]
+
+
+def read_length_pairs(path: Path) -> IntArray | None:
+    """Reads (input, output) of every row, [num_rows, 2]; None where the file lacks one of them."""
+    rows = _read_rows(path)
+    inputs, outputs = _column(rows[0][1], "input"), _column(rows[0][1], "output")
+    if inputs is None or outputs is None:
+        return None
+    return _checked(path, rows, inputs, outputs)
+
+
+def _column(row: Mapping[str, Any], side: Side) -> str | None:
+    return next((name for name in _NAMES[side] if name in row), None)
+
+
+def _checked(path: Path, rows: list[_Row], *keys: str) -> IntArray:
+    """[rows, keys] lengths. Raises InputError with the first bad one of each row."""
+    values = [[_length(row.get(key)) for key in keys] for _, row in rows]
+    bad = [(line, row, keys[numbers.index(None)])
+           for (line, row), numbers in zip(rows, values, strict=True) if None in numbers]
+    if bad:
+        raise InputError([Mistake(file=str(path), line=line, key=key, value=row.get(key),
+                                  allowed=f"a whole number from 1 to {MAX_LENGTH_TOKENS}")
+                          for line, row, key in bad[:MAX_MISTAKES]])
+    return np.array(values, dtype=np.int64)
+
+
+def _length(value: object) -> int | None:
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
+        value = int(value) if len(value) < 20 else None
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_LENGTH_TOKENS:
+        return value
+    return None
+
+
+def _read_rows(path: Path) -> list[_Row]:
+    try:
+        text = read_text(path, "utf-8-sig")
+    except UnicodeDecodeError as cause:
+        raise wrong(path, "lengths", None, f"not UTF-8 text: {cause.reason}") from None
+    except (OSError, ValueError) as cause:
+        raise wrong(path, "lengths", None, "cannot be read: "
+                    f"{getattr(cause, 'strerror', None) or cause}") from None
+    is_json = text.lstrip().startswith("{")
+    rows = list(_json_rows(path, text) if is_json else _csv_rows(path, text))
+    if not rows or not rows[0][1]:
+        raise wrong(path, "lengths", None, "holds no lengths")
+    return rows
+
+
+def _json_rows(path: Path, text: str) -> Iterator[_Row]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as cause:
+            raise wrong(path, "lengths", None, f"not JSON: {cause}", number) from None
+        if not isinstance(record, dict):
+            raise wrong(path, "lengths", None, "not a JSON object", number)
+        yield number, _usage(record) or record
+
+
+def _usage(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """`response.body.usage` of an OpenAI batch line."""
+    value: object = record
+    for key in ("response", "body", "usage"):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else None
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[_Row]:
+    reader = csv.reader(text.splitlines())
+    header: list[str] | None = None
+    try:
+        for cells in reader:
+            cells = [cell.strip() for cell in cells]
+            if not any(cells):
+                continue
+            if header is None:
+                if any(_length(cell) is None for cell in cells):
+                    header = cells
+                    continue
+                header = ["length"] if len(cells) == 1 else ["input", "output"]
+            if len(cells) > len(header):
+                raise wrong(path, "lengths", None, f"more cells than columns ({len(header)})",
+                            reader.line_num)
+            yield reader.line_num, dict(zip_longest(header, cells))
+    except csv.Error as cause:
+        raise wrong(path, "lengths", None, f"not CSV: {cause}", reader.line_num) from None

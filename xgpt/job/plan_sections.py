@@ -1,0 +1,224 @@
+"""The sections of a job file that say what is planned: `constraint`, with the `objective`, and
+`schedule`, the control variables that the user fixed."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, make_dataclass
+from functools import cache
+from typing import Annotated, Any, cast, get_args
+
+from pydantic import Field
+
+from xgpt.core.constraint import (
+    Bound,
+    BoundKind,
+    Constraint,
+    Metric,
+    Objective,
+    latency_constraint,
+)
+from xgpt.core.controls import LEAST_TOKENS, ROUTINGS, Adjustment, FixedSchedule
+from xgpt.core.errors import nearest
+from xgpt.core.policies import (
+    Policy,
+    able_policies,
+    policies,
+    policy,
+    policy_names,
+    searched_policies,
+)
+from xgpt.core.units import parse_bytes, parse_seconds, parse_share
+from xgpt.job.typed import (
+    CONFIG,
+    Flag,
+    Of,
+    OrMapping,
+    Reading,
+    amount,
+    choice,
+    is_one_of,
+    number,
+    read,
+    whole,
+)
+
+_CLOCK = re.compile(r"([01]?[0-9]|2[0-3]):[0-5][0-9]")
+_SECONDS = "seconds > 0, '500 ms'"
+
+
+def _is_limit(seconds: float) -> bool:
+    return 0 < seconds < math.inf
+
+
+def _makespan(value: Any) -> Bound:
+    """A bound on the whole job: seconds, or the time of day by which it is to be done, which
+    xgpt.core.problem looks at the clock for."""
+    if isinstance(value, str) and _CLOCK.fullmatch(value.strip()):
+        return Bound(metric="makespan", limit_s=math.inf, until=value.strip())
+    return Bound(metric="makespan", limit_s=_MAKESPAN.value_of(value))
+
+
+_MAKESPAN = amount(parse_seconds, _is_limit,
+                   "seconds > 0, '90 min', '6h', or a time of day, '06:00'")
+Quantile = Annotated[float, number("between 0 and 1", gt=0, lt=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    """Seconds of each query's metric, perhaps with a quantile of its own."""
+
+    limit_s: Annotated[float, amount(parse_seconds, _is_limit, _SECONDS)]
+    quantile: Quantile | None = None
+
+
+Limit = Annotated[Any, OrMapping(_Limit, amount(parse_seconds, _is_limit, _SECONDS),
+                                 f"{_SECONDS}, or {{limit_s: 0.5, quantile: 0.9}}")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstraintSection:
+    """The section's keys."""
+
+    __pydantic_config__ = CONFIG
+    latency_s: Annotated[float, amount(parse_seconds, lambda x: x > 0,
+                                       "seconds > 0, '90 s', '2 min', or inf")] = math.inf
+    kind: Annotated[BoundKind, choice(get_args(BoundKind))] = "sequence"
+    quantile: Quantile = 0.99
+    ttft_s: Limit | None = None
+    tpot_s: Limit | None = None
+    makespan_s: Annotated[Bound | None, Of(_makespan, **_MAKESPAN.schema)] = None
+    confidence: Annotated[float, number("at least 0.5 and below 1", ge=0.5, lt=1)] = 0.95
+    drift: Annotated[float, amount(parse_share, lambda x: 0 <= x < 1,
+                                   "a share of the mean output length, '15%' or 0.15, below 1")] = (
+        0.0)
+    memory: Annotated[int | None, amount(parse_bytes, lambda x: x > 0,
+                                         "bytes of each device, for example '40 GiB'")] = None
+    max_gpus: Annotated[int, whole(1, 100_000)] | None = None
+
+
+def constraint_of(own: ConstraintSection, objective: Objective) -> Constraint:
+    given: dict[Metric, _Limit | float | None] = {"ttft": own.ttft_s, "tpot": own.tpot_s}
+    limits = {metric: limit if isinstance(limit, _Limit) else _Limit(limit_s=limit)
+              for metric, limit in given.items() if limit is not None}
+    further = [Bound(metric=metric, limit_s=limit.limit_s, kind="queries",
+                     quantile=limit.quantile or own.quantile) for metric, limit in limits.items()]
+    return latency_constraint(
+        latency_s=own.latency_s, kind=own.kind, quantile=own.quantile,
+        further=(*further, *([own.makespan_s] if own.makespan_s is not None else [])),
+        confidence=own.confidence, drift=own.drift, memory_bytes=own.memory,
+        max_gpus=own.max_gpus, objective=objective)
+
+
+# More no device holds; and each part of a batch is a step of its own in every estimate.
+MOST, MOST_PARTS = 1_000_000, 4096
+AUTO = "auto"
+_PARTS = ("decode_micro_batches", "encode_micro_batches")
+_OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle"}
+
+
+def section_kind() -> Any:
+    """A dataclass of the section's keys: control variables of every policy, those of other
+    packages' too, and how the workload is kept even."""
+    return _kind_for(policies())
+
+
+@cache
+def _kind_for(rows: tuple[Policy, ...]) -> Any:
+    variables = {one.name: whole(one.least, MOST_PARTS if one.name in _PARTS else MOST)
+                 for row in rows for one in row.variables}
+    names = [row.name for row in rows]
+    return make_dataclass("ScheduleSection", [
+        ("policies", Annotated[tuple[str, ...], Field(alias="policy"), Of(_policies, anyOf=[
+            {"enum": [AUTO, *names]},
+            {"type": "array", "minItems": 1, "items": {"enum": names}}])], ()),
+        ("replicas", Annotated[int | None, Of(
+            _replicas, f"auto, or a whole number of copies from 1 to {MOST_PARTS}")], None),
+        ("tp_degree", Annotated[int, whole(1, MOST_PARTS)] | None, None),
+        ("tp_gpus", Annotated[int, whole(0, MOST)] | None, None),  # 0: no groups
+        *((name, Annotated[int, range_] | None, None) for name, range_ in variables.items()),
+        ("steer", Flag | None, None),
+        ("adjustment", Annotated[float | None, amount(
+            parse_share, lambda x: 0 <= x < 1,
+            "a share of an encode batch's mean input tokens, '10%' or 0.1; 0 for none")], None),
+        ("routing", Annotated[str, choice(ROUTINGS)], LEAST_TOKENS),
+        ("shuffle", Annotated[bool | int, Of(
+            _shuffle, f"true, false, or the queries of a window, 2 to {MOST}")], False),
+    ], frozen=True, kw_only=True, namespace={"__pydantic_config__": CONFIG})
+
+
+def _policies(value: Any) -> tuple[str, ...]:
+    """The names given, each once; () where the choice is left open."""
+    names = policy_names()
+    if value == AUTO:
+        return ()
+    given = value if isinstance(value, list) else [value]
+    wrong = [one for one in given if not isinstance(one, str) or one not in names]
+    if given and not wrong:
+        return tuple(dict.fromkeys(given))
+    shown = wrong[0] if wrong and isinstance(wrong[0], str) else ""
+    which = f", where {shown!r} is none" if shown.isidentifier() else ""
+    raise ValueError(nearest(shown, (AUTO, *names)).replace("known:", "allowed:") + (
+        f", or several of these in a list{which}" if isinstance(value, list) else ""))
+
+
+def _replicas(value: Any) -> int | None:
+    """Copies of the model; None for as many as are best."""
+    if value == AUTO:
+        return None
+    if is_one_of(value, int) and 1 <= value <= MOST_PARTS:
+        return cast(int, value)
+    raise ValueError
+
+
+def _shuffle(value: Any) -> bool | int:
+    if isinstance(value, bool) or (isinstance(value, int) and 2 <= value <= MOST):
+        return value
+    raise ValueError
+
+
+def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) -> tuple[
+        FixedSchedule, Adjustment]:
+    """What the section fixes, and how the workload is kept even."""
+    node = reading.at("schedule")
+    if node is None or not isinstance(node.value, dict):
+        return FixedSchedule(), Adjustment()
+    own = read(section_kind(), node, "schedule.", reading.mistakes, elsewhere)
+    names = {field.name for field in fields(FixedSchedule)} - {"others"}
+    schedule = FixedSchedule(
+        **{name: getattr(own, name) for name in names},
+        others=tuple((name, value) for name, value in vars(own).items() if value is not None
+                     and name not in names | _OF_ADJUSTMENT))
+    degree, gpus = schedule.tp_degree, schedule.tp_gpus
+    if degree is not None and gpus is not None and gpus % degree:
+        reading.reject("schedule.tp_gpus", f"must be a multiple of tp_degree = {degree}")
+    rows = _check_controls(reading, schedule)
+    for key in ("adjustment", "steer"):
+        if reading.has(f"schedule.{key}") and not any(row.has_even_batches for row in rows):
+            even = [each.name for each in policies() if each.has_even_batches]
+            reading.reject(f"schedule.{key}", f"of {', '.join(even)} alone")
+    if own.steer and own.adjustment == 0:
+        reading.reject("schedule.steer", "needs an adjustment above 0")
+    return schedule, Adjustment(share=own.adjustment, steers=own.steer, shuffle=own.shuffle,
+                                routing=own.routing)
+
+
+def _check_controls(reading: Reading, schedule: FixedSchedule) -> tuple[Policy, ...]:
+    """The policies that are left, of those that the job names or that a search looks at: the ones
+    that have every variable given. Where none has, each variable that the nearest lacks is a
+    mistake."""
+    wanted = [policy(name) for name in schedule.policies or searched_policies()]
+    rows = able_policies(schedule)
+    given = [name for name in sorted({name for row in policies() for name in row.variable_names})
+             if schedule.value_of(name) is not None]
+    if not rows:
+        nearest_row = max(wanted, key=lambda row: len({*given} & {*row.variable_names}))
+        for name in [name for name in given if name not in nearest_row.variable_names]:
+            others = [each.name for each in policies() if name in each.variable_names]
+            reading.reject(f"schedule.{name}", f"a variable of {', '.join(others)}; "
+                           f"{nearest_row.name} has {', '.join(nearest_row.variable_names)}")
+    parts, groups = schedule.encode_micro_batches, schedule.decode_micro_batches
+    if rows and parts and groups and parts % groups:
+        reading.reject("schedule.encode_micro_batches",
+                       f"must be a multiple of decode_micro_batches = {groups}")
+    return rows or tuple(wanted)

@@ -1,0 +1,282 @@
+"""`resolve`: the one function between what the user wrote (`Job`) and what is computed with
+(`Problem`). It reads files the job names, and looks at this machine for `cluster: local`; it
+neither downloads nor reads requests: a caller that has done so passes `model` and `requests`.
+
+`open_layouts`: how the cores of this machine may be laid out for a job."""
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster, Device
+from xgpt.core.constraint import Constraint
+from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
+from xgpt.core.errors import wrong
+from xgpt.core.hf.config import read_shape
+from xgpt.core.model import ModelSpec
+from xgpt.core.problem import Problem, QueryLengths, has_room, output_room
+from xgpt.core.system import machine as local
+from xgpt.core.system.machine import (
+    MAX_DEFAULT_WORKERS,
+    Layout,
+    gpus_here,
+    layouts,
+    usable_cores,
+)
+from xgpt.core.units import DTYPE_BYTES, FP8, INT8
+from xgpt.job.job import LOCAL_CLUSTER, Job
+from xgpt.job.job_lengths import default_max_tokens, resolve_lengths
+from xgpt.requests.request import Requests
+
+
+def resolve(job: Job, *, model: ModelSpec | None = None,
+            requests: Requests | None = None) -> Problem:
+    """The Problem of `job`. Raises InputError.
+
+    model: the shape, where it was fetched (a hub id's config.json); else the catalog row or the
+        local folder's config.json.
+    requests: what is in the file of them that the job names."""
+    assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
+    shape = model or known_model(job)
+    cluster = _as_the_engine_leaves_it(resolve_cluster(job), job)
+    if shape.planned_only and job.run.engine != VLLM and (
+            job.cluster == LOCAL_CLUSTER or job.slurm is not None):
+        raise wrong(job.source, "model", job.model, f"one that is executed: {shape.planned_only} "
+                    "is planned for, on clusters of GPUs that are not here, and not executed by "
+                    f"the engine {job.run.engine}; `run: {{engine: {VLLM}}}` hands it to vLLM")
+    constraint = until_clock(job.constraint, datetime.now())
+    if (job.schedule.replicas or 1) > cluster.num_devices:
+        raise wrong(job.source, "schedule.replicas", job.schedule.replicas,
+                    f"at most {cluster.num_devices}, the devices of cluster {cluster.name}: each "
+                    "copy of the model needs one")
+    if requests is not None and job.run.stop:  # whose outputs may end before they are as long
+        requests = replace(requests, may_stop=np.ones(len(requests), bool))
+    lengths = resolve_lengths(job, shape, requests)
+    most_outputs = default_max_tokens(job, lengths)
+    dtype = resolve_dtype(job.run.dtype, cluster.device)
+    return Problem(
+        model=shape, cluster=cluster, lengths=lengths, constraint=constraint,
+        fixed=job.schedule, dtype=dtype,
+        weight_dtype=resolve_weight_dtype(job, dtype, shape, cluster),
+        kv_dtype=_resolve_kv_dtype(job, dtype, cluster),
+        num_queries=job.workload.count if requests is None else len(requests),
+        default_max_tokens=most_outputs, adjustment=job.adjustment,
+        queries=_query_lengths(requests, most_outputs, shape),
+        is_synthetic=requests is None and job.workload.count is not None, seed=job.run.seed,
+        observes=job.workload.output_tokens.kind == "observe",
+        is_revised=job.run.reschedule is not None,
+        head_rows=lengths.inputs.mean if job.workload.embed == "mean" else max(
+            requests.mean_targets, 1.0) if requests is not None else 1.0,
+        has_head=job.workload.embed is None,
+        input_error=requests.input_error if requests is not None and (
+            job.workload.input_tokens.kind == "from_requests") else 0.0)
+
+
+def _as_the_engine_leaves_it(cluster: Cluster, job: Job) -> Cluster:
+    """Its GPUs without what the engine whose times are planned for keeps of their memory."""
+    reserved = int(catalog.engine(job.plan_engine).reserve_gb * 1e9)
+    if cluster.device.kind != "gpu" or not reserved:
+        return cluster
+    return cluster.with_nodes(device=replace(cluster.device, reserved_bytes=reserved))
+
+
+def _query_lengths(requests: Requests | None, most_outputs: int,
+                   model: ModelSpec) -> QueryLengths | None:
+    """Lengths of the job's own queries; None where the requests were not tokenised. No query takes
+    more positions than the model has; what becomes an error record whatever the schedule, since its
+    input alone or its forced output takes more, or it has no tokens of the model's, has no output
+    here and one token of input."""
+    if requests is None or requests.input_tokens is None or not requests.are_tokenised:
+        return None
+    inputs = requests.input_tokens
+    runs = has_room(model, inputs, requests.forced)
+    runs[list(requests.unusable)] = False
+    caps = np.minimum(requests.output_caps(most_outputs), output_room(model, inputs))
+    caps = np.where(runs, caps, 0)
+    return QueryLengths(inputs=np.where(runs, inputs, 1), most_outputs=caps,
+                        outputs=caps if requests.are_forced else None)
+
+
+def until_clock(constraint: Constraint, now: datetime) -> Constraint:
+    """A makespan until a time of day is what is left until then, today or tomorrow."""
+    bound = constraint.bound_on("makespan")
+    if bound is None or not bound.until:
+        return constraint
+    hour, minute = map(int, bound.until.split(":"))
+    end = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
+    end += timedelta(days=end <= now)
+    return constraint.with_bound("makespan", limit_s=(end - now).total_seconds())
+
+
+def resolve_cluster(job: Job) -> Cluster:
+    """The job's cluster, or as much of it as `run.ranks` leaves, at the job's price."""
+    cluster = _resolved_cluster(job)
+    if (price := job.price_per_hour) is None:
+        return cluster
+    return cluster.with_nodes(device=replace(
+        cluster.device, price_per_hour=price, price_source="the job file"))
+
+
+def _resolved_cluster(job: Job) -> Cluster:
+    if isinstance(job.cluster, Cluster):
+        cluster = job.cluster
+    elif job.cluster == LOCAL_CLUSTER:
+        ranks = 1 if job.run.engine in ONE_PROCESS and job.run.ranks is None else job.run.ranks
+        return limited(local.detect(ranks, len(job.run.hosts) or 1), job.constraint)
+    else:
+        cluster = catalog.cluster(job.cluster)
+    if job.run.ranks is not None:
+        cluster = _part_of(cluster, job.run.ranks, job.source)
+    return limited(cluster, job.constraint)
+
+
+def limited(cluster: Cluster, constraint: Constraint) -> Cluster:
+    """What the constraint leaves of a cluster: memory of each device, and number of devices (the
+    largest number of whole or evenly used nodes within it)."""
+    memory, device = constraint.memory_bytes, cluster.device
+    if memory is not None and memory < device.memory_bytes:
+        cluster = cluster.with_nodes(device=replace(device, memory_bytes=memory))
+    most = constraint.max_gpus
+    if most is None or most >= cluster.num_devices:
+        return cluster
+    used = max(count for count in range(1, most + 1)
+               if count % -(-count // cluster.devices_per_node) == 0)
+    nodes = -(-used // cluster.devices_per_node)
+    return cluster.with_nodes(num_nodes=nodes, devices_per_node=used // nodes)
+
+
+def resolve_dtype(dtype: str, device: Device) -> str:
+    """`auto`: bfloat16 where the device has it, else a GPU's float16, else float32."""
+    if dtype != "auto":
+        return dtype
+    rates = dict(device.flops_per_s)
+    if "bfloat16" in rates:
+        return "bfloat16"
+    return "float16" if device.kind == "gpu" and "float16" in rates else "float32"
+
+
+def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluster) -> str:
+    """`auto`: `dtype`, but for bfloat16 on a CPU float32, where it multiplies that quicker and no
+    more than half of its memory would hold it. Raises InputError for what cannot be executed."""
+    wish, device, engine = job.run.weight_dtype, cluster.device, job.run.engine
+    allowed = _weight_dtypes(dtype, model, device, engine)
+    allowed += [narrow for narrow in _planned_for(job, device, "weight_dtype")
+                if narrow not in allowed]
+    if wish != "auto" and wish not in allowed:
+        raise wrong(job.source, "run.weight_dtype", wish, f"auto or {' or '.join(allowed)} here; "
+                    f"float32 for bfloat16, and {INT8} (decoder-only models, VNNI), on CPUs by "
+                    f"run.engine: {OWN_ENGINE}; "
+                    f"{_planned_words('weight_dtype')}")
+    if wish != "auto":
+        return wish
+    if dtype != "bfloat16" or "float32" not in allowed:
+        return dtype
+    rates = dict(device.flops_per_s)
+    widened = model.num_params * DTYPE_BYTES["float32"]
+    is_quicker = rates["float32"] > rates.get("bfloat16", np.inf)
+    has_room = widened <= cluster.num_devices * device.memory_bytes / 2
+    return "float32" if is_quicker and has_room else dtype
+
+
+def _resolve_kv_dtype(job: Job, dtype: str, cluster: Cluster) -> str:
+    """`auto`: `dtype`. Raises InputError where nobody would hold the cache so."""
+    wish = job.run.kv_dtype
+    if wish == "auto":
+        return dtype
+    if wish not in (allowed := _planned_for(job, cluster.device, "kv_dtype")):
+        raise wrong(job.source, "run.kv_dtype", wish,
+                    f"{' or '.join(('auto', *allowed))} here; {_planned_words('kv_dtype')}")
+    return wish
+
+
+_EIGHT_BITS_BY_KEY = {"weight_dtype": {FP8: "has_fp8", INT8: "has_int8"},
+                      "kv_dtype": {FP8: "has_fp8", INT8: "int8_cache"}}
+
+
+def _planned_for(job: Job, device: Device, key: str) -> list[str]:
+    """The types of 8 bits that a key may have on GPUs that are not here, as an engine takes them
+    that executes them; by no profile, which would be of another type."""
+    if (device.kind != "gpu" or job.cluster == LOCAL_CLUSTER or job.slurm is not None
+            or job.profile is not None):
+        return []
+    row = catalog.engine(job.plan_engine)
+    return [dtype for dtype, own in _EIGHT_BITS_BY_KEY[key].items() if getattr(row, own)]
+
+
+def _planned_words(key: str) -> str:
+    def engines(own: str) -> str:
+        return ", ".join(name for name in catalog.names("engine")
+                         if getattr(catalog.engine(name), own))
+
+    by_type = "; ".join(f"{dtype}: {engines(own)}"
+                        for dtype, own in _EIGHT_BITS_BY_KEY[key].items())
+    return (f"types of 8 bits are planned for on clusters of GPUs that are not here, as others "
+            f"execute them (by plan.engine, {by_type}), and no runner under xgpt does there")
+
+
+def open_weight_dtypes(problem: Problem, engine: str) -> list[str]:
+    """As which weights `run.weight_dtype: auto` may hold them, by the memory that there is."""
+    allowed = _weight_dtypes(problem.dtype, problem.model, problem.cluster.device, engine)
+    return [dtype for dtype in allowed if dtype in (problem.dtype, "float32")]
+
+
+def _weight_dtypes(dtype: str, model: ModelSpec, device: Device, engine: str) -> list[str]:
+    """As which weights can be held for a run of `dtype`, that first."""
+    allowed = [dtype]
+    if engine == OWN_ENGINE and device.kind == "cpu":
+        if dtype == "bfloat16":
+            allowed.append("float32")
+        if INT8 in dict(device.flops_per_s) and not model.is_encoder_decoder:
+            allowed.append(INT8)
+    return allowed
+
+
+def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:
+    """`ranks` devices of the cluster on as few nodes as hold them, evenly."""
+    nodes = -(-ranks // cluster.devices_per_node)
+    if ranks > cluster.num_devices:
+        raise wrong(source, "run.ranks", ranks,
+                    f"at most {cluster.num_devices}, the devices of cluster {cluster.name}")
+    if ranks % nodes:
+        raise wrong(source, "run.ranks", ranks,
+                    f"needs {nodes} nodes of {cluster.name} and does not divide evenly over them")
+    return cluster.with_nodes(num_nodes=nodes, devices_per_node=ranks // nodes)
+
+
+def known_model(job: Job) -> ModelSpec:
+    """The shape of the job's model, without fetching anything. Raises InputError."""
+    folder = Path(job.model)
+    if folder.is_absolute():
+        return read_shape(folder, folder.name)
+    if (row := catalog.model_named(job.model)) is not None:
+        return row
+    raise wrong(job.source, "model", job.model,
+                "the shape of this hub model is known only once its config.json is fetched; "
+                "give a catalog name, or a folder with config.json")
+
+
+def open_layouts(job: Job) -> tuple[Layout, ...]:
+    """The layouts that a job leaves open: those of the fewest and of the most ranks that it allows;
+    none where it names its ranks, is not for this machine's cores alone, or is another engine's.
+    Threads that it names leave one."""
+    run = job.run
+    if job.cluster != LOCAL_CLUSTER or run.ranks is not None or run.hosts or (
+            run.engine != OWN_ENGINE and run.engine not in ONE_PROCESS) or gpus_here():
+        return ()
+    cores = usable_cores()
+    if run.engine in ONE_PROCESS:
+        return (Layout(1, run.threads_per_rank or cores),)
+    if run.threads_per_rank is not None:
+        ranks = min(max(cores // run.threads_per_rank, 1), MAX_DEFAULT_WORKERS)
+        return (Layout(ranks, run.threads_per_rank),)
+    least, most = job.schedule.replicas or 1, job.constraint.max_gpus or cores
+    allowed = [layout for layout in layouts(cores) if least <= layout.ranks <= most]
+    return (*allowed[:1], *allowed[1:][-1:])
+
+
+def laid_out(job: Job, layout: Layout) -> Job:
+    """The job with its ranks and threads named."""
+    return replace(job, run=replace(job.run, ranks=layout.ranks, threads_per_rank=layout.threads))

@@ -1,0 +1,373 @@
+"""Reading a sweep file (docs/sweep.md): a base job, cases and a grid -> the jobs of all points,
+with every mistake at once. A job file is a sweep of itself, over the axes that flags name.
+
+A sweep varies axes by a short name or by the dotted key of a job file. A value is a Field of the
+file that gives it, so that whatever is wrong with it names its place."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args
+
+from xgpt.core.errors import InputError, Mistake, nearest, wrong
+from xgpt.core.policies import policy_names
+from xgpt.core.units import parse_share
+from xgpt.job.job import Job
+from xgpt.job.job_file import SWEEP_KEYS, job_of, job_tree
+from xgpt.job.typed import CONFIG, Flag, Of, Reading, Text, any_keys, choice, read, text
+from xgpt.job.yaml_tree import (
+    Field,
+    apply_override,
+    data_of,
+    parse_tree,
+    read_tree,
+    with_value,
+    without_lines,
+)
+
+MAX_POINTS = 100_000
+SWEEP_FOLDER = "sweep"  # of a job, in its own
+DEFAULT_BOUNDS = "10%,20%,30%,50%,70%,100%,inf"
+Horizon = Literal["steady", "job"]
+ALL, AUTO = "all", "auto"  # as policies: every one there is; the one that the search chooses
+OVER, BOUNDS = "--over", "--bounds"
+_SECTIONS = ("workload", "constraint", "schedule", "run")
+_FORM = f"{OVER} takes AXIS=VALUE,VALUE,...; for example policy=rra,waa-c"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepAxis:
+    """`name` is what tables and rows call it, `key` the dotted key of the job file."""
+
+    name: str
+    key: str
+    title: str
+
+
+POLICY = SweepAxis(name="policy", key="schedule.policy", title="policy")
+COPIES = SweepAxis(name="copies", key="schedule.replicas", title="copies of the model")
+BOUND = SweepAxis(name="bound", key="constraint.latency_s", title="latency bound")
+AXES = (SweepAxis(name="model", key="model", title="model"),
+        SweepAxis(name="cluster", key="cluster", title="cluster"),
+        SweepAxis(name="gpus", key="run.ranks", title="GPUs (or ranks)"),
+        SweepAxis(name="task", key="workload.task", title="task"),
+        SweepAxis(name="engine", key="run.engine", title="engine"),
+        SweepAxis(name="profile", key="profile", title="profile"), COPIES, POLICY, BOUND)
+
+# A value of the one key takes the place of what the base says under the others: lengths are given
+# by a task or by themselves, and a cluster is meant as a whole.
+REPLACES: Mapping[str, tuple[str, ...]] = {
+    "workload.task": ("workload.input_tokens", "workload.output_tokens"),
+    "workload.input_tokens": ("workload.task",), "workload.output_tokens": ("workload.task",),
+    "cluster": ("run.ranks",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisValue:
+    """One value of an axis. `shown` is what rows hold; `share`: of a bound given as a share of the
+    latency at the highest throughput, whose `field` is no bound at all."""
+
+    shown: str | int
+    field: Field
+    share: float | None = None
+
+
+Setting = dict[SweepAxis, list[AxisValue]]
+
+
+def _cases_of(value: Any) -> list[Any]:
+    if isinstance(value, list) and value:
+        return value
+    raise ValueError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFlags:
+    """What the command line adds to a file. `overrides`: `--set` of the base job; `over`, `bounds`:
+    axes that take the place of the file's own."""
+
+    overrides: tuple[str, ...] = ()
+    over: tuple[str, ...] = ()
+    bounds: str | None = None
+    out: Path | None = None
+    horizon: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPoint:
+    """One combination. `values`: of each axis that the sweep sets, as rows show it. `share`: of the
+    latency at the highest throughput, which is to be the job's bound; None: the job has its own."""
+
+    job: Job
+    values: tuple[tuple[str, str | int], ...]
+    share: float | None
+
+    def shown(self, axis: str) -> str | int | None:
+        """The value of an axis; None for one that the sweep leaves to the base job."""
+        return dict(self.values).get(axis)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSpec:
+    """A sweep as it is asked for. `axes`: those with more than one value, each with all of them in
+    the order of the file; `points` are in the order of the grid."""
+
+    name: str
+    source: Path
+    output: Path
+    horizon: Horizon
+    has_margin: bool
+    axes: tuple[tuple[SweepAxis, tuple[str | int, ...]], ...]
+    points: tuple[SweepPoint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFile:
+    """The keys of a sweep file."""
+
+    __pydantic_config__ = CONFIG
+    name: Annotated[str | None, text("a name of printable characters")] = None
+    base: Any = None
+    grid: Annotated[Any, any_keys("a mapping of axes to lists")] = None
+    cases: Annotated[Any, Of(_cases_of, "a list of mappings, for example [{model: opt-13b, "
+                             "cluster: a40-4}]")] = None
+    horizon: Annotated[Horizon, choice(get_args(Horizon))] = "steady"
+    output: Text | None = None
+    margin: Flag = True
+
+
+def load_sweep(path: Path, flags: SweepFlags | None = None) -> SweepSpec:
+    """The sweep of a file. Raises InputError that carries every mistake, in the order of the lines.
+    """
+    flags, mistakes = flags or SweepFlags(), list[Mistake]()
+    tree = read_tree(path, mistakes)
+    if not isinstance(tree.value, dict):
+        raise wrong(path, "sweep file", None, "not a mapping of keys to values; a job file, or one "
+                    f"with the keys {', '.join(SWEEP_KEYS)}", tree.line)
+    own, base_path = SweepFile(), path
+    if any(key in tree.value for key in SWEEP_KEYS):
+        reading = Reading(tree, mistakes)
+        own = read(SweepFile, tree, "", mistakes)
+        name, folder = own.name or path.stem, Path(os.path.abspath(path)).parent
+        output = folder / (own.output or f"out/{name}")
+        base, base_path = _base(reading, path, folder, flags.overrides)
+        settings = _settings(reading, own, setting_of_flags(flags.over, flags.bounds, mistakes))
+    else:
+        base = job_tree(path, flags.overrides, mistakes)
+        job = job_of(base, path, [])
+        name, output = job.name, job.output / SWEEP_FOLDER
+        given = setting_of_flags(flags.over, flags.bounds, mistakes)
+        settings = [given if given or mistakes else setting_of_flags((), DEFAULT_BOUNDS, mistakes)]
+    if flags.horizon not in (None, *get_args(Horizon)):
+        mistakes.append(Mistake(file="--horizon", line=None, key="horizon", value=flags.horizon,
+                                allowed="steady or job"))
+    points = _points(settings, base, base_path, mistakes)
+    if mistakes:
+        raise InputError(sorted(dict.fromkeys(mistakes), key=lambda m: (
+            m.line is None, m.file, m.line or 0)))
+    return SweepSpec(
+        name=name, source=Path(os.path.abspath(path)), output=Path(os.path.abspath(
+            flags.out or output)), horizon=cast(Horizon, flags.horizon or own.horizon),
+        has_margin=own.margin, axes=_axes(settings), points=tuple(points))
+
+
+def _base(reading: Reading, path: Path, folder: Path,
+          overrides: Sequence[str]) -> tuple[Field, Path]:
+    """The base job's tree, and the file that its paths start from."""
+    field, mistakes = reading.at("base"), reading.mistakes
+    if field is not None and isinstance(field.value, str):
+        other = folder / field.value
+        if other.is_file():
+            return job_tree(other, overrides, mistakes), other
+        reading.reject("base", f"no such file: {other}")
+    elif field is not None and isinstance(field.value, dict):
+        for override in overrides:
+            field = apply_override(field, override, mistakes)
+        return field, path
+    else:
+        reading.reject("base", "required: a job file's path, or the keys of a job")
+    raise InputError(mistakes)
+
+
+def _settings(reading: Reading, own: SweepFile, given: Setting) -> list[Setting]:
+    """All axes of each case, scenario by scenario: policies change faster than what they are
+    compared on, and bounds fastest."""
+    grid_field, case_field = reading.at("grid"), reading.at("cases")
+    grid: Setting = {} if own.grid is None or grid_field is None else read_setting(
+        grid_field, "grid.", reading.mistakes)
+    cases: list[Setting] = [{}]
+    if own.cases is not None and case_field is not None and isinstance(case_field.value, list):
+        cases = []
+        for number, one in enumerate(case_field.value):
+            if not isinstance(one.value, dict):
+                _reject(reading.mistakes, replace(one, value=None), f"cases[{number}]",
+                        "a mapping of axes to values")
+                continue
+            cases.append(read_setting(one, f"cases[{number}].", reading.mistakes))
+            for axis in cases[-1].keys() & grid.keys():
+                _reject(reading.mistakes, one, f"cases: {axis.name}",
+                        "also an axis of the grid: give it once")
+    merged = [{**case, **grid, **given} for case in cases]
+    # an axis without a value is a mistake, which is to hide no other
+    return [{axis: one[axis] for axis in _ordered(one) if one[axis]} for one in merged]
+
+
+def _ordered(axes: Mapping[SweepAxis, Any]) -> list[SweepAxis]:
+    return sorted(axes, key=lambda axis: (axis == POLICY) + 2 * (axis == BOUND))
+
+
+def _axes(settings: Sequence[Setting]) -> tuple[tuple[SweepAxis, tuple[str | int, ...]], ...]:
+    values: dict[SweepAxis, dict[str | int, None]] = {}
+    for setting in settings:
+        for axis, own in setting.items():
+            values.setdefault(axis, {}).update((one.shown, None) for one in own)
+    return tuple((axis, tuple(values[axis])) for axis in _ordered(values) if len(values[axis]) > 1)
+
+
+def _points(settings: Sequence[Setting], base: Field, base_path: Path,
+            mistakes: list[Mistake]) -> list[SweepPoint]:
+    count = sum(math.prod(map(len, setting.values())) for setting in settings)
+    if count > MAX_POINTS:
+        raise wrong(base_path, "grid", count, f"at most {MAX_POINTS:,} points")
+    return [_point(base, base_path, dict(zip(setting, chosen, strict=True)), mistakes)
+            for setting in settings for chosen in itertools.product(*setting.values())]
+
+
+def _point(tree: Field, base_path: Path, chosen: Mapping[SweepAxis, AxisValue],
+           mistakes: list[Mistake]) -> SweepPoint:
+    for axis in chosen:
+        for keys in (key.split(".") for key in REPLACES.get(axis.key, ())):
+            if _has(tree, keys):
+                tree = with_value(tree, keys, Field(value=None, file="", line=None))
+    for axis, value in chosen.items():
+        tree = with_value(tree, axis.key.split("."), value.field)
+    own = list[Mistake]()  # what is wrong of one point hides nothing of another
+    bound, job = chosen.get(BOUND), job_of(tree, base_path, own)
+    mistakes += own
+    if job.workload.requests is not None and job.workload.requests.is_stdin:
+        mistakes.append(Mistake(
+            file=str(base_path), line=None, key="workload.requests", value="-",
+            allowed="a file: a sweep reads requests more than once"))
+    return SweepPoint(job=job,
+                      values=tuple((axis.name, value.shown) for axis, value in chosen.items()),
+                      share=None if bound is None else bound.share)
+
+
+def _has(tree: Field, keys: Sequence[str]) -> bool:
+    for key in keys:
+        if not isinstance(tree.value, dict) or key not in tree.value:
+            return False
+        tree = tree.value[key]
+    return True
+
+
+def axis_of(name: str) -> SweepAxis | None:
+    """The axis of a short name or of a dotted key; None for a name that is neither."""
+    for axis in AXES:
+        if name in (axis.name, axis.key):
+            return axis
+    first, dot, rest = name.partition(".")
+    is_known = dot and rest and first in _SECTIONS
+    return SweepAxis(name=name, key=name, title=name) if is_known else None
+
+
+def read_setting(field: Field, prefix: str, mistakes: list[Mistake]) -> Setting:
+    """The axes of a mapping, each with a value or a list of them."""
+    setting: Setting = {}
+    assert isinstance(field.value, dict), f"{field = }"
+    for name, own in field.value.items():
+        axis = axis_of(name)
+        if axis is None:
+            _reject(mistakes, own, f"{prefix}{name}", (
+                f"unknown axis; {nearest(name, [axis.name for axis in AXES])}; or a dotted key of "
+                "the job file, such as run.dtype"))
+        elif axis in setting:
+            _reject(mistakes, own, f"{prefix}{name}", f"given twice: {axis.name} is {axis.key}")
+        else:
+            setting[axis] = read_values(axis, own, f"{prefix}{name}", mistakes)
+    return setting
+
+
+def read_values(axis: SweepAxis, field: Field, key: str,
+                mistakes: list[Mistake]) -> list[AxisValue]:
+    """The values of an axis; whether the job file takes them is for its reader to say."""
+    fields = field.value if isinstance(field.value, list) else [field]
+    if not fields:
+        _reject(mistakes, field, key, "at least one value")
+    if axis == POLICY:
+        fields = [replace(one, value=name) for one in fields
+                  for name in (policy_names() if one.value == ALL else (one.value,))]
+    read = [_read_value(axis, one, key, mistakes) for one in fields]
+    unique = {value.shown: value for value in read if value is not None}
+    return list(unique.values())
+
+
+def setting_of_flags(over: Sequence[str], bounds: str | None,
+                     mistakes: list[Mistake]) -> Setting:
+    """The axes that `--over AXIS=V,V` and `--bounds V,V` name."""
+    setting: Setting = {}
+    for flag, said in [*((OVER, one) for one in over),
+                       *([] if bounds is None else [(BOUNDS, f"{BOUND.name}={bounds}")])]:
+        name, equals, values = said.partition("=")
+        place = Field(value=None, file=flag, line=None)
+        if not equals:
+            _reject(mistakes, place, said, _FORM)
+            continue
+        listed = {name.strip(): _listed(values, flag, mistakes)}
+        own = read_setting(replace(place, value=listed), "", mistakes)
+        for axis in own.keys() & setting.keys():
+            _reject(mistakes, place, axis.name, "given twice: all its values go behind one =")
+        setting |= own
+    return setting
+
+
+def _listed(values: str, flag: str, mistakes: list[Mistake]) -> Field:
+    try:
+        return without_lines(parse_tree(f"[{values}]", flag, mistakes))
+    except InputError as cause:
+        mistakes.extend(replace(mistake, line=None) for mistake in cause.mistakes)
+        return Field(value=values, file=flag, line=None)
+
+
+def _read_value(axis: SweepAxis, field: Field, key: str,
+                mistakes: list[Mistake]) -> AxisValue | None:
+    value = field.value
+    if isinstance(value, list):
+        _reject(mistakes, field, key, "a value, not a list within the list")
+        return None
+    if axis == POLICY and value in (None, AUTO):
+        return AxisValue(shown=AUTO, field=replace(field, value=None))
+    if axis == BOUND and isinstance(value, str) and value.strip().endswith("%"):
+        return _read_share(field, key, mistakes)
+    if axis == BOUND and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return AxisValue(shown="inf" if math.isinf(value) else f"{value:g} s", field=field)
+    counts = axis.name in ("gpus", COPIES.name)
+    if counts and isinstance(value, int) and not isinstance(value, bool):
+        return AxisValue(shown=value, field=field)
+    shown = value if isinstance(value, str) else json.dumps(data_of(field), sort_keys=True)
+    return AxisValue(shown=shown, field=field)
+
+
+def _read_share(field: Field, key: str, mistakes: list[Mistake]) -> AxisValue | None:
+    text = str(field.value).strip()
+    try:
+        share = parse_share(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < math.inf:
+        _reject(mistakes, field, key, "seconds, inf, or a share above 0 % of the latency at the "
+                                      "highest throughput, for example 50%")
+        return None
+    return AxisValue(shown=text, field=replace(field, value=math.inf), share=share)
+
+
+def _reject(mistakes: list[Mistake], field: Field, key: str, allowed: str) -> None:
+    is_scalar = not isinstance(field.value, (list, dict))
+    mistakes.append(Mistake(file=field.file, line=field.line, key=key,
+                            value=field.value if is_scalar else None, allowed=allowed))

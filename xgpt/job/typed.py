@@ -1,0 +1,343 @@
+"""A mapping of a file as a dataclass: pydantic checks it against the annotations, and each of its
+errors becomes a Mistake with file, line, key, value and what is allowed.
+
+What is allowed is the field's description; without one it follows from the type. A value that is
+wrong counts as not given from then on, so that what depends on it is checked all the same; the
+caller discards what it built when there are mistakes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
+
+from xgpt.core.errors import Mistake, nearest
+from xgpt.core.units import parse_bytes, parse_seconds, parse_share
+from xgpt.job.yaml_tree import Field as Node
+from xgpt.job.yaml_tree import data_of
+
+Json = dict[str, Any]
+CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)  # of each dataclass of a file
+_OF_OTHERS = ("engine_args", "chat_template_kwargs")  # mappings whose keys others know
+# What no quantity of a job file exceeds: beyond lies a slip of the hand, and numbers that overflow.
+LARGEST_NUMBER = 1e18  # FLOP/s of an exascale machine
+LARGEST: dict[Callable[[Any], float], float] = {
+    parse_bytes: 1e18, parse_seconds: 1e9, parse_share: 1.0}  # 1e9 s are 32 years
+
+
+class Reading:
+    """A file's tree and what was found wrong in it, for what its keys must agree on."""
+
+    def __init__(self, tree: Node, mistakes: list[Mistake]) -> None:
+        self.tree, self.mistakes = tree, mistakes
+
+    def at(self, key: str) -> Node | None:
+        """The value of a dotted key; None where it is absent or null ("not given")."""
+        node = self._nearest(key, is_there=True)
+        return None if node is None or node.value is None else node
+
+    def has(self, key: str) -> bool:
+        return self.at(key) is not None
+
+    def reject(self, key: str, allowed: str) -> None:
+        """Records that the value of `key` (or its absence) is a mistake, where none is known of
+        it."""
+        place, node = self._nearest(key), self.at(key)
+        value = None if node is None or isinstance(node.value, (dict, list)) else node.value
+        if place is not None and not any(
+                f"{key}.".startswith(f"{one.key}.") or one.key.startswith(f"{key}.")
+                for one in self.mistakes):
+            self.mistakes.append(Mistake(file=place.file, line=place.line, key=key, value=value,
+                                         allowed=allowed))
+
+    def _nearest(self, key: str, is_there: bool = False) -> Node | None:
+        node = self.tree
+        for part in key.split("."):
+            if not isinstance(node.value, dict) or part not in node.value:
+                return None if is_there else node
+            node = node.value[part]
+        return node
+
+
+class Of:
+    """What a value must be: `value_of` makes it of what a file has, or raises ValueError, without
+    words where the description says all. `schema`: the same as JSON schema."""
+
+    def __init__(self, value_of: Callable[..., Any], allowed: str = "", **schema: Any) -> None:
+        self.value_of, self.schema = value_of, schema
+        if allowed:
+            self.schema["description"] = allowed
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.value_of)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Json:
+        return {key: value() if callable(value) else value for key, value in self.schema.items()}
+
+
+class InFolder(Of):
+    """The same where `value_of` takes the file's folder, too: of paths."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.with_info_plain_validator_function(
+            lambda value, info: self.value_of(value, info.context))
+
+
+class OrMapping:
+    """A mapping, as a dataclass `kind`, or a value that is `one`."""
+
+    def __init__(self, kind: Any, one: Of, allowed: str | Callable[[], str]) -> None:
+        self._kind, self._one, self._allowed = kind, one, allowed
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.tagged_union_schema(
+            {"mapping": handler.generate_schema(self._kind),
+             "one": self._one.__get_pydantic_core_schema__(source, handler)},
+            lambda value: "mapping" if isinstance(value, dict) else "one")
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Json:
+        return {"description": self._allowed() if callable(self._allowed) else self._allowed,
+                "anyOf": [self._one.__get_pydantic_json_schema__(schema, handler),
+                          handler(schema["choices"]["mapping"])]}
+
+
+def text_of(value: Any) -> str:
+    """A text that can be printed, without spaces around it. Raises ValueError."""
+    if isinstance(value, str) and value.strip() and value.isprintable():
+        return value.strip()
+    raise ValueError
+
+
+def texts_of(value: Any) -> tuple[str, ...]:
+    """A list of texts, or a single one."""
+    return tuple(map(text_of, value if isinstance(value, list) else [value]))
+
+
+def text(allowed: str) -> Of:
+    return Of(text_of, allowed, type="string", minLength=1)
+
+
+def choice(names: Sequence[str] | Callable[[], Sequence[str]]) -> Of:
+    """One of these names, exactly."""
+    def value_of(value: Any) -> str:
+        known = names() if callable(names) else names
+        if isinstance(value, str) and value in known:
+            return value
+        raise ValueError(nearest(value if isinstance(value, str) else "", known).replace(
+            "known:", "allowed:"))
+
+    return Of(value_of, enum=lambda: [*(names() if callable(names) else names)])
+
+
+def amount(parse: Callable[[Any], float], is_allowed: Callable[[float], bool],
+           allowed: str) -> Of:
+    """A number, or text with a unit, as `parse` of xgpt.core.units reads it, for which
+    `is_allowed` holds; no larger than LARGEST says, but for an infinite one."""
+    largest = LARGEST.get(parse, LARGEST_NUMBER)
+
+    def value_of(value: Any) -> float:
+        if not is_one_of(value, str, int, float):
+            raise ValueError
+        try:
+            number = parse(value)
+        except OverflowError:
+            raise ValueError from None
+        except ValueError:
+            raise ValueError from None
+        if largest < number < math.inf:
+            raise ValueError(f"{allowed}; at most {largest:g}")
+        if not is_allowed(number):  # nor nan
+            raise ValueError
+        return number
+
+    return Of(value_of, allowed, type=["number", "string"], maximum=largest)
+
+
+def is_one_of(value: object, *types: type) -> bool:
+    # NOTE: bool is an int in Python; `ranks: true` is a mistake all the same
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
+def whole(least: int, most: int) -> Any:
+    return Field(strict=True, ge=least, le=most)
+
+
+def number(allowed: str, **bounds: float) -> Any:
+    """A finite number within bounds, as pydantic names them."""
+    named: dict[str, Any] = {"le": LARGEST_NUMBER, **bounds}
+    return Field(strict=True, allow_inf_nan=False, description=allowed, **named)
+
+
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, text("text")]
+
+
+def any_keys(allowed: str) -> Of:
+    """A mapping whose keys somebody else knows."""
+    def value_of(value: Any) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        raise ValueError
+
+    return Of(value_of, allowed, type="object")
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+class _Schema(GenerateJsonSchema):
+    """Without titles; a key without a value is not given."""
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> Json:
+        own = self.generate_inner(schema["schema"])
+        said = [form.pop("description") for form in (own, *own.get("anyOf", ())[:1])
+                if "description" in form]
+        words = {"description": said[0]} if said else {}
+        return {**words, "anyOf": [*_forms(own), {"type": "null"}]}
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+@cache
+def schema_of(kind: Any) -> Json:
+    """The JSON schema of a dataclass, without references and docstrings."""
+    found = _adapter(kind).json_schema(schema_generator=_Schema)
+    defs = found.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        own = {key: inlined(value) for key, value in node.items() if key != "$ref"}
+        if "$ref" not in node:
+            return own
+        target = inlined(defs[node["$ref"].rpartition("/")[2]])
+        return {key: value for key, value in {**target, "description": None, **own}.items()
+                if value is not None and key != "title"}
+
+    for key in ("description", "title"):
+        found.pop(key, None)
+    schema: Json = inlined(found)
+    return schema
+
+
+def _forms(node: Json) -> Iterator[Json]:
+    """Of a value that is given."""
+    for form in node.get("anyOf", [node]):
+        if form is not node and "anyOf" in form:
+            yield from _forms(form)
+        elif form.get("type") != "null":
+            yield form
+
+
+def read(kind: Any, node: Node, prefix: str, mistakes: list[Mistake],
+         elsewhere: Callable[[], Mapping[str, str]] = dict, context: Any = None) -> Any:
+    """The mapping `node` under the dotted key `prefix` as a dataclass of this kind; None where one
+    of its keys is missing. `elsewhere`: the dotted keys of a whole file by their last names;
+    called only where a key is unknown."""
+    data, told = plain(node), list[tuple[str, ...]]()
+    while True:
+        try:
+            return _adapter(kind).validate_python(data, context=context)
+        except ValidationError as cause:
+            is_whole, errors = True, cause.errors(include_url=False)
+            # all of them before anything is left out
+            for path, error in [(_path(data, error), error) for error in errors]:
+                if not any(one[:len(path)] == path for one in told):  # nor within it
+                    told.append(path)
+                    mistakes.append(_mistake(kind, node, prefix, path, error, elsewhere))
+                is_whole &= _left_out(data, path, error["type"])
+            if not is_whole:
+                return None
+
+
+def _path(data: Any, error: Any) -> tuple[str, ...]:
+    """The keys to a value that is wrong: of a list as a whole, and without names of types."""
+    path: list[str] = []
+    for key in error["loc"]:
+        if not isinstance(data, dict) or not isinstance(key, str):
+            break
+        if key in data:
+            path.append(key)
+            data = data[key]
+        elif key == error["loc"][-1]:  # missing
+            path.append(key)
+    return tuple(path)
+
+
+def _left_out(data: Any, path: tuple[str, ...], why: str) -> bool:
+    """Takes the value at the path out of `data`, or what it is missing in; False where that is
+    all."""
+    if why in ("missing", "missing_keyword_only_argument"):
+        path = path[:-1]
+    if not path:
+        return False
+    for key in path[:-1]:
+        data = data.get(key, {})
+    data.pop(path[-1], None)
+    return True
+
+
+def _mistake(kind: Any, node: Node, prefix: str, path: tuple[str, ...], error: Any,
+             elsewhere: Callable[[], Mapping[str, str]]) -> Mistake:
+    place, value, form = node, None, schema_of(kind)
+    within = form
+    for key in path:
+        within = next((one for one in _forms(form) if "properties" in one), {})
+        form = within.get("properties", {}).get(key, {})
+        children = place.value if isinstance(place.value, dict) else {}
+        place = children.get(key, place)
+        value = children[key].value if key in children else None
+    dotted, why = prefix + ".".join(path), error["type"]
+    if why == "unexpected_keyword_argument":
+        meant = elsewhere().get(path[-1])
+        allowed = "unknown key; " + nearest(path[-1], [*within.get("properties", {})],
+                                            elsewhere=meant if meant != dotted else None)
+        value = None
+    elif why in ("missing", "missing_keyword_only_argument"):
+        allowed = f"required: {_allowed(form)}"
+    else:
+        own = str(error["ctx"]["error"]) if why == "value_error" else ""
+        kinds: dict[type, str] = {dict: ", not a mapping", list: ", not a list"}
+        allowed = own or _allowed(form)
+        if not own and "list" not in allowed:
+            allowed += kinds.get(type(value), "")
+    return Mistake(file=place.file, line=place.line, key=dotted,
+                   value=None if isinstance(value, (dict, list)) else value, allowed=allowed)
+
+
+def _allowed(form: Json) -> str:
+    """What a schema allows, in words."""
+    if "description" in form:
+        return str(form["description"])
+    form = next(_forms(form), {})
+    match form.get("type"):
+        case "integer":
+            return f"a whole number >= {form['minimum']} and <= {form['maximum']}"
+        case "boolean":
+            return "true or false"
+        case "object":
+            return "a mapping"
+        case "string":
+            return "text"
+    return str(form.get("description", "text"))
+
+
+def plain(node: Node) -> Any:
+    """The value without where it stands, and without keys that have none: these are not given, but
+    where somebody else knows what they mean."""
+    if isinstance(node.value, list):
+        return [plain(one) for one in node.value]
+    if not isinstance(node.value, dict):
+        return node.value
+    return {key: data_of(child) if key in _OF_OTHERS else plain(child)
+            for key, child in node.value.items() if child.value is not None}

@@ -1,0 +1,309 @@
+"""A job of Slurm: its batch script, a pure function of the job and of what its plan says; and what
+Slurm is asked and told: hand in a script, how a job is, take a job back.
+
+Every value that is not of this file goes through `quoted`, whose form bash and sbatch's reader of
+`#SBATCH` lines understand alike (of several forms the only one: sbatch takes a backslash for an
+escape even between single quotes, and a space for an end even behind a backslash).
+
+A job that waits or runs is known to squeue. One that has ended is known to sacct where the cluster
+keeps accounts, and for some minutes to `scontrol show job`.
+"""
+
+import os
+import re
+import subprocess
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xgpt.core.errors import EXIT_FAILED, EXIT_RESUMABLE, XgptError, wrong
+from xgpt.job.slurm_section import SlurmSpec
+
+_SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+_IN_QUOTES = re.compile(r'([\\"$`])')
+_IDLE = 2  # allocations in a row without an answer: a third would add none either
+_KILLED_BY_WARNING = 128 + 10  # SIGUSR1 before Python had a handler for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One job file of a batch job, its output folder, and its `--set`s."""
+
+    job_file: Path
+    output: Path
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchJob:
+    """What the script is made of. Several tasks become an array. `time`: the limit, the spec's own
+    or one from the plan; None: the partition's. `gpus_per_node`: as sbatch takes it."""
+
+    name: str
+    spec: SlurmSpec
+    tasks: tuple[Task, ...]
+    nodes: int
+    ranks_each: int
+    gpus_per_node: str | None
+    time: str | None
+    python: str
+
+    @property
+    def is_array(self) -> bool:
+        return len(self.tasks) > 1
+
+    @property
+    def log_name(self) -> str:
+        return "slurm-%A_%a.log" if self.is_array else "slurm-%j.log"
+
+
+def quoted(text: str) -> str:
+    """The text as one word, of a line of bash or of an `#SBATCH` line."""
+    assert not re.search(r"[\n\r\0]", text), f"no word of one line: {text!r}"
+    return text if _SAFE.fullmatch(text) else '"' + _IN_QUOTES.sub(r"\\\1", text) + '"'
+
+
+def check_paths(job: BatchJob) -> None:
+    """Raises InputError for a path that no script can hold, or that Slurm reads as a pattern."""
+    for task in job.tasks:
+        for path in (task.job_file, task.output):
+            if re.search(r"[\n\r]", str(path)):
+                raise wrong(task.job_file, "slurm", str(path), "a path without line breaks")
+    if "\\" in str(job.tasks[0].output):
+        raise wrong(job.tasks[0].job_file, "output", str(job.tasks[0].output),
+                    "a path without a backslash: Slurm would look for its log elsewhere")
+
+
+def render_sbatch(job: BatchJob) -> str:
+    """The whole script, which starts `xgpt submit` once on the first node."""
+    return "\n".join(("#!/bin/bash", *_options(job), "", *_tasks(job), *_surroundings(job.spec),
+                      _body(job.spec)))
+
+
+def _options(job: BatchJob) -> list[str]:
+    spec, folder = job.spec, str(job.tasks[0].output)
+    at_once = "" if spec.at_once is None else f"%{spec.at_once}"
+    own = {
+        "job-name": job.name, "chdir": folder,
+        "output": f"{folder.replace('%', '%%')}/{job.log_name}", "open-mode": "append",
+        "array": f"0-{len(job.tasks) - 1}{at_once}" if job.is_array else None,
+        "signal": f"B:USR1@{spec.warning_s}", "partition": spec.partition,
+        "account": spec.account, "qos": spec.qos, "constraint": spec.constraint,
+        "reservation": spec.reservation, "dependency": spec.dependency, "nodes": job.nodes,
+        "ntasks-per-node": job.ranks_each, "cpus-per-task": spec.cpus_per_task,
+        "gpus-per-node": job.gpus_per_node, "mem": spec.mem, "time": job.time,
+        "mail-type": ",".join(spec.mail_type) or None, "mail-user": spec.mail_user}
+    flags = ["--requeue" if spec.requeue else "--no-requeue", *["--exclusive"] * spec.exclusive]
+    lines = [f"--{name}={quoted(str(value))}" for name, value in own.items() if value is not None]
+    return [f"#SBATCH {line}" for line in (*lines, *flags, *spec.extra)]
+
+
+def _tasks(job: BatchJob) -> list[str]:
+    """Sets `output` and `submit`: of this task, in an array."""
+    if not job.is_array:
+        return [*_task(job.python, job.tasks[0]), ""]
+    cases = [f"{index})\n{textwrap.indent(chr(10).join(_task(job.python, task)), '    ')}\n    ;;"
+             for index, task in enumerate(job.tasks)]
+    return ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac", ""]
+
+
+def _task(python: str, task: Task) -> list[str]:
+    words = [python, "-P", "-m", "xgpt.cli.main", "submit", str(task.job_file)]
+    words += [word for override in task.overrides for word in ("--set", override)]
+    return [f"output={quoted(str(task.output))}", f"submit=({' '.join(map(quoted, words))})"]
+
+
+# The trap is called for a sourced file's commands, too, where no more than its end counts. Some
+# versions of `module` end with 0 where there is no such module.
+_CHECKED = f"""\
+failed() {{  # what fails here ends the job
+    local code=$? line=${{BASH_LINENO[0]}}
+    [ ${{#FUNCNAME[@]}} -eq 2 ] || return 0
+    echo "xgpt: the job ends, since line $line of slurm.sh failed with code $code:" >&2
+    sed -n "$line{{s/^ */    /;p}}" "$0" >&2
+    exit {EXIT_FAILED}
+}}
+load_module() {{
+    local said code=0
+    said=$(mktemp) && module load "$1" 2> "$said" || code=$?
+    cat "$said" >&2
+    ! grep -q "ERROR:" "$said" && rm "$said" && return "$code"
+}}
+trap failed ERR"""
+
+
+def _surroundings(spec: SlurmSpec) -> list[str]:
+    lines = [f"load_module {quoted(name)}" for name in spec.modules]
+    if spec.venv is not None:
+        lines.append(f". {quoted(spec.venv + '/bin/activate')}")
+    lines += [f"export {name}={quoted(value)}" for name, value in spec.env]
+    lines += spec.prologue
+    return [_CHECKED, *lines, "trap - ERR", "set +eu +o pipefail", ""] if lines else []
+
+
+def _body(spec: SlurmSpec) -> str:
+    return f"""\
+# Slurm warns this shell, and nobody else, some time before the limit: xgpt then stops in good order
+# (exit code {EXIT_RESUMABLE}), and the job goes back to the queue and on from there, at most \
+{spec.requeue} times. A stop
+# that `xgpt stop` asked for (it writes into the file `stop`) ends it, and so do {_IDLE} allocations
+# in a row in which no answer was added.
+warned= told= xgpt=
+warn() {{
+    warned=yes
+    [ -z "$xgpt" ] || [ -n "$told" ] || {{ told=yes; kill -USR1 "$xgpt"; }}
+}}
+trap warn USR1
+answers() {{ wc -c "$output/results.jsonl" "$output/held.jsonl" 2>/dev/null | tail -n 1; }}
+before=$(answers)
+"${{submit[@]}}" &
+xgpt=$!
+[ -z "$warned" ] || warn
+while kill -0 "$xgpt" 2>/dev/null; do wait "$xgpt"; done
+wait "$xgpt"
+code=$?
+if [ -n "$warned" ] && [[ $code = {EXIT_RESUMABLE} || $code = {_KILLED_BY_WARNING} ]] \
+&& [ ! -s "$output/stop" ]; then
+    count="$output/slurm-requeued-$SLURM_JOB_ID"
+    times=0 idle=0
+    [ ! -s "$count" ] || read -r times idle < "$count"
+    if [ "$(answers)" = "$before" ]; then idle=$((idle + 1)); else idle=0; fi
+    if [ "$idle" -ge {_IDLE} ]; then
+        echo "xgpt: {_IDLE} allocations in a row added no answer: not requeued. See above \
+what took their time, or give slurm.time more"
+        exit {EXIT_FAILED}
+    fi
+    if [ "$times" -lt {spec.requeue} ]; then
+        echo "$((times + 1)) $idle" > "$count"
+        echo "the time limit is near: back to the queue, time $((times + 1)) of {spec.requeue}"
+        scontrol requeue "$SLURM_JOB_ID" && exit 0
+    fi
+    echo "the time limit is near: the same \\`xgpt submit\\` goes on from here"
+fi
+exit "$code"
+"""
+
+
+_TIMEOUT_S = 60.0
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL",
+          "DEADLINE", "PREEMPTED", "REVOKED")
+_NOTHING = ("", "None", "(null)", "N/A", "Unknown", "UNLIMITED", "Partition_Limit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """What Slurm says of a job; None for what it does not. `state` is Slurm's word, in capitals."""
+
+    state: str
+    reason: str | None = None
+    elapsed: str | None = None
+    limit: str | None = None
+    start: str | None = None
+    nodes: str | None = None
+    exit_code: str | None = None  # "75:0": of the script, and the signal that ended it
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in _WAITING
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in _ENDED
+
+    @property
+    def is_at_work(self) -> bool:
+        return not self.is_waiting and not self.has_ended
+
+
+def hand_in(script: Path) -> tuple[str, str | None]:
+    """Submits the script; the job's id and, in a federation, its cluster. Raises XgptError with
+    what sbatch says."""
+    # a shell within another allocation would pass that one's sizes on
+    environment = {name: value for name, value in os.environ.items()
+                   if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    done = _call(["sbatch", "--parsable", str(script)], environment)
+    if done is None:
+        raise XgptError("there is no sbatch on this machine: submit from a login node of the "
+                        "cluster (`--dry-run` shows the script anywhere)")
+    if done.returncode != 0:
+        raise XgptError(f"sbatch refused the job: {_said(done)}\nthe script: {script}")
+    job_id, _, cluster = done.stdout.strip().splitlines()[-1].partition(";")
+    return job_id, cluster or None
+
+
+def ask(job_id: str, cluster: str | None = None) -> SlurmJob | None:
+    """How the job is; None where Slurm does not know it any more. Raises XgptError where Slurm
+    cannot be asked."""
+    where = [] if cluster is None else [f"--clusters={cluster}"]
+    queued = _call(["squeue", "--noheader", "--array", f"--jobs={job_id}",
+                    "--format=%T|%r|%M|%l|%S|%N", *where])
+    if queued is None:
+        raise XgptError("Slurm cannot be asked on this machine: there is no squeue")
+    if queued.returncode != 0 and "Invalid job id" not in queued.stderr:
+        raise XgptError(f"squeue failed: {_said(queued)}")
+    lines = [line for line in queued.stdout.splitlines() if line.count("|") == 5]
+    if lines:
+        state, reason, elapsed, limit, start, nodes = map(_value, lines[0].split("|"))
+        return SlurmJob(state=state or "", reason=reason, elapsed=elapsed, limit=limit,
+                        start=start, nodes=nodes)
+    return _from_accounts(job_id, where) or _from_memory(job_id, where)
+
+
+def take_back(job_id: str, cluster: str | None = None) -> None:
+    """Cancels the job. Raises XgptError."""
+    done = _call(["scancel", *([] if cluster is None else [f"--clusters={cluster}"]), job_id])
+    if done is None or done.returncode != 0:
+        raise XgptError("scancel failed: "
+                        + ("there is none on this machine" if done is None else _said(done)))
+
+
+def _from_accounts(job_id: str, where: Sequence[str]) -> SlurmJob | None:
+    done = _call(["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}",
+                  "--format=State,Reason,ElapsedRaw,Timelimit,Start,NodeList,ExitCode", *where])
+    lines = [] if done is None or done.returncode != 0 else done.stdout.splitlines()
+    if not lines:
+        return None
+    state, reason, elapsed, limit, start, nodes, code = map(_value, lines[-1].split("|"))
+    return SlurmJob(state=(state or "").split()[0], reason=reason,  # "CANCELLED by 1000"
+                    elapsed=None if elapsed is None else _clock(int(elapsed)), limit=limit,
+                    start=start, nodes=nodes, exit_code=code)
+
+
+def _from_memory(job_id: str, where: Sequence[str]) -> SlurmJob | None:
+    done = _call(["scontrol", *where, "--oneliner", "show", "job", job_id])
+    if done is None or done.returncode != 0:
+        return None
+    keys = ("JobState", "Reason", "RunTime", "TimeLimit", "StartTime", "NodeList", "ExitCode")
+    fields = {key: _value(match[1]) for key in keys if (
+        match := re.search(rf"(?:^|\s){key}=(\S*)", done.stdout)) is not None}
+    return SlurmJob(
+        state=fields.get("JobState") or "", reason=fields.get("Reason"),
+        elapsed=fields.get("RunTime"), limit=fields.get("TimeLimit"), start=fields.get("StartTime"),
+        nodes=fields.get("NodeList"), exit_code=fields.get("ExitCode"))
+
+
+def _value(text: str) -> str | None:
+    return None if text.strip() in _NOTHING else text.strip()
+
+
+def _clock(seconds: int) -> str:
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def _call(command: Sequence[str], environment: dict[str, str] | None = None,
+          ) -> subprocess.CompletedProcess[str] | None:
+    """None where there is no such program. Raises XgptError where it does not answer."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace",
+                              stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S, check=False,
+                              env=environment)
+    except FileNotFoundError:
+        return None
+    except subprocess.TimeoutExpired:
+        raise XgptError(f"{command[0]} gave no answer within {_TIMEOUT_S:.0f} s") from None
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    return done.stderr.strip() or f"exit code {done.returncode}"

@@ -1,0 +1,232 @@
+"""What every format's reader yields, and which part of a row is what: the request's content, its
+id, its options, and the others, which go into the results as they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xgpt.core.errors import nearest, shorten, wrong
+from xgpt.requests.chat import BadRecord
+from xgpt.requests.keys import CONTENTS, KEYS, OWN_KEYS
+from xgpt.requests.request import is_openai, misspelt_option, refuse_misspelt
+from xgpt.requests.request_files import RequestFiles
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # lone, which no file takes
+NO_OTHERS: Mapping[str, Any] = {}
+# Of one cell. A quote that is never closed takes up the rest of the file.
+MAX_CELL_CHARS = 2**24
+MAX_DEPTH = 100  # of what is nested in a request's JSON
+
+
+class RepeatedKeyError(BadRecord):
+    """An object that has a key twice, with different values: JSON says of neither that it
+    counts."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {shorten(key)} is given twice, with different values",
+                         "invalid_json_line")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs) and (key := _differing(pairs, found)) is not None:
+        raise RepeatedKeyError(key)
+    return found
+
+
+def _differing(pairs: list[tuple[str, Any]], last: Mapping[str, Any]) -> str | None:
+    # 1 and true are equal to Python, and not what is meant twice
+    return next((key for key, value in pairs if json.dumps(value) != json.dumps(last[key])), None)
+
+
+_DECODER, _PLAIN = json.JSONDecoder(object_pairs_hook=_once), json.JSONDecoder()
+_BETWEEN = re.compile(r"[\s,]*")  # items of an array
+
+
+def parsed_items(text: str) -> Any:
+    """As `parsed`, but of an array each item that has a key twice is a RepeatedKeyError itself."""
+    try:
+        return parsed(text)
+    except RepeatedKeyError:
+        if not isinstance(parsed(text, _PLAIN), list):
+            raise
+    items, at = list[Any](), text.index("[") + 1
+    while (gap := _BETWEEN.match(text, at)) and text[at := gap.end()] != "]":
+        _, end = _PLAIN.raw_decode(text, at)
+        try:
+            items.append(parsed(text[at:end]))
+        except RepeatedKeyError as cause:
+            items.append(cause)
+        at = end
+    return items
+
+
+def parsed(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
+    """The JSON value. Raises ValueError, and BadRecord for one nested too deeply, which would end
+    in the depth of Python's own calls wherever it is looked at, and for an object that has a key
+    twice with different values."""
+    try:
+        value = decoder.decode(text)
+    except RecursionError:
+        raise BadRecord("not usable: JSON nested too deeply") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise BadRecord(f"not usable: JSON nested more than {MAX_DEPTH} deep")
+    return value
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, (dict, list))]:
+        depth += 1
+        level = [child for one in level for child in (
+            one.values() if isinstance(one, dict) else one)]
+    return depth
+
+
+def without_surrogates(text: str) -> str:
+    return _SURROGATE.sub("\ufffd", text)
+
+
+class Row(NamedTuple):
+    """One entry of a file. `record`: a request's keys (xgpt.requests.request), or why there are
+    none. `others`: what is neither; None where they are kept by the reader. `name`: the id of a row
+    that makes none."""
+
+    line: int
+    record: Mapping[str, Any] | str
+    others: Mapping[str, Any] | None = NO_OTHERS
+    number: int | None = None  # of a table's row, header not counted: stands for an id
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Which column of a table is what. `used`: (role, its place in the header)."""
+
+    used: tuple[tuple[str, int], ...]
+    carried: tuple[tuple[str, int], ...]  # (name in the results, place in the header)
+
+    def record(self, values: Sequence[Any] | Mapping[int, Any]) -> dict[str, Any]:
+        """A row, by its columns' places, as the record of a request. Raises BadRecord."""
+        return {role: _cell(role, values[place]) for role, place in self.used}
+
+    def name(self, values: Sequence[Any] | Mapping[int, Any]) -> str | None:
+        """The id of a row, if it has one."""
+        cells = [values[place] for role, place in self.used if role == "id"]
+        cell = None if not cells or isinstance(cells[0], BadRecord) else _cell("id", cells[0])
+        return None if cell is None else without_surrogates(str(cell))
+
+    def others(self, values: Sequence[Any]) -> dict[str, Any]:
+        return {name: values[place] for name, place in self.carried}
+
+
+def roles_of(header: Sequence[str], files: RequestFiles, path: Path) -> Roles:
+    """Raises InputError, which names the columns that are there, where one is missing."""
+    names = [name or f"column_{place}" for place, name in enumerate(header, start=1)]
+    if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+        raise wrong(path, "requests", None, f"two columns are called {twice[0]!r}: rename one", 1)
+    given = {role: getattr(files, role) for role in ("prompt", "messages", "id")}
+    roles = {role: name for role, name in given.items() if name is not None}
+    for role, name in roles.items():
+        if name not in names:
+            raise wrong(path, f"workload.requests.{role}", name, _missing(name, names), 1)
+    if not roles.keys() & set(CONTENTS):
+        content = next((name for name in CONTENTS if name in names), None)
+        if content is None:
+            raise wrong(path, "workload.requests.prompt", None, _missing("prompt", names)
+                        + (". Say which one has the prompts: `requests: {file: ..., prompt: "
+                           "COLUMN}`" if len(names) > 1 else ""), 1)
+        roles[content] = content
+    if "id" in names:
+        roles.setdefault("id", "id")
+    if files.has_options:
+        roles |= {name: name for name in (*files.options, *OWN_KEYS)
+                  if name in names and name not in roles.values()}
+        for name in names:
+            if name not in roles.values() and (meant := misspelt_option(name)) is not None:
+                raise wrong(path, "requests", name, f"did you mean the column {meant!r}? rename "
+                            "it or, if it is none of xgpt's options, say `options: false`", 1)
+    # a key that is asked for and not given is refused; what asks for nothing is carried
+    carried = [name for name in names if name not in roles.values() or (
+        roles.get(name) == name and name not in (*files.options, *CONTENTS, "id"))]
+    if files.carry is not None:
+        if absent := [name for name in files.carry if name not in names]:
+            raise wrong(path, "workload.requests.carry", absent[0], _missing(absent[0], names), 1)
+        carried = list(files.carry)
+    place_of = {name: place for place, name in enumerate(names)}
+    return Roles(used=tuple((role, place_of[name]) for role, name in roles.items()),
+                 carried=tuple((name, place_of[name]) for name in carried))
+
+
+def _missing(name: str, there: Sequence[str]) -> str:
+    hint = nearest(name, there).replace("known:", "columns there:")
+    if len(there) == 1 and (found := next((c for c in ";\t|" if c in there[0]), None)):
+        hint += f". It looks as if {found!r} divides them: give `delimiter: {json.dumps(found)}`"
+    return f"no column {name!r}; {hint}"
+
+
+def _cell(role: str, value: Any) -> Any:
+    """A cell as JSON would have it: text is what a CSV file holds, floats what a column of whole
+    numbers with gaps becomes."""
+    if isinstance(value, BadRecord):
+        raise BadRecord(f"{value} in the column of {role}s")
+    if isinstance(value, str) and len(value) > MAX_CELL_CHARS:
+        raise BadRecord(f"{role} is longer than {MAX_CELL_CHARS // 2**20} MiB, the most that a "
+                        "cell may have")
+    if isinstance(value, float):
+        if math.isnan(value):
+            value = None
+        elif value.is_integer():
+            value = int(value)
+    if role == "prompt":
+        if value is None:
+            raise BadRecord("the prompt is null: the cell is empty")
+        return value
+    if value is None or (isinstance(value, str) and not value.strip()):
+        if role in CONTENTS:
+            raise BadRecord(f"{role} is null: the cell is empty")
+        return None
+    if role == "id":
+        return value if isinstance(value, (str, int)) else str(value)
+    return _of_text(role, value) if isinstance(value, str) else value
+
+
+def _of_text(role: str, text: str) -> Any:
+    is_json = role in ("messages", "tokens", "continuation_tokens") or (
+        role == "stop" and text.lstrip().startswith("["))
+    of_text = KEYS[role].values.of_text or parsed if role in KEYS else str
+    try:
+        return parsed(text) if is_json else of_text(text)
+    except ValueError as cause:
+        if is_json:
+            raise BadRecord(f"{role} is not JSON: {cause}") from None
+        return text  # refused by who knows what is allowed
+
+
+def of_object(record: Mapping[str, Any], files: RequestFiles) -> tuple[
+        Mapping[str, Any], Mapping[str, Any]]:
+    """(a request's keys, the others) of an object of a JSON file. Raises BadRecord."""
+    if is_openai(record):
+        return record, NO_OTHERS
+    given = {role: name for role in ("prompt", "messages", "id")
+             if (name := getattr(files, role)) is not None}
+    names_content = bool(given.keys() & set(CONTENTS))
+    taken = {role: record[name] for role, name in given.items() if name in record}
+    own = [*(CONTENTS if not names_content else ()), *(("id",) if "id" not in given else ()),
+           *(files.options if files.has_options else ())]
+    used = {*given.values(), *own}
+    others = {key: value for key, value in record.items() if key not in used} if (
+        files.carry is None) else {key: record[key] for key in files.carry if key in record}
+    if not given and files.has_options:
+        return record, others
+    if files.has_options:
+        refuse_misspelt(record.keys() - used)
+    looked_at = {*own, *(OWN_KEYS if files.has_options else ())} - set(given.values())
+    kept = {key: value for key, value in record.items() if key in looked_at}
+    return {**kept, **taken}, others

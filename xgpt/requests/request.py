@@ -1,0 +1,300 @@
+"""Requests: what a record of one says, whatever file it is in, and making synthetic ones.
+
+Forms of a record, OpenAI's batch and ours:
+    {"custom_id", "method", "url", "body": {"messages" | "prompt", "max_tokens", ...}}
+    {"id", "prompt" | "messages" | "tokens", "max_tokens", ...}
+    the same with "continuation" (or "continuation_tokens"), of a job that scores
+    {"custom_id", ..., "body": {"input", ...}}, or ours with a content alone, of a job that embeds
+A record that cannot be used becomes a RequestError: one bad line of 200,000 must not cost the
+others. What a request may ask for besides its content is one table (xgpt.requests.keys). Keys
+of our own forms that are not in it are ignored (a data set has columns of its own), except those
+that look like a misspelt option: silently ignoring `max_new_tokens` would cost cluster hours."""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xgpt.core.errors import shorten
+from xgpt.core.lengths import IntArray, JointLengths, synthetic_lengths
+from xgpt.requests.chat import (
+    BadRecord,
+    Message,
+    check_encodable,
+    has_form,
+    messages_of,
+    options_of,
+    passed_of,
+    tools_of,
+)
+from xgpt.requests.keys import CHAT, COMPLETION, EMBEDDINGS, KEYS, MAX_INT, OWN, READ, asked_of
+
+URLS = (CHAT, COMPLETION)
+MAX_ID_CHARS = 1024
+MAX_CHOICES = 2048  # of a line: inputs, as OpenAI's embeddings, times answers to each
+
+_MISSPELT = {"max_new_tokens": "max_tokens"}
+_OPTIONS = ("max_tokens", "forced_tokens", "temperature")  # missing one is dear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One query. Exactly one of `prompt`, `messages` and `tokens` is there; None elsewhere leaves
+    the choice to the job."""
+
+    line: int  # in the file, from 1; of an array the item
+    id: str
+    file: int = 0  # which of the job's files, in their order
+    prompt: str | None = None
+    messages: tuple[Message, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    forced_tokens: int | None = None  # exact output length; end-of-sequence is ignored
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None  # 0: all tokens
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    is_openai: bool = False
+    top_logprobs: int | None = None  # likeliest tokens told beside each chosen one; None: nothing
+    min_tokens: int | None = None  # before them no end-of-sequence is chosen
+    samples: int = 1  # answers to it
+    tools: str = ""  # that a chat may call, as JSON
+    chat_template_kwargs: str = ""  # what its template is told besides, as JSON
+    passed: str = ""  # what the engine's own sampler is told, as JSON (xgpt.requests.chat)
+    continuation: str | None = None  # of the prompt, to be scored; or its tokens
+    continuation_tokens: tuple[int, ...] | None = None
+    pooled: str = ""  # its embedding is asked for, pooled so ("last", "mean"), and no answer
+    asked: int = 0  # which of the inputs of its line
+    choices: int = 1  # answers that stand in one line of results
+    others: tuple["Request", ...] = ()  # the other inputs of its line
+
+    def output_cap(self, default: int) -> int:
+        """Most tokens this request may generate; `default` where it names no limit."""
+        return self.forced_tokens or self.max_tokens or default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestError:
+    """A record that cannot be run (a line of errors.jsonl)."""
+
+    line: int
+    id: str | None
+    error: str
+    file: int = 0
+    is_openai: bool | None = None  # None: nothing on the line tells
+    code: str | None = None  # see BadRecord
+
+
+_KNOWN = Request.__dataclass_fields__.keys() | KEYS.keys()
+
+
+class Terms(NamedTuple):
+    """What a job makes of its requests: whether they are scored, or how embedded, and by whom."""
+
+    is_scored: bool = False
+    engine: str | None = None  # None: ours
+    pooled: str = ""  # see Request
+
+
+
+def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
+                terms: Terms = Terms()) -> Request:  # noqa: B008 (immutable)
+    """The request that a record makes, called `name`. Raises BadRecord."""
+    openai = is_openai(record)
+    if openai and terms.is_scored:
+        raise BadRecord("OpenAI's batch format has no continuations to score: give "
+                        '{"id", "prompt", "continuation"}')
+    if openai:
+        body, place = _body_of(record, (EMBEDDINGS,) if terms.pooled else URLS)
+    else:
+        refuse_misspelt(record)
+        body, place = record, READ if terms.is_scored or terms.pooled else OWN
+    asked = asked_of(body, place, terms.engine)
+    if openai and not asked.get("model"):
+        raise BadRecord("model is missing: OpenAI's endpoints require it, and it may be any name")
+    if terms.is_scored or terms.pooled:
+        request = Request(line=line, id=name, file=file, max_tokens=1, forced_tokens=1,
+                          pooled=terms.pooled, is_openai=openai)
+        return _scored(body, request) if terms.is_scored else _with_content(request, body, place)
+    seed, top_k, stop, told = (asked.get(key) for key in ("seed", "top_k", "stop", "logprobs"))
+    if place == CHAT:  # says `logprobs: true` and the number beside it
+        if asked.get("top_logprobs") and not told:
+            raise BadRecord("top_logprobs needs logprobs: true")
+        told = asked.get("top_logprobs", 0) if told else None
+    # OpenAI's newer name wins where both are given
+    limit = asked.get("max_completion_tokens", asked.get("max_tokens"))
+    forced = asked.get("forced_tokens")
+    request = Request(
+        line=line, id=name, file=file, is_openai=openai, max_tokens=limit, forced_tokens=forced,
+        seed=None if seed is None else seed % 2**63,  # generators take no negative seed
+        temperature=asked.get("temperature"), top_k=None if top_k is None else max(top_k, 0),
+        top_p=asked.get("top_p"), repetition_penalty=asked.get("repetition_penalty"),
+        stop=tuple(_text(one, "stop") for one in ([stop] if isinstance(stop, str) else stop or ())),
+        top_logprobs=told, min_tokens=asked.get("min_tokens"), passed=passed_of(asked),
+        samples=asked.get("n", asked.get("samples", 1)),
+        tools=tools_of(body) if place == CHAT else "")
+    if forced is not None and limit is not None and forced > limit:
+        raise BadRecord(f"forced_tokens = {forced} exceeds max_tokens = {limit}")
+    if limit is not None and (request.min_tokens or 0) > limit:
+        raise BadRecord(f"min_tokens = {request.min_tokens} exceeds max_tokens = {limit}")
+    if (forced or request.min_tokens) and has_form(request.passed):
+        raise BadRecord(f"{'forced' if forced else 'min'}_tokens goes with no form of the output, "
+                        "which says itself where it ends")
+    return _with_content(request, body, place)
+
+
+def _scored(record: Mapping[str, Any], request: Request) -> Request:
+    given = [key for key in ("continuation", "continuation_tokens") if record.get(key) is not None]
+    if len(given) != 1:
+        raise BadRecord("needs exactly one of continuation, continuation_tokens: what is scored")
+    key, value = given[0], record[given[0]]
+    if (key == "continuation") == (record.get("tokens") is not None):
+        raise BadRecord("continuation goes with a prompt or messages, continuation_tokens with "
+                        "tokens")
+    said: dict[str, Any] = {key: (_text if key == "continuation" else _tokens)(value, key)}
+    return _with_content(replace(request, **said), record, READ)
+
+
+def id_of(record: Mapping[str, Any], default: str) -> str:
+    """What a record is called. Raises BadRecord where that is no text."""
+    key = "custom_id" if is_openai(record) else "id"
+    value = record.get(key)
+    if key == "custom_id" and not isinstance(value, str):
+        raise BadRecord("custom_id must be text, and is required of a line in OpenAI's format",
+                        "missing_required_parameter" if value is None else "invalid_type")
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise BadRecord(f"{key} must be text")
+    text = _text(str(value), key)
+    if len(text) > MAX_ID_CHARS:
+        raise BadRecord(f"{key} has {len(text)} characters, of at most {MAX_ID_CHARS}")
+    return text
+
+
+def is_openai(record: Mapping[str, Any]) -> bool:
+    return "body" in record or "custom_id" in record
+
+
+@lru_cache(1024)
+def misspelt_option(key: str) -> str | None:
+    """The option that a key which is none was meant to be; None where it looks like none."""
+    close = difflib.get_close_matches(key, _OPTIONS, n=1, cutoff=0.8)
+    return _MISSPELT.get(key) or (close[0] if close and key not in _KNOWN else None)
+
+
+def refuse_misspelt(keys: Iterable[str]) -> None:
+    for key in keys:
+        if key in _KNOWN:
+            continue
+        meant = misspelt_option(key) or next(iter(
+            difflib.get_close_matches(key, ("messages",), n=1, cutoff=0.8)), None)
+        if meant is not None:
+            raise BadRecord(f"unknown key {shorten(key)}: did you mean {meant!r}?")
+
+
+def synthetic_requests(lengths: JointLengths, count: int, seed: int,
+                       vocab_size: int) -> Iterator[tuple[IntArray, int]]:
+    """(random tokens, number of output tokens) of each of `count` requests, whose lengths follow
+    `lengths`."""
+    rng = np.random.default_rng((seed, 1))
+    for inputs, outputs in zip(*synthetic_lengths(lengths, count, seed), strict=True):
+        yield rng.integers(vocab_size, size=int(inputs)), int(outputs)
+
+
+def _body_of(record: Mapping[str, Any], urls: Sequence[str]) -> tuple[Mapping[str, Any], str]:
+    """(the body of an OpenAI line that goes to one of these endpoints, which one)"""
+    body, url = record.get("body"), record.get("url")
+    if not isinstance(body, dict):
+        raise BadRecord("body must be an object")
+    if record.get("method", "POST") != "POST":
+        raise BadRecord(f"method = {shorten(record['method'])}: only POST is known",
+                        "invalid_method")
+    if url is not None and url not in urls:
+        others = (f"; a job that has `workload.embed` takes {EMBEDDINGS}, and no other"
+                  if EMBEDDINGS in (url, *urls) else "")
+        raise BadRecord(f"url = {shorten(url)}: known: {', '.join(urls)}{others}", "invalid_url")
+    usual = urls[0] if len(urls) == 1 or body.get("messages") is not None else COMPLETION
+    return body, usual if url is None else str(url)
+
+
+def _with_content(request: Request, body: Mapping[str, Any], place: str) -> Request:
+    keys = ("input",) if place == EMBEDDINGS else ("prompt", "messages", "tokens")
+    given = [key for key in keys if body.get(key) is not None]
+    if len(given) != 1:
+        why = "needs input" if len(keys) == 1 else "needs exactly one of prompt, messages, tokens"
+        raise BadRecord(why + (f"; has {', '.join(given)}" if given else ""))
+    key, value = given[0], body[given[0]]
+    request = replace(request, chat_template_kwargs=options_of(body))
+    if key == "messages":
+        inputs = [replace(request, messages=messages_of(value))]
+    elif key == "tokens":
+        inputs = [replace(request, tokens=_tokens(value, key))]
+    elif request.is_openai and isinstance(value, list):
+        # a list of texts, or of the token ids of each; or the token ids of a single one
+        inputs = [replace(request, prompt=_text(one, key)) if isinstance(one, str) else replace(
+            request, tokens=_tokens(one, key)) for one in (
+                value if value and isinstance(value[0], (str, list)) else [value])]
+    else:
+        inputs = [replace(request, prompt=_text(value, key))]
+    choices = len(inputs) * request.samples if request.is_openai else 1
+    if choices > MAX_CHOICES:
+        raise BadRecord(f"{key} asks for {choices} answers, of at most {MAX_CHOICES} in a line")
+    first, *others = [replace(one, asked=at, choices=choices)
+                      for at, one in enumerate(inputs)] if choices > 1 else inputs
+    return replace(first, others=tuple(others)) if others else first
+
+
+def _tokens(value: object, key: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value:
+        raise BadRecord(f"{key} must be a list of at least one token id")
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= MAX_INT:
+            raise BadRecord(f"{key} must hold token ids (whole numbers >= 0)")
+    return tuple(value)
+
+
+def _text(value: object, key: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise BadRecord(f"{key} must be text that is not empty")
+    check_encodable(value, key)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Requests:
+    """The usable requests of a job, in the order of its file. Arrays are [requests]; those that no
+    sum is made of may be of 4 bytes each, since there may be ten million of them."""
+
+    input_tokens: IntArray | None  # None where texts were not tokenised
+    caps: IntArray  # most output tokens that a request names; 0 where it leaves that to the job
+    forced: IntArray  # exact number of its output tokens; 0 where the model decides
+    may_stop: NDArray[np.bool_]  # whether it names strings that end its output
+    bad_lines: tuple[RequestError, ...] = ()  # what else is in the file
+    are_tokenised: bool = True  # False: with no model at hand, `input_tokens` is what they give
+    # standard deviation of the logarithm by which all inputs may be off; 0: they were counted
+    input_error: float = 0.0
+    # request -> why it cannot run, whatever the schedule
+    unusable: Mapping[int, str] = field(default_factory=dict)
+    mean_targets: float = 0.0  # tokens of each that are scored, of a job that scores
+    digest: str = ""  # of all that was read, and how
+    file_digests: tuple[str, ...] = ()  # of the bytes of each file
+    labels: tuple[str, ...] = ()  # of the files, where there are several
+
+    def __len__(self) -> int:
+        return len(self.caps)
+
+    def output_caps(self, default: int) -> IntArray:
+        """Most tokens that each may generate; `default` where it names no limit."""
+        return np.where(self.caps > 0, self.caps, np.int64(default))
+
+    @property
+    def are_forced(self) -> bool:
+        """Whether all their output lengths are known."""
+        return bool((self.forced > 0).all()) and not self.may_stop.any()

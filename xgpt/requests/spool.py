@@ -1,0 +1,284 @@
+"""The spool: a job's requests as its launcher read and tokenised them, in the output folder. Ranks,
+report and resume read these files; nobody opens the file of requests again.
+
+    spool/spool.json     version; number of queries, which can run, and of error records; what
+                         several files are called; the moment that chat templates were told, and a
+                         digest of all tokens, by which a run that goes on knows its prompts
+    spool/records.jsonl  a JSON object a request: id and line, what it asks for, and the prompt of
+                         the first ones, which the report shows
+    spool/tokens.bin     token ids of all requests, one after another, 4 bytes each, little-endian
+    spool/places.npy     int64 [requests + 1, 2]: where each begins in records.jsonl (in bytes) and
+                         in tokens.bin (in tokens)
+    spool/queries.npy    int64 [queries, 2]: which request each query is, and most output tokens
+    spool/columns/       what the results take over (xgpt.requests.spool_columns), if anything"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from xgpt.core.lengths import IntArray
+from xgpt.core.system.whole_file import sync_files, sync_folder
+from xgpt.requests.spool_columns import ColumnsWriter
+
+SPOOL_VERSION = 1
+NUM_PROMPTS = 200  # of the first requests, whose texts are kept
+_TOKEN = np.dtype("<i4")
+_PLACE_BYTES = 16
+_BYTES_IN_MEMORY = 2**26  # of what is not in a folder yet; more lies in a temporary file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A request but for its tokens. None leaves the choice to the job."""
+
+    id: str
+    line: int  # in the file, from 1
+    file: int = 0  # which of the job's files, in their order
+    is_forced: bool = False  # exactly as many tokens as it may generate; end-of-sequence is ignored
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None  # 0: all tokens
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    is_openai: bool = False
+    is_chat: bool = False  # asked as messages
+    prompt: str | None = None
+    top_logprobs: int | None = None
+    min_tokens: int | None = None
+    sample: int = 0  # which of several answers to one request
+    choices: int = 1  # answers that stand in one line of results (OpenAI's `n`, and its lists)
+    asked: int = 0  # which input of its line it answers
+    targets: tuple[int, ...] = ()  # that are scored; all but the last end the tokens
+    passed: str = ""  # what the engine's own sampler is told (xgpt.requests.chat)
+    tools: str = ""  # that a chat may call, as JSON
+    pooled: str = ""  # its embedding is asked for, see xgpt.requests.request.Request
+
+    def to_json(self) -> bytes:
+        values = {name: value for name, default in _DEFAULTS.items()
+                  if (value := getattr(self, name)) != default}
+        return json.dumps(values).encode() + b"\n"
+
+
+_DEFAULTS = {one.name: None if one.default is MISSING else one.default for one in fields(Record)}
+
+
+def _record(line: bytes) -> Record:
+    values = json.loads(line)
+    return Record(**{**values, "stop": tuple(values.get("stop", ())),
+                     "targets": tuple(values.get("targets", ()))})
+
+
+def _temporary() -> IO[bytes]:
+    return tempfile.SpooledTemporaryFile(_BYTES_IN_MEMORY)  # noqa: SIM115 (kept by a writer)
+
+
+class SpoolWriter:
+    """Takes up requests one by one, before there is a folder for them."""
+
+    def __init__(self, columns: ColumnsWriter | None = None, now: datetime | None = None) -> None:
+        """`columns`: what the results take over of the requests, kept beside them. `now`: what
+        chat templates are told."""
+        self.columns, self._now, self._prompts = columns, now or datetime.now(), hashlib.sha256()
+        self._records, self._tokens, self._places = _temporary(), _temporary(), _temporary()
+        for file in (self._records, self._tokens, self._places):
+            weakref.finalize(self, file.close)
+        self._end = array("q", (0, 0))  # of both
+        self._places.write(self._end.tobytes())
+
+    def add(self, record: Record, ids: Sequence[int] | IntArray) -> None:
+        self._end[0] += self._records.write(record.to_json())
+        raw = np.asarray(ids, _TOKEN).tobytes()
+        self._tokens.write(raw)
+        self._prompts.update(raw + b"%d" % len(ids) + repr(record.targets).encode())
+        self._end[1] += len(ids)
+        self._places.write(self._end.tobytes())
+
+    @property
+    def prompts_digest(self) -> str:
+        """16 hexadecimal digits of all tokens so far."""
+        return self._prompts.hexdigest()[:16]
+
+    def record(self, request: int) -> Record:
+        """To be asked for after the last one was added."""
+        self._places.seek(_PLACE_BYTES * request)
+        self._records.seek(int.from_bytes(self._places.read(8), sys.byteorder))
+        return _record(self._records.readline())
+
+    def save(self, output: Path, queries: IntArray, num_errors: int,
+             files: Sequence[str] = ()) -> None:
+        """Writes the spool of a folder anew. queries: [queries, 2], as in queries.npy. `files`:
+        what the files of requests are called, where there are several."""
+        folder, new = output / "spool", output / f".spool.{os.getpid()}.tmp"
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        for source, name in ((self._records, "records.jsonl"), (self._tokens, "tokens.bin")):
+            source.seek(0)
+            with (new / name).open("wb") as file:
+                shutil.copyfileobj(source, file)
+        _save_pairs(self._places, new / "places.npy")
+        np.save(new / "queries.npy", queries)
+        if self.columns is not None:
+            self.columns.save(new)
+        header = {"version": SPOOL_VERSION, "queries": len(queries), "errors": num_errors,
+                  "files": list(files), "prompts": self.prompts_digest,
+                  "now": self._now.isoformat()}
+        (new / "spool.json").write_text(json.dumps(header) + "\n", encoding="utf-8")
+        sync_files(new)
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
+        sync_folder(output)
+
+
+def _save_pairs(source: IO[bytes], path: Path) -> None:
+    """int64 [rows, 2] from a file of them to one of numpy's, not all in memory at once."""
+    rows = source.seek(0, os.SEEK_END) // _PLACE_BYTES
+    source.seek(0)
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {
+            "descr": np.lib.format.dtype_to_descr(np.dtype(np.int64)), "fortran_order": False,
+            "shape": (rows, 2)})
+        shutil.copyfileobj(source, file)
+
+
+class _TokenFile:
+    """The file of all token ids, open as long as somebody may read of it: read, and not mapped,
+    since what is mapped stays with the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, first: int, length: int) -> list[int]:
+        size = _TOKEN.itemsize
+        ids: list[int] = np.frombuffer(
+            os.pread(self._descriptor, size * length, size * first), _TOKEN).tolist()
+        return ids
+
+
+class Tokens(Sequence[int]):
+    """The token ids of one query, which stay on the disk until they are looked at."""
+
+    __slots__ = ("_file", "_first", "_length")
+
+    def __init__(self, file: _TokenFile, first: int, length: int) -> None:
+        self._file, self._first, self._length = file, first, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._list()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._list()[index]
+
+    def _list(self) -> list[int]:
+        return self._file.read(self._first, self._length)
+
+
+class Spool:
+    """The spool of an output folder. A query is named by its index among those that can run."""
+
+    def __init__(self, output: Path) -> None:
+        """Raises OSError where there is none, ValueError where it is of another version or not
+        whole; where it is no spool at all, EOFError, TypeError or LookupError."""
+        folder = output / "spool"
+        header = json.loads((folder / "spool.json").read_text(encoding="utf-8"))
+        if header["version"] != SPOOL_VERSION:
+            raise ValueError(f"{folder} is of version {header['version']}, not {SPOOL_VERSION}")
+        self.num_errors: int = header["errors"]
+        self.files: tuple[str, ...] = tuple(header.get("files", ()))
+        # a memmap's own elements are had ten times slower
+        self._places = np.asarray(np.load(folder / "places.npy", mmap_mode="r"))
+        self._queries = np.asarray(np.load(folder / "queries.npy", mmap_mode="r"))
+        self._tokens = _TokenFile(folder / "tokens.bin")
+        self._records_path = folder / "records.jsonl"
+        ends = self._records_path.stat().st_size, (folder / "tokens.bin").stat().st_size
+        if ends != (self._places[-1, 0], self._places[-1, 1] * _TOKEN.itemsize) or (
+                header["queries"] != len(self._queries)):
+            raise ValueError(f"{folder} is not whole")
+        self._records: IO[bytes] | None = None
+
+    def __len__(self) -> int:
+        return len(self._queries)
+
+    def most_output_tokens(self, query: int) -> int:
+        return int(self._queries[query, 1])
+
+    def tokens(self, query: int) -> Tokens:
+        request = self._queries[query, 0]
+        first, end = self._places[request:request + 2, 1].tolist()
+        return Tokens(self._tokens, first, end - first)
+
+    @property
+    def input_tokens(self) -> IntArray:
+        """[queries]"""
+        requests = np.asarray(self._queries[:, 0])
+        tokens: IntArray = np.diff(self._places[:, 1])[requests]
+        return tokens
+
+    @property
+    def most_outputs(self) -> IntArray:
+        """[queries] tokens that each may generate."""
+        return np.asarray(self._queries[:, 1])
+
+    def record(self, query: int) -> Record:
+        return _record(self._line(query))
+
+    def is_named(self, query: int, name: bytes) -> bool:
+        """Whether the query's id is this, as JSON; null may be anybody's."""
+        line = self._line(query)
+        return name == b"null" or line.startswith(b'{"id": ' + name + b",") or (
+            json.loads(line).get("id") == json.loads(name))
+
+    def _line(self, query: int) -> bytes:
+        if self._records is None:  # kept open: those who ask for one ask for others
+            self._records = self._records_path.open("rb")
+            weakref.finalize(self, self._records.close)
+        self._records.seek(self._places[self._queries[query, 0], 0])
+        return self._records.readline()
+
+    def records(self, most: int | None = None) -> Iterator[Record]:
+        """Yields the records of all queries in order, or of the first `most`."""
+        with self._records_path.open("rb") as file:
+            for request in self._queries[:most, 0].tolist():
+                file.seek(self._places[request, 0])
+                yield _record(file.readline())
+
+    def prompts(self, most: int) -> list[str | None]:
+        """The first `most` prompts, as a person reads them; None where no text was kept."""
+        requests = self._queries[:most, 0].tolist()
+        return [f"{len(self.tokens(query))} token ids" if record.prompt is None
+                and request < NUM_PROMPTS else record.prompt
+                for query, (request, record) in enumerate(zip(requests, self.records(most),
+                                                              strict=True))]
+
+
+def saved_header(output: Path) -> dict[str, Any]:
+    """What spool.json says; nothing before the requests of the job in `output` were read."""
+    try:
+        header = json.loads((output / "spool" / "spool.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def num_queries(output: Path) -> int | None:
+    """Queries that the job in `output` consists of; None before its requests were read."""
+    try:
+        return int(saved_header(output)["queries"])
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,321 @@
+"""A run's output folder: its files by name, what the run said and what became of it, its submission
+to Slurm, and the folder itself as commands about runs are told of it."""
+
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import lru_cache
+from itertools import chain, count
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError, wrong
+from xgpt.core.schedule_file import write_json
+from xgpt.job.job import Job
+from xgpt.job.job_file import in_order, job_of, job_tree
+from xgpt.job.yaml_tree import OVERRIDE_FILE
+from xgpt.launch.slurm_jobs import SlurmJob, ask
+from xgpt.report.lanes import EXPECTED_FILE
+from xgpt.report.words import counted
+from xgpt.requests.request_files import TABLES
+from xgpt.requests.spool import num_queries
+from xrunner.files.beat import BEATS
+from xrunner.files.checked import spool_of
+from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
+from xrunner.files.results import HELD_FILE, answered, count_errors
+from xrunner.files.sink import STARTING, UNDERWAY_FILE, read_progress, write_progress
+from xrunner.plan import AGREEMENT_FILE
+
+RESULTS_FILE, METRICS_FILE = "results.jsonl", "metrics.json"
+DEATHS_FILE = "deaths.json"  # at which queries' work ranks died (xgpt.app.running.run)
+MESSAGES_FILE = "messages.log"  # of the last run alone: a line each, with its time
+DOING_FILE = "doing"  # the present state of what takes a while, in one line; there as long as it is
+_FAILED = "failed: "
+RECORD_FILE = "slurm.json"
+KEPT_FILE = "standard-input"  # requests that came there: the same command goes on without them
+_BYTES_IN_MEMORY = 2**26
+# Keys of what a run reads before its ranks start, of which it keeps what it needs.
+_INPUTS = ("workload.", "model", "profile", "cluster")
+_LOG_LINES, _LOG_BYTES = 12, 20_000
+# All that one run leaves. Results that were kept of others have names of their own, and what Slurm
+# wrote bears its job's number.
+OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "profile.json",
+            "job.json", "run.json", METRICS_FILE, "measured.json", "steps.jsonl", "progress.json",
+            AGREEMENT_FILE, DEATHS_FILE, UNDERWAY_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_FILE,
+            MESSAGES_FILE,
+            "report.html", *(f"results.{table}" for table in TABLES))
+
+
+def fault_words(output: Path) -> str | None:
+    """Which line of the results somebody else changed, and what is run again; None of none."""
+    found = answered(output / RESULTS_FILE)
+    if not found.fault:
+        return None
+    lost = [query for query in range(found.written, max(found.held, default=-1) + 1)
+            if query not in found.held]
+    again = f"{counted(len(lost), 'query')} from query {lost[0]} on" if lost else "nothing"
+    return (f"{found.fault}: the file was changed. Results behind that line go into their places; "
+            f"run again because of it: {again}")
+
+
+def whole_metrics(output: Path) -> dict[str, Any] | None:
+    """metrics.json of a run that is done and whose results and errors are all there; else None: it
+    decides nothing."""
+    metrics, found = read_object(output / METRICS_FILE), answered(output / RESULTS_FILE)
+    is_whole = is_intact(output) and not found.fault and (
+        metrics.get("queries") == num_queries(output) == found.written > 0)
+    return metrics if is_whole and metrics.get("status") == "done" else None
+
+
+def is_intact(output: Path) -> bool:
+    """Whether the spool is there, and errors.jsonl as it says."""
+    spool = spool_of(output)
+    return spool is not None and count_errors(output / "errors.jsonl") == spool.num_errors
+
+
+def asked_then(output: Path) -> dict[str, Any] | None:
+    """What was asked of the run; None where that is not known."""
+    asked = read_object(output / "job.json").get("asked")
+    return asked if isinstance(asked, dict) else None
+
+
+def is_told_done(output: Path) -> bool:
+    """Whether the folder tells of a run that is done, and of what: who asks for another job then
+    has it run."""
+    return whole_metrics(output) is not None and "model" in read_object(output / "job.json")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; an empty one where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def free_path(path: Path, moment_s: float) -> Path:
+    """The path with a moment in its name, and like no other file: nothing is ever written over."""
+    stamp = f"{datetime.fromtimestamp(moment_s):%Y%m%d-%H%M%S}"
+    names = chain([stamp], (f"{stamp}-{number}" for number in count(2)))
+    return next(free for name in names
+                if not (free := path.with_name(f"{path.stem}-{name}{path.suffix}")).exists())
+
+
+def kept(job: Job) -> dict[str, Any]:
+    """What is known of a run that did not come to its end, by the keys of metrics.json."""
+    results = job.output / RESULTS_FILE
+    return {"name": job.name, "engine": job.run.engine, "queries": answered(results).total,
+            "queries_total": num_queries(job.output), "results": results}
+
+
+@contextmanager
+def end_kept(output: Path) -> Iterator[None]:
+    """What becomes of a run, from before its ranks start: its terminal may be gone by the time that
+    somebody asks. progress.json says that it starts, that it was stopped, or that it is planned and
+    waits for its turn; what it fails with stands behind what it said."""
+    shutil.rmtree(output / BEATS, ignore_errors=True)  # of ranks of an earlier run
+    with suppress(OSError):  # told of where results are written
+        write_progress(output / "progress.json", STARTING)
+    try:
+        yield
+        _ended(output, "planned", of=("starting",))
+    except (StoppedEarly, KeyboardInterrupt):
+        _ended(output, "stopped", of=("starting", "loading", "running"))
+        raise
+    except XgptError as error:
+        with suppress(OSError), (output / MESSAGES_FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {_FAILED}{' '.join(str(error).split())}\n")
+        raise
+
+
+def _ended(output: Path, state: str, of: tuple[str, ...]) -> None:
+    now = read_progress(output / "progress.json") or STARTING
+    if now.state in of:
+        with suppress(OSError):
+            write_progress(output / "progress.json", replace(now, state=state))
+
+
+def failure(output: Path) -> str | None:
+    """What the last run failed with; None where it did not, or could not say so."""
+    said = [line.partition(" ")[2] for line in last_messages(output, 1)]
+    return said[0].removeprefix(_FAILED) if said and said[0].startswith(_FAILED) else None
+
+
+def last_messages(output: Path, count: int) -> list[str]:
+    """The last lines that were said."""
+    try:
+        text = (output / MESSAGES_FILE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.splitlines()[-count:]
+
+
+def doing(output: Path) -> str:
+    """What takes a while at present; empty where nothing does that tells of itself."""
+    try:
+        return (output / DOING_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run writes. `bound_s`: on its latency. `results`, `quote_formulas`: a table of them,
+    besides, as a job has it."""
+
+    name: str
+    output: Path
+    bound_s: float
+    results: Path | None = None
+    quote_formulas: bool = False
+
+
+def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
+    """Raises InputError of a job file, for overrides of a folder, and where there is neither."""
+    if not where.exists() and where.suffix not in (".yaml", ".yml"):
+        raise wrong("command line", "DIR|JOB.yaml", str(where), "no such folder, and no job file")
+    if not where.is_dir():
+        mistakes: list[Mistake] = []
+        job = job_of(job_tree(where, overrides, mistakes), where, mistakes)
+        own = Place(name=job.name, output=job.output, bound_s=job.constraint.latency_s,
+                    results=job.results, quote_formulas=job.quote_formulas)
+        if not mistakes:
+            return own
+        # one that says no more what can be run (its requests were moved, say): a run that was begun
+        # by it is still to be asked for and stopped
+        if (begun := _begun(own)) is None or any(map(_hides_which_run, mistakes)):
+            raise in_order(mistakes)
+        return begun
+    if overrides:
+        raise InputError([Mistake(file=OVERRIDE_FILE, line=None, key=override.partition("=")[0],
+                                  value=None, allowed="goes with a job file, not with a folder")
+                          for override in overrides])
+    return _of_folder(Path(os.path.abspath(where)))
+
+
+def _hides_which_run(mistake: Mistake) -> bool:
+    """Whether another run than is meant may be found for it, which must not be stopped."""
+    return mistake.key in ("output", "name") or (
+        mistake.file == OVERRIDE_FILE and not mistake.key.startswith(_INPUTS))
+
+
+def _begun(own: Place) -> Place | None:
+    """The run of this name that is in the folder; None where there is none."""
+    if (own.output / "job.json").is_file():
+        found = _of_folder(own.output)
+        return found if found.name == own.name else None
+    # a run leaves job.json as its ranks start
+    is_there = any((own.output / name).is_file() for name in ("progress.json", RECORD_FILE))
+    return own if is_there else None
+
+
+def _of_folder(output: Path) -> Place:
+    try:
+        asked = json.loads((output / "job.json").read_text(encoding="utf-8"))
+        table = asked.get("results")
+        return Place(name=str(asked["name"]), output=output,
+                     bound_s=float(asked["constraint"]["latency_s"]),
+                     results=None if table is None else Path(table),
+                     quote_formulas=asked.get("quote_formulas") is True)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # its results decide
+        return Place(name=output.name, output=output, bound_s=math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmRecord:
+    """`job_id`: as squeue takes it, of a task of an array `123_4`. `cluster`: of a federation."""
+
+    job_id: str
+    cluster: str | None
+    script: Path
+    log: Path
+    submitted: str
+
+    def save(self, output: Path) -> None:
+        write_json(output / RECORD_FILE, {"version": 1, **{
+            name: getattr(self, name) for name in self.__slots__}})
+
+    def ask(self) -> SlurmJob | None:
+        """What Slurm says of the job now. Raises XgptError where it cannot be asked."""
+        return ask(self.job_id, self.cluster)
+
+    def end_of_log(self) -> str:
+        """The last lines that the job said; empty where it said nothing."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self.log.stat().st_size - _LOG_BYTES, 0))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.rstrip().splitlines()[-_LOG_LINES:])
+
+
+def load_record(output: Path) -> SlurmRecord | None:
+    """The folder's latest submission; None where there was none."""
+    try:
+        values = json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    del values["version"]
+    return SlurmRecord(**{**values, "script": Path(values["script"]), "log": Path(values["log"])})
+
+
+def standard_input(job: Job, say: Callable[[str], None], *, is_kept: bool) -> IO[bytes]:
+    """What came, to be read from its start; where nothing does, what an earlier run of this job
+    kept. `is_kept`: for a run, which leaves it in the output folder. Raises InputError."""
+    # a process that was started without one has None
+    kept, came = job.output / KEPT_FILE, _copied(sys.stdin and sys.stdin.buffer).file
+    if came.seek(0, os.SEEK_END) > 0:
+        if is_kept:
+            _keep(came, kept, job)
+        return came
+    try:
+        earlier = kept.open("rb")  # closed with the last reference to it
+    except OSError:
+        raise wrong(job.source, "workload.requests", "-", "nothing came on standard input: `cat "
+                    "prompts.jsonl | xgpt submit JOB.yaml`, or name a file") from None
+    with earlier:
+        shutil.copyfileobj(earlier, came)
+    say(f"nothing came on standard input: the requests are those that {kept} has of an earlier run")
+    return came
+
+
+class _Copy:
+    """All that comes on a stream; of a terminal nothing, where nobody would know that he is to
+    type."""
+
+    def __init__(self, stream: BinaryIO | None) -> None:
+        self.file: IO[bytes]
+        self.file = tempfile.SpooledTemporaryFile(_BYTES_IN_MEMORY)  # noqa: SIM115 (kept by it)
+        weakref.finalize(self, self.file.close)
+        if stream is not None and not stream.isatty():
+            shutil.copyfileobj(stream, self.file)
+
+
+@lru_cache(1)
+def _copied(stream: BinaryIO | None) -> _Copy:
+    """Once a process: a command may open its job twice."""
+    return _Copy(stream)
+
+
+def _keep(came: IO[bytes], kept: Path, job: Job) -> None:
+    temporary = kept.with_name(f".{kept.name}.{os.getpid()}.tmp")
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        came.seek(0)
+        with temporary.open("wb") as file:
+            shutil.copyfileobj(came, file)
+        os.replace(temporary, kept)
+    except OSError as cause:
+        raise wrong(job.source, "output", str(job.output),
+                    f"a folder that can be written to: {cause.strerror}") from None

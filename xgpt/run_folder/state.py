@@ -1,0 +1,272 @@
+"""How far a run is: one state, decided here from the files of its folder, and how a person goes on
+from it; and what Slurm says of its job, where it was handed in."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from xgpt.core.errors import XgptError
+from xgpt.core.units import format_seconds
+from xgpt.launch.slurm_jobs import SlurmJob
+from xgpt.requests.spool import num_queries
+from xgpt.run_folder.files import (
+    METRICS_FILE,
+    RESULTS_FILE,
+    SlurmRecord,
+    failure,
+    is_told_done,
+    load_record,
+)
+from xrunner.files.beat import RankState, read_beats
+from xrunner.files.lock import StopRequest, is_locked
+from xrunner.files.results import Answered, answered, answered_by_last_line
+from xrunner.files.sink import STARTING, Progress, read_progress
+
+SILENT_S = 10.0  # a rank tells of itself every second: who waits for it has no time left to tell
+
+
+class State(StrEnum):
+    """How far a run is. `complete`: all its results are there, and not all of its other files.
+    `died`: no process works on it, and it did not end in good order."""
+
+    NONE = "none"
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPED = "stopped"
+    DIED = "died"
+    COMPLETE = "complete"
+    DONE = "done"
+
+
+# What progress.json says, which a run writes itself.
+_WRITTEN = {"starting": State.STARTING, "planned": State.STARTING, "loading": State.STARTING,
+            "running": State.RUNNING, "stopped": State.STOPPED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """What the folder tells somebody who looks on. Of a run on which nobody works `progress.done`
+    is what is on the disk: in results.jsonl and, done but with one before it that is not, in
+    held.jsonl."""
+
+    state: State
+    progress: Progress
+    is_alive: bool | None  # None: cannot be told
+    output: Path
+    counted: Answered | None = None  # of a run on which nobody works: what is on the disk
+    ranks: tuple[RankState, ...] = ()  # of a run that is alive: what each told last
+
+    @property
+    def answered(self) -> Answered:
+        """What is on the disk, of which results.jsonl can be long: its end alone is read."""
+        return self.counted or answered_by_last_line(self.output / RESULTS_FILE)
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since the last sign of life of the rank that gave none for longest."""
+        return oldest_s(self.ranks)
+
+    @property
+    def next_step(self) -> str | None:
+        """What a person does next, in words; None where the run needs nothing."""
+        if self.is_alive is False and self.state is State.COMPLETE:
+            return ("all results are there, but the command was killed before it wrote "
+                    "metrics.json and the report: the same command writes them, and runs nothing "
+                    "again")
+        if self.is_alive is False and self.state is State.STARTING:
+            return "its schedule is found; its ranks start in its turn, or by the same command"
+        if self.state not in (State.STOPPED, State.DIED):
+            return None
+        found = self.answered
+        kept = f"{found.written or 'no'} results are in results.jsonl"
+        goes_on = "the same command goes on" + (" after them" if found.total else "")
+        if found.held:
+            kept += f" and {len(found.held)} in held.jsonl, until those before them are done"
+        if self.state is State.STOPPED:
+            return f"{kept}; {goes_on}"
+        why = failure(self.output)
+        if why is None:
+            return ("no process works on it any more (it, or the machine, was killed): "
+                    f"{kept}; {goes_on}")
+        more = "" if "same command goes on" in why else f"; {goes_on}"
+        return f"it failed: {why.rstrip('.')}" + (
+            f". {kept[0].upper()}{kept[1:]}{more}" if found.total else "")
+
+
+def run_status(output: Path) -> RunStatus:
+    """Reads how far the run is, for somebody who looks on: a long file of results is not read."""
+    # in this order: a run that ends in between is done, not dead
+    is_alive = is_locked(output)
+    progress = read_progress(output / "progress.json")
+    is_there = progress is not None or is_alive or (output / "run.json").is_file()
+    progress = progress or STARTING
+    state = _WRITTEN.get(progress.state)
+    if is_alive is not False and state is not State.STOPPED:
+        return RunStatus(state=state or _whole(output), progress=progress, is_alive=is_alive,
+                         output=output, ranks=tuple(read_beats(output)))
+    found, total = answered_by_last_line(output / RESULTS_FILE), num_queries(output)
+    if not is_there:
+        state = State.NONE
+    elif state is None:
+        state = _whole(output)
+    else:
+        progress = replace(progress, done=found.total, total=total or progress.total)
+        # what says how far it is may be lost; its results decide
+        if found.written and found.written == total:
+            state = _whole(output)
+        elif state is not State.STOPPED and progress.state != "planned":
+            state = State.DIED
+    return RunStatus(state=state, progress=replace(progress, state=state), is_alive=is_alive,
+                     output=output, counted=found,
+                     ranks=tuple(read_beats(output)) if is_alive is not False else ())
+
+
+def _whole(output: Path) -> State:
+    return State.DONE if (output / METRICS_FILE).is_file() else State.COMPLETE
+
+
+def state_left(output: Path) -> State:
+    """How far the last run in the folder came, for who has the folder to himself: NONE without any
+    answer, else STOPPED, COMPLETE or DONE. Every line of its results is checked."""
+    found, total = answered(output / RESULTS_FILE), num_queries(output)
+    if not found.total:
+        return State.NONE
+    if total is None or found.total < total:
+        return State.STOPPED
+    return State.DONE if is_told_done(output) else State.COMPLETE
+
+
+def is_asked_to_stop(output: Path) -> bool:
+    """Whether the run that works in the folder is to stop; a request of an earlier one is none."""
+    return StopRequest(output).is_made and is_locked(output) is not False
+
+
+def has_begun(output: Path) -> bool:
+    """Whether ranks were started for a run in the folder: there is something to report."""
+    return any((output / name).is_file() for name in ("schedule.json", RESULTS_FILE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """`record`: None where the job was not handed in. `said`: None where Slurm knows the job no
+    more or could not be asked, for the reason `trouble`."""
+
+    run: RunStatus
+    record: SlurmRecord | None = None
+    said: SlurmJob | None = None
+    trouble: str | None = None
+
+    @property
+    def state(self) -> str:
+        """The run's own, but where Slurm knows better: locks of another node's process may not be
+        seen here, and a job that waits or begins has written nothing yet."""
+        own = self.run.state
+        is_whole = own in (State.COMPLETE, State.DONE)
+        if self.said is None:
+            return "unknown" if own is State.NONE else own
+        if self.said.is_waiting:
+            return "pending"
+        if self.said.is_at_work:
+            return own if is_whole or own is State.RUNNING else State.STARTING
+        # a stop is this job's own where its exit code says so; else one of an earlier job's
+        is_older = self.said.state == "FAILED" and (self.said.exit_code or "75:")[:3] != "75:"
+        if is_whole or (own is State.STOPPED and not is_older):
+            return own
+        return State.DIED if self.said.state == "COMPLETED" else self.said.state.lower()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it waits or works."""
+        if self.said is not None:
+            return not self.said.has_ended
+        return self.run.is_alive is True
+
+    @property
+    def in_words(self) -> str | None:
+        """What Slurm says, in a sentence; None of a job that was not handed in."""
+        if self.record is None:
+            return None
+        who = f"Slurm: job {self.record.job_id}"
+        if self.said is None:
+            return f"{who}: {self.trouble or 'is not known any more'}"
+        return f"{who} {_sentence(self.said)}"
+
+    @property
+    def cause(self) -> str | None:
+        """The end of the Slurm log, of a job that has ended without being done."""
+        if self.record is None or self.is_active or self.state in (
+                State.STOPPED, State.COMPLETE, State.DONE):
+            return None
+        return self.record.end_of_log() or (
+            f"nothing was written to {self.record.log}: do the nodes see this folder?")
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """What Slurm says, for `--json`; None of a job that was not handed in."""
+        if self.record is None:
+            return None
+        return {"job_id": self.record.job_id, "cluster": self.record.cluster,
+                "log": self.record.log, "trouble": self.trouble, "cause": self.cause,
+                **({} if self.said is None else asdict(self.said))}
+
+
+def job_status(output: Path, ask: Callable[[SlurmRecord], SlurmJob | None] = SlurmRecord.ask,
+               ) -> JobStatus | None:
+    """How the job is that writes into this folder; None where there has been none. `ask`: Slurm,
+    about a job that was handed in."""
+    record, said, trouble = load_record(output), None, None
+    if record is not None:
+        try:
+            said = ask(record)
+        except XgptError as error:
+            trouble = str(error)
+    run = run_status(output)  # after Slurm's word: a run that ends in between has written so
+    if run.state is State.NONE and record is None:
+        return None
+    return JobStatus(run=run, record=record, said=said, trouble=trouble)
+
+
+def _sentence(said: SlurmJob) -> str:
+    where = f" on {said.nodes}" if said.nodes else ""
+    took = f", {said.elapsed}" if said.elapsed else ""
+    took += f" of {said.limit}" if said.elapsed and said.limit else ""
+    if said.is_waiting:
+        reason = f" ({said.reason})" if said.reason else ""
+        start = f", starts about {said.start}" if said.start else ""
+        return f"is {said.state.lower()}{reason}{start}"
+    if not said.has_ended:
+        return f"is {said.state.lower()}{where}{took}"
+    code = f", exit code {said.exit_code}" if said.exit_code else ""
+    reason = f" ({said.reason})" if said.reason and said.state != "COMPLETED" else ""
+    return f"ended as {said.state}{reason}{code}{where}{took}"
+
+
+def age_s(state: RankState, now: float | None = None) -> float | None:
+    """Seconds since the rank's last sign of life, by this machine's clock and the rank's; None of
+    one that is known by the account of a run that has ended."""
+    return None if state.at_s is None else max(
+        (time.time() if now is None else now) - state.at_s, 0.0)
+
+
+def oldest_s(states: Sequence[RankState], now: float | None = None) -> float | None:
+    """The longest of these; None of none."""
+    return max((age for state in states if (age := age_s(state, now)) is not None), default=None)
+
+
+def are_silent(states: Sequence[RankState]) -> bool:
+    """Whether one of the ranks has told nothing for long."""
+    return (oldest_s(states) or 0.0) > SILENT_S
+
+
+def signs_of_life(states: Sequence[RankState], now: float | None = None) -> str | None:
+    """How long ago the ranks told that they live, in a sentence; None of none."""
+    heard = [(age, state) for state in states if (age := age_s(state, now)) is not None]
+    if not heard:
+        return None
+    (age, oldest), *others = sorted(heard, key=lambda one: -one[0])
+    said = (f"last sign of life: {oldest.name} {format_seconds(round(age))} ago, "
+            f"told {oldest.told}")
+    return said + (f"; the others {format_seconds(round(others[0][0]))} ago or less" if others
+                   else "")

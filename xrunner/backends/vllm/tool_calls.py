@@ -1,0 +1,67 @@
+"""Calls of tools in what a model wrote, found by one of vLLM's own parsers, which the job names
+(`run.engine_args: {tool_call_parser: hermes}`). `PYTHON -m xrunner.backends.vllm.tool_calls` says
+what the vLLM of that interpreter can be given, these parsers among it, as one line of JSON.
+
+Imports vLLM where it is used, in whose interpreter this runs."""
+
+import json
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+from xrunner.query import FinishedQuery, ToolCall
+
+
+def known_parsers() -> list[str]:
+    """What the parsers of this vLLM are called."""
+    from vllm.tool_parsers import ToolParserManager
+
+    return sorted(ToolParserManager.list_registered())
+
+
+class CallsFinder:
+    """Turns the answers of chats with tools into calls of them."""
+
+    def __init__(self, parser: str, model_dir: Path) -> None:
+        from vllm.tokenizers import get_tokenizer
+        from vllm.tool_parsers import ToolParserManager
+
+        self._parser = ToolParserManager.get_tool_parser(parser)
+        self._tokenizer: Any = get_tokenizer(str(model_dir), trust_remote_code=False)
+        self._ends = {self._tokenizer.eos_token_id}
+
+    def __call__(self, result: FinishedQuery) -> FinishedQuery:
+        """The result with the calls that its answer makes, if it makes any: what is no call stays
+        its text."""
+        query = result.query
+        if not query.tools or result.error is not None:
+            return result
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest(model="", messages=[], tools=json.loads(query.tools))
+        parser = self._parser(self._tokenizer, request.tools)
+        ids = list(result.output_ids)
+        if ids and ids[-1] in self._ends:
+            ids.pop()
+        # a call's marks are special tokens of some models, which their plain text leaves out
+        found = parser.extract_tool_calls(
+            self._tokenizer.decode(ids, skip_special_tokens=False), request)
+        if not found.tools_called:
+            return result
+        return replace(result, text=found.content or "", tool_calls=tuple(
+            ToolCall(call.function.name, call.function.arguments) for call in found.tool_calls))
+
+
+def arguments() -> dict[str, str]:
+    """name -> its type in words, of every argument of an engine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return {one.name: str(one.type) for one in fields(EngineArgs)
+            if one.default is not MISSING or one.default_factory is not MISSING}
+
+
+if __name__ == "__main__":
+    import torch
+
+    print(json.dumps({"torch": torch.__version__, "arguments": arguments(),
+                      "tool_parsers": known_parsers()}))

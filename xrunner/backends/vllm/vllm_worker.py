@@ -1,0 +1,359 @@
+"""vLLM at work on a run: `PYTHON -m xrunner.backends.vllm.vllm_worker OUT/run.json`, in the
+interpreter that has vLLM. One process, whatever vLLM starts itself (of a tensor-parallel group, the
+others); it decides by the schedule's rule, steps vLLM, and writes what every engine's first
+rank writes."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # before what takes seconds to import
+    from xgpt.core.system.lifeline import begin_rank
+
+    begin_rank()
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule
+from xgpt.core.units import DTYPE_BYTES
+from xgpt.requests.chat import has_form
+from xrunner.backends.executor import DecoderOnly
+from xrunner.backends.vllm.core import (
+    QUIET,
+    CoreSettings,
+    EngineCore,
+    Token,
+    await_form,
+    parameters_of,
+)
+from xrunner.backends.vllm.row import TOOL_PARSER, engine_arguments
+from xrunner.backends.vllm.tool_calls import CallsFinder
+from xrunner.checkpoint.source import read_spec
+from xrunner.comm.messages import StartMessage, StepMessage
+from xrunner.engine.head import Head
+from xrunner.engine.pipeline import ALONE, Neighbours
+from xrunner.engine.roster import Vocabulary
+from xrunner.files.beat import Beat
+from xrunner.files.launcher_link import LauncherLink
+from xrunner.files.sink import RunSink
+from xrunner.files.tokenizer import TextTokenizer, eos_ids
+from xrunner.ops.likelihoods import as_row, packed
+from xrunner.ops.sampling import NOT_FINITE
+from xrunner.plan import RunPlan, load_plan
+from xrunner.query import FinishedQuery, PreparedQuery, Sampling
+from xrunner.rank.lead import Stopwatch, conduct, leave, order_of, read_work, to_the_end
+from xrunner.rank.world import World, connect
+from xrunner.rules.changes import Changeable
+from xrunner.rules.rra import RraRule
+from xrunner.rules.slots import GroupSlots
+from xrunner.rules.steps import StepKind, rules_for
+from xrunner.step_record import StepSizes, decoded_sizes, even_input
+
+
+def main(arguments: list[str]) -> int:
+    return to_the_end(load_plan(Path(arguments[0])), connect, run)
+
+
+def run(plan: RunPlan, world: World) -> None:
+    """The run of the schedule in the plan's folder, from its first query to its last."""
+    schedule = load_schedule(plan.output / "schedule.json")
+    (rule,) = rules_for(schedule.estimate)  # of one pool: the engine's row refuses others
+    os.environ.update(QUIET)
+    queries, num_errors, before = read_work(plan)
+    clock = Stopwatch()
+    sink = RunSink(plan, num_queries=len(queries), before=before, **_parsed(plan))
+    heads: list[Head] = []
+    refusals = Refusals(plan)
+
+    def tokens_of(query: int, count: int) -> tuple[Sequence[int], int]:
+        active = heads[0].roster.active[query]
+        return active.tokens(0, count), count - active.input_tokens
+
+    def make_core(message: StartMessage) -> EngineCore:
+        return EngineCore(settings_of(plan, schedule, message,
+                                      needs_tokenizer=refusals.are_forms))
+
+    beat = Beat(plan.output, rank=0, stage=0, pool=schedule.deployment.pools[0].name)
+    beat.start()
+    executor = VllmExecutor(make_core, tokens_of, clock=clock, beat=beat)
+    head = Head(rule=rule, executor=executor, sink=sink, clock=clock,
+                neighbours=Neighbours(world.comm, ALONE),
+                vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
+                                      decode_text=TextTokenizer(plan.model_dir).decode))
+    head.roster.on_begin = sink.underway.begin
+    heads.append(head)
+    order = list(order_of(len(queries), plan, before))
+    _watch(plan, head, sink, order, first_query=before.total, limit_s=schedule.bound.limit_s)
+    for place in order:
+        query = queries[place]
+        if (why := refusals.of(query)) is not None:
+            sink.finished(FinishedQuery(
+                query=query, output_ids=(), finish_reason="error", text="", encode_start_s=0.0,
+                first_token_s=0.0, last_token_s=0.0, error=why))
+            continue
+        is_taken = head.submit(query)
+        assert is_taken, f"{query.id = } {query.reserve_tokens = }"
+    started_s = clock()
+    head.start()
+    load_s = clock() - started_s
+    try:
+        conduct(head, sink, world, clock, queries_before=before.total, num_errors=num_errors,
+                report=lambda: executor.report(0, load_s, plan.model_dir,
+                                               executor.peak_memory_bytes(), version_words()))
+    finally:
+        executor.close()
+
+
+def _watch(plan: RunPlan, head: Head, sink: RunSink, order: Sequence[int], *,
+           first_query: int, limit_s: float) -> None:
+    """Room for what the launcher may change the schedule to, and, where it follows the lengths, the
+    link to it."""
+    rule = head.rule
+    is_rra = isinstance(rule, RraRule)
+    if isinstance(rule, RraRule):
+        rule.make_room(plan.slots)
+    if plan.is_watched and isinstance(rule, Changeable):
+        sink.launcher = LauncherLink(plan.output, first_query=first_query, rule=rule, order=order,
+                                     limit_s=limit_s,
+                                     at_work=head.lengths_so_far if is_rra else None)
+
+
+def _parsed(plan: RunPlan) -> dict[str, Any]:
+    """What finds calls of tools, where the job names a parser of vLLM's."""
+    parser = plan.engine_args.get(TOOL_PARSER)
+    return {} if parser is None else {"parsed": CallsFinder(parser, plan.model_dir)}
+
+
+def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage, *,
+                needs_tokenizer: bool = False) -> CoreSettings:
+    """What vLLM is started with: room for what the rule lets be there at once."""
+    queries = message.slots * message.num_groups
+    spec = read_spec(plan.model_dir, plan.model_name)
+    return CoreSettings(
+        model_dir=plan.model_dir, dtype=plan.dtype, threads=plan.threads_per_rank,
+        max_queries=queries, device_kind=plan.device_kind,
+        tp_degree=schedule.deployment.num_devices,
+        max_tokens=min(message.capacity + 1, spec.max_positions or message.capacity + 1),
+        kv_token_bytes=(spec.kv_elements_per_token_layer * spec.num_layers
+                        * DTYPE_BYTES[plan.dtype]),
+        kv_tokens=min(schedule.deployment.kv_tokens, queries * message.capacity),
+        needs_tokenizer=needs_tokenizer, arguments=plan.engine_args)
+
+
+def version_words() -> str:
+    """Whose kernels served, in a line."""
+    import vllm
+
+    return f"vLLM {vllm.__version__}"
+
+
+class Refusals:
+    """Which queries vLLM cannot answer, said before a run: one must not cost the others.
+    Most jobs ask for nothing that it might not: none of vLLM is loaded for them."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan, self._judge = plan, cast("Judge | None", None)
+        self.are_forms = False  # whether some outputs are held to a form
+
+    def of(self, query: PreparedQuery) -> str | None:
+        """Why vLLM does not answer it; None where it does."""
+        if not query.sampling.passed:
+            return None
+        is_form = has_form(query.sampling.passed)
+        if is_form and not TextTokenizer(self._plan.model_dir).is_there:
+            return "the model's folder has no tokenizer, by which vLLM holds an output to a form"
+        if self._judge is None:
+            self._judge = Judge(self._plan.model_dir, self._plan.dtype,
+                                self._plan.engine_args)
+        why = self._judge.refusal(query)
+        self.are_forms |= is_form and why is None
+        return why
+
+
+class Judge:
+    """Tries queries' sampling parameters, and compiles the forms of their outputs, by a
+    configuration of vLLM's own and without its model."""
+
+    def __init__(self, model_dir: Path, dtype: str, arguments: Mapping[str, Any]) -> None:
+        """`arguments`: the job's own, of vLLM's engine. vLLM's environment is set up."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        self._config = EngineArgs(**{
+            "model": str(model_dir), "dtype": dtype, "trust_remote_code": False,
+            "skip_tokenizer_init": not (model_dir / "tokenizer_config.json").is_file(),
+            **engine_arguments(arguments)}).create_engine_config()
+        self._manager = StructuredOutputManager(self._config)
+
+    def refusal(self, query: PreparedQuery) -> str | None:
+        """Why vLLM does not answer it; None where it does."""
+        from vllm.v1.request import Request
+
+        sampling, inputs = query.sampling, list(query.input_ids)
+        try:
+            parameters = parameters_of(sampling, len(inputs), self._config, query.max_new_tokens)
+            if has_form(sampling.passed):
+                request = Request(request_id=query.id, prompt_token_ids=inputs,
+                                  sampling_params=parameters, pooling_params=None)
+                self._manager.grammar_init(request)
+                await_form(request)
+        except Exception as cause:  # of what compiles a form, which raises as it likes
+            return f"vLLM: {str(cause).strip() or type(cause).__name__}"
+        return None
+
+
+# of a query that is done, in a batch that is not, once it holds as much as there may be
+_DEAD = Token(0)
+
+
+class Core(Protocol):
+    """What executes the passes: xrunner.backends.vllm.core.EngineCore."""
+
+    @property
+    def max_pass(self) -> int:
+        """Tokens of one pass at most."""
+
+    def add(self, name: str, tokens: Sequence[int], sampling: Sampling,
+            generated: int = 0) -> None: ...
+
+    def end(self, names: Sequence[str]) -> None: ...
+
+    def step(self, tokens: Mapping[str, int]) -> dict[str, Token]: ...
+
+    def peak_memory_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class VllmExecutor(DecoderOnly):
+    """Executes the steps that the rule decides (xrunner.engine.pipeline.Executor). One request of
+    the core for each query in a slot. A query that is evicted leaves it, and comes back as a new
+    one whose input is all that it had."""
+
+    def __init__(self, make_core: Callable[[StartMessage], Core],
+                 tokens_of: Callable[[int, int], tuple[Sequence[int], int]], *,
+                 clock: Callable[[], float] = time.perf_counter, beat: Beat | None = None) -> None:
+        """`make_core`: for caches of the sizes that the start says. `tokens_of`: the first so many
+        tokens of a query, which steps bring in chunks and vLLM wants at once, and how many of them
+        are its own output."""
+        super().__init__(clock, beat)
+        self._make_core, self._tokens_of, self._numbers = make_core, tokens_of, count()
+        self._core: Core
+        self._groups: list[GroupSlots[str]] = []
+        self._ended: set[str] = set()  # requests that hold as much as there may be
+        self._held: dict[str, int] = {}  # tokens of each request that are in the cache
+        self.passes = 0
+
+    def start(self, message: StartMessage) -> None:
+        self._core = self._make_core(message)
+        self._groups = [GroupSlots() for _ in range(message.num_groups)]
+
+    def peak_memory_bytes(self) -> int:
+        """Of the engine's processes."""
+        return self._core.peak_memory_bytes()
+
+    def close(self) -> None:
+        """Ends what the core has started, if there is one."""
+        if hasattr(self, "_core"):
+            self._core.close()
+
+    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor:
+        """inputs: tokens, which the core has already of those who decode. Returns the next token
+        of each who decodes, slot by slot, then of each whose encoding ends, [n]; with what is told
+        of them (xrunner.ops.likelihoods.packed), where anything is."""
+        if self._beat is not None:
+            self._beat.begin(message)
+        start_s, slots = self._clock(), self._groups[message.group]
+        self._leave(slots, message.removed)
+        decoding = self._decoding(message, slots)
+        joined = self._join(message, slots)
+        decoded = [(slots.seats[slot], 1) for slot in decoding]
+        encoded, ends = list[tuple[str, int]](), list[str]()
+        if message.spans:
+            encoded = [(slots.seats[span.slot], span.tokens) for span in message.spans]
+            ends = [slots.seats[span.slot] for span in message.spans if span.is_last]
+        elif message.kind is StepKind.ENCODE:
+            encoded = [(name, new.input_tokens)
+                       for name, new in zip(joined, message.joined, strict=True)]
+            ends = joined
+        sizes, wanted = self._sizes(decoded, encoded), decoded + encoded
+        gained, was_ended = dict[str, Token](), frozenset(self._ended)
+        for wanted_of in passes([one for one in wanted if one[0] not in self._ended],
+                                self._core.max_pass):
+            gained |= self._core.step(wanted_of)
+            self.passes += 1
+        self._ended.update(name for name, token in gained.items() if token.is_end)
+        given = [slots.seats[slot] for slot in decoding] + ends
+        self.record(message, len(given), len(inputs), start_s, sizes,
+                    seats=sum(len(slots.seats) for slots in self._groups))
+        tokens_given = [_DEAD if name in was_ended else gained[name] for name in given]
+        tokens = torch.tensor([token.value if token.is_finite else NOT_FINITE
+                               for token in tokens_given], dtype=torch.long)
+        known = [token.likelihood for token in tokens_given]
+        return packed(tokens, [None if one is None else as_row(one) for one in known]) if any(
+            known) else tokens
+
+    def _leave(self, slots: GroupSlots[str], removed: Sequence[int]) -> None:
+        self._end([slots.seats[slot] for slot in removed])
+        slots.compact(removed)
+
+    def _end(self, names: Sequence[str]) -> None:
+        self._core.end([name for name in names if name not in self._ended])
+        for name in names:
+            del self._held[name]
+        self._ended.difference_update(names)
+
+    def _decoding(self, message: StepMessage, slots: GroupSlots[str]) -> list[int]:
+        """The slots whose queries decode in this step, before others join."""
+        if message.kind is StepKind.ENCODE:
+            return []
+        others = {*message.replaced, *message.resting}
+        return [slot for slot in range(len(slots.seats)) if slot not in others]
+
+    def _join(self, message: StepMessage, slots: GroupSlots[str]) -> list[str]:
+        self._end([slots.seats[slot] for slot in message.replaced])
+        names = []
+        for new in message.joined:
+            names.append(f"{new.query}.{next(self._numbers)}")
+            tokens, generated = self._tokens_of(new.query, new.input_tokens)
+            self._core.add(names[-1], tokens, new.sampling, generated)
+            self._held[names[-1]] = 0
+        slots.place(names, message.replaced)
+        return names
+
+    def _sizes(self, decoded: Sequence[tuple[str, int]],
+               encoded: Sequence[tuple[str, int]]) -> StepSizes:
+        """What the step's time depends on; what these requests hold is counted on."""
+        held = self._held
+        sizes = decoded_sizes([held[name] + 1 for name, _ in decoded])._replace(
+            input_tokens=even_input([(held[name], tokens) for name, tokens in encoded]))
+        for name, tokens in (*decoded, *encoded):
+            held[name] += tokens
+        return sizes
+
+
+def passes(wanted: Sequence[tuple[str, int]], most: int) -> Iterator[dict[str, int]]:
+    """`wanted` tokens of each request, in order, as passes of at most `most` tokens."""
+    current: dict[str, int] = {}
+    for name, tokens in wanted:
+        while tokens:
+            taken = min(tokens, most - sum(current.values()))
+            current[name] = taken
+            tokens -= taken
+            if sum(current.values()) == most:
+                yield current
+                current = {}
+    if current:
+        yield current
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,293 @@
+"""KV entries of whole queries as one block of memory, to travel from one rank's cache to another's.
+
+A block is [layers, 2, kv_heads, tokens, head_dim], the queries' tokens one after the other. Between
+pools that divide layers and heads differently, a rank sends each other rank what both hold.
+
+Both pools go on computing meanwhile. A thread of each encode rank waits for the copy into the
+host's memory and sends it; a thread of each decode rank receives, and its pool's head lets a query
+join once all ranks have its entries. Threads, because a message of this size only moves while both
+sides call MPI, and a step may compute for seconds."""
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xgpt.core.deployment import StageAssignment
+from xgpt.core.model import ModelSpec
+from xrunner.comm.messages import BlockMessage, HeldMessage, StepMessage, StopMessage
+from xrunner.comm.point_to_point import Comm
+from xrunner.devices import Arriving
+from xrunner.engine.kv import KvCache
+from xrunner.ops.kv_entries import gather, scatter
+
+_ALL = slice(None)
+
+
+class Transfer(NamedTuple):
+    """What an encode rank sends a decode rank: these layers and heads, as each of them counts its
+    own; the whole encoder's output of an encoder-decoder model."""
+
+    source: int
+    target: int
+    source_layers: slice = _ALL
+    source_heads: slice = _ALL
+    target_layers: slice = _ALL
+    target_heads: slice = _ALL
+
+
+def transfers(encode: Sequence[StageAssignment], decode: Sequence[StageAssignment],
+              spec: ModelSpec) -> list[Transfer]:
+    """What all ranks of an encode pool's stages send to those of a decode pool's. Every entry that
+    a decode rank holds comes once."""
+    if spec.is_encoder_decoder:  # every rank of the last encode stage has the encoder's output
+        givers = encode[-1].ranks
+        return [Transfer(source=givers[i % len(givers)], target=rank)
+                for stage in decode for i, rank in enumerate(stage.ranks)]
+    needed = []
+    for own, other in ((e, d) for d in decode for e in encode):
+        layers = _shared(_layers(own), _layers(other))
+        for i, j in ((i, j) for j in range(other.tp_degree) for i in range(own.tp_degree)):
+            held, wanted = _heads(own, i, spec), _heads(other, j, spec)
+            heads = _shared(held, wanted)
+            if layers and heads:
+                needed.append(Transfer(
+                    source=own.ranks[i], target=other.ranks[j],
+                    source_layers=_within(layers, _layers(own)), source_heads=_within(heads, held),
+                    target_layers=_within(layers, _layers(other)),
+                    target_heads=_within(heads, wanted)))
+    return needed
+
+
+def pack(cache: KvCache, slots: Sequence[int], layers: slice = _ALL,
+         heads: slice = _ALL) -> Tensor:
+    """The entries of the queries in `slots`, copied out of `cache`."""
+    return gather(cache.store[layers, :, :, heads], *cache.rows_of(slots))
+
+
+def unpack(cache: KvCache, lengths: Sequence[int], block: Tensor) -> None:
+    """Puts the entries of queries with these lengths into new slots of `cache`."""
+    assert block.shape[3] == sum(lengths), f"{block.shape = } {sum(lengths) = }"
+    first = cache.allocate(lengths)
+    scatter(cache.store, *cache.rows_of(range(first, first + len(lengths))), block)
+
+
+def put(cache: KvCache, slot: int, entries: Tensor, layers: slice = _ALL,
+        heads: slice = _ALL) -> None:
+    """One query's entries [layers, 2, kv_heads, tokens, head_dim], wherever they lie, into a slot
+    of `cache` that was allocated for as many."""
+    scatter(cache.store[layers, :, :, heads], *cache.rows_of([slot]), entries)
+
+
+def _layers(stage: StageAssignment) -> range:
+    return range(stage.first_layer, stage.first_layer + stage.num_layers)
+
+
+def _heads(stage: StageAssignment, index: int, spec: ModelSpec) -> range:
+    """KV heads of the rank at `index` of the stage's group (xrunner.models.weights)."""
+    share = spec.kv_heads // stage.tp_degree
+    return range(index * share, (index + 1) * share)
+
+
+def _shared(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _within(part: range, whole: range) -> slice:
+    return slice(part.start - whole.start, part.stop - whole.start)
+
+
+# Between two looks of a receiving thread: it takes the interpreter's lock from the working one.
+LOOK_S = 1e-3
+
+
+class _Worker:
+    """A thread whose failure is raised again where the rank next needs it, or ends the run."""
+
+    def __init__(self, work: Callable[[], None], abort: Callable[[], object] | None) -> None:
+        self._work, self._abort = work, abort
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def join(self) -> None:
+        self._thread.join()
+        self.check()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+            if self._abort is not None:  # the rank may be waiting for what will not come
+                traceback.print_exception(error)
+                self._abort()
+
+
+class EntrySender:
+    """An encode rank's: `comm` is its own, beside that of the pipeline."""
+
+    def __init__(self, comm: Comm, transfers: Sequence[Transfer], *,
+                 abort: Callable[[], object] | None = None) -> None:
+        """`transfers`: of all ranks."""
+        self._comm = comm
+        self._transfers = [transfer for transfer in transfers if transfer.source == comm.rank]
+        self._waiting: queue.SimpleQueue[list[tuple[int, BlockMessage, Arriving]] | None] = (
+            queue.SimpleQueue())
+        self.num_bytes, self.seconds = 0, 0.0  # sent, and how long that took
+        self._worker = _Worker(self._send, abort)
+
+    def hand_over(self, message: StepMessage, cache: KvCache,
+                  first_slot: int) -> None:
+        """The step's queries that leave, which lie in `cache` from `first_slot` on."""
+        slots = [first_slot + i for i, joined in enumerate(message.joined) if joined.goes_on]
+        if slots:
+            self._put(message, lambda transfer: pack(
+                cache, slots, transfer.source_layers, transfer.source_heads))
+
+    def hand_over_encoded(self, message: StepMessage, encoded: Tensor) -> None:
+        """The encoder's output [T, H] of the step's queries, all of which leave."""
+        self._put(message, lambda transfer: encoded)
+
+    def close(self) -> None:
+        """Once all has been received."""
+        self._waiting.put(None)
+        self._worker.join()
+
+    def _put(self, message: StepMessage, block_of: Callable[[Transfer], Tensor]) -> None:
+        self._worker.check()
+        leaving = [joined for joined in message.joined if joined.goes_on]
+        header = BlockMessage(batch=message.phase, queries=tuple(j.query for j in leaving),
+                              lengths=tuple(j.input_tokens for j in leaving))
+        self._waiting.put([(transfer.target, header, Arriving(block_of(transfer)))
+                           for transfer in self._transfers])
+
+    def _send(self) -> None:
+        while (leaving := self._waiting.get()) is not None:
+            blocks = [(target, header, block.wait()) for target, header, block in leaving]
+            start = time.perf_counter()
+            for target, header, block in blocks:
+                self._comm.send(target, header, block)
+                self.num_bytes += block.nbytes
+            self._comm.flush()
+            self.seconds += time.perf_counter() - start
+        for transfer in self._transfers:
+            self._comm.send(transfer.target, StopMessage())
+        self._comm.flush()
+
+
+class _Entries(NamedTuple):
+    """One query's, from one encode rank."""
+
+    transfer: Transfer
+    tensor: Tensor  # [layers, 2, kv_heads, tokens, head_dim], or [tokens, H]
+
+
+class EntryReceiver:
+    """A decode rank's; its pool's head learns here which batches every rank has."""
+
+    def __init__(self, comm: Comm, transfers: Sequence[Transfer], decode_ranks: Sequence[int], *,
+                 abort: Callable[[], object] | None = None) -> None:
+        """`transfers`: of all ranks. `decode_ranks`: of the pool, its head first."""
+        self._comm, self._head = comm, decode_ranks[0]
+        self._transfers = {t.source: t for t in transfers if t.target == comm.rank}
+        assert self._transfers, f"nobody sends to {comm.rank = }"
+        self._others = decode_ranks[1:] if comm.rank == self._head else ()
+        self._lock = threading.Lock()
+        self._entries: dict[int, list[_Entries]] = {}  # by query
+        self._missing: dict[int, int] = {}  # batch -> blocks still to come to this rank
+        self._lacking: dict[int, int] = {}  # of the head: batch -> ranks that still lack some
+        self._held: set[int] = set()  # of the head: batches that every rank has
+        self.num_bytes = 0
+        self._worker = _Worker(self._receive, abort)
+
+    def is_held(self, batch: int) -> bool:
+        """The head: whether every rank of the pool has the batch's entries. True once only."""
+        self._worker.check()
+        with self._lock:
+            is_held = batch in self._held
+            self._held.discard(batch)
+        return is_held
+
+    def put_into(self, cache: KvCache, slot: int, query: int) -> None:
+        """The query's entries into the rank's cache."""
+        for transfer, entries in self._take(query):
+            put(cache, slot, entries, transfer.target_layers, transfer.target_heads)
+
+    def encoded(self, queries: Sequence[int]) -> Tensor:
+        """The encoder's output of these queries, one after the other."""
+        return torch.cat([entries.tensor for query in queries for entries in self._take(query)])
+
+    def forget(self, queries: Sequence[int]) -> None:
+        for query in queries:
+            self._take(query)
+
+    def close(self) -> None:
+        """Once every encode rank has stopped sending."""
+        self._worker.join()
+
+    def _take(self, query: int) -> list[_Entries]:
+        with self._lock:
+            entries, wanted = self._entries.pop(query), len(self._transfers)
+        assert len(entries) == wanted, f"{query = }: {len(entries)} of {wanted}"
+        return entries
+
+    def _receive(self) -> None:
+        senders, others = set(self._transfers), set(self._others)
+        while senders or others:
+            for source in [*senders, *others]:
+                got = self._comm.poll(source)
+                if got is None:
+                    continue
+                message, tensor = got
+                if isinstance(message, StopMessage):
+                    senders.discard(source)
+                    others.discard(source)
+                elif isinstance(message, BlockMessage):
+                    assert tensor is not None, f"{message = }"
+                    self._keep(source, message, tensor)
+                else:
+                    assert isinstance(message, HeldMessage), f"{message = }"
+                    self._note_held(message.batch)
+                break
+            else:
+                time.sleep(LOOK_S)
+        if self._comm.rank != self._head:
+            self._comm.send(self._head, StopMessage())
+        self._comm.flush()
+
+    def _keep(self, source: int, message: BlockMessage, block: Tensor) -> None:
+        transfer, start = self._transfers[source], 0
+        is_kv = block.dim() > 2
+        with self._lock:
+            for query, length in zip(message.queries, message.lengths, strict=True):
+                end = start + length
+                own = block[:, :, :, start:end] if is_kv else block[start:end]
+                self._entries.setdefault(query, []).append(_Entries(transfer, own))
+                start = end
+        self.num_bytes += block.nbytes
+        left = self._missing.pop(message.batch, len(self._transfers)) - 1
+        if left:
+            self._missing[message.batch] = left
+        elif self._comm.rank == self._head:
+            self._note_held(message.batch)
+        else:
+            self._comm.send(self._head, HeldMessage(batch=message.batch))
+
+    def _note_held(self, batch: int) -> None:
+        """The head: one more rank has all of the batch."""
+        left = self._lacking.pop(batch, 1 + len(self._others)) - 1
+        if left:
+            self._lacking[batch] = left
+            return
+        with self._lock:
+            self._held.add(batch)

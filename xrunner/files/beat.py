@@ -1,0 +1,167 @@
+"""What each rank tells of itself while it runs: a small file a rank, replaced about once a second
+by a thread beside its work. A rank that is stopped, or lost, tells nothing any more; one that is
+stuck at a step tells of that (xgpt.app.running.follow)."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from xgpt.core.system.whole_file import write_atomically
+from xrunner.comm.messages import StepMessage
+from xrunner.rules.steps import StepKind
+from xrunner.step_record import StepRecord
+
+BEATS = "ranks"  # the folder, in the output folder
+_INTERVAL_S = 1.0
+MOST_STEPS = 24  # of a kind, the latest ones, that a state tells of
+
+
+class ToldStep(NamedTuple):
+    """A step as it is told of: see xrunner.step_record.StepRecord."""
+
+    kind: str
+    queries: int
+    tokens: int
+    decoded: int
+    context_tokens: float
+    longest_context: int
+    input_tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """A rank `elapsed_s` after the run's common start. `busy_s`: of these at work on steps;
+    `recent_share`: of the last second or so. `queries`: that have a place in its stage's caches.
+    `at_s`: when it told so, in seconds since 1970 (None: it was not heard); `told`: the step it was
+    told last, and since when it is at it (None: it has done that one). `steps`: the latest of each
+    kind, of the second or so up to `elapsed_s`, MOST_STEPS at most, for who watches how long they
+    take."""
+
+    rank: int
+    stage: int
+    pool: str
+    elapsed_s: float
+    busy_s: float
+    recent_share: float
+    queries: int
+    replica: int = 0
+    at_s: float | None = None
+    steps: tuple[ToldStep, ...] = ()
+    num_steps: int = 0  # done
+    longest_step_s: float = 0.0
+    told: str = ""
+    step_since_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        place = f"stage {self.stage}" + ("" if self.pool == "all" else f", {self.pool} pool")
+        return f"rank {self.rank} ({place}{f', copy {self.replica}' if self.replica else ''})"
+
+
+class Beat:
+    """One rank's file. It is told of every step, and writes now and then; `start` has it write
+    while there is nothing to tell, too."""
+
+    def __init__(self, output: Path, *, rank: int, stage: int, pool: str,
+                 replica: int = 0) -> None:
+        self._path = output / BEATS / f"{rank}.json"
+        self._place = {"rank": rank, "stage": stage, "pool": pool, "replica": replica}
+        self._written_s, self._busy_s = -math.inf, 0.0
+        self._elapsed_s, self._share, self._queries = 0.0, 0.0, 0
+        self._num_steps, self._longest_s = 0, 0.0
+        self._steps: dict[str, deque[StepRecord]] = {}  # by kind, since those told last
+        self._told: tuple[ToldStep, ...] = ()
+        self._message: StepMessage | None = None
+        self._since_s: float | None = None
+        self._lock, self._is_over = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begins to tell that this process lives."""
+        self._thread = threading.Thread(target=self._live, name="beat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The rank's part is done: it tells nothing any more."""
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def begin(self, message: StepMessage) -> None:
+        """The rank has been told this step."""
+        self._message, self._since_s = message, time.time()
+
+    def __call__(self, now_s: float, busy_s: float, queries: int,
+                 step: StepRecord | None = None) -> None:
+        """The rank has done its `step`. now_s: since the run's start."""
+        if step is not None:
+            self._steps.setdefault(step.kind, deque(maxlen=MOST_STEPS)).append(step)
+        if self._since_s is not None:
+            self._longest_s = max(self._longest_s, time.time() - self._since_s)
+        self._since_s, self._num_steps, self._queries = None, self._num_steps + 1, queries
+        passed_s = now_s - self._written_s
+        if 0 <= passed_s < _INTERVAL_S:
+            return
+        is_first = not 0 <= passed_s < math.inf  # or the clock was restarted
+        share = (busy_s / now_s if now_s > 0 else 0.0) if is_first else (
+            (busy_s - self._busy_s) / passed_s)
+        self._written_s, self._elapsed_s, self._busy_s = now_s, now_s, busy_s
+        self._share = min(max(share, 0.0), 1.0)
+        self._told = () if is_first else tuple(map(_told, (
+            step for own in self._steps.values() for step in own)))
+        self._steps.clear()
+        self._write()
+
+    def _live(self) -> None:
+        self._write()
+        while not self._is_over.wait(_INTERVAL_S):
+            self._write()
+
+    def _write(self) -> None:
+        state = RankState(
+            **self._place, elapsed_s=self._elapsed_s, busy_s=self._busy_s,  # type: ignore[arg-type]
+            recent_share=self._share, queries=self._queries, at_s=time.time(), steps=self._told,
+            num_steps=self._num_steps,
+            longest_step_s=self._longest_s, step_since_s=self._since_s,
+            told=_in_words(self._message))
+        with self._lock, suppress(OSError):  # a full disk is told of where results are written
+            self._path.parent.mkdir(exist_ok=True)
+            write_atomically(self._path, json.dumps(asdict(state)) + "\n", is_durable=False)
+
+
+def _told(step: StepRecord) -> ToldStep:
+    return ToldStep(step.kind, step.queries, step.tokens, step.decoded,
+                    round(step.context_tokens, 1), step.longest_context,
+                    round(step.input_tokens, 1), round(step.seconds, 7))
+
+
+def _in_words(message: StepMessage | None) -> str:
+    if message is None:
+        return "to load its weights"
+    of = f"phase {message.phase}, iteration {message.iteration}, group {message.group}"
+    joined = f", {len(message.joined)} new queries" if message.joined else ""
+    kind = "encode and decode" if message.kind is StepKind.MIXED else message.kind.value
+    return f"to {kind} ({of}{joined})"
+
+
+def read_beats(output: Path) -> list[RankState]:
+    """The last state of each rank, in their order; none of a run that has none."""
+    states = []
+    for path in (output / BEATS).glob("*.json"):
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            states.append(RankState(**{**raw, "steps": tuple(
+                ToldStep(*step) for step in raw.get("steps", ()))}))
+        except (OSError, ValueError, TypeError, AttributeError):
+            continue
+    return sorted(states, key=lambda state: state.rank)

@@ -1,0 +1,134 @@
+"""What a model's own files say of the tokens that are chosen, beside its weights: Qwen2.5 makes
+what was said less likely, BART's summarisers begin with a token that is given.
+
+It is what transformers' greedy `generate` does by the same files: generation_config.json, where it
+is there, else config.json. Beams and the temperature of draws are the job's to say, not the
+file's. What of the rest is not done here is refused, for a text without it would be another."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from xgpt.core.engines import OWN_ENGINE, VLLM
+from xgpt.core.errors import InputError, Mistake, wrong
+from xgpt.core.hf.config import NO_INFLUENCE
+from xgpt.core.hf.values import load_json
+from xrunner.files.tokenizer import is_token
+
+# key -> values that ask for nothing, beside null, false and what is empty
+_NOT_DONE: dict[str, tuple[object, ...]] = {
+    "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,),
+    "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (), "begin_suppress_tokens": (),
+    "exponential_decay_length_penalty": (), "guidance_scale": (1,), "stop_strings": (),
+    "watermarking_config": (), "penalty_alpha": (0,), "dola_layers": (), "token_healing": (),
+    "force_words_ids": (), "constraints": ()}
+# what transformers takes where config.json alone is there and does not say
+_USUAL_LAST = {"bart": 2, "mbart": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTokens:
+    """`first`: the token that follows the very first one, an encoder-decoder model's start or a
+    decoder-only model's input of one token; `last`: the last one of an output that reaches its most
+    tokens; None: the model chooses. `least`: tokens, the input or the start among them, before
+    which no end of sequence is chosen, and `least_new` without them; `unrepeated`: so many in a row
+    are not chosen twice, 0: may be; `repetition_penalty`: of what was said."""
+
+    first: int | None = None
+    last: int | None = None
+    least: int = 0
+    unrepeated: int = 0
+    repetition_penalty: float = 1.0
+    least_new: int = 0
+
+    def fixed(self, before: int, max_new_tokens: int) -> tuple[tuple[int, int], ...]:
+        """(tokens before it, token) of what is given of an output of at most so many tokens, which
+        comes behind `before`."""
+        at = ((1, self.first), (before + max_new_tokens - 1, self.last))
+        return tuple((position, token) for position, token in at
+                     if token is not None and position >= before)
+
+    def least_after(self, before: int) -> int:
+        """Tokens of an output behind so many before which no end of sequence is chosen."""
+        return self.least_new or max(self.least - before, 0)
+
+
+@lru_cache(4)
+def given_tokens(directory: Path) -> GivenTokens:
+    """Of the model in `directory`. Raises InputError for what is not done, naming every key."""
+    path = _file_of(directory)
+    values = load_json(path)
+    if mistakes := tuple(_not_done(values, path)):
+        raise InputError(mistakes)
+    usual = _USUAL_LAST.get(str(values.get("model_type")))
+    return GivenTokens(_token(values, "forced_bos_token_id", path),
+                       _token(values, "forced_eos_token_id", path, usual),
+                       _count(values, "min_length", path),
+                       _count(values, "no_repeat_ngram_size", path),
+                       _penalty(values, path), _count(values, "min_new_tokens", path))
+
+
+def not_taken(directory: Path) -> list[str]:
+    """The keys of generation_config.json that are the job's to say (beams, draws, lengths), or
+    that nobody knows. Raises InputError."""
+    path = directory / "generation_config.json"
+    values = load_json(path) if path.is_file() else {}
+    return [key for key, value in sorted(values.items())
+            if value is not None and key not in NO_INFLUENCE and key not in _NOT_DONE]
+
+
+def refuse_given_tokens(directory: Path, engine: str) -> None:
+    """Raises InputError for what the model in `directory` says of its tokens and the engine does
+    not do, naming every key."""
+    given, path = given_tokens(directory), _file_of(directory)
+    asked = {"forced_bos_token_id": given.first, "forced_eos_token_id": given.last,
+             "no_repeat_ngram_size": given.unrepeated or None,
+             "repetition_penalty": given.repetition_penalty if given.repetition_penalty != 1
+             else None}
+    able = {OWN_ENGINE: frozenset(asked), VLLM: frozenset({"repetition_penalty"})}
+    if mistakes := [Mistake(
+            file=str(path), line=None, key=key, value=value, allowed=(
+                f"the engine {engine} does not do this under xgpt, and without it the model's "
+                "answers are others: take the key out of the file to have those"))
+            for key, value in asked.items()
+            if value is not None and key not in able.get(engine, frozenset())]:
+        raise InputError(mistakes)
+
+
+def _file_of(directory: Path) -> Path:
+    path = directory / "generation_config.json"
+    return path if path.is_file() else directory / "config.json"
+
+
+def _not_done(values: Mapping[str, Any], path: Path) -> Iterator[Mistake]:
+    for key, neutral in _NOT_DONE.items():
+        value = values.get(key)
+        if value and value not in neutral:
+            yield Mistake(file=str(path), line=None, key=key, value=value, allowed=(
+                "our own runner does not do this, and without it the model's answers are others: "
+                "take the key out of the file to have those"))
+
+
+def _penalty(values: Mapping[str, Any], path: Path) -> float:
+    value = values.get("repetition_penalty") or 1.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise wrong(path, "repetition_penalty", value, "a number > 0")
+    return float(value)
+
+
+def _count(values: Mapping[str, Any], key: str, path: Path) -> int:
+    value = values.get(key) or 0
+    if not is_token(value):
+        raise wrong(path, key, value, "a whole number >= 0")
+    return int(value)
+
+
+def _token(values: Mapping[str, Any], key: str, path: Path,
+           usual: int | None = None) -> int | None:
+    value = values.get(key, usual)
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(map(is_token, tokens)):
+        raise wrong(path, key, value, "a token id, or a list of them")
+    return min(tokens, default=None)  # of several with the same logit greedily the lowest

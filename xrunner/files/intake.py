@@ -1,0 +1,394 @@
+"""A job's requests taken in by its launcher: read once, tokenised once, a few thousand lines at a
+time, and put into the spool. The launcher says which of them can run by a schedule, a rank takes
+those up as queries; what cannot run becomes an error record, and the job goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol, overload
+
+import numpy as np
+
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import IntArray, JointLengths
+from xgpt.core.model import ModelSpec
+from xgpt.requests.chat import has_form
+from xgpt.requests.formats import Divided
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, RequestError, Requests, synthetic_requests
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
+from xrunner.checkpoint.source import read_spec
+from xrunner.files.generation import GivenTokens, given_tokens
+from xrunner.files.results import write_errors
+from xrunner.files.runnable import runnable
+from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.plan import RunPlan
+from xrunner.query import PreparedQuery, Sampling
+
+_NOTHING_GIVEN = GivenTokens()
+_LINES_AT_A_TIME = 4096
+_CHARS_AT_A_TIME = 2**22  # and tokens, which take more room: what is in memory at once
+NO_TOKENIZER = ("the model's folder has no tokenizer: give this request as `tokens`, or put the "
+                "tokenizer.json of the model beside its weights")
+_FILE_BITS = 40  # no file has as many lines
+_SAMPLE_SEED = 0x9E3779B97F4A7C15 >> 2  # between the seeds of a request's samples
+
+
+class Scored(NamedTuple):
+    """A request to be scored: what is encoded, and its targets, the last of which is not."""
+
+    ids: Sequence[int]
+    targets: tuple[int, ...]
+
+
+Tokenised = Scored | Sequence[int] | str  # or the sentence that says why there are none
+
+
+class Tokeniser(Protocol):
+    """What knows the model's tokens. The model may be fetched for the first requests that need
+    it."""
+
+    def tokenise(self, requests: Sequence[Request]) -> Sequence[Tokenised] | None:
+        """Tokenises the requests; None where nobody needs to know how long they are."""
+
+    @property
+    def vocab_size(self) -> int | None: ...
+
+
+def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None = None,
+            stdin: IO[bytes] | None = None,
+            divided: Divided = lambda path, delimiter: None) -> Requests:
+    """Reads the requests of a job's files. `spool`: where they go, for a run. `stdin`: what came
+    on standard input, where that is the file. `divided`: see read_requests."""
+    rows, digests = _RequestColumns(spool), [hashlib.sha256() for _ in files.paths]
+    bad_lines, are_tokenised = list[RequestError](), True
+    openai_files = set[int]()
+    source = read_requests(files, lambda file, raw: digests[file].update(raw),
+                           spool.columns if spool is not None else None, stdin, divided)
+    while lines := _next_lines(source):
+        bad_lines += [line for line in lines if isinstance(line, RequestError)]
+        requests = [line for line in lines if isinstance(line, Request)]
+        openai_files.update(line.file for line in lines if line.is_openai)
+        tokenised: Sequence[Tokenised | None] | None
+        tokenised = tokeniser.tokenise(requests) if requests else ()
+        are_tokenised &= tokenised is not None
+        if tokenised is None:
+            tokenised = [request.tokens for request in requests]
+        for request, ids in zip(requests, tokenised, strict=True):
+            for sample in range(request.samples):
+                rows.add(request, ids, tokeniser.vocab_size,
+                         request.asked * request.samples + sample)
+    # a line that tells nothing is one of its neighbours'
+    bad_lines = [line if line.is_openai is not None else replace(
+        line, is_openai=line.file in openai_files) for line in bad_lines]
+    found = tuple(digest.hexdigest() for digest in digests)
+    return replace(rows.requests(), bad_lines=tuple(bad_lines), are_tokenised=are_tokenised,
+                   digest=_digest(files, found), file_digests=found,
+                   labels=files.labels if len(files.paths) > 1 else ())
+
+
+def _next_lines(source: Iterator[Request | RequestError]) -> list[Request | RequestError]:
+    """The next ones, fewer where they are long; none at the end."""
+    lines, size = list[Request | RequestError](), 0
+    for line in islice(source, _LINES_AT_A_TIME):
+        lines.append(line)
+        if isinstance(line, Request):
+            size += len(line.prompt or "") + 8 * len(line.tokens or ()) + sum(
+                len(message.get("content", "")) for message in line.messages or ()) + len(
+                    line.continuation or "")
+        if size >= _CHARS_AT_A_TIME:
+            break
+    return lines
+
+
+def _digest(files: RequestFiles, of_each: Sequence[str]) -> str:
+    """Of all that makes the requests what they are."""
+    if len(of_each) == 1 and not files.rules:
+        return of_each[0]
+    return hashlib.sha256("\n".join((files.rules, *of_each)).encode()).hexdigest()
+
+
+def make(lengths: JointLengths, count: int, seed: int, vocab_size: int,
+         ) -> tuple[Requests, SpoolWriter]:
+    """Makes synthetic requests: tokens in, an exact number of tokens out."""
+    spool, digest, sizes = SpoolWriter(), hashlib.sha256(), array("q")
+    for i, (ids, outputs) in enumerate(synthetic_requests(lengths, count, seed, vocab_size)):
+        spool.add(Record(id=str(i), line=i + 1, is_forced=True), ids)
+        digest.update(ids.tobytes())
+        sizes.extend((len(ids), outputs))
+    inputs, forced = np.array(sizes, np.int64).reshape(-1, 2).T
+    digest.update(forced.tobytes())
+    return Requests(input_tokens=inputs, caps=forced, forced=forced, digest=digest.hexdigest(),
+                    may_stop=np.zeros(count, bool)), spool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokeniser:
+    """The tokeniser of a model whose files are here."""
+
+    tokenizer: TextTokenizer
+    is_chat: bool  # prompts go into the chat template, if there is one
+    vocab_size: int
+    options: Mapping[str, Any] = field(default_factory=dict)  # what that is told besides
+
+    def tokenise(self, requests: Sequence[Request]) -> list[Tokenised]:
+        """Token ids of each request, or the sentence that says why there are none."""
+        result = self._inputs(requests)
+        for i, request in enumerate(requests):
+            ids = result[i]
+            if isinstance(ids, (str, Scored)):
+                continue
+            if request.continuation_tokens is not None:
+                result[i] = _scored(ids, [*ids, *request.continuation_tokens])
+        return result
+
+    def _inputs(self, requests: Sequence[Request]) -> list[Tokenised]:
+        result: list[Tokenised] = [list(r.tokens or ()) for r in requests]
+        plain, chat = [], []
+        is_chat = self.is_chat and self.tokenizer.template is not None
+        for i, request in enumerate(requests):
+            own = json.loads(request.chat_template_kwargs or "{}")
+            is_plain = request.messages is None and not (is_chat and not request.is_openai)
+            if own and (request.tokens is not None or is_plain):
+                result[i] = "chat_template_kwargs: this prompt goes into no chat template"
+                continue
+            if request.tokens is not None:
+                continue
+            if not self.tokenizer.is_there:
+                result[i] = NO_TOKENIZER
+                continue
+            # OpenAI's prompts are completed as they are: its chats are messages
+            if is_plain:
+                plain.append((i, request.prompt or ""))
+                continue
+            messages = request.messages or ({"role": "user", "content": request.prompt or ""},)
+            try:
+                chat.append((i, self.tokenizer.render_chat(
+                    messages, json.loads(request.tools) if request.tools else None,
+                    {**self.options, **own})))
+            except (ValueError, XgptError) as cause:
+                result[i] = str(cause)
+        for batch, special in ((plain, True), (chat, False)):  # a template brings its own specials
+            tokens = self.tokenizer.encode_many([text for _, text in batch], special=special)
+            whole = self.tokenizer.encode_many(
+                [text + (requests[i].continuation or "") for i, text in batch],
+                special=special) if any(requests[i].continuation for i, _ in batch) else tokens
+            for (i, _), ids, all_ids in zip(batch, tokens, whole, strict=True):
+                result[i] = ids if requests[i].continuation is None else _scored(ids, all_ids)
+        return result
+
+
+def _scored(before: Sequence[int], whole: Sequence[int]) -> Scored | str:
+    """The continuation is what the whole text's tokens have beyond as many as the prompt's: a token
+    across the border counts as the prompt's."""
+    targets = tuple(whole[len(before):])
+    if not before:
+        return "the prompt has no tokens: nothing says how likely the first of its continuation is"
+    if not targets:
+        return "the continuation adds no token to its prompt"
+    return Scored(whole[:-1], targets)
+
+
+class _RequestColumns:
+    """The numbers of the requests so far, a column each."""
+
+    def __init__(self, spool: SpoolWriter | None) -> None:
+        self._spool = spool
+        # of 4 bytes: no file, line or number of tokens has more (xgpt.requests.request.MAX_INT)
+        self._inputs, self._caps, self._forced = array("i"), array("i"), array("i")
+        self._may_stop, self._unusable = array("b"), dict[int, str]()
+        self._num_targets = 0
+
+    def add(self, request: Request, ids: Tokenised | None, vocab_size: int | None,
+            sample: int = 0) -> None:
+        """One request, or one of the samples that it asks for."""
+        row = len(self._caps)
+        targets: tuple[int, ...] = ()
+        if isinstance(ids, Scored):
+            ids, targets = ids
+            self._num_targets += len(targets)
+            if (why := _why_unusable(targets, vocab_size)) is not None:
+                self._unusable[row] = why
+        if ids is not None and (why := _why_unusable(ids, vocab_size)) is not None:
+            self._unusable[row] = why
+        tokens = () if isinstance(ids, str) else ids
+        if tokens is not None:
+            # what will become an error record counts as one token in the plan
+            self._inputs.append(max(len(tokens), 1))
+        self._caps.append(request.output_cap(0))
+        self._forced.append(request.forced_tokens or 0)
+        self._may_stop.append(bool(request.stop))
+        if self._spool is not None and tokens is not None:
+            self._spool.add(replace(
+                _record(request, is_shown=row < NUM_PROMPTS), sample=sample, targets=targets),
+                tokens)
+
+    def requests(self) -> Requests:
+        def column(values: array[int]) -> IntArray:
+            return np.frombuffer(values, np.int32) if values else np.zeros(0, np.int32)
+
+        are_known = len(self._inputs) == len(self._caps)
+        return Requests(input_tokens=column(self._inputs).astype(np.int64) if are_known else None,
+                        caps=column(self._caps), forced=column(self._forced),
+                        may_stop=np.array(self._may_stop, bool), unusable=self._unusable,
+                        mean_targets=self._num_targets / max(len(self._caps), 1))
+
+
+def _why_unusable(ids: Sequence[int] | str, vocab_size: int | None) -> str | None:
+    """Says why a request cannot run, whatever the schedule; None where nothing is against it."""
+    if isinstance(ids, str):
+        return ids
+    if not ids:
+        return "the prompt has no tokens"
+    if vocab_size is None or (min(ids) >= 0 and max(ids) < vocab_size):
+        return None
+    wrong = next(t for t in ids if not 0 <= t < vocab_size)
+    return f"token {wrong} is outside the vocabulary (0..{vocab_size - 1})"
+
+
+def _record(request: Request, *, is_shown: bool) -> Record:
+    text = request.prompt
+    if request.messages is not None:
+        text = "\n\n".join(message.get("content", "") for message in request.messages)
+    if text is not None and request.continuation is not None:
+        text += request.continuation
+    seed = request.seed
+    if seed is not None:  # each input of a line is answered as if it were the only one
+        seed -= _SAMPLE_SEED * request.asked * request.samples
+    return Record(id=request.id, line=request.line, file=request.file,
+                  is_forced=request.forced_tokens is not None, seed=seed,
+                  temperature=request.temperature, top_k=request.top_k, top_p=request.top_p,
+                  repetition_penalty=request.repetition_penalty,
+                  stop=request.stop, is_openai=request.is_openai,
+                  is_chat=request.messages is not None, prompt=text if is_shown else None,
+                  top_logprobs=request.top_logprobs, min_tokens=request.min_tokens,
+                  passed=request.passed, tools=request.tools, pooled=request.pooled,
+                  choices=request.choices, asked=request.asked)
+
+
+def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec) -> None:
+    """Puts the requests that can run into the spool of the output folder, the others into its
+    errors.jsonl."""
+    queries, why = runnable(requests, plan, spec)
+    errors = errors_of(requests, spool, why)
+    write_errors(plan.output / "errors.jsonl", errors, requests.labels)
+    # where one of several inputs of a line cannot run the line has no answer
+    left_out = [one for request in why for record in [spool.record(request)]
+                for first in [request - record.sample]
+                for one in range(first, first + record.choices)]
+    spool.save(plan.output, queries[~np.isin(queries[:, 0], left_out)], len(errors),
+               requests.labels)
+
+
+def errors_of(requests: Requests, spool: SpoolWriter, why: Mapping[int, str]) -> list[RequestError]:
+    """All lines that cannot run, in their order; `why`: the requests among them, as `runnable` has
+    it."""
+    errors = dict[int, RequestError]()  # by the first request of a line
+    for request, sentence in sorted(why.items()):
+        record = spool.record(request)
+        where = f"input {record.asked + 1} of the line: " if record.asked else ""
+        errors.setdefault(request - record.sample, RequestError(
+            line=record.line, file=record.file, id=record.id, error=where + sentence,
+            is_openai=record.is_openai))
+    return sorted((*requests.bad_lines, *errors.values()),
+                  key=lambda error: (error.file, error.line))
+
+
+def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:
+    """Yields the job's queries in their order, indexed from 0 without gaps."""
+    for index, record in enumerate(spool.records()):
+        yield _prepared(spool, plan, index, record)
+
+
+class SpooledQueries(Sequence[PreparedQuery]):
+    """The job's queries by their index, each read when it is asked for."""
+
+    def __init__(self, spool: Spool, plan: RunPlan) -> None:
+        self.spool, self._plan = spool, plan
+
+    def __len__(self) -> int:
+        return len(self.spool)
+
+    @overload
+    def __getitem__(self, index: int) -> PreparedQuery: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PreparedQuery]: ...
+    def __getitem__(self, index: int | slice) -> PreparedQuery | list[PreparedQuery]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return query_of(self.spool, self._plan, index)
+
+
+def query_of(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:
+    """One query of the job."""
+    return _prepared(spool, plan, index, spool.record(index))
+
+
+def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> PreparedQuery:
+    sampling = Sampling(
+        temperature=plan.temperature if record.temperature is None else record.temperature,
+        top_k=plan.top_k if record.top_k is None else record.top_k or None,
+        top_p=plan.top_p if record.top_p is None else record.top_p,
+        # queries without a seed of their own must not all draw the same numbers
+        seed=_SAMPLE_SEED * record.sample + (
+            plan.seed * 1_000_003 + record.line + (record.file << _FILE_BITS)
+            if record.seed is None else record.seed),
+        top_logprobs=record.top_logprobs, targets=record.targets, pooled=record.pooled,
+        passed=record.passed, **_ruled(spool, plan, index, record))
+    return PreparedQuery(index=index, id=record.id, input_ids=spool.tokens(index),
+                        max_new_tokens=spool.most_output_tokens(index),
+                        is_forced=record.is_forced or plan.ignore_eos, sampling=sampling,
+                        stop=record.stop or (() if record.targets or record.pooled else plan.stop),
+                        is_openai=record.is_openai, is_chat=record.is_chat,
+                        sample=record.sample, tools=record.tools,
+                        choices=record.choices, asked=record.asked)
+
+
+def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str, Any]:
+    """What ends a query's sequence, and bars that before so many tokens of output, and which of its
+    tokens are given: what the request says counts before what the model's files do. Nothing where
+    none is asked for."""
+    rules: dict[str, Any] = {}
+    if record.targets or record.pooled:  # nothing is chosen
+        return rules
+    before, least, given = 0, record.min_tokens or 0, given_tokens(plan.model_dir)
+    if record.repetition_penalty is not None:
+        given = replace(given, repetition_penalty=record.repetition_penalty)
+    if least or given != _NOTHING_GIVEN:
+        # positions of an encoder-decoder model's decoder count from the token that it is fed first
+        said = ((start_token(plan.model_dir),) if _is_encoder_decoder(plan.model_dir)
+                else tuple(spool.tokens(index)))
+        before = len(said)
+        if record.min_tokens is None:
+            least = given.least_after(before)
+        if record.is_forced or plan.ignore_eos:
+            given = replace(given, last=None)
+        if given.unrepeated or given.repetition_penalty != 1:
+            rules |= {"unrepeated": given.unrepeated, "said": said,
+                      "repetition_penalty": given.repetition_penalty}
+        if fixed := given.fixed(before, spool.most_output_tokens(index)):
+            rules["fixed"] = fixed
+    if least > 0 or has_form(record.passed):
+        rules |= {"barred": tuple(sorted(_ends_of(plan.model_dir))),
+                  "barred_until": before + least if least > 0 else 0}
+    return rules
+
+
+@lru_cache(4)
+def _ends_of(model_dir: Path) -> frozenset[int]:
+    return eos_ids(model_dir)
+
+
+@lru_cache(4)
+def _is_encoder_decoder(model_dir: Path) -> bool:
+    return read_spec(model_dir, model_dir.name).is_encoder_decoder

@@ -1,0 +1,165 @@
+"""One line of results.jsonl: in our form, in that of a scored continuation, or as OpenAI's batch
+response object; and one of errors.jsonl. A likelihood that is no number is null: JSON has none for
+it, OpenAI's form a number of its own."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from xgpt.requests.request import RequestError
+from xrunner.query import FinishedQuery
+
+TokenText = Callable[[int], str]
+_VERY_UNLIKELY = -9999.0  # what OpenAI writes for a likelihood that it has no number for
+
+
+def result_line(result: FinishedQuery, model: str, token_text: TokenText) -> dict[str, Any]:
+    """`model`: what an OpenAI response calls it; `token_text`: the text of a single token."""
+    query, tpot_s = result.query, result.tpot_s
+    times: dict[str, float | None] = {
+        "latency_s": round(result.latency_s, 6), "encode_start_s": round(result.encode_start_s, 6),
+        "ttft_s": round(result.ttft_s, 6), "tpot_s": None if tpot_s is None else round(tpot_s, 6)}
+    if result.replica is not None:
+        times["replica"] = result.replica
+    if query.is_openai:
+        return _openai_line(result, model, times, token_text)
+    if query.sampling.pooled:
+        return {"id": query.id, "index": query.index, "text": "", "output_ids": [],
+                "input_tokens": len(query.input_ids), "output_tokens": 0,
+                "finish_reason": result.finish_reason, **times, "embedding": _vector(result),
+                **({} if result.error is None else {"error": result.error})}
+    return {"id": query.id, "index": query.index, "text": result.text,
+            "output_ids": list(result.output_ids), "input_tokens": len(query.input_ids),
+            "output_tokens": len(result.output_ids), "finish_reason": result.finish_reason, **times,
+            **({"sample": query.sample} if query.sample else {}), **_likelihoods(result),
+            **({} if result.error is None else {"error": result.error})}
+
+
+def error_line(error: RequestError, file: str | None) -> dict[str, Any]:
+    """Of a line that cannot run. `file`: what its file is called, where there are several. Of
+    OpenAI's lines it is as in the service's file of errors: a request that its endpoint would
+    refuse has its response, of status 400; what is no request has none, but an error."""
+    place: dict[str, Any] = {**({} if file is None else {"file": file}), "line": error.line}
+    if not error.is_openai:
+        return {**place, "id": error.id, "error": error.error}
+    name = f"{'' if file is None else file + ':'}{error.line}"
+    answer: dict[str, Any] = {"response": None, "error": {"code": error.code,
+                                                          "message": error.error}}
+    if error.code is None:
+        answer = {"response": {
+            "status_code": 400, "request_id": f"xgpt-error-{name}", "body": {"error": {
+                "message": error.error, "type": "invalid_request_error", "param": None,
+                "code": None}}}, "error": None}
+    return {"id": f"batch_req_error_{name}", "custom_id": error.id, **answer, "xgpt": place}
+
+
+def _likelihoods(result: FinishedQuery) -> dict[str, Any]:
+    """Of chosen tokens, or of a continuation; nothing where they were not asked for."""
+    sampling, told = result.query.sampling, result.likelihoods
+    logprobs = [_number(one.logprob) for one in told]
+    if sampling.targets:
+        is_whole = result.error is None and None not in logprobs
+        return {"continuation_ids": list(sampling.targets), "logprobs": logprobs,
+                "log_likelihood": math.fsum(one.logprob for one in told) if is_whole else None,
+                "is_greedy": is_whole and all(
+                    one.top[0][0] == target
+                    for one, target in zip(told, sampling.targets, strict=True))}
+    if sampling.top_logprobs is None:
+        return {}
+    return {"logprobs": logprobs,
+            "top_logprobs": [[[token, _number(value)] for token, value in one.top] for one in told]}
+
+
+def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | None],
+                 token_text: TokenText) -> dict[str, Any]:
+    """The batch response object of the OpenAI batch format, our figures under `xgpt`; of one of
+    several choices as if it were alone (xgpt.requests.choices puts them together)."""
+    query, request = result.query, f"xgpt-{result.query.index}"
+    answer: dict[str, Any] = {"error": None, "response": {
+        "status_code": 200, "request_id": request, "body": _embedding_body(result, model)
+        if query.sampling.pooled else _body(result, model, token_text)}}
+    if result.error is not None:
+        answer = {"error": {"code": "no_answer", "message": result.error}, "response": None}
+    own = {"index": query.index, "output_ids": list(result.output_ids), **times}
+    if query.sampling.pooled:
+        own["output_ids"] = []
+    if query.choices > 1:
+        own |= {"sample": query.sample, "of": query.choices, "input": query.asked,
+                "input_tokens": len(query.input_ids)}
+    return {"id": f"batch_req_{query.index}", "custom_id": query.id, **answer, "xgpt": own}
+
+
+def _body(result: FinishedQuery, model: str, token_text: TokenText) -> dict[str, Any]:
+    query = result.query
+    input_tokens, output_tokens = len(query.input_ids), len(result.output_ids)
+    choice: dict[str, Any] = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
+    is_told = query.sampling.top_logprobs is not None
+    if query.is_chat:
+        choice["message"] = {"role": "assistant", "content": result.text, "refusal": None}
+        if result.tool_calls:
+            choice["message"] |= {"content": result.text or None, "tool_calls": [
+                {"id": f"call_{query.index}_{place}", "type": "function",
+                 "function": call._asdict()} for place, call in enumerate(result.tool_calls)]}
+            choice["finish_reason"] = "tool_calls"
+        if is_told:
+            choice["logprobs"] = {"content": list(_of_chat(result, token_text)), "refusal": None}
+    else:
+        choice["text"] = result.text
+        if is_told:
+            choice["logprobs"] = _of_completion(result, token_text)
+    return {"id": f"xgpt-{query.index}", "created": int(time.time()), "model": model,
+            "system_fingerprint": None, "choices": [choice],
+            "object": "chat.completion" if query.is_chat else "text_completion",
+            "usage": {"prompt_tokens": input_tokens, "completion_tokens": output_tokens,
+                      "total_tokens": input_tokens + output_tokens}}
+
+
+def _embedding_body(result: FinishedQuery, model: str) -> dict[str, Any]:
+    """As the endpoint's own: the embedding has length 1."""
+    length = math.hypot(*result.embedding) or 1.0
+    tokens = len(result.query.input_ids)
+    return {"object": "list", "model": model, "data": [{
+        "object": "embedding", "index": 0, "embedding": [
+            _short(value / length) for value in result.embedding]}],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+
+
+def _vector(result: FinishedQuery) -> list[float]:
+    return [_short(value) for value in result.embedding] if result.error is None else []
+
+
+def _short(value: float) -> float:
+    """What a float32 tells."""
+    return float(f"{value:.9g}")
+
+
+def _of_chat(result: FinishedQuery, token_text: TokenText) -> Iterator[dict[str, Any]]:
+    """Yields what a chat response's logprobs say of each token."""
+    for token, told in zip(result.output_ids, result.likelihoods, strict=False):
+        yield {**_named(token_text(token), told.logprob), "top_logprobs": [
+            _named(token_text(other), value) for other, value in told.top]}
+
+
+def _named(text: str, logprob: float) -> dict[str, Any]:
+    # a part of a character has no bytes of its own that the text would tell
+    has_bytes = "\ufffd" not in text
+    return {"token": text, "logprob": _openai_number(logprob),
+            "bytes": list(text.encode()) if has_bytes else None}
+
+
+def _of_completion(result: FinishedQuery, token_text: TokenText) -> dict[str, Any]:
+    texts = [token_text(token) for token in result.output_ids]
+    offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+    return {"tokens": texts, "text_offset": offsets,
+            "token_logprobs": [_openai_number(one.logprob) for one in result.likelihoods],
+            "top_logprobs": [{token_text(token): _openai_number(value) for token, value in one.top}
+                             for one in result.likelihoods]}
+
+
+def _openai_number(value: float) -> float:
+    return value if math.isfinite(value) else _VERY_UNLIKELY
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

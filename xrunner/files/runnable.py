@@ -1,0 +1,93 @@
+"""Which of a job's requests a schedule can run, and why the others cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from xgpt.core.lengths import BoolArray, IntArray
+from xgpt.core.model import ModelSpec
+from xgpt.core.problem import output_room
+from xgpt.requests.request import Request, Requests
+from xrunner.plan import RunPlan
+
+_ROWS_AT_A_TIME = 2**18
+
+
+def runnable(requests: Requests, plan: RunPlan | None,
+             spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
+    """Tells which requests can run, by the plan or by any: (which request each query is and most
+    tokens that it may generate, [queries, 2]; why each other request cannot run)"""
+    queries, count = np.empty((len(requests), 2), np.int64), 0
+    why = dict(requests.unusable)
+    unusable = np.fromiter(why, np.int64, len(why))
+    # piece by piece: ten million rows of every number that decides are not to be there at once
+    for first in range(0, len(requests), _ROWS_AT_A_TIME):
+        rows, most = _runnable(requests, first, plan, spec, why)
+        is_usable = ~np.isin(rows, unusable)
+        rows, most = rows[is_usable], most[is_usable]
+        queries[count:count + len(rows), 0] = rows
+        queries[count:count + len(rows), 1] = most
+        count += len(rows)
+    return queries[:count], why
+
+
+def _runnable(requests: Requests, first: int, plan: RunPlan | None, spec: ModelSpec,
+              why: dict[int, str]) -> tuple[IntArray, IntArray]:
+    """(Which requests can run of those from the first on; most tokens of each.) Adds to `why`."""
+    assert requests.input_tokens is not None, "a run tokenises its requests"
+    piece = slice(first, first + _ROWS_AT_A_TIME)
+    inputs, forced = requests.input_tokens[piece], requests.forced[piece]
+    caps = requests.caps[piece]
+    room = output_room(spec, inputs)
+    most = np.minimum(np.where(caps > 0, caps, plan.max_tokens if plan else 1), room)
+    can_run = np.ones(len(inputs), bool)
+
+    def refuse(is_so: BoolArray, sentence: Callable[[int], str]) -> None:
+        for row in np.flatnonzero(is_so).tolist():
+            why.setdefault(first + row, sentence(row))
+            can_run[row] = False
+
+    refuse(room < 1, lambda row: f"{inputs[row]} input tokens leave no room in the model's "
+           f"{spec.max_positions} positions")
+    refuse(forced > room, lambda row: f"forced_tokens {forced[row]} after "
+           f"{inputs[row]} input tokens exceed the model's {spec.max_positions} positions")
+    if plan is not None:
+        refuse(inputs + most > plan.query_kv_tokens, lambda row: (
+            f"needs up to {inputs[row] + most[row]} tokens of KV cache ({inputs[row]} of input); "
+            f"the schedule was planned for {plan.query_kv_tokens}: lower max_tokens, or state the "
+            "workload's longest lengths in the job"))
+        refuse(inputs > (plan.most_input_tokens or np.inf), lambda row: (
+            f"{inputs[row]} input tokens; the schedule was planned to encode "
+            f"{plan.most_input_tokens} at a time: state the workload's longest lengths in the job"))
+    rows = np.flatnonzero(can_run)
+    return first + rows, most[rows]
+
+
+ASCII_PER_TOKEN = 3.6
+OTHERS_PER_TOKEN = 1.0  # characters outside ASCII
+SPREAD = 0.32  # standard deviation of the logarithm, common to all texts of a job
+
+
+# Measured with SmolLM2's tokenizer (benchmarks/results/characters-per-token.md): 4.3 characters a
+# token of English prompts, 1.3 to 3.6 of code and other alphabets, 0.8 to 1.2 of Chinese, Japanese
+# and Korean. The estimate's logarithm is 0.32 off over 21 kinds of texts (root mean square).
+def estimated_tokens(text: str) -> int:
+    """How many tokens a text has, roughly; at least one."""
+    others = len(text) - len(text.encode("ascii", "ignore"))
+    return max(round((len(text) - others) / ASCII_PER_TOKEN + others / OTHERS_PER_TOKEN), 1)
+
+
+class CharacterTokens:
+    """Stands for a tokenizer where only numbers of tokens are asked for. What a chat template adds
+    is not counted."""
+
+    vocab_size = None
+
+    def tokenise(self, requests: Sequence[Request]) -> list[Any]:
+        """As many ids as each request has tokens, which stand for nothing."""
+        return [request.tokens if request.tokens is not None else range(estimated_tokens(
+            (request.prompt or "\n".join(m.get("content", "") for m in request.messages or ()))
+            + (request.continuation or ""))) for request in requests]

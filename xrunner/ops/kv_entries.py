@@ -1,0 +1,183 @@
+"""Entries of the KV cache copied, all layers at once: onto other slots, into one block and back.
+
+A store is [layers, 2, slots, k, capacity, d] (keys, then values, of each layer), or the part of one
+that some layers and heads make; k KV heads, d head size. A block is [layers, 2, k, tokens, d], the
+queries' tokens one after the other. All raise ValueError for slots and lengths beyond the store.
+"""
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xrunner.devices import on_device
+from xrunner.ops.cpu import native
+from xrunner.ops.cuda import cuda_kv, cuda_modules
+from xrunner.rules.slots import Move
+
+_LEAST_BYTES = 4 * 2**20  # what is smaller comes quickly from the allocator, which keeps it
+
+
+class ReusedMemory:
+    """Keeps one stretch of memory, the largest that came back."""
+
+    def __init__(self) -> None:
+        self._free: mmap.mmap | None = None
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor on the CPU with any contents. Its memory comes back here when no tensor is left
+        that has part of it."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes < _LEAST_BYTES:
+            return torch.empty(tuple(shape), dtype=dtype)
+        memory, self._free = self._free, None
+        if memory is None or len(memory) < num_bytes:
+            try:
+                memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except (OSError, ValueError, OverflowError):  # torch says in words what was asked for
+                return torch.empty(tuple(shape), dtype=dtype)
+        holder = np.frombuffer(memory, np.uint8, num_bytes)  # every tensor of it holds this
+        weakref.finalize(holder, self._take_back, memory).atexit = False
+        return torch.from_numpy(holder).view(dtype).view(tuple(shape))
+
+    def _take_back(self, memory: mmap.mmap) -> None:
+        if self._free is None or len(self._free) < len(memory):
+            self._free = memory
+
+
+_BLOCKS = ReusedMemory()
+
+
+def compact(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) -> None:
+    """The first `lengths[i]` entries of each move's source onto its target, one after the other."""
+    sources, targets = [move.source for move in moves], [move.target for move in moves]
+    _check(store, sources, lengths)
+    _check(store, targets, lengths)
+    if (launch := cuda_modules.launch_for(store)) is not None:
+        cuda_kv.compact(launch, store, moves, lengths)
+        return
+    form, lib = _form_of(store), native.library()
+    if form is None or lib is None:
+        compact_torch(store, moves, lengths)
+        return
+    native.check(lib.xgpt_kv_compact(
+        *form.arrays, _numbers(sources), _numbers(targets), _numbers(lengths), len(moves),
+        *form.sizes, native.threads()))
+
+
+def compact_torch(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) -> None:
+    for (source, target), length in zip(moves, lengths, strict=True):
+        store[:, :, target, :, :length] = store[:, :, source, :, :length]
+
+
+def gather(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """The first `lengths[i]` entries of each of the `slots`, as a block."""
+    _check(store, slots, lengths)
+    if (launch := cuda_modules.launch_for(store)) is not None:
+        return cuda_kv.gather(launch, store, slots, lengths)
+    form, lib = _form_of(store), native.library()
+    if form is None or lib is None:
+        return gather_torch(store, slots, lengths)
+    tokens = sum(lengths)
+    block = _BLOCKS.empty(_block_shape(store, tokens), store.dtype)
+    native.check(lib.xgpt_kv_gather(
+        block.data_ptr(), tokens, *form.arrays, _numbers(slots), _numbers(lengths), len(slots),
+        *form.sizes, native.threads()))
+    return block
+
+
+def gather_torch(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    rows = [store[:, :, slot, :, :length] for slot, length in zip(slots, lengths, strict=True)]
+    return torch.cat(rows, dim=3) if rows else store.new_empty(_block_shape(store, 0))
+
+
+def scatter(store: Tensor, slots: Sequence[int], lengths: Sequence[int], block: Tensor) -> None:
+    """The tokens of a block, or of a stretch of one, to the slots of their queries, each of which
+    is named once."""
+    _check(store, slots, lengths)
+    if block.shape != _block_shape(store, sum(lengths)) or len(set(slots)) < len(slots):
+        raise ValueError(f"a block {list(block.shape)} for tokens {list(lengths)} in the slots "
+                         f"{list(slots)} of a store {list(store.shape)}")
+    block = on_device(block, store.device)  # from another pool it comes by the host's memory
+    launch = cuda_modules.launch_for(store)
+    if launch is not None and block.dtype == store.dtype:
+        cuda_kv.scatter(launch, store, slots, lengths, block.contiguous())
+        return
+    form, lib = _form_of(store), native.library()
+    if form is None or lib is None or not block.is_cpu or block.dtype != store.dtype:
+        scatter_torch(store, slots, lengths, block)
+        return
+    if (pitch := _pitch(block)) is None:
+        block = block.contiguous()
+        pitch = block.shape[3]
+    native.check(lib.xgpt_kv_scatter(
+        block.data_ptr(), pitch, *form.arrays, _numbers(slots), _numbers(lengths), len(slots),
+        *form.sizes, native.threads()))
+
+
+def scatter_torch(store: Tensor, slots: Sequence[int], lengths: Sequence[int],
+                  block: Tensor) -> None:
+    start = 0
+    for slot, length in zip(slots, lengths, strict=True):
+        store[:, :, slot, :, :length] = block[:, :, :, start:start + length]
+        start += length
+
+
+class _Form(NamedTuple):
+    """A store as the operators take it. `arrays`: addresses, their number, bytes between slots;
+    `sizes`: KV heads, bytes of an entry, slots, capacity."""
+
+    arrays: tuple[Any, int, int]
+    sizes: tuple[int, int, int, int]
+
+
+def _form_of(store: Tensor) -> _Form | None:
+    """None for a store that is not in this machine's memory, or whose heads' rows are apart."""
+    if not store.is_cpu:
+        return None
+    return _form(store.data_ptr(), tuple(store.shape), store.stride(), store.element_size())
+
+
+@lru_cache(maxsize=64)  # the stores of a rank are few, and stay where they are
+def _form(base: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> _Form | None:
+    layers, pair, slots, kv_heads, capacity, dim = shape
+    if strides[3:] != (capacity * dim, dim, 1):
+        return None
+    addresses = [base + (layer * strides[0] + which * strides[1]) * size
+                 for layer in range(layers) for which in range(pair)]
+    return _Form(((ctypes.c_void_p * len(addresses))(*addresses), len(addresses),
+                  strides[2] * size), (kv_heads, dim * size, slots, capacity))
+
+
+def _pitch(block: Tensor) -> int | None:
+    """Tokens of the block of which this is a stretch; None where it is none of a whole block."""
+    _, pair, kv_heads, _, dim = block.shape
+    strides = block.stride()
+    head = strides[2]
+    is_stretch = strides[3:] == (dim, 1) and head % dim == 0 and strides[:2] == (
+        pair * kv_heads * head, kv_heads * head)
+    return head // dim if is_stretch else None
+
+
+def _numbers(values: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def _block_shape(store: Tensor, tokens: int) -> tuple[int, ...]:
+    layers, pair, _, kv_heads, _, dim = store.shape
+    return (layers, pair, kv_heads, tokens, dim)
+
+
+def _check(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> None:
+    num_slots, capacity = store.shape[2], store.shape[4]
+    if (len(slots) != len(lengths) or not all(0 <= slot < num_slots for slot in slots)
+            or not all(0 <= length <= capacity for length in lengths)):
+        raise ValueError(f"slots {list(slots)} of {num_slots}, lengths {list(lengths)} within "
+                         f"{capacity}")

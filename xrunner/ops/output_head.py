@@ -1,0 +1,138 @@
+"""The output head: the vocabulary's product in pieces, and the largest logit of each row.
+
+A greedy query needs no more of its logits than which one is largest. So that is looked for piece
+by piece while a piece's logits lie in the caches, and n x V float32 logits are never in memory;
+whole rows are made of drawn queries alone. A piece of 8,192 tokens is large enough that the weights
+of a small batch stream as quickly as in one product (measured beside 1,024 to 4,096).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from xrunner.devices import on_device
+from xrunner.ops.cpu.native import check, dtype_code, library, serves, threads
+from xrunner.ops.linear import Product
+
+PIECE_TOKENS = 8192
+
+
+class BestTokens(NamedTuple):
+    """The largest logit of each row so far [n] float32, and its token [n] int64: the lowest of
+    those that are equally likely."""
+
+    logits: Tensor
+    tokens: Tensor
+
+
+class Scores(Protocol):
+    """The logits of a step's rows over this rank's share of the vocabulary; `rows` are rising."""
+
+    def best(self, rows: Sequence[int]) -> BestTokens:
+        """Of these rows; -inf and token 0 of a share without a token."""
+
+    def of(self, rows: Sequence[int]) -> Tensor:
+        """[rows, V_local]"""
+
+
+class OutputHead:
+    """The product with the vocabulary's weight [V_local, H]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.shape = tuple(weight.shape)
+        most = PIECE_TOKENS if weight.is_cpu else max(len(weight), 1)
+        self._pieces = [Product(part) for part in torch.split(weight, most)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for piece in self._pieces for tensor in piece.tensors]
+
+    def pack(self, dtype: torch.dtype) -> None:
+        for piece in self._pieces:
+            piece.pack(dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [n, H] -> [n, V_local], of the dtype that the weight is held as."""
+        parts = [piece(x) for piece in self._pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def best(self, x: Tensor) -> BestTokens:
+        """x [n, H]: the largest of each row."""
+        best, first = no_tokens(len(x), x.device), 0
+        for piece in self._pieces:
+            best = keep_best(best, piece(x), first)
+            first += piece.shape[0]
+        return best
+
+
+class HeadScores:
+    """Scores of what goes into a head: x [n, H]. With a `cap` each score s becomes
+    cap * tanh(s / cap), which keeps their order; `bias` [V_local] is added: whole rows are made."""
+
+    def __init__(self, head: OutputHead, x: Tensor, *, cap: float | None = None,
+                 bias: Tensor | None = None) -> None:
+        self._head, self._x, self._cap, self._bias = head, x, cap, bias
+
+    def best(self, rows: Sequence[int]) -> BestTokens:
+        if self._bias is not None:
+            return _best_of(self.of(rows))
+        best = self._head.best(_taken(self._x, rows))
+        return BestTokens(self._capped(best.logits), best.tokens)
+
+    def of(self, rows: Sequence[int]) -> Tensor:
+        logits = self._capped(self._head.logits(_taken(self._x, rows)))
+        return logits if self._bias is None else logits + self._bias.to(logits.dtype)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+
+
+class WholeScores:
+    """Scores of logits that are there: [n, V_local]."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def best(self, rows: Sequence[int]) -> BestTokens:
+        return _best_of(self.of(rows))
+
+    def of(self, rows: Sequence[int]) -> Tensor:
+        return _taken(self._logits, rows)
+
+
+def _best_of(logits: Tensor) -> BestTokens:
+    return keep_best(no_tokens(len(logits), logits.device), logits, 0)
+
+
+def _taken(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows of it, which are rising."""
+    return tensor if len(rows) == len(tensor) else tensor[on_device([*rows], tensor.device)]
+
+
+def no_tokens(rows: int, device: torch.device) -> BestTokens:
+    """What to begin with."""
+    return BestTokens(torch.full((rows,), float("-inf"), device=device),
+                      torch.zeros(rows, dtype=torch.long, device=device))
+
+
+def keep_best(best: BestTokens, logits: Tensor, first_token: int) -> BestTokens:
+    """`best` after the logits [n, v] of the v tokens from `first_token` on, which are higher than
+    those before. `best` is given up. No number, of a model that overflowed, is never the best."""
+    if serves(logits) and logits.is_contiguous():
+        lib = library()
+        assert lib is not None
+        check(lib.xgpt_keep_best(
+            dtype_code(logits), best.logits.data_ptr(), best.tokens.data_ptr(), logits.data_ptr(),
+            *logits.shape, first_token, threads()))
+        return best
+    if not logits.shape[1]:
+        return best
+    numbers = logits.float().masked_fill(logits.isnan(), float("-inf"))
+    largest, tokens = numbers.max(dim=-1)
+    is_more = largest > best.logits
+    return BestTokens(torch.where(is_more, largest, best.logits),
+                      torch.where(is_more, tokens + first_token, best.tokens))

@@ -1,0 +1,239 @@
+"""What every rank's life has in common, whatever it executes: its end, and its clock; and around
+rank 0's head the queries to be answered, and the account of the run: measured.json (figures) and
+steps.jsonl (every stage's steps).
+
+A stage of several ranks is as busy as its busiest one, and holds what its ranks hold together; its
+steps are those of its first rank, since all of a group take the same ones at the same time."""
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NoReturn
+
+from xgpt.core.errors import XgptError, in_words, visible
+from xgpt.core.system.lifeline import all_imported, end_unmet, name_of_rank
+from xgpt.core.system.whole_file import json_text, write_atomically
+from xgpt.requests.spool import Spool
+from xrunner.checkpoint.identity import changed_files, files_state, model_files
+from xrunner.engine.head import Head
+from xrunner.engine.pipeline import RankReport
+from xrunner.files.intake import SpooledQueries
+from xrunner.files.results import Answered, answered, count_results
+from xrunner.files.sink import STARTING, RunSink, Tally, write_progress
+from xrunner.plan import OWN_ALONE, RunPlan
+from xrunner.query import PreparedQuery
+from xrunner.rank.world import World
+from xrunner.rules.order import in_run_order
+
+
+def to_the_end(plan: RunPlan, join: Callable[[], World],
+               work: Callable[[RunPlan, World], None]) -> int:
+    """One rank's `work` among the others that it joins, whatever comes in between; its exit
+    code."""
+    world = None
+    all_imported()
+    if plan.private:
+        os.umask(OWN_ALONE)  # on other hosts the launcher's own does not count
+    try:
+        world = join()
+        work(plan, world)
+        world.close()
+    except XgptError as error:
+        return _end(error, world)
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+        if (words := in_words(error, plan.output)) is None:
+            raise
+        return _end(XgptError(words), world)
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process, after all others have come as far, if it has done its part. Everything it
+    wrote is closed, and taking the interpreter apart with torch in it would take another half
+    second."""
+    if "mpi4py" in sys.modules and (code or "mpi4py.MPI" not in sys.modules):
+        sys.exit(code)  # of which mpi4py tells the others
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "mpi4py" in sys.modules:
+        from mpi4py import MPI
+
+        MPI.Finalize()
+        # MPICH takes leave of mpiexec as libraries are unloaded: without that it is taken for dead,
+        # and the others are killed. No other thread runs meanwhile: this one keeps the interpreter.
+        ctypes.PyDLL(None).exit(0)
+    os._exit(code)
+
+
+def _end(error: XgptError, world: World | None) -> int:
+    """Says why this rank cannot go on, and ends them all."""
+    where = f"{name_of_rank()}: " if world is None else f"rank {world.comm.rank}: "
+    print(visible(f"xgpt: {where}{error}"), file=sys.stderr, flush=True)
+    if world is not None:
+        world.abort(error.exit_code)
+    end_unmet()
+    return error.exit_code
+
+
+class Stopwatch:
+    """Seconds since the run's common start, which comes after every rank has loaded."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def restart(self) -> None:
+        self._start = time.perf_counter()
+
+    def __call__(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def read_work(plan: RunPlan) -> tuple[Sequence[PreparedQuery], int, Answered]:
+    """(all queries, read as they are asked for; number of error records; those of the queries that
+    an earlier run answered)"""
+    write_progress(plan.output / "progress.json", replace(STARTING, state="loading"))
+    spool, results = Spool(plan.output), plan.output / "results.jsonl"
+    count_results(results)
+    return SpooledQueries(spool, plan), spool.num_errors, answered(results)
+
+
+def order_of(num_queries: int, plan: RunPlan, before: Answered) -> Iterator[int]:
+    """Yields places of the queries that are left, as they are taken up."""
+    return in_run_order(num_queries, plan.shuffle_window, plan.seed, first=before.written,
+                        without=before.held | set(plan.aside))
+
+
+def refuse_changed_model(plan: RunPlan) -> None:
+    """What the ranks hold is to be what the run was begun with: they may have been started again
+    long after. Called when all have read; raises XgptError."""
+    if not plan.model_files or plan.output == plan.model_dir:  # the run itself writes there
+        return
+    with suppress(OSError):  # the folder is gone: they read it before
+        if files_state(plan.model_dir) != plan.model_state and (
+                changed := changed_files(plan.model_files, model_files(plan.model_dir))):
+            raise XgptError(
+                f"{plan.model_dir}: {', '.join(changed)} changed since this run was planned: from "
+                "here on its answers would be another model's. Put back what was there, and the "
+                "same command goes on")
+
+
+def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
+            report: Callable[[], RankReport], queries_before: int, num_errors: int) -> None:
+    """Rank 0's run, from the ranks' common start on, and its account. `report`: of this rank."""
+    world.barrier()
+    refuse_changed_model(sink.plan)
+    clock.restart()
+    is_complete = head.run()
+    wall_s = clock()
+    # queries that are left for the end are not done
+    state = "done" if is_complete and not sink.leaves_some else "stopped"
+    sink.close(wall_s, state)
+    world.comm.flush()
+    reports = world.gather(report()) or []
+    write_measured(sink.output, RunOutcome(
+        state=state, wall_s=wall_s, queries_before=queries_before, num_errors=num_errors,
+        num_held=sink.num_held, changes=sink.launcher.taken if sink.launcher is not None else ()),
+        sink.tally, reports)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutcome:
+    """How a run ended. `num_held`: results in held.jsonl of one that was stopped, since one before
+    them is not done. `changes`: of the control variables while it ran."""
+
+    state: str  # "done" | "stopped"
+    wall_s: float
+    queries_before: int
+    num_errors: int
+    num_held: int = 0
+    changes: Sequence[Mapping[str, Any]] = ()
+
+
+def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
+                   reports: Sequence[RankReport]) -> None:
+    """`tally`: of the queries of this run."""
+    wall_s, tokens = outcome.wall_s, tally.output_tokens
+    stages = [list(group) for _, group in groupby(
+        sorted(reports, key=lambda r: (r.stage, r.rank)), key=lambda r: r.stage)]
+    taken = [report.disk_bytes for report in reports if report.disk_bytes is not None]
+    busiest_s = max((report.busy_s for report in reports), default=0.0)
+    figures = {
+        "version": 1, "state": outcome.state, "queries": len(tally),
+        "queries_before": outcome.queries_before, "queries_held": outcome.num_held,
+        "errors": outcome.num_errors, "failed": tally.num_failed, "wall_s": wall_s,
+        "throughput_qps": len(tally) / wall_s if wall_s > 0 else None,
+        "output_tokens": tokens, "output_tokens_per_s": tokens / wall_s if wall_s > 0 else None,
+        **tally.percentiles(),
+        "load_s": max((report.load_s for report in reports), default=0.0),
+        "loaded_bytes": sum(report.bytes_read for report in reports),
+        # the rest had been in memory; None: not counted
+        "loaded_from_disk_bytes": sum(taken) if len(taken) == len(reports) else None,
+        "operators": operators_of(reports),
+        # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
+        "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
+        "changes": list(outcome.changes),
+        "stages": [_of_stage(group) for group in stages],
+        "ranks": [{"rank": r.rank, **_place(r), "disk_bytes": r.disk_bytes, **_figures([r])}
+                  for r in reports]}
+    write_atomically(output / "measured.json", json_text(figures, indent=1) + "\n")
+    lines = [json_text({"rank": group[0].rank, **_place(group[0]), **record._asdict()})
+             for group in stages for record in group[0].log]
+    write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
+
+
+def operators_of(reports: Sequence[RankReport]) -> str | None:
+    """Whose operators served on the ranks, in a line; each line with the first rank of which it
+    is true, where they are of several kinds (an encode pool captures no steps)."""
+    first: dict[str, int] = {}
+    for report in sorted(reports, key=lambda report: report.rank):
+        if report.operators is not None:
+            first.setdefault(report.operators, report.rank)
+    if len(first) < 2:
+        return next(iter(first), None)
+    return "; ".join(f"rank {rank}: {said}" for said, rank in first.items())
+
+
+def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:
+    """One stage's figures, of the reports of its ranks."""
+    first = ranks[0]
+    for other in ranks[1:]:
+        orders = [_order(first), _order(other)]
+        kept = min(map(len, orders))  # a long log has forgotten its beginning, at uneven places
+        assert orders[0][-kept:] == orders[1][-kept:], (
+            f"ranks {first.rank} and {other.rank} of stage {first.stage} took different steps")
+    return {**_place(first), "ranks": [r.rank for r in ranks], **_figures(ranks)}
+
+
+def _place(report: RankReport) -> dict[str, Any]:
+    return {"stage": report.stage, "replica": report.replica, "pool": report.pool,
+            "role": report.role}
+
+
+def _figures(ranks: Sequence[RankReport]) -> dict[str, Any]:
+    """The figures of one rank, or of a stage's together. Of what went from one pool to the other
+    the seconds are known to who sends."""
+    first = ranks[0]
+    known_s = [r.host_s for r in ranks if r.host_s is not None]
+    figures = {"busy_s": max(r.busy_s for r in ranks), "host_s": max(known_s, default=None),
+               "load_s": max(r.load_s for r in ranks),
+               "bytes_read": sum(r.bytes_read for r in ranks),
+               "rows_compacted": first.rows_compacted,
+               "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks),
+               "kv_bytes": max(r.kv_bytes for r in ranks),
+               "kv_peak_bytes": max(r.kv_peak_bytes for r in ranks)}
+    if first.role != "both":
+        figures["handover_bytes"] = sum(r.handover_bytes for r in ranks)
+    if first.role == "encode":
+        figures["handover_s"] = max(r.handover_s for r in ranks)
+    return figures
+
+
+def _order(report: RankReport) -> list[tuple[object, ...]]:
+    """What the rank executed, in which order. Encoder output is taken up as it arrives."""
+    return [record[:6] for record in report.log if record.kind != "cross_kv"]

@@ -1,0 +1,191 @@
+"""One rank's part of the model, loaded and ready to execute steps; and what loading took from the
+disk, as opposed to the page cache: Linux counts it for each process."""
+
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from xgpt.core.deployment import Pool, StageAssignment
+from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec
+from xgpt.core.schedule import Schedule
+from xgpt.core.units import INT8
+from xrunner.checkpoint.reader import open_weights
+from xrunner.checkpoint.source import read_spec
+from xrunner.comm.handover import EntryReceiver, EntrySender, transfers
+from xrunner.devices import peak_memory_bytes, restart_peak_memory
+from xrunner.engine.graphs import CudaCapture
+from xrunner.engine.group import Model
+from xrunner.engine.pipeline import RankReport, Route, routes
+from xrunner.engine.stage import StageExecutor
+from xrunner.files.beat import Beat
+from xrunner.models.encoder_decoder import load_stage
+from xrunner.models.weights import WHOLE, Shard
+from xrunner.ops import invariant
+from xrunner.ops.cpu import native
+from xrunner.ops.cpu.products import is_int8_served
+from xrunner.ops.cuda import cuda_modules
+from xrunner.plan import RunPlan, weights_key
+from xrunner.rank.lead import Stopwatch
+from xrunner.rank.threads import threads_of
+from xrunner.rank.world import Replica, World, replica_of
+
+
+class Weights(NamedTuple):
+    """This rank's part of the model, and what loading it took."""
+
+    model: Model
+    seconds: float
+    bytes_read: int
+    disk_bytes: int | None  # of them, and of what was read ahead: from storage
+
+
+class Shelf:
+    """Keeps this rank's weights from one run to the next, which may be of the same."""
+
+    def __init__(self) -> None:
+        self._content: tuple[object, Weights] | None = None
+
+    def holds(self, key: object) -> bool:
+        return self._content is not None and self._content[0] == key
+
+    def weights(self, key: object, load: Callable[[], Weights]) -> Weights:
+        """Those that lie here if they are of this key, and nothing was loaded then; else what
+        `load` gives, in place of those. Collective: `key` is as new on every rank or on none."""
+        if self._content is not None and self._content[0] == key:
+            return Weights(self._content[1].model, 0.0, 0, 0)
+        self._content = None  # before there are others: both might not fit
+        self._content = key, load()
+        return self._content[1]
+
+
+class Loaded(NamedTuple):
+    """This rank's part of the model in its place, ready to execute steps."""
+
+    executor: StageExecutor
+    route: Route
+    replica: Replica
+    pool: Pool
+    stage: StageAssignment
+    weights: Weights
+
+
+def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
+         shelf: Shelf) -> Loaded:
+    rank = world.comm.rank
+    replica = replica_of(schedule.estimate, rank)
+    pool, stage = next((pool, stage) for pool in replica.pools for stage in pool.stages
+                       if rank in stage.ranks)
+    invariant.ask(plan.deterministic)
+    beat = Beat(plan.output, rank=rank, stage=replica.world_stage(stage.index), pool=pool.name,
+                replica=replica.number)
+    beat.start()
+    key = weights_key(plan, schedule)
+    if shelf.holds(key):
+        restart_peak_memory(world.device)  # what an earlier run took is not this one's
+    weights = shelf.weights(key, lambda: _read(
+        plan, schedule, replica, pool, stage, world))
+    sender, receiver = _couriers(replica, pool, weights.model.spec, world)
+    # an encode pool decodes nothing
+    is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode"
+    capture = CudaCapture(world.device) if is_captured and world.has_own_gpus else None
+    executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
+                             beat=beat, capture=capture)
+    if is_captured and capture is None:
+        executor.graphs_said = "no CUDA graphs: ranks share a GPU, whose memory is planned"
+    executor.records.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank,
+                                          is_deterministic=plan.deterministic)
+    return Loaded(executor, routes(replica.pools)[rank], replica, pool, stage, weights)
+
+
+def _read(plan: RunPlan, schedule: Schedule, replica: Replica, pool: Pool, stage: StageAssignment,
+          world: World) -> Weights:
+    rank, shard = world.comm.rank, WHOLE
+    # all ranks split together, those of copies that have no such group too
+    if any(other.tp_degree > 1 for shape in schedule.estimate.shapes
+           for own in shape.deployment.pools for other in own.stages):
+        index = stage.ranks.index(rank)
+        group = world.split(replica.world_stage(stage.index), index)
+        if stage.tp_degree > 1:
+            shard = Shard(index, stage.tp_degree, group.all_reduce, group.gather)
+    if plan.weight_dtype == INT8 and not is_int8_served():
+        raise XgptError(f"run.weight_dtype: {INT8} was planned, and this host's processor has no "
+                        "VNNI: its products of bytes would not be exact")
+    start, meter = time.perf_counter(), DiskMeter()
+    spec = read_spec(plan.model_dir, plan.model_name)
+    reader = open_weights(plan.model_dir, getattr(torch, plan.dtype))
+    model = load_stage(spec, reader, stage, shard, world.device, getattr(torch, plan.weight_dtype),
+                       pool.role)
+    reader.close()
+    return Weights(model, time.perf_counter() - start, reader.bytes_read, meter.num_bytes)
+
+
+def _couriers(replica: Replica, pool: Pool, spec: ModelSpec,
+              world: World) -> tuple[EntrySender | None, EntryReceiver | None]:
+    """This rank's end of the handover between an encode and a decode pool."""
+    if len(replica.pools) == 1:
+        return None, None
+    encode, decode = replica.own.encoding, replica.own.decoding
+    comm, abort = world.duplicate(), partial(world.abort, 1)
+    needed = transfers(encode.stages, decode.stages, spec)
+    if pool.role == "encode":
+        return EntrySender(comm, needed, abort=abort), None
+    ranks = [rank for stage in decode.stages for rank in stage.ranks]
+    return None, EntryReceiver(comm, needed, ranks, abort=abort)
+
+
+def report_of(loaded: Loaded) -> RankReport:
+    executor, weights = loaded.executor, loaded.weights
+    peak = peak_memory_bytes(executor.model.device)
+    kv_bytes, kv_peak_bytes = executor.kv_bytes
+    handed_bytes, handover_s = 0, 0.0
+    if executor.sender is not None:
+        handed_bytes, handover_s = executor.sender.num_bytes, executor.sender.seconds
+    elif executor.receiver is not None:
+        handed_bytes = executor.receiver.num_bytes
+    return RankReport(rank=loaded.route.rank, replica=loaded.replica.number,
+                      stage=loaded.replica.world_stage(loaded.stage.index), pool=loaded.pool.name,
+                      role=loaded.pool.role, log=tuple(executor.log),
+                      busy_s=executor.records.busy_s, host_s=executor.records.host_s,
+                      load_s=weights.seconds,
+                      bytes_read=weights.bytes_read,
+                      rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
+                      kv_bytes=kv_bytes, kv_peak_bytes=kv_peak_bytes,
+                      handover_bytes=handed_bytes, handover_s=handover_s,
+                      disk_bytes=weights.disk_bytes,
+                      operators=operators_in_words(executor.model.device, executor.graphs_said))
+
+
+def operators_in_words(device: torch.device, graphs: str | None = None) -> str:
+    """Whose operators serve on the device, and why no native ones do; `graphs`: what is said of
+    captured steps."""
+    said = native.describe() if device.type == "cpu" else cuda_modules.describe(device)
+    return said if graphs is None else f"{said}; {graphs}"
+
+
+class DiskMeter:
+    """Bytes that storage delivered to this process since the meter was made, those read ahead
+    among them."""
+
+    def __init__(self) -> None:
+        self._before = _storage_bytes()
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes read from the disk so far; None where the system does not count them."""
+        now = _storage_bytes()
+        return None if now is None or self._before is None else now - self._before
+
+
+def _storage_bytes() -> int | None:
+    try:
+        text = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return None
+    line = re.search(r"^read_bytes: (\d+)$", text, re.M)
+    return None if line is None else int(line.group(1))

@@ -1,0 +1,261 @@
+"""One rank: `mpiexec -n N python -m mpi4py -m xrunner.rank.worker OUT/run.json`.
+
+All ranks run this; what differs is the replica and the stage they belong to, and their place in it.
+`-m mpi4py` makes an uncaught error on one rank end them all."""
+
+if __name__ == "__main__":  # before what takes seconds to import
+    from xgpt.core.system.lifeline import begin_rank
+
+    begin_rank()
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from xgpt.core.controls import RraControls
+from xgpt.core.deployment import Pool
+from xgpt.core.errors import XgptError
+from xgpt.core.policies import policy
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule
+from xgpt.requests.spool import Spool
+from xrunner.comm.point_to_point import Comm
+from xrunner.engine.head import Alone, FromSpool, Head, PoolLink, Supply
+from xrunner.engine.links import FromEncodePool, ToDecodePool
+from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
+from xrunner.engine.replicas import FromRankZero, OfEveryReplica, ToReplicas
+from xrunner.engine.roster import Extent, Vocabulary
+from xrunner.files.intake import query_of
+from xrunner.files.launcher_link import LauncherLink
+from xrunner.files.results import Answered
+from xrunner.files.sink import RunSink
+from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.plan import RunPlan, load_plan
+from xrunner.query import PreparedQuery
+from xrunner.rank.lead import Stopwatch, conduct, leave, order_of, read_work, to_the_end
+from xrunner.rank.loading import Loaded, Shelf, load, report_of
+from xrunner.rank.world import Replica, World, connect, replicas_of
+from xrunner.rules.changes import Changeable
+from xrunner.rules.routing import Router, expected_tokens, window_of
+from xrunner.rules.rra import RraRule
+from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
+
+
+def main(arguments: list[str]) -> int:
+    plan = load_plan(Path(arguments[0]))
+    return to_the_end(plan, lambda: connect(plan.device_kind), partial(work, shelf=Shelf()))
+
+
+def work(plan: RunPlan, world: World, shelf: Shelf) -> None:
+    """This rank's part of one run. `shelf`: where its weights are, or will be."""
+    torch.set_num_threads(plan.threads_per_rank)
+    schedule = load_schedule(plan.output / "schedule.json")
+    _check_fits(schedule, world.comm)
+    clock = Stopwatch()
+    if world.comm.rank == 0:
+        _lead(plan, schedule, world, clock, shelf)
+        return
+    loaded = load(plan, schedule, world, clock, shelf)
+    if loaded.route.steps_from is not None:
+        _follow(world, loaded, clock)
+    elif loaded.pool.role == "decode":
+        _lead_decoding(plan, schedule, world, loaded, clock)
+    else:
+        _lead_replica(plan, schedule, world, loaded, clock)
+    loaded.executor.close()
+    world.gather(report_of(loaded))
+
+
+def _follow(world: World, loaded: Loaded, clock: Stopwatch) -> None:
+    """Every rank that is no pool's head serves its stage until told to stop."""
+    neighbours = Neighbours(world.comm, loaded.route)
+    await_start(neighbours, loaded.executor)
+    world.barrier()
+    clock.restart()
+    serve_stage(neighbours, loaded.executor)
+
+
+def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
+                   clock: Stopwatch) -> None:
+    """The first rank of a decode pool is its head; what is done goes to the encode pool's."""
+    receiver = loaded.executor.receiver
+    assert receiver is not None
+    link = FromEncodePool(world.comm, receiver, encode_head=loaded.replica.head)
+    head = Head(rule=_rule_of(loaded.pool, loaded.replica), executor=loaded.executor, link=link,
+                neighbours=Neighbours(world.comm, loaded.route), sink=link, clock=clock,
+                vocabulary=_vocabulary(plan, loaded))
+    head.start()
+    _serve(head, world, clock)
+
+
+def _lead_replica(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
+                  clock: Stopwatch) -> None:
+    """The first rank of a replica other than the first is its head; rank 0 says what it works, and
+    hears what is done."""
+    rule, spool = _rule_of(loaded.pool, loaded.replica), Spool(plan.output)
+    supply = FromRankZero(world.comm, loaded.replica.number, partial(query_of, spool, plan),
+                          tells_lengths=plan.is_watched and _tell_lengths(schedule))
+    head = Head(rule=rule, executor=loaded.executor, sink=supply, clock=clock,
+                neighbours=Neighbours(world.comm, loaded.route),
+                vocabulary=_vocabulary(plan, loaded),
+                link=_link(rule, loaded.replica, world.comm, supply))
+    _make_room(head, plan, loaded.replica)
+    head.roster.extent = _extent(spool, Answered(0, frozenset()))
+    head.start(_spare_bytes(loaded.replica))
+    _serve(head, world, clock)
+
+
+def _serve(head: Head, world: World, clock: Stopwatch) -> None:
+    """A head's run, from the ranks' common start on."""
+    world.barrier()
+    clock.restart()
+    head.run()
+    world.comm.flush()
+
+
+def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
+          shelf: Shelf) -> None:
+    """Rank 0 reads the queries, is the first pool's head, and writes everything."""
+    queries, num_errors, before = read_work(plan)
+    loaded = load(plan, schedule, world, clock, shelf)
+    sink, order = RunSink(plan, num_queries=len(queries), before=before), order_of(
+        len(queries), plan, before)
+    rule = _rule_of(loaded.pool, loaded.replica)
+    num_left = len(queries) - before.total - len(plan.aside)
+    others = _other_replicas(plan, schedule, world.comm, sink, queries, order)
+    supply = others or FromSpool(
+        queries, order, num_left, least=2 * window_of(schedule.estimate).waiting,
+        begin=lambda given: sink.launcher.begin(given) if sink.launcher is not None else None)
+    head = Head(rule=rule, executor=loaded.executor, sink=others or sink, clock=clock,
+                neighbours=Neighbours(world.comm, loaded.route),
+                vocabulary=_vocabulary(plan, loaded),
+                link=_link(rule, loaded.replica, world.comm, supply))
+    _make_room(head, plan, loaded.replica)
+    if plan.is_watched:
+        sink.launcher = LauncherLink(plan.output, first_query=before.total,
+                                     limit_s=schedule.bound.limit_s,
+                                     **_followed(head, schedule, others))
+    head.roster.extent = _extent(Spool(plan.output), before)
+    if others is None:
+        head.roster.on_begin = sink.underway.begin
+        supply.look(head)
+    else:
+        others.start(head)
+    head.start(_spare_bytes(loaded.replica))
+
+    def report() -> RankReport:
+        loaded.executor.close()
+        return report_of(loaded)
+
+    conduct(head, sink, world, clock, report=report, queries_before=before.total,
+            num_errors=num_errors)
+
+
+def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink,
+                    queries: Sequence[PreparedQuery], order: Iterator[int]) -> ToReplicas | None:
+    """Rank 0's end of the links to them; None where there is one replica."""
+    replicas = replicas_of(schedule.estimate)
+    heads = [replica.head for replica in replicas[1:]]
+    if not heads:
+        return None
+    spool, places = Spool(plan.output), array("q", order)
+    is_forced = np.fromiter((plan.ignore_eos or record.is_forced for record in spool.records()),
+                            bool, len(spool))
+    rows = np.array(places, np.int64)
+    tokens = expected_tokens(spool.input_tokens[rows], spool.most_outputs[rows],
+                             plan.mean_output_tokens, is_forced[rows])
+    router = Router(tokens, windows=[window_of(replica.estimate) for replica in replicas],
+                    speeds=[replica.estimate.figures.throughput_qps for replica in replicas],
+                    routing=plan.routing)
+    return ToReplicas(comm, sink, router, queries, places, heads)
+
+
+def _followed(head: Head, schedule: Schedule, others: ToReplicas | None) -> dict[str, Any]:
+    """What the launcher changes while the job runs, and, where all copies execute RRA, what it is
+    told of the queries at work."""
+    rule = head.rule
+    if not isinstance(rule, Changeable):
+        return {}
+    tells = _tell_lengths(schedule)
+    if others is None:
+        return {"rule": rule, "at_work": head.lengths_so_far if tells else None}
+    return {"rule": OfEveryReplica(rule, others, replicas_of(schedule.estimate)), "at_work": (
+        lambda: head.lengths_so_far() | others.lengths_so_far()) if tells else None}
+
+
+def _tell_lengths(schedule: Schedule) -> bool:
+    """Whether heads know of the queries at work, and tell: where some do not, those would be
+    missing that are long."""
+    return all(isinstance(shape.controls, RraControls) for shape in schedule.estimate.shapes)
+
+
+def _extent(spool: Spool, before: Answered) -> Extent:
+    """Of all that is left of the job: any of its queries may come to any replica."""
+    is_left = np.arange(len(spool)) >= before.written
+    is_left[list(before.held)] = False
+    inputs, outputs = spool.input_tokens[is_left], spool.most_outputs[is_left]
+    return Extent(queries=len(inputs), longest_input=int(inputs.max(initial=1)),
+                  longest_output=int(outputs.max(initial=1)),
+                  longest=int((inputs + outputs).max(initial=1)))
+
+
+def _make_room(head: Head, plan: RunPlan, replica: Replica) -> None:
+    """How the pool's caches are laid out, and for how much."""
+    head.roster.in_blocks = plan.kv_in_blocks
+    if isinstance(head.rule, RraRule):
+        rooms = ((plan.slots, plan.kv_tokens), *plan.other_rooms)
+        head.rule.make_room(*(rooms[replica.shape] if replica.shape < len(rooms) else (0, 0)))
+
+
+def _spare_bytes(replica: Replica) -> int:
+    figures = replica.estimate.figures
+    return max(figures.memory_capacity_bytes - max(figures.memory_bytes), 0)
+
+
+def _rule_of(pool: Pool, replica: Replica) -> BatchingRule:
+    names = [other.name for other in replica.pools]
+    return rules_for(replica.estimate)[names.index(pool.name)]
+
+
+def _link(rule: BatchingRule, replica: Replica, comm: Comm,
+          supply: Supply | None) -> PoolLink:
+    """What ties the pool of `rule`, which encodes, to the decode pool of its replica."""
+    if len(replica.pools) == 1:
+        return Alone(supply)
+    assert isinstance(rule, EncodingRule), f"{rule = }"
+    decode = replica.own.decoding
+    return ToDecodePool(comm, rule, _rule_of(decode, replica), decode.stages[0].ranks[0], supply)
+
+
+def _vocabulary(plan: RunPlan, loaded: Loaded) -> Vocabulary:
+    is_encoder_decoder = loaded.executor.model.spec.is_encoder_decoder
+    return Vocabulary(eos_ids=eos_ids(plan.model_dir),
+                      decode_text=TextTokenizer(plan.model_dir).decode,
+                      start_token=start_token(plan.model_dir) if is_encoder_decoder else None)
+
+
+def _check_fits(schedule: Schedule, comm: Comm) -> None:
+    for shape in schedule.estimate.shapes:
+        roles, expected = [pool.role for pool in shape.deployment.pools], list(
+            policy(shape.policy).pools)
+        if roles != expected:
+            raise XgptError(f"the schedule's stages have the roles {roles}; {shape.policy} has "
+                            f"{expected}")
+    ranks = sorted(rank for replica in replicas_of(schedule.estimate) for rank in replica.ranks)
+    if ranks != list(range(comm.size)):
+        raise XgptError(f"the schedule's stages have the ranks {ranks}, the launcher started "
+                        f"{comm.size}")
+    first = schedule.deployment.stages[0].ranks
+    if first[0] != 0:
+        raise XgptError(f"the schedule's first stage has the ranks {first}: rank 0 must be its "
+                        "first, since it decides")
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

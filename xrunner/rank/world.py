@@ -1,0 +1,137 @@
+"""The ranks of a run, as its launcher started them, and the copies of the model that they hold."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from xgpt.core.deployment import Deployment, Pool
+from xgpt.core.errors import XgptError
+from xgpt.core.schedule import Estimate
+from xrunner.comm.collective import Group, MpiGroup, TorchGroup
+from xrunner.comm.exchange import gather
+from xrunner.comm.handover import LOOK_S
+from xrunner.comm.point_to_point import Comm, MpiComm, local_comms, wait_politely
+from xrunner.devices import CPU, Kind, has_own_gpu_each, local_rank, own_device
+from xrunner.engine.pipeline import RankReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One whole copy: `estimate` is what it alone executes, on its ranks among all; `first_stage`
+    the number of its first stage among all replicas' stages; `shape` that of its shape among those
+    of the estimate that it is a copy of."""
+
+    number: int
+    estimate: Estimate
+    first_stage: int
+    shape: int = 0
+
+    @property
+    def own(self) -> Deployment:
+        return self.estimate.deployment
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        return self.own.pools
+
+    @property
+    def head(self) -> int:
+        """The rank that decides on its first pool."""
+        return self.pools[0].stages[0].ranks[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for pool in self.pools for stage in pool.stages for rank in stage.ranks)
+
+    def world_stage(self, index: int) -> int:
+        """The number, among all replicas' stages, of its stage `index`."""
+        return self.first_stage + index
+
+
+def replicas_of(estimate: Estimate) -> tuple[Replica, ...]:
+    """All of them, in the order of their ranks."""
+    found, first_rank, first_stage = list[Replica](), 0, 0
+    for place, shape in enumerate(estimate.shapes):
+        one, deployment = shape.one_copy, shape.deployment
+        for copy in range(deployment.replicas):
+            pools = deployment.pools_of(copy, first_rank=first_rank)
+            found.append(Replica(
+                number=len(found), first_stage=first_stage, shape=place, estimate=replace(
+                    one, deployment=replace(one.deployment, pools=pools))))
+            first_stage += len(deployment.stages)
+        first_rank += deployment.num_devices
+    return tuple(found)
+
+
+def replica_of(estimate: Estimate, rank: int) -> Replica:
+    """The one in which the rank is."""
+    return next(replica for replica in replicas_of(estimate) if rank in replica.ranks)
+
+
+class World(NamedTuple):
+    """The ranks of this run, and what they do together."""
+
+    comm: Comm
+    barrier: Callable[[], None]
+    gather: Callable[[RankReport], list[RankReport] | None]  # to rank 0
+    abort: Callable[[int], None]
+    split: Callable[[int, int], Group]  # (group, place in it): the ranks of one group; collective
+    duplicate: Callable[[], Comm]  # the same ranks, messages of their own; collective
+    device: torch.device = CPU  # this rank's
+    has_own_gpus: bool = True  # no two ranks share one
+    close: Callable[[], None] = lambda: None  # at an orderly end; collective
+
+
+def connect(kind: Kind = "cpu") -> World:
+    """All ranks of the launcher, each on its device; a single rank started without one needs no
+    MPI. Raises XgptError where there is no such device."""
+    if "mpi4py" not in sys.modules:
+        return World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
+                     abort=lambda code: None, split=_alone, duplicate=_alone,
+                     device=own_device(kind, 0))
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    device = own_device(kind, local_rank(world))
+    is_direct, groups = has_own_gpu_each(world, device), list[Group]()
+
+    def barrier() -> None:
+        # rank 0 may tokenise for minutes: the others must not spin in a blocking call meanwhile
+        request = world.Ibarrier()
+        wait_politely(lambda: bool(request.Test()))
+
+    def duplicate() -> Comm:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise XgptError("this MPI library was built without support for threads "
+                            "(MPI_THREAD_MULTIPLE), which WAA's handover needs: use another, or "
+                            "`schedule: {policy: rra}`")
+        return MpiComm(world.Dup(), LOOK_S)
+
+    def split(group: int, place: int) -> Group:
+        groups.append(group_of(world.Split(group, place), is_direct=is_direct))
+        return groups[-1]
+
+    def close() -> None:
+        for group in groups:
+            if isinstance(group, TorchGroup):
+                group.close()
+
+    return World(MpiComm(world), barrier=barrier, abort=world.Abort,
+                 gather=lambda report: gather(world, report, RankReport),
+                 split=split, duplicate=duplicate, device=device, has_own_gpus=is_direct,
+                 close=close)
+
+
+def group_of(comm: Any, *, is_direct: bool) -> Group:
+    """The ranks of `comm` as a group: over NCCL where every rank of the run has a GPU of its own
+    (`is_direct`), else over MPI through the host's memory. Collective."""
+    if is_direct and comm.Get_size() > 1:
+        return TorchGroup(comm, "nccl")
+    return MpiGroup(comm)
+
+
+def _alone(*of: object) -> NoReturn:
+    raise AssertionError(f"{of = }: a rank alone is in no group, and both pools' only one")
