@@ -35,7 +35,8 @@ _PREDICTED = ("latency_p50_s", "latency_p99_s", "ttft_p50_s", "ttft_p99_s", "tpo
 _FIGURES = [column.name for column in COLUMNS if column.group == "figure"]
 _ROOT = Path(__file__).resolve().parents[3]
 # whose code, tables and rows decide what is planned
-_PLANNING = ("xgpt/core", "xprofiler", "xsimulator", "xscheduler", "xrunner/rules")
+_PLANNING = ("xgpt/core", "xgpt/job", "xgpt/requests", "xprofiler", "xsimulator", "xscheduler",
+             "xrunner/rules")
 _SUFFIXES = (".py", ".yaml")
 # Of a process that plans many points: one timing source for all of a model on a cluster, since it
 # keeps what it was asked, and the latency without a bound that shares are taken of.
