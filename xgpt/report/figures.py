@@ -119,6 +119,12 @@ def metrics_of(output: Output) -> dict[str, Any]:
         "queries_before": output.queries_before}
 
 
+def was_changed(metrics: Mapping[str, Any]) -> bool:
+    """Whether the schedule was changed while the queries ran."""
+    return any(decision.get("choice") == "adjust" for decision in metrics.get("rescheduling") or ()
+               if isinstance(decision, Mapping))
+
+
 def why_not_predicted(metrics: Mapping[str, Any]) -> str | None:
     """Why nothing measured has a prediction beside it; None where something has."""
     rows = comparisons(metrics)
@@ -128,7 +134,7 @@ def why_not_predicted(metrics: Mapping[str, Any]) -> str | None:
         what = "this run answered the rest of it"
     elif text_at(metrics, "status") == "stopped":
         what = "this run was stopped before its end"
-    elif metrics.get("rescheduling"):
+    elif was_changed(metrics):
         what = "the schedule was changed while it ran"
     else:
         return "No prediction was made of this run."

@@ -19,6 +19,8 @@ from xgpt.report.figures import (
     lost_to_bound,
     metrics_so_far,
     middle_window,
+    was_changed,
+    why_not_predicted,
 )
 from xgpt.report.output import (
     LoggedStep,
@@ -44,6 +46,15 @@ def test_columns_hold_what_was_put_in():
     assert not QueryColumns().reasons() and not len(QueryColumns().times("ttft_s"))
     odd = QueryColumns(dataclasses.replace(queries[0], finish_reason=str(i)) for i in range(400))
     assert sum(odd.reasons().values()) == 400
+
+
+@pytest.mark.parametrize(("choice", "changed"), [("keep", False), ("redeploy", False),
+                                                 ("adjust", True)])
+def test_only_a_change_of_the_schedule_takes_its_prediction(choice: str, changed: bool):
+    metrics = {"status": "finished", "wall_s": {"measured": 1.0},
+               "rescheduling": [{"choice": choice, "reason": "why"}]}
+    assert was_changed(metrics) is changed
+    assert ("was changed while it ran" in (why_not_predicted(metrics) or "")) is changed
 
 
 def query(latency_s: float, output_tokens: int = 10, start_s: float = 0.0) -> QueryFigures:

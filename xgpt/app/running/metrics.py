@@ -26,7 +26,7 @@ from xgpt.core.schedule_file import plain, write_json
 from xgpt.core.units import INT8
 from xgpt.launch.contention import NOTICEABLE_SHARE, in_words
 from xgpt.launch.launcher import RankProgram, launcher_of, threads_per_rank
-from xgpt.report.figures import check_bounds, kept_facts
+from xgpt.report.figures import check_bounds, kept_facts, was_changed
 from xgpt.report.output import Output, read_output
 from xgpt.report.page import MAX_ANSWERS, write_page
 from xgpt.report.results_file import write_results
@@ -72,6 +72,8 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
     # read once: the figures of ten million queries are not to be there twice
     left = replace(read_output(output, MAX_ANSWERS), metrics=metrics, schedule=schedule,
                    queries_before=measured["queries_before"])
+    # those of the ranks' earlier starts, too
+    metrics["failed"] = max(metrics["failed"], left.queries.reasons()["error"])
     metrics |= kept_facts(check_bounds(left))
     write_json(output / METRICS_FILE, metrics)
     report = _report(replace(left, metrics=plain(metrics)))
@@ -100,7 +102,7 @@ def _ends(opened: OpenedJob, output: Output) -> Iterator[str]:
     kept, how many answers were cut, and why the first entry has none."""
     yield from (check.sentence for check in check_bounds(output) if check.is_kept is not None)
     metrics = output.metrics or {}
-    if metrics.get("rescheduling") and metrics["wall_s"]["predicted"] is not None:
+    if was_changed(metrics) and metrics["wall_s"]["predicted"] is not None:
         yield CHANGED
     known = opened.problem.queries
     is_wished = opened.job.run.ignore_eos or (known is not None and known.outputs is not None)
