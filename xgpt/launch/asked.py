@@ -25,6 +25,12 @@ def to_be_heard() -> list[signal.Signals]:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
+class _Stopped(KeyboardInterrupt):
+    """Nobody on the way makes a failure of his own of it. Not KeyboardInterrupt itself: `python -m`
+    ends by SIGINT, whatever the exit code, once that has passed through an `exec` of text (as in
+    the definition of a dataclass), though it was caught since."""
+
+
 @contextmanager
 def warned_in_good_order(*, ends_process: bool = False) -> Iterator[None]:
     """The first such signal ends this with StoppedEarly, at the latest before ranks start; others
@@ -57,7 +63,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     _asked[:] = [StoppedEarly(
         f"{signal.Signals(number).name} came while no ranks were at work; nothing that was "
         "done is lost, and the same command goes on from there")]
-    raise KeyboardInterrupt  # of which nobody on the way makes a failure of his own
+    raise _Stopped
 
 
 def raise_if_asked() -> None:

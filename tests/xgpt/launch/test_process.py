@@ -117,6 +117,24 @@ def test_what_a_signal_raises_and_something_catches_is_raised_before_ranks_start
         pytest.fail("they were started")
 
 
+_STOPPED_IN_EXEC = """
+import os, signal, sys
+from xgpt.core.errors import StoppedEarly
+from xgpt.launch.asked import warned_in_good_order
+try:
+    with warned_in_good_order(ends_process=True):
+        exec("os.kill(os.getpid(), signal.SIGINT)")
+except StoppedEarly as stopped:
+    sys.exit(stopped.exit_code)
+"""
+
+
+def test_a_signal_during_the_exec_of_text_leaves_the_exit_code(tmp_path):
+    (tmp_path / "stopped.py").write_text(_STOPPED_IN_EXEC)
+    done = subprocess.run([sys.executable, "-m", "stopped"], cwd=tmp_path)
+    assert done.returncode == StoppedEarly.exit_code
+
+
 def test_ranks_that_are_there_already_end():
     ranks = start(RANKS)
     with pytest.raises(StoppedEarly), warned_in_good_order():
