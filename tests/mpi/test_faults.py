@@ -159,6 +159,9 @@ def test_a_query_that_kills_its_rank_is_isolated(tmp_path):
     assert [row["index"] for row in rows if "error" in row] == [3]
     assert "the last time alone" in rows[3]["error"] and rows[3]["finish_reason"] == "error"
     assert not (job.output / "deaths.json").exists()
+    told = " ".join(done.stderr.split())
+    assert "the second death: each runs alone" in told and "The request 'q3' was run alone" in told
+    assert json.loads((job.output / "metrics.json").read_text())["failed"] == 1
 
 
 def test_ranks_that_start_again_with_another_model_are_ended(tmp_path):

@@ -111,8 +111,9 @@ class Deaths:
         """Takes note of a death; what comes of it, in words."""
         if leg.alone is not None:
             self._give_up(leg.alone, cause)
-            return (f"query {leg.alone} was run alone, and its rank died again: it has an error "
-                    "in the place of an answer")
+            asked = query_of(Spool(self._plan.output), self._plan, leg.alone)
+            return (f"The request {asked.id!r} was run alone, and its rank died again: it "
+                    "has an error in the place of an answer")
         done = answered(self._results)
         underway = [query for query in read_underway(self._plan.output)
                     if query >= done.written and query not in done.held]
@@ -121,7 +122,8 @@ class Deaths:
         write_atomically(self._path, json.dumps(
             {"fingerprint": self._plan.fingerprint, "deaths": dict(self._counts)}) + "\n")
         return "" if not suspects else (
-            f"{counted(suspects, 'query')} under way at two deaths: left for the end, to run alone")
+            f"Of {counted(suspects, 'request')} this was the second death: each runs alone at the "
+            "end, with a restart of its own")
 
     def _give_up(self, query: int, cause: str) -> None:
         written = count_results(self._results)
@@ -164,8 +166,9 @@ def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
             if leg.alone is None:
                 restarts -= 1
             tell.say(f"{error}")
+            left = f" ({counted(restarts, 'more restart')} after this)" * (leg.alone is None)
             tell.say(paragraph(f"note: {what + '. ' if what else ''}{_is_kept(plan)}; the ranks "
-                               f"start again ({counted(restarts, 'more restart')} after this)"))
+                               f"start again{left}"))
         else:
             if not leg.aside or StopRequest(plan.output).is_made:
                 break
