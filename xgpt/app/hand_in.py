@@ -30,6 +30,7 @@ from xgpt.launch.launcher import Allocation, node_names
 from xgpt.launch.manifests import Exported, render_jobset, render_skypilot
 from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, hand_in, quoted, render_sbatch
 from xgpt.report.table import WIDTH
+from xgpt.report.words import counted
 from xgpt.run_folder.files import SlurmRecord, load_record, standard_input
 from xprofiler.roofline import Roofline
 from xrunner.backends.engine import mistake
@@ -295,10 +296,17 @@ def _plan(job: Job, tell: Teller, *, fetches: bool) -> Plan | None:
 def _time_limit(job: Job, plans: Sequence[Plan | None]) -> tuple[str | None, str]:
     """(the limit as Slurm takes it, a sentence)"""
     assert job.slurm is not None
-    if job.slurm.time is not None:
-        return job.slurm.time, f"time limit {job.slurm.time}, as slurm.time says"
     seconds = [_needed_s(plan) for plan in plans]
     known = [needed for needed in seconds if needed is not None]
+    if job.slurm.time_s is not None:
+        sentence = f"time limit {job.slurm.time}, as slurm.time says"
+        if known and max(known) > job.slurm.time_s:
+            again = (f" and goes back to the queue, up to {counted(job.slurm.requeue, 'time')}"
+                     if job.slurm.requeue else ", and the same command goes on from there")
+            sentence += (f"; warning: the job may take {format_seconds(max(known))} by the "
+                         "schedule's prediction with its margin, loading and setting up included: "
+                         f"it is stopped before the limit{again}")
+        return job.slurm.time, sentence
     if len(known) < len(seconds):
         return None, ("no time limit is asked for, so the partition's own holds: how long the job "
                       "takes is not known on this machine (slurm.time sets a limit)")

@@ -115,6 +115,23 @@ def test_the_time_limit_follows_from_the_plan_where_the_job_names_none(slurm, fo
     assert limits[0] == "00:15:00" and "00:20:00" <= limits[1] < "04:00:00", limits
 
 
+@pytest.mark.parametrize(("requeue", "then"), [(3, "goes back to the queue, up to 3 times"),
+                                               (0, "the same command goes on from there")])
+def test_a_time_limit_below_the_prediction_is_warned_of(slurm, folder, requeue, then):
+    def sets(*values: str) -> list[str]:
+        return [word for value in values for word in ("--set", value)]
+
+    def said(time: str) -> str:
+        return " ".join(submit(
+            write(folder), "--dry-run", *sets(
+                "workload.requests={count: 90000}", "model=opt-13b", f"slurm.requeue={requeue}",
+                f"slurm.time={time}")).stderr.split())
+
+    assert "warning: the job may take" in said("00:30:00") and then in said("00:30:00")
+    ample = said("99-00:00:00")
+    assert "time limit 99-00:00:00" in ample and "warning: the job may take" not in ample
+
+
 def test_on_nodes_that_nobody_has_seen_the_partitions_limit_holds(slurm, folder):
     done = submit(write(folder, cluster="local", slurm="nodes: 2, ntasks_per_node: 3"))
     assert "no time limit is asked for" in done.stderr
