@@ -130,10 +130,12 @@ class SizeSearch:
         schedule, own = self.planned[best], self.spent(best, self.planned[best])
         smaller = max((size for size in self.refused if size < best), default=None)
         note = f"{own.words}{f' ({own.tariff})' if own.tariff else ''}: " + (
-            f"the fewest devices of {sizes[-1]} that keep every bound" if objective == "devices"
-            else f"the least cost of any size up to {sizes[-1]} devices")
+            f"the fewest devices found, of {sizes[-1]}, that keep every bound"
+            if objective == "devices" else
+            f"the least cost found of any size up to {sizes[-1]} devices")
         if smaller is not None:
-            note += f". With {smaller}: {self.refused[smaller]}"
+            # a search with a gap finds no schedule; it does not prove that there is none
+            note += f" (that fewer cannot is not proved). With {smaller}: {self.refused[smaller]}"
         rows = [Rejected(kind="devices", subject=str(size), reason=str(self.refused[size]))
                 for size in sizes if size in self.refused and size != best]
         full = {size: self.spent(size, one) for size, one in self.planned.items()}
