@@ -152,6 +152,13 @@ def test_what_is_proved_ruled_out_and_kept_back_is_as_its_screen():
         pruned_words(fake_schedule(pruned=(("so it is", 1),)))]))
 
 
+@pytest.mark.parametrize(("most", "is_shown"), [(4.0, True), (0.5, False)])
+def test_no_share_of_the_hardware_is_above_one(most, is_shown):
+    schedule = fake_schedule()
+    schedule = schedule.changed(hardware_qps=most * schedule.figures.throughput_qps)
+    assert ("peak rate" in schedule_table(schedule)) is is_shown
+
+
 def test_operators_of_ours_are_not_worth_a_line():
     for ours in ("native operators: avx2, as installed",
                  "CUDA operators: ours; decode steps of up to 64 queries in CUDA graphs"):
