@@ -5,7 +5,7 @@ best policy changes and why, and the points that have no schedule."""
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +119,10 @@ def winners(scenario: str, rows: Sequence[Row]) -> list[Winner]:
     found: list[Winner] = []
     good = sorted((row for row in rows if row.get("status") == OK and _rate(row)),
                   key=lambda row: (bound_of(row), -_rate(row)))
+    infeasible = {(bound_of(row), str(row.get("policy"))) for row in rows
+                  if row.get("status") == INFEASIBLE}
     before: dict[str, float] = {}
+    tighter_s = 0.0
     for bound_s, own in itertools.groupby(good, bound_of):
         best: dict[str, Row] = {}  # of each policy, the best policy first
         for row in own:
@@ -131,19 +134,25 @@ def winners(scenario: str, rows: Sequence[Row]) -> list[Winner]:
             controls=str(best[first].get("controls") or "").partition(": ")[2],
             bound=bound_words(bound_s),
             ahead=f"{percent(now[first] / now[others[0]] - 1, 1)} ({title_of(others[0])})"
-            if others else "", why=_why(first, before, now)))
-        before = now
+            if others else "", why=_why(first, before, now, has_none_before=(
+                tighter_s, first) in infeasible, has_none_now={
+                    name for bound, name in infeasible if bound == bound_s})))
+        before, tighter_s = now, bound_s
     return found
 
 
-def _why(first: str, before: dict[str, float], now: dict[str, float]) -> str:
-    """Why `first` is best now and was not under the tighter bound; both with the best first."""
+def _why(first: str, before: dict[str, float], now: dict[str, float], *, has_none_before: bool,
+         has_none_now: Collection[str]) -> str:
+    """Why `first` is best now and was not under the tighter bound; both with the best first. A
+    policy that no point asked for has no figure, and is not one without a schedule."""
     if not before or first == (last := next(iter(before))):
         return ""
     new = (f"{title_of(first)} rises from {plain(before[first])} to {plain(now[first])} queries/s"
-           if first in before else f"{title_of(first)} keeps no tighter bound")
+           if first in before else f"{title_of(first)} keeps no tighter bound" if has_none_before
+           else f"{title_of(first)} was not compared at the tighter bound")
     old = (f"{title_of(last)} from {plain(before[last])} to {plain(now[last])}" if last in now else
-           f"{title_of(last)} has no schedule here")
+           f"{title_of(last)} has no schedule here" if last in has_none_now else
+           f"{title_of(last)} was not compared here")
     return f"{new}; {old}"
 
 

@@ -62,6 +62,17 @@ def test_it_is_told_where_the_best_policy_changes_and_why(folder):
     assert second.ahead == "25.0 % (WAA-C)" and second.controls == "encode 2 together"
 
 
+def test_a_policy_that_was_not_asked_for_is_not_one_without_a_schedule(folder):
+    """Of a sweep of `auto` the row of a bound names the one policy that was chosen."""
+    rows = [row | {"policy": "auto"} for row in read_sweep(folder).rows
+            if row["model"] == "opt-13b" and row["status"] == "ok"]
+    chosen = {2.0: "waa-c", 10.0: "rra"}
+    changes = winners("opt-13b", [row for row in rows
+                                  if chosen.get(row["bound_s"]) == row["chosen"]])
+    assert changes[1].why == ("RRA was not compared at the tighter bound; WAA-C was not compared "
+                              "here")
+
+
 def test_the_page_holds_all_of_it_and_escapes(folder, tmp_path):
     assert write_sweep_page(folder) == folder / "report.html"
     page = write_sweep_page(folder, tmp_path / "x.html").read_text("utf-8")
