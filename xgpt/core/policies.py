@@ -131,8 +131,8 @@ _ROWS = (
             "than they are decoded in", _PARTS, turn=4),
     _continuous("orca", "Orca", "iteration-level scheduling: a query joins as soon as one leaves",
                 "iteration:orca_rule"),
-    _continuous("vllm", "vLLM", "iteration-level scheduling with paged memory; steps encode "
-                "or decode", "paged:vllm_rule", _BUDGET),
+    _continuous("vllm", "prefill-first", "iteration-level scheduling as in vLLM of 2023: paged "
+                "memory; a step encodes or decodes", "paged:vllm_rule", _BUDGET),
     _continuous("sarathi", "Sarathi", "every step decodes and encodes chunks beside it, "
                 "within a budget of tokens", "paged:sarathi_rule", _BUDGET, turn=0),
 )
