@@ -42,6 +42,7 @@ class Comparison:
     predicted: str
     measured: str
     ratio: float | None
+    is_rate: bool  # more of it is better
 
     @property
     def ratio_text(self) -> str:
@@ -49,11 +50,14 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """"good", "fair", "bad", or "none" without a ratio."""
+        """"good", "fair", "bad" (never of a run that is quicker), or "none" without a ratio."""
         if self.ratio is None:
             return "none"
         off = round(abs(self.ratio - 1), 9)  # 1.15 - 1 is a little more than 0.15 in binary
-        return "good" if off <= GOOD_WITHIN else "fair" if off <= FAIR_WITHIN else "bad"
+        if off <= GOOD_WITHIN:
+            return "good"
+        is_quicker = (self.ratio > 1) == self.is_rate
+        return "fair" if off <= FAIR_WITHIN or is_quicker else "bad"
 
     @property
     def verdict_text(self) -> str:
@@ -83,7 +87,8 @@ def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
         if predicted and measured is not None and math.isfinite(predicted) and unit != "%":
             ratio = measured / predicted
         rows.append(Comparison(label=label, predicted=quantity(predicted, unit),
-                               measured=quantity(measured, unit), ratio=ratio))
+                               measured=quantity(measured, unit), ratio=ratio,
+                               is_rate=unit.endswith("/s")))
     return tuple(rows)
 
 
