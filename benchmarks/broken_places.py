@@ -171,7 +171,7 @@ PLACES = (
           "tests/xgpt/app/test_live.py::test_who_waits_for_a_silent_rank_has_no_time_left"),
     Place("deaths", "ranks do not end with their launcher", "xgpt/core/system/lifeline.py",
           "    end_with_launcher()\n    sys.excepthook", "    sys.excepthook",
-          f"{_FAULTS}ranks_end_with_their_launcher[kill the launcher]", True),
+          "tests/xrunner/test_rank.py::test_a_rank_ends_with_the_pipe_of_its_launcher"),
     Place("deaths", "mpiexec outlives its command", "xgpt/launch/isolated.py",
           "prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)", "prctl(_PR_SET_PDEATHSIG, 0)",
           "tests/xgpt/launch/test_process.py::"

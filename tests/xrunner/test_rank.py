@@ -2,6 +2,9 @@
 
 import gc
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,30 @@ def test_the_collector_rests_until_all_is_imported(monkeypatch):
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+_RANK = """
+from xgpt.core.system.lifeline import begin_rank
+begin_rank()
+print("began", flush=True)
+import time
+time.sleep(60)
+"""
+
+
+def test_a_rank_ends_with_the_pipe_of_its_launcher():
+    """mpiexec is not there to end it."""
+    line = lifeline.Lifeline()
+    rank = subprocess.Popen([sys.executable, "-c", _RANK], env={**os.environ, **line.name},
+                            pass_fds=(line.end,), stdout=subprocess.PIPE)
+    with rank:
+        line.is_handed_on()
+        assert rank.stdout is not None and rank.stdout.readline() == b"began\n"
+        line.close()
+        try:
+            assert rank.wait(20) == lifeline.EXIT_ORPHANED
+        finally:
+            rank.kill()
 
 
 def test_operators_are_told_once_where_they_are_the_same_on_all_ranks():
