@@ -135,7 +135,8 @@ class SizeSearch:
             f"the least cost found of any size up to {sizes[-1]} devices")
         if smaller is not None:
             # a search with a gap finds no schedule; it does not prove that there is none
-            note += f" (that fewer cannot is not proved). With {smaller}: {self.refused[smaller]}"
+            note += "; that fewer cannot is not proved" * (objective == "devices")
+            note += f". With {smaller}: {self.refused[smaller]}"
         rows = [Rejected(kind="devices", subject=str(size), reason=str(self.refused[size]))
                 for size in sizes if size in self.refused and size != best]
         full = {size: self.spent(size, one) for size, one in self.planned.items()}

@@ -26,9 +26,9 @@ def to_be_heard() -> list[signal.Signals]:
 
 
 class _Stopped(KeyboardInterrupt):
-    """Nobody on the way makes a failure of his own of it. Not KeyboardInterrupt itself: `python -m`
-    ends by SIGINT, whatever the exit code, once that has passed through an `exec` of text (as in
-    the definition of a dataclass), though it was caught since."""
+    """The stop that a signal asks for, as an interrupt: code that catches Exception lets it pass. A
+    plain KeyboardInterrupt that passes through an `exec` of text (a dataclass's definition has one)
+    makes CPython end `python -m` by SIGINT, whatever the exit code; a subclass does not."""
 
 
 @contextmanager
