@@ -56,7 +56,7 @@ PLACES = (
           "xgpt/core/hf/quantised.py",
           'for key in ("quantization_config", "compression_config"):', "for key in ():",
           "tests/xgpt/core/test_model_spec.py::"
-          "test_weights_of_an_unknown_method_are_refused_by_its_name"),
+          "test_a_wrong_config_is_refused_by_its_keys"),
     Place("1 stored with fewer bits", "scales beside weights that no config speaks of",
           "xrunner/checkpoint/tensors.py",
           "        mistakes = list(_misfits(directory, spec, tensors, places, spare))",

@@ -19,16 +19,23 @@ from xgpt.requests.request import Request, RequestError, Terms, read_record, syn
 from xgpt.requests.request_files import RequestFiles
 from xrunner.files.runnable import CharacterTokens
 
+WRONG = [(*(part.strip() for part in f"{line} | ".split(" | ")[:2]), line.split(" | ")[2:])
+         for line in Path(__file__).with_name("wrong_requests.txt").read_text("utf-8").splitlines()
+         if line and not line.startswith("#")]
+BEYOND = [(b'{"prompt": "\xff"}', "not UTF-8", []), ("[" * 100_000, "nested too deeply", []),
+          ('{"prompt": "x", "seed": ' + "9" * 5000 + "}", "not JSON", []),
+          ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "temperature", [])]
 
-def _read(folder: Path, *lines: bytes | str | dict[str, Any]) -> tuple[
+
+def _read(folder: Path, *lines: bytes | str | dict[str, Any], engine: str | None = None) -> tuple[
         list[Request], list[RequestError]]:
     raw = [line if isinstance(line, bytes) else (
         line if isinstance(line, str) else json.dumps(line)).encode() for line in lines]
     path = folder / "requests.jsonl"
     path.write_bytes(b"\n".join(raw) + b"\n")
-    lines = list(read_requests(RequestFiles(paths=(path,))))
-    return ([line for line in lines if isinstance(line, Request)],
-            [line for line in lines if isinstance(line, RequestError)])
+    found = list(read_requests(RequestFiles(paths=(path,), engine=engine)))
+    return ([line for line in found if isinstance(line, Request)],
+            [line for line in found if isinstance(line, RequestError)])
 
 
 def _one(folder: Path, line: bytes | str | dict[str, Any]) -> Request:
@@ -37,16 +44,20 @@ def _one(folder: Path, line: bytes | str | dict[str, Any]) -> Request:
     return request
 
 
-def test_our_three_forms_are_read(tmp_path):
+def test_our_three_forms_and_every_option_are_read_and_other_columns_ignored(tmp_path):
     requests, errors = _read(
         tmp_path, {"id": "a", "prompt": "Hi"}, {"id": 7, "tokens": [1, 2]},
-        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stop": "."})
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stop": "."},
+        {"prompt": "x", "forced_tokens": 4, "max_tokens": 4, "seed": 9, "temperature": 0.5,
+         "top_k": 3, "top_p": 0.2}, {"prompt": "x", "idx": 3, "label": None, "text": "y"})
     assert not errors
     assert requests == [
         Request(line=1, id="a", prompt="Hi"),
         Request(line=2, id="7", tokens=(1, 2)),
         Request(line=3, id="3", messages=({"role": "user", "content": "Hi"},),
-                max_tokens=5, stop=(".",))]
+                max_tokens=5, stop=(".",)),
+        Request(line=4, id="4", prompt="x", forced_tokens=4, max_tokens=4, seed=9,
+                temperature=0.5, top_k=3, top_p=0.2), Request(line=5, id="5", prompt="x")]
 
 
 def test_openai_batch_lines_are_read_and_keys_that_ask_for_nothing_ignored(tmp_path):
@@ -64,74 +75,21 @@ def test_openai_batch_lines_are_read_and_keys_that_ask_for_nothing_ignored(tmp_p
     assert request.stop == ("a", "b") and request.seed is not None and request.seed >= 0
 
 
-def test_an_openai_completion_takes_a_prompt_or_its_tokens(tmp_path):
-    body = {"url": "/v1/completions", "custom_id": "x"}
-    assert _one(tmp_path, {**body, "body": {"model": "m", "prompt": "Hi"}}).prompt == "Hi"
-    assert _one(tmp_path, {**body, "body": {"model": "m", "prompt": [3, 4]}}).tokens == (3, 4)
-
-
-def test_every_option_arrives(tmp_path):
-    request = _one(tmp_path, {"prompt": "x", "forced_tokens": 4, "max_tokens": 4, "seed": 9,
-                              "temperature": 0.5, "top_k": 3, "top_p": 0.2})
-    assert (request.forced_tokens, request.max_tokens, request.seed) == (4, 4, 9)
-    assert (request.temperature, request.top_k, request.top_p) == (0.5, 3, 0.2)
-
-
-@pytest.mark.parametrize(("line", "reason"), [
-    ("{", "not JSON"), ("[1]", "not a JSON object"), ("NaN", "not a JSON object"),
-    (b'{"prompt": "\xff"}', "not UTF-8"), ("[" * 100_000, "nested too deeply"),
-    ('{"prompt": "x", "seed": ' + "9" * 5000 + "}", "not JSON"),
-    ('{"prompt": "\\ud800"}', "lone surrogate"), ('{"id": "\\ud800", "prompt": "x"}', "surrogate"),
-    ({"id": "a"}, "exactly one of prompt, messages, tokens"),
-    ({"prompt": "x", "tokens": [1]}, "has prompt, tokens"), ({"prompt": ""}, "not empty"),
-    ({"prompt": ["x"]}, "prompt must be text"), ({"tokens": []}, "at least one token"),
-    ({"tokens": [1, "2"]}, "token ids"), ({"tokens": [True]}, "token ids"),
-    ({"tokens": [-1]}, "token ids"), ({"tokens": "12"}, "token"),
-    ({"messages": []}, "at least one"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
-    ({"messages": [{"role": "user"}]}, "content"), ({"messages": ["Hi"]}, "role and content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
-    ({"prompt": "x", "max_tokens": 0}, "max_tokens"), ({"prompt": "x", "max_tokens": 2.0}, "max"),
-    ({"prompt": "x", "max_tokens": True}, "max_tokens"), ({"prompt": "x", "seed": "1"}, "seed"),
-    ({"prompt": "x", "temperature": -1}, "temperature"),
-    ('{"prompt": "x", "temperature": NaN}', "temperature"),
-    ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "temperature"),
-    ({"prompt": "x", "temperature": 1e30}, "temperature must be a number from 0 to 2147483647"),
-    ({"prompt": "x", "top_p": 0}, "top_p"), ({"prompt": "x", "top_k": -2}, "top_k"),
-    ({"prompt": "x", "stop": [""]}, "stop"), ({"prompt": "x", "stop": 3}, "stop"),
-    ({"prompt": "x", "forced_tokens": 9, "max_tokens": 8}, "exceeds max_tokens"),
-    ({"id": True, "prompt": "x"}, "id must be text"), ({"id": "", "prompt": "x"}, "id"),
-    ({"custom_id": "a"}, "body must be an object"),
-    ({"custom_id": "a", "body": {"input": "x"}, "url": "/v1/embeddings"}, "url"),
-    ({"custom_id": "a", "body": {"prompt": "x"}, "method": "GET"}, "method"),
-    ({"custom_id": "a", "body": {"prompt": "x", "n": 0}}, "n must be"),
-    ({"custom_id": "a", "body": {
-        "model": "m", "prompt": "x", "tools": [{}], "echo": True}}, "echo, tools"),
-    ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "messages: not"),
-    ({"custom_id": "a", "url": "/v1/chat/completions", "body": {"prompt": "x"}}, "prompt: not"),
-    ({"prompt": "x", "max_new_tokens": 5}, "did you mean 'max_tokens'"),
-    ({"prompt": "x", "max_token": 5}, "did you mean 'max_tokens'"),
-    ({"prompt": "x", "temprature": 5}, "did you mean 'temperature'")])
-def test_a_bad_line_is_an_error_record_and_the_rest_runs(tmp_path, line, reason):
+@pytest.mark.parametrize(("line", "reason", "engine"), [*WRONG, *BEYOND],
+                         ids=[str(row[0])[:60] for row in (*WRONG, *BEYOND)])
+def test_a_bad_line_is_an_error_record_and_the_rest_runs(tmp_path, line, reason, engine):
+    """Those of wrong_requests.txt, and some beyond any page."""
     requests, errors = _read(tmp_path, {"id": "x1", "prompt": "a"}, line,
-                             {"id": "x3", "prompt": "b"})
+                             {"id": "x3", "prompt": "b"}, engine=engine[0] if engine else None)
     assert [(r.line, r.id) for r in requests] == [(1, "x1"), (3, "x3")]
     assert [error.line for error in errors] == [2] and reason in errors[0].error
 
 
-def test_columns_of_a_data_set_are_ignored(tmp_path):
-    request = _one(tmp_path, {"prompt": "x", "idx": 3, "source": "web", "label": None, "text": "y"})
-    assert request.prompt == "x"
-
-
-def test_a_repeated_id_is_an_error_of_the_later_line(tmp_path):
+def test_a_repeated_id_is_an_error_of_the_later_line_and_that_of_a_bad_line_free_again(tmp_path):
     requests, errors = _read(tmp_path, {"id": "2", "prompt": "x"}, {"prompt": "y"})
     assert [r.id for r in requests] == ["2"]
     assert errors == [RequestError(line=2, id="2", error="id '2' is already that of line 1",
                                    is_openai=False, code="duplicate_custom_id")]
-
-
-def test_the_id_of_a_bad_line_is_free_again_and_named_in_its_record(tmp_path):
     requests, errors = _read(tmp_path, {"id": "a"}, {"id": "a", "prompt": "x"})
     assert [r.line for r in requests] == [2] and [e.id for e in errors] == ["a"]
 
@@ -216,34 +174,11 @@ def test_what_is_asked_is_told_in_vllms_words(body, told):
     assert has_form(passed_of(body)) == ("structured_outputs" in told)
 
 
-@pytest.mark.parametrize(("body", "reason"), [
-    ({"response_format": {"type": "xml"}}, "known types"), ({"response_format": "x"}, "an object"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "name and schema"),
-    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one of json"),
-    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
-    ({"guided_choice": []}, "guided_choice"), ({"guided_json": "{"}, "guided_json is not JSON"),
-    ({"guided_json": [1]}, "a JSON schema"), ({"guided_regex": "\ud800"}, "lone surrogate"),
-    ({"guided_regex": "a", "guided_choice": ["b"]}, "an answer has one form"),
-    ({"logit_bias": {"the": 1}}, "logit_bias"), ({"logit_bias": {"7": 101}}, "-100 to 100"),
-    ({"min_p": 2}, "min_p"), ({"repetition_penalty": 0}, "above 0"),
-    ({"guided_regex": "a", "forced_tokens": 3}, "forced_tokens"),
-    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens")])
-def test_what_no_sampler_takes_is_refused_by_its_key(body, reason):
-    with pytest.raises(BadRecord, match=reason):
-        read_record({"prompt": "x", **body}, 1, "a", terms=Terms(engine="vllm"))
-
-
-def test_engines_without_such_a_sampler_refuse_it_and_those_with_likelihoods_give_them():
-    def read(engine, **keys):
-        return read_record({"prompt": "x", **keys}, 1, "a", terms=Terms(engine=engine))
-
-    for engine in (None, "deepspeed"):
-        with pytest.raises(BadRecord, match="guided_regex: not supported"):
-            read(engine, guided_regex="a")
+def test_engines_with_likelihoods_give_them():
     for engine in (None, "vllm"):
-        assert read(engine, logprobs=2, min_tokens=1).top_logprobs == 2
-    with pytest.raises(BadRecord, match="logprobs, min_tokens: not supported"):
-        read("deepspeed", logprobs=2, min_tokens=1)
+        request = read_record({"prompt": "x", "logprobs": 2, "min_tokens": 1}, 1, "a",
+                              terms=Terms(engine=engine))
+        assert request.top_logprobs == 2
 
 
 @pytest.mark.parametrize("is_openai", [True, False])
