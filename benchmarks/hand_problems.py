@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.core import catalog
-from xgpt.core.cluster import Cluster, uniform_cluster
+from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import JointLengths, truncated_normal
@@ -47,7 +47,7 @@ class HandScenario:
 
     @property
     def cluster(self) -> Cluster:
-        return uniform_cluster(
+        return Cluster(
             name=f"{self.nodes}x{self.per_node} {self.device}", device=catalog.device(self.device),
             num_nodes=self.nodes, devices_per_node=self.per_node,
             intra_link=catalog.link(LINKS[self.device]), inter_link=catalog.link("ib-400g"))

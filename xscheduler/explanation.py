@@ -113,7 +113,7 @@ def _numbering(cluster: Cluster) -> str:
     if not cluster.islands:
         return ""
     joined = _and(list(dict.fromkeys(island.link.name for island in cluster.islands)))
-    numbers = ", ".join(map(str, cluster.only.numbers))
+    numbers = ", ".join(map(str, cluster.numbers))
     order = f": ranks take a node's devices in the order {numbers}" if numbers else ""
     return f" Groups and stages are on the devices that {joined} joins where they can{order}."
 

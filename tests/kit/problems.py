@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xgpt.core import catalog
-from xgpt.core.cluster import Device, Link, uniform_cluster
+from xgpt.core.cluster import Cluster, Device, Link
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import EvenBatches, FixedSchedule
 from xgpt.core.deployment import Deployment, Pool
@@ -67,7 +67,7 @@ def uniform_problem(model: str, device: str, devices: int, lengths: JointLengths
                     latency_s: float = math.inf, fixed: FixedSchedule | None = None,
                     link: str = "nvlink3", nodes: int = 1) -> Problem:
     """A model of the catalog on `nodes` nodes of as many `devices`, planned without a margin."""
-    cluster = uniform_cluster(
+    cluster = Cluster(
         name="given", device=catalog.device(device), num_nodes=nodes, devices_per_node=devices,
         intra_link=catalog.link(link), inter_link=catalog.link("ib-400g"))
     return Problem(
@@ -82,8 +82,8 @@ def toy_problem(*, latency_s=math.inf, memory=MEMORY, kind="gpu", nodes=1, per_n
     """`kind`: of its devices. `pairs`: lengths of queries, in place of a distribution."""
     device = Device(name="toy", kind=kind, memory_bytes=int(memory), bandwidth_bytes_per_s=4e11,
                     flops_per_s=(("float32", 1e13), ("float16", 5e13)))
-    cluster = uniform_cluster(name="toy", device=device, num_nodes=nodes, devices_per_node=per_node,
-                              intra_link=LINK, inter_link=LINK)
+    cluster = Cluster(name="toy", device=device, num_nodes=nodes, devices_per_node=per_node,
+                      intra_link=LINK, inter_link=LINK)
     lengths = joint_empirical(pairs) if pairs is not None else JointLengths(
         inputs=truncated_normal(40, 20, 80), outputs=truncated_normal(*outputs))
     return Problem(

@@ -326,7 +326,7 @@ def _needed_s(plan: Plan | None) -> float | None:
         return None
     slack = _COMPUTED_SLACK if isinstance(plan.timing, Roofline) else _SLACK
     weights = problem.model.num_params * DTYPE_BYTES[problem.dtype]
-    load_s = weights / (cluster.num_nodes * cluster.only.ssd_bytes_per_s)
+    load_s = weights / (cluster.num_nodes * cluster.ssd_bytes_per_s)
     return (predicted.wall_s * plan.schedule.margin.factor + load_s) * slack + _SETUP_S
 
 

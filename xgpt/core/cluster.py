@@ -80,72 +80,38 @@ class Island:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeGroup:
-    """`num_nodes` equal nodes of `devices_per_node` equal devices. Weights are loaded from a node's
-    SSD at `ssd_bytes_per_s` for all its devices together, and from its DRAM at `host_bytes_per_s`
-    into each device, into all at once.
+class Cluster:
+    """`num_nodes` equal nodes of `devices_per_node` equal devices, joined by `inter_link`. Weights
+    are loaded from a node's SSD at `ssd_bytes_per_s` for all its devices together, and from its
+    DRAM at `host_bytes_per_s` into each device, into all at once.
 
     Ranks take a node's devices place by place. `islands` are disjoint, the fastest first, and
     `numbers` says which device, as the node numbers them, is at each place (() : as numbered)."""
 
+    name: str
     device: Device
     num_nodes: int
     devices_per_node: int
     intra_link: Link
+    inter_link: Link
     ssd_bytes_per_s: float = SSD_BYTES_PER_S
     host_bytes_per_s: float = HOST_BYTES_PER_S
     islands: tuple[Island, ...] = ()
     numbers: tuple[int, ...] = ()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """Groups of nodes, joined by `inter_link`. Planning takes clusters of one group so far; the
-    properties below are of that group."""
-
-    name: str
-    groups: tuple[NodeGroup, ...]
-    inter_link: Link
-
-    @property
-    def only(self) -> NodeGroup:
-        """The group of a cluster whose nodes are all alike."""
-        assert len(self.groups) == 1, f"{self.name} has {len(self.groups)} groups of nodes"
-        return self.groups[0]
-
-    @property
-    def device(self) -> Device:
-        return self.only.device
-
-    @property
-    def num_nodes(self) -> int:
-        return self.only.num_nodes
-
-    @property
-    def devices_per_node(self) -> int:
-        return self.only.devices_per_node
-
-    @property
-    def intra_link(self) -> Link:
-        return self.only.intra_link
-
     @property
     def num_devices(self) -> int:
-        return sum(group.num_nodes * group.devices_per_node for group in self.groups)
-
-    @property
-    def islands(self) -> tuple[Island, ...]:
-        return self.only.islands
+        return self.num_nodes * self.devices_per_node
 
     def with_nodes(self, **changes: Any) -> Cluster:
-        """The same cluster with some fields of its one group of nodes changed. Of fewer devices in
-        a node the first ones stay, with the links that they have."""
+        """The same cluster with some fields changed. Of fewer devices in a node the first ones
+        stay, with the links that they have."""
         most = changes.get("devices_per_node", self.devices_per_node)
         if self.islands and "islands" not in changes and most != self.devices_per_node:
             own = [replace(island, size=size) for island in self.islands
                    if (size := min(island.size, most - island.first)) > 1]
-            changes |= {"islands": tuple(own), "numbers": self.only.numbers[:most]}
-        return replace(self, groups=(replace(self.only, **changes),))
+            changes |= {"islands": tuple(own), "numbers": self.numbers[:most]}
+        return replace(self, **changes)
 
     def equal_part(self, devices: int) -> Cluster:
         """So many devices of one node, as the node has them several times beside each other: what
@@ -170,19 +136,17 @@ class Cluster:
 
     def node_of(self, rank: int) -> int:
         """Node that holds `rank`; ranks fill a node before the next."""
-        own = self.only
-        assert 0 <= rank < own.num_nodes * own.devices_per_node, f"{rank = } of {own = }"
-        return rank // own.devices_per_node
+        assert 0 <= rank < self.num_devices, f"{rank = } of {self = }"
+        return rank // self.devices_per_node
 
     def link_between(self, rank_a: int, rank_b: int) -> Link:
         """What a message between them goes over."""
         if self.node_of(rank_a) != self.node_of(rank_b):
             return self.inter_link
-        own = self.only
-        if not own.islands:
-            return own.intra_link
-        places = rank_a % own.devices_per_node, rank_b % own.devices_per_node
-        return self._inner_link(*places) or own.intra_link
+        if not self.islands:
+            return self.intra_link
+        places = rank_a % self.devices_per_node, rank_b % self.devices_per_node
+        return self._inner_link(*places) or self.intra_link
 
     def slowest_link(self, ranks: Sequence[int]) -> Link:
         """The slowest link that a ring through these ranks must cross."""
@@ -216,14 +180,9 @@ class Cluster:
                      if place_a in island.places and place_b in island.places), None)
 
 
-def uniform_cluster(*, name: str, inter_link: Link, **group: Any) -> Cluster:
-    """A cluster of equal nodes; `group` are the fields of NodeGroup."""
-    return Cluster(name=name, groups=(NodeGroup(**group),), inter_link=inter_link)
-
-
 def places_of(devices_per_node: int, joined: Mapping[Link, Sequence[Sequence[int]]]
               ) -> dict[str, Any]:
-    """`islands` and `numbers` of a NodeGroup. `joined`: the groups of devices that each link joins,
+    """`islands` and `numbers` of a Cluster. `joined`: the groups of devices that each link joins,
     as the node numbers them. The fastest and largest come first, so that groups and stages, which
     take ranks from the first on, are on the fast links."""
     groups = sorted(((link, sorted(devices)) for link, own in joined.items() for devices in own),

@@ -32,15 +32,13 @@ class StageAssignment:
 class Pool:
     """Stages that work one phase, or both, on queries split into `num_groups` groups.
 
-    `kv_tokens`: KV entries (tokens) reserved at most, over the whole pool. `device_group`: the
-    cluster's group of nodes it lies on."""
+    `kv_tokens`: KV entries (tokens) reserved at most, over the whole pool."""
 
     name: str
     role: Role
     stages: tuple[StageAssignment, ...]
     num_groups: Positive
     kv_tokens: Count
-    device_group: Count = 0
 
     @property
     def group_kv_tokens(self) -> int:

@@ -26,7 +26,6 @@ from xgpt.core.cluster import (
     Device,
     Link,
     places_of,
-    uniform_cluster,
 )
 from xgpt.core.errors import nearest
 from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, parse_bytes, parse_seconds
@@ -135,7 +134,7 @@ def built_cluster(own: InlineCluster, reading: typed.Reading) -> Cluster:
     if inter is None and own.num_nodes > 1:
         reading.reject("cluster.inter_link", f"required: {_or_mapping('link')}")
     joined = _joined(own, intra, reading)
-    return uniform_cluster(
+    return Cluster(
         name="inline", device=device, num_nodes=own.num_nodes,
         devices_per_node=own.devices_per_node, intra_link=intra, inter_link=inter or intra,
         ssd_bytes_per_s=own.ssd_bytes_per_s, host_bytes_per_s=own.host_bytes_per_s,

@@ -94,6 +94,6 @@ def _loading(wanted: Holdings, cluster: Cluster) -> Loading:
     for rank, pieces in wanted.items():
         of_node[cluster.node_of(rank)].update(pieces)
     node_bytes = [sum(pieces.values()) for pieces in of_node]
-    from_dram_s = max(of_rank) / cluster.only.host_bytes_per_s
+    from_dram_s = max(of_rank) / cluster.host_bytes_per_s
     return Loading(rank_bytes=tuple(of_rank), node_bytes=tuple(node_bytes), from_dram_s=from_dram_s,
-                   from_ssd_s=max(max(node_bytes) / cluster.only.ssd_bytes_per_s, from_dram_s))
+                   from_ssd_s=max(max(node_bytes) / cluster.ssd_bytes_per_s, from_dram_s))

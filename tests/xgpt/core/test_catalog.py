@@ -108,15 +108,15 @@ def test_the_papers_links_join_its_clusters():
 
 def test_clusters_say_how_quickly_weights_are_loaded_or_leave_it_to_the_defaults():
     stated, default = catalog.cluster("a40-48"), catalog.cluster("h100-8")
-    assert (stated.only.ssd_bytes_per_s, stated.only.host_bytes_per_s) == (7e9, 5e9)
-    assert (default.only.ssd_bytes_per_s, default.only.host_bytes_per_s) == (SSD_BYTES_PER_S,
+    assert (stated.ssd_bytes_per_s, stated.host_bytes_per_s) == (7e9, 5e9)
+    assert (default.ssd_bytes_per_s, default.host_bytes_per_s) == (SSD_BYTES_PER_S,
                                                                    HOST_BYTES_PER_S)
     for name in catalog.names("cluster"):
         cluster = catalog.cluster(name)
         # a drive is slower than the bus of one device, and a copy no quicker than that bus
         assert (
-            1e9 < cluster.only.ssd_bytes_per_s < 31.5e9
-            and 1e9 < cluster.only.host_bytes_per_s <= 31.5e9
+            1e9 < cluster.ssd_bytes_per_s < 31.5e9
+            and 1e9 < cluster.host_bytes_per_s <= 31.5e9
         )
 
 
@@ -129,8 +129,8 @@ def test_a_cluster_of_the_job_file_may_say_how_quickly_weights_are_loaded(tmp_pa
     path.write_text(json.dumps(tree))
     found = load_job(path).cluster
     assert isinstance(found, Cluster)
-    assert found.only.ssd_bytes_per_s == (3e9 if "ssd_bytes_per_s" in rates else SSD_BYTES_PER_S)
-    assert found.only.host_bytes_per_s == (2e9 if "host_bytes_per_s" in rates else HOST_BYTES_PER_S)
+    assert found.ssd_bytes_per_s == (3e9 if "ssd_bytes_per_s" in rates else SSD_BYTES_PER_S)
+    assert found.host_bytes_per_s == (2e9 if "host_bytes_per_s" in rates else HOST_BYTES_PER_S)
 
 
 @pytest.mark.parametrize(("name", "p99"), [

@@ -45,13 +45,13 @@ def test_pairs_are_neighbours_and_the_bus_joins_them(tmp_path):
 
 def test_ranks_take_joined_devices_first_whatever_their_numbers(tmp_path):
     cluster = _cluster(tmp_path, "nvlink3-bridge: [[1, 3]]")
-    assert cluster.only.numbers == (1, 3, 0, 2)
+    assert cluster.numbers == (1, 3, 0, 2)
     assert cluster.link_between(0, 1).name == "nvlink3-bridge"
     assert cluster.link_between(2, 3).name == "pcie4-x16"
     assert cluster.fastest_group(2) == (0, 1)
     mixed = _cluster(tmp_path, "nvlink3-bridge: [[0, 1]], nvlink3: [[2, 3]]")
     assert [island.link.name for island in mixed.islands] == ["nvlink3", "nvlink3-bridge"]
-    assert mixed.only.numbers == (2, 3, 0, 1)
+    assert mixed.numbers == (2, 3, 0, 1)
 
 
 def test_a_group_over_nodes_says_what_joins_it_inside_one():

@@ -17,7 +17,6 @@ from xgpt.core.cluster import (
     Device,
     Link,
     places_of,
-    uniform_cluster,
 )
 from xgpt.core.errors import UnknownNameError
 from xgpt.core.lengths import JointLengths, truncated_normal
@@ -138,7 +137,7 @@ def link(name: str) -> Link:
 @cache
 def cluster(name: str) -> Cluster:
     row = _row("cluster", name)
-    return uniform_cluster(name=name, device=device(row["device"]), num_nodes=row["num_nodes"],
+    return Cluster(name=name, device=device(row["device"]), num_nodes=row["num_nodes"],
                    devices_per_node=row["devices_per_node"], intra_link=link(row["intra_link"]),
                    inter_link=link(row["inter_link"]),
                    ssd_bytes_per_s=row.get("ssd_gb_per_s", SSD_BYTES_PER_S / 1e9) * 1e9,

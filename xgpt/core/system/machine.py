@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from xgpt.core import catalog
-from xgpt.core.cluster import Cluster, Device, Link, uniform_cluster
+from xgpt.core.cluster import Cluster, Device, Link
 from xgpt.core.errors import wrong
 from xgpt.core.units import INT8, MIB
 
@@ -77,7 +77,7 @@ def gpu_cluster(gpus: list[SmiGpu], num_workers: int | None) -> Cluster:
     workers = num_workers or count
     if workers > count:
         device, link = _part_of(device, -(-workers // count)), _SHARED_MEMORY
-    return uniform_cluster(name="local", device=device, num_nodes=1, devices_per_node=workers,
+    return Cluster(name="local", device=device, num_nodes=1, devices_per_node=workers,
                    intra_link=link, inter_link=link)
 
 
@@ -86,7 +86,7 @@ def cpu_cluster(num_workers: int | None, root: Path = Path("/")) -> Cluster:
     cores = usable_cores(root)
     workers = num_workers or min(cores, MAX_DEFAULT_WORKERS)
     device = _cpu_device(cores, workers, available_memory_bytes(root), _cpuinfo(root))
-    return uniform_cluster(name="local", device=device, num_nodes=1, devices_per_node=workers,
+    return Cluster(name="local", device=device, num_nodes=1, devices_per_node=workers,
                    intra_link=_SHARED_MEMORY, inter_link=_SHARED_MEMORY)
 
 
