@@ -283,9 +283,9 @@ PLACES = (
           "    while raw := stream.readline():",
           "tests/xgpt/core/request_files/test_size_limits.py::"
           "test_a_line_of_50_megabytes_costs_itself_alone"),
-    Place("a million lines", "the ids' tables are moved at once",
+    Place("a million lines", "half of the ids are sorted in at once",
           "xgpt/requests/reader.py",
-          "_TABLES = 2**6 ", "_TABLES = 1 ",
+          "_SHARE_OF_IDS = 512, 64 ", "_SHARE_OF_IDS = 512, 1 ",
           "tests/xgpt/core/request_files/test_size_limits.py::"
           "test_ids_are_told_apart_in_few_bytes_each"),
     # the model's own prompts

@@ -3,13 +3,13 @@ files, what cannot be used as an error record."""
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO
+
+import numpy as np
 
 from xgpt.core.errors import shorten
 from xgpt.requests.chat import BadRecord
@@ -85,83 +85,43 @@ def _taken(row: Row, file: int, default: str, seen: SeenIds, files: RequestFiles
     return request
 
 
-_LEAST_SLOTS = 2**6
-_FULL = 0.7  # beyond it searches grow long
-_TABLES = 2**6  # that grow one by one: what is moved is there twice, and that is little at a time
-_LINE_BITS = 32
+_LINES = 2**40  # more than a file has
+_FEW_IDS, _SHARE_OF_IDS = 512, 64  # sorted in at a time: so many, or one of so many that there are
 
 
 class SeenIds:
-    """Tables by open addressing of ids' digests (96 bits: no two ids share one) to the places of
-    their lines. Lines of a file come in their order, files one after another."""
+    """The digests of ids (64 bits: two of ten million are alike in one case of 300,000), sorted,
+    and of each the file and line; the last ones by themselves, until they are sorted in."""
 
     def __init__(self) -> None:
-        self._tables = [_Table() for _ in range(_TABLES)]
-        # files have lines below 2**32 in sum: a place is a line, counted on through all of them
-        self._begins, self._last = [0], 0
+        self._digests, self._places = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._last: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return sum(table.count for table in self._tables)
+        return len(self._digests) + len(self._last)
 
     def place(self, name: str) -> tuple[int, int] | None:
         """The file and line of the id; None where there was none such."""
-        high, low = _digest(name)
-        place = self._tables[high % _TABLES].place(high, low)
+        digest = _digest(name)
+        place = self._last.get(digest)
         if place is None:
-            return None
-        file = bisect_left(self._begins, place) - 1
-        return file, place - self._begins[file]
+            at = int(np.searchsorted(self._digests, digest))
+            if at == len(self._digests) or self._digests[at] != digest:
+                return None
+            place = int(self._places[at])
+        return divmod(place, _LINES)
 
     def add(self, name: str, file: int, line: int) -> None:
-        """An id that was not there. `line`: >= 1."""
-        while len(self._begins) <= file:
-            self._begins.append(self._last)
-        self._last = self._begins[file] + line
-        assert self._last < 1 << _LINE_BITS, "more lines than can be told apart"
-        high, low = _digest(name)
-        self._tables[high % _TABLES].add(high, low, self._last)
+        """An id that was not there."""
+        self._last[_digest(name)] = file * _LINES + line
+        if len(self._last) >= max(_FEW_IDS, len(self._digests) // _SHARE_OF_IDS):
+            new = np.array(sorted(self._last.items()), np.int64)
+            at = np.searchsorted(self._digests, new[:, 0])
+            self._digests = np.insert(self._digests, at, new[:, 0])
+            self._places = np.insert(self._places, at, new[:, 1])
+            self._last.clear()
 
 
-class _Table:
-    """Of the digests that are its own. A slot is 8, 4 and 4 bytes."""
-
-    def __init__(self) -> None:
-        self._make(_LEAST_SLOTS)
-
-    def place(self, high: int, low: int) -> int | None:
-        slot = self._slot(high, low)
-        return self._places[slot] if self._low[slot] else None
-
-    def add(self, high: int, low: int, place: int) -> None:
-        if self.count >= _FULL * len(self._low):
-            before = (self._high, self._low, self._places)
-            self._make(2 * len(self._low))
-            for one, other, held in zip(*before, strict=True):
-                if other:
-                    self._put(one, other, held)
-        self._put(high, low, place)
-
-    def _put(self, high: int, low: int, place: int) -> None:
-        slot = self._slot(high, low)
-        assert not self._low[slot], "the id was there"
-        self._high[slot], self._low[slot], self._places[slot] = high, low, place
-        self.count += 1
-
-    def _slot(self, high: int, low: int) -> int:
-        """That of the digest, or the free one that it would take."""
-        lows, highs, mask = self._low, self._high, len(self._low) - 1
-        slot = low & mask
-        while lows[slot] and (lows[slot] != low or highs[slot] != high):
-            slot = (slot + 1) & mask
-        return slot
-
-    def _make(self, slots: int) -> None:
-        self._low = array("Q", bytes(8 * slots))
-        self._high, self._places = array("I", bytes(4 * slots)), array("I", bytes(4 * slots))
-        self.count = 0
-
-
-def _digest(name: str) -> tuple[int, int]:
-    """4 bytes, and 8 that are never 0, which stands for a free slot."""
-    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=12).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little") or 1
+def _digest(name: str) -> int:
+    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

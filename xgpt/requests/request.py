@@ -42,18 +42,13 @@ _OPTIONS = ("max_tokens", "forced_tokens", "temperature")  # missing one is dear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One query. Exactly one of `prompt`, `messages` and `tokens` is there; None elsewhere leaves
-    the choice to the job."""
+class Asked:
+    """What a request asks for beside its content; None leaves the choice to the job."""
 
-    line: int  # in the file, from 1; of an array the item
     id: str
+    line: int  # in the file, from 1; of an array the item
     file: int = 0  # which of the job's files, in their order
     prompt: str | None = None
-    messages: tuple[Message, ...] | None = None
-    tokens: tuple[int, ...] | None = None
-    max_tokens: int | None = None
-    forced_tokens: int | None = None  # exact output length; end-of-sequence is ignored
     seed: int | None = None
     temperature: float | None = None
     top_k: int | None = None  # 0: all tokens
@@ -63,15 +58,25 @@ class Request:
     is_openai: bool = False
     top_logprobs: int | None = None  # likeliest tokens told beside each chosen one; None: nothing
     min_tokens: int | None = None  # before them no end-of-sequence is chosen
-    samples: int = 1  # answers to it
     tools: str = ""  # that a chat may call, as JSON
-    chat_template_kwargs: str = ""  # what its template is told besides, as JSON
     passed: str = ""  # what the engine's own sampler is told, as JSON (xgpt.requests.chat)
-    continuation: str | None = None  # of the prompt, to be scored; or its tokens
-    continuation_tokens: tuple[int, ...] | None = None
     pooled: str = ""  # its embedding is asked for, pooled so ("last", "mean"), and no answer
     asked: int = 0  # which of the inputs of its line
-    choices: int = 1  # answers that stand in one line of results
+    choices: int = 1  # answers that stand in one line of results (OpenAI's `n`, and its lists)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Asked):
+    """One query. Exactly one of `prompt`, `messages` and `tokens` is there."""
+
+    messages: tuple[Message, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    forced_tokens: int | None = None  # exact output length; end-of-sequence is ignored
+    samples: int = 1  # answers to it
+    chat_template_kwargs: str = ""  # what its template is told besides, as JSON
+    continuation: str | None = None  # of the prompt, to be scored; or its tokens
+    continuation_tokens: tuple[int, ...] | None = None
     others: tuple["Request", ...] = ()  # the other inputs of its line
 
     def output_cap(self, default: int) -> int:

@@ -30,6 +30,7 @@ import numpy as np
 
 from xgpt.core.lengths import IntArray
 from xgpt.core.system.whole_file import sync_files, sync_folder
+from xgpt.requests.request import Asked
 from xgpt.requests.spool_columns import ColumnsWriter
 
 SPOOL_VERSION = 1
@@ -40,31 +41,13 @@ _BYTES_IN_MEMORY = 2**26  # of what is not in a folder yet; more lies in a tempo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A request but for its tokens. None leaves the choice to the job."""
+class Record(Asked):
+    """A request but for its tokens. `prompt`: its text, of the first requests."""
 
-    id: str
-    line: int  # in the file, from 1
-    file: int = 0  # which of the job's files, in their order
     is_forced: bool = False  # exactly as many tokens as it may generate; end-of-sequence is ignored
-    seed: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None  # 0: all tokens
-    top_p: float | None = None
-    repetition_penalty: float | None = None
-    stop: tuple[str, ...] = ()
-    is_openai: bool = False
     is_chat: bool = False  # asked as messages
-    prompt: str | None = None
-    top_logprobs: int | None = None
-    min_tokens: int | None = None
     sample: int = 0  # which of several answers to one request
-    choices: int = 1  # answers that stand in one line of results (OpenAI's `n`, and its lists)
-    asked: int = 0  # which input of its line it answers
     targets: tuple[int, ...] = ()  # that are scored; all but the last end the tokens
-    passed: str = ""  # what the engine's own sampler is told (xgpt.requests.chat)
-    tools: str = ""  # that a chat may call, as JSON
-    pooled: str = ""  # its embedding is asked for, see xgpt.requests.request.Request
 
     def to_json(self) -> bytes:
         values = {name: value for name, default in _DEFAULTS.items()

@@ -8,7 +8,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from xgpt.core.model import ModelSpec
 from xgpt.requests.chat import has_form
 from xgpt.requests.formats import Divided
 from xgpt.requests.reader import read_requests
-from xgpt.requests.request import Request, RequestError, Requests, synthetic_requests
+from xgpt.requests.request import Asked, Request, RequestError, Requests, synthetic_requests
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xrunner.checkpoint.source import read_spec
@@ -40,6 +40,8 @@ NO_TOKENIZER = ("the model's folder has no tokenizer: give this request as `toke
                 "tokenizer.json of the model beside its weights")
 _FILE_BITS = 40  # no file has as many lines
 _SAMPLE_SEED = 0x9E3779B97F4A7C15 >> 2  # between the seeds of a request's samples
+
+_ASKED = tuple(one.name for one in fields(Asked))
 
 
 class Scored(NamedTuple):
@@ -227,9 +229,7 @@ class _RequestColumns:
         self._forced.append(request.forced_tokens or 0)
         self._may_stop.append(bool(request.stop))
         if self._spool is not None and tokens is not None:
-            self._spool.add(replace(
-                _record(request, is_shown=row < NUM_PROMPTS), sample=sample, targets=targets),
-                tokens)
+            self._spool.add(_record(request, sample, targets, is_shown=row < NUM_PROMPTS), tokens)
 
     def requests(self) -> Requests:
         def column(values: array[int]) -> IntArray:
@@ -254,24 +254,18 @@ def _why_unusable(ids: Sequence[int] | str, vocab_size: int | None) -> str | Non
     return f"token {wrong} is outside the vocabulary (0..{vocab_size - 1})"
 
 
-def _record(request: Request, *, is_shown: bool) -> Record:
+def _record(request: Request, sample: int, targets: tuple[int, ...], *, is_shown: bool) -> Record:
     text = request.prompt
     if request.messages is not None:
         text = "\n\n".join(message.get("content", "") for message in request.messages)
     if text is not None and request.continuation is not None:
         text += request.continuation
-    seed = request.seed
-    if seed is not None:  # each input of a line is answered as if it were the only one
-        seed -= _SAMPLE_SEED * request.asked * request.samples
-    return Record(id=request.id, line=request.line, file=request.file,
-                  is_forced=request.forced_tokens is not None, seed=seed,
-                  temperature=request.temperature, top_k=request.top_k, top_p=request.top_p,
-                  repetition_penalty=request.repetition_penalty,
-                  stop=request.stop, is_openai=request.is_openai,
-                  is_chat=request.messages is not None, prompt=text if is_shown else None,
-                  top_logprobs=request.top_logprobs, min_tokens=request.min_tokens,
-                  passed=request.passed, tools=request.tools, pooled=request.pooled,
-                  choices=request.choices, asked=request.asked)
+    own = {name: getattr(request, name) for name in _ASKED}
+    own["prompt"] = text if is_shown else None
+    if request.seed is not None:  # each input of a line is answered as if it were the only one
+        own["seed"] = request.seed - _SAMPLE_SEED * request.asked * request.samples
+    return Record(**own, is_forced=request.forced_tokens is not None,
+                  is_chat=request.messages is not None, sample=sample, targets=targets)
 
 
 def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec) -> None:
