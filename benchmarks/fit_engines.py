@@ -126,10 +126,8 @@ def tables_of(folder: Path, stem: str, engine: str, gpu: str, rng: np.random.Gen
     """A table's points as a function of constants."""
     found: list[tuple[str, Compare]] = []
     for dtype, table in aiconfigurator.read_gemms(folder / f"{stem}_gemm.csv").items():
-        rows = np.flatnonzero((table.m <= 8192) & (table.n >= 256) & (table.k >= 256))
-        rows = rng.choice(rows, min(MOST, len(rows)), replace=False)
-        part = replace(table, m=table.m[rows], n=table.n[rows], k=table.k[rows],
-                       seconds=table.seconds[rows])
+        rows = np.flatnonzero((table["m"] <= 8192) & (table["n"] >= 256) & (table["k"] >= 256))
+        part = table.of(rng.choice(rows, min(MOST, len(rows)), replace=False))
         found.append(("products fp8" if dtype == "fp8" else "products", lambda c, d=dtype, p=part:
                       products(d, p, stem, Timed(gpu, engine, c))))
     for name, read, operator, key in (
@@ -142,9 +140,7 @@ def tables_of(folder: Path, stem: str, engine: str, gpu: str, rng: np.random.Gen
             continue  # its blocks stay in the L2 cache
         if key == "prefill attention" and stem.startswith("h200_sxm_vllm"):
             continue  # quicker than the peak allows
-        rows = rng.choice(np.flatnonzero(table.head_dim == 128), MOST, replace=False)
-        part = replace(table, **{n: getattr(table, n)[rows] for n in (
-            "queries", "tokens", "num_heads", "kv_heads", "head_dim", "seconds")})
+        part = table.of(rng.choice(np.flatnonzero(table["head_dim"] == 128), MOST, replace=False))
         found.append((key, lambda c, o=operator, p=part: attention(
             p, stem, Timed(gpu, engine, c), o)))
     return sorted(found, key=lambda item: list(FREED).index(item[0]))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from published import vidur
 from published.compared import Compared
 from xgpt.core import catalog
 from xgpt.core.cluster import Link
@@ -20,8 +21,8 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import FP8
 from xprofiler.constants import RooflineConstants
-from xprofiler.importers import aiconfigurator, vidur
-from xprofiler.importers.aiconfigurator import AllReduceTable, AttentionTable, GemmTable
+from xprofiler.importers import aiconfigurator
+from xprofiler.importers.draft import Table
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 
@@ -91,7 +92,7 @@ def of_vidur(folder: Path) -> Iterator[Compared]:
     """Its layers' products, the attention of A100, and the all-reduces within a node."""
     for short, gpu in GPUS.items():
         for path in sorted((folder / "compute" / short).glob("*/*/mlp.csv")):
-            yield _layer_products(vidur.read_mlp(path), gpu)
+            yield _layer_products(vidur.read_mlp(path, _SPLIT), gpu)
     cached = folder / "history" / "a100_attention_8192x64x8_tp2_20240508.csv"
     if cached.is_file():
         yield _vidur_decode(vidur.read_attention(cached))
@@ -101,7 +102,7 @@ def of_vidur(folder: Path) -> Iterator[Compared]:
             ("network/a100_pairwise_nvlink/all_reduce.csv", "A100-80", (4,), "pcie4-x16-p2p"),
             ("history/a40_all_reduce.csv", "A40", (2, 4, 8), "pcie4-x16")):
         if (folder / name).is_file():
-            table = vidur.read_messages(folder / name, "all_reduce")
+            table = vidur.read_all_reduces(folder / name)
             inside = (table.ranks == table.ranks_per_node) & np.isin(table.ranks, degrees)
             yield messages("Vidur", Timed(gpu, OWN_ENGINE), catalog.link(link), (
                 table.ranks[inside], table.num_bytes[inside], table.seconds[inside]))
@@ -121,35 +122,35 @@ def _parts(path: Path) -> tuple[str, str, str, str]:
     return f"{system}_sxm", framework, version, "_".join(table)
 
 
-def products(dtype: str, table: GemmTable, source: str, of: Timed) -> Compared:
+def products(dtype: str, table: Table, source: str, of: Timed) -> Compared:
     """Of one dtype. The tables' fp8 products find their operand's scale each time: their rows of
     128 x 128 x 128 take five times those of 16 bits, and what they take more grows with rows and
     depth, whatever the columns."""
-    kept = table.m <= MOST_ROWS
+    kept = table["m"] <= MOST_ROWS
     kernels = of.roofline(weight_dtype=FP8 if dtype == FP8 else "").kernels
-    found = kernels.layer_product_s(table.m[kept], table.n[kept], table.k[kept])
+    found = kernels.layer_product_s(*(table[name][kept] for name in "mnk"))
     if dtype == FP8 and of.engine in _SCALING:
         launch_s, share = _SCALING[of.engine]
         bandwidth = catalog.device(of.gpu).bandwidth_bytes_per_s
-        found = found + launch_s + 3.0 * table.m[kept] * table.k[kept] / (share * bandwidth)
+        found = found + launch_s + 3.0 * table["m"][kept] * table["k"][kept] / (share * bandwidth)
     return Compared(
         source=source, model="single products", gpu=of.gpu, engine=of.engine,
         operator="products fp8" if dtype == FP8 else "products",
-        predicted_s=found, measured_s=table.seconds[kept], left_out=int((~kept).sum()),
+        predicted_s=found, measured_s=table["latency"][kept], left_out=int((~kept).sum()),
         why=f"more than {MOST_ROWS:,} rows")
 
 
-def attention(table: AttentionTable, source: str, of: Timed, operator: Operator) -> Compared:
+def attention(table: Table, source: str, of: Timed, operator: Operator) -> Compared:
     """Heads are those of one rank. Left out: other head sizes, and times below what the data
     sheet's peaks allow (blocks that stay in a cache, kernels that did not do the work)."""
-    found = np.full(len(table.seconds), np.nan)
-    least = np.zeros(len(table.seconds))
+    seconds = table["latency"]
+    found, least = np.full(len(seconds), np.nan), np.zeros(len(seconds))
     device = catalog.device(of.gpu)
-    heads = np.stack([table.num_heads, table.kv_heads])
-    known = table.head_dim == HEAD_DIM
+    heads = np.stack([table["num_heads"], table["num_key_value_heads"]])
+    known = table["head_dim"] == HEAD_DIM
     for query_heads, kv_heads in np.unique(heads[:, known], axis=1).T.tolist():
         own = (heads[0] == query_heads) & (heads[1] == kv_heads) & known
-        queries, tokens = table.queries[own].astype(float), table.tokens[own].astype(float)
+        queries, tokens = (table[name][own].astype(float) for name in ("batch_size", "tokens"))
         timing = of.roofline(query_heads, kv_heads)
         if operator is Operator.ENCODE_ATTENTION:
             found[own] = queries * timing.operator_s(operator, tokens, queries)
@@ -159,21 +160,19 @@ def attention(table: AttentionTable, source: str, of: Timed, operator: Operator)
             found[own] = timing.operator_s(operator, queries, tokens)
             moved = queries * tokens * 2 * kv_heads * HEAD_DIM * 2
             least[own] = moved / device.bandwidth_bytes_per_s
-    kept = known & (least <= _BEYOND_PEAK * table.seconds)
+    kept = known & (least <= _BEYOND_PEAK * seconds)
     return Compared(
         source=source, model="single kernels", gpu=of.gpu, engine=of.engine,
         operator=("prefill attention" if operator is Operator.ENCODE_ATTENTION
                   else "decode attention"),
-        predicted_s=found[kept], measured_s=table.seconds[kept], left_out=int((~kept).sum()),
+        predicted_s=found[kept], measured_s=seconds[kept], left_out=int((~kept).sum()),
         why="other head sizes, or quicker than the peaks allow")
 
 
-def all_reduces(table: AllReduceTable, source: str, of: Timed) -> Compared:
+def all_reduces(table: Table, source: str, of: Timed) -> Compared:
     """Of kernels launched singly and from a graph, the graph's."""
-    wanted = np.char.endswith(table.kernel, "_graph") | ~(table.kernel != "").any()
-    link = catalog.link(aiconfigurator.LINKS[of.gpu])
-    return messages(source, of, link, (
-        table.ranks[wanted], table.num_bytes[wanted], table.seconds[wanted]))
+    own, link = aiconfigurator.of_graphs(table), catalog.link(aiconfigurator.LINKS[of.gpu])
+    return messages(source, of, link, (own["num_gpus"], own["num_bytes"], own["latency"]))
 
 
 def messages(source: str, timed: Timed, link: Link,
@@ -189,27 +188,27 @@ def messages(source: str, timed: Timed, link: Link,
 
 def _layer_products(table: vidur.MlpTable, gpu: str) -> Compared:
     """All products of the layers of one model, up to 4,096 rows."""
-    s, up = table.shape, 2 if table.shape.use_gated_mlp else 1
-    sizes = {"attn_pre_proj": s.n_embd * (s.n_head + 2 * s.n_kv_head) // s.n_head,
-             "attn_post_proj": s.n_embd, "mlp_up_proj": up * s.n_expanded_embd,
-             "mlp_down_proj": s.n_expanded_embd}
+    width, inner = table.n_embd, table.n_expanded_embd
+    sizes = {"attn_pre_proj": width * (table.n_head + 2 * table.n_kv_head) // table.n_head,
+             "attn_post_proj": width, "mlp_up_proj": inner * (2 if table.use_gated_mlp else 1),
+             "mlp_down_proj": inner}
     kernels = Timed(gpu, OWN_ENGINE).roofline().kernels
     kept = table.tokens <= 4096
     rows, degrees = table.tokens[kept].astype(float), table.tp_degree[kept].astype(float)
     found, measured = [], []
     for operator, side in _SPLIT.items():
         own = sizes[operator] / degrees
-        n, k = (own, s.n_embd) if side == "n" else (s.n_embd, own)
+        n, k = (own, width) if side == "n" else (width, own)
         found.append(kernels.gemm_s(rows, n, k))
         measured.append(table.seconds[operator][kept])
     return Compared(
-        source="Vidur", model=table.path.parent.name, gpu=gpu, engine=OWN_ENGINE,
+        source="Vidur", model=table.name, gpu=gpu, engine=OWN_ENGINE,
         operator="products", predicted_s=np.concatenate(found),
         measured_s=np.concatenate(measured), left_out=len(_SPLIT) * int((~kept).sum()),
         why="more than 4,096 rows")
 
 
-def _vidur_decode(table: vidur.AttentionMedians) -> Compared:
+def _vidur_decode(table: vidur.AttentionTable) -> Compared:
     of = ~table.is_prefill
     source = Timed("A100-80", OWN_ENGINE).roofline(table.n_head, table.n_kv_head)
     return Compared(

@@ -152,14 +152,14 @@ def merge_(files: tuple[Path, ...], out: Path) -> None:
 @click.option("--dtype", type=click.Choice([d for d in DTYPES if d != "auto"]), default="float16",
               show_default=True, help="What the numbers were measured in.")
 @click.option("--engine", metavar="NAME",
-              help="Whose kernels, where the source has several: vllm (default), tensorrt-llm.")
+              help="Whose kernels: vllm (default), tensorrt-llm.")
 @click.option("--engine-version", metavar="VERSION",
               help="Of which version; without it, the newest that is there.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE",
               help="The profile file to write.")
 def import_(source: str, folder: Path, model: str, device: str, dtype: str, engine: str | None,
             engine_version: str | None, out: Path) -> None:
-    """Measurements of others in FOLDER as a profile file. SOURCE: vidur or aiconfigurator."""
+    """Measurements of others in FOLDER as a profile file. SOURCE: aiconfigurator."""
     check_writable(out, "--out")
     imported = import_folder(source, folder, _row("model", model), _row("device", device), dtype,
                              engine=engine, version=engine_version)

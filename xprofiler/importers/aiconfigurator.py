@@ -7,16 +7,15 @@ engine, in milliseconds, by its sizes.
 In the files latencies are milliseconds and messages elements of two bytes; here they are seconds
 and bytes."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.interpolate import RegularGridInterpolator
 
 from xgpt.core.cluster import Device
 from xgpt.core.errors import wrong
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.importers.draft import (
@@ -44,59 +43,21 @@ LINKS = {"A100-80": "nvlink3", "H100": "nvlink4", "H200": "nvlink4"}
 DEGREES = (1, 2, 4, 8)
 _BEYOND_PEAK = 1.05  # quicker than the data sheet's peaks allow by more: no time of this kernel
 _UNUSED_ATTENTION = "version|window_size"
+_ALL = slice(None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GemmTable:
-    """[rows] out[m, n] = in[m, k] x w[n, k]."""
-
-    path: Path
-    m: IntArray
-    n: IntArray
-    k: IntArray
-    seconds: FloatArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionTable:
-    """[rows] `queries` together, each of `tokens`: new ones (context attention, causal) or those
-    in its cache (generation: one new token). Heads are those of one GPU."""
-
-    path: Path
-    queries: IntArray
-    tokens: IntArray
-    num_heads: IntArray
-    kv_heads: IntArray
-    head_dim: IntArray
-    seconds: FloatArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AllReduceTable:
-    """[rows] bytes, not the files' elements. `kernel`: the file's name of it, empty where it has
-    none."""
-
-    ranks: IntArray
-    num_bytes: IntArray
-    seconds: FloatArray
-    kernel: NDArray[np.str_]
-
-
-def read_gemms(path: Path) -> dict[str, GemmTable]:
-    """The rows of each dtype; a file without the column has bfloat16 alone."""
+def read_gemms(path: Path) -> dict[str, Table]:
+    """By dtype the rows out[m, n] = in[m, k] x w[n, k], with their `latency`; a file without the
+    column has bfloat16 alone."""
     table = read_table(path, [
         *(Column(name, "count", least=1, is_work=True) for name in "mnk"), Column("latency", "ms"),
         Column("gemm_dtype", "text", allowed=("bfloat16", "fp8"), may_lack=True,
                default="bfloat16")])
-    found = {}
-    for dtype in np.unique(table["gemm_dtype"]).tolist():
-        rows = table["gemm_dtype"] == dtype
-        m, n, k = (table[name][rows] for name in "mnk")
-        found[dtype] = GemmTable(path=path, m=m, n=n, k=k, seconds=table["latency"][rows])
-    return found
+    return {dtype: table.of(table["gemm_dtype"] == dtype)
+            for dtype in np.unique(table["gemm_dtype"]).tolist()}
 
 
-def read_gemm(path: Path, dtype: str = "bfloat16") -> GemmTable:
+def read_gemm(path: Path, dtype: str = "bfloat16") -> Table:
     """The rows of one dtype."""
     tables = read_gemms(path)
     if dtype not in tables:
@@ -104,23 +65,26 @@ def read_gemm(path: Path, dtype: str = "bfloat16") -> GemmTable:
     return tables[dtype]
 
 
-def read_context_attention(path: Path) -> AttentionTable:
-    """Prompts without a cached prefix."""
+def read_context_attention(path: Path) -> Table:
+    """Of `batch_size` prompts without a cached prefix, each of `tokens`. Heads are those of one
+    GPU."""
     table = _read_attention(path, Column("isl", "count", least=1, is_work=True))
     for i in np.flatnonzero(table["step"])[:1]:
         raise wrong(path, "step", int(table["step"][i]), "0: no cached prefix", int(table.lines[i]))
-    return _attention(table, table["isl"])
+    return table.of(_ALL, tokens=table["isl"])
 
 
-def read_generation_attention(path: Path) -> AttentionTable:
-    """`tokens` counts the one being made: the file's step + 1."""
+def read_generation_attention(path: Path) -> Table:
+    """Of one new token of `batch_size` queries: `tokens` of each count that one, the file's
+    step + 1. Heads are those of one GPU."""
     table = _read_attention(path)
-    return _attention(table, table["step"] + 1)
+    return table.of(_ALL, tokens=table["step"] + 1)
 
 
-def read_all_reduce(path: Path) -> AllReduceTable:
+def read_all_reduce(path: Path) -> Table:
     """A framework's own all-reduce kernels; of NCCL's collectives (by the file's name) the
-    all-reduces."""
+    all-reduces. `num_bytes`, where the file has elements; `kernel_source`: empty where it has
+    none."""
     more, unused = [
         Column("allreduce_dtype", "text", allowed=("bfloat16",)),
         Column("kernel_source", "text", may_lack=True, default="")], "backend|implementation"
@@ -133,25 +97,29 @@ def read_all_reduce(path: Path) -> AllReduceTable:
         Column("num_gpus", "count", least=2),
         Column("message_size", "count", least=1, is_work=True), Column("latency", "ms"), *more],
         unused)
-    rows = (table["op_name"] == "all_reduce" if "op_name" in table
-            else np.ones(len(table.lines), bool))
-    kernel = table["kernel_source"] if "kernel_source" in table else np.full(len(rows), "")
-    return AllReduceTable(
-        ranks=table["num_gpus"][rows], kernel=kernel[rows],
-        num_bytes=table["message_size"][rows] * ELEMENT_BYTES, seconds=table["latency"][rows])
+    if "op_name" in table:
+        table = table.of(table["op_name"] == "all_reduce",
+                         kernel_source=np.full(len(table.lines), ""))
+    return table.of(_ALL, num_bytes=table["message_size"] * ELEMENT_BYTES)
+
+
+def of_graphs(table: Table) -> Table:
+    """Of all-reduces launched singly and from a CUDA graph, the graph's."""
+    kernel = table["kernel_source"]
+    return table.of(np.char.endswith(kernel, "_graph") | ~(kernel != "").any())
 
 
 class GemmTimes:
-    """A GemmTable between its sizes: linear in the logarithms of m, n, k and time. Beyond the
+    """Products between their sizes: linear in the logarithms of m, n, k and time. Beyond the
     largest (a vocabulary is wider) in proportion to each; below the smallest, as there."""
 
-    def __init__(self, table: GemmTable) -> None:
-        self.rows, wide, deep = (np.unique(axis) for axis in (table.m, table.n, table.k))
+    def __init__(self, table: Table) -> None:
+        self.rows, wide, deep = (np.unique(table[name]) for name in "mnk")
         values = np.full((len(self.rows), len(wide), len(deep)), np.nan)
-        at = tuple(np.searchsorted(axis, of) for axis, of in (
-            (self.rows, table.m), (wide, table.n), (deep, table.k)))
+        at = tuple(np.searchsorted(axis, table[name])
+                   for name, axis in zip("mnk", (self.rows, wide, deep), strict=True))
         with np.errstate(divide="ignore"):
-            values[at] = np.log(table.seconds)
+            values[at] = np.log(table["latency"])
         if np.isneginf(values).any():
             raise wrong(table.path, "latency", 0, "a product takes more than no time")
         if min(values.shape) < 2 or (np.isfinite(values).sum(axis=2) < 2).any():
@@ -195,13 +163,6 @@ def _read_attention(path: Path, *more: Column) -> Table:
         Column("attn_dtype", "text", allowed=("bfloat16",), may_lack=True),
         Column("kv_cache_dtype", "text", allowed=("bfloat16",), may_lack=True),
         Column("latency", "ms")], _UNUSED_ATTENTION)
-
-
-def _attention(table: Table, tokens: IntArray) -> AttentionTable:
-    return AttentionTable(
-        path=table.path, queries=table["batch_size"], tokens=tokens,
-        num_heads=table["num_heads"], kv_heads=table["num_key_value_heads"],
-        head_dim=table["head_dim"], seconds=table["latency"])
 
 
 def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
@@ -285,14 +246,14 @@ def _add_products(draft: ProfileDraft, times: GemmTimes, model: ModelSpec, degre
         draft.add(operator, degree, samples_at(times.rows, seconds))
 
 
-def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec,
+def _add_attention(draft: ProfileDraft, table: Table, model: ModelSpec,
                    operator: Operator) -> None:
     """Each degree whose heads of one GPU were measured gets a table; the others are refused."""
     beyond_peak = []
     for degree in draft.degrees:
         heads = (model.num_heads // degree, model.kv_heads // degree, model.head_dim)
-        rows = ((table.num_heads == heads[0]) & (table.kv_heads == heads[1])
-                & (table.head_dim == heads[2]))
+        rows = ((table["num_heads"] == heads[0]) & (table["num_key_value_heads"] == heads[1])
+                & (table["head_dim"] == heads[2]))
         if not rows.any():
             draft.refuse(degree, f"{table.path.name} lacks attention of {heads[0]} heads and "
                                  f"{heads[1]} key-value heads of {heads[2]}; "
@@ -300,7 +261,8 @@ def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec,
             for of in OPERATORS:
                 draft.tables.pop(TableKey(of.value, degree), None)
             continue
-        queries, tokens, seconds = table.queries[rows], table.tokens[rows], table.seconds[rows]
+        queries, tokens, seconds = (
+            table[name][rows] for name in ("batch_size", "tokens", "latency"))
         is_encode = operator is Operator.ENCODE_ATTENTION
         x, y = (tokens, queries) if is_encode else (queries, tokens)
         share_s = seconds / queries if is_encode else seconds
@@ -332,27 +294,26 @@ def _completed(table: list[Sample]) -> list[Sample]:
     return [*table, *added]
 
 
-def _add_all_reduce(draft: ProfileDraft, table: AllReduceTable, link: str) -> None:
+def _add_all_reduce(draft: ProfileDraft, table: Table, link: str) -> None:
     """What ranks of this engine wait for each other is added, where its whole runs show any: the
-    kernel was timed with all ranks ready. Of kernels launched singly and from a CUDA graph, the
-    graph's are taken."""
-    wanted = np.char.endswith(table.kernel, "_graph") | ~(table.kernel != "").any()
+    kernel was timed with all ranks ready."""
+    table = of_graphs(table)
     for degree in draft.degrees:
-        rows = wanted & (table.ranks == degree)
+        rows = table["num_gpus"] == degree
         if rows.any():
             skew_s = draft.roofline.links.synchronisation_s(degree)
             draft.add_messages(TableKey(ALL_REDUCE, degree, link), samples_at(
-                table.num_bytes[rows], table.seconds[rows] + skew_s))
+                table["num_bytes"][rows], table["latency"][rows] + skew_s))
     if any(key.name == ALL_REDUCE for key in draft.tables):
         draft.notes.append("all_reduce with the skew of this engine's ranks added")
 
 
-def _geometries(table: AttentionTable, num_heads: int) -> str:
+def _geometries(table: Table, num_heads: int) -> str:
     """A sentence says what was measured of `num_heads`, or else of which heads anything was."""
-    of_heads = table.num_heads == num_heads
-    measured = zip(table.kv_heads[of_heads].tolist(), table.head_dim[of_heads].tolist(),
-                   strict=True)
+    of_heads = table["num_heads"] == num_heads
+    measured = zip(table["num_key_value_heads"][of_heads].tolist(),
+                   table["head_dim"][of_heads].tolist(), strict=True)
     pairs = ", ".join(f"{kv} of {dim}" for kv, dim in sorted(set(measured)))
     if pairs:
         return f"with {num_heads} heads it has key-value heads: {pairs}"
-    return f"it has heads: {', '.join(str(h) for h in np.unique(table.num_heads))}"
+    return f"it has heads: {', '.join(str(h) for h in np.unique(table['num_heads']))}"

@@ -36,16 +36,14 @@ _SHOWN = 20  # faults of one column that are listed; the rest are counted
 
 class Column(NamedTuple):
     """One column that is read. `least`: of a count. `allowed`: of a text. `may_lack`: files
-    without the column are good; with a `default`, they read as if every row had it. `may_blank`:
-    an empty cell is good, and reads as NaN. `is_work`: rows with 0 here timed nothing; they are
-    left out and counted."""
+    without the column are good; with a `default`, they read as if every row had it. `is_work`:
+    rows with 0 here timed nothing, and are left out."""
 
     name: str
-    kind: Literal["ms", "count", "flag", "text"]
+    kind: Literal["ms", "count", "text"]
     least: int = 0
     allowed: tuple[str, ...] = ()
     may_lack: bool = False
-    may_blank: bool = False
     default: int | str | None = None
     is_work: bool = False
 
@@ -69,14 +67,19 @@ class Table:
     path: Path
     lines: NDArray[np.int64]
     columns: Mapping[str, NDArray[Any]]
-    num_empty: int = 0  # rows that timed nothing, left out
 
     def __contains__(self, name: str) -> bool:
         return name in self.columns
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """[rows] a column: seconds, whole numbers, flags or texts, by its kind."""
+        """[rows] a column: seconds, whole numbers or texts, by its kind."""
         return self.columns[name]
+
+    def of(self, rows: NDArray[Any] | slice, **more: NDArray[Any]) -> Table:
+        """These rows alone, by a mask or their numbers. `more`: columns that are added, of all."""
+        columns = {**self.columns, **more}
+        return Table(path=self.path, lines=self.lines[rows],
+                     columns={name: column[rows] for name, column in columns.items()})
 
 
 def read_table(path: Path, columns: Sequence[Column], unused: str = "") -> Table:
@@ -84,7 +87,6 @@ def read_table(path: Path, columns: Sequence[Column], unused: str = "") -> Table
     Raises InputError naming every missing or unknown column and every bad cell."""
     header, lines, rows = _rows(path)
     kept = _with_work(header, rows, columns)
-    num_empty = len(rows) - len(kept)
     lines, rows = [lines[i] for i in kept], [rows[i] for i in kept]
     wanted = {column.name: column for column in columns}
     faults = [Fault(1, name, None, "missing column") for name, column in wanted.items()
@@ -105,7 +107,7 @@ def read_table(path: Path, columns: Sequence[Column], unused: str = "") -> Table
             read[name], bad = _column(wanted[name], [row[at] for row in rows], lines)
             faults += bad
     fail(path, faults)
-    return Table(path=path, lines=np.array(lines), columns=read, num_empty=num_empty)
+    return Table(path=path, lines=np.array(lines), columns=read)
 
 
 def _with_work(header: list[str], rows: list[list[str]], columns: Sequence[Column]) -> list[int]:
@@ -123,15 +125,6 @@ def fail(path: Path, faults: Iterable[Fault]) -> None:
                 for f in faults]
     if mistakes:
         raise InputError(mistakes)
-
-
-def one_value(table: Table, name: str) -> Any:
-    """The value that all rows of a column share. Raises InputError if they differ."""
-    values = np.unique(table[name])
-    if len(values) > 1:
-        shown = ", ".join(str(v) for v in values[:5])
-        raise wrong(table.path, name, shown, "one value in the whole file")
-    return values[0].item()
 
 
 def _rows(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
@@ -152,11 +145,9 @@ def _column(column: Column, cells: list[str], lines: Sequence[int]) -> _Read:
     if column.kind in ("ms", "count"):
         return _numbers(column, cells, lines)
     texts = np.array([cell.strip() for cell in cells])
-    allowed = ("True", "False") if column.kind == "flag" else column.allowed
-    bad = ~np.isin(texts, allowed) if allowed else np.zeros(len(texts), bool)
-    known = f"one of {', '.join(filter(None, allowed))}" + " or nothing" * ("" in allowed)
-    faults = _listed(column, cells, lines, np.flatnonzero(bad), known)
-    return (texts == "True" if column.kind == "flag" else texts), faults
+    bad = ~np.isin(texts, column.allowed) if column.allowed else np.zeros(len(texts), bool)
+    return texts, _listed(column, cells, lines, np.flatnonzero(bad),
+                          f"one of {', '.join(column.allowed)}")
 
 
 def _numbers(column: Column, cells: list[str], lines: Sequence[int]) -> _Read:
@@ -167,8 +158,6 @@ def _numbers(column: Column, cells: list[str], lines: Sequence[int]) -> _Read:
                          f"a whole number of at least {column.least}")
         return np.where(bad, 0, values).astype(np.int64), faults
     bad = ~(np.isfinite(values) & (values >= 0))
-    if column.may_blank:
-        bad &= np.array([bool(cell.strip()) for cell in cells])
     faults = _listed(column, cells, lines, np.flatnonzero(bad), "a time in milliseconds, 0 or more")
     return values * _MS, faults
 
@@ -194,7 +183,6 @@ OPERATORS = (Operator.LAYER_REST, Operator.ENCODE_ATTENTION, Operator.DECODE_ATT
 MAX_TOKENS, MAX_QUERIES, MAX_ROWS = 2**14, 2**10, 2**20  # where analytic parts end
 _TOGETHER = np.array([1.0, 4.0, 16.0])  # queries encoded together
 _DISTURBED = 1.5
-_GROUP, _RATIO = 5, 1.15  # sizes in a group of messages: this many, this far apart
 
 
 class Source(NamedTuple):
@@ -345,24 +333,6 @@ def undisturbed(table: Sequence[Sample], *, grows_with_y: bool) -> list[Sample]:
         least = np.fmin.accumulate(least[::-1], axis=0)[::-1]
     is_good = medians <= _DISTURBED * least
     return [p for p, good in zip(table, is_good[row, column], strict=True) if good]
-
-
-def grouped_messages(num_bytes: ArrayLike, seconds: ArrayLike) -> list[Sample]:
-    """Many sizes with few repeats as few sizes with many: neighbours, at least `_GROUP` and up to
-    `_RATIO` apart, are samples at their median size. One slow message among thousands would
-    otherwise raise all larger ones, since times are taken to grow with size."""
-    xs, values = np.asarray(num_bytes, float), np.asarray(seconds, float)
-    order = np.argsort(xs, kind="stable")
-    xs, values = xs[order], values[order]
-    groups, start = [], 0
-    while start < len(xs):
-        far = int(np.searchsorted(xs, xs[start] * _RATIO, side="right"))
-        end = max(start + _GROUP, far)
-        if len(xs) - end < _GROUP:
-            end = len(xs)
-        groups.append(slice(start, end))
-        start = end
-    return [Sample(x=float(np.median(xs[g])), samples_s=tuple(values[g].tolist())) for g in groups]
 
 
 def _ladder(most: float) -> FloatArray:
