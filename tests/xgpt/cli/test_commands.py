@@ -7,22 +7,23 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 from job_folder import xgpt
+from screens import check_screen
 
 from jobs import job_file
-from xgpt.cli import run, terminal
+from xgpt.cli import terminal
 from xgpt.cli.main import COMMANDS, cli
 from xgpt.cli.options import KEYS
 from xgpt.report.table import fact, paragraph, table
-from xgpt.run_folder import files as run_files
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
 def fresh(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
     """Runs `xgpt ARGUMENTS` in a fresh interpreter; `code` runs after it, whatever the exit."""
     program = ("import sys\nfrom xgpt.cli.main import main\n"
@@ -45,7 +46,6 @@ sys.argv = ["xgpt", "models"]
 from {module} import main
 main()
 """
-
 
 def test_ctrl_c_before_the_command_is_there_ends_it_without_a_word():
     parser = configparser.ConfigParser()
@@ -145,43 +145,15 @@ def test_sweep_rises_with_the_bound(job):
 
 
 def test_the_options_are_frozen():
-    """A job's meaning belongs in its file; a new flag needs a reason and a line here."""
-    from xgpt.cli.main import COMMANDS, LazyGroup, cli
-
-    assert isinstance(cli, LazyGroup)
-    context = cli.make_context("xgpt", ["models"])
-    flags = {}
+    """A job's meaning belongs in its file; a new flag needs a reason and a word in screens.txt."""
+    context, lines = cli.make_context("xgpt", ["models"]), []
     for name in COMMANDS:
         command = cli.get_command(context, name)
         parts = command.commands if isinstance(command, click.Group) else {"": command}
-        for part, own in parts.items():
-            flags[f"{name} {part}".strip()] = {
-                flag for p in own.params for flag in p.opts if flag.startswith("--")}
-    shared = {"--set", "--json"}
-    assert flags == {
-        "submit": shared | {"--slurm", "--dry-run", "--again", "--results", "--max-seconds",
-                            "--strict", "--verify"},
-        "schedule": shared | {"--out", "--price", "--drift", "--from", "--gap", "--max-nodes",
-                              "--max-seconds", "--horizon", "--export", "--engines",
-                              "--engine-python"},
-        "profile measure": shared | {"--out", "--again", "--budget", "--tp"},
-        "profile show": {"--plots", "--json"}, "profile merge": {"--out"},
-        "profile import": {"--model", "--device", "--dtype", "--engine", "--engine-version",
-                           "--out"},
-        "simulate": shared | {"--schedule", "--timeline", "--baselines", "--max-seconds"},
-        "sweep": shared | {"--bounds", "--over", "--out", "--format", "--horizon", "--cores",
-                           "--max-seconds", "--run"},
-        "run": shared | {"--schedule", "--strict", "--verify"},
-        "report": shared | {"--format", "--out"},
-        "status": shared, "stop": shared,
-        "models": {"--check", "--accuracy", "--measured", "--json"},
-        "top": set(), "completion": set(),
-        "init": {"--prompts", "--column", "--model", "--max-tokens", "--latency", "--force",
-                 "--yes", "--json"},
-        "doctor": {"--gpu", "--json"},
-            "score": shared | {"--again", "--dry-run", "--strict", "--verify"},
-        "export": shared | {"--to", "--image", "--claim", "--out"},
-    }
+        lines += [" ".join([*f"{name} {part}".split(), *sorted(
+            flag for p in own.params for flag in p.opts if flag.startswith("--"))])
+            for part, own in parts.items()]
+    check_screen(Path(__file__).with_name("screens.txt"), "options", "\n".join(lines))
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
@@ -194,20 +166,6 @@ def test_standard_streams_that_the_caller_closed_change_nothing_else(tmp_path, c
     assert (done.returncode, done.stderr) == (0, "")
     assert ("opt-13b" in done.stdout) == (">&-" not in closed.split())
     assert int((tmp_path / "next").read_text()) > 2
-
-
-@pytest.mark.parametrize(("has_metrics", "is_again", "asked"), [
-    (False, False, False), (True, False, True), (False, True, True)])
-def test_whether_a_job_is_done_is_asked_where_it_may_be(tmp_path, monkeypatch, has_metrics,
-                                                        is_again, asked):
-    assert run.METRICS == run_files.METRICS_FILE
-    if has_metrics:
-        (tmp_path / run.METRICS).touch()
-    imported: list[str] = []
-    finished = SimpleNamespace(done_already=lambda *_, **__: {"status": "already done"})
-    monkeypatch.setattr(run, "import_module", lambda name: imported.append(name) or finished)
-    found = run._done_already(SimpleNamespace(output=tmp_path), is_again=is_again)
-    assert (found is not None, imported) == (asked, ["xgpt.app.running.finished"] * asked)
 
 
 OF_PROGRAMS = """
@@ -238,14 +196,14 @@ def proposed(*words: str) -> list[str]:
     return [item.value for item in shell.get_completions(list(words[:-1]), words[-1])]
 
 
-def test_commands_and_keys_and_catalog_names():
-    assert {"schedule", "submit"} <= set(proposed("s")) and "models" in proposed("mo")
-    assert proposed("schedule", "job.yaml", "--set", "constraint.la") == ["constraint.latency_s="]
-    assert "model=opt-13b" in proposed("schedule", "job.yaml", "--set", "model=opt-1")
-    assert "cluster=local" in proposed("schedule", "job.yaml", "--set", "cluster=")
-    assert "schedule.policy=rra" in proposed("submit", "job.yaml", "--set", "schedule.policy=")
-    assert "run.weight_dtype=int8" in proposed("run", "job.yaml", "--set", "run.weight_dtype=")
-    assert proposed("run", "job.yaml", "--set", "run.seed=") == []
+@pytest.mark.parametrize(("words", "values"), [
+    ("mo", ["models"]), ("schedule job.yaml --set constraint.la", ["constraint.latency_s="]),
+    ("schedule job.yaml --set cluster=loc", ["cluster=local"]),
+    ("submit job.yaml --set schedule.policy=rr", ["schedule.policy=rra"]),
+    ("run job.yaml --set run.weight_dtype=i", ["run.weight_dtype=int8"]),
+    ("run job.yaml --set run.seed=", [])])
+def test_commands_and_keys_and_catalog_names_are_proposed(words, values):
+    assert proposed(*words.split()) == values
 
 
 def test_job_files_and_folders_alone(tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.job.job import Job
 from xgpt.report.what_if_tables import EngineRow, engine_table
 from xrunner.backends.engine import Engine
-from xrunner.backends.vllm.row import ENGINE as vllm_row
 from xscheduler.planner import PlanOptions
 
 
@@ -102,14 +101,6 @@ def test_another_engine_is_found_by_its_python_and_has_the_cores_of_all_ranks(jo
     assert (other.engine_python, other.ranks, other.threads_per_rank) == (None, 2, 2)
 
 
-def test_what_is_missing_names_the_option(job):
-    opened = open_file(job, ["cluster=local", "run.ranks=1"])
-    missing = what_if._missing(vllm_row, replace(opened, job=replace(
-        opened.job, run=replace(opened.job.run, engine_python="/no/python"))))
-    assert "/no/python" in missing and "--engine-python" in missing
-    assert "run.engine_python" not in missing
-
-
 def test_few_devices_are_asked_of_our_own_engine_alone(job):
     """vLLM divides each layer over all of them: a row of it beside fewer would compare nothing."""
     job.write_text(job.read_text().replace("devices_per_node: 1", "devices_per_node: 2")
@@ -118,9 +109,3 @@ def test_few_devices_are_asked_of_our_own_engine_alone(job):
     rows = {row["engine"]: row for row in found["engines"]}
     assert rows["vllm"]["refused"] == ["objective: throughput with run.engine vllm"]
     assert rows["xgpt"]["is_kept"]
-
-
-def test_of_gpus_here_vllm_has_all(job):
-    opened = open_file(job, ["cluster.devices_per_node=2"])
-    gpus = replace(opened, job=replace(opened.job, cluster="local"))
-    assert what_if._as_executed_by("vllm", gpus, None).run.ranks == 2

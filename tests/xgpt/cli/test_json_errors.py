@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
+from jobs import job_file
 from xgpt.cli import main as entry
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
 from xgpt.launch.asked import TO_STOP
@@ -20,7 +21,6 @@ from xgpt.launch.launcher import LocalLauncher, RankProgram
 
 NO_ROOM = ("what is printed, or a file: No space left on device; once that is mended, call it "
            "again")
-JOB = "model: opt-13b\ncluster: a40-4\nworkload: {requests: {count: 9}, task: S}\n"
 
 
 def end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -37,36 +37,21 @@ def end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 def test_a_deep_value_is_text(monkeypatch, tmp_path, capsys):
-    model, job = tmp_path / "model", tmp_path / "job.yaml"
-    model.mkdir()
-    depth = 400  # of what is read at all, and more than copying it piece by piece would bear
-    (model / "config.json").write_text(
-        '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": %s}'
-        % ("[" * depth + "]" * depth))
-    job.write_text(JOB.replace("opt-13b", "model"))
-    code, out, _ = end(monkeypatch, capsys, "schedule", job, "--json")
+    deep = "[" * 400 + "]" * 400  # read, and more than copying it piece by piece would bear
+    (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "hidden_size": {deep}}}')
+    code, out, _ = end(monkeypatch, capsys, "schedule", job_file(tmp_path, model=str(tmp_path)),
+                       "--json")
     found = json.loads(out)
-    values = [mistake["value"] for mistake in found["mistakes"]]
+    values = [str(mistake["value"]) for mistake in found["mistakes"]]
     assert code == found["exit_code"] == 2 and any(
-        str(value).startswith("[[[") and str(value).endswith("...") for value in values), values
+        value.startswith("[[[") and value.endswith("...") for value in values), values
 
 
-def test_what_click_refuses_is_an_object_too(monkeypatch, tmp_path, capsys):
-    for arguments in (["schedule", "--json"], ["schedul", "--json"],
-                      ["schedule", "job.yaml", "--json", "--fast"]):
-        code, out, err = end(monkeypatch, capsys, *arguments)
-        found = json.loads(out)
-        assert code == found["exit_code"] == 2 and found["error"] in err.replace("Error: ", "")
-
-
-def test_a_bound_that_cannot_be_met(monkeypatch, tmp_path, capsys):
-    job = tmp_path / "job.yaml"
-    job.write_text(JOB)
-    code, out, _ = end(monkeypatch, capsys, "schedule", job, "--json", "--set",
-                       "constraint.latency_s=0.01", "--set", "schedule.policy=ft")
+@pytest.mark.parametrize("words", ["schedule", "schedul", "schedule job.yaml --fast"])
+def test_what_click_refuses_is_an_object_too(monkeypatch, capsys, words):
+    code, out, err = end(monkeypatch, capsys, *words.split(), "--json")
     found = json.loads(out)
-    assert code == found["exit_code"] == 3
-    assert "tightest" in found["error"] and found["error"] == found["infeasible"]
+    assert code == found["exit_code"] == 2 and found["error"] in err.replace("Error: ", "")
 
 
 @pytest.mark.parametrize(("error", "code", "expected"), [
@@ -87,17 +72,6 @@ def test_any_end_is_one_object(monkeypatch, error, code, expected, capsys):
     assert got == code and json.loads(out) == {**expected, "exit_code": code} and err
 
 
-def test_a_run_interrupted_before_it_began_goes_on(tmp_path, capsys, monkeypatch):
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("xgpt.app.submit.open_to_run", interrupted)
-    job = tmp_path / "job.yaml"
-    job.write_text("{model: opt-125m, cluster: local, workload: {requests: {count: 2}, task: S}}")
-    code, _, said = end(monkeypatch, capsys, "submit", job)
-    assert code == 75 and "the same command goes on" in " ".join(said.split())
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT])
 def test_a_signal_while_the_command_is_imported_says_so(number, monkeypatch, tmp_path, capsys):
     """It ended the process without a word."""
@@ -112,9 +86,7 @@ def test_a_signal_while_the_command_is_imported_says_so(number, monkeypatch, tmp
         pytest.fail("it is not heard")
 
     monkeypatch.setattr(entry, "load_row", import_slowly)
-    job = tmp_path / "job.yaml"
-    job.write_text(JOB)
-    code, out, err = end(monkeypatch, capsys, "submit", job, "--json")
+    code, out, err = end(monkeypatch, capsys, "submit", job_file(tmp_path), "--json")
     said = json.loads(out)
     assert code == said["exit_code"] == 75 and said["status"] == "stopped"
     assert f"{number.name} came while no ranks were at work" in said["message"]
@@ -143,14 +115,11 @@ from xgpt.__main__ import main
 main()
 """
 
-
 @pytest.mark.parametrize(("first", "command", "module"), [
     (signal.SIGINT, "submit", "xgpt.cli.run"), (signal.SIGTERM, "submit", "xgpt.app.schedule"),
-    (signal.SIGINT, "submit", "xgpt.app.schedule"), (signal.SIGHUP, "sweep",
-                                                     "xgpt.app.sweeps.sweep")])
+    (signal.SIGHUP, "sweep", "xgpt.app.sweeps.sweep")])
 def test_signals_after_the_first_change_nothing(first, command, module, tmp_path):
-    job = tmp_path / "job.yaml"
-    job.write_text("{model: opt-125m, cluster: local, workload: {requests: {count: 2}, task: S}}")
+    job = job_file(tmp_path, model="opt-125m", cluster="local")
     program = STORM.format(first=int(first), command=command, module=module, job=str(job))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           check=False, timeout=60)
@@ -159,8 +128,7 @@ def test_signals_after_the_first_change_nothing(first, command, module, tmp_path
 
 
 @pytest.mark.parametrize(("number", "words", "code"), [
-    (signal.SIGINT, ("models", "--json"), 0), (signal.SIGTERM, ("models", "x"), 2),
-    (signal.SIGHUP, ("models", "--json"), 0), (signal.SIGUSR1, ("models", "x"), 2)])
+    (signal.SIGINT, ("models", "--json"), 0), (signal.SIGUSR1, ("models", "x"), 2)])
 def test_a_signal_once_all_is_told_does_not_take_the_exit_code(number, words, code):
     # at its end the interpreter calls what is registered here, as late as a signal may come
     program = (f"import atexit, os, sys; atexit.register(os.kill, os.getpid(), {int(number)})\n"
@@ -200,17 +168,11 @@ def test_a_file_system_that_refuses_is_no_fault_of_xgpt(monkeypatch, capsys, err
 
 
 XGPT = [sys.executable, "-m", "xgpt"]
-PLANNED = """
-model: {model}
-cluster: a40-4
-workload: {{requests: {{count: 40}}, task: S}}
-schedule: {{policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 0, tp_degree: 1}}
-output: résultat
-"""
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
-          "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 1024,
-          "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+PLANNED = {"output": "résultat", "schedule": (
+    "{policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 0, tp_degree: 1}")}
+CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+          "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "vocab_size": 256, "max_position_embeddings": 1024}
 _WORDS = ("HOME", "XDG_CACHE_HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "PYTHONUTF8")
 
 
@@ -237,11 +199,9 @@ def test_a_user_without_a_home_has_a_folder_that_is_nobody_elses(open_to_all):
     if shutil.which("setpriv") is None or call(*_NOBODY, "true").returncode:
         pytest.skip("needs rights to be another user")
     open_to_all.chmod(0o777)
-    (open_to_all / "job.yaml").write_text(PLANNED.format(model="opt-125m"))
     words = {"TMPDIR": str(open_to_all)}
-    for command, home in ((["models"], {}), (["schedule", open_to_all / "job.yaml"],
-                                             {"HOME": "/nonexistent"})):
-        done = call(*_NOBODY, *XGPT, *command, **words, **home)
+    for home in ({}, {"HOME": "/nonexistent"}):
+        done = call(*_NOBODY, *XGPT, "models", **words, **home)
         assert done.returncode == 0, done.stderr
         assert f"{open_to_all}/xgpt-54321 serves instead" in done.stderr
     folder = open_to_all / "xgpt-54321"
@@ -252,20 +212,18 @@ def test_a_user_without_a_home_has_a_folder_that_is_nobody_elses(open_to_all):
     assert done.returncode == 1 and "is not this user's alone" in done.stderr
 
 
-@pytest.mark.parametrize("words", [
-    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-    {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}])
-def test_names_are_utf8_whatever_the_locale(tmp_path, words):
-    folder = tmp_path / "é"
-    folder.mkdir()
-    (folder / "modèle").mkdir()
-    (folder / "modèle" / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "jöb.yaml").write_text(PLANNED.format(model="modèle"), encoding="utf-8")
-    done = call(*XGPT, "schedule", folder / "jöb.yaml", XDG_CACHE_HOME=str(tmp_path), **words)
-    assert done.returncode == 0, done.stderr
-    done = call(*XGPT, "schedule", folder / "jöb.yaml", "--set", "model=modèlé",
-                XDG_CACHE_HOME=str(tmp_path), **words)
-    assert done.returncode == 2 and "model = 'modèlé': unknown model" in done.stderr
+@pytest.mark.parametrize(("words", "more", "code"), [
+    ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, [], 0),
+    ({"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
+     ["--set", "model=modèlé"], 2)])
+def test_names_are_utf8_whatever_the_locale(tmp_path, words, more, code):
+    model = tmp_path / "é" / "modèle"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    job = job_file(model.parent, "jöb", model="modèle", **PLANNED)
+    done = call(*XGPT, "schedule", job, *more, XDG_CACHE_HOME=str(tmp_path), **words)
+    assert done.returncode == code, done.stderr
+    assert ("model = 'modèlé': unknown model" in done.stderr) == (code == 2)
 
 
 def test_a_name_that_mpi_cannot_hold_is_refused(tmp_path):

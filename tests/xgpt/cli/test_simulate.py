@@ -117,15 +117,10 @@ def test_schedule_prints_what_submit_runs(tmp_path, monkeypatch, controls, engin
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(
         {"tokens": [7, 8, 9] * (1 + i % 5), "max_tokens": 30 if i % 5 == 2 else 5}) + "\n"
         for i in range(24)))
-    path = tmp_path / "job.yaml"
-    path.write_text(f"""
-model: {tmp_path}
-cluster: local
-workload: {{requests: requests.jsonl, output_tokens: {{mean: 9, std: 6, max: 40}}}}
-schedule: {{{controls}}}
-run: {{ranks: 2, dtype: float32, threads_per_rank: 1, engine: {engine}}}
-output: out
-""")
+    path = job_file(
+        tmp_path, model=str(tmp_path), cluster="local", schedule=f"{{{controls}}}", output="out",
+        workload="{requests: requests.jsonl, output_tokens: {mean: 9, std: 6, max: 40}}",
+        run=f"{{ranks: 2, dtype: float32, threads_per_rank: 1, engine: {engine}}}")
     done = CliRunner().invoke(schedule, [str(path), "--json"], catch_exceptions=False)
     printed = json.loads(done.stdout)
     submitted = plan_job(executable(open_file(path, (), LogTeller(), "run"))).schedule

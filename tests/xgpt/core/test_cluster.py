@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs import job
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
-from xgpt.job.job_file import load_job
 from xgpt.job.resolve import resolve_cluster
 
 
@@ -16,23 +16,10 @@ def test_a_rank_outside_the_cluster_is_our_own_error(rank):
         catalog.cluster("a40-16").node_of(rank)
 
 
-JOB = """\
-model: opt-13b
-workload: {task: S}
-cluster:
-  device: A40
-  num_nodes: 2
-  devices_per_node: 4
-  intra_link: pcie4-x16
-  inter_link: ib-100g
-  links: {%s}
-"""
-
-
-def _cluster(tmp_path: Path, links: str, *overrides: str) -> Cluster:
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB % links)
-    return resolve_cluster(load_job(path, overrides))
+def _cluster(folder: Path, links: str) -> Cluster:
+    return resolve_cluster(job(folder, cluster=(
+        "{device: A40, num_nodes: 2, devices_per_node: 4, intra_link: pcie4-x16, "
+        f"inter_link: ib-100g, links: {{{links}}}}}")))
 
 
 def test_pairs_are_neighbours_and_the_bus_joins_them(tmp_path):

@@ -15,7 +15,6 @@ from xgpt.core.errors import (
     UnknownNameError,
     XgptError,
     in_words,
-    nearest,
     of_a_file,
 )
 
@@ -50,16 +49,6 @@ def test_an_input_error_prints_every_mistake_and_of_very_many_a_terminals_worth(
     (UnknownNameError("model", "x", ["y"]), 2), (InfeasibleError("x"), 3), (StoppedEarly("x"), 75)])
 def test_exit_codes_are_those_of_the_command_line_contract(error, code):
     assert error.exit_code == code
-
-
-def test_the_nearest_name_is_suggested_only_if_it_is_near():
-    assert nearest("opt13b", ["opt-13b", "t5-11b"]) == (
-        "did you mean 'opt-13b'? known: opt-13b, t5-11b")
-    assert nearest("zzz", ["opt-13b"]) == "known: opt-13b"
-
-
-def test_a_missing_package_names_the_extra_to_install():
-    assert ".[run]" in str(MissingExtraError("torch", "run", "xgpt run"))
 
 
 @pytest.mark.parametrize(("number", "said"), [

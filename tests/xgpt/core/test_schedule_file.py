@@ -75,16 +75,6 @@ def test_a_file_that_is_no_schedule_of_this_version_is_wrong_input(tmp_path, tex
         load_schedule(path)
 
 
-def test_foreign_keys_are_refused():
-    with pytest.raises(ValueError, match="color"):
-        from_json({**to_json(_schedule()), "color": "red"})
-
-
-def test_an_estimate_is_replaced_in_place():
-    changed = _schedule().changed(throughput_qps=9.0)
-    assert changed.estimate.figures.throughput_qps == 9.0 and changed.proof.nodes == 17
-
-
 def test_whole_parts_are_replaced_and_fields_within_them():
     schedule = _schedule()
     estimate = schedule.estimate
@@ -103,10 +93,6 @@ def test_whole_parts_are_replaced_and_fields_within_them():
         schedule.changed(color="red")
 
 
-def test_a_stages_degree_is_its_number_of_ranks():
-    assert [stage.tp_degree for stage in _schedule().estimate.deployment.stages] == [2, 1]
-
-
 def test_copies_are_alike_and_have_ranks_of_their_own():
     one = _schedule().estimate
     three = one.in_copies(3)
@@ -116,8 +102,6 @@ def test_copies_are_alike_and_have_ranks_of_their_own():
     assert [stage.ranks for stage in three.deployment.pools_of(2)[0].stages] == [(6, 7), (8,)]
     assert three.deployment.pools_of(0) == one.deployment.pools
     assert three.one_copy == one
-
-
 
 
 def stage(raw: dict[str, Any], index: int) -> dict[str, Any]:
@@ -143,25 +127,22 @@ def raw():
     (lambda raw: raw["proof"].update(nodes=2**63), "proof.nodes", "equal to 9007199254740992"),
     (lambda raw: stage(raw, 1).update(first_layer=99), "stages[1].first_layer", "begins where"),
     (lambda raw: stage(raw, 1).update(ranks=[0]), "deployment.pools", "in one stage"),
-    (lambda raw: raw.update(fingerprint=7), "fingerprint", "string")])
+    (lambda raw: raw.update(fingerprint=7), "fingerprint", "string"),
+    (lambda raw: raw.update(color="red"), "color", ""), (lambda raw: raw.update(bounds=[]), "", ""),
+    (lambda raw: raw.update(rejected="DEEP"), "", ""),
+    (lambda raw: raw["figures"].update(throughput_qps=10**400), "", ""),
+    (lambda raw: raw["figures"].update(throughput_qps=-10**400), "", ""),
+    (lambda raw: raw["deployment"].update(pools=[]), "", ""),
+    (lambda raw: raw["deployment"]["pools"][0].update(role="encode"), "", "")])
 def test_a_value_that_cannot_be_is_named_with_what_is_allowed(raw, tmp_path, change, key, allowed):
     path = tmp_path / "schedule.json"
     change(raw)
-    path.write_text(json.dumps(raw))
+    # text: Python's own encoder need not reach that far
+    path.write_text(json.dumps(raw).replace('"DEEP"', "[" * 950 + "]" * 950))
     with pytest.raises(InputError) as refused:
         load_schedule(path)
-    (mistake,) = refused.value.mistakes
-    assert key in mistake.key and allowed in mistake.allowed, mistake
-
-
-def test_all_mistakes_are_told_at_once(raw, tmp_path):
-    path = tmp_path / "schedule.json"
-    raw["controls"]["encode_batch"], raw["figures"]["latency_s"] = -1, -2.0
-    path.write_text(json.dumps(raw))
-    with pytest.raises(InputError) as refused:
-        load_schedule(path)
-    assert [mistake.key for mistake in refused.value.mistakes] == [
-        "controls.encode_batch", "figures.latency_s"]
+    assert all(key in one.key and allowed in one.allowed for one in refused.value.mistakes)
+    assert len(refused.value.mistakes) == 1 or not key
 
 
 def test_what_a_search_writes_passes():
@@ -170,24 +151,3 @@ def test_what_a_search_writes_passes():
                               ("waa-c", {"encode_batch": 4, "decode_micro_batches": 2})):
         schedule = schedule_of(problem, estimate_of(problem, policy, **variables))
         assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule, policy
-
-
-_DEEP = "[" * 950 + "]" * 950  # text: Python's own encoder need not reach that far
-
-
-@pytest.mark.parametrize("change", [
-    lambda raw: raw.update(bounds=[]), lambda raw: raw.update(rejected="DEEP"),
-    lambda raw: raw["figures"].update(throughput_qps=10**400),
-    lambda raw: raw["figures"].update(throughput_qps=-10**400),
-    lambda raw: raw["deployment"].update(pools=[]),
-    lambda raw: raw["deployment"]["pools"][0].update(role="encode")],
-    ids=["no bound", "deep", "large", "small", "no pool", "nobody decodes"])
-def test_what_the_fuzzer_found_is_refused(tmp_path, change):
-    problem = toy_problem()
-    raw = to_json(schedule_of(problem, estimate_of(
-        problem, encode_batch=4, decode_iterations=4)))
-    change(raw)
-    path = tmp_path / "schedule.json"
-    path.write_text(json.dumps(raw).replace('"DEEP"', _DEEP))
-    with pytest.raises(InputError):
-        load_schedule(path)

@@ -7,7 +7,6 @@ import pytest
 
 from xgpt.core.errors import InputError
 from xgpt.core.policies import policy_names
-from xgpt.job.job_file import load_job
 from xgpt.job.sweep_file import SweepFlags, load_sweep
 
 JOB = """
@@ -19,7 +18,6 @@ workload: {requests: {count: 2000}, input_tokens: {mean: 50, std: 9, max: 90},
 constraint: {latency_s: 11.5}
 run: {ranks: 4}
 """
-
 
 @pytest.fixture
 def job(tmp_path):
@@ -149,8 +147,3 @@ def test_mistakes_of_flags_name_the_flag(job):
     ("base: base.yaml\ngrid: {bound: [1, [2]]}", "not a list within the list")])
 def test_a_sweep_that_is_none(job, text, said):
     assert said in "\n".join(mistakes(write(job.parent, text)))
-
-
-def test_a_job_s_reader_says_whose_file_it_is(tmp_path):
-    with pytest.raises(InputError, match="xgpt sweep"):
-        load_job(write(tmp_path, "base: base.yaml\ngrid: {bound: [1]}\n"))
