@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 from problems import estimate_from_flat
+from profiles import profile
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.schedule import Rejected, Schedule
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat
 from xgpt.requests.spool import Record, SpoolWriter
+from xprofiler.profile import Sample
+from xprofiler.profile_file import save_profile
 
 HOSTILE_TEXTS = (
     "</script><script>document.title = 'OWNED'</script>",
@@ -89,7 +92,8 @@ def write_fake_run(directory: Path, num_queries: int = 72, answers: dict[str, st
         {"line": 19, "error": "not JSON: </td><script>alert(1)</script>"},
         {"line": 44, "id": "summarise-99", "error": "the prompt has 4102 tokens, the model 2048"}])
     _write_object(directory / "metrics.json", _metrics(results))
-    _write_object(directory / "profile.json", _profile())
+    points = [Sample(x=x, samples_s=(1e-3 * x, 1.1e-3 * x)) for x in (1, 2, 4, 8)]
+    save_profile(profile(decode_attention=points, layer_rest=points), directory / "profile.json")
     _write_object(directory / "expected.json", _expected(len(requests)))
     return directory
 
@@ -190,16 +194,6 @@ def _metrics(results: list[dict[str, Any]]) -> dict[str, Any]:
         "model_source": "hub cache, HuggingFaceTB/SmolLM2-135M-Instruct", "ranks": 2,
         "dtype": "bfloat16", "date": "2026-03-14T09:26:53+00:00",
         "machine": {"cpu": "Xeon, 2 cores", "memory_gib": 24, "torch": "2.13.0+cpu"}}
-
-
-def _profile() -> dict[str, Any]:
-    metadata = {"model_shape": "4f1d", "device": "cpu", "dtype": "bfloat16", "ranks": 2,
-                "threads_per_rank": 1, "torch_version": "2.13.0+cpu", "kernels": "77aa",
-                "date": "2026-03-14T09:20:11+00:00"}
-    points = [[float(x), 0.0, [1e-3 * x, 1.1e-3 * x]] for x in (1, 2, 4, 8)]
-    return {"version": 1, "metadata": metadata, "columns": ["x", "y", "samples_s"],
-            "verdict": "good: 7 of 7 points within 10%",
-            "tables": {"decode_attention": points, "layer_rest": points[:3]}}
 
 
 def _expected(count: int) -> dict[str, Any]:

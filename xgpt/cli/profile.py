@@ -13,20 +13,14 @@ from xgpt.app.opened import open_file
 from xgpt.app.profile import local_profile
 from xgpt.app.schedule import on_open_layouts
 from xgpt.app.wanted import wanted_profile
-from xgpt.cli.options import (
-    check_folder,
-    check_writable,
-    job_arguments,
-    json_option,
-    print_json,
-)
+from xgpt.cli.options import check_writable, job_arguments, json_option, print_json
 from xgpt.cli.terminal import Terminal, say
 from xgpt.cli.terminal import show as show_text
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, XgptError, wrong
 from xgpt.core.units import parse_seconds
 from xgpt.job.job import DTYPES
-from xgpt.report.profile_table import profile_tables, write_profile_plots
+from xgpt.report.profile_table import profile_tables
 from xprofiler.importers import IMPORTERS, import_folder
 from xprofiler.profile import Profile, merge
 from xprofiler.profile_file import load_profile, save_profile
@@ -71,7 +65,7 @@ def profile() -> None:
 
     \b
     xgpt profile JOB.yaml [--budget 60s]    measure, or go on measuring
-    xgpt profile show FILE [--plots DIR]    tables and plots of a profile
+    xgpt profile show FILE                  tables of a profile
     xgpt profile import SOURCE FOLDER ...   others' measurements as a profile
     xgpt profile merge FILE FILE --out FILE one profile of several"""
 
@@ -112,18 +106,10 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
 
 @profile.command()
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("--plots", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Write plots of every operator, and a page with all of them, to DIR.")
 @json_option
-def show(file: Path, plots: Path | None, as_json: bool) -> None:
-    """Tables (and plots) of a profile: times, spread, share of the device's roofline."""
-    if plots is not None:
-        check_folder(plots, "--plots")
-    shown = load_profile(file)
-    if plots is not None:
-        for path in write_profile_plots(shown, plots):
-            say(f"plot: {path}")
-    _print(shown, as_json)
+def show(file: Path, as_json: bool) -> None:
+    """Tables of a profile: times, spread, share of the device's roofline."""
+    _print(load_profile(file), as_json)
 
 
 @profile.command("merge")

@@ -30,7 +30,6 @@ SUFFIXES = (".svg", ".png", ".pdf")
 _MARKERS = ("o", "s", "D", "^", "P", "X", "*")
 _PIXELS = 100  # an inch
 _NARROW, _WIDE = 620, 1060  # pixels
-_FEW = 8  # boxes have their texts beside them where they are too narrow
 # the page's light mode (style.html.j2)
 COLOURS = {"ink": "#1d2126", "muted": "#626a74", "line": "#e2e4e6", "surface": "#ffffff",
            "encode": "#d9822b", "decode": "#3b6fb6", "good": "#1d7d53", "bad": "#b83227",
@@ -76,7 +75,7 @@ class Series:
     is_dashed: bool = False
     base: Sequence[float] = ()
     notes: Sequence[str] = ()
-    inside: Sequence[str] = ()  # short texts in the boxes, or at the points
+    inside: Sequence[str] = ()  # short texts in the boxes, on the page
     columns: Mapping[str, Sequence[Value]] = field(default_factory=dict)
 
 
@@ -215,9 +214,6 @@ def _line(axes: Axes, chart: Chart, series: Series, place: int) -> None:
               linestyle="none" if series.kind == "dots" else "--" if series.is_dashed else "-",
               drawstyle="steps-post" if series.kind == "steps" else "default", linewidth=1.6,
               marker=_MARKERS[place % len(_MARKERS)] if has_markers else "none", markersize=5)
-    for at, value, text in zip(x, y, series.inside, strict=False):
-        axes.annotate(text, (at, value), textcoords="offset points", xytext=(0, 5), ha="center",
-                      fontsize=8, color=COLOURS["muted"])
 
 
 def _bars(axes: Axes, chart: Chart, series: Series, place: int, of: int) -> None:
@@ -228,31 +224,16 @@ def _bars(axes: Axes, chart: Chart, series: Series, place: int, of: int) -> None
 
 
 def _boxes(axes: Axes, chart: Chart, series: Series) -> None:
-    """Boxes side by side on their lanes; what is written in them where it has room."""
+    """Boxes side by side on their lanes."""
     lanes: dict[Any, list[tuple[float, float]]] = {}
     for lane, start, length in zip(series.y, series.base, series.x, strict=True):
         assert isinstance(length, (int, float)), f"{length = }"
         lanes.setdefault(lane, []).append((start, length))
-    names, is_first = list(chart.y.names), True
+    names, label = list(chart.y.names), series.label
     for lane, boxes in lanes.items():
         axes.broken_barh(boxes, (names.index(str(lane)) - 0.4, 0.8), color=COLOURS[series.colour],
-                         edgecolor=COLOURS["surface"], linewidth=0.4,
-                         label=series.label if is_first else None)
-        is_first = False
-    if not series.inside:
-        return
-    rows = [(names.index(str(lane)), start, float(length or 0), text) for lane, start, length, text
-            in zip(series.y, series.base, series.x, series.inside, strict=True)]
-    ends = [(start, start + float(length or 0)) for other in chart.series
-            for start, length in zip(other.base, other.x, strict=False)]
-    low, high = chart.view or (min(a for a, _ in ends), max(b for _, b in ends))
-    digit = 7.5 / (_WIDE if chart.is_wide else _NARROW) * (high - low)
-    for lane_at, start, length_s, text in rows:
-        if length_s > digit * (len(text) + 0.6):
-            axes.text(start + length_s / 2, lane_at, text, ha="center", va="center", fontsize=7.5,
-                      color=COLOURS["surface"], clip_on=True)
-        elif len(rows) <= _FEW:
-            axes.text(start, lane_at, f"{text} ", ha="right", va="center", fontsize=7.5)
+                         edgecolor=COLOURS["surface"], linewidth=0.4, label=label)
+        label = ""  # one entry of the legend
 
 
 def _mark(axes: Axes, mark: Mark) -> None:

@@ -33,7 +33,6 @@ LIBRARY = _FOLDER / "vendor" / "plotly-basic.min.js"
 _MODES = {"line": "lines", "steps": "lines", "dots": "markers", "line+dots": "lines+markers"}
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
 _MOST_INSIDE = 400  # texts inside boxes; more are drawn too slowly
-_FEW = 8  # boxes have their texts beside them where they are too narrow
 MOST_ROWS = 2000  # of a table of a chart's data
 
 
@@ -111,17 +110,13 @@ def _trace(chart: Chart, series: Series, place: int) -> dict[str, Any]:
             trace["marker"]["line"] = {"color": "--surface", "width": 0.5}
         if 0 < len(series.inside) <= _MOST_INSIDE:
             trace |= {"text": [_shown(text) for text in series.inside], "textangle": 0,
-                      "textposition": "auto" if len(series.inside) <= _FEW else "inside",
-                      "insidetextanchor": "middle", "cliponaxis": False,
+                      "textposition": "inside", "insidetextanchor": "middle",
                       "insidetextfont": {"color": "--surface"}}
         return trace
     trace |= {"type": "scatter", "mode": _MODES[series.kind],
               "line": {"color": colour, "width": 2, "shape": "hv" if series.kind == "steps" else
                        "linear", "dash": "dash" if series.is_dashed else "solid"},
               "marker": {"color": colour, "size": 8, "symbol": _SYMBOLS[place % len(_SYMBOLS)]}}
-    if series.inside:
-        trace |= {"text": [_shown(text) for text in series.inside], "mode": trace["mode"] + "+text",
-                  "textposition": "top center", "textfont": {"size": 11, "color": "--muted"}}
     return trace
 
 

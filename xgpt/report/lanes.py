@@ -77,14 +77,11 @@ def _thinned(lane: Lane, unit_s: float, exact: tuple[float, float]) -> Lane:
 
 
 def lanes_chart(lanes: Sequence[Lane], *, name: str, title: str, caption: str = "",
-                since: str, view: tuple[float, float] | None = None,
-                arrows: Sequence[tuple[float, float]] = ()) -> Chart:
-    """The lanes over seconds `since` something. `arrows` are (start, end) of what goes from the
-    first pool to the next."""
+                since: str, view: tuple[float, float] | None = None) -> Chart:
+    """The lanes over seconds `since` something."""
     has_ids = sum(len(lane.kinds) for lane in lanes) <= MOST_BOXES
     series = [made for place, kind in enumerate(KINDS)
               if (made := _of_kind(lanes, place, kind, has_ids)) is not None]
-    series += _arrows(lanes, arrows)
     return Chart(name=name, title=title, caption=caption, series=series, view=view, is_wide=True,
                  x=Axis(label=f"seconds since {since}"),
                  y=Axis(label="", names=[lane.label for lane in lanes]),
@@ -104,19 +101,6 @@ def _of_kind(lanes: Sequence[Lane], place: int, kind: str, has_ids: bool) -> Ser
         groups) > 0 else []
     return Series(label=WORDS[kind], kind="boxes", x=lengths_s.tolist(), y=labels, inside=inside,
                   base=start_s.tolist(), notes=notes, colour=KIND_COLOURS[kind])
-
-
-def _arrows(lanes: Sequence[Lane], arrows: Sequence[tuple[float, float]]) -> list[Series]:
-    """Lines from the first pool's last lane to the next pool's first."""
-    to = next((i for i, lane in enumerate(lanes) if lane.pool != lanes[0].pool), None)
-    if not arrows or to is None:
-        return []
-    x: list[float | None] = []
-    y: list[str | None] = []
-    for sent_s, there_s in arrows:
-        x += [sent_s, there_s, None]
-        y += [lanes[to - 1].label, lanes[to].label, None]
-    return [Series(label="KV entries handed over", kind="line", x=x, y=y, colour="muted")]
 
 
 EXPECTED_FILE = "expected.json"

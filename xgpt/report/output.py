@@ -10,11 +10,11 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,11 +26,14 @@ from xgpt.report.lanes import EXPECTED_FILE, Expected, read_expected
 from xgpt.requests.choices import parts
 from xgpt.requests.keys import MAX_INT
 from xgpt.requests.spool import Spool
+from xprofiler.profile import Profile
+from xprofiler.profile_file import load_profile
 
 ALONE = "both"  # the pool that works both phases: there is no other
 _COUNTS = ("input_tokens", "output_tokens")
 _TIMES = ("latency_s", "encode_start_s", "ttft_s", "tpot_s")
 _MOST_REASONS = 255  # different ones; a run has four
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +145,7 @@ class Output:
     job: Mapping[str, Any] = field(default_factory=dict)
     schedule: Schedule | None = None
     metrics: Mapping[str, Any] | None = None
-    profile: Mapping[str, Any] | None = None
+    profile: Profile | None = None
     queries: QueryColumns = field(default_factory=QueryColumns)
     answers: tuple[Answer, ...] = ()
     errors: tuple[Mapping[str, Any], ...] = ()
@@ -164,8 +167,8 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
     metrics = _read_object(directory / "metrics.json", remarks, is_optional=True)
     return Output(
         directory=directory, job=job, metrics=metrics,
-        schedule=_read_schedule(directory / "schedule.json", remarks),
-        profile=_read_object(directory / "profile.json", remarks, is_optional=True),
+        schedule=_read(load_schedule, directory / "schedule.json", remarks),
+        profile=_read(load_profile, directory / "profile.json", remarks, is_optional=True),
         queries=queries,
         answers=tuple(replace(answer, prompt=prompts[query] if query < len(prompts) else None)
                       for query, answer in answers.items()),
@@ -231,11 +234,12 @@ def _read_object(path: Path, remarks: list[str], is_optional: bool = False,
     return value
 
 
-def _read_schedule(path: Path, remarks: list[str]) -> Schedule | None:
-    if not _is_there(path, remarks):
+def _read(load: Callable[[Path], _T], path: Path, remarks: list[str], is_optional: bool = False,
+          ) -> _T | None:
+    if not _is_there(path, remarks, is_optional):
         return None
     try:
-        return load_schedule(path)
+        return load(path)
     except InputError as cause:
         remarks.append(f"{path.name} cannot be read: {cause}.")
         return None

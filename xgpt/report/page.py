@@ -16,13 +16,13 @@ from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import Lengths, truncated_normal
 from xgpt.core.schedule import Schedule
 from xgpt.core.system.whole_file import write_atomically
-from xgpt.core.units import format_seconds
 from xgpt.report import figures, words
 from xgpt.report import run_charts as charts
 from xgpt.report.chart import Chart
 from xgpt.report.figures import BoundCheck, check_bound, lost_to_bound, percent, plain, quantity
 from xgpt.report.html_page import render_page
 from xgpt.report.output import Output, number, read_output, text_at, told
+from xgpt.report.profile_table import profile_facts
 from xgpt.report.table import schedule_facts
 from xgpt.report.words import counted
 
@@ -76,11 +76,8 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
         None if output.queries_before else charts.done_curve(  # each run has a clock of its own
             queries, expected.done if expected else (),
             schedule.figures.throughput_qps if schedule and is_own else None),
-        charts.causes(metrics),
         charts.output_lengths(queries, expected_output_lengths(output.job)),
-        charts.utilisation(lanes, expected_lanes),
         charts.memory(schedule, metrics) if schedule else None,
-        charts.choice(schedule) if schedule else None,
         charts.timeline(output, lanes, expected_lanes))
     return [chart for chart in made if chart is not None]
 
@@ -110,7 +107,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
         "next_steps": next_steps(output, metrics, check),
         "changes": change_rows(metrics),
         "run_facts": _run_facts(output, metrics),
-        "profile_facts": _profile_facts(output.profile or {}),
+        "profile_facts": profile_facts(output.profile) if output.profile else (),
         "answers": output.answers,
         "num_queries": len(output.queries),
         "errors": output.errors[:MAX_ERRORS],
@@ -155,33 +152,6 @@ def _run_facts(output: Output, metrics: Mapping[str, Any]) -> list[tuple[str, st
     machine = metrics.get("machine")
     known = [(label, value) for label, value in facts if value is not None]
     return known + (_facts(machine) if isinstance(machine, Mapping) else [])
-
-
-def _profile_facts(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was measured where, how good it is, and how many points each operator has, of a file of
-    any version, whole or not (xprofiler.profile_file)."""
-    facts = [(label.removeprefix("metadata: "), text) for label, text in _facts(
-        {"metadata": profile.get("metadata"), "verdict": profile.get("verdict")}) if text]
-    refused, tables = profile.get("refused"), profile.get("tables")
-    if isinstance(refused, Mapping):
-        facts += [(f"refused: degree {degree}", str(why)) for degree, why in refused.items()]
-    if (spent_s := number(profile, "spent_s")) is not None:
-        facts.append(("measured in", format_seconds(spent_s)))
-    by_name: dict[str, list[tuple[str, int]]] = {}
-    for key, points in tables.items() if isinstance(tables, Mapping) else ():
-        name, _, rest = key.partition(" ")  # "layer_rest tp=2"
-        if isinstance(points, list):
-            by_name.setdefault(name, []).append((rest, len(points)))
-    return facts + [(f"timed: {name.replace('_', ' ')}", _points_text(counts))
-                    for name, counts in by_name.items()][:_MAX_FACTS]
-
-
-def _points_text(tables: Sequence[tuple[str, int]]) -> str:
-    """`25 points`, of several tables with how they differ: `14 points (tp=1), 11 points (tp=2)`."""
-    counts = [(rest, words.counted(count, "point")) for rest, count in tables]
-    if len(counts) == 1:
-        return counts[0][1]
-    return ", ".join(f"{count} ({rest})" if rest else count for rest, count in counts)
 
 
 def _facts(source: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

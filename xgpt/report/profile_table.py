@@ -1,18 +1,10 @@
-"""A Profile in the terminal: what was measured on what, and every table beside its floor. And its
-plots: of each table time over x, and the share of the roofline (of messages: bytes a second), with
-a line for each y."""
+"""A Profile in the terminal: what was measured on what, and every table beside its floor."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from xgpt.core.errors import MissingExtraError
-from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
-from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series, can_draw, write_image
-from xgpt.report.html_page import render_page
 from xgpt.report.table import fact, paragraph, table
 from xgpt.report.words import clean, counted
 from xprofiler.points import left_out
@@ -26,8 +18,6 @@ from xprofiler.verdict import SPREAD_LIMIT, judge
 MAX_ROWS, MAX_LINES = 15, 3  # points of a table; values of y in it
 _OPERATORS = frozenset(operator.value for operator in Operator)
 _NOISY = "*"
-PAGE_NAME = "profile.html"
-_MOST_LINES = 6
 _T = TypeVar("_T")
 
 
@@ -262,79 +252,3 @@ def _rate(per_s: float) -> str:
         if per_s >= scale:
             return f"{per_s / scale:.3g} {prefix}"
     return f"{per_s:.3g} "
-
-
-def write_profile_plots(profile: Profile, folder: Path) -> list[Path]:
-    """Write `NAME.svg` for every operator and message of `profile`, and `profile.html`, into
-    `folder`; the paths, the page last. Raises MissingExtraError without matplotlib or jinja2."""
-    if not can_draw():
-        raise MissingExtraError("matplotlib", "report", "drawing a profile")
-    by_name = profile_charts(profile)
-    drawn = [chart for charts in by_name.values() for chart in charts]
-    page = render_page(
-        "profile.html.j2", PAGE_NAME, drawn, charts=drawn, facts=profile_facts(profile),
-        name=profile.metadata.model or "profile", verdict=judge(profile),
-        no_floor=no_floor_reason(profile),
-        overhead=[format_seconds(p.median_s) for p in profile.table(STEP_OVERHEAD)])
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, charts in by_name.items():
-        write_image(charts, folder / f"{name}.svg", columns=2 if len(charts) > 1 else 1)
-    write_atomically(folder / PAGE_NAME, page)
-    return [*(folder / f"{name}.svg" for name in by_name), folder / PAGE_NAME]
-
-
-def profile_charts(profile: Profile) -> dict[str, list[Chart]]:
-    """The plots by the names of their operators and messages."""
-    made: dict[str, list[Chart]] = {}
-    for place, key in enumerate(shown_keys(profile)):
-        points = [p for p in points_of(profile, key) if p.sample.x > 0 and p.sample.median_s > 0]
-        if points and key.name != STEP_OVERHEAD:
-            made.setdefault(key.name, []).extend(_charts(f"{key.name}-{place}", key, points))
-    return made
-
-
-def _charts(name: str, key: TableKey, points: Sequence[RatedPoint]) -> list[Chart]:
-    """The plot of times, and that of shares of the roofline or of rates."""
-    lines, across = shown_lines(points, _MOST_LINES), AXES[key.name]
-    x, title = Axis(label=across[0], is_log=True), title_of(key)
-    has_floor = any(p.floor_s is not None for p in points)
-    times = _lines(lines, across[1], lambda p: p.sample.median_s)
-    if has_floor and len(lines) == 1:
-        times += [replace(line, label="floor", is_dashed=True, kind="line", notes=())
-                  for line in _lines(lines, "", lambda p: p.floor_s or 0.0)]
-    charts = [Chart(name=f"{name}-time", title=title, x=x, caption=_caption(points, lines, across),
-                    y=Axis(label="time (median), seconds", is_log=True), series=times)]
-    if key.link:
-        charts.append(Chart(
-            name=f"{name}-rate", title=f"{title}: rate", x=x,
-            y=Axis(label="bytes over time, GB/s", from_zero=True),
-            series=_lines(lines, "", lambda p: p.gigabytes_per_s)))
-    elif has_floor:
-        charts.append(Chart(
-            name=f"{name}-share", title=f"{title}: share of the roofline", x=x,
-            y=Axis(label="share of the roofline", as_percent=True, from_zero=True),
-            marks=[Mark(label="roofline", at=1.0, axis="y")],
-            series=_lines(lines, across[1], lambda p: p.share or 0.0)))
-    return charts
-
-
-def _lines(lines: Mapping[float, Sequence[RatedPoint]], of: str,
-           value: Callable[[RatedPoint], float]) -> list[Series]:
-    return [Series(label=f"{y:,g} {of}" if of else "time", kind="line+dots",
-                   x=[p.sample.x for p in points], y=[value(p) for p in points],
-                   colour=PALETTE[place % len(PALETTE)],
-                   notes=[f"quartiles {p.sample.spread:.0%} of the median apart" for p in points])
-            for place, (y, points) in enumerate(lines.items())]
-
-
-def _caption(points: Sequence[RatedPoint], lines: Mapping[float, Sequence[RatedPoint]],
-             across: tuple[str, str]) -> str:
-    parts = []
-    if noisy := sum(p.is_noisy for p in points):
-        parts.append(f"Noisy: {counted(noisy, 'point')} whose quartiles lie more than "
-                     f"{SPREAD_LIMIT:.0%} of the median apart.")
-    if left_out := len({p.sample.y for p in points}) - len(lines):
-        parts.append(f"Not drawn: {counted(left_out, 'more value')} of {across[1]}.")
-    if any((p.share or 0) > 1 for p in points):
-        parts.append("Over 100 %: what a cache still held was not read from memory.")
-    return " ".join(parts)

@@ -11,16 +11,16 @@ import numpy as np
 
 from xgpt.core.deployment import Pool
 from xgpt.core.lengths import FloatArray, Lengths
-from xgpt.core.schedule import Schedule, devices_tried, sum_of
+from xgpt.core.schedule import Schedule
 from xgpt.core.units import GIB, format_bytes, format_seconds
-from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series
-from xgpt.report.figures import middle_window, percent, plain
+from xgpt.report.chart import Axis, Chart, Mark, Series
+from xgpt.report.figures import middle_window, plain
 from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
 from xgpt.report.output import LoggedStep, Output, QueryColumns, ends_since_first, number
-from xgpt.report.words import controls_cell, counted, ranges
+from xgpt.report.words import counted, ranges
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
-_CURVE, _BINS = 200, 60  # points of a curve; spans of time that a stage's work is counted in
+_CURVE = 200  # points of a curve
 # what xrunner.devices.peak_memory_bytes counts: no measurement of what was predicted
 _PEAK = (" Measured: the most that its process held since loading began. On a GPU that is what "
          "torch took; on a CPU it is the whole process, with the interpreter, torch and the pages "
@@ -109,72 +109,6 @@ def output_lengths(queries: QueryColumns, expected: Lengths | None) -> Chart | N
                          f"{note}")
 
 
-def causes(metrics: Mapping[str, Any]) -> Chart | None:
-    """What the difference of the run's time to its prediction is made of."""
-    seconds = [number(metrics, "attribution", key) for key in (
-        "predicted_s", "with_lengths_s", "with_times_s", "measured_s")]
-    known = [value for value in seconds if value is not None and math.isfinite(value)]
-    if len(known) < len(seconds) or not known[0]:
-        return None
-    predicted, lengths, times, measured = known
-    names = ("predicted", "output lengths", "step times", "the rest", "measured")
-    steps = [(0.0, predicted), (predicted, lengths), (lengths, times), (times, measured),
-             (0.0, measured)]
-    by_colour: dict[str, list[tuple[str, float, float]]] = {}
-    for name, (before, after) in zip(names, steps, strict=True):
-        whole = name in ("predicted", "measured")
-        colour = "decode" if whole else "bad" if after > before else (
-            "good" if after < before else "muted")
-        by_colour.setdefault(colour, []).append((name, before, after))
-    labels = {"decode": "the whole run", "bad": "made it longer", "good": "made it shorter",
-              "muted": "changed nothing"}
-    series = [Series(
-        label=labels[colour], kind="boxes", colour=colour, y=[name for name, _, _ in rows],
-        x=[abs(after - before) for _, before, after in rows],
-        base=[min(before, after) for _, before, after in rows],
-        inside=[format_seconds(after) if not before else
-                f"{'+' if after > before else '-'}{format_seconds(abs(after - before))}"
-                for _, before, after in rows],
-        notes=[f"{percent((after - before) / predicted, 1)} of the predicted time"
-               for _, before, after in rows]) for colour, rows in by_colour.items()]
-    return Chart(name="causes", title="Why it took as long as it did", series=series,
-                 x=Axis(label="seconds", from_zero=True), y=Axis(label="", names=names),
-                 view=(0.0, 1.2 * max(known)),  # with room for words beside the last box
-                 caption="From the predicted time of the run to the measured one: other output "
-                         "lengths, then other step times, then what is left.")
-
-
-def utilisation(lanes: Sequence[Lane], expected: Sequence[Lane]) -> Chart | None:
-    """Share of the time that the stages worked, in the mean over them, as the run went on."""
-    end_s = max((float(lane.end_s.max()) for lane in (*lanes, *expected) if len(lane.end_s)),
-                default=0.0)
-    if end_s <= 0 or not lanes:
-        return None
-    edges = np.linspace(0, end_s, _BINS + 1)
-    middles = ((edges[1:] + edges[:-1]) / 2).tolist()
-    series = [Series(label=lane.label, x=middles, y=_busy(lane, edges).tolist(),
-                     colour=PALETTE[place % len(PALETTE)])
-              for place, lane in enumerate(lanes[:len(PALETTE)])]
-    if expected:
-        mean = np.mean([_busy(lane, edges) for lane in expected], axis=0)
-        series.append(Series(label="expected (mean)", x=middles, y=mean.tolist(), colour="muted",
-                             is_dashed=True))
-    return Chart(name="utilisation", title="At work", series=series,
-                 x=Axis(label="seconds since the first step", from_zero=True),
-                 y=Axis(label="share of the time at work", as_percent=True, from_zero=True),
-                 caption=f"In spans of {format_seconds(end_s / _BINS)}; the rest is waiting.")
-
-
-def _busy(lane: Lane, edges: FloatArray) -> FloatArray:
-    """[spans] share of each that the lane's boxes fill."""
-    at = np.sort(np.concatenate([lane.start_s, lane.end_s]))
-    total = np.zeros(len(at))
-    total[1::2] = np.cumsum(lane.end_s - lane.start_s)  # boxes do not overlap
-    total[2::2] = total[1:-1:2]
-    work = np.interp(edges, at, total) if len(at) else np.zeros(len(edges))
-    return np.asarray(np.clip(np.diff(work) / np.diff(edges), 0, 1))
-
-
 def memory(schedule: Schedule, metrics: Mapping[str, Any]) -> Chart | None:
     """What each rank is expected to hold, and did where the run says so (the paper's Figure 9)."""
     room = schedule.figures.memory_capacity_bytes
@@ -209,36 +143,6 @@ def _peaks(metrics: Mapping[str, Any]) -> dict[int, float]:
         if peak and math.isfinite(peak) and isinstance(ranks, list):
             found.update({rank: peak / GIB for rank in ranks if isinstance(rank, int)})
     return found
-
-
-def choice(schedule: Schedule) -> Chart | None:
-    """The schedule among those it was chosen from: throughput over latency, with the bound."""
-    others = [row for row in schedule.rejected
-              if row.throughput_qps is not None and row.latency_s is not None
-              and math.isfinite(row.latency_s)]
-    tried = [one for one in schedule.over_copies
-             if one.throughput_qps is not None and one.latency_s is not None]
-    if not others and len(tried) < 2:
-        return None
-    own, bound_s = schedule.figures, schedule.bound.limit_s
-    series = [
-        Series(label="not chosen", kind="dots", colour="muted", x=[r.latency_s for r in others],
-               y=[r.throughput_qps for r in others],
-               notes=[f"{row.label}: {row.reason}" for row in others]),
-        Series(label="chosen", kind="dots", colour="good", x=[own.latency_s],
-               y=[own.throughput_qps],
-               notes=[f"{schedule.estimate.policy}: {controls_cell(schedule.estimate)}"])]
-    if len(tried) > 1:
-        series.insert(1, Series(
-            label="the best of so many copies", kind="dots", colour=PALETTE[1],
-            x=[one.latency_s for one in tried], y=[one.throughput_qps for one in tried],
-            notes=[f"{sum_of(devices_tried(one))} devices: {one.words}" for one in tried]))
-    marks = [] if math.isinf(bound_s) else [
-        Mark(label=f"bound {format_seconds(bound_s)}", at=bound_s, colour="bad", is_dashed=False)]
-    return Chart(name="choice", title="The choice", series=series, marks=marks,
-                 x=Axis(label="expected latency, seconds", from_zero=True),
-                 y=Axis(label="expected queries/s", from_zero=True),
-                 caption="Steady state; the policy and its control variables are on each point.")
 
 
 def step_lanes(steps: Sequence[LoggedStep]) -> list[Lane]:
@@ -306,12 +210,9 @@ def draw(result: ReplayResult, start_s: float, end_s: float,
          names: Sequence[str] | None = None) -> Chart:
     """What every stage does between `start_s` and `end_s`. `names`: see `stage_names`."""
     lanes = [_within(lane, start_s, end_s) for lane in replay_lanes(result, names)]
-    arrows = [(begin_s, done_s) for handover in result.handovers for begin_s, done_s in zip(
-        handover.start_s.tolist(), handover.end_s.tolist(), strict=True)
-        if begin_s >= start_s and done_s <= end_s]
     return lanes_chart(
         thinned(lanes), name="timeline", title=f"Steps of {counted(len(lanes), 'stage')} over "
-        f"{format_seconds(end_s - start_s)}", since="the start of the job", arrows=arrows,
+        f"{format_seconds(end_s - start_s)}", since="the start of the job",
         view=(start_s, end_s))
 
 

@@ -1,26 +1,19 @@
-"""Tables and plots of a Profile: every figure beside its floor, what is doubtful marked."""
+"""Tables of a Profile: every figure beside its floor, what is doubtful marked."""
 
 import random
-import re
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from screens import check_screen
 
 from xgpt.core import catalog
-from xgpt.core.errors import MissingExtraError
-from xgpt.report import profile_table
-from xgpt.report.chart import can_draw
-from xgpt.report.profile_table import profile_tables, write_profile_plots
+from xgpt.report.profile_table import profile_tables
 from xgpt.report.table import WIDTH
 from xprofiler.profile import Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.roofline import floor_s, work
 from xprofiler.timing import Operator
-from xprofiler.verdict import judge
 
 MODEL = catalog.model("opt-125m")
 PEAKS = Peaks(flops_per_s=9e10, bandwidth_bytes_per_s=1.1e10, source="measured: product, read")
@@ -75,8 +68,6 @@ def fake_profile() -> Profile:
 
 
 PROFILE = fake_profile()
-needs_both = pytest.mark.skipif(not can_draw() or find_spec("jinja2") is None,
-                                reason="matplotlib or jinja2 is not installed")
 
 
 @pytest.mark.parametrize(("name", "change"), [
@@ -99,57 +90,3 @@ def test_no_line_is_wider_than_the_terminal_and_foreign_texts_are_harmless():
     text = profile_tables(replace(PROFILE, metadata=hostile, tables={**PROFILE.tables, **tables}))
     assert max(len(line) for line in text.splitlines()) <= WIDTH
     assert text.isascii() and "\x1b" not in text
-
-
-@pytest.fixture(scope="module")
-def plots(tmp_path_factory):
-    """Of three tables, hostile words in what they were measured on."""
-    own = ("decode_attention", "layer_rest", "transfer")
-    hostile = replace(METADATA, model="<script>alert(1)</script>", device="<img src=x>")
-    profile = replace(PROFILE, metadata=hostile, tables={
-        key: points for key, points in PROFILE.tables.items()
-        if key.name in own and key.tp_degree == 1} | {
-        TableKey("transfer", 1, "<b>link"): PROFILE.table("transfer", 1, LINK)})
-    folder = tmp_path_factory.mktemp("plots") / "new"
-    names = [*(f"{name}.svg" for name in own), "profile.html"]
-    assert write_profile_plots(profile, folder) == [folder / name for name in names]
-    return profile, folder
-
-
-@needs_both
-def test_each_plot_is_a_file_of_its_own_with_axes_that_name_their_units(plots, tmp_path):
-    profile, folder = plots
-    for path in folder.glob("*.svg"):
-        root = ElementTree.parse(path).getroot()
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
-        texts = {"".join(text.itertext()).strip()
-                 for text in root.iter("{http://www.w3.org/2000/svg}text")}
-        assert "time (median), seconds" in texts
-        assert ("bytes over time, GB/s" if path.stem == "transfer" else
-                "share of the roofline") in texts
-    rest = {key: points for key, points in profile.tables.items() if key.name == "layer_rest"}
-    again, _ = write_profile_plots(replace(profile, tables=rest), tmp_path / "again")
-    assert again.read_bytes() == (folder / "layer_rest.svg").read_bytes()
-    one, page = write_profile_plots(replace(profile, tables=rest, peaks=None), tmp_path / "one")
-    assert "share of the roofline" not in one.read_text("utf-8")
-    assert "does not carry the device&#39;s peaks" in page.read_text("utf-8")
-
-
-@needs_both
-def test_the_page_holds_every_plot_the_verdict_and_the_metadata_as_text(plots):
-    profile, folder = plots
-    page = (folder / "profile.html").read_text(encoding="utf-8")
-    named = re.findall(r'data-chart="([^"]+)"', page)
-    assert len(named) == len(set(named)) and {name.partition("-")[0] for name in named} == {
-        "decode_attention", "layer_rest", "transfer"}
-    assert judge(profile).sentence[1:] in page and "torch 2.13.0+cpu" in page
-    assert "Not drawn: 1 more value of context tokens" in page
-    assert "<script>alert" not in page and not re.search(r"<(img|b)\b", page.split("<script")[0])
-    assert "&lt;img src=x&gt;" in page
-
-
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile_table, "can_draw", lambda: False)
-    with pytest.raises(MissingExtraError, match=r"matplotlib.*\[report\]"):
-        write_profile_plots(PROFILE, tmp_path / "never")
-    assert not (tmp_path / "never").exists()

@@ -4,38 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_run import fake_schedule
 
 from xgpt.core.problem import QueryTimes
-from xgpt.core.schedule import CopiesTried
 from xgpt.report.chart import can_draw, write_image
 from xgpt.report.html_page import figure, write_chart_page
 from xgpt.report.lanes import read_expected, thinned, write_expected
 from xgpt.report.output import LoggedStep
-from xgpt.report.run_charts import (
-    choice,
-    draw,
-    replay_lanes,
-    steady_window,
-    step_lanes,
-    utilisation,
-)
+from xgpt.report.run_charts import draw, replay_lanes, steady_window, step_lanes
 from xgpt.report.sweep_page import line_of, sweep_charts
 from xrunner.rules.steps import Step, StepKind
-from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
-
-
-def tried(count: int, devices: int, qps: float | None, words: str = "rra") -> CopiesTried:
-    return CopiesTried(replicas=count, devices_per_replica=devices, throughput_qps=qps,
-                       latency_s=None if qps is None else 3.0, words=words,
-                       bound_qps=0.0 if qps is None else 1.01 * qps)
-
-
-def test_the_chart_of_the_choice_has_the_copies_with_their_words():
-    chart = choice(fake_schedule().changed(over_copies=(tried(2, 1, 1.5, "waa-c"),
-                                                        tried(1, 2, 2.3))))
-    (copies,) = [own for own in chart.series if "copies" in own.label]
-    assert list(copies.y) == [1.5, 2.3] and copies.notes[0] == "2 x 1 devices: waa-c"
+from xsimulator.replay.records import PoolRecords, ReplayResult
 
 
 def test_a_sweep_over_copies_draws_a_line_for_each_policy_and_number():
@@ -66,11 +44,11 @@ def pool(starts_s, ends_s, steps, name="both", first_stage=0):
         memory_s=starts_s[:, 0], memory_tokens=np.arange(count) % 90, kv_tokens=100)
 
 
-def result(*pools, handovers=()):
+def result(*pools):
     end_s = max(p.end_s.max() for p in pools)
     times = QueryTimes(arrival_s=np.zeros(1), start_s=np.zeros(1), first_token_s=np.ones(1),
                        last_token_s=np.full(1, end_s))
-    return ReplayResult(pools=pools, handovers=handovers, times=times,
+    return ReplayResult(pools=pools, handovers=(), times=times,
                         output_tokens=np.ones(1, int), preemptions=0)
 
 
@@ -135,16 +113,7 @@ def two_pools(count=40):
     starts = 0.5 * np.arange(count)[:, None]
     encode = pool(starts, starts + 0.5, [f"E0.{i}" for i in range(count)], "encode")
     decode = pool(starts + 0.6, starts + 1.0, [f"D0.{i}" for i in range(count)], "decode", 1)
-    sent_s = encode.end_s[:, 0]
-    return result(encode, decode, handovers=(HandoverRecords(
-        source="encode", target="decode", step=np.arange(count), start_s=sent_s,
-        end_s=sent_s + 0.1),))
-
-
-def test_handovers_are_lines_between_the_pools():
-    (line,) = (s for s in draw(two_pools(), 5.0, 8.0).series if s.kind == "line")
-    assert list(line.y[:3]) == ["stage 0 · encode", "stage 1 · decode", None]
-    assert line.x[:2] == pytest.approx([5.0, 5.1]) and len(line.x) == 3 * 6  # sent at 5.0, .. 7.5
+    return result(encode, decode)
 
 
 def test_names_are_text_not_markup(tmp_path):
@@ -184,14 +153,6 @@ def test_a_measured_run_is_drawn_the_same_way():
     assert first.start_s.tolist() == [0, 2] and second.end_s.tolist() == [2, 4]
     pools = [replace(step, pool=("encode", "decode")[step.stage]) for step in steps]
     assert [lane.label for lane in step_lanes(pools)] == ["stage 0 · encode", "stage 1 · decode"]
-
-
-def test_the_share_at_work_counts_what_the_boxes_fill():
-    steps = [LoggedStep(stage=0, kind="encode", queries=1, tokens=1, start_s=at, end_s=at + 1)
-             for at in (0.0, 2.0, 59.0)]
-    chart = utilisation(step_lanes(steps), [])
-    (series,) = chart.series
-    assert [series.y[i] for i in (0, 1, 2, 3, 58, 59)] == pytest.approx([1, 0, 1, 0, 0, 1])
 
 
 def test_what_is_expected_is_read_as_it_was_written(tmp_path):

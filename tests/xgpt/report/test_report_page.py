@@ -19,7 +19,7 @@ from xgpt.report.figures import BoundCheck
 from xgpt.report.lanes import EXPECTED_FILE
 from xgpt.report.output import Output, QueryColumns, read_output
 from xgpt.report.page import expected_output_lengths, next_steps, render, write_report
-from xgpt.report.run_charts import causes, memory
+from xgpt.report.run_charts import memory
 from xgpt.report.words import clean, code_and_prose
 
 pytest.importorskip("jinja2", reason="the report needs jinja2 (extra: run)")
@@ -99,7 +99,7 @@ def own_part(text: str) -> str:
 def test_each_chart_has_its_place_its_colours_and_its_data_as_a_table(text, page):
     figures = figures_of(text)
     assert list(figures) == page.values("data-chart") == [
-        "latency", "done", "lengths", "utilisation", "memory", "choice", "timeline"]
+        "latency", "done", "lengths", "memory", "timeline"]
     assert page.tags.count("details") == len(figures)
     assert "latency" in page.text and {"plots", "timeline"} <= set(page.values("id"))
     ids = page.values("id")
@@ -331,20 +331,6 @@ def test_a_policy_that_is_as_good_is_named(output):
     near = replace(schedule.rejected[0], throughput_qps=0.99 * schedule.figures.throughput_qps)
     found = commands(replace(output, schedule=replace(schedule, rejected=(near,))), {})
     assert "submit JOB.yaml --set schedule.policy=waa-c --set output=out/waa-c" in found
-
-
-def test_the_causes_are_drawn_from_the_prediction_to_the_measurement():
-    chart = causes(attributed(10, 12, 11.5, 11.5))
-    assert chart is not None and list(chart.y.names) == [
-        "predicted", "output lengths", "step times", "the rest", "measured"]
-    boxes = {name: (start, length) for series in chart.series for name, start, length in zip(
-        series.y, series.base, series.x, strict=True)}
-    assert boxes == {"predicted": (0, 10), "output lengths": (10, 2), "step times": (11.5, 0.5),
-                     "the rest": (11.5, 0), "measured": (0, 11.5)}
-    colours = {name: series.colour for series in chart.series for name in series.y}
-    assert (colours["output lengths"], colours["step times"]) == ("bad", "good")
-    for broken in ({}, {"attribution": None}, {"attribution": {"predicted_s": "x"}}):
-        assert causes(broken) is None
 
 
 def test_memory_is_that_of_each_rank_as_predicted_and_as_measured():
