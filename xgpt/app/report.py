@@ -24,16 +24,19 @@ from xgpt.report.figures import check_bound
 from xgpt.report.output import Output, read_output, text_at
 from xgpt.report.page import next_steps, run_charts, write_report
 from xgpt.report.results_file import write_results
-from xgpt.report.sweep_page import (
-    by_scenario,
+from xgpt.report.sweep_page import sweep_charts, write_sweep_page
+from xgpt.report.sweep_rows import (
+    OK,
+    SWEEP_FILE,
+    SweepRows,
+    all_winners,
+    bound_text,
     lacking,
-    sweep_charts,
+    number_of,
+    read_sweep,
     title_of,
-    winners,
-    write_sweep_page,
 )
-from xgpt.report.sweep_page import headline as sweep_headline
-from xgpt.report.sweep_rows import OK, SWEEP_FILE, SweepRows, bound_text, number_of, read_sweep
+from xgpt.report.sweep_rows import headline as sweep_headline
 from xgpt.report.table import schedule_facts
 from xgpt.report.words import banner, clean, headline, policy_sentence
 from xgpt.requests.spool import num_queries
@@ -181,13 +184,12 @@ def _comparison_markdown(runs: Sequence[Run], pictures: Sequence[tuple[Chart, Pa
 def _sweep_markdown(sweep: SweepRows, pictures: Sequence[tuple[Chart, Path]]) -> str:
     """A sweep: the best policy of each scenario and bound, and what has no schedule."""
     solved = [row for row in sweep.rows if row.get("status") == OK]
-    best = [winner for name, rows in by_scenario(sweep.rows).items()
-            for winner in winners(name, rows)]
     return _joined([
         f"# {_text(str(sweep.meta.get('name')))}", _text(f"{sweep_headline(sweep.rows)}."),
         "## The best policy, and where it changes",
-        _table(("scenario", "bound", "best", "queries/s", "ahead of the next", "control variables",
-                "why another than under the tighter bound"), best),
+        _table(("scenario", "bound", "best", "queries/s", "latency", "others, queries/s",
+                "control variables", "why another than under the tighter bound"),
+               all_winners(sweep.rows)),
         "## All points", _table(
             ("scenario", "bound", "policy", "queries/s", "latency", "schedule"), [
                 (str(row.get("scenario")), bound_text(row), title_of(str(row.get("policy"))),

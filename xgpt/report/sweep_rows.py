@@ -1,23 +1,26 @@
-"""The rows of a sweep: which columns there are, in which units; a sweep's folder read back; and the
-rows for the terminal, in full, or the best policy beside the others where there are many points."""
+"""The rows of a sweep: which columns there are, in which units; a sweep's folder read back; the
+best policy of each scenario and bound, and these for the terminal."""
 
+import itertools
 import json
 import math
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from xgpt.core.errors import wrong
+from xgpt.core.policies import policy, policy_names
 from xgpt.core.units import format_seconds
-from xgpt.report.table import fact, shown_width, table
-from xgpt.report.words import counted
+from xgpt.report.figures import plain
+from xgpt.report.table import paragraph, table
+from xgpt.report.words import clean, counted
 
 SWEEP_FILE, ROWS_FILE, EARLIER_FILE = "sweep.json", "sweep.jsonl", "earlier.jsonl"
 VERSION = 1
-MANY_POINTS, MANY_POLICIES = 40, 3  # from which on only the best policy gets a line
+_MOST_LINES, _MOST_REASONS = 15, 3  # chosen: a screen has 25 lines
+_MOST_REASON = 300  # characters
 OK, INFEASIBLE, REFUSED = "ok", "infeasible", "refused"  # what `status` may be
 
 Row = dict[str, Any]
@@ -166,79 +169,148 @@ def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]
     return found
 
 
+def title_of(name: str) -> str:
+    """A policy's name as it is shown: `auto` is whichever is best."""
+    return "best of all" if name == "auto" else (
+        policy(name).title if name in policy_names() else name)
+
+
+def line_of(row: Row, name: str | None = None) -> str:
+    """The policy of a row (or `name`), and the copies asked for."""
+    title, copies = title_of(name or str(row.get("policy"))), row.get("copies")
+    if copies in (None, "auto"):
+        return title
+    return f"{title}, {copies} {'copy' if str(copies) == '1' else 'copies'}"
+
+
+def bound_of(row: Row) -> float:
+    """In seconds; infinity for none, and where it is not known."""
+    bound_s = number_of(row, "bound_s")
+    return math.inf if bound_s is None else bound_s
+
+
+class Winner(NamedTuple):
+    """The best policy of a scenario under a bound. `others`: what the others reach, in queries/s;
+    `why`: where it is another than under the tighter bound."""
+
+    scenario: str
+    bound: str
+    policy: str
+    throughput: str
+    latency: str
+    others: str
+    controls: str
+    why: str
+
+
+def all_winners(rows: Iterable[Row]) -> list[Winner]:
+    """The best policy of each scenario and bound, from the tightest bound on."""
+    return [winner for (scenario,), own in grouped(rows, "scenario").items()
+            for winner in winners(scenario, own)]
+
+
+def winners(scenario: str, rows: Iterable[Row]) -> list[Winner]:
+    """The best policy at each bound, from the tightest on."""
+    found: list[Winner] = []
+    before: dict[str, float] = {}
+    lacked: set[str] = set()
+    for _, here in itertools.groupby(sorted(rows, key=bound_of), bound_of):
+        own = list(here)
+        best: dict[str, Row] = {}  # of each policy, the best policy first
+        for row in sorted(own, key=lambda row: -_rate(row)):
+            if row.get("status") == OK and _rate(row):
+                best.setdefault(line_of(row, row.get("chosen")), row)
+        if not best:
+            continue
+        now = {line: _rate(row) for line, row in best.items()}
+        lacks = {line_of(row) for row in own if row.get("status") == INFEASIBLE}
+        (first, row), *others = best.items()
+        found.append(Winner(
+            scenario=scenario, bound=bound_text(row), policy=first, throughput=_shown_rate(row),
+            latency="-" if (latency_s := number_of(row, "latency_s")) is None else
+            format_seconds(latency_s),
+            others=", ".join(f"{line} {_shown_rate(other)}" for line, other in others),
+            controls=str(row.get("controls") or "").partition(": ")[2],
+            why=_why(first, before, now, lacked, lacks)))
+        before, lacked = now, lacks
+    return found
+
+
+def _rate(row: Row) -> float:
+    return number_of(row, "throughput_qps") or 0.0
+
+
+def _shown_rate(row: Row) -> str:
+    """Queries/s, and what its run measured, if it has one that did not fail."""
+    measured = number_of(row, "measured_qps")
+    return plain(_rate(row)) + ("" if measured is None else f" (measured {plain(measured)})")
+
+
+def _why(first: str, before: Mapping[str, float], now: Mapping[str, float], lacked: Container[str],
+         lacks: Container[str]) -> str:
+    """Why `first` is best now and was not under the tighter bound; both with the best first. A
+    policy that no point asked for has no figure, and is not one without a schedule."""
+    if not before or first == (last := next(iter(before))):
+        return ""
+    new = (f"{first} rises from {plain(before[first])} to {plain(now[first])} queries/s"
+           if first in before else f"{first} keeps no tighter bound" if first in lacked
+           else f"{first} was not compared at the tighter bound")
+    old = (f"{last} from {plain(before[last])} to {plain(now[last])}" if last in now else
+           f"{last} has no schedule here" if last in lacks else f"{last} was not compared here")
+    return f"{new}; {old}"
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """Which policies are best how often, and how fast the slowest and the fastest of them are."""
+    num_scenarios, best = len(grouped(rows, "scenario")), all_winners(rows)
+    said = [counted(num_scenarios, "scenario")] * (num_scenarios != 1) + [
+        counted(len(rows), "point")]
+    if not best:
+        return f"{', '.join(said)}, none with a schedule" if rows else said[-1]
+    (name, count), *others = Counter(winner.policy for winner in best).most_common()
+    is_best = f"{name} is best" + (f" in {count} of {counted(len(best), 'case')}" if others else "")
+    is_best += "".join(f", {other} in {times}" for other, times in others)
+    if num_scenarios > 1:
+        return f"{', '.join(said)}: {is_best}"
+    rates = f"{best[0].throughput} queries/s {_within(best[0])}"
+    if len(best) > 1:
+        rates = f"from {rates} to {best[-1].throughput} {_within(best[-1])}"
+    return f"{is_best}: {rates}"
+
+
+def _within(winner: Winner) -> str:
+    return "without a bound" if winner.bound == "none" else f"within {winner.bound}"
+
+
+def lacking(rows: Iterable[Row]) -> list[tuple[str, str, str, str]]:
+    """(scenarios, policies, bounds, why) of points that have no schedule, those of one reason
+    together."""
+    without = grouped((row for row in rows if row.get("status") != OK), "reason")
+    return [(_some(row.get("scenario") for row in own), _some(map(line_of, own)),
+             _some(map(bound_text, own)), clean(reason, _MOST_REASON))
+            for (reason,), own in without.items()]
+
+
+def _some(names: Iterable[Any]) -> str:
+    distinct = list(dict.fromkeys(map(str, names)))
+    return ", ".join(distinct[:3]) + (f" and {len(distinct) - 3} more" if len(distinct) > 3 else "")
+
+
 def sweep_text(rows: Sequence[Row]) -> str:
-    """The table of all scenarios, and how many points have a schedule."""
-    scenarios = grouped(rows, "scenario")
-    is_brief = len(rows) >= MANY_POINTS and len(grouped(rows, "policy")) >= MANY_POLICIES
-    parts = []
-    for (scenario,), own in scenarios.items():
-        text = _best_table(own) if is_brief else _full_table(own)
-        text += _reasons([row for row in own if not is_brief or row["status"] == REFUSED])
-        parts.append(f"{scenario}\n{text}" if len(scenarios) > 1 else text)
-    if len(scenarios) > 1:
-        parts.append(_summary(rows, is_brief))
-    return "\n\n".join(parts)
-
-
-def _full_table(rows: Sequence[Row]) -> str:
-    """A line a point."""
-    has_margin = any((number_of(row, "margin") or 1.0) > 1.0005 for row in rows)
-    is_run = any(row["measured_status"] for row in rows)
-    has_copies = any((number_of(row, "replicas") or 1) > 1 for row in rows)
-    header = ["bound", "policy", *["copies"] * has_copies, "queries/s", "latency"]
-    header += ["margin"] * has_margin + ["measured"] * is_run + ["schedule"]
-    body = []
-    for row in rows:
-        cells = [bound_text(row), row["chosen"] or row["policy"],
-                 *[str(row.get("replicas") or row.get("copies") or "-")] * has_copies,
-                 _qps(row, "throughput_qps"), _seconds(row, "latency_s")]
-        if has_margin:
-            margin = number_of(row, "margin")
-            cells.append("-" if margin is None else f"{margin - 1:.1%}")
-        if is_run:
-            cells.append(row["measured_status"] if row["measured_qps"] is None and
-                         row["measured_status"] else _qps(row, "measured_qps"))
-        body.append([*cells, schedule_words(row)])
-    return table(header, body, right=tuple(range(2, len(header) - 1)))
-
-
-def _best_table(rows: Sequence[Row]) -> str:
-    """A line a bound: the best policy, and what the others reach."""
-    body = []
-    for own in grouped(rows, "bound").values():
-        ranked = sorted((row for row in own if row["status"] == OK),
-                        key=lambda row: -row["throughput_qps"])
-        without = [row["policy"] for row in own if row["status"] != OK]
-        others = [f"{row['policy']} {row['throughput_qps']:.3g}" for row in ranked[1:]]
-        words = ", ".join(others) + (
-            ("; " if others else "") + f"no schedule: {', '.join(without)}" if without else "")
-        best = ranked[0] if ranked else own[0]
-        body.append([bound_text(own[0]), best["policy"] if ranked else "none",
-                     _qps(best, "throughput_qps"), _seconds(best, "latency_s"), words])
-    return table(("bound", "best", "queries/s", "latency", "others, queries/s"), body,
-                 right=(2, 3))
-
-
-def _reasons(rows: Sequence[Row]) -> str:
-    """Why points have no schedule, each reason once, in lines of their own."""
-    points: dict[str, list[str]] = {}
-    for row in rows:
-        if row["status"] != OK:
-            points.setdefault(" ".join(str(row["reason"]).split()), []).append(
-                row["policy"] if row["status"] == REFUSED else
-                f"{row['policy']} at {bound_text(row)}")
-    return "".join("\n" + textwrap.fill(
-        f"{', '.join(dict.fromkeys(own))}: {reason}", shown_width(), break_on_hyphens=False,
-        break_long_words=False, subsequent_indent="  ") for reason, own in points.items())
-
-
-def schedule_words(row: Row) -> str:
-    """The control variables of a row."""
-    if row["status"] != OK:
-        return "no schedule" if row["status"] == INFEASIBLE else "cannot be planned"
-    words = str(row["controls"]).partition(": ")[2] or str(row["controls"])
-    degree = row["tp_degree"] or 1
-    return words + (f"; TP {degree} on {row['tp_gpus']}" if degree > 1 else "")
+    """The best policy of each scenario and bound beside the others, and what has no schedule; of
+    many the first, for the page has all."""
+    best, without = all_winners(rows), lacking(rows)
+    first = 0 if len({winner.scenario for winner in best}) > 1 else 1
+    lines = [paragraph(headline(rows))]
+    if best:
+        lines.append(table(
+            ("scenario", "bound", "best", "queries/s", "latency", "others, queries/s")[first:],
+            [winner[first:6] for winner in best[:_MOST_LINES]], right=(3 - first, 4 - first)))
+    lines += [paragraph(f"no schedule: {policies} at {bounds}: {why}")
+              for _, policies, bounds, why in without[:_MOST_REASONS]]
+    if (more := max(len(best) - _MOST_LINES, 0) + max(len(without) - _MOST_REASONS, 0)):
+        lines.append(paragraph(f"{more} more lines are on the page; every point is in {ROWS_FILE}"))
+    return "\n".join(lines)
 
 
 def bound_text(row: Row) -> str:
@@ -253,26 +325,3 @@ def bound_text(row: Row) -> str:
 def bound_words(bound_s: float) -> str:
     """The bound in seconds, or `none`."""
     return "none" if math.isinf(bound_s) else format_seconds(bound_s)
-
-
-def _summary(rows: Sequence[Row], is_brief: bool) -> str:
-    solved = [row for row in rows if row["status"] == OK]
-    text = f"{counted(len(rows), 'point')}, {len(solved)} with a schedule"
-    if is_brief:
-        wins = Counter(max(own, key=lambda row: row["throughput_qps"])["policy"]
-                       for own in grouped(solved, "scenario", "bound").values())
-        text += "; the best is " + ", ".join(
-            f"{policy} {counted(count, 'time')}" for policy, count in wins.most_common())
-        if len(solved) < len(rows):
-            text += ". Why a point has none is told in its row, as `reason`"
-    return fact("sweep", text)
-
-
-def _qps(row: Row, name: str) -> str:
-    value = number_of(row, name)
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _seconds(row: Row, name: str) -> str:
-    value = number_of(row, name)
-    return "-" if value is None else format_seconds(value)

@@ -23,9 +23,8 @@ def clean(text: str, limit: int = MAX_TEXT) -> str:
     """`text` as any UTF-8 page can hold it: what has no glyph, or turns the direction of what
     follows, is shown as an escape."""
     shown = visible(text)
-    if len(shown) <= limit:
-        return shown
-    return f"{shown[:limit]} [{len(shown) - limit:,} more characters are in results.jsonl]"
+    return shown if len(shown) <= limit else (
+        f"{shown[:limit]} [{len(shown) - limit:,} more characters are in the files beside]")
 
 
 def code_and_prose(text: str) -> list[tuple[bool, str]]:

@@ -11,7 +11,8 @@ from xgpt.report.html_page import figure, write_chart_page
 from xgpt.report.lanes import read_expected, thinned, write_expected
 from xgpt.report.output import LoggedStep
 from xgpt.report.run_charts import draw, replay_lanes, steady_window, step_lanes
-from xgpt.report.sweep_page import line_of, sweep_charts
+from xgpt.report.sweep_page import sweep_charts
+from xgpt.report.sweep_rows import line_of
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.records import PoolRecords, ReplayResult
 

@@ -127,7 +127,7 @@ def test_hostile_texts_are_shown_and_are_no_elements(page):
 
 def test_texts_are_shown_as_code_and_prose_and_what_turns_them_as_escapes():
     assert clean("a\x00b\ud800c\r\nd\te\u202ef") == "a\\x00b\\ud800c\nd\te\\u202ef"
-    assert clean("xyz" * 10, limit=6) == "xyzxyz [24 more characters are in results.jsonl]"
+    assert clean("xyz" * 10, limit=6) == "xyzxyz [24 more characters are in the files beside]"
     assert code_and_prose("see:\n```py\nx\n```\nthat") == [
         (False, "see:"), (True, "```py\nx\n```"), (False, "that")]
     assert code_and_prose("```\ncut off") == [(True, "```\ncut off")]
