@@ -301,11 +301,12 @@ def sweep_text(rows: Sequence[Row]) -> str:
     many the first, for the page has all."""
     best, without = all_winners(rows), lacking(rows)
     first = 0 if len({winner.scenario for winner in best}) > 1 else 1
+    end = 6 if any(winner.others for winner in best) else 5
     lines = [paragraph(headline(rows))]
     if best:
         lines.append(table(
-            ("scenario", "bound", "best", "queries/s", "latency", "others, queries/s")[first:],
-            [winner[first:6] for winner in best[:_MOST_LINES]], right=(3 - first, 4 - first)))
+            ("scenario", "bound", "best", "queries/s", "latency", "others, queries/s")[first:end],
+            [winner[first:end] for winner in best[:_MOST_LINES]], right=(3 - first, 4 - first)))
     lines += [paragraph(f"no schedule: {policies} at {bounds}: {why}")
               for _, policies, bounds, why in without[:_MOST_REASONS]]
     if (more := max(len(best) - _MOST_LINES, 0) + max(len(without) - _MOST_REASONS, 0)):
