@@ -13,7 +13,7 @@ a sequence of the 99th percentile; the 10th, 30th and 70th percentile of these l
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class Scenario:
         cluster = catalog.cluster(self.cluster)
         if self.has_peer_access or not self.has_pcie:
             return cluster
-        return cluster.with_nodes(intra_link=catalog.link(STAGED))
+        return replace(cluster, intra_link=catalog.link(STAGED))
 
 
 def scenarios(*, has_peer_access: bool = False) -> list[Scenario]:

@@ -35,7 +35,7 @@ def slicings(cluster: Cluster, copies: int | None = None) -> list[list[Slicing]]
 def _parts(cluster: Cluster) -> Iterator[tuple[int, Cluster]]:
     """Yields (how many the cluster has, part) for every size, the largest first."""
     for nodes in range(cluster.num_nodes, 0, -1):
-        yield cluster.num_nodes // nodes, cluster.with_nodes(num_nodes=nodes)
+        yield cluster.num_nodes // nodes, replace(cluster, num_nodes=nodes)
     for devices in range(cluster.devices_per_node - 1, 0, -1):
         yield (cluster.num_nodes * (cluster.devices_per_node // devices),
                cluster.equal_part(devices))
@@ -77,7 +77,7 @@ def problem_on(problem: Problem, devices: int) -> Problem:
 def _part_of(cluster: Cluster, devices: int) -> Cluster:
     nodes = -(-devices // cluster.devices_per_node)
     return cluster.equal_part(devices) if devices < cluster.devices_per_node else (
-        cluster.with_nodes(num_nodes=nodes, devices_per_node=devices // nodes))
+        replace(cluster, num_nodes=nodes, devices_per_node=devices // nodes))
 
 
 def problem_for(problem: Problem, estimate: Estimate) -> Problem:

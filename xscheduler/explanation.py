@@ -110,12 +110,10 @@ def _why_variables(schedule: Schedule) -> str:
 
 def _numbering(cluster: Cluster) -> str:
     """Which devices the ranks are on; "" if all are linked alike."""
-    if not cluster.islands:
+    if cluster.island_link is None:
         return ""
-    joined = _and(list(dict.fromkeys(island.link.name for island in cluster.islands)))
-    numbers = ", ".join(map(str, cluster.numbers))
-    order = f": ranks take a node's devices in the order {numbers}" if numbers else ""
-    return f" Groups and stages are on the devices that {joined} joins where they can{order}."
+    return (f" Groups and stages are on the devices that {cluster.island_link.name} joins where "
+            "they can.")
 
 
 def _groups(decoding: Pool) -> str:

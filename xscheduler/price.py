@@ -88,14 +88,14 @@ def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
             "cores from the others")))
     elif cluster.num_nodes == 1:
         relaxed.append((f"one more GPU ({cluster.num_devices + 1})", replace(
-            problem, cluster=cluster.with_nodes(devices_per_node=cluster.devices_per_node + 1))))
+            problem, cluster=replace(cluster, devices_per_node=cluster.devices_per_node + 1))))
     else:
-        more = cluster.with_nodes(num_nodes=cluster.num_nodes + 1)
+        more = replace(cluster, num_nodes=cluster.num_nodes + 1)
         relaxed.append((f"one more node ({more.num_devices} GPUs)", replace(problem, cluster=more)))
     device = replace(cluster.device, memory_bytes=round(cluster.device.memory_bytes * (1 + STEP)))
     room = format_bytes(capacity_bytes(device))  # what a plan may use, as its own figures tell it
     relaxed.append((f"{STEP:.0%} more memory ({room} per rank)", replace(
-        problem, cluster=cluster.with_nodes(device=device))))
+        problem, cluster=replace(cluster, device=device))))
     return relaxed
 
 

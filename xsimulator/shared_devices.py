@@ -72,7 +72,7 @@ class SharedDevices:
         return high
 
     def _whole(self, degree: int) -> StagePlan:
-        return self._plans.pool([self._problem.cluster.fastest_group(degree)], "both")
+        return self._plans.pool([tuple(range(degree))], "both")
 
     def _find(self, degree: int) -> tuple[FloatArray, FloatArray, FloatArray, float, float]:
         """([sizes] rows n, p(n), w(n), then E and the seconds to encode the query that the limit is

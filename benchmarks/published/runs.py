@@ -9,6 +9,7 @@ fitted to one (fit) and are judged by the other (test)."""
 import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -98,7 +99,7 @@ def superpod_link(tp_degree: int) -> Link:
     paper have them."""
     cluster = catalog.cluster("a100-16")
     nodes = -(-tp_degree // cluster.devices_per_node)
-    return cluster.with_nodes(num_nodes=nodes).link_of(range(tp_degree))
+    return replace(cluster, num_nodes=nodes).link_of(range(tp_degree))
 
 
 def of_splitwise(folder: Path,

@@ -1,6 +1,7 @@
 """A run's problem, and the steps that the run and its replay took, to be compared."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from xsimulator.replay.records import PoolRecords
 
 
 def problem_of(directory: Path, pairs: np.ndarray, devices: int) -> Problem:
-    cluster: Cluster = catalog.cluster("a40-4").with_nodes(num_nodes=1, devices_per_node=devices)
+    cluster: Cluster = replace(catalog.cluster("a40-4"), num_nodes=1, devices_per_node=devices)
     joint = joint_empirical(pairs)
     return Problem(model=spec_of(directory), cluster=cluster, lengths=joint, dtype="float32",
                    num_queries=len(pairs), default_max_tokens=joint.outputs.max,

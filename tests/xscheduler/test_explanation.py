@@ -164,9 +164,9 @@ def test_each_offer_relaxes_one_limit_and_nothing_else():
     base, later, more, roomier = asked
     assert base == problem and len(offers) == 3
     assert later == replace(problem, constraint=problem.constraint.with_latency(limit_s=2.0 * 1.1))
-    assert more == replace(problem, cluster=problem.cluster.with_nodes(devices_per_node=5))
+    assert more == replace(problem, cluster=replace(problem.cluster, devices_per_node=5))
     device = replace(problem.cluster.device, memory_bytes=round(MEMORY * 1.1))
-    assert roomier == replace(problem, cluster=problem.cluster.with_nodes(device=device))
+    assert roomier == replace(problem, cluster=replace(problem.cluster, device=device))
     assert format_bytes(capacity_bytes(device)) + " per rank" in offers[2].what
     assert [offer.what.split(" (")[0] for offer in offers] == [
         "10% more latency", "one more GPU", "10% more memory"]

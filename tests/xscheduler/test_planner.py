@@ -235,7 +235,7 @@ def test_the_tightest_bound_that_is_named_is_accepted(fixed, confidence):
 
 def test_weights_that_no_device_holds_are_named_with_what_they_take():
     own = problem_of("gpt3-39b", "a40-4")
-    one = replace(own, cluster=own.cluster.with_nodes(devices_per_node=1))
+    one = replace(own, cluster=replace(own.cluster, devices_per_node=1))
     with pytest.raises(InfeasibleError, match="there is too little memory.*more devices"):
         plan(one, roofline_of(one), BRIEF)
 

@@ -59,7 +59,7 @@ def draw_problem(rng: np.random.Generator) -> Problem:
     # of two clusters, few hundred queries have no certain 99 %
     kind = "queries" if lengths.pairs is None and rng.random() < 0.5 else "sequence"
     problem = uniform_problem(model, device.name, devices, lengths, link=link)
-    return replace(problem, cluster=problem.cluster.with_nodes(device=device),
+    return replace(problem, cluster=replace(problem.cluster, device=device),
                    constraint=latency_constraint(latency_s=math.inf, kind=kind))
 
 

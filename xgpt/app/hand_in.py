@@ -90,7 +90,7 @@ def _of_cluster(job: Job, spec: SlurmSpec) -> NodeLayout:
                 for key, given, wanted in (
                     ("nodes", spec.nodes, nodes), ("ntasks_per_node", spec.ntasks_per_node, each))
                 if given not in (None, wanted)]
-    if cluster.islands:
+    if cluster.island_link is not None:
         mistakes.append(mistake(job, "cluster.links", None, (
             "left out with `slurm`: what some devices of a node are joined by is planned, and not "
             "executed, for the ranks measure one link in a node and one between nodes (`xgpt "

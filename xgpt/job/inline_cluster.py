@@ -3,11 +3,11 @@
     cluster: {device: A40, num_nodes: 1, devices_per_node: 4, intra_link: pcie4-x16}
 
     cluster: {device: A40, devices_per_node: 4, intra_link: pcie4-x16,
-              links: {nvlink3-bridge: [[0, 1], [2, 3]]}}
+              links: {nvlink3-bridge: 2}}
 
 The device and the links are catalog names, or mappings with the keys of xgpt.core.cluster's
-classes. `intra_link` joins all devices of a node, `links` some of them faster: groups of devices as
-the node numbers them, or a number of neighbours (`nvlink3-bridge: 2`), as often as a node has them.
+classes. `intra_link` joins all devices of a node, one of `links` neighbours faster, so many of them
+at a time.
 `ssd_bytes_per_s` and `host_bytes_per_s` (how quickly weights are loaded) may be given too."""
 
 import math
@@ -25,7 +25,6 @@ from xgpt.core.cluster import (
     Cluster,
     Device,
     Link,
-    places_of,
 )
 from xgpt.core.errors import nearest
 from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, parse_bytes, parse_seconds
@@ -34,8 +33,7 @@ from xgpt.job.job import LOCAL_CLUSTER
 
 ONE_KIND = ("one kind of device: a job is not planned for several. Give each kind a job of its "
             "own, with a share of the requests (by the queries/s that `xgpt schedule` predicts)")
-_GROUPS = ("a number of neighbours (2: pairs), or groups of devices as a node numbers them, as "
-           "[[0, 1], [2, 3]]: two and more in each, each device in one group at most")
+_NEIGHBOURS = "a number of neighbours (2: pairs), which divides devices_per_node"
 Price = Annotated[float, typed.number("what one device costs in an hour, a number > 0", gt=0)]
 _Bandwidth = Annotated[float, typed.amount(
     parse_bytes, lambda x: 1 <= x < math.inf, "bytes/s, or '25 GB'")]
@@ -104,7 +102,7 @@ class InlineCluster:
     intra_link: _ALink
     inter_link: _ALink = None
     links: Annotated[Mapping[str, Any] | None, typed.any_keys(
-        "a mapping of links to groups of devices")] = None
+        "one link, and how many neighbours it joins: {nvlink3-bridge: 2}")] = None
     ssd_bytes_per_s: _Bandwidth = SSD_BYTES_PER_S
     host_bytes_per_s: _Bandwidth = HOST_BYTES_PER_S
 
@@ -133,45 +131,27 @@ def built_cluster(own: InlineCluster, reading: typed.Reading) -> Cluster:
     device, intra, inter = map(_built, (own.device, own.intra_link, own.inter_link))
     if inter is None and own.num_nodes > 1:
         reading.reject("cluster.inter_link", f"required: {_or_mapping('link')}")
-    joined = _joined(own, intra, reading)
     return Cluster(
         name="inline", device=device, num_nodes=own.num_nodes,
         devices_per_node=own.devices_per_node, intra_link=intra, inter_link=inter or intra,
         ssd_bytes_per_s=own.ssd_bytes_per_s, host_bytes_per_s=own.host_bytes_per_s,
-        **(places_of(own.devices_per_node, joined) if joined else {}))
+        **_islands(own, intra, reading))
 
 
-def _joined(own: InlineCluster, intra: Link, reading: typed.Reading) -> dict[Link, list[list[int]]]:
-    """Groups of devices by the link that joins them; {} where none is faster than the node's."""
-    known, found, taken = catalog.names("link"), dict[Link, list[list[int]]](), set[int]()
-    for name, value in (own.links or {}).items():
+def _islands(own: InlineCluster, intra: Link, reading: typed.Reading) -> dict[str, Any]:
+    """The link that joins neighbours faster than the node's own, and how many."""
+    known, found, links = catalog.names("link"), dict[str, Any](), own.links or {}
+    for name, size in links.items():
         key = f"cluster.links.{name}"
         if name not in known:
             reading.reject(key, f"unknown key; {nearest(name, known)}")
-        elif (groups := _groups(value, own.devices_per_node)) is None:
-            reading.reject(key, _GROUPS)
+        elif not typed.is_one_of(size, int) or size < 2 or own.devices_per_node % size:
+            reading.reject(key, _NEIGHBOURS)
+        elif catalog.link(name).speed <= intra.speed:
+            reading.reject(key, "a link that is faster than intra_link, which joins all devices of "
+                           "a node")
         else:
-            devices = {device for group in groups for device in group}
-            if taken & devices:
-                reading.reject(key, "each device in one group at most: "
-                               f"{min(taken & devices)} is in two")
-            if catalog.link(name).speed <= intra.speed:
-                reading.reject(key, "a link that is faster than intra_link, which joins all "
-                               "devices of a node")
-            taken |= devices
-            found[catalog.link(name)] = groups
+            found = {"island_link": catalog.link(name), "island_size": size}
+    if len(links) > 1:
+        reading.reject("cluster.links", "one link alone")
     return found
-
-
-def _groups(value: Any, per_node: int) -> list[list[int]] | None:
-    if typed.is_one_of(value, int) and 2 <= value <= per_node:
-        return [list(range(first, first + value))
-                for first in range(0, per_node - value + 1, value)]
-    if not isinstance(value, list) or not value:
-        return None
-    groups = [group if isinstance(group, list) else [] for group in value]
-    devices = [device for group in groups for device in group]
-    is_right = (all(typed.is_one_of(device, int) for device in devices)
-                and len(set(devices)) == len(devices) and set(devices) <= set(range(per_node))
-                and min(map(len, groups)) > 1)
-    return groups if is_right else None

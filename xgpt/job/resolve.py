@@ -80,7 +80,7 @@ def _as_the_engine_leaves_it(cluster: Cluster, job: Job) -> Cluster:
     reserved = int(catalog.engine(job.plan_engine).reserve_gb * 1e9)
     if cluster.device.kind != "gpu" or not reserved:
         return cluster
-    return cluster.with_nodes(device=replace(cluster.device, reserved_bytes=reserved))
+    return replace(cluster, device=replace(cluster.device, reserved_bytes=reserved))
 
 
 def _query_lengths(requests: Requests | None, most_outputs: int,
@@ -116,7 +116,7 @@ def resolve_cluster(job: Job) -> Cluster:
     cluster = _resolved_cluster(job)
     if (price := job.price_per_hour) is None:
         return cluster
-    return cluster.with_nodes(device=replace(
+    return replace(cluster, device=replace(
         cluster.device, price_per_hour=price, price_source="the job file"))
 
 
@@ -138,14 +138,14 @@ def limited(cluster: Cluster, constraint: Constraint) -> Cluster:
     largest number of whole or evenly used nodes within it)."""
     memory, device = constraint.memory_bytes, cluster.device
     if memory is not None and memory < device.memory_bytes:
-        cluster = cluster.with_nodes(device=replace(device, memory_bytes=memory))
+        cluster = replace(cluster, device=replace(device, memory_bytes=memory))
     most = constraint.max_gpus
     if most is None or most >= cluster.num_devices:
         return cluster
     used = max(count for count in range(1, most + 1)
                if count % -(-count // cluster.devices_per_node) == 0)
     nodes = -(-used // cluster.devices_per_node)
-    return cluster.with_nodes(num_nodes=nodes, devices_per_node=used // nodes)
+    return replace(cluster, num_nodes=nodes, devices_per_node=used // nodes)
 
 
 def resolve_dtype(dtype: str, device: Device) -> str:
@@ -243,7 +243,7 @@ def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:
     if ranks % nodes:
         raise wrong(source, "run.ranks", ranks,
                     f"needs {nodes} nodes of {cluster.name} and does not divide evenly over them")
-    return cluster.with_nodes(num_nodes=nodes, devices_per_node=ranks // nodes)
+    return replace(cluster, num_nodes=nodes, devices_per_node=ranks // nodes)
 
 
 def known_model(job: Job) -> ModelSpec:

@@ -129,8 +129,7 @@ class TwoPools:
                         "node or on whole nodes, a layer for every stage")
         batch, groups, _ = points.T
         if self.policy == "waa-c":  # in proportion to a query's encode and decode time
-            single = self._pace(self._plans.pool(
-                [self.problem.cluster.fastest_group(split.tp_degree)], "both"))
+            single = self._pace(self._plans.pool([tuple(range(split.tp_degree))], "both"))
             rows = np.maximum(batch * work.iterations / groups, 1.0)
             encode_s = single.encode(batch * work.inputs.mean).through / batch
             decode_s = work.iterations * single.decode(rows).through / rows

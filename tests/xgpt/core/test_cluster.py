@@ -1,5 +1,6 @@
 """Which node a rank is on, and what joins two ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,32 +31,21 @@ def test_pairs_are_neighbours_and_the_bus_joins_them(tmp_path):
     assert cluster.link_of((0, 1, 2, 3)).name == "pcie4-x16", "its ring crosses the bus"
 
 
-def test_ranks_take_joined_devices_first_whatever_their_numbers(tmp_path):
-    cluster = _cluster(tmp_path, "nvlink3-bridge: [[1, 3]]")
-    assert cluster.numbers == (1, 3, 0, 2)
-    assert cluster.link_between(0, 1).name == "nvlink3-bridge"
-    assert cluster.link_between(2, 3).name == "pcie4-x16"
-    assert cluster.fastest_group(2) == (0, 1)
-    mixed = _cluster(tmp_path, "nvlink3-bridge: [[0, 1]], nvlink3: [[2, 3]]")
-    assert [island.link.name for island in mixed.islands] == ["nvlink3", "nvlink3-bridge"]
-    assert mixed.numbers == (2, 3, 0, 1)
-
-
 def test_a_group_over_nodes_says_what_joins_it_inside_one():
     link = catalog.cluster("a100-16").link_of(range(16))
     assert (link.name, link.per_node) == ("ib-8x200g", 8)
     assert link.inside == catalog.link("nvlink3")
-    single = catalog.cluster("a100-16").with_nodes(devices_per_node=1).link_of((0, 1))
+    single = replace(catalog.cluster("a100-16"), devices_per_node=1).link_of((0, 1))
     assert single == catalog.link("ib-8x200g")
 
 
 def test_equal_parts_have_the_links_that_all_of_them_have(tmp_path):
     cluster = _cluster(tmp_path, "nvlink3-bridge: 2")
     assert cluster.equal_part(2).link_between(0, 1).name == "nvlink3-bridge"
-    one = _cluster(tmp_path, "nvlink3-bridge: [[1, 3]]")
-    assert one.equal_part(2).islands == (), "the other pair of the node has none"
-    assert one.equal_part(3).islands == one.islands, "there is one such part"
-    assert one.with_nodes(devices_per_node=1).islands == ()
+    three = cluster.equal_part(3)
+    assert [three.link_between(0, rank).name for rank in (1, 2)] == ["nvlink3-bridge", "pcie4-x16"]
+    twice = replace(cluster, devices_per_node=6).equal_part(3)
+    assert twice.island_link is None, "of the other three of the node the last two are joined"
 
 
 def test_a_bus_with_peer_access_may_join_what_one_without_it_does_not(tmp_path):

@@ -105,7 +105,7 @@ def test_a_bound_that_no_length_keeps_is_refused(tmp_path):
 def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path):
     session = observing(tmp_path)
     session = replace(session, problem=replace(session.problem, cluster=(
-        session.problem.cluster.with_nodes(device=replace(
+        replace(session.problem.cluster, device=replace(
             session.problem.cluster.device, memory_bytes=2**32)))))
     with pytest.raises(InfeasibleError, match="too little memory"):
         plan_job(session, timing_of(session))

@@ -159,7 +159,7 @@ def test_break_even_is_where_both_have_answered_as_many():
 def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     problem = toy_problem(outputs=LONGER)
     # so slow that far more queries must be left than are ever present
-    problem = replace(problem, cluster=problem.cluster.with_nodes(host_bytes_per_s=1e6))
+    problem = replace(problem, cluster=replace(problem.cluster, host_bytes_per_s=1e6))
     better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
     free = reschedule(rra(), problem, roofline_of(problem), best=schedule_of(problem, better))
     assert free.choice == "redeploy" and free.chosen == better and math.isinf(free.queries_left)
@@ -234,7 +234,7 @@ def test_a_schedule_that_cannot_be_deployed_here_is_refused():
 
 OPT = catalog.model("opt-13b")  # 40 layers
 T5 = catalog.model("t5-11b")
-NODE = catalog.cluster("a40-4").with_nodes(ssd_bytes_per_s=4e9, host_bytes_per_s=2e9)
+NODE = replace(catalog.cluster("a40-4"), ssd_bytes_per_s=4e9, host_bytes_per_s=2e9)
 
 
 def pool_of(counts, *, degree=1, role="both", first_rank=0, first_index=0, encoder=None):
@@ -251,7 +251,7 @@ def pool_of(counts, *, degree=1, role="both", first_rank=0, first_index=0, encod
 
 
 def two_nodes(**rates: float) -> Cluster:
-    return NODE.with_nodes(num_nodes=2, devices_per_node=2, **rates)
+    return replace(NODE, num_nodes=2, devices_per_node=2, **rates)
 
 
 @pytest.mark.parametrize("pools", [

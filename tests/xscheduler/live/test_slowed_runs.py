@@ -41,7 +41,7 @@ def opened(path: Path, policy: str, bound_s: float, *, is_chunked: bool) -> Open
     device = replace(cluster.device, flops_per_s=tuple(
         (dtype, flops / 8) for dtype, flops in cluster.device.flops_per_s))
     return replace(session, problem=replace(
-        session.problem, cluster=cluster.with_nodes(device=device)))
+        session.problem, cluster=replace(cluster, device=device)))
 
 
 class Seen(NamedTuple):

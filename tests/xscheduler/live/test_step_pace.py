@@ -16,7 +16,7 @@ from xscheduler.live.observations import Observation, drift_of, joint_of, observ
 from xscheduler.live.pace import LASTING_S, LONG, MOST_PATIENCE, SWIFT, Pace, PaceDrift, Ratio, Seen
 
 _FAST = toy_problem(per_node=2)
-PROBLEM = replace(_FAST, cluster=_FAST.cluster.with_nodes(device=replace(
+PROBLEM = replace(_FAST, cluster=replace(_FAST.cluster, device=replace(
     _FAST.cluster.device, bandwidth_bytes_per_s=1e9)))  # steps are long against their overhead
 TIMING = roofline_of(PROBLEM)
 ESTIMATE = estimate_of(PROBLEM, encode_batch=4, decode_iterations=4)

@@ -16,7 +16,6 @@ from xgpt.core.cluster import (
     Cluster,
     Device,
     Link,
-    places_of,
 )
 from xgpt.core.errors import UnknownNameError
 from xgpt.core.lengths import JointLengths, truncated_normal
@@ -137,19 +136,13 @@ def link(name: str) -> Link:
 @cache
 def cluster(name: str) -> Cluster:
     row = _row("cluster", name)
+    islands = {"island_link": link(row["island_link"]),
+               "island_size": row["island_size"]} if "island_link" in row else {}
     return Cluster(name=name, device=device(row["device"]), num_nodes=row["num_nodes"],
                    devices_per_node=row["devices_per_node"], intra_link=link(row["intra_link"]),
-                   inter_link=link(row["inter_link"]),
+                   inter_link=link(row["inter_link"]), **islands,
                    ssd_bytes_per_s=row.get("ssd_gb_per_s", SSD_BYTES_PER_S / 1e9) * 1e9,
-                   host_bytes_per_s=row.get("host_gb_per_s", HOST_BYTES_PER_S / 1e9) * 1e9,
-                   **_joined(row["devices_per_node"], row.get("links", {})))
-
-
-def _joined(devices: int, links: dict[str, int]) -> dict[str, Any]:
-    """`links`: how many neighbours a link joins faster than the node's own."""
-    return places_of(devices, {
-        link(name): [range(first, first + size) for first in range(0, devices - size + 1, size)]
-        for name, size in links.items()}) if links else {}
+                   host_bytes_per_s=row.get("host_gb_per_s", HOST_BYTES_PER_S / 1e9) * 1e9)
 
 
 @cache
