@@ -19,11 +19,11 @@ from xgpt.core.schedule import (
     CopiesTried,
     Estimate,
     Margin,
+    Proof,
     Rejected,
     Schedule,
     Status,
 )
-from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.timing import TimingSource
 from xscheduler.cells import cells_of, parts_of
 from xscheduler.evaluator import Evaluator
@@ -133,16 +133,14 @@ class SearchPlanner:
         gap = max(upper_qps / qps - 1, 0.0)
         status = Status.LIMIT if self._watch.has_cut else (
             Status.OPTIMAL if gap <= _CLOSED else Status.WITHIN_GAP)
-        constraint = self.problem.constraint
-        schedule = schedule_from_flat(
-            estimate=estimate, latency_bound_s=latency_bound_s, constraint_kind=constraint.kind,
-            quantile=constraint.quantile, status=status, bound_qps=max(upper_qps, qps), gap=gap,
-            nodes=self.nodes - before, seconds=time.monotonic() - began,
-            fingerprint=self.problem.fingerprint)
-        schedule = schedule.changed(
-            margin=margin, rejected=tuple(rows), unbounded_qps=free_qps,
+        proof = Proof(
+            status=status, bound_qps=max(upper_qps, qps), gap=gap, nodes=self.nodes - before,
+            seconds=time.monotonic() - began, unbounded_qps=free_qps,
             pruned=self.search.passed_over, policy_bounds=by_policy,
             bare_qps=bare_qps if margin.cost > 0 else None, covers=self._covers())
+        bound = replace(self.problem.constraint.latency, limit_s=latency_bound_s)
+        schedule = Schedule(estimate=estimate, bounds=(bound,), proof=proof, margin=margin,
+                            rejected=tuple(rows), fingerprint=self.problem.fingerprint)
         if not self._is_brief:
             schedule = schedule.changed(explanation=explain_choice(
                 schedule, replace(self.problem, fixed=self._asked),

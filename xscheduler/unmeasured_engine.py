@@ -8,8 +8,7 @@ from dataclasses import replace
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError, wrong
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule, Status
-from xgpt.core.schedule_file import schedule_from_flat
+from xgpt.core.schedule import Estimate, Proof, Schedule, Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.search_planner import SearchPlanner
@@ -28,10 +27,10 @@ def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
         estimate, status = _best_batch(problem, timing, search), Status.BEST_SEEN
         nodes = search.nodes
     estimate = replace(estimate, notes=(*estimate.notes, note))
-    return schedule_from_flat(
-        estimate=estimate, latency_bound_s=constraint.latency_s, constraint_kind=constraint.kind,
-        quantile=constraint.quantile, status=status, bound_qps=math.inf, gap=math.inf, nodes=nodes,
-        seconds=time.monotonic() - began, fingerprint=problem.fingerprint)
+    proof = Proof(status=status, bound_qps=math.inf, gap=math.inf, nodes=nodes,
+                  seconds=time.monotonic() - began)
+    return Schedule(estimate=estimate, bounds=(constraint.latency,), proof=proof,
+                    fingerprint=problem.fingerprint)
 
 
 def _of_batch(problem: Problem, timing: TimingSource, fixed: FixedSchedule) -> Estimate:

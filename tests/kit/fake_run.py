@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from problems import estimate_from_flat
+from problems import estimate_from_flat, schedule_from_flat
 from profiles import profile
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.schedule import Rejected, Schedule
-from xgpt.core.schedule_file import save_schedule, schedule_from_flat
+from xgpt.core.schedule_file import save_schedule
 from xgpt.requests.spool import Record, SpoolWriter
 from xprofiler.profile import Sample
 from xprofiler.profile_file import save_profile

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, Device, Link
-from xgpt.core.constraint import latency_constraint
+from xgpt.core.constraint import Bound, latency_constraint
 from xgpt.core.controls import EvenBatches, FixedSchedule
 from xgpt.core.deployment import Deployment, Pool
 from xgpt.core.lengths import JointLengths, empirical, joint_empirical
@@ -20,8 +20,7 @@ from xgpt.core.lengths import truncated_normal as solved_normal
 from xgpt.core.model import ModelSpec
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Figures, Schedule
-from xgpt.core.schedule_file import schedule_from_flat
+from xgpt.core.schedule import Estimate, Figures, Margin, Proof, Schedule
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator, TimingSource
 from xscheduler.evaluator import Evaluator
@@ -226,6 +225,17 @@ def estimate_from_flat(**values: Any) -> Estimate:
         deployment=Deployment(pools=_pools(row.pools, values), tp_degree=values["tp_degree"],
                               tp_gpus=values["tp_gpus"]),
         figures=Figures(**{key: values[key] for key in _names(Figures) & values.keys()}))
+
+
+def schedule_from_flat(*, estimate: Estimate, **values: Any) -> Schedule:
+    """A Schedule from `estimate` and what else it has by name, all in one."""
+    data = dict(values)
+    bound = Bound(limit_s=data.pop("latency_bound_s"), kind=data.pop("constraint_kind"),
+                  quantile=data.pop("quantile"))
+    margin = Margin(factor=data.pop("margin", 1.0), cost=data.pop("margin_cost", 0.0),
+                    note=data.pop("margin_note", ""))
+    proof = {one.name: data.pop(one.name) for one in fields(Proof) if one.name in data}
+    return Schedule(estimate=estimate, bounds=(bound,), margin=margin, proof=Proof(**proof), **data)
 
 
 def _names(part: Any) -> set[str]:

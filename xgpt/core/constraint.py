@@ -27,14 +27,12 @@ METRIC_WORDS: Mapping[Metric, str] = {
 class Bound:
     """`metric` is to be at most `limit_s` seconds (`math.inf`: no limit): for a query whose output
     has the `quantile` length of all outputs (`sequence`; of a latency), or for that share of all
-    queries. The makespan is the job's, and has neither. `until`: the time of day that a makespan
-    was given as, "06:00"; the limit is what is left until then."""
+    queries. The makespan is the job's, and has neither."""
 
     metric: Metric = "latency"
     limit_s: Unbounded
     kind: BoundKind = "sequence"
     quantile: Share = 0.99
-    until: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

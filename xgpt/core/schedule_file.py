@@ -11,12 +11,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from xgpt.core.constraint import Bound
 from xgpt.core.controls import Controls, WaaControls
 from xgpt.core.deployment import Deployment
 from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.policies import Policy, policies
-from xgpt.core.schedule import Estimate, Margin, Proof, Schedule
+from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.system.whole_file import read_text, write_atomically
 
 SCHEDULE_VERSION = 5  # older ones are no longer read
@@ -132,17 +131,6 @@ def _of_deployment(deployment: Deployment) -> Iterator[tuple[str, object, str]]:
                            getattr(stage, first),
                            f"{expected}: a stage begins where the one before it ends")
                 expected += getattr(stage, count)
-
-
-def schedule_from_flat(*, estimate: Estimate, **values: Any) -> Schedule:
-    """A Schedule from `estimate` and what else it has by name, all in one."""
-    data = dict(values)
-    bound = Bound(limit_s=data.pop("latency_bound_s"), kind=data.pop("constraint_kind"),
-                  quantile=data.pop("quantile"))
-    margin = Margin(factor=data.pop("margin", 1.0), cost=data.pop("margin_cost", 0.0),
-                    note=data.pop("margin_note", ""))
-    proof = {key: data.pop(key) for key in _names(Proof) & data.keys()}
-    return Schedule(estimate=estimate, bounds=(bound,), margin=margin, proof=Proof(**proof), **data)
 
 
 def plain(value: Any) -> Any:

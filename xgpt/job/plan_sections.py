@@ -2,7 +2,6 @@
 `schedule`, the control variables that the user fixed."""
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from functools import cache
@@ -43,7 +42,6 @@ from xgpt.job.typed import (
     whole,
 )
 
-_CLOCK = re.compile(r"([01]?[0-9]|2[0-3]):[0-5][0-9]")
 _SECONDS = "seconds > 0, '500 ms'"
 
 
@@ -51,16 +49,6 @@ def _is_limit(seconds: float) -> bool:
     return 0 < seconds < math.inf
 
 
-def _makespan(value: Any) -> Bound:
-    """A bound on the whole job: seconds, or the time of day by which it is to be done, which
-    xgpt.core.problem looks at the clock for."""
-    if isinstance(value, str) and _CLOCK.fullmatch(value.strip()):
-        return Bound(metric="makespan", limit_s=math.inf, until=value.strip())
-    return Bound(metric="makespan", limit_s=_MAKESPAN.value_of(value))
-
-
-_MAKESPAN = amount(parse_seconds, _is_limit,
-                   "seconds > 0, '90 min', '6h', or a time of day, '06:00'")
 Quantile = Annotated[float, number("between 0 and 1", gt=0, lt=1)]
 
 
@@ -87,7 +75,8 @@ class ConstraintSection:
     quantile: Quantile = 0.99
     ttft_s: Limit | None = None
     tpot_s: Limit | None = None
-    makespan_s: Annotated[Bound | None, Of(_makespan, **_MAKESPAN.schema)] = None
+    makespan_s: Annotated[float | None, amount(
+        parse_seconds, _is_limit, "seconds > 0, '90 min' or '6h'")] = None
     confidence: Annotated[float, number("at least 0.5 and below 1", ge=0.5, lt=1)] = 0.95
     drift: Annotated[float, amount(parse_share, lambda x: 0 <= x < 1,
                                    "a share of the mean output length, '15%' or 0.15, below 1")] = (
@@ -103,11 +92,12 @@ def constraint_of(own: ConstraintSection, objective: Objective) -> Constraint:
               for metric, limit in given.items() if limit is not None}
     further = [Bound(metric=metric, limit_s=limit.limit_s, kind="queries",
                      quantile=limit.quantile or own.quantile) for metric, limit in limits.items()]
+    if own.makespan_s is not None:
+        further.append(Bound(metric="makespan", limit_s=own.makespan_s))
     return latency_constraint(
         latency_s=own.latency_s, kind=own.kind, quantile=own.quantile,
-        further=(*further, *([own.makespan_s] if own.makespan_s is not None else [])),
-        confidence=own.confidence, drift=own.drift, memory_bytes=own.memory,
-        max_gpus=own.max_gpus, objective=objective)
+        further=tuple(further), confidence=own.confidence, drift=own.drift,
+        memory_bytes=own.memory, max_gpus=own.max_gpus, objective=objective)
 
 
 # More no device holds; and each part of a batch is a step of its own in every estimate.

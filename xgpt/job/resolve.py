@@ -5,7 +5,6 @@ neither downloads nor reads requests: a caller that has done so passes `model` a
 `open_layouts`: how the cores of this machine may be laid out for a job."""
 
 from dataclasses import replace
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +46,6 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
         raise wrong(job.source, "model", job.model, f"one that is executed: {shape.planned_only} "
                     "is planned for, on clusters of GPUs that are not here, and not executed by "
                     f"the engine {job.run.engine}; `run: {{engine: {VLLM}}}` hands it to vLLM")
-    constraint = until_clock(job.constraint, datetime.now())
     if (job.schedule.replicas or 1) > cluster.num_devices:
         raise wrong(job.source, "schedule.replicas", job.schedule.replicas,
                     f"at most {cluster.num_devices}, the devices of cluster {cluster.name}: each "
@@ -58,7 +56,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
     most_outputs = default_max_tokens(job, lengths)
     dtype = resolve_dtype(job.run.dtype, cluster.device)
     return Problem(
-        model=shape, cluster=cluster, lengths=lengths, constraint=constraint,
+        model=shape, cluster=cluster, lengths=lengths, constraint=job.constraint,
         fixed=job.schedule, dtype=dtype,
         weight_dtype=resolve_weight_dtype(job, dtype, shape, cluster),
         kv_dtype=_resolve_kv_dtype(job, dtype, cluster),
@@ -98,17 +96,6 @@ def _query_lengths(requests: Requests | None, most_outputs: int,
     caps = np.where(runs, caps, 0)
     return QueryLengths(inputs=np.where(runs, inputs, 1), most_outputs=caps,
                         outputs=caps if requests.are_forced else None)
-
-
-def until_clock(constraint: Constraint, now: datetime) -> Constraint:
-    """A makespan until a time of day is what is left until then, today or tomorrow."""
-    bound = constraint.bound_on("makespan")
-    if bound is None or not bound.until:
-        return constraint
-    hour, minute = map(int, bound.until.split(":"))
-    end = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
-    end += timedelta(days=end <= now)
-    return constraint.with_bound("makespan", limit_s=(end - now).total_seconds())
 
 
 def resolve_cluster(job: Job) -> Cluster:

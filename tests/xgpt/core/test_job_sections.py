@@ -2,7 +2,6 @@
 
 import json
 import math
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from jobs import job
 from xgpt.core import catalog
 from xgpt.job.job_file import load_job
-from xgpt.job.resolve import resolve_cluster, until_clock
+from xgpt.job.resolve import resolve_cluster
 from xgpt.job.slurm_section import SlurmSpec, seconds_of, time_of
 from xgpt.requests.reader import read_requests
 from xgpt.requests.request import Request
@@ -97,16 +96,6 @@ def test_bounds_hold_jointly(tmp_path):
     assert (tpot.limit_s, tpot.quantile) == (pytest.approx(0.06), 0.9)
     assert constraint.objective == "devices"
     assert math.isinf(job(tmp_path, constraint="{latency_s: 30}").constraint.limit_s("ttft"))
-
-
-def test_a_time_of_day_is_the_next_one(tmp_path):
-    constraint = job(tmp_path, constraint="{makespan_s: '06:00'}").constraint
-    assert constraint.bound_on("makespan").until == "06:00"
-    for hour, left in ((22, 8), (5, 1), (6, 24)):
-        now = datetime(2026, 11, 23, hour, 0)
-        assert until_clock(constraint, now).limit_s("makespan") == left * 3600
-    unquoted = job(tmp_path, constraint="{makespan_s: 16:30}").constraint.bound_on("makespan")
-    assert unquoted.until == "16:30"
 
 
 def test_prices(tmp_path):

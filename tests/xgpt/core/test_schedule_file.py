@@ -6,7 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from problems import estimate_from_flat, estimate_of, schedule_of, toy_problem
+from problems import (
+    estimate_from_flat,
+    estimate_of,
+    schedule_from_flat,
+    schedule_of,
+    toy_problem,
+)
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import InputError
@@ -15,7 +21,6 @@ from xgpt.core.schedule_file import (
     from_json,
     load_schedule,
     save_schedule,
-    schedule_from_flat,
     to_json,
 )
 

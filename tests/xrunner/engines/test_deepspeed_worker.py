@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import toys
 from plans import plan_of
-from problems import estimate_from_flat
+from problems import estimate_from_flat, schedule_from_flat
 
 from xgpt.core.controls import RraControls
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Estimate
-from xgpt.core.schedule_file import save_schedule, schedule_from_flat
+from xgpt.core.schedule_file import save_schedule
 from xrunner.backends import deepspeed_worker
 from xrunner.comm.point_to_point import local_comms
 from xrunner.rank.world import World
