@@ -8,26 +8,8 @@ pytest.importorskip("torch", reason="the runner's tests need the extra `run`")
 
 import toys  # noqa: E402
 
+from xrunner.engine import kv  # noqa: E402
 from xrunner.query import PreparedQuery  # noqa: E402
-
-
-@pytest.fixture(scope="session", params=toys.FAMILIES)
-def toy(request, tmp_path_factory):
-    """(directory, transformers' model) of each family in turn."""
-    directory = tmp_path_factory.mktemp(request.param)
-    return directory, toys.make_model(request.param, directory)
-
-
-@pytest.fixture(scope="session")
-def toy_answers(toy):
-    """What transformers answers to 17 queries, by their index."""
-    return {q.index: toys.generate(toy[1], q) for q in toys.random_queries(17)}
-
-
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("llama-alone")
-    return directory, toys.make_model("llama", directory)
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +25,11 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def llama(made):
+    return made("llama")
+
+
+@pytest.fixture(scope="session")
 def answered(made):
     """17 queries and what transformers answers to each, by family."""
 
@@ -52,3 +39,9 @@ def answered(made):
         return queries, {q.index: toys.generate(made(family)[1], q) for q in queries}
 
     return answer
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of a GPU's 16 tokens: a toy's query has several of these, of a CPU's it has one."""
+    monkeypatch.setitem(kv.BLOCK_TOKENS, "cpu", 16)

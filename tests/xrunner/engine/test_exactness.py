@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 import torch
 from examples import some
+from holding import rule_of
 from replays import answers_of, generated
-from toy_runs import Collector, Lockstep, run_in_process, stages_of
-from toys import T5_FAMILIES, generate, logits_of, random_queries, spec_of
+from toy_runs import (
+    Lockstep,
+    run_in_process,
+    run_waa_in_process,
+    stages_of,
+    toy_waa_rules,
+    waa_pools,
+)
+from toys import FAMILIES, T5_FAMILIES, generate, logits_of, random_queries, spec_of
 
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.encoder_decoder import EncoderDecoderStage
@@ -24,24 +32,10 @@ from xrunner.query import Sampling
 HALF = some(product([1, 2], [torch.bfloat16, torch.float16]),
             lambda case: (case[0] == 2) == (case[1] == torch.bfloat16))
 
-# test_exactness_matrix.py has more ways for four of the families
-@pytest.mark.parametrize(("num_stages", "num_groups"), some(
-    [(1, 1), (1, 3), (2, 2), (3, 3), (5, 2)], lambda case: case == (3, 3)))
-def test_tokens_equal_generate_for_batches_that_join_and_leave(
-        toy, toy_answers, num_stages, num_groups):
-    directory, _ = toy
-    queries = random_queries(17)
-    sink, executors = run_in_process(directory, queries, num_stages=num_stages,
-                                        num_groups=num_groups)
-    answers = answers_of(sink)
-    assert answers == toy_answers
-    assert all(e.rows_compacted > 0 for e in executors)  # else compaction went untested
-    assert len({len(a) for a in answers.values()}) > 5
-
 
 def test_end_of_sequence_ends_a_query_unless_its_length_is_forced(llama):
     directory, model = llama
-    queries = [replace(q, max_new_tokens=60) for q in random_queries(25, seed=3)]
+    queries = [replace(q, max_new_tokens=60) for q in random_queries(9, seed=3)]
     sink, _ = run_in_process(directory, queries, num_stages=2, num_groups=2)
     stopped = [r for r in sink.results if r.finish_reason == "stop"]
     assert stopped and all(r.output_ids[-1] == 5 and len(r.output_ids) <= 60 for r in stopped)
@@ -61,22 +55,30 @@ def test_a_query_of_one_output_token_never_joins_decoding(llama):
     assert not [record for e in executors for record in e.log if record.kind == "decode"]
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made, family):
+    """A draw depends on its own query alone, whoever makes it, also once it was evicted."""
     directory, _ = made(family)
-    queries = [replace(q, is_forced=True, max_new_tokens=12, sampling=Sampling(
+    queries = [replace(q, is_forced=True, max_new_tokens=14, sampling=Sampling(
         temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
         for q in random_queries(9)]
-    texts = []
-    for degrees, groups, batch, iterations in (((1,), 1, 9, 30), ((1, 1), 2, 3, 4),
-                                               ((1, 1, 1), 3, 1, 2), ((1, 2), 2, 4, 3)):
-        sink, _ = run_in_process(directory, queries, degrees=degrees, num_groups=groups,
-                                 encode_batch=batch, decode_iterations=iterations)
-        texts.append({r.query.index: r.output_ids for r in sink.results})
-    assert texts[0] == texts[1] == texts[2] == texts[3]
+    rules = [("ft", {}), *(() if family == "t5" else (
+        ("orca", {}), ("vllm", {"kv_tokens": 128}), ("sarathi", {"kv_tokens": 128, "budget": 9})))]
+    runs = [run_in_process(directory, queries, degrees=degrees, num_groups=groups,
+                           encode_batch=batch, decode_iterations=iterations)[0]
+            for degrees, groups, batch, iterations in (
+                ((1,), 1, 9, 30), ((1, 1), 2, 3, 4), ((1, 1, 1), 3, 1, 2), ((1, 2), 2, 4, 3))]
+    runs += [run_in_process(directory, queries, degrees=(1, 1),
+                            rule=rule_of(policy, groups=2, batch=10, **own))[0]
+             for policy, own in rules]
+    runs.append(run_waa_in_process(directory, queries, waa_pools(directory, (1,), (2,)),
+                                   toy_waa_rules(1, num_groups=2))[0])
+    texts = [answers_of(sink) for sink in runs]
+    assert all(text == texts[0] for text in texts)
     other = [replace(q, sampling=replace(q.sampling, seed=q.index + 1000)) for q in queries]
-    sink, _ = run_in_process(directory, other, num_stages=1, num_groups=1)
-    assert {r.query.index: r.output_ids for r in sink.results} != texts[0]
+    sink, _ = run_in_process(directory, other, num_stages=1)
+    assert answers_of(sink) != texts[0]
 
 
 def test_a_stop_string_cuts_the_text_and_ends_the_query(llama):
@@ -92,19 +94,10 @@ def test_a_stop_string_cuts_the_text_and_ends_the_query(llama):
     assert len(result.output_ids) < 20
 
 
-def test_stopping_early_leaves_whole_results_and_ends_every_stage(llama):
-    directory, model = llama
-    queries = random_queries(20)
-    sink, _ = run_in_process(directory, queries, num_stages=3, num_groups=3,
-                                sink=Collector(stop_after=5))
-    assert 5 <= len(sink.results) < 20
-    for result in sink.results:
-        assert list(result.output_ids) == generate(model, result.query)
-
-
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("degree", "dtype"), HALF)
-def test_half_precision_logits_stay_near_transformers_in_the_same(toy, degree, dtype):
-    directory, model = toy
+def test_half_precision_logits_stay_near_transformers_in_the_same(made, family, degree, dtype):
+    directory, model = made(family)
     spec, tokens = spec_of(directory), torch.arange(6, 30)
     biases = [p for name, p in model.named_parameters() if name.endswith("q_proj.bias")]
     assert bool(biases) == spec.qkv_bias or spec.family == "gpt2"

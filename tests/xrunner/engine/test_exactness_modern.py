@@ -1,88 +1,25 @@
-"""Greedy float32 tokens of the gated families of today equal transformers' `generate`: norms around
-and after each block, norms of queries and keys, windows shorter than the sequences, soft-capping,
-rotary positions of every kind, fused tensors, multipliers, experts."""
+"""Logits of the gated families of today equal transformers': norms around and after each block,
+norms of queries and keys, windows shorter than the sequences, soft-capping, rotary positions of
+every kind, fused tensors, multipliers, experts. Their tokens: test_exactness_matrix.py."""
 
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import toys
-from examples import some
-from replays import answers_of
-from toy_runs import run_in_process, run_waa_in_process, stages_of, toy_waa_rules, waa_pools
-from toys import VOCAB, generate, logits_of, random_queries, spec_of
+from toy_runs import stages_of
+from toys import VOCAB, logits_of, spec_of
 
 from xrunner.checkpoint.layout import wanted_tensors
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.tensors import check_weights, header
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
-from xrunner.query import PreparedQuery
-
-QUICK = (2, 1)  # tensor-parallel degrees of the stages
-LAYOUTS = [(1,), (1, 1), (1, 1, 1), (2,)]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """(directory, transformers' model) of a family, made when first asked for."""
-
-    @cache
-    def make(family: str) -> tuple[Path, Any]:
-        directory = tmp_path_factory.mktemp(family)
-        return directory, toys.make_modern(family, directory)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def expected(toy):
-    @cache
-    def answers(family: str) -> dict[int, list[int]]:
-        return {q.index: generate(toy(family)[1], q) for q in queries()}
-
-    return answers
-
-
-def queries() -> list[PreparedQuery]:
-    return random_queries(8)
-
-
-# the logits of all are compared below
-@pytest.mark.parametrize("family", some(toys.MODERN_FAMILIES, lambda family: family in (
-    "qwen2-windows", "gemma3", "phi4-mini", "granite", "qwen3-moe")))
-def test_tokens_equal_generate_on_two_stages_of_which_one_is_divided(toy, expected, family):
-    sink, _ = run_in_process(toy(family)[0], queries(), degrees=QUICK, num_groups=2)
-    assert answers_of(sink) == expected(family)
-    assert max(map(len, expected(family).values())) > toys.WINDOW
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("degrees", LAYOUTS)
-@pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
-def test_tokens_equal_generate_in_every_layout(toy, expected, family, degrees):
-    for groups, (batch, iterations) in ((1, (3, 2)), (3, (4, 5))):
-        sink, _ = run_in_process(toy(family)[0], queries(), degrees=degrees, num_groups=groups,
-                                 encode_batch=batch, decode_iterations=iterations)
-        assert answers_of(sink) == expected(family)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pools", [((1,), (1,)), ((1,), (2,)), ((2,), (1, 1))])
-@pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
-def test_tokens_equal_generate_where_pools_hand_over(toy, expected, family, pools):
-    directory = toy(family)[0]
-    sink, _ = run_waa_in_process(directory, queries(), waa_pools(directory, *pools),
-                                 toy_waa_rules(len(pools[0])))
-    assert answers_of(sink) == expected(family)
 
 
 @pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
-def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(toy, family):
-    directory, model = toy(family)
+def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(made, family):
+    directory, model = made(family)
     spec, (stage,) = spec_of(directory), stages_of(directory, [1])
     ours = StageModel(spec, CheckpointReader(directory, torch.float32), stage, torch.float32)
     tokens = torch.arange(6, 30) * 11 % (VOCAB - 6) + 6
@@ -98,8 +35,8 @@ def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(toy, famil
 
 
 @pytest.mark.parametrize("family", toys.MODERN_FAMILIES)
-def test_the_tensors_that_are_asked_for_are_those_of_the_file(toy, family):
-    directory, model = toy(family)
+def test_the_tensors_that_are_asked_for_are_those_of_the_file(made, family):
+    directory, model = made(family)
     spec = spec_of(directory)
     check_weights(directory, spec)
     wanted = dict(wanted_tensors(spec))
@@ -115,9 +52,9 @@ def test_the_tensors_that_are_asked_for_are_those_of_the_file(toy, family):
     ("mistral-window", {"windows": ()}), ("phi4-mini", {"rotary_dim": None}),
     ("smollm3", {"unrotated": ()}), ("granite", {"residual_scale": 1.0}),
     ("granite", {"logit_scale": 1.0}), ("granite", {"embedding_scale": 1.0})])
-def test_what_a_config_states_changes_the_logits(toy, family, unlike):
+def test_what_a_config_states_changes_the_logits(made, family, unlike):
     """Else the tests above could not fail for want of it."""
-    directory, _ = toy(family)
+    directory, _ = made(family)
     spec = spec_of(directory)
     assert getattr(spec.decoder, next(iter(unlike))) != next(iter(unlike.values()))
     scaling = None if "rotary_dim" in unlike else spec.rope_scaling

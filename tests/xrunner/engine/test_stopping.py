@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from holding import rule_of
 from plans import plan_of
-from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules
-from toy_runs import waa_pools as two_pools
+from replays import answers_of, generated
+from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import random_queries
 
 from xrunner.backends import deepspeed_worker
@@ -26,24 +26,26 @@ RULES = {"rra": {"encode": 2, "iterations": 3, "groups": 2}, "ft": {"groups": 2}
          "vllm": {"batch": 3, "kv_tokens": 1600}}
 
 
+# family, degrees of the stages or of each pool's
 @pytest.mark.parametrize(("stop_after", "is_complete"), [(1, False), (COUNT, True)])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_stop_that_comes_with_the_last_token_finds_the_run_complete(
-        llama, rule, stop_after, is_complete):
-    sink, _ = run_in_process(llama[0], random_queries(COUNT), num_stages=1,
-                             rule=rule_of(rule, **RULES[rule]), sink=Collector(stop_after))
+@pytest.mark.parametrize(("policy", "family", "degrees", "own"), [
+    ("rra", "llama", (1,), RULES["rra"]), ("rra", "llama", (2, 2), RULES["rra"]),
+    ("rra", "t5", (1, 1, 1), RULES["rra"]), ("ft", "llama", (1,), RULES["ft"]),
+    ("dsi", "llama", (1, 1, 1), RULES["ft"]), ("orca", "llama", (1, 1), {"batch": 2}),
+    ("vllm", "llama", (1,), RULES["vllm"]), ("sarathi", "llama", (1, 1), {"batch": 2}),
+    ("waa", "llama", ((1,), (1,)), {"max_in_system": 3}),
+    ("waa", "t5", ((1, 1), (2, 1)), {"max_in_system": 3, "num_groups": 2})])
+def test_a_stop_ends_every_rank_and_with_the_last_token_finds_the_run_complete(
+        made, policy, family, degrees, own, stop_after, is_complete):
+    (directory, model), queries, sink = made(family), random_queries(COUNT), Collector(stop_after)
+    if policy == "waa":
+        run_waa_in_process(directory, queries, waa_pools(directory, *degrees),
+                           toy_waa_rules(len(degrees[0]), **own), sink=sink)
+    else:
+        run_in_process(directory, queries, degrees=degrees, rule=rule_of(policy, **own), sink=sink)
     assert sink.is_complete is is_complete
-    assert (len(sink.results) == COUNT) is is_complete
-
-
-@pytest.mark.parametrize(("stop_after", "is_complete"), [(1, False), (COUNT, True)])
-def test_so_it_is_with_two_pools(llama, stop_after, is_complete):
-    rules = toy_waa_rules(1, max_in_system=3)
-    sink, _ = run_waa_in_process(llama[0], random_queries(COUNT),
-                                 two_pools(llama[0], [1], [1]), rules,
-                                 sink=Collector(stop_after))
-    assert sink.is_complete is is_complete
-    assert (len(sink.results) == COUNT) is is_complete
+    assert stop_after <= len(sink.results) and (len(sink.results) == COUNT) is is_complete
+    assert answers_of(sink).items() <= generated(model, queries).items()
 
 
 @pytest.mark.parametrize("rule", ["rra", "vllm"])
