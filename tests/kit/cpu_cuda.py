@@ -105,11 +105,12 @@ class CpuLauncher:
 
 
 @contextmanager
-def using(launcher: CpuLauncher) -> Iterator[None]:
+def using(launcher: CpuLauncher, multiprocessors: int = 1) -> Iterator[None]:
     """While it lasts, the operators' public functions take the CUDA kernels for tensors on the
-    CPU, as they do for those on a GPU."""
+    CPU, as they do for those on a GPU of so many multiprocessors."""
     before = dict(cuda_modules._gpus)
-    cuda_modules._gpus[torch.device("cpu")] = cuda_modules.Gpu(CudaOps(launcher, 1), launcher)
+    cuda_modules._gpus[torch.device("cpu")] = cuda_modules.Gpu(
+        CudaOps(launcher, multiprocessors), launcher)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import sarathi, vllm
 from xrunner.rules.rra import RraRule
 from xrunner.rules.static import StaticRule
+from xrunner.rules.steps import Step, StepKind
 
 
 def holding(rule: Any, count: int, *sizes: int) -> Any:
@@ -32,3 +33,25 @@ def rule_of(policy: str, *, groups: int = 1, batch: int = 6, kv_tokens: int = 10
     if policy == "orca":
         return OrcaRule(max_active=batch, **own)
     return (vllm if policy == "vllm" else sarathi)(max_active=batch, token_budget=budget, **own)
+
+
+def drive(rule: RraRule | OrcaRule, outputs: dict[int, int]) -> list[Step]:
+    """Runs the rule to its end; query q needs outputs[q] tokens, the first from its encoding."""
+    steps: list[Step] = []
+    left = dict(outputs)
+    active: list[list[int]] = [[] for _ in range(rule.num_groups)]
+    while (group := rule.next_group()) is not None:
+        for query in [q for q in active[group] if left[q] == 0]:
+            active[group].remove(query)
+            rule.finish(query)
+        step = rule.decide()
+        if step is None:
+            continue
+        steps.append(step)
+        active[group] += step.joined
+        for query in step.joined if step.kind is StepKind.ENCODE else active[group]:
+            left[query] -= 1  # who joins gets the first token, whoever decodes another
+        assert len(active[group]) <= rule.group_max_active
+        assert len(steps) < 100_000
+    assert not any(left.values())
+    return steps

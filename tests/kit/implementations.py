@@ -4,6 +4,7 @@ calls its public function within `using()`, on tensors of `device`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import cycle, product
 from typing import NamedTuple
 
 import cpu_cuda
@@ -38,10 +39,16 @@ def _native(level: str) -> Implementation:
     return Implementation(f"native-{level}", using)
 
 
+# the orders of a block's threads, and how many blocks there is room for, in turns
+_TURNS = cycle(product(cpu_cuda.ORDERS.values(), (1, 40)))
+
+
 @contextmanager
 def _cuda() -> Iterator[None]:
     """The CUDA sources, executed on the CPU; whatever has none goes the usual way."""
-    with cpu_cuda.using(cpu_cuda.CpuLauncher(cpu_cuda.built())):
+    launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
+    launcher.order, multiprocessors = next(_TURNS)
+    with cpu_cuda.using(launcher, multiprocessors):
         yield
 
 
@@ -64,7 +71,7 @@ def num_threads(count: int) -> Iterator[None]:
 
 
 # What a result in the type may be off, of the largest number that went into it.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 SIZES = [1, 2, 3, 8, 15, 16, 17, 33, 64, 100, 576]
@@ -85,3 +92,5 @@ class Rows(NamedTuple):
 
 rows = st.builds(Rows, st.integers(0, 9) | st.just(70), st.sampled_from(SIZES),
                  st.sampled_from(DTYPES), st.integers(1, 4), st.integers(0, 2**31))
+# float16 too, which GPUs compute in
+any_rows = rows | rows.map(lambda case: case._replace(dtype=torch.float16))

@@ -15,13 +15,10 @@ from replays import answers_of, generated
 from toy_runs import run_in_process
 from toys import random_queries
 
-from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
-from xrunner.engine import group
-from xrunner.engine import kv as blocks
 from xrunner.engine.kv import BlockPool, KvCache, Room, kv_shape
 from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, blocks_of, sarathi, vllm
+from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, sarathi, vllm
 from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import GroupSlots
 from xrunner.rules.steps import Step, kv_budget
@@ -161,10 +158,10 @@ class Counting:
         return step
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("policy", ["vllm", "sarathi"])
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_run_has_the_blocks_that_its_rule_counts(made, monkeypatch, policy, num_stages):
-    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
+def test_a_run_has_the_blocks_that_its_rule_counts(made, policy, num_stages):
     rule = rule_of(policy, groups=num_stages)
     assert isinstance(rule, PagedRule)
     counting, queries = Counting(rule), random_queries(12)
@@ -188,9 +185,8 @@ def test_a_run_has_the_blocks_that_its_rule_counts(made, monkeypatch, policy, nu
 @pytest.mark.parametrize(("implementation", "policy"), some(
     product([TORCH, SOURCES], ["orca", "vllm", "sarathi"]),
     lambda case: case[0] is TORCH or case[1] == "vllm"), ids=str)
-def test_torch_and_the_cuda_sources_answer_as_generate_does(made, monkeypatch, implementation,
+def test_torch_and_the_cuda_sources_answer_as_generate_does(made, small_blocks, implementation,
                                                             policy):
-    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
     # the emulated launches take their time
     (directory, model), queries = made("llama"), random_queries(8 if implementation is TORCH else 4)
     with implementation.using():
@@ -203,25 +199,3 @@ def test_rules_that_leave_queries_where_they_are_ask_for_blocks():
     assert kv_budget(rra) is None and kv_budget(rra, in_blocks=True) == (999 // 2, 1, False)
     assert kv_budget(rule_of("orca", 2)) == (100, 1, False)
     assert kv_budget(rule_of("vllm", 2)) == (TIGHT, BLOCK_TOKENS, False)
-
-
-def test_a_device_that_holds_what_is_planned_is_not_asked_for_rows(made, monkeypatch):
-    """A small device: rows of the longest query do not fit, blocks of the same plan do; and what
-    is missing is said before any memory is taken."""
-    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
-    directory, queries = made("llama")[0], random_queries(12)
-    longest = max(query.reserve_tokens for query in queries)
-    assert 5 * longest > TIGHT > BLOCK_TOKENS * blocks_of(longest)
-    sink, (executor,) = run_in_process(directory, queries, num_stages=1, rule=rule_of("vllm"))
-    planned, _ = executor.kv_bytes
-    monkeypatch.setattr(group, "free_bytes", lambda device: planned)
-    again, _ = run_in_process(directory, queries, num_stages=1, rule=rule_of("vllm"))
-    assert sorted((r.query.index, r.output_ids) for r in again.results) == sorted(
-        (r.query.index, r.output_ids) for r in sink.results)
-    in_rows = RraRule(encode_batch=4, decode_iterations=5, num_groups=1, max_active=5,
-                      kv_tokens=999)
-    with pytest.raises(XgptError, match=f"5 queries of up to {longest} tokens .* are missing"):
-        run_in_process(directory, queries, num_stages=1, rule=in_rows)
-    monkeypatch.setattr(group, "free_bytes", lambda device: planned - 1)
-    with pytest.raises(XgptError, match="6 blocks of 16 tokens.* 1 B are missing"):
-        run_in_process(directory, queries, num_stages=1, rule=rule_of("vllm"))

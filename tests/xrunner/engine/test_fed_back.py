@@ -95,33 +95,21 @@ def test_the_host_waits_once_a_step_and_is_a_step_ahead_where_ends_are_known(
     assert decoded and all(set(tokens) == {FED_BACK} for tokens in decoded)
 
 
-def test_who_comes_from_elsewhere_is_told_its_token_once(made, told):
-    directory, model = made("llama")
+@pytest.mark.parametrize(("family", "degrees"), [
+    ("llama", (1, 1)), ("llama", (2,)), ("llama", "two pools"), ("t5", (1,))])
+def test_who_is_told_its_token_and_how_often(made, told, family, degrees):
+    """Several ranks are fed by the head; who comes from another pool, or begins an answer, once."""
+    directory, model = made(family)
     queries = forced(random_queries(9))
-    sink, _ = run_waa_in_process(directory, queries, waa_pools(directory, [1], [1]),
-                                 toy_waa_rules(1))
+    sink, _ = (run_waa_in_process(directory, queries, waa_pools(directory, [1], [1]),
+                                  toy_waa_rules(1)) if degrees == "two pools" else
+               run_in_process(directory, queries, degrees=degrees))
     assert answers_of(sink) == generated(model, queries)
     decoded = [token for kind, tokens in told if kind is StepKind.DECODE for token in tokens]
-    going_on = sum(query.max_new_tokens > 1 for query in queries)
-    assert sum(token != FED_BACK for token in decoded) == going_on < len(decoded)
-
-
-@pytest.mark.parametrize("degrees", [(1, 1), (2,)], ids=["two stages", "tensor parallel"])
-def test_several_ranks_are_fed_by_the_head(made, told, degrees):
-    directory, model = made("llama")
-    queries = forced(random_queries(6))
-    sink, _ = run_in_process(directory, queries, degrees=degrees)
-    assert answers_of(sink) == generated(model, queries)
-    assert all(FED_BACK not in tokens for _, tokens in told)
-
-
-def test_an_encoder_decoder_model_is_fed_back_too(made, told):
-    directory, model = made("t5")
-    queries = random_queries(7)
-    sink, _ = run_in_process(directory, queries, degrees=(1,))
-    assert answers_of(sink) == generated(model, queries)
-    fed = [token for kind, tokens in told if kind is StepKind.DECODE for token in tokens]
-    assert sum(token != FED_BACK for token in fed) == len(queries) < len(fed)
+    told_once = {"t5": len(queries), "llama": sum(q.max_new_tokens > 1 for q in queries)}[family]
+    assert sum(token != FED_BACK for token in decoded) == (
+        len(decoded) if isinstance(degrees, tuple) and sum(degrees) > 1 else told_once)
+    assert len(decoded) > told_once
 
 
 @pytest.mark.parametrize(("policy", "variables"), [

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from examples import some
-from implementations import SOURCES, TORCH
+from holding import rule_of
+from implementations import TORCH
 from replays import answers_of, generated
 from toy_runs import run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import random_queries
@@ -22,10 +23,7 @@ QUERIES = random_queries(12)
 LONGEST = max(query.reserve_tokens for query in QUERIES)
 
 
-@pytest.fixture(autouse=True)
-def gpu_blocks(monkeypatch):
-    """Blocks of a GPU's size: toys have several of them."""
-    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", SIZE)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def rra(*, groups: int = 1, chunk: int = 0, kv_tokens: int = 200) -> RraRule:
@@ -58,14 +56,6 @@ def test_rra_answers_as_generate_does(made, degrees, groups, chunk):
                    for cache in caches(executor))
 
 
-@pytest.mark.parametrize("implementation", [TORCH, SOURCES], ids=str)
-def test_torch_and_the_cuda_sources_take_them(made, implementation):
-    directory, model = made("llama")
-    with implementation.using():
-        sink, _ = run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
-    assert answers_of(sink) == expected(model)
-
-
 @pytest.mark.parametrize(("encode", "decode", "groups"), some(
     [((1,), (1,), 1), ((2,), (1, 1), 2), ((1,), (2,), 3)], lambda case: case[2] == 2))
 def test_what_waa_hands_over_is_put_into_blocks(made, encode, decode, groups):
@@ -82,20 +72,27 @@ def test_what_waa_hands_over_is_put_into_blocks(made, encode, decode, groups):
         assert sum(cache.num_bytes for cache in own) <= own[0].store.nbytes
 
 
-def test_the_memory_is_what_is_reserved_not_rows_of_the_longest(made, monkeypatch):
-    """12 rows of the longest query do not fit this device; blocks for 200 tokens do."""
+@pytest.mark.parametrize("rule", [rra, lambda: rule_of("vllm", batch=5, kv_tokens=6 * SIZE)])
+def test_the_memory_is_what_is_reserved_not_rows_of_the_longest(made, monkeypatch, rule):
+    """A device that holds the blocks of a plan, and not as many rows of the longest query; what is
+    missing is said before any memory is taken."""
     directory, _ = made("llama")
-    sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
-    (cache,) = caches(executor)
-    assert cache.pool.count * SIZE < 12 * LONGEST
+
+    def run(own: Any, *, in_blocks: bool = True) -> Any:
+        sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=own,
+                                           in_blocks=in_blocks)
+        return answers_of(sink), executor
+
+    answers, executor = run(rule())
+    (cache,), rows = caches(executor), rule().group_max_active
+    assert cache.pool.count * SIZE < rows * LONGEST
     monkeypatch.setattr(group, "free_bytes", lambda device: cache.num_bytes)
-    again, _ = run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
-    assert answers_of(again) == answers_of(sink)
+    assert run(rule())[0] == answers
     with pytest.raises(XgptError, match=f"12 queries of up to {LONGEST} tokens .* are missing"):
-        run_in_process(directory, QUERIES, num_stages=1, rule=rra())
+        run(rra(), in_blocks=False)
     monkeypatch.setattr(group, "free_bytes", lambda device: cache.num_bytes - 1)
     with pytest.raises(XgptError, match=f"{cache.pool.count} blocks of 16 tokens.* are missing"):
-        run_in_process(directory, QUERIES, num_stages=1, rule=rra(), in_blocks=True)
+        run(rule())
 
 
 def test_a_change_finds_the_blocks_that_room_was_made_for(made):

@@ -7,6 +7,7 @@ would ask the device for a value cannot be answered at all.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,50 +126,43 @@ def steps_of(choices: tuple[Sampling, ...]) -> list[tuple[StepMessage, list[int]
 
 
 # how tokens are chosen is the same for each family, and wherever entries lie
-CASES = [(family, choice, in_blocks) for family in ("llama", "opt", "gpt2") for choice in CHOICES
-         for in_blocks in (False, True)]
+CASES = [(family, choice, in_blocks, Decoder()) for family in ("llama", "opt", "gpt2")
+         for choice in CHOICES for in_blocks in (False, True)]
+NEWER = [Decoder(embedding_scale=5.0, residual_scale=0.4, logit_scale=0.2), Decoder(qk_norm="head"),
+         Decoder(qk_norm="all", norm_place="after"), Decoder(windows=(4, None, 4)),
+         Decoder(attention_cap=3.0, logit_cap=4.0)]
 
 
-@pytest.mark.parametrize(("family", "choice", "in_blocks"), some(
+@pytest.mark.parametrize(("family", "choice", "in_blocks", "decoder"), [*some(
     CASES, lambda case: case[1] == "greedy" and "llama" in case or case[2] and (
-        case[0] == "llama" or case[1] == "greedy")))
-def test_a_step_is_waited_for_once_whatever_it_holds(family, choice, in_blocks, monkeypatch):
+        case[0] == "llama" or case[1] == "greedy")),
+    *(("llama", "greedy", True, decoder) for decoder in NEWER)])
+def test_a_step_is_waited_for_once_whatever_it_holds(family, choice, in_blocks, decoder,
+                                                     monkeypatch):
     monkeypatch.setitem(BLOCK_TOKENS, "cpu", BLOCK_TOKENS["cuda"])
-    sent = []
-    for layers in (1, 3):
-        with elsewhere() as traffic:
-            executor = executor_of(family, layers, KvBudget(96, 16) if in_blocks else None)
-            traffic.waits.clear()  # of weights, which are loaded once
-            of_layers = []
-            for message, tokens in steps_of(CHOICES[choice]):
-                traffic.downloads = traffic.uploads = 0
-                given = executor.execute(message, torch.tensor(tokens))
-                assert isinstance(given, Arriving)
-                assert not traffic.waits, f"{message.kind}: {traffic.waits}"
-                assert traffic.downloads == 1, f"{message.kind}: its tokens, in one piece"
-                of_layers.append(traffic.uploads)
-            sent.append(of_layers)
-    assert sent[0] == sent[1], "no more with more layers"
-
-
-@pytest.mark.parametrize("decoder", [
-    Decoder(embedding_scale=5.0, residual_scale=0.4, logit_scale=0.2), Decoder(qk_norm="head"),
-    Decoder(qk_norm="all", norm_place="after"), Decoder(windows=(4, None)),
-    Decoder(attention_cap=3.0, logit_cap=4.0)], ids=["scaled", "qk", "qk all", "window", "cap"])
-def test_what_newer_models_do_waits_for_nothing(decoder, monkeypatch):
     made = torch.tensor
 
     def from_the_host(*given: Any, device: Any = None, **more: Any) -> Tensor:
         assert device is None, "a GPU's queue must be empty before it takes numbers of the host so"
         return made(*given, **more)
 
-    with elsewhere() as traffic:
-        executor = executor_of("llama", 2, KvBudget(512, 128), decoder)
-        traffic.waits.clear()
-        monkeypatch.setattr(torch, "tensor", from_the_host)
-        for message, tokens in steps_of(GREEDY):
-            executor.execute(message, torch.tensor(tokens))
-            assert not traffic.waits, f"{message.kind}: {traffic.waits}"
+    sent = []
+    for layers in (1, 3):
+        with elsewhere() as traffic, monkeypatch.context() as patched:
+            own = replace(decoder, windows=decoder.windows[:layers])
+            executor = executor_of(family, layers, KvBudget(96, 16) if in_blocks else None, own)
+            traffic.waits.clear()  # of weights, which are loaded once
+            of_layers = []
+            patched.setattr(torch, "tensor", from_the_host)
+            for message, tokens in steps_of(CHOICES[choice]):
+                traffic.downloads = traffic.uploads = 0
+                given = executor.execute(message, made(tokens))
+                assert isinstance(given, Arriving)
+                assert not traffic.waits, f"{message.kind}: {traffic.waits}"
+                assert traffic.downloads == 1, f"{message.kind}: its tokens, in one piece"
+                of_layers.append(traffic.uploads)
+            sent.append(of_layers)
+    assert sent[0] == sent[1] or decoder.windows, "no more with more layers"
 
 
 @pytest.mark.parametrize(("family", "decoder"), [

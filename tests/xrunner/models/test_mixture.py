@@ -58,18 +58,3 @@ def test_every_row_gets_what_its_experts_give(count, per_token, is_normed, dtype
             found = mixture_of(weights, experts, packed=packed)(own)
             assert found.shape == own.shape and found.dtype == dtype
             torch.testing.assert_close(found.double(), by_row(own, weights, experts), **close)
-
-
-def test_rows_that_all_want_one_expert_leave_the_others_nothing():
-    experts = Experts(count=5, per_token=1, inner=INNER)
-    weights = weights_of(5, torch.float32)
-    weights[0][:] = 0
-    weights[0][3] = 1
-    rows = torch.rand(ROWS, HIDDEN, generator=torch.Generator().manual_seed(5))
-    mixture, asked = mixture_of(weights, experts, packed=True), list[tuple[int, int]]()
-    for number, own in enumerate(mixture.mlps):
-        mixture.mlps[number] = lambda given, number=number, own=own: (
-            asked.append((number, len(given))), own(given))[1]
-    torch.testing.assert_close(mixture(rows).double(), by_row(rows, weights, experts),
-                               atol=1e-5, rtol=1e-4)
-    assert asked == [(3, ROWS)]

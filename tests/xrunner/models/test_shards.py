@@ -1,26 +1,24 @@
 """Tensor-parallel shards: run in lockstep, they compute what the whole layers compute."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from toy_runs import Lockstep, split_stages
 from toy_stages import shape
-from toys import logits_of, spec_of
+from toys import logits_of
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xprofiler.points import Needs
-from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models import stage_model
 from xrunner.models import weights as weights_module
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import WHOLE, RandomWeights, Shard, TensorPart
 from xrunner.ops.contexts import DecodeContext, decode_context, encode_context, whole_inputs
-from xrunner.ops.linear import Product
 from xrunner.rules.slots import Span
 
 # 97 tokens are divided evenly neither by 2 nor by 3; the products are as wide as the residual
@@ -119,78 +117,25 @@ def test_random_weights_do_not_depend_on_how_they_are_divided(shape, monkeypatch
                        torch.ones(2, *shape[1:]))
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_a_checkpoint_gives_the_part_and_counts_only_that(tmp_path, kind):
-    tensors = {"a.weight": torch.randn(8, 6), "a.bias": torch.randn(8)}
-    if kind == "safetensors":
-        save_file(tensors, tmp_path / "model.safetensors")
-    else:
-        torch.save(tensors, tmp_path / "pytorch_model.bin")
-    for name, part in (("a.weight", TensorPart(0, 2, 5)), ("a.weight", TensorPart(1, 3, 6)),
-                       ("a.bias", TensorPart(0, 4, 8)), ("a.weight", TensorPart(0, 8, 8))):
-        reader = CheckpointReader(tmp_path, torch.float32)
-        shape = tuple(tensors[name].shape)
-        got = reader.get(name, shape, part)
-        assert torch.equal(got, part.of(tensors[name])) and got.is_contiguous()
-        assert got.untyped_storage().nbytes() == reader.bytes_read == 4 * got.numel()
-        with pytest.raises(XgptError, match="config.json says"):
-            reader.get(name, (9, *shape[1:]), part)
-
-
-def test_a_checkpoints_shards_together_are_the_whole(llama):
-    directory, spec = llama[0], spec_of(llama[0])
-    stage = split_stages(spec.num_layers, 2)[1]
-    readers = [CheckpointReader(directory, torch.float32) for _ in range(3)]
-    first, second, whole = (
-        StageModel(spec, reader, stage, torch.float32, shard)
-        for reader, shard in zip(readers, (Shard(0, 2), Shard(1, 2), WHOLE), strict=True))
-    for a, b, c in zip(first.layers, second.layers, whole.layers, strict=True):
-        for x, y, both in list(zip(a.products, b.products, c.products, strict=True))[1::2]:
-            assert torch.equal(torch.cat([_weight(x), _weight(y)], dim=1), _weight(both))
-    unit = torch.eye(spec.hidden_size)
-    heads = [part.ends.head.logits(unit) for part in (first, second, whole)]
-    assert torch.equal(torch.cat(heads[:2], dim=1), heads[2])
-    norms = 4 * spec.hidden_size * (2 * stage.num_layers + 1)  # both ranks read these whole
-    assert readers[0].bytes_read + readers[1].bytes_read == readers[2].bytes_read + norms
-
-
-def _weight(product: Product) -> Tensor:
-    """[out, in], however it is laid out: its product with the unit matrix."""
-    return product(torch.eye(product.shape[1])).t()
-
-
-def test_an_encode_step_in_pieces_is_the_same(monkeypatch):
+def test_a_step_in_pieces_is_the_same(monkeypatch):
     spec, stage, lengths = SHAPE, split_stages(2, 1)[0], [5, 1, 9, 3, 3, 2, 7]
     model = StageModel(spec, RandomWeights(torch.float32, scale=0.3), stage, torch.float32)
-    tokens, step = torch.arange(30) * 7 % spec.vocab_size, encode_context(whole_inputs(lengths))
+    tokens = torch.arange(32) * 7 % spec.vocab_size  # two are decoded, or none, the others encoded
 
-    def encoded(most: int) -> tuple[Tensor, Tensor]:
+    def worked(decodes: bool, most: int) -> tuple[Tensor, Tensor]:
         monkeypatch.setattr(stage_model, "PIECE_TOKENS", most)
-        cache = torch.zeros(2, 2, len(lengths), model.kv_heads, 9, spec.head_dim)
-        with torch.inference_mode():
-            return model.encode(tokens, cache, step), cache
-
-    whole, cache = encoded(30)
-    for most in (1, 4, 8, 16, 29):
+        step = encode_context(whole_inputs(lengths, 2))
         sizes = [rows.stop - rows.start for rows, _ in step.pieces(most)]
         assert sum(sizes) == 30 and all(n <= most or n in lengths for n in sizes)
-        for ours, theirs in zip(encoded(most), (whole, cache), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_a_mixed_step_in_pieces_is_the_same(monkeypatch):
-    spec, stage, lengths = SHAPE, split_stages(2, 1)[0], [5, 1, 9, 3]
-    model = StageModel(spec, RandomWeights(torch.float32, scale=0.3), stage, torch.float32)
-    tokens = torch.arange(20) * 7 % spec.vocab_size  # two are decoded, eighteen encoded
-    spans, decoded = encode_context(whole_inputs(lengths, 2)), decode_context([4, 2])
-
-    def mixed(most: int) -> Tensor:
-        monkeypatch.setattr(stage_model, "PIECE_TOKENS", most)
+        cache = torch.ones(2, 2, 9, model.kv_heads, 9, spec.head_dim)
         with torch.inference_mode():
-            return model.mixed(tokens, torch.ones(2, 2, 6, model.kv_heads, 9, spec.head_dim),
-                               decoded, spans)
+            out = model.mixed(tokens, cache, decode_context([4, 2]), step) if decodes else (
+                model.encode(tokens[2:], cache, step))
+        return out, cache
 
-    torch.testing.assert_close(mixed(7), mixed(20), rtol=1e-5, atol=1e-5)
+    for decodes, most in product((False, True), (1, 4, 8, 16, 29)):
+        for ours, theirs in zip(worked(decodes, most), worked(decodes, 32), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_piece_is_as_large_as_what_the_profiler_measures():

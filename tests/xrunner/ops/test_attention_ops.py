@@ -21,9 +21,12 @@ from xrunner.ops.attention import (
 from xrunner.ops.contexts import BlockTable, DistanceBias, decode_context, encode_context
 from xrunner.rules.slots import Span
 
-DIMS = [1, 3, 8, 15, 16, 17, 32, 33, 48, 64, 80, 128, 130]
+DIMS = [1, 3, 8, 15, 16, 17, 32, 33, 48, 64, 80, 128, 130, 256]
 DTYPES = [torch.float32, torch.bfloat16]
-GARBAGE = 1e30  # beyond a query's length: finite, as torch's mask multiplies it by 0
+# of queries and of the cache: float16 is a GPU's
+TYPES = [*product(DTYPES, DTYPES), (torch.float16, torch.float16)]
+# beyond a query's length: finite, as torch's mask multiplies it by 0
+GARBAGE = {torch.float32: 1e30, torch.bfloat16: 1e30, torch.float16: 100.0}
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 many = examples(50)
 
@@ -31,14 +34,17 @@ many = examples(50)
 class Shape(NamedTuple):
     """What a case draws besides lengths. `group`: heads of a KV head."""
 
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
+    types: tuple[torch.dtype, torch.dtype]
     kv_heads: int
     group: int
     dim: int
     scale: float | None
     threads: int
     seed: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.types[0]
 
     @property
     def heads(self) -> int:
@@ -51,21 +57,37 @@ class Shape(NamedTuple):
 
 
 shapes = st.builds(
-    Shape, st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(1, 3), st.integers(1, 9),
+    Shape, st.sampled_from(TYPES), st.integers(1, 3), st.sampled_from([*range(1, 10), 17]),
     st.sampled_from(DIMS), st.sampled_from([None, 1.0, 0.3]), st.integers(1, 5),
     st.integers(0, 2**31))
 
 
-def softmax_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float | None,
-                      added: Tensor | None = None) -> Tensor:
-    """query [t, h, d], keys and values [s, k, d], added [h, t, s] -> [t, h * d], in float64."""
+# of the last entries alone, and with capped scores
+kinds = st.builds(Scoring, window=st.sampled_from([None, None, 1, 5, 24]),
+                  cap=st.sampled_from([None, None, 0.7, 1.5]))
+
+
+def scoring_of(shape: Shape, kind: Scoring) -> Scoring:
+    return kind._replace(scale=shape.scale, cap=kind.cap if shape.dtype == torch.float32 else None)
+
+
+def softmax_attention(query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring,
+                      added: Tensor | None = None, first: int | None = None) -> Tensor:
+    """query [t, h, d], keys and values [s, k, d], added [h, t, s] -> [t, h * d], in float64.
+    `first`: the place of the first token, which attends to what came before it."""
     tokens, heads, dim = query.shape
     repeated = [part.double().repeat_interleave(heads // part.shape[1], dim=1)
                 for part in (keys, values)]
     scores = torch.einsum("thd,shd->hts", query.double(), repeated[0])
-    scores = scores * (dim ** -0.5 if scale is None else scale)
+    scores = scores * (dim ** -0.5 if scoring.scale is None else scoring.scale)
+    if scoring.cap is not None:
+        scores = scoring.cap * torch.tanh(scores / scoring.cap)
     if added is not None:
         scores = scores + added
+    if first is not None:
+        ago = torch.arange(first, first + tokens)[:, None] - torch.arange(len(keys))[None, :]
+        scores = scores.masked_fill(
+            (ago < 0) | (ago >= (scoring.window or len(keys))), float("-inf"))
     return torch.einsum("hts,shd->thd", scores.softmax(-1), repeated[1]).reshape(tokens, -1)
 
 
@@ -77,7 +99,7 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def cache_of(shape: Shape, slots: int, capacity: int) -> tuple[Tensor, Tensor]:
-    drawn = shape.normal(2, slots, shape.kv_heads, capacity, shape.dim).to(shape.kv_dtype)
+    drawn = shape.normal(2, slots, shape.kv_heads, capacity, shape.dim).to(shape.types[1])
     return drawn[0].contiguous(), drawn[1].contiguous()
 
 
@@ -119,7 +141,7 @@ block_sizes = st.sampled_from([None, None, 16, 32, 64, 128, 256])
 
 def bias_of(shape: Shape, longest: int, both_ways: bool) -> DistanceBias:
     width = 2 * longest - 1 if both_ways else longest
-    table = shape._replace(dtype=torch.float32).normal(shape.heads, width)
+    table = shape._replace(types=TYPES[0]).normal(shape.heads, width)
     return DistanceBias(table.to(shape.dtype).float(), longest - 1)
 
 
@@ -134,21 +156,22 @@ def decode_cases(draw: st.DrawFn) -> tuple[Shape, int, list[int], list[int]]:
 
 @every_implementation
 @many
-@given(case=decode_cases(), has_bias=st.booleans(), size=block_sizes)
+@given(case=decode_cases(), has_bias=st.booleans(), size=block_sizes, kind=kinds)
 def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
-        implementation, case, has_bias, size):
+        implementation, case, has_bias, size, kind):
     shape, capacity, slots, lengths = case
     keys, values = cache_of(shape, 9, capacity)
     # the rows of a product that has key and value behind the query
     joint = shape.normal(len(slots), shape.heads + 2 * shape.kv_heads, shape.dim)
     query = joint[:, :shape.heads]
     bias = bias_of(shape, max(lengths), both_ways=False) if has_bias else None
-    expected = []
+    scoring, expected = scoring_of(shape, Scoring() if has_bias else kind), []  # none has both
     for i, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         added = None if bias is None else bias.values[:, None, bias.center - length + 1:].double()
         expected.append(softmax_attention(query[i:i + 1], *entries((keys, values), slot, length),
-                                          shape.scale, added))
-        keys[slot, :, length:], values[slot, :, length:] = GARBAGE, -GARBAGE
+                                          scoring, added, length - 1))
+        garbage = GARBAGE[shape.types[1]]
+        keys[slot, :, length:], values[slot, :, length:] = garbage, -garbage
     cache, table = (keys, values), None
     if size is not None:
         cache, table = in_blocks(cache, dict(zip(slots, lengths, strict=True)), size, shape.seed)
@@ -158,7 +181,7 @@ def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
     with implementation.using(), num_threads(shape.threads):
         step = decode_context(lengths, slots, implementation.device, table)
         got = decode_attention(query.to(implementation.device), cache, step,
-                               Scoring(shape.scale), bias)
+                               scoring, bias)
     assert_near(got.cpu(), torch.cat(expected), shape.dtype)
 
 
@@ -176,20 +199,19 @@ def spans(draw: st.DrawFn) -> tuple[Shape, int, list[Span]]:
 
 @every_implementation
 @many
-@given(case=spans(), size=block_sizes)
-def test_a_token_that_is_encoded_attends_to_what_came_before_it(implementation, case, size):
+@given(case=spans(), size=block_sizes, kind=kinds)
+def test_a_token_that_is_encoded_attends_to_what_came_before_it(implementation, case, size, kind):
     shape, capacity, parts = case
+    scoring, garbage = scoring_of(shape, kind), GARBAGE[shape.types[1]]
     keys, values = cache_of(shape, 6, capacity)
     total = sum(part.tokens for part in parts)
     query = shape.normal(total, shape.heads + 1, shape.dim)[:, :shape.heads]
     expected, start = [query.new_empty(0, shape.heads * shape.dim).double()], 0
     for slot, first, tokens, _ in parts:
         end = first + tokens
-        later = torch.arange(end)[None, :] > torch.arange(first, end)[:, None]
         expected.append(softmax_attention(
-            query[start:start + tokens], *entries((keys, values), slot, end), shape.scale,
-            torch.zeros(later.shape).masked_fill(later, float("-inf")).double()))
-        keys[slot, :, end:], values[slot, :, end:] = GARBAGE, -GARBAGE
+            query[start:start + tokens], *entries((keys, values), slot, end), scoring, None, first))
+        keys[slot, :, end:], values[slot, :, end:] = garbage, -garbage
         start += tokens
     cache, table = (keys, values), None
     if size is not None:
@@ -198,7 +220,7 @@ def test_a_token_that_is_encoded_attends_to_what_came_before_it(implementation, 
     cache, table = there(implementation, cache, table)
     with implementation.using(), num_threads(shape.threads):
         step = encode_context(parts, implementation.device, table)
-        got = encode_attention(query.to(implementation.device), cache, step, Scoring(shape.scale))
+        got = encode_attention(query.to(implementation.device), cache, step, scoring)
     assert_near(got.cpu(), torch.cat(expected), shape.dtype)
 
 
@@ -216,7 +238,8 @@ def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
         here, at, added = slice(end - length, end), torch.arange(length), None
         if bias is not None:
             added = bias.values[:, at[None, :] - at[:, None] + bias.center].double()
-        expected.append(softmax_attention(query[here], key[here], value[here], shape.scale, added))
+        expected.append(softmax_attention(query[here], key[here], value[here],
+                                          Scoring(shape.scale), added))
     with implementation.using(), num_threads(shape.threads):
         got = packed_attention(joint.to(implementation.device), shape.heads, lengths, shape.scale,
                                None if bias is None else bias._replace(
@@ -225,21 +248,21 @@ def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
 
 
 @every_implementation
-@pytest.mark.parametrize(("dtype", "kv_dtype", "threads"), some(
-    product(DTYPES, DTYPES, [1, 2, 7]),
-    lambda case: case[2] == 7 or (case[0] == case[1] and case[2] == 2)), ids=str)
-def test_one_long_query_is_cut_among_threads(implementation, dtype, kv_dtype, threads):
-    shape = Shape(dtype, kv_dtype, 1, 4, 64, None, threads, 5)
+@pytest.mark.parametrize(("types", "threads"), some(
+    product(TYPES, [1, 2, 7]), lambda case: case[1] == 7 or case[0] in TYPES[::3] and case[1] == 2),
+    ids=str)
+def test_one_long_query_is_cut_among_threads(implementation, types, threads):
+    shape = Shape(types, 1, 4, 64, None, threads, 5)
     keys, values = cache_of(shape, 2, 5000)
     keys[0, :, 3000] *= 3  # a maximum that one part alone sees
     query = shape.normal(2, 4, 64)
-    expected = [softmax_attention(query[i:i + 1], *entries((keys, values), i, length), None)
+    expected = [softmax_attention(query[i:i + 1], *entries((keys, values), i, length), Scoring())
                 for i, length in enumerate((4999, 3))]
     cache = (keys.to(implementation.device), values.to(implementation.device))
     with implementation.using(), num_threads(threads):
         step = decode_context([4999, 3], device=implementation.device)
         got = decode_attention(query.to(implementation.device), cache, step)
-    assert_near(got.cpu(), torch.cat(expected), dtype)
+    assert_near(got.cpu(), torch.cat(expected), types[0])
 
 
 @every_implementation

@@ -85,24 +85,6 @@ def test_the_last_query_goes_to_who_is_idle():
     assert router.top_up(1, Load(0, 0)) == []
 
 
-@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 6), st.integers(0, 8),
-       st.randoms(use_true_random=False))
-def test_all_are_given_out_whoever_is_quick(count, replicas, waiting, present, chance):
-    """Replicas that begin and end queries as it comes; each asks whenever one of its own has."""
-    router = Router([1.0] * count, windows=[Window(waiting=waiting, present=present)] * replicas)
-    waits = [len(router.top_up(r, Load(0, 0))) for r in range(replicas)]
-    given_out, active = sum(waits), [0] * replicas
-    while given_out < count:
-        replica = chance.randrange(replicas)
-        if waits[replica] and chance.random() < 0.5:
-            waits[replica], active[replica] = waits[replica] - 1, active[replica] + 1
-        else:
-            active[replica] = max(active[replica] - 1, 0)
-        new = len(router.top_up(replica, Load(waits[replica], active[replica])))
-        waits[replica], given_out = waits[replica] + new, given_out + new
-    assert given_out == count and router.is_empty
-
-
 def test_rras_window_holds_two_rounds_at_their_largest():
     assert rra_window(10, 2, EvenBatches()).waiting == 2 * 10 + 10
     adjusted = EvenBatches(adjustment=0.1, mean_input_tokens=50.0)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driven_rra import drive
 from examples import examples, some
+from holding import drive, holding, rule_of
 from hypothesis import given
 from hypothesis import strategies as st
 from replays import answers_of, estimated, generated, problem_for, replayed, steps_of, whole_steps
@@ -32,21 +32,26 @@ def phases_of(steps: list[Any]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def test_a_change_holds_from_its_phase_on():
-    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=2, max_active=40, kv_tokens=4000)
+
+@pytest.mark.parametrize(("groups", "chunk", "other_chunk"), [(2, 0, 0), (1, 16, 16), (2, 16, 48)])
+def test_a_change_holds_from_its_phase_on(groups, chunk, other_chunk):
+    rule = holding(rule_of("rra", groups=groups, batch=40, encode=4, iterations=6, chunk=chunk),
+                   40, 60, 12)
     rule.make_room(30)
-    for query in range(40):
-        assert rule.submit(query, 10)
-    rule.change(PhaseControls(encode_batch=6, decode_iterations=5, group_max_active=30,
-                              group_kv_tokens=2000), phase=3)
-    rule.change(PhaseControls(encode_batch=2, decode_iterations=1, group_max_active=10,
-                              group_kv_tokens=1000), phase=5)
-    phases = phases_of(drive(rule, dict.fromkeys(range(40), 9)))
-    assert [phases[p] for p in range(8)] == [(4, 2), (4, 2), (4, 2), (6, 5), (6, 5), (2, 1),
-                                             (2, 1), (2, 1)]
-    with pytest.raises(AssertionError):
+    for phase, encode, iterations in ((3, 6, 5), (5, 2, 2)):
+        rule.change(PhaseControls(encode_batch=encode, decode_iterations=iterations,
+                                  group_max_active=30, group_kv_tokens=2000,
+                                  encode_chunk=other_chunk), phase=phase)
+    steps = drive(rule, dict.fromkeys(range(40), 9))
+    phases = phases_of(steps)
+    assert [phases[p] for p in range(8)] == [(4, 6)] * 3 + [(6, 5)] * 2 + [(2, 2)] * 3
+    for of_phases, most in ((range(3), chunk), (range(3, 5), other_chunk)):
+        tokens = [sum(part.tokens for part in step.chunks) for step in steps
+                  if step.phase in of_phases]
+        assert max(tokens) <= most
+    with pytest.raises(AssertionError):  # past phases, and chunks where there were none
         rule.change(PhaseControls(encode_batch=1, decode_iterations=1, group_max_active=1,
-                                  group_kv_tokens=1000), phase=1)
+                                  group_kv_tokens=1000, encode_chunk=16), phase=1 if chunk else 99)
 
 
 @st.composite
@@ -75,12 +80,11 @@ def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
     decide = rule.decide
 
     def watched() -> Any:
-        before = [sum(group.values()) for group in rule._admitted.active]
-        step = decide()
+        before, step = rule.reserved_tokens, decide()
         if step is not None and step.joined:
-            group = rule._admitted.active[step.group]
-            assert len(group) <= rule.controls.group_max_active <= slots
-            assert before[step.group] < sum(group.values()) <= rule.controls.group_kv_tokens
+            assert before < rule.reserved_tokens <= num_groups * max(
+                rule.controls.group_kv_tokens, 60, 90)
+            assert rule.controls.group_max_active <= slots
         return step
 
     rule.decide = watched

@@ -4,15 +4,13 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from driven_rra import drive
 from examples import examples
-from holding import holding
+from holding import drive, holding
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xgpt.core.controls import EvenBatches
-from xrunner.rules.rra import PhaseControls, RraRule
-from xrunner.rules.slots import SlotUse
+from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import Step, StepKind
 
 
@@ -35,44 +33,6 @@ def test_quotas_of_a_phase_sum_to_the_encode_batch_and_stay_even(encode_batch, n
     assert sum(quotas) == encode_batch and max(quotas) - min(quotas) <= 1
     over_time = [sum(rule.quota(g, p) for p in range(num_groups)) for g in range(num_groups)]
     assert set(over_time) == {encode_batch}
-
-
-@examples(60)
-@given(encode_batch=st.integers(1, 9), iterations=st.integers(1, 7), num_groups=st.integers(1, 4),
-       max_active=st.integers(1, 12), capacity=st.integers(40, 200),
-       outputs=st.lists(st.integers(1, 20), min_size=1, max_size=40))
-def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
-        encode_batch, iterations, num_groups, max_active, capacity, outputs):
-    rule = RraRule(encode_batch=encode_batch, decode_iterations=iterations, num_groups=num_groups,
-                   max_active=max_active, kv_tokens=capacity)
-    wanted = {q: n for q, n in enumerate(outputs) if rule.submit(q, n)}
-    most = rule.controls.group_kv_tokens
-    assert all(outputs[q] > most for q in set(range(len(outputs))) - set(wanted))
-    steps = drive(rule, wanted)
-    joined = Counter(q for s in steps for q in s.joined)
-    assert joined == Counter(wanted.keys())
-    order = [q for s in steps for q in s.joined]
-    assert order == sorted(order), "admission keeps the input's order"
-    assert rule.next_group() is None and rule.reserved_tokens == 0
-    for phase in {s.phase for s in steps}:
-        assert sum(len(s.joined) for s in steps if s.phase == phase) <= encode_batch
-
-
-def test_reserved_tokens_never_exceed_a_groups_share():
-    rule = RraRule(encode_batch=10, decode_iterations=3, num_groups=2, max_active=50, kv_tokens=100)
-    assert not rule.submit(99, 51), "can never fit: told at once"
-    for query in range(12):
-        assert rule.submit(query, 20)
-    drive_limits = []
-    rule_finish = rule.finish
-
-    def watch(query: int) -> None:
-        drive_limits.append(rule.reserved_tokens)
-        rule_finish(query)
-
-    rule.finish = watch
-    drive(rule, dict.fromkeys(range(12), 5))
-    assert max(drive_limits) == 80  # two queries of 20 in each group's 50
 
 
 def test_encode_steps_are_even_and_the_mean_stays_as_planned():
@@ -148,15 +108,6 @@ def test_all_groups_encode_in_the_same_rounds():
     assert rounds and all(groups == {0, 1, 2} for groups in rounds.values())
 
 
-def test_without_a_chunk_size_a_batch_is_encoded_alone_and_rows_are_compacted():
-    rule = rule_of(chunk=0)
-    assert rule.slot_use is SlotUse.COMPACTED and rule_of(chunk=1).slot_use is SlotUse.REUSED
-    for query in range(8):
-        assert rule.submit(query, 60, 25)
-    steps = drive(rule, dict.fromkeys(range(8), 9))
-    assert not any(step.chunks or step.kind is StepKind.MIXED for step in steps)
-
-
 @examples(80)
 @given(chunk=st.integers(1, 60), batch=st.integers(1, 9), iterations=st.integers(1, 9),
        groups=st.integers(1, 4), max_active=st.integers(1, 12), capacity=st.integers(160, 400),
@@ -185,30 +136,3 @@ def test_every_query_is_encoded_whole_once_and_no_limit_is_broken(
         order = [q for s in steps if s.group == group for q in s.joined]
         assert order == sorted(order), "a group keeps the input's order"
     assert rule.next_group() is None and rule.reserved_tokens == 0
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_change_keeps_the_chunks_and_holds_from_its_phase_on(groups):
-    rule = holding(rule_of(chunk=16, batch=4 * groups, iterations=6, groups=groups), 60, 60, 12)
-    new = PhaseControls(encode_batch=2 * groups, decode_iterations=3, group_max_active=100,
-                        group_kv_tokens=50_000 // groups)
-    rule.change(new, phase=3)
-    steps = drive(rule, dict.fromkeys(range(60), 8))
-    for phase, most, last in ((1, 4, 6), (5, 2, 3)):
-        own = [step for step in steps if step.phase == phase]
-        assert max(step.iteration for step in own) == last
-        assert sum(len(step.joined) for step in own) == most * groups
-    assert max(encoded_in(steps)) <= 16
-
-
-def test_a_change_may_bring_another_chunk_but_not_chunks_where_there_were_none():
-    rule = holding(rule_of(chunk=16, batch=4, iterations=6, groups=1), 60, 60, 12)
-    new = PhaseControls(encode_batch=12, decode_iterations=3, group_max_active=100,
-                        group_kv_tokens=50_000, encode_chunk=48)
-    rule.change(new, phase=3)
-    steps = drive(rule, dict.fromkeys(range(60), 8))
-    assert max(encoded_in([step for step in steps if step.phase < 3])) <= 16
-    assert max(encoded_in([step for step in steps if step.phase >= 3])) == 48
-    without = rule_of(chunk=0, batch=4, iterations=6, groups=1)
-    with pytest.raises(AssertionError):
-        without.change(new, phase=3)
