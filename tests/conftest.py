@@ -132,7 +132,7 @@ def measured_llama(tmp_path_factory, cache):
     for kept in _profiles_in(own):
         shutil.copy(kept, folder / "kept.json")
     done = subprocess.run(
-        [*XGPT, "profile", str(job), "--budget", "1s", "--tp", "1,2,3", "--out", str(target)],
+        [*XGPT, "profile", str(job), "--tp", "1,2,3", "--out", str(target)],
         capture_output=True, text=True, timeout=200, check=False, env=environment)
     shutil.copytree(own / "xgpt" / "profiles", Path(cache["XDG_CACHE_HOME"], "xgpt", "profiles"),
                     dirs_exist_ok=True)
@@ -150,7 +150,7 @@ def profiled(tmp_path_factory, cache, request):
             done = request.getfixturevalue("measured_llama").done
         else:
             job = _toy_job(tmp_path_factory.mktemp(f"profile-{family}"), family, ranks=ranks)
-            done = subprocess.run([*XGPT, "profile", str(job), "--budget", "1s"], env=cache,
+            done = subprocess.run([*XGPT, "profile", str(job)], env=cache,
                                   capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr
 
@@ -180,7 +180,7 @@ def _profiles_in(cache: Path) -> list[Path]:
 def _stopped_profile(job: Path, cache: Path, environment: dict[str, str],
                      ) -> subprocess.CompletedProcess[str]:
     """A measurement that is interrupted as soon as something of it is kept."""
-    command = [*XGPT, "profile", str(job), "--budget", "120s", "--tp", "1,2"]
+    command = [*XGPT, "profile", str(job), "--tp", "1,2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline and not _profiles_in(cache):

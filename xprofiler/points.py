@@ -1,22 +1,17 @@
-"""Which points to measure: a skeleton that spans the sizes a job needs, then wherever linear
-interpolation would be furthest off. Torch-free.
+"""Which points to measure: a skeleton that spans the sizes a job needs. Torch-free.
 
 Sizes are kept off the powers of two: kernels tile by them and are up to a tenth quicker there than
 at the sizes between, which are what a run meets. Input lengths lie on both sides of every tile."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-import numpy as np
-
 from xgpt.core.model import ModelSpec
-from xprofiler.interpolation import interpolation_errors
-from xprofiler.profile import Profile, Sample
+from xprofiler.profile import Profile
 from xprofiler.timing import Operator
 
 DECODE_ROWS_UP_TO = 66  # rows of LAYER_REST that are timed in decode steps; more, in encode steps
@@ -27,11 +22,9 @@ _TOGETHER = 4  # queries of one length encoded together, against one alone
 # sixth to a quarter on CPUs, where torch's kernel takes tiles of 32 queries, of 64 from 192 tokens
 # on and of 256 from 768 on; on GPUs the tiles are of 64 and 128.
 _SMALL_TILE, _LARGE_TILE, _CHANGES, _TILED_UP_TO = 32, 64, (192, 768), 1024
-_HEAD_SHARE = 0.3  # of a step, roughly: one stage has it
 _QUICK_BATCHES, _QUICK_LENGTHS = (1, 9, 33), (5, 20, 64, 192)  # of a quick profile; the largest
 _MANY_QUERIES = 260  # of a GPU's decode step: then one between them and 33, too
 _QUICK_ROWS = 260  # and more: fewer are seen in decode steps
-_LEAST_RATIO = 1.12  # neighbours closer than this are not split further
 
 
 class Kind(Enum):
@@ -167,71 +160,6 @@ def inside(points: Iterable[Point], own: Needs) -> list[Point]:
     return [point for point in points
             if point.x < (own.tokens if point.kind is Kind.REST else own.input_tokens)
             or point.kind not in (Kind.REST, Kind.ENCODE, Kind.ENCODER)]
-
-
-def refinement(tables: Mapping[Operator, Iterable[Sample]], done: set[Point],
-               tolerance: float) -> Point | None:
-    """The next point: in the middle of the interval whose interpolation is furthest off, weighed by
-    the operator's share of a step; None where every interval is within `tolerance`."""
-    candidates = [(error * weight, point) for error, weight, point in _candidates(tables)
-                  if error > tolerance and point not in done]
-    return max(candidates, key=lambda c: c[0])[1] if candidates else None
-
-
-def _candidates(
-        tables: Mapping[Operator, Iterable[Sample]]) -> Iterator[tuple[float, float, Point]]:
-    """(error, weight, point) of every interval that could be split."""
-    is_encoder_decoder = bool(tables.get(Operator.CROSS_ATTENTION))
-    decode = Kind.CROSS if is_encoder_decoder else Kind.DECODE
-    encode = Kind.ENCODER if is_encoder_decoder else Kind.ENCODE
-    rest = _medians(tables.get(Operator.LAYER_REST, ()))
-    attention = list(tables.get(Operator.DECODE_ATTENTION, ()))
-    weight = _attention_share(rest, attention)
-    # of a decode step that is measured for its rows alone: a context that was measured
-    usual = min(STEP_CONTEXT, max((s.y for s in attention), default=STEP_CONTEXT))
-    for low, high, error in _intervals(rest):
-        rows = _between(low, high)
-        is_decode = rows <= DECODE_ROWS_UP_TO or is_encoder_decoder
-        yield error, 1.0, (Point(decode, rows, int(usual)) if is_decode else Point(Kind.REST, rows))
-    for low, high, error in _intervals(_medians(tables.get(Operator.HEAD, ()))):
-        yield error, _HEAD_SHARE, Point(decode, _between(low, high), int(usual))
-    for context in dict.fromkeys(s.y for s in attention):
-        row = {s.x: s.median_s for s in attention if s.y == context}
-        for low, high, error in _intervals(row):
-            yield error, weight, Point(decode, _between(low, high), int(context))
-    for queries in dict.fromkeys(s.x for s in attention):
-        column = {s.y: s.median_s for s in attention if s.x == queries}
-        for low, high, error in _intervals(column):
-            yield error, weight, Point(decode, int(queries), _between(low, high))
-    alone = {s.x: s.median_s for s in tables.get(Operator.ENCODE_ATTENTION, ()) if s.y <= 1}
-    for low, high, error in _intervals(alone, is_power=True):
-        yield error, weight, Point(encode, _between(low, high), 1)
-
-
-def _intervals(row: Mapping[float, float], *, is_power: bool = False
-               ) -> Iterator[tuple[float, float, float]]:
-    """(low, high, estimated error in the middle) of neighbouring points."""
-    xs = sorted(row)
-    errors = interpolation_errors(xs, [row[x] for x in xs], is_power=is_power)
-    for i, (low, high) in enumerate(zip(xs, xs[1:], strict=False)):
-        if high >= low * _LEAST_RATIO and high - low >= 2:
-            yield low, high, float(max(errors[i], errors[i + 1])) / 4
-
-
-def _medians(samples: Iterable[Sample]) -> dict[float, float]:
-    return {s.x: s.median_s for s in samples}
-
-
-def _attention_share(rest: Mapping[float, float], attention: Iterable[Sample]) -> float:
-    """Attention's share of a decode step in the middle of what was measured."""
-    shares = [s.median_s / (s.median_s + rest[s.x]) for s in attention if s.x in rest]
-    return float(np.median(shares)) if shares else 0.5
-
-
-def _between(low: float, high: float) -> int:
-    """A size between two others, their geometric middle, off multiples of 8."""
-    middle = min(max(round(math.sqrt(low * high)), int(low) + 1), int(high) - 1)
-    return middle + 1 if middle > 8 and middle % 8 == 0 and middle + 1 < high else middle
 
 
 def _tiled_lengths(top: int) -> list[int]:

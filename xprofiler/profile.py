@@ -11,7 +11,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
@@ -22,7 +22,6 @@ from typing import Annotated, NamedTuple, get_args
 import numpy as np
 from pydantic import Field
 
-from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xprofiler.timing import MessageKind, Operator
 
@@ -205,32 +204,6 @@ class Profile:
     def table(self, name: str, tp_degree: int = 1, link: str = "") -> tuple[Sample, ...]:
         """The points of a table; none where it is not in this profile."""
         return self.tables.get(TableKey(name, tp_degree, link), ())
-
-
-def merge(first: Profile, second: Profile) -> Profile:
-    """One profile of the points of both; a point in both keeps the less noisy measurement.
-    Raises XgptError unless both are profiles of the same thing."""
-    ours, theirs = first.metadata.identity, second.metadata.identity
-    unequal = [f"{key}: {ours[key]!r} and {theirs[key]!r}" for key in ours
-               if ours[key] != theirs[key]]
-    if unequal:
-        raise XgptError("these profiles measured different things and cannot be merged; "
-                        + "; ".join(unequal))
-    tables = {key: _merge_points((*first.tables.get(key, ()), *second.tables.get(key, ())))
-              for key in {**first.tables, **second.tables}}
-    refused = dict(sorted({**first.refused, **second.refused}.items()))
-    return replace(first, tables=tables, refused=refused, spent_s=first.spent_s + second.spent_s,
-                   model=first.model or second.model, peaks=first.peaks or second.peaks)
-
-
-def _merge_points(points: Iterable[Sample]) -> tuple[Sample, ...]:
-    best: dict[tuple[float, float], Sample] = {}
-    for point in points:
-        place = (point.y, point.x)
-        known = best.get(place)
-        if known is None or point.standard_error < known.standard_error:
-            best[place] = point
-    return tuple(best[place] for place in sorted(best))
 
 
 class Match(NamedTuple):

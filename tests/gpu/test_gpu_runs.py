@@ -278,7 +278,7 @@ def test_the_whole_command_profiles_schedules_and_runs(made, tmp_path, profiles,
     queries = toys.random_queries(20, seed=3)
     job = job_folder.write_job(tmp_path, directory, as_requests(queries), schedule=schedule,
                                ranks=ranks)
-    call("profile", job, "--budget", "1s", env=profiles)
+    call("profile", job, env=profiles)
     done, out = call("submit", job, env=profiles), tmp_path / "out"
     answered(out, queries, model)
     assert json_of(out / "run.json")["device_kind"] == "gpu"

@@ -18,7 +18,7 @@ XGPT = [sys.executable, "-c", "from xgpt.__main__ import main; main()"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredToy:
-    """What `xgpt profile --budget 1s --tp 1,2,3` of the toy llama on two ranks left: it went on
+    """What `xgpt profile --tp 1,2,3` of the toy llama on two ranks left: it went on
     after another, which was stopped."""
 
     job: Path

@@ -28,7 +28,7 @@ def test_two_ranks_of_a_tiny_opt_answer_as_generate_and_as_the_own_engine_do(tmp
     requests.append({"id": "drawn", "tokens": [7, 8, 9], "forced_tokens": 12, "temperature": 0.9,
                      "seed": 3})
     job = write_job(tmp_path, directory, requests, schedule="policy: ft, encode_batch: 4", ranks=2)
-    call("profile", job, "--budget", "1s", *sets(*GROUP), env=env)
+    call("profile", job, *sets(*GROUP), env=env)
     metrics = json.loads(call("submit", job, "--json", *sets("run.engine=deepspeed"),
                               env=env).stdout)
     answers = read_lines(out / "results.jsonl")

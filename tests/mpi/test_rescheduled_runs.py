@@ -145,7 +145,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(tmp_path, lla
     assert len(kinds) >= 10, "short answers, whose models end them"
     queries = repeated([query for query, _ in kinds], 1500)
     job = job_of(tmp_path, directory, queries, key="max_tokens", more=", tp_degree: 1, replicas: 1")
-    call("profile", job, "--budget", "1s", *sets(OBSERVE[0]), env=cache)
+    call("profile", job, *sets(OBSERVE[0]), env=cache)
     refused = call("schedule", job, *sets(OBSERVE[0], "constraint.latency_s=0.0001"), env=cache,
                    code=3)
     assert "An answer of a single token takes" in refused.stderr

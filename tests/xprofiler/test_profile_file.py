@@ -12,7 +12,7 @@ import pytest
 from profiles import metadata
 
 from xgpt.core import catalog
-from xgpt.core.errors import InputError, XgptError
+from xgpt.core.errors import InputError
 from xprofiler.profile import (
     Peaks,
     Profile,
@@ -21,7 +21,6 @@ from xprofiler.profile import (
     TableKey,
     cached_profile_path,
     match,
-    merge,
     model_shape,
 )
 from xprofiler.profile_file import (
@@ -221,36 +220,9 @@ def test_a_steps_own_cost_may_be_nothing(path):
     assert load_profile(path).table("step_overhead")[0].median_s == 0.0
 
 
-def test_profiles_of_one_thing_merge_and_a_point_in_both_keeps_the_quieter():
-    quiet = Sample(x=4, samples_s=(1.0, 1.01, 1.02, 1.03))
-    loud = Sample(x=4, samples_s=(1.0, 2.0, 3.0, 4.0))
-    own, new = Sample(x=1, samples_s=(0.5, 0.5, 0.5)), Sample(x=9, samples_s=(3.0, 3.0, 3.0))
-    head, embed = TableKey("head"), TableKey("embed", 2)
-    first = profile(tables={head: (own, loud)}, refused={3: "three"}, peaks=None, model=None)
-    second = profile(tables={head: (quiet, new), embed: (new,)}, refused={5: "five"},
-                     metadata=replace(METADATA, **LABELS))  # type: ignore[arg-type]
-    merged = merge(first, second)
-    assert merged.tables == {head: (own, quiet, new), embed: (new,)}
-    assert merged.metadata == METADATA
-    assert merged.refused == {3: "three", 5: "five"}
-    assert merged.spent_s == first.spent_s + second.spent_s
-    assert (merged.model, merged.peaks) == (second.model, second.peaks)
-    assert merge(second, first).tables == merged.tables
-    assert merge(second, second).tables == second.tables
-    # points are in order of y, then x; a single sample does not displace a measurement of many
-    key, single = TableKey("decode_attention"), Sample(x=4, samples_s=(9.0,))
-    first, second = points((4, 10, 1.0), (1, 20, 1.0)), points((1, 10, 1.0), (4, 20, 1.0))
-    merged = merge(profile(tables={key: first, head: (quiet,)}),
-                   profile(tables={key: second, head: (single,)}))
-    assert [(p.x, p.y) for p in merged.tables[key]] == [(1, 10), (4, 10), (1, 20), (4, 20)]
-    assert merged.tables[head] == (quiet,)
-
-
 @pytest.mark.parametrize("key", OTHER)
-def test_profiles_of_different_things_do_not_merge_and_have_files_of_their_own(tmp_path, key):
+def test_profiles_of_different_things_have_files_of_their_own(tmp_path, key):
     other = replace(METADATA, **{key: OTHER[key]})  # type: ignore[arg-type]
-    with pytest.raises(XgptError, match=f"cannot be merged; {key}: "):
-        merge(profile(), profile(metadata=other))
     path = cached_profile_path(tmp_path, METADATA)
     assert cached_profile_path(tmp_path, other) != path
     labelled = replace(METADATA, **LABELS)  # type: ignore[arg-type]

@@ -45,8 +45,7 @@ from xrunner.files.lock import Taken, output_lock
 
 START_S = 1.5  # of ranks that measure, which import torch
 _TIMED = frozenset(operator.value for operator in OWN_TABLE.values())
-DEFAULT_BUDGET_S = 45.0
-QUICK_PATIENCE_S, PATIENCE_SHARE = 2.0, 0.2  # for others: of a quick profile, and of a budget
+QUICK_PATIENCE_S, PATIENCE_S = 2.0, 9.0  # chosen: for others, of a quick profile and of a whole one
 _LOOK_S = 0.2  # between looks whether another process has ended measuring
 _TELL_S = 60.0  # between two words of waiting for it
 
@@ -121,17 +120,14 @@ def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> Prof
     return ProfileTiming(profile, fallback, marks)
 
 
-def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None = None,
-                  again: bool = False) -> Profile:
-    """The cached profile; measured, or gone on with, where points of the skeleton are missing, or
-    where `budget_s` leaves time for more than went into it. Raises StoppedEarly when interrupted:
-    what was measured is kept, and the same command goes on."""
+def local_profile(wanted: WantedProfile, tell: Teller, *, again: bool = False) -> Profile:
+    """The cached profile; measured, or gone on with, where points of the skeleton are missing.
+    Raises StoppedEarly when interrupted: what was measured is kept, and the same command goes
+    on."""
     def is_enough(profile: Profile) -> bool:
-        return (not again and profile.spent_s >= (budget_s or 0.0)
-                and _is_whole(profile, wanted))
+        return not again and _is_whole(profile, wanted)
 
-    session = _Measurement(budget_s=DEFAULT_BUDGET_S if budget_s is None else budget_s,
-                           why="every size that jobs usually have", again=again)
+    session = _Measurement(why="every size that jobs usually have", again=again)
     return _profile(wanted, tell, session, is_enough)
 
 
@@ -174,21 +170,19 @@ class _Measurement(NamedTuple):
 
     why: str
     is_quick: bool = False
-    budget_s: float = 0.0
     again: bool = False  # anew, whatever is cached
 
     @property
     def patience_s(self) -> float:
         """Seconds that may go on waiting for other programs, and on measuring again what they
         disturbed."""
-        return QUICK_PATIENCE_S if self.is_quick else max(
-            QUICK_PATIENCE_S, PATIENCE_SHARE * min(self.budget_s, DEFAULT_BUDGET_S))
+        return QUICK_PATIENCE_S if self.is_quick else PATIENCE_S
 
     @property
     def words(self) -> str:
         """How long it takes, and why."""
-        how_long = f"about {format_seconds(self.budget_s)}" if self.budget_s else "briefly"
-        return (f"{how_long}, once: {self.why}; up to {format_seconds(self.patience_s)} more where "
+        briefly = "briefly, " if self.is_quick else ""
+        return (f"{briefly}once: {self.why}; up to {format_seconds(self.patience_s)} more where "
                 "other programs disturb it")
 
 
@@ -320,7 +314,7 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
         request.write_text(json.dumps({
             "metadata": asdict(of), "model": asdict(wanted.problem.model),
             "degrees": wanted.degrees, "refused": wanted.refused, "needs": asdict(wanted.needs),
-            "own": asdict(wanted.own), "is_quick": session.is_quick, "budget_s": session.budget_s,
+            "own": asdict(wanted.own), "is_quick": session.is_quick,
             "patience_s": session.patience_s, "captures": job.run.cuda_graphs,
             "near": cluster.intra_link.name, "far": cluster.inter_link.name,
             "target": str(target), "progress": str(progress), "stop": str(stop), "engine": {

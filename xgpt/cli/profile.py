@@ -1,9 +1,7 @@
 """`xgpt profile`: time the model's layers on this machine; `xgpt profile show`: look at a profile;
 `xgpt profile import`: others' measurements as one."""
 
-import math
 from dataclasses import asdict
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ from xgpt.cli.options import check_writable, job_arguments, json_option, print_j
 from xgpt.cli.terminal import Terminal, say
 from xgpt.cli.terminal import show as show_text
 from xgpt.core import catalog
-from xgpt.core.errors import InputError, XgptError, wrong
-from xgpt.core.units import parse_seconds
+from xgpt.core.errors import wrong
 from xgpt.job.job import DTYPES
 from xgpt.report.profile_table import profile_tables
 from xprofiler.importers import IMPORTERS, import_folder
-from xprofiler.profile import Profile, merge
+from xprofiler.profile import Profile
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.verdict import judge
 
@@ -36,18 +33,6 @@ class JobOrCommand(click.Group):
         if first not in self.commands and not asks_help:
             args = ["measure", *args]
         return super().parse_args(ctx, args)
-
-
-def _duration(_context: click.Context, _parameter: click.Parameter,
-              text: str | None) -> float | None:
-    """Seconds, `60s`, `2 min`."""
-    try:
-        seconds = None if text is None else parse_seconds(text)
-    except ValueError as cause:
-        raise click.BadParameter(str(cause)) from None
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise click.BadParameter(f"{text!r}: a duration above 0, for example 60s")
-    return seconds
 
 
 def _degrees(_context: click.Context, _parameter: click.Parameter,
@@ -64,10 +49,9 @@ def profile() -> None:
     """Time the model's layers on this machine (kept in a cache).
 
     \b
-    xgpt profile JOB.yaml [--budget 60s]    measure, or go on measuring
+    xgpt profile JOB.yaml                   measure, or go on measuring
     xgpt profile show FILE                  tables of a profile
-    xgpt profile import SOURCE FOLDER ...   others' measurements as a profile
-    xgpt profile merge FILE FILE --out FILE one profile of several"""
+    xgpt profile import SOURCE FOLDER ...   others' measurements as a profile"""
 
 
 @profile.command()
@@ -75,14 +59,11 @@ def profile() -> None:
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
               help="Also write the profile to FILE.")
 @click.option("--again", is_flag=True, help="Measure even if the cache has this profile.")
-@click.option("--budget", callback=_duration, metavar="TIME",
-              help="Measure for about so long in all (60s, 5 min); the points every job needs are "
-              "always measured, the rest goes where interpolation is worst.")
 @click.option("--tp", "degrees", callback=_degrees, metavar="1,2,...",
               help="Tensor-parallel degrees to time the shards of; default: those this machine "
               "can run.")
 def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
-            again: bool, budget: float | None, degrees: tuple[int, ...] | None) -> None:
+            again: bool, degrees: tuple[int, ...] | None) -> None:
     """Time the layers of JOB.yaml's model on this machine."""
     opened = open_file(job_file, overrides, Terminal())
     if not opened.is_local:
@@ -97,7 +78,7 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
     opened = next(iter(on_open_layouts(opened).values()))
     folder = None if opened.files is None else opened.files.directory
     measured = local_profile(wanted_profile(opened.job, opened.problem, degrees, folder),
-                             opened.tell, budget_s=budget, again=again)
+                             opened.tell, again=again)
     if out is not None:
         save_profile(measured, out)
         say(f"profile: written to {out}")
@@ -110,23 +91,6 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
 def show(file: Path, as_json: bool) -> None:
     """Tables of a profile: times, spread, share of the device's roofline."""
     _print(load_profile(file), as_json)
-
-
-@profile.command("merge")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path),
-                metavar="FILE FILE ...")
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE",
-              help="The profile file to write.")
-def merge_(files: tuple[Path, ...], out: Path) -> None:
-    """The points of several profiles of the same thing as one profile."""
-    check_writable(out, "--out")
-    try:
-        merged = reduce(merge, [load_profile(file) for file in files])
-    except XgptError as error:
-        raise (error if isinstance(error, InputError) else wrong(
-            "command line", "FILE", [str(f) for f in files], str(error))) from None
-    save_profile(merged, out)
-    say(f"profile: written to {out}; {judge(merged).sentence}")
 
 
 @profile.command("import")

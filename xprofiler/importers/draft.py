@@ -146,8 +146,9 @@ def _column(column: Column, cells: list[str], lines: Sequence[int]) -> _Read:
         return _numbers(column, cells, lines)
     texts = np.array([cell.strip() for cell in cells])
     bad = ~np.isin(texts, column.allowed) if column.allowed else np.zeros(len(texts), bool)
-    return texts, _listed(column, cells, lines, np.flatnonzero(bad),
-                          f"one of {', '.join(column.allowed)}")
+    known = f"one of {', '.join(filter(None, column.allowed))}" + (
+        " or nothing" * ("" in column.allowed))
+    return texts, _listed(column, cells, lines, np.flatnonzero(bad), known)
 
 
 def _numbers(column: Column, cells: list[str], lines: Sequence[int]) -> _Read:

@@ -116,9 +116,6 @@ class Recorder:
             put(Operator.DECODE_REST, rows, 0, captured)
         put(Operator.EMBED, rows, 0, (s.embed_s for s in steps))
 
-    def operator(self, operator: Operator, degree: int) -> tuple[Sample, ...]:
-        return _samples(self._tables.get(TableKey(operator.value, degree), {}))
-
     def profile(self, *, spent_s: float, host_s: Sequence[float]) -> Profile:
         """The profile of everything so far. `host_s`: the head's own seconds a step, added to what
         a step takes besides its parts."""

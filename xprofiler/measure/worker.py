@@ -35,7 +35,7 @@ from xprofiler.measure.network import Bench, Subject, measure_network, places
 from xprofiler.measure.probe import Capturing, measure_peaks
 from xprofiler.measure.ranks import Disturbance, Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder, head_overhead
-from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
+from xprofiler.points import Kind, Needs, Point, quick_points, skeleton
 from xprofiler.profile import (
     ALL_REDUCE,
     TRANSFER,
@@ -50,11 +50,8 @@ from xprofiler.verdict import worth_again
 from xrunner.devices import has_own_gpu_each
 from xrunner.engine.graphs import CudaCapture
 
-STEADY_ERROR = 0.01  # intervals whose middle is estimated closer than this are left alone
 _COMPACTIONS = 5  # times each is measured
 _SAVE_EVERY_S = 2.0
-_REFINED = (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION,
-            Operator.HEAD, Operator.CROSS_ATTENTION)
 _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
 # Of a quick profile: the bench's weights, which are to be read from memory in every step; at most
 # so much memory for a decode step's caches (to get it takes longer than the step).
@@ -74,7 +71,6 @@ class MeasureRequest:
     needs: dict[str, Any]
     own: dict[str, Any]  # sizes of the job itself
     is_quick: bool  # the points of a quick profile, each as briefly as will do
-    budget_s: float  # of measuring, after which no more points are added between the skeleton's
     patience_s: float  # for other programs: waiting for them, measuring again what they disturbed
     near: str  # names of the links inside a node and between nodes
     far: str
@@ -132,11 +128,9 @@ class Measuring:
                 if not self._recorder.has(p, d) or p in again[d]]
         self._total = self._left = sum(effort(p) for _, p in todo)
         self._worked_s = 0.0  # seconds at points of the skeleton
-        for index, degree in enumerate(degrees):
+        for degree in degrees:
             bench = self.bench_of(degree)
-            mine = [p for d, p in todo if d == degree]
-            share = (index + 1) / len(degrees)  # of the budget, when this degree is through
-            if not self._measure_degree(bench, degree, mine, share):
+            if not self._measure_degree(bench, degree, [p for d, p in todo if d == degree]):
                 break
         self._save(force=True)
 
@@ -161,8 +155,7 @@ class Measuring:
         return replace(spec, num_layers=min(spec.num_layers, most),
                        num_encoder_layers=min(spec.num_encoder_layers, most))
 
-    def _measure_degree(self, bench: Bench, degree: int, points: Sequence[Point],
-                        share: float) -> bool:
+    def _measure_degree(self, bench: Bench, degree: int, points: Sequence[Point]) -> bool:
         """False when asked to stop."""
         for point in points:
             if self._is_stopped():
@@ -171,18 +164,6 @@ class Measuring:
             self._measure(bench, degree, point)
             self._worked_s += time.monotonic() - begin_s
             self._left -= effort(point)
-            self._save()
-        failed: set[Point] = set()
-        while self._ranks.agree(self._has_time(share)):
-            if self._is_stopped():
-                return False
-            tables = {op: self._recorder.operator(op, degree) for op in _REFINED}
-            done = self._recorder.done(degree) | failed
-            worst = refinement(tables, done, STEADY_ERROR)
-            if worst is None:
-                break
-            self._measure(bench, degree, worst)
-            failed.add(worst)  # whatever came of it, it is not asked for again
             self._save()
         return True
 
@@ -244,31 +225,22 @@ class Measuring:
             degrees=tuple(d for d in request.degrees if d <= ranks.size), near=request.near,
             far=request.far))
 
-    def _spent_s(self) -> float:
-        return self._known.spent_s + time.monotonic() - self.begin_s
-
-    def _has_time(self, share: float) -> bool:
-        # what earlier sessions spent counts, so the same command with the same budget is done
-        return self._spent_s() < self.request.budget_s * share
-
     def _save(self, *, force: bool = False) -> None:
         now = time.monotonic()
         if self._ranks.rank != 0 or (now - self._saved_s < _SAVE_EVERY_S and not force):
             return
         self._saved_s = now
-        save_profile(self._recorder.profile(spent_s=self._spent_s(), host_s=self._host_s),
+        spent_s = self._known.spent_s + now - self.begin_s
+        save_profile(self._recorder.profile(spent_s=spent_s, host_s=self._host_s),
                      Path(self.request.target))
         share, left_s = self._outlook()
         Path(self.request.progress).write_text(f"{share:.3f} {left_s:.1f}\n", encoding="utf-8")
 
     def _outlook(self) -> tuple[float, float]:
-        """(share done, seconds left) of the skeleton and what the budget leaves after it."""
-        done, spent_s = 1 - self._left / self._total if self._total else 1.0, self._spent_s()
-        if done <= 0:  # stopped before the first: nobody knows what the others take
-            return 0.0, 0.0
-        left_s = max(self._worked_s * (1 / done - 1), self.request.budget_s - spent_s, 0.0)
-        elapsed_s = time.monotonic() - self.begin_s
-        return elapsed_s / max(elapsed_s + left_s, 1e-9), left_s
+        """(share done, seconds left) of the points."""
+        done = 1 - self._left / self._total if self._total else 1.0
+        # stopped before the first: nobody knows what the others take
+        return done, self._worked_s * (1 / done - 1) if done > 0 else 0.0
 
     def _is_stopped(self) -> bool:
         return self._ranks.agree(Path(self.request.stop).exists())

@@ -249,8 +249,7 @@ def test_the_catalog_fits_and_nothing_of_it_is_cut_off():
 
 
 @pytest.mark.parametrize("words", [
-    *([name] for name in COMMANDS), *(["profile", part] for part in ("measure", "show", "merge",
-                                                                     "import"))])
+    *([name] for name in COMMANDS), *(["profile", part] for part in ("measure", "show", "import"))])
 def test_every_help_fits(words):
     check_width(invoke(*words, "--help").stdout)
 

@@ -111,7 +111,7 @@ def job(tmp_path_factory, cache):
     ("submit", "JOB"), ("run", "JOB"), ("status", "JOB"), ("status", "OUT"),
     ("status", "JOB", "--json"), ("top", "OUT"), ("report", "OUT"),
     ("report", "OUT", "OUT"), ("stop", "OUT"),
-    ("models", "--check", "MODEL"), ("models", EVIL), ("profile", "JOB", "--budget", EVIL),
+    ("models", "--check", "MODEL"), ("models", EVIL), ("profile", "JOB", "--tp", EVIL),
     ("export", "JOB", "--to", EVIL), ("score", "JOB"),
     ("init", "OUT"), *(pytest.param(words, marks=pytest.mark.slow) for words in (
         ("report", "OUT", "--format", "md"), ("schedule", "JOB"), ("simulate", "JOB"),

@@ -1,4 +1,4 @@
-"""`xgpt profile` where nothing is measured: files shown, merged, imported, refused."""
+"""`xgpt profile` where nothing is measured: files shown, imported, refused."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from xgpt.cli.main import cli
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
 from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey, model_shape
-from xprofiler.profile_file import load_profile, save_profile
+from xprofiler.profile_file import save_profile
 from xsimulator.measured_loops import own_points, predicted
 
 METADATA = ProfileMetadata(model="m", model_shape="s", device="cpu-1c", dtype="float32", ranks=1,
@@ -44,16 +44,6 @@ def test_a_profile_is_shown_in_eighty_columns_and_as_json(saved):
     table = json.loads(xgpt("profile", "show", saved / "a.json", "--json").stdout)["tables"]
     assert table == {"layer_rest tp=1": [
         {"x": 1, "y": 0, "median_s": 1.1e-3, "spread": pytest.approx(0.1 / 1.1)}]}
-
-
-def test_profiles_of_the_same_thing_are_merged_and_others_refused(saved):
-    done = xgpt("profile", "merge", saved / "a.json", saved / "b.json", "--out", saved / "ab.json")
-    assert done.returncode == 0, done.stderr
-    assert [p.x for p in load_profile(saved / "ab.json").table("layer_rest")] == [1, 8]
-    refused = xgpt("profile", "merge", saved / "a.json", saved / "other.json", "--out",
-                   saved / "no.json")
-    assert refused.returncode == 2 and "dtype" in refused.stderr
-    assert not (saved / "no.json").exists()
 
 
 @pytest.mark.parametrize(("metadata", "said"), [

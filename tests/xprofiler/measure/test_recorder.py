@@ -38,6 +38,10 @@ def recorded(point: Point, rows: int, queries: int, **how: Any) -> Profile:
     return recorder.profile(spent_s=1.0, host_s=how.get("host_s", [0.0]))
 
 
+def points(recorder: Recorder, operator: Operator) -> tuple[Sample, ...]:
+    return recorder.profile(spent_s=0.0, host_s=[]).table(operator.value)
+
+
 def medians(profile: Profile) -> dict[tuple[str, int], tuple[float, float, float]]:
     """(x, y, seconds) of the one point of each (table, degree)."""
     found = {}
@@ -104,14 +108,14 @@ def test_many_samples_are_kept_as_order_statistics():
     values = np.random.default_rng(0).lognormal(size=400)
     recorder = Recorder(EMPTY)
     recorder.add(TableKey("head"), 1, 0, values)
-    kept = recorder.operator(Operator.HEAD, 1)[0]
+    kept = points(recorder, Operator.HEAD)[0]
     assert len(kept.samples_s) == MAX_SAMPLES
     assert list(kept.samples_s) == sorted(kept.samples_s)
     assert (kept.samples_s[0], kept.samples_s[-1]) == (values.min(), values.max())
     assert kept.median_s == pytest.approx(np.median(values))
     few = [3.0, 1.0, 2.0]
     recorder.add(TableKey("embed"), 1, 0, few)
-    assert recorder.operator(Operator.EMBED, 1)[0].samples_s == tuple(few)
+    assert points(recorder, Operator.EMBED)[0].samples_s == tuple(few)
 
 
 def stopped() -> Profile:
@@ -151,7 +155,7 @@ def test_transfers_wanted_are_those_that_the_ranks_can_measure():
     def wanted(ranks: int, nodes: int) -> list[str]:
         request = MeasureRequest(
             metadata={}, model={}, refused={}, degrees=[1, 2], needs={}, own={}, is_quick=False,
-            budget_s=0.0, patience_s=0.0, near="near", far="far", target="",
+            patience_s=0.0, near="near", far="far", target="",
             progress="", stop="")
         return [f"{k.name} {k.tp_degree} {k.link}"
                 for k in messages_between(request, ranks, nodes)]
@@ -170,7 +174,7 @@ def test_repeats_that_disagree_give_way_to_those_that_agree_better():
     assert sorted(known.tables[key][0].samples_s) == [1.0, 1.01, 1.02]
     again = Recorder(known)  # and more samples join the earlier ones, which are left alone
     again.add(key, 9, 0, [1.015])
-    assert again.operator(Operator.LAYER_REST, 1)[0].samples_s[-1] == 1.015
+    assert points(again, Operator.LAYER_REST)[0].samples_s[-1] == 1.015
     assert len(known.tables[key][0].samples_s) == 3
     recorder.add(key, 9, 0, [1.5])
     assert len(recorder.profile(spent_s=0, host_s=[]).tables[key][0].samples_s) == 4
@@ -229,8 +233,8 @@ def test_layers_of_captured_steps_have_a_table_beside_those_that_are_launched():
     recorder.add_step(Point(Kind.DECODE, 4, 100), 1, 4, 4,
                       [parts()._replace(captured_rest_s=0.5)], LAYERS)
     recorder.add_step(Point(Kind.REST, 75), 1, 75, 1, [parts()], LAYERS)
-    assert [(s.x, s.samples_s) for s in recorder.operator(Operator.DECODE_REST, 1)] == [(4, (0.5,))]
-    assert [s.x for s in recorder.operator(Operator.LAYER_REST, 1)] == [4, 75]
+    assert [(s.x, s.samples_s) for s in points(recorder, Operator.DECODE_REST)] == [(4, (0.5,))]
+    assert [s.x for s in points(recorder, Operator.LAYER_REST)] == [4, 75]
 
 
 def test_captured_steps_are_forgotten_where_one_could_not_be():
@@ -238,9 +242,9 @@ def test_captured_steps_are_forgotten_where_one_could_not_be():
     assert recorder.has_captured(1) is None
     steps = [parts()._replace(captured_rest_s=1.0)]
     recorder.add_step(Point(Kind.DECODE, 3, 40), 1, 3, 3, steps, 4)
-    assert recorder.has_captured(1) and recorder.operator(Operator.DECODE_REST, 1)
+    assert recorder.has_captured(1) and points(recorder, Operator.DECODE_REST)
     recorder.forget_decoded(1)
-    assert recorder.has_captured(1) is None and not recorder.operator(Operator.DECODE_REST, 1)
-    assert recorder.operator(Operator.LAYER_REST, 1) and not recorder.operator(Operator.HEAD, 1)
+    assert recorder.has_captured(1) is None and not points(recorder, Operator.DECODE_REST)
+    assert points(recorder, Operator.LAYER_REST) and not points(recorder, Operator.HEAD)
     recorder.add_step(Point(Kind.DECODE, 3, 40), 1, 3, 3, [parts()], 4)
     assert recorder.has_captured(1) is False
