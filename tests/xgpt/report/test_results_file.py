@@ -193,10 +193,14 @@ def test_files_of_several_kinds_become_one_table(tmp_path):
     assert rows[3]["error"] and rows[4]["text"] == "c.csv:2"
 
 
-def test_columns_called_as_ours_get_another_name():
+def test_columns_called_as_ours_get_another_name_and_moments_are_of_one_zone(tmp_path):
     assert names_in_results(["topic", "text", "input_text", "tokens", "error", "id"]) == {
         "topic": "topic", "text": "input_input_text", "input_text": "input_text",
         "tokens": "tokens", "error": "input_error", "id": "input_id"}
+    moment = datetime(2026, 3, 1, 12, tzinfo=UTC)
+    pq.write_table(pa.table({"prompt": ["x"], "at": [[moment]]}), tmp_path / "in.parquet")
+    write_results(ran(tmp_path / "out", tmp_path / "in.parquet"), tmp_path / "r.jsonl")
+    assert table(tmp_path / "r.jsonl")[0]["at"] == ["2026-03-01T12:00:00+00:00"]
 
 
 def test_only_the_columns_that_are_asked_for_are_carried(tmp_path):
@@ -266,13 +270,6 @@ def test_lone_surrogates_cost_no_file(tmp_path):
         write_results(output, tmp_path / name)
         (row,) = table(tmp_path / name)
         assert row["topic"] == "\ufffd" and row["text"] == "\ufffd1"
-
-
-def test_moments_are_of_one_zone(tmp_path):
-    moment = datetime(2026, 3, 1, 12, tzinfo=UTC)
-    pq.write_table(pa.table({"prompt": ["x"], "at": [[moment]]}), tmp_path / "in.parquet")
-    write_results(ran(tmp_path / "out", tmp_path / "in.parquet"), tmp_path / "r.jsonl")
-    assert table(tmp_path / "r.jsonl")[0]["at"] == ["2026-03-01T12:00:00+00:00"]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])

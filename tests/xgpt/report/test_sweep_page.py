@@ -3,7 +3,6 @@
 import pytest
 from fake_run import HOSTILE, write_fake_sweep
 
-from xgpt.core.errors import InputError
 from xgpt.report.sweep_page import NO_BOUND_AT, sweep_charts, write_sweep_page
 from xgpt.report.sweep_rows import read_sweep, winners
 
@@ -80,8 +79,3 @@ def test_a_sweep_that_goes_on_and_one_without_any_schedule_have_pages(tmp_path):
     assert "not planned" in page and 'data-chart="' not in page
     (running / "sweep.jsonl").unlink()
     assert "0 points" in write_sweep_page(running).read_text("utf-8")
-
-
-def test_what_is_no_sweep_is_refused(tmp_path):
-    with pytest.raises(InputError, match="sweep"):
-        write_sweep_page(tmp_path)

@@ -18,7 +18,7 @@ from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import InputError
 from xgpt.core.schedule import Margin, Rejected, Status
 from xgpt.report.sweep_rows import COLUMNS, read_sweep, sweep_text
-from xgpt.report.table import WIDTH, choice_table, schedule_table, stage_table, summary_table, table
+from xgpt.report.table import WIDTH, choice_table, schedule_table, stage_table, summary_table
 from xgpt.report.words import (
     controls_cell,
     controls_line,
@@ -159,12 +159,6 @@ def test_no_share_of_the_hardware_is_above_one(most, is_shown):
     assert ("peak rate" in schedule_table(schedule)) is is_shown
 
 
-def test_operators_of_ours_are_not_worth_a_line():
-    for ours in ("native operators: avx2, as installed",
-                 "CUDA operators: ours; decode steps of up to 64 queries in CUDA graphs"):
-        assert summary_table({**METRICS, "operators": ours}) == summary_table(METRICS)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnControls:
     """Those of a policy that is not ours."""
@@ -196,14 +190,6 @@ def test_tables_and_page_load_without_the_extras():
             "print({'matplotlib', 'jinja2', 'torch', 'mpi4py'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_a_narrow_table_breaks_between_words_and_heeds_columns_in_a_pipe(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "50")
-    rows = [("Throughput per second", "1,234.5 queries/s", "within fifteen", "of the prediction")]
-    shown = table(("quantity", "measured", "verdict", "of what"), rows, right=(1,))
-    assert max(map(len, shown.splitlines())) <= 50
-    assert {"Throughput", "prediction", "1,234.5"} <= set(shown.split())
 
 
 def test_a_folder_that_is_no_sweep_is_refused(tmp_path):
