@@ -19,14 +19,14 @@ from xgpt.cli.options import (
     within_seconds,
 )
 from xgpt.cli.terminal import Terminal, say, show
-from xgpt.core.engines import ONE_PROCESS
+from xgpt.core.engines import ONE_PROCESS, VLLM
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule_file import load_schedule, plain, save_schedule
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import parse_share
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_file import load_job
-from xgpt.launch.engine_commands import ENGINES, engine_command
+from xgpt.launch.engine_commands import vllm_command
 from xscheduler.planner import Horizon, PlanOptions
 
 
@@ -65,8 +65,8 @@ def _times_of(job: Job) -> str:
               help="Stop improving once no schedule can be better by more than this.")
 @click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
               help="Replay N configurations at most in each round of the search.")
-@click.option("--export", "engine", type=click.Choice(sorted(ENGINES)),
-              help="Also the command of another engine with the flags nearest to the schedule.")
+@click.option("--export", "engine", type=click.Choice([VLLM]),
+              help="Also the command of vLLM with the flags nearest to the schedule.")
 @click.option("--engines", "with_engines", is_flag=True,
               help="What each engine comes to: our own runner, DeepSpeed, vLLM; by whose times.")
 @click.option("--engine-python", metavar="PYTHON",
@@ -106,8 +106,8 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
         raise refusal
     exported = None
     if engine is not None and (found := answers.recommended) is not None:
-        exported = engine_command(engine, found, answers.opened.problem, model=job.model,
-                                  times_of=_times_of(job))
+        exported = vllm_command(found, answers.opened.problem, model=job.model,
+                                times_of=_times_of(job))
     if as_json:
         also = {} if exported is None else {"export": plain(asdict(exported))}
         print_json(answers.to_dict() | also)

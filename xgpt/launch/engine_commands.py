@@ -1,62 +1,19 @@
-"""The command that starts another engine as near to a schedule as its flags can say: `xgpt schedule
---export ENGINE`. A pure function of the schedule and its problem; nothing is started.
+"""The command that starts vLLM as near to a schedule as its flags can say: `xgpt schedule --export
+vllm`. A pure function of the schedule and its problem; nothing is started.
 
-What no flag of theirs says (when to encode, batches kept even, the order of queries) is told beside
-the command, since the figures expected are the schedule's own. A schedule that they have no flags
-for at all is refused."""
+What no flag says (when to encode, batches kept even, the order of queries) is told beside the
+command, since the figures expected are the schedule's own. A schedule that it has no flags for at
+all is refused. The flags are read back by the parser of vLLM 0.32 in tests/vllm."""
 
 import math
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xgpt.core.deployment import Deployment, Pool
+from xgpt.core.engines import VLLM
 from xgpt.core.errors import XgptError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flags:
-    """An engine's words: how it is started, and its names of what a schedule decides. `copies`
-    None: several are several commands."""
-
-    start: tuple[str, ...]  # before the model
-    tp: str
-    pp: str
-    copies: str | None
-    queries: str  # at a time, of a copy
-    tokens: str  # of a step
-    length: str  # of a query, input and output
-    dtype: Mapping[str, str]  # of ours -> the words that say it
-    kv_tokens: str | None = None  # entries of the cache, of a copy
-    chunked: tuple[str, ...] = ()  # inputs in chunks beside decoding
-    chunked_note: str = ""  # what they need besides
-    whole: tuple[str, ...] = ()  # inputs as a whole
-
-
-ENGINES: dict[str, Flags] = {
-    # read back by the parser of vLLM 0.32 in tests/vllm
-    "vllm": Flags(
-        start=("vllm", "serve"), tp="--tensor-parallel-size", pp="--pipeline-parallel-size",
-        copies="--data-parallel-size", queries="--max-num-seqs",
-        tokens="--max-num-batched-tokens", length="--max-model-len",
-        dtype={name: f"--dtype={name}" for name in ("float32", "bfloat16", "float16")},
-        chunked=("--enable-chunked-prefill",), whole=("--no-enable-chunked-prefill",)),
-    # the page of trtllm-serve in TensorRT-LLM's documents; the type is the checkpoint's
-    "tensorrt-llm": Flags(
-        start=("trtllm-serve",), tp="--tp_size", pp="--pp_size", copies=None,
-        queries="--max_batch_size", tokens="--max_num_tokens", length="--max_seq_len", dtype={},
-        chunked_note="Chunks need `enable_chunked_prefill: true` in its file of options."),
-    # SGLang's own parser; without mixing, a chunk and decoding are steps apart
-    "sglang": Flags(
-        start=("python", "-m", "sglang.launch_server", "--model-path"), tp="--tp-size",
-        pp="--pp-size", copies="--dp-size", queries="--max-running-requests",
-        tokens="--chunked-prefill-size", length="--context-length",
-        kv_tokens="--max-total-tokens", chunked=("--enable-mixed-chunk",),
-        whole=("--chunked-prefill-size", "-1"),
-        dtype={name: f"--dtype={name}" for name in ("float32", "bfloat16", "float16")}),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,70 +29,61 @@ class EngineCommand:
         return "\n".join([*(f"# {note}" for note in self.notes), shlex.join(self.words)])
 
 
-def engine_command(engine: str, schedule: Schedule, problem: Problem, *, model: str,
-                   times_of: str) -> EngineCommand:
-    """The command of one of ENGINES for a schedule of `problem`. model: as the engine is to be told
-    of it. times_of: by whose times the schedule was planned: an engine, or a profile. Raises
-    XgptError for a schedule that the engine has no flags for."""
-    flags, estimate = ENGINES[engine], schedule.estimate
-    deployment, controls = estimate.deployment, estimate.controls
-    pool = _only_pool(engine, schedule)
-    words = [*flags.start, model, flags.tp, str(_degree(engine, deployment)), flags.pp,
-             str(len(pool.stages))]
-    notes = [_figures(schedule), _source(engine, times_of)]
+def vllm_command(schedule: Schedule, problem: Problem, *, model: str,
+                 times_of: str) -> EngineCommand:
+    """vLLM's command for a schedule of `problem`. model: as vLLM is to be told of it. times_of: by
+    whose times the schedule was planned: an engine, or a profile. Raises XgptError for a schedule
+    that vLLM has no flags for."""
+    estimate, deployment = schedule.estimate, schedule.deployment
+    pool, controls = _only_pool(schedule), estimate.controls
+    notes = [_figures(schedule), _source(times_of)]
+    words = ["vllm", "serve", model, "--tensor-parallel-size", str(_degree(deployment)),
+             "--pipeline-parallel-size", str(len(pool.stages))]
     if model == problem.model.name and "/" not in model:
         notes.append(f"{model} is a shape of the catalog: put its checkpoint there.")
-    if deployment.replicas > 1 and flags.copies is not None:
-        words += [flags.copies, str(deployment.replicas)]
-    elif deployment.replicas > 1:
-        notes.append(f"{deployment.replicas} copies: start it {deployment.replicas} times, each on "
-                     f"{deployment.devices_per_replica} of the devices and a port of its own.")
+    if deployment.replicas > 1:
+        words += ["--data-parallel-size", str(deployment.replicas)]
     if estimate.others:
         notes.append("This command is of the first copies alone: those of another shape have a "
                      "schedule of their own (`others` in `--json`).")
-    words += [flags.queries, str(getattr(controls, "max_active", 0)
-                                 or math.ceil(estimate.most_in_system))]
+    words += ["--max-num-seqs", str(getattr(controls, "max_active", 0)
+                                    or math.ceil(estimate.most_in_system))]
     budget, chunk = getattr(controls, "token_budget", None), getattr(controls, "encode_chunk", 0)
     if chunk:
         budget = chunk + math.ceil(estimate.figures.decode_batch)
-    is_chunked = bool(chunk) or estimate.policy == "sarathi"
-    if is_chunked:
-        words += [flags.tokens, str(budget), *flags.chunked]
-        notes += [flags.chunked_note] if flags.chunked_note else []
+    if chunk or estimate.policy == "sarathi":
+        words += ["--max-num-batched-tokens", str(budget), "--enable-chunked-prefill"]
     else:
-        words += flags.whole
+        words.append("--no-enable-chunked-prefill")
         notes.append("Inputs are planned to be encoded whole"
                      + (f", {budget} tokens a step at most." if budget else "."))
-    words += [flags.length, str(_longest(problem))]
-    if flags.kv_tokens is not None:
-        words += [flags.kv_tokens, str(pool.kv_tokens)]
-    if problem.dtype in flags.dtype:
-        words.append(flags.dtype[problem.dtype])
-    notes += _unsaid(schedule, pool)
-    return EngineCommand(engine=engine, words=tuple(words), notes=tuple(notes))
+    words += ["--max-model-len", str(_longest(problem))]
+    if problem.dtype in ("float32", "bfloat16", "float16"):
+        words.append(f"--dtype={problem.dtype}")
+    return EngineCommand(engine=VLLM, words=tuple(words),
+                         notes=(*notes, *_unsaid(schedule, pool)))
 
 
-def _only_pool(engine: str, schedule: Schedule) -> Pool:
+def _only_pool(schedule: Schedule) -> Pool:
     deployment, policy = schedule.deployment, schedule.estimate.policy
     if len(deployment.pools) > 1:
-        raise _no_flags(engine, f"{policy}'s queries are handed from a pool that encodes to one "
-                                "that decodes", "policy=[rra, sarathi]")
+        raise _no_flags(f"{policy}'s queries are handed from a pool that encodes to one that "
+                        "decodes", "policy=[rra, sarathi]")
     if policy in ("ft", "dsi"):
-        raise _no_flags(engine, f"{policy} holds a batch until its longest query is done",
-                        "policy=auto")
+        raise _no_flags(f"{policy} holds a batch until its longest query is done", "policy=auto")
     return deployment.pools[0]
 
 
-def _degree(engine: str, deployment: Deployment) -> int:
+def _degree(deployment: Deployment) -> int:
     degrees = {stage.tp_degree for stage in deployment.stages}
     if len(degrees) > 1:
-        raise _no_flags(engine, "stages of different tensor-parallel degrees ("
+        raise _no_flags("stages of different tensor-parallel degrees ("
                         f"{', '.join(map(str, sorted(degrees)))})", f"tp_degree={max(degrees)}")
     return degrees.pop()
 
 
-def _no_flags(engine: str, what: str, change: str) -> XgptError:
-    return XgptError(f"{engine} has no flags for this schedule: {what}. `--set "
+def _no_flags(what: str, change: str) -> XgptError:
+    return XgptError(f"{VLLM} has no flags for this schedule: {what}. `--set "
                      f"'schedule.{change}'` plans one that it can be told of.")
 
 
@@ -157,11 +105,11 @@ def _figures(schedule: Schedule) -> str:
             f"{figures.latency_s:.3g} s{limit}.")
 
 
-def _source(engine: str, times_of: str) -> str:
-    if times_of == engine:
-        return f"These are by the times of {engine}."
-    return (f"These are by the times of {times_of}, not of {engine}: without a profile `--set "
-            f"plan.engine={engine}` plans for those.")
+def _source(times_of: str) -> str:
+    if times_of == VLLM:
+        return f"These are by the times of {VLLM}."
+    return (f"These are by the times of {times_of}, not of {VLLM}: without a profile `--set "
+            f"plan.engine={VLLM}` plans for those.")
 
 
 def _unsaid(schedule: Schedule, pool: Pool) -> list[str]:

@@ -1,26 +1,24 @@
 """Several runs beside one another: their figures, their queries, and what their jobs differ in."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.system.whole_file import write_atomically
-from xgpt.core.units import GIB
 from xgpt.report import figures
 from xgpt.report.chart import PALETTE, Axis, Chart, Series
 from xgpt.report.figures import check_bound, percent, quantity
 from xgpt.report.html_page import render_page
-from xgpt.report.output import Output, ends_since_first, number, read_output, text_at
+from xgpt.report.output import Output, number, read_output, text_at
+from xgpt.report.run_charts import done_curve, latencies
 from xgpt.report.words import controls_cell
 
 _FIGURES = [(key, *figures.MEASURES[key]) for key in (
     "throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "ttft_p99_s",
     "tpot_p99_s", "wall_s")]
-_CURVE = 200
 _AS_FAST = 0.03  # runs of one schedule differ by as much
 # keys of job.json that say where it lies, or the same once more
 _OF_PLACE = ("output", "name", "source", "results", "asked")
@@ -131,11 +129,21 @@ def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
     done = [run for run in runs if run.output.queries]
     if not done:
         return []
-    names = [run.name for run in done]
     # the queries of a run that went on are on several clocks
     on_one_clock = [run for run in done if not run.output.queries_before]
-    return [_rates(done, names), _latencies(done), *([_done(on_one_clock)] if on_one_clock else []),
-            _memory(done)]
+    charts = [_rates(done, [run.name for run in done]), _beside(done, latencies),
+              _beside(on_one_clock, lambda output: done_curve(output.queries, ()))]
+    return [chart for chart in charts if chart is not None]
+
+
+def _beside(runs: Sequence[Run], chart_of: Callable[[Output], Chart | None]) -> Chart | None:
+    """What was measured of each run, in one chart."""
+    drawn = [(run.name, chart) for run in runs if (chart := chart_of(run.output)) is not None]
+    if not drawn:
+        return None
+    return replace(drawn[0][1], marks=(), caption="", series=[
+        replace(chart.series[0], label=name, colour=PALETTE[place % len(PALETTE)])
+        for place, (name, chart) in enumerate(drawn)])
 
 
 def _rates(runs: Sequence[Run], names: list[str]) -> Chart:
@@ -150,36 +158,3 @@ def _rates(runs: Sequence[Run], names: list[str]) -> Chart:
     first = next(iter(columns), "Throughput, queries/s")
     return Chart(name="rates", title="Figures", series=series, x=Axis(label="", names=names),
                  y=Axis(label=first, from_zero=True), x_choices=["run"], y_choices=list(columns))
-
-
-def _latencies(runs: Sequence[Run]) -> Chart:
-    shares = np.linspace(0, 1, _CURVE + 1)
-    return Chart(
-        name="latency", title="Latency",
-        x=Axis(label="seconds from a query's encoding to its last token", from_zero=True),
-        y=Axis(label="share of the queries", as_percent=True, from_zero=True),
-        series=[Series(label=run.name, kind="steps", colour=PALETTE[place % len(PALETTE)],
-                       x=np.quantile(run.output.queries.times("latency_s"),
-                                     shares).tolist(),
-                       y=shares.tolist()) for place, run in enumerate(runs)])
-
-
-def _done(runs: Sequence[Run]) -> Chart:
-    series = []
-    for place, run in enumerate(runs):
-        ends_s = ends_since_first(run.output.queries)
-        shown = np.unique(np.linspace(0, len(ends_s) - 1, 400).astype(np.int64))
-        series.append(Series(label=run.name, kind="steps", colour=PALETTE[place % len(PALETTE)],
-                             x=[0.0, *ends_s[shown].tolist()], y=[0.0, *(shown + 1.0).tolist()]))
-    return Chart(name="done", title="Queries done", series=series,
-                 x=Axis(label="seconds since the first encoding", from_zero=True),
-                 y=Axis(label="queries done", from_zero=True))
-
-
-def _memory(runs: Sequence[Run]) -> Chart:
-    names = [run.name for run in runs]
-    return Chart(name="memory", title="Memory of the fullest rank", x=Axis(label="", names=names),
-                 y=Axis(label="GiB, predicted", from_zero=True), series=[Series(
-                     label="predicted", kind="bars", x=names, y=[
-                         max(run.output.schedule.figures.memory_bytes, default=0) / GIB
-                         if run.output.schedule else None for run in runs])])

@@ -1,13 +1,13 @@
 """The figures of a report: predicted beside measured; and whether a run kept each of its bounds."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.constraint import METRIC_WORDS, Bound, BoundKind, Metric
+from xgpt.core.constraint import METRIC_WORDS, Bound, Metric
 from xgpt.core.lengths import FloatArray
 from xgpt.core.schedule import Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
@@ -225,7 +225,7 @@ class BoundCheck(NamedTuple):
 
 def check_bounds(output: Output) -> list[BoundCheck]:
     """A check of each bound that was set, in their order."""
-    bounds = output.schedule.bounds if output.schedule is not None else tuple(_asked(output))
+    bounds = () if output.schedule is None else output.schedule.bounds
     return [_checked(output, bound) for bound in bounds if math.isfinite(bound.limit_s)]
 
 
@@ -233,10 +233,8 @@ def check_bound(output: Output) -> BoundCheck:
     """All bounds in one: kept where each is that can be judged."""
     checks = check_bounds(output)
     if not checks:
-        is_known = output.schedule is not None or number(
-            output.job, "constraint", "latency_s") is not None or "constraint" in output.job
-        return BoundCheck(None, "no latency bound was set" if is_known else
-                          "the latency bound is not known")
+        return BoundCheck(None, "the latency bound is not known" if output.schedule is None else
+                          "no latency bound was set")
     if len(checks) == 1:
         return checks[0]
     judged = [check.is_kept for check in checks if check.is_kept is not None]
@@ -249,22 +247,6 @@ def kept_facts(checks: Sequence[BoundCheck]) -> dict[str, Any]:
     judged = [check.is_kept for check in checks if check.is_kept is not None]
     return {"bound_kept": all(judged) if judged else None,
             "bounds": [check.facts for check in checks]}
-
-
-def _asked(output: Output) -> Iterator[Bound]:
-    """The bounds of a job whose schedule is not known."""
-    constraint = output.job.get("constraint")
-    if not isinstance(constraint, dict):
-        return
-    given = constraint.get("bounds")
-    rows: Iterable[Any] = given if isinstance(given, list) else [constraint | {
-        "metric": "latency", "limit_s": constraint.get("latency_s")}]
-    for row in rows:
-        limit_s = number(row, "limit_s") if isinstance(row, dict) else None
-        if limit_s is not None and row.get("metric") in get_args(Metric):
-            kind: BoundKind = "queries" if row.get("kind") == "queries" else "sequence"
-            yield Bound(metric=row["metric"], limit_s=limit_s, kind=kind,
-                        quantile=number(row, "quantile") or 0.99)
 
 
 def _checked(output: Output, bound: Bound) -> BoundCheck:

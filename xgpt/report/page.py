@@ -59,20 +59,15 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
     """What can be drawn of a run, in the order of its page."""
     # what was expected is the whole job, on one clock: of a run that went on it says nothing
     schedule, expected = output.schedule, None if output.queries_before else output.expected
-    whose = " of all runs of this job" if output.queries_before else ""
-    bound_s = schedule.bound.limit_s if schedule else number(output.job, "constraint", "latency_s")
     is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
     lanes, expected_lanes = charts.step_lanes(output.steps), expected.lanes if expected else ()
     queries = output.queries
     made = (
-        charts.distribution(
-            "latency", "Latency", "seconds from a query's encoding to its last token",
-            queries.times("latency_s"), expected.latency_s if expected else None,
-            bound_s, whose=whose),
+        charts.latencies(output, expected.latency_s if expected else None),
         charts.distribution(
             "ttft", "First token", "seconds from the start to a query's first token",
             told(queries.times("ttft_s")),
-            expected.ttft_s if expected else None, whose=whose),
+            expected.ttft_s if expected else None, whose=charts.of_all_runs(output)),
         None if output.queries_before else charts.done_curve(  # each run has a clock of its own
             queries, expected.done if expected else (),
             schedule.figures.throughput_qps if schedule and is_own else None),

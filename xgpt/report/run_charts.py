@@ -28,6 +28,20 @@ _PEAK = (" Measured: the most that its process held since loading began. On a GP
 _FAR = 3.0  # a bound further off than so many times what is drawn is only said
 
 
+def latencies(output: Output, expected: FloatArray | None = None) -> Chart | None:
+    """The distribution of the queries' latencies, with the bound."""
+    return distribution(
+        "latency", "Latency", "seconds from a query's encoding to its last token",
+        output.queries.times("latency_s"), expected,
+        output.schedule.bound.limit_s if output.schedule else None,
+        whose=of_all_runs(output))
+
+
+def of_all_runs(output: Output) -> str:
+    """Whose queries are counted, where that is not plain."""
+    return " of all runs of this job" if output.queries_before else ""
+
+
 def distribution(name: str, title: str, label: str, measured: FloatArray,
                  expected: FloatArray | None, bound_s: float | None = None, *,
                  whose: str = "") -> Chart | None:

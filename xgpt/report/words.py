@@ -279,26 +279,10 @@ def controls_line(estimate: Estimate) -> str:
 
 
 def controls_cell(estimate: Estimate) -> str:
-    """The control variables, short enough for a column."""
-    deployment = estimate.deployment
-    if (most := value_of(estimate, "max_active")) is not None:
-        words = [f"{most} at a time"]
-        if budget := value_of(estimate, "token_budget"):
-            words.append(counted(budget, "token"))
-    else:
-        words = [f"{estimate.figures.encode_batch} encoded"]
-    if (parts := value_of(estimate, "encode_micro_batches") or 0) > deployment.num_groups:
-        words[0] += f" in {parts}"
-    if (iterations := value_of(estimate, "decode_iterations")) is not None:
-        words.append(counted(iterations, "iteration"))
-    if chunk := value_of(estimate, "encode_chunk"):
-        words.append(f"chunks of {chunk}")
-    words += _others(estimate)
-    if deployment.num_groups > 1:
-        words.append(f"{deployment.num_groups} groups")
-    if deployment.tp_degree > 1:
-        words.append(f"TP {deployment.tp_degree} on {deployment.tp_gpus}")
-    return ", ".join(words)
+    """The control variables without the policy's name, and tensor parallelism where there is."""
+    words, deployment = controls_line(estimate).partition(": ")[2], estimate.deployment
+    return words + (f"; TP {deployment.tp_degree} on {deployment.tp_gpus}"
+                    if deployment.tp_degree > 1 else "")
 
 
 def policy_sentence(estimate: Estimate) -> str:

@@ -17,7 +17,7 @@ from xgpt.job.job_file import load_job
 from xgpt.job.resolve import resolve, resolve_cluster
 from xgpt.job.slurm_section import SlurmSpec
 from xgpt.launch import launcher as local
-from xgpt.launch.engine_commands import ENGINES, EngineCommand, engine_command
+from xgpt.launch.engine_commands import EngineCommand, vllm_command
 from xgpt.launch.launcher import (
     HostsLauncher,
     LocalLauncher,
@@ -165,47 +165,41 @@ def continuous(copies: int = 1) -> Schedule:
     return schedule_of(PROBLEM, one.in_copies(copies))
 
 
-def of(engine: str, schedule: Schedule, times_of: str = "xgpt") -> EngineCommand:
-    return engine_command(engine, schedule, PROBLEM, model="org/some", times_of=times_of)
+def of(schedule: Schedule, times_of: str = "xgpt") -> EngineCommand:
+    return vllm_command(schedule, PROBLEM, model="org/some", times_of=times_of)
 
 
 def value(command: EngineCommand, flag: str) -> str:
     return command.words[command.words.index(flag) + 1]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_flags_say_the_schedules_numbers(engine):
-    schedule, flags = continuous(), ENGINES[engine]
-    command = of(engine, schedule)
-    assert value(command, flags.queries) == "12" and value(command, flags.tokens) == "64"
-    assert set(flags.chunked) <= set(command.words) and flags.chunked_note in str(command)
-    assert value(command, flags.pp) == str(len(schedule.deployment.stages))
-    assert value(command, flags.tp) == str(schedule.deployment.tp_degree)
-    assert int(value(command, flags.length)) >= PROBLEM.lengths.inputs.max
-    assert command.words[:len(flags.start)] == flags.start
+def test_flags_say_the_schedules_numbers():
+    schedule = continuous(copies=2)
+    command = of(schedule)
+    assert value(command, "--max-num-seqs") == "12"
+    assert value(command, "--max-num-batched-tokens") == "64"
+    assert value(command, "--pipeline-parallel-size") == str(len(schedule.deployment.stages))
+    assert value(command, "--tensor-parallel-size") == str(schedule.deployment.tp_degree)
+    assert value(command, "--data-parallel-size") == "2"
+    assert int(value(command, "--max-model-len")) >= PROBLEM.lengths.inputs.max
+    assert command.words[:3] == ("vllm", "serve", "org/some")
+    assert "--enable-chunked-prefill" in command.words
     assert f"{schedule.figures.throughput_qps:.3g} queries/s" in command.notes[0]
     lines = str(command).splitlines()
     assert all(line.startswith("# ") for line in lines[:-1]) and "org/some" in lines[-1]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_copies_are_a_flag_or_several_commands(engine):
-    command, flag = of(engine, continuous(copies=2)), ENGINES[engine].copies
-    assert value(command, flag) == "2" if flag else "start it 2 times" in str(command)
-
-
 def test_whole_inputs_have_no_chunks():
     whole = schedule_of(PROBLEM, fixed_estimate(
         "vllm", PROBLEM, roofline_of(PROBLEM), FixedSchedule(max_active=12)))
-    assert "--no-enable-chunked-prefill" in of("vllm", whole).words
-    assert value(of("sglang", whole), "--chunked-prefill-size") == "-1"
+    assert "--no-enable-chunked-prefill" in of(whole).words
 
 
 def test_what_no_flag_says_is_told():
     rra = schedule_of(PROBLEM, estimate_of(PROBLEM, encode_batch=4, decode_iterations=8))
-    assert "4 queries are encoded every 8 iterations" in str(of("vllm", rra))
-    assert "times of xgpt, not of vllm" in str(of("vllm", rra))
-    assert "by the times of vllm" in str(of("vllm", rra, times_of="vllm"))
+    assert "4 queries are encoded every 8 iterations" in str(of(rra))
+    assert "times of xgpt, not of vllm" in str(of(rra))
+    assert "by the times of vllm" in str(of(rra, times_of="vllm"))
 
 
 def test_two_pools_and_static_batches_are_refused():
@@ -214,8 +208,8 @@ def test_two_pools_and_static_batches_are_refused():
     two = replace(schedule.deployment, pools=(
         replace(pool, role="encode"), replace(pool, role="decode")))
     with pytest.raises(XgptError, match="handed from a pool"):
-        of("vllm", schedule.changed(estimate=replace(schedule.estimate, deployment=two)))
+        of(schedule.changed(estimate=replace(schedule.estimate, deployment=two)))
     static = schedule.changed(estimate=replace(
         schedule.estimate, controls=replace(schedule.estimate.controls, policy="ft")))
     with pytest.raises(XgptError, match="until its longest query is done"):
-        of("sglang", static)
+        of(static)

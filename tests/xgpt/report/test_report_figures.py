@@ -104,10 +104,6 @@ def test_without_a_bound_or_an_end_or_a_prediction_there_is_no_verdict():
     assert "kept so far" in check_bound(dataclasses.replace(one, metrics=None)).sentence
     assert check_bound(output_of([query(1.0)], math.inf, "sequence")).is_kept is None
     assert check_bound(Output(directory=Path("out"))).is_kept is None
-    job = {"constraint": {"latency_s": 2, "kind": "queries", "quantile": 0.5}}
-    lost = Output(directory=Path("out"), job=job, queries=QueryColumns((query(1.0), query(3.0))))
-    check = check_bound(lost)  # by the job's own words, for the schedule is lost
-    assert check.is_kept is True and "50 % were asked for" in check.sentence
 
 
 def test_bounds_on_the_tokens_pace_are_of_all_queries_from_the_start_of_their_encoding():
