@@ -54,7 +54,7 @@ def simulate(job: OpenedJob, plan: Plan | None = None, *,
 
 def sweep(path: str | PathLike[str], bounds_s: Sequence[float] | None = None, *,
           over: Mapping[str, Sequence[object]] | None = None,
-          out: str | PathLike[str] | None = None, formats: Sequence[str] = (), cores: int = 1,
+          out: str | PathLike[str] | None = None, cores: int = 1,
           tell: Teller | None = None) -> Swept:
     """Plans every point of a job file or a sweep file, as `xgpt sweep` does (docs/sweep.md): under
     each latency bound, by default of a job file under shares of the latency at the highest
@@ -67,8 +67,7 @@ def sweep(path: str | PathLike[str], bounds_s: Sequence[float] | None = None, *,
                    for axis, values in (over or {}).items()),
         bounds=None if bounds_s is None else ",".join(map(_as_yaml, bounds_s)),
         out=None if out is None else Path(out))
-    return sweep_points(load_sweep(Path(path), flags), tell or LogTeller(), cores=cores,
-                        formats=formats)
+    return sweep_points(load_sweep(Path(path), flags), tell or LogTeller(), cores=cores)
 
 
 def run(job: OpenedJob, plan: Plan | None = None) -> dict[str, Any]:

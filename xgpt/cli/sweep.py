@@ -4,10 +4,9 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.sweeps.sweep import FORMATS, refusal_of, sweep_points
+from xgpt.app.sweeps.sweep import refusal_of, sweep_points
 from xgpt.cli.options import job_options, print_json, with_seconds, within_seconds
 from xgpt.cli.terminal import Terminal, show
-from xgpt.core.errors import wrong
 from xgpt.job.sweep_file import SweepFlags, load_sweep
 
 
@@ -21,8 +20,6 @@ from xgpt.job.sweep_file import SweepFlags, load_sweep
               "one), or any dotted key of the job file; may be repeated.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR",
               help="Folder of the results; a job file's default: sweep/ in its output folder.")
-@click.option("--format", "formats", metavar="csv,parquet", default="",
-              help="Write sweep.csv and sweep.parquet, too.")
 @click.option("--horizon", type=click.Choice(("steady", "job")),
               help="Plan for a job without end (default), or for the job's own queries.")
 @click.option("--cores", type=click.IntRange(min=1), metavar="N",
@@ -31,19 +28,16 @@ from xgpt.job.sweep_file import SweepFlags, load_sweep
 @click.option("--run", "runs", is_flag=True,
               help="Then run every point on this machine, one after the other.")
 def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | None,
-          over: tuple[str, ...], out: Path | None, formats: str, horizon: str | None,
+          over: tuple[str, ...], out: Path | None, horizon: str | None,
           cores: int | None, max_seconds: float | None, runs: bool) -> None:
     """Throughput against the latency bound, over policies, models, clusters...
 
     The same command goes on where it was stopped.
     """
-    chosen = [name.strip() for name in formats.split(",") if name.strip()]
-    for name in set(chosen) - set(FORMATS):
-        raise wrong("command line", "--format", name, f"{', '.join(FORMATS)}")
     spec = load_sweep(file, SweepFlags(overrides=with_seconds(overrides, max_seconds), over=over,
                                        bounds=bounds, out=out, horizon=horizon))
     terminal = Terminal()
-    swept = sweep_points(spec, terminal, cores=cores, formats=chosen, runs=runs)
+    swept = sweep_points(spec, terminal, cores=cores, runs=runs)
     facts = {"name": swept.name, "folder": swept.folder, "files": swept.files,
              "points": len(swept.rows), "rows": swept.rows}
     refusal = refusal_of(swept)

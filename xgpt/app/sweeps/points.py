@@ -11,36 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.opened import open_job
-from xgpt.app.profile import timing_of
 from xgpt.app.schedule import JobPlanner, Plan
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptError
 from xgpt.core.schedule_file import plain
-from xgpt.job.job import LOCAL_CLUSTER, Job
+from xgpt.job.job import Job
 from xgpt.job.sweep_file import AUTO, BOUND, COPIES, POLICY, SweepPoint, SweepSpec
 from xgpt.report.sweep_rows import COLUMNS, INFEASIBLE, OK, REFUSED, Row
 from xgpt.report.words import controls_line, value_of
-from xprofiler.profile_timing import ProfileTiming
-from xprofiler.timing import TimingSource
 from xscheduler.evaluator import predict
 from xscheduler.planner import PlanOptions
 
 Unit = Mapping[str, SweepPoint]  # points by key that differ in their bound alone
 
 _TELLING = ("model", "cluster", "task", "engine")  # axes whose values need no name beside them
-_CONTROLS = ("encode_batch", "decode_iterations", "encode_micro_batches", "max_active",
-             "token_budget", "encode_chunk")
-_PREDICTED = ("latency_p50_s", "latency_p99_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s",
-              "tpot_p99_s")
-_FIGURES = [column.name for column in COLUMNS if column.group == "figure"]
+_FIGURES, _CONTROLS = ([column.name for column in COLUMNS if column.group == group]
+                       for group in ("figure", "control"))
 _ROOT = Path(__file__).resolve().parents[3]
 # whose code, tables and rows decide what is planned
 _PLANNING = ("xgpt/core", "xgpt/job", "xgpt/requests", "xprofiler", "xsimulator", "xscheduler",
              "xrunner/rules")
-_SUFFIXES = (".py", ".yaml")
-# Of a process that plans many points: one timing source for all of a model on a cluster, since it
-# keeps what it was asked, and the latency without a bound that shares are taken of.
-_TIMES: dict[str, TimingSource] = {}
+# Of a process that plans many points: the latency without a bound that shares are taken of.
 _FREE_S: dict[tuple[str, PlanOptions], float] = {}
 
 
@@ -55,39 +46,14 @@ def common_key(job: Job) -> str:
     return _digest(_asked(replace(job, constraint=job.constraint.with_latency(limit_s=math.inf))))
 
 
-def fingerprint_here(job: Job, tell: Teller, times: tuple[TimingSource, ...] | None = None) -> str:
-    """16 hex digits of what a point is planned by: the code, the files of its job, and measured
-    `times`, by default those of a job that is planned now: what is not known of this machine is
-    measured."""
-    if times is None:
-        times = _times_of(job, tell)
-    measured = [repr(time.profile) for time in times if isinstance(time, ProfileTiming)]
+def fingerprint(job: Job) -> str:
+    """16 hex digits of what a point is planned by: the code, and the files of its job."""
     requests = () if job.workload.requests is None else job.workload.requests.paths
     files = (job.profile, *requests, job.workload.input_tokens.path,
              job.workload.output_tokens.path, Path(job.model) / "config.json")
-    return _digest([_code(), measured, *(
+    return _digest([_code(), *(
         hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in files if path is not None)])
-
-
-def rows_of(unit: Unit, options: PlanOptions, tell: Teller | None = None) -> Iterator[Row]:
-    """A row for each point, as it is planned."""
-    planner, tell = None, tell or LogTeller()
-    for key, point in unit.items():
-        row: Row = {column.name: None for column in COLUMNS} | _axes(point) | {"key": key}
-        bound_s: float | None = None if point.share else point.job.constraint.latency_s
-        try:
-            planner = planner or _planner(point.job, options, tell)
-            if point.share is not None:
-                bound_s = float(f"{point.share * _free_latency_s(point, options):.3g}")
-            row |= _planned(planner.plan(bound_s))
-        except StoppedEarly:
-            raise
-        except XgptError as refusal:
-            row |= _refused(refusal)
-        times = None if planner is None else planner.times
-        yield plain(row | {"bound_s": bound_s,
-                           "fingerprint": fingerprint_here(point.job, tell, times)})
 
 
 def _digest(value: Any) -> str:
@@ -105,35 +71,34 @@ def _code() -> str:
     digest = hashlib.sha256()
     for folder in _PLANNING:
         for path in sorted((_ROOT / folder).rglob("*")):
-            if path.suffix in _SUFFIXES and "measure" not in path.parts:
+            if path.suffix in (".py", ".yaml") and "measure" not in path.parts:
                 digest.update(path.relative_to(_ROOT).as_posix().encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _times_of(job: Job, tell: Teller) -> tuple[TimingSource, ...]:
-    if job.cluster != LOCAL_CLUSTER and job.profile is None:
-        return ()  # computed ones, which are part of the code
-    try:
-        return _planner(job, PlanOptions(horizon="steady"), tell).times
-    except StoppedEarly:
-        raise
-    except XgptError:
-        return ()
+def rows_of(unit: Unit, options: PlanOptions, tell: Teller) -> Iterator[Row]:
+    """A row for each point, as it is planned."""
+    planner: JobPlanner | None = None
+    for key, point in unit.items():
+        row: Row = {column.name: None for column in COLUMNS} | _axes(point) | {
+            "key": key, "fingerprint": fingerprint(point.job)}
+        bound_s: float | None = None if point.share else point.job.constraint.latency_s
+        try:
+            planner = planner or _planner(point.job, options, tell)
+            if point.share is not None:
+                bound_s = float(f"{point.share * _free_latency_s(point, options):.3g}")
+            row |= _figures(planner.plan(bound_s))
+        except StoppedEarly:
+            raise
+        except XgptError as refusal:
+            row |= _refused(refusal)
+        yield plain(row | {"bound_s": bound_s})
 
 
 def _planner(job: Job, options: PlanOptions, tell: Teller) -> JobPlanner:
-    opened = open_job(job, tell, "lengths" if options.horizon == "job" else "shape")
-    if job.cluster == LOCAL_CLUSTER:
-        return JobPlanner(opened, options)
-    problem = opened.problem
-    key = repr((job.model, job.cluster, problem.cluster.num_devices, problem.dtype,
-                problem.weight_dtype, problem.kv_dtype, job.profile, job.run.engine,
-                job.plan_engine))
-    if key not in _TIMES:
-        _TIMES.clear()  # points come in the order of the grid: a model and a cluster at a time
-        _TIMES[key] = timing_of(opened)
-    return JobPlanner(opened, options, _TIMES[key])
+    return JobPlanner(open_job(
+        job, tell, "lengths" if options.horizon == "job" else "shape"), options)
 
 
 def _free_latency_s(point: SweepPoint, options: PlanOptions) -> float:
@@ -172,16 +137,23 @@ def _refused(refusal: XgptError) -> Row:
             "reason": reason}
 
 
-def _planned(plan: Plan) -> Row:
+def _figures(plan: Plan) -> Row:
     schedule, num_devices = plan.schedule, plan.opened.problem.cluster.num_devices
     estimate, figures, proof = schedule.estimate, schedule.figures, schedule.proof
     deployment, encoding = schedule.deployment, schedule.deployment.encoding
-    row = {
-        **{name: value for name, value in asdict(figures).items() if name in _FIGURES},
+    # what the job's own queries are expected to take, where it is planned for these
+    expected = predict(plan.opened.problem, plan.timing, estimate) if (
+        plan.horizon == "job") else None
+    of_job: Row = {} if expected is None else {
+        **asdict(expected), "makespan_s": expected.wall_s,
+        "job_throughput_qps": expected.throughput_qps}
+    figure = of_job | asdict(figures) | {
+        "memory_bytes": max(figures.memory_bytes),
+        "gpu_s_per_query": num_devices / figures.throughput_qps}
+    return {
+        **{name: figure.get(name) for name in _FIGURES},
         **{name: value_of(estimate, name) for name in _CONTROLS},
         "status": OK, "chosen": estimate.policy, "gpus": num_devices,
-        "memory_bytes": max(figures.memory_bytes),
-        "gpu_s_per_query": num_devices / figures.throughput_qps,
         "decode_micro_batches": deployment.num_groups,
         "max_in_system": getattr(schedule.controls, "max_in_system", None),
         "tp_degree": deployment.tp_degree, "tp_gpus": deployment.tp_gpus,
@@ -192,10 +164,3 @@ def _planned(plan: Plan) -> Row:
         "nodes": proof.nodes, "search_s": proof.seconds, "margin": schedule.margin.factor,
         "margin_cost": schedule.margin.cost, "unbounded_qps": proof.unbounded_qps,
         "times": plan.timing.provenance()}
-    # what the job's own queries are expected to take, where it is planned for these
-    expected = predict(plan.opened.problem, plan.timing, estimate) if (
-        plan.horizon == "job") else None
-    if expected is not None:
-        row |= {"makespan_s": expected.wall_s, "job_throughput_qps": expected.throughput_qps,
-                **{name: getattr(expected, name) for name in _PREDICTED}}
-    return row

@@ -2,8 +2,6 @@
 on with where it was stopped."""
 
 import csv
-import importlib
-import importlib.util
 import io
 import json
 import math
@@ -13,19 +11,18 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
 from xgpt.app.running.prepare import refuse_what_cannot_run
 from xgpt.app.submit import submit
-from xgpt.app.sweeps.points import Unit, common_key, fingerprint_here, key_of, rows_of
-from xgpt.app.telling import Teller, bar
+from xgpt.app.sweeps.points import Unit, common_key, fingerprint, key_of, rows_of
+from xgpt.app.telling import LogTeller, Teller, bar
 from xgpt.core.errors import (
     InfeasibleError,
     InputError,
@@ -37,7 +34,7 @@ from xgpt.core.errors import (
 )
 from xgpt.core.schedule_file import write_json
 from xgpt.core.system.machine import usable_cores
-from xgpt.core.system.whole_file import json_text, temporary_of, why_no_folder, write_atomically
+from xgpt.core.system.whole_file import json_text, why_no_folder, write_atomically
 from xgpt.core.units import format_seconds
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.sweep_file import SweepPoint, SweepSpec
@@ -51,7 +48,6 @@ from xgpt.report.sweep_rows import (
     SWEEP_FILE,
     VERSION,
     Row,
-    SweepColumn,
     columns_with,
     number_of,
     read_rows,
@@ -60,111 +56,7 @@ from xgpt.report.sweep_rows import (
 from xrunner.files.lock import output_lock
 from xscheduler.planner import PlanOptions
 
-FORMATS = ("csv", "parquet")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_LOOK_S = 0.1  # chosen: between looks for new rows, which take seconds each
-
-
-class SweepFolder:
-    """The files of one sweep. A row is written whole and at once: a killed sweep loses at most the
-    one that it was writing."""
-
-    def __init__(self, spec: SweepSpec, *, is_run: bool) -> None:
-        """Makes the folder. Raises InputError where it cannot be written to."""
-        self._spec, self.path, self._is_run = spec, spec.output, is_run
-        self._axes = [{"name": axis.name, "key": axis.key, "title": axis.title, "values": values}
-                      for axis, values in spec.axes]
-        self._began = time.monotonic()
-        if (allowed := why_no_folder(self.path)) is not None:
-            raise wrong(spec.source, "output", str(self.path), allowed)
-
-    def take_up(self, fingerprints: Mapping[str, str]) -> tuple[dict[str, Row], int]:
-        """Rows of earlier sweeps for these points (key -> fingerprint), and how many there are of
-        them that another xgpt or profile made. What is of no use now is kept in earlier.jsonl, and
-        comes back with its point."""
-        before = {**read_rows(self.path / EARLIER_FILE), **read_rows(self.path / ROWS_FILE)}
-        kept = {key: before[key] for key in fingerprints if key in before
-                and before[key].get("fingerprint") == fingerprints[key]}
-        left = [row for key, row in before.items() if key not in kept]
-        if left:
-            self._write(EARLIER_FILE, left)
-        self._write(ROWS_FILE, kept.values())
-        path = self.path / SWEEP_FILE
-        if kept and path.is_file():  # what earlier calls took, as far as these ended in good order
-            self._began -= float(json.loads(path.read_text("utf-8"))["seconds"])
-        return kept, sum(key in before and key not in kept for key in fingerprints)
-
-    def append(self, row: Row) -> None:
-        """Adds a row, or a newer one of its point."""
-        with (self.path / ROWS_FILE).open("a", encoding="utf-8") as file:
-            file.write(_line(row))
-
-    def put_in_order(self, rows: Sequence[Row], state: str) -> None:
-        """Writes all rows, one a point, and what the sweep is."""
-        self._write(ROWS_FILE, rows)
-        self.describe(rows, state)
-
-    def describe(self, rows: Sequence[Row], state: str) -> None:
-        """Writes what the sweep is, and how far."""
-        spec = self._spec
-        write_json(self.path / SWEEP_FILE, {
-            "version": VERSION, "name": spec.name, "source": spec.source, "horizon": spec.horizon,
-            "has_margin": spec.has_margin, "state": state, "points": len(spec.points),
-            "done": len(rows), "ok": sum(row["status"] == OK for row in rows),
-            "seconds": round(time.monotonic() - self._began, 3), "is_run": self._is_run,
-            "axes": self._axes, "columns": [
-                {"name": column.name, "group": column.group, "title": column.title,
-                 "unit": column.unit} for column in columns_with(self._axes)]})
-
-    def write_tables(self, rows: Sequence[Row], formats: Sequence[str]) -> list[Path]:
-        """Writes sweep.csv and sweep.parquet, as asked for; every column, in the order of
-        sweep.json."""
-        columns = columns_with(self._axes)
-        paths = [self.path / f"sweep.{name}" for name in formats]
-        for path in paths:
-            (_write_csv if path.suffix == ".csv" else _write_parquet)(path, columns, rows)
-        return paths
-
-    def _write(self, name: str, rows: Iterable[Row]) -> None:
-        write_atomically(self.path / name, "".join(map(_line, rows)))
-
-
-def check_formats(formats: Sequence[str]) -> None:
-    """Raises MissingExtraError before anything is planned."""
-    if "parquet" in formats and importlib.util.find_spec("pyarrow") is None:
-        raise MissingExtraError("pyarrow", "parquet", "a sweep in Parquet")
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json_text(row, ensure_ascii=False, separators=(",", ":")) + "\n"
-
-
-def _write_csv(path: Path, columns: Sequence[SweepColumn], rows: Sequence[Row]) -> None:
-    """Nothing stands for None; infinity is inf, as most readers take it."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [column.name for column in columns], lineterminator="\n",
-                            extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue())
-
-
-def _write_parquet(path: Path, columns: Sequence[SweepColumn], rows: Sequence[Row]) -> None:
-    arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    types = {"text": arrow.string(), "whole": arrow.int64(), "number": arrow.float64()}
-    table = arrow.table({column.name: arrow.array(
-        [_value(row, column) for row in rows], types[column.kind]) for column in columns})
-    temporary = temporary_of(path)
-    parquet.write_table(table, temporary)
-    temporary.replace(path)
-
-
-def _value(row: Row, column: SweepColumn) -> str | float | int | None:
-    value = row.get(column.name)
-    if column.kind == "text":
-        return None if value is None else str(value)
-    number = number_of(row, column.name)
-    return int(number) if column.kind == "whole" and number is not None else number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,31 +74,23 @@ class Swept:
 
 
 def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
-                 formats: Sequence[str] = (), runs: bool = False) -> Swept:
+                 runs: bool = False) -> Swept:
     """Plans every point that is not yet in the folder; `cores`: processes, by default one for each
     core; `runs`: then runs each point, too. Raises StoppedEarly where it was asked to stop: the
     same call goes on."""
-    check_formats(formats)
     if runs:
         _check_runs(spec, tell)
-    folder = SweepFolder(spec, is_run=runs)
-    with output_lock(folder.path), warned_in_good_order():
-        once, points = _Once(tell), {key_of(point, spec): point for point in spec.points}
-        fingerprints: dict[str, str] = {}
-        for unit in _units(points):
-            first = next(iter(unit.values()))
-            fingerprints |= dict.fromkeys(unit, fingerprint_here(first.job, once))
-        known, outdated = folder.take_up(fingerprints)
-        if known:
-            tell.say(f"going on: {len(known)} of {len(points)} points are there")
-        if outdated:
-            tell.say(f"note: {outdated} points were planned by another xgpt or with other times: "
-                     "they are planned again, and kept in earlier.jsonl")
-        folder.describe(list(known.values()), "running")
+    if (allowed := why_no_folder(spec.output)) is not None:
+        raise wrong(spec.source, "output", str(spec.output), allowed)
+    folder, began = spec.output, time.monotonic()
+    with output_lock(folder), warned_in_good_order():
+        points = {key_of(point, spec): point for point in spec.points}
+        known = _take_up(folder, points, tell)
+        _describe(spec, list(known.values()), "running", began, is_run=runs)
         left = _units({key: point for key, point in points.items() if key not in known})
         state = "stopped"
         try:
-            with closing(_planned(left, spec, cores, once)) as planned:
+            with closing(_planned(left, spec, cores, _Once(tell))) as planned:
                 _keep(planned, known, len(points), folder, tell)
             if runs:
                 _run_points(points, known, folder, tell)
@@ -217,14 +101,14 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
         finally:
             tell.end_progress()
             rows = [known[key] for key in points if key in known]
-            folder.put_in_order(rows, state)
-        files = folder.write_tables(rows, formats)
+            _write(folder / ROWS_FILE, rows)
+            _describe(spec, rows, state, began, is_run=runs)
+        files = [folder / ROWS_FILE, _write_csv(spec, rows)]
         try:
-            files.append(write_sweep_page(folder.path))
+            files.append(write_sweep_page(folder))
         except MissingExtraError as why:
             tell.say(f"note: no page was written: {why}")
-    return Swept(name=spec.name, folder=folder.path, rows=rows,
-                 files=(folder.path / ROWS_FILE, *files))
+    return Swept(name=spec.name, folder=folder, rows=rows, files=tuple(files))
 
 
 def refusal_of(swept: Swept) -> InfeasibleError | None:
@@ -243,6 +127,67 @@ class _Once:
             tell.say), tell.progress, tell.end_progress
 
 
+def _take_up(folder: Path, points: Mapping[str, SweepPoint], tell: Teller) -> dict[str, Row]:
+    """Rows of earlier sweeps for these points. What is of no use now is kept in earlier.jsonl, and
+    comes back with its point."""
+    before = {**read_rows(folder / EARLIER_FILE), **read_rows(folder / ROWS_FILE)}
+    known = {key: before[key] for key, point in points.items() if key in before
+             and before[key].get("fingerprint") == fingerprint(point.job)}
+    if left := [row for key, row in before.items() if key not in known]:
+        _write(folder / EARLIER_FILE, left)
+    _write(folder / ROWS_FILE, known.values())
+    if known:
+        tell.say(f"going on: {len(known)} of {len(points)} points are there")
+    if outdated := sum(row["key"] in points for row in left):
+        tell.say(f"note: {outdated} points were planned by another xgpt or from other files: "
+                 "they are planned again, and kept in earlier.jsonl")
+    return known
+
+
+def _write(path: Path, rows: Iterable[Row]) -> None:
+    write_atomically(path, "".join(map(_line, rows)))
+
+
+def _line(row: Row) -> str:
+    return json_text(row, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _append(folder: Path, row: Row) -> None:
+    """Adds a row, or a newer one of its point, whole and at once: a killed sweep loses at most the
+    one that it was writing."""
+    with (folder / ROWS_FILE).open("a", encoding="utf-8") as file:
+        file.write(_line(row))
+
+
+def _axes_of(spec: SweepSpec) -> list[dict[str, Any]]:
+    return [{"name": axis.name, "key": axis.key, "title": axis.title, "values": values}
+            for axis, values in spec.axes]
+
+
+def _describe(spec: SweepSpec, rows: Sequence[Row], state: str, began: float, *,
+              is_run: bool) -> None:
+    """Writes what the sweep is, and how far."""
+    axes = _axes_of(spec)
+    write_json(spec.output / SWEEP_FILE, {
+        "version": VERSION, "name": spec.name, "source": spec.source, "horizon": spec.horizon,
+        "has_margin": spec.has_margin, "state": state, "points": len(spec.points),
+        "done": len(rows), "ok": sum(row["status"] == OK for row in rows),
+        "seconds": round(time.monotonic() - began, 3), "is_run": is_run, "axes": axes,
+        "columns": [{"name": column.name, "group": column.group, "title": column.title,
+                     "unit": column.unit} for column in columns_with(axes)]})
+
+
+def _write_csv(spec: SweepSpec, rows: Sequence[Row]) -> Path:
+    """Writes every column, in the order of sweep.json. Nothing stands for None."""
+    path, text = spec.output / "sweep.csv", io.StringIO()
+    names = [column.name for column in columns_with(_axes_of(spec))]
+    writer = csv.DictWriter(text, names, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())
+    return path
+
+
 def _units(points: Mapping[str, SweepPoint]) -> list[Unit]:
     units: dict[str, dict[str, SweepPoint]] = {}
     for key, point in points.items():
@@ -250,12 +195,12 @@ def _units(points: Mapping[str, SweepPoint]) -> list[Unit]:
     return list(units.values())
 
 
-def _keep(planned: Iterator[Row], known: dict[str, Row], total: int, folder: SweepFolder,
+def _keep(planned: Iterator[Row], known: dict[str, Row], total: int, folder: Path,
           tell: Teller) -> None:
     """Keeps rows as they are planned, and tells how far the sweep is, in one line."""
     before, began = len(known), time.monotonic()
     for row in planned:
-        folder.append(row)
+        _append(folder, row)
         known[row["key"]] = row
         each_s = (time.monotonic() - began) / (len(known) - before)
         left_s = each_s * (total - len(known))
@@ -277,21 +222,13 @@ def _planned(units: Sequence[Unit], spec: SweepSpec, cores: int | None,
 
 
 def _by_processes(units: Sequence[Unit], options: PlanOptions, count: int) -> Generator[Row]:
-    """Rows of all units as they are planned, by so many processes of one thread each. Raises
-    XgptError where one of them died."""
-    context = multiprocessing.get_context("spawn")
-    rows: SimpleQueue[Row] = context.SimpleQueue()
-    others = {*multiprocessing.active_children()}
-    with (_one_thread_each(),
-          ProcessPoolExecutor(count, context, initializer=_begin, initargs=(rows,)) as pool):
+    """Rows of all units, of each once all of it is planned, by so many processes of one thread
+    each. Raises XgptError where one of them died."""
+    context, others = multiprocessing.get_context("spawn"), {*multiprocessing.active_children()}
+    with _one_thread_each(), ProcessPoolExecutor(count, context, initializer=_begin) as pool:
         try:
-            left = {pool.submit(_plan, unit, options) for unit in units}
-            while left:
-                done, left = wait(left, timeout=_LOOK_S)
-                while not rows.empty():
-                    yield rows.get()
-                for future in done:
-                    future.result()
+            for done in as_completed([pool.submit(_all_rows, unit, options) for unit in units]):
+                yield from done.result()
         except BrokenProcessPool:
             raise XgptError("a process that planned points died; what was planned is kept, and "
                             "the same command goes on from there") from None
@@ -301,14 +238,10 @@ def _by_processes(units: Sequence[Unit], options: PlanOptions, count: int) -> Ge
                 process.terminate()
 
 
-_ROWS: "list[SimpleQueue[Row]]" = []  # in such a process: where its rows go
-
-
-def _begin(rows: "SimpleQueue[Row]") -> None:
+def _begin() -> None:
     """The process ends with the sweep, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep is asked to stop, and stops this
     threading.Thread(target=_end_with_sweep, daemon=True).start()
-    _ROWS.append(rows)
 
 
 def _end_with_sweep() -> None:
@@ -318,9 +251,8 @@ def _end_with_sweep() -> None:
     os._exit(1)
 
 
-def _plan(unit: Unit, options: PlanOptions) -> None:
-    for row in rows_of(unit, options):
-        _ROWS[0].put(row)
+def _all_rows(unit: Unit, options: PlanOptions) -> list[Row]:
+    return list(rows_of(unit, options, LogTeller()))
 
 
 @contextmanager
@@ -348,7 +280,7 @@ def _check_runs(spec: SweepSpec, tell: Teller) -> None:
         raise InputError(list(mistakes))
 
 
-def _run_points(points: Mapping[str, SweepPoint], rows: dict[str, Row], folder: SweepFolder,
+def _run_points(points: Mapping[str, SweepPoint], rows: dict[str, Row], folder: Path,
                 tell: Teller) -> None:
     """Runs every point that has a schedule and has not been run, each in a folder of its own;
     measured figures join its row. Raises StoppedEarly where it was asked to stop."""
@@ -362,9 +294,9 @@ def _run_points(points: Mapping[str, SweepPoint], rows: dict[str, Row], folder: 
         job = points[key].job
         constraint = job.constraint.with_latency(limit_s=math.inf if bound_s is None else bound_s)
         rows[key] = row | {"folder": f"points/{key}"} | _measured(replace(
-            job, output=folder.path / "points" / key, constraint=constraint,
+            job, output=folder / "points" / key, constraint=constraint,
             name=f"{what}, {row['bound']}"), tell)
-        folder.append(rows[key])
+        _append(folder, rows[key])
 
 
 def _measured(job: Job, tell: Teller) -> Row:

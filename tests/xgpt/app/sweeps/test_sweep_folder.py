@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import os
 import signal
 import subprocess
@@ -176,11 +175,11 @@ def started(path: Path, least_rows: int) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("tasks", ["S", pytest.param("S, T", marks=pytest.mark.slow)])
 def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path, tasks):
-    count, path = 9 * len(tasks.split()), tmp_path / "killed.yaml"
+    count, path = 10 * len(tasks.split()), tmp_path / "killed.yaml"
     path.write_text("base: {model: opt-13b, cluster: a40-4, workload: {task: S}, "
                     "schedule: {encode_chunk: 0}}\nmargin: false\n"
-                    f"grid: {{task: [{tasks}], policy: [rra, ft, dsi], "
-                    "bound: [5, 10, inf]}\n")
+                    f"grid: {{task: [{tasks}], policy: [rra, ft, dsi, orca, waa-c], "
+                    "bound: [5, inf]}\n")
     interrupted = started(path, 1)
     interrupted.send_signal(signal.SIGINT)
     _, said = interrupted.communicate(timeout=60)
@@ -189,7 +188,7 @@ def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path, tasks):
     killed.kill()
     killed.communicate(timeout=60)
     kept = len(read_sweep(tmp_path / "out" / "killed").rows)
-    assert 3 <= kept < count
+    assert 4 <= kept < count
     ended = sweep_points(load_sweep(path), told := Told(), cores=1)
     assert told.lines[0] == f"going on: {kept} of {count} points are there"
     fresh = sweep_points(load_sweep(path, SweepFlags(out=tmp_path / "fresh")), Told(), cores=1)
@@ -201,28 +200,15 @@ def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path, tasks):
     assert (ended.folder / "sweep.jsonl").read_text().count("\n") == count
 
 
-def test_rows_go_through_csv_and_parquet(job):
-    parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
-    done = swept(job, "policy=ft,orca", bounds="0.01,inf", formats=("csv", "parquet"))
-    assert [path.name for path in done.files] == [
-        "sweep.jsonl", "sweep.csv", "sweep.parquet", "report.html"]
-    table = parquet.read_table(done.files[2]).to_pylist()
+def test_rows_go_through_csv(job):
+    done = swept(job, "policy=ft,orca", bounds="0.01,inf")
+    assert [path.name for path in done.files] == ["sweep.jsonl", "sweep.csv", "report.html"]
     with done.files[1].open() as file:
         lines = list(csv.DictReader(file))
-    assert [*table[0]] == [*lines[0]] == [
-        column["name"] for column in read_sweep(done.folder).meta["columns"]]
-    for row, exact, line in zip(done.rows, table, lines, strict=True):
+    assert [*lines[0]] == [column["name"] for column in read_sweep(done.folder).meta["columns"]]
+    for row, line in zip(done.rows, lines, strict=True):
         for name, value in row.items():
-            wanted = math.inf if value == "inf" and name not in ("bound",) else value
-            assert exact[name] == wanted, name
             assert line[name] == ("" if value is None else str(value)), name
-
-
-def test_parquet_without_pyarrow_is_refused_before_anything_is_planned(job, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(XgptError, match="pip install"):
-        swept(job, "policy=ft", formats=("parquet",))
-    assert not (job.parent / "out").exists()
 
 
 def test_points_are_run_once_each_and_measured_beside_predicted(job, monkeypatch):
