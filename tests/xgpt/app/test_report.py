@@ -6,11 +6,9 @@ from pathlib import Path
 
 import fake_run
 import pytest
-from fake_run import HOSTILE, HOSTILE_TEXTS, write_fake_run, write_fake_sweep
-from job_folder import xgpt
+from fake_run import HOSTILE, write_fake_run, write_fake_sweep
 
 from jobs import job
-from xgpt.app import report
 from xgpt.app.report import write_reports, write_tables
 from xgpt.app.running.metrics import Attribution
 from xgpt.app.running.prepare import make_folder, make_room
@@ -80,37 +78,24 @@ def test_a_run_that_has_answered_nothing_is_compared_and_named(runs, tmp_path):
 
 
 @needs_matplotlib
-def test_markdown_has_the_tables_links_its_pictures_and_escapes(runs, tmp_path):
-    path, *pictures = write_reports(runs[:1], "md", tmp_path / "run.md")
-    text = path.read_text("utf-8")
-    assert "| Throughput |" in text and "## What to try next" in text
-    assert f"(run-pictures/{pictures[0].name})" in text
-    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
-    assert HOSTILE_TEXTS[0] not in text and "\\<best\\>" in text
-    both = write_reports(runs, "md", tmp_path / "both.md")[0].read_text("utf-8")
-    assert "constraint.latency\\_s | 30 | 20" in both and HOSTILE not in both
+def test_pictures_are_of_the_charts(runs, tmp_path):
+    for folders in (runs[:1], runs):
+        pictures = write_reports(folders, "png", tmp_path / f"pictures-{len(folders)}")
+        assert pictures and all(
+            picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
 @needs_matplotlib
-def test_a_sweep_has_all_forms(tmp_path):
+def test_a_sweep_has_both_forms(tmp_path):
     folder = write_fake_sweep(tmp_path / "out")
     assert write_reports([folder]) == [folder / "report.html"]
     pictures = write_reports([folder], "png")
     assert [path.name for path in pictures] == ["all.png", "scenario-0.png", "scenario-1.png"]
-    text = write_reports([folder], "md")[0].read_text("utf-8")
-    assert "RRA keeps no tighter bound" in text and HOSTILE not in text
-
-
-def test_without_matplotlib_markdown_is_text_alone(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "can_draw", lambda: False)
-    assert write_reports(runs[:1], "md", tmp_path / "x.md") == [tmp_path / "x.md"]
-    assert "![" not in (tmp_path / "x.md").read_text("utf-8")
 
 
 def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path):
     folder = write_fake_sweep(tmp_path / "job" / "sweep")
     assert write_reports([tmp_path / "job"]) == [folder / "report.html"]
-    assert "## All points" in write_reports([tmp_path / "job"], "md")[0].read_text("utf-8")
     run = write_fake_run(tmp_path / "both", num_queries=3)
     write_fake_sweep(run / "sweep")
     assert write_reports([run]) == [run / "report.html"]
@@ -121,14 +106,6 @@ def test_folders_without_a_report_are_refused(runs, tmp_path):
         write_reports([runs[0], tmp_path])
     with pytest.raises(InputError, match="sweeps are reported one by one"):
         write_reports([runs[0], write_fake_sweep(tmp_path / "s")])
-
-
-def test_several_forms_are_written_at_once_each_file_told_once(tmp_path):
-    folder = write_fake_sweep(tmp_path / "out")
-    done = xgpt("report", folder, "--format", "html, md,html", "--json")
-    files = json.loads(done.stdout)["files"]
-    assert files[:2] == [str(folder / "report.html"), str(folder / "report.md")]
-    assert len(files) == len(set(files))
 
 
 def job_of(folder: Path, results: str) -> Job:

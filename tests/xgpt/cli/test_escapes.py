@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 from job_folder import xgpt
 
-from xgpt.app.report import run_markdown
 from xgpt.core.errors import visible
-from xgpt.report.output import read_output
 
 ROOT = Path(__file__).resolve().parents[3]
 EVIL = "x\x1b]0;owned\x07\x1b[31m\u202egpj\u2066\x9b2J\r"
@@ -114,8 +112,7 @@ def job(tmp_path_factory, cache):
     ("models", "--check", "MODEL"), ("models", EVIL), ("profile", "JOB", "--tp", EVIL),
     ("export", "JOB", "--to", EVIL), ("score", "JOB"),
     ("init", "OUT"), *(pytest.param(words, marks=pytest.mark.slow) for words in (
-        ("report", "OUT", "--format", "md"), ("schedule", "JOB"), ("simulate", "JOB"),
-        ("sweep", "JOB"), ("doctor",)))],
+        ("schedule", "JOB"), ("simulate", "JOB"), ("sweep", "JOB"), ("doctor",)))],
     ids=lambda words: " ".join(words)[:40].encode("unicode_escape").decode())
 def test_no_command_about_it_writes_to_the_terminal(words, job, cache, monkeypatch):
     for name in ("PYTHONPATH", "XDG_CACHE_HOME"):
@@ -130,12 +127,11 @@ def test_no_command_about_it_writes_to_the_terminal(words, job, cache, monkeypat
 
 def test_no_file_that_people_read_holds_what_would(job):
     output = job.parent / "out"
-    (output / "without pictures.md").write_text(run_markdown(read_output(output), ()))
-    read = [path for path in output.rglob("*") if path.suffix in {".html", ".md", ".json", ".jsonl"}
+    read = [path for path in output.rglob("*") if path.suffix in {".html", ".json", ".jsonl"}
             and "model" not in path.parts]
-    assert {"report.html", "results.jsonl", "errors.jsonl", "metrics.json",
-            "without pictures.md"} <= {path.name for path in read}
+    assert {"report.html", "results.jsonl", "errors.jsonl", "metrics.json"} <= {
+        path.name for path in read}
     for path in read:
         text = path.read_text(encoding="utf-8")
-        shown = "\x1b\x07\u202e\u2066\x9b\r" if path.suffix in {".html", ".md"} else "\x1b\x07\r"
+        shown = "\x1b\x07\u202e\u2066\x9b\r" if path.suffix == ".html" else "\x1b\x07\r"
         assert not set(shown) & set(text), path.name
