@@ -1,6 +1,6 @@
 """Every CUDA kernel compared with torch on this machine's GPU, and timed, and decode steps in CUDA
-graphs with the same launched kernel by kernel: what `xgpt doctor --gpu` runs. Prints a JSON object
-a line, first the card, then each case.
+graphs with the same launched kernel by kernel: what `xgpt doctor --gpu` runs. Prints a line a
+case, and writes the file that it is given.
 
 A kernel's time includes the copies of what it works on in place. Its reference is the shortest
 torch that says the same, not the quickest: what a time is to be held against is the card's own
@@ -9,8 +9,11 @@ copy rate, which the first line has.
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import graph_trial
@@ -114,8 +117,8 @@ def card_of(device: torch.device, launch: CupyLauncher) -> dict[str, Any]:
             "copy_bytes_per_s": rate}
 
 
-def main() -> None:
-    """Raises XgptError where there is no GPU or no cupy."""
+def main(file: Path) -> None:
+    """Raises XgptError where there is no GPU, no cupy, or a kernel that differs."""
     if not torch.cuda.is_available():
         raise XgptError(f"PyTorch {torch.__version__} can use no GPU here")
     if (why := why_no_cupy()) is not None:
@@ -124,14 +127,29 @@ def main() -> None:
     torch.set_float32_matmul_precision("highest")
     launch = CupyLauncher(device)
     ops = CudaOps(launch, torch.cuda.get_device_properties(device).multi_processor_count)
-    print(json.dumps(card_of(device, launch)), flush=True)
-    for record in chain(records(ops, launch, device, gpu_clock),
-                        graph_records(device, CudaCapture(device), gpu_clock)):
-        print(json.dumps(record), flush=True)
+    write(card_of(device, launch), chain(
+        records(ops, launch, device, gpu_clock),
+        graph_records(device, CudaCapture(device), gpu_clock)), file)
+
+
+def write(card: dict[str, Any], records: Iterator[dict[str, Any]], file: Path) -> None:
+    """Prints each record as it comes, and writes all. Raises XgptError where one differs."""
+    cases = []
+    for case in records:
+        cases.append(case)
+        share = case.get("bytes_per_s", 0.0) / card["copy_bytes_per_s"]
+        print(f"{case['operator']}, {case['shape']}, {case['dtype']}: " + (
+            f"agrees, {share:.0%} of the copy rate" if case["agrees"] else "DIFFERS"), flush=True)
+    file.write_text(json.dumps({"schema_version": 1, "xgpt": metadata.version("xgpt"), **card,
+                                "cases": cases}, indent=1) + "\n", encoding="utf-8")
+    if differing := dict.fromkeys(case["operator"] for case in cases if not case["agrees"]):
+        raise XgptError(f"{', '.join(differing)}: not what torch computes on this card; "
+                        f"XGPT_NATIVE=off leaves our kernels out. Please send {file.name} to the "
+                        "project")
 
 
 if __name__ == "__main__":
     try:
-        main()
+        main(Path(sys.argv[1]))
     except XgptError as error:
         raise SystemExit(f"{error}") from None

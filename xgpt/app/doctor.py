@@ -10,16 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-from xgpt.app.telling import Teller
 from xgpt.core.errors import XgptError
 from xgpt.core.system.lifeline import without_other_launchers
 from xgpt.core.system.machine import available_memory_bytes, gpus_here, usable_cores, why_no_torch
-from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_bytes
 from xgpt.launch.process import own_modules
 from xrunner.checkpoint.source import cache_dir, hub_address, is_offline, why_silent
@@ -35,7 +32,6 @@ _TORCH_INDEX = {"12": "cu128", "13": "cu130"}
 _OPTIONAL = {"jinja2": ("report", "reports"), "matplotlib": ("report", "plots in reports"),
              "pyarrow": ("parquet", "Parquet files"), "rich": ("top", "xgpt top")}
 _FAILS = "fails: "  # how what cannot be used is told
-SCHEMA_VERSION = 1
 _LIMIT_S = 600.0  # the native operators may have to be compiled
 _INSTRUCTION_SETS = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "AVX-512 bf16"),
                      ("avx512_vnni", "VNNI"), ("amx_bf16", "AMX bf16"), ("asimd", "NEON"),
@@ -175,29 +171,6 @@ def _printed(command: Sequence[str], environment: Mapping[str, str] | None = Non
     return done.stdout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuVerdict:
-    """What comparing every kernel with torch on a card came to. `differing`: operators that do not
-    give what torch gives; `shares`: of each, the best rate over the card's copy rate."""
-
-    file: Path
-    card: str
-    num_cases: int
-    differing: tuple[str, ...]
-    shares: Mapping[str, float]
-
-
-class DifferingKernels(XgptError):
-    """Kernels do not compute on a card what torch does."""
-
-    def __init__(self, verdict: GpuVerdict) -> None:
-        self.details = {"verdict": asdict(verdict)}
-        super().__init__(
-            f"{', '.join(verdict.differing)}: not what torch computes on this card; "
-            f"XGPT_NATIVE=off leaves our kernels out. Please send "
-            f"{verdict.file.name} to the project")
-
-
 def examine() -> dict[str, str]:
     """label -> what there is, or what there is not and why; in the order to be shown."""
     found = {"processor": _processor(), "memory": format_bytes(available_memory_bytes()) + " free"}
@@ -212,56 +185,27 @@ def examine() -> dict[str, str]:
                         "none on the PATH (only tests of the report use one)")}
 
 
-def compare_on_gpu(tell: Teller, folder: Path, checks: Path = _CHECKS) -> GpuVerdict:
-    """Compares every kernel with torch on this machine's GPU and writes `xgpt-doctor-<card>.json`
-    to `folder`. Raises XgptError where there is no GPU, no cupy, or no source tree, whose tests
-    hold the `checks`."""
-    if not gpus_here():
+def compare_on_gpu(folder: Path, checks: Path = _CHECKS) -> Path:
+    """Compares every kernel with torch on this machine's GPU, each told on stderr as it goes, and
+    writes `xgpt-doctor-<card>.json` to `folder`; that file. Raises XgptError where a kernel
+    differs, and where there is no GPU, no cupy, or no source tree, whose tests hold the `checks`.
+    """
+    if not (gpus := gpus_here()):
         raise XgptError("there is no GPU here (nvidia-smi shows none), so no kernel can be "
                         "compared on one; `xgpt doctor` says what this machine has")
-    if not (checks / "gpu_report.py").is_file():
+    script = checks / "gpu_report.py"
+    if not script.is_file():
         raise XgptError("`xgpt doctor --gpu` needs xgpt's source tree (`pip install -e .` there): "
                         "what compares the kernels is among its tests")
-    lines = _lines_of(checks / "gpu_report.py")
-    card = next(lines)
-    cases = []
-    for case in lines:
-        cases.append(case)
-        tell.progress(f"{len(cases)} cases, {case['operator']} {case['dtype']}: "
-                      f"{'agrees' if case['agrees'] else 'DIFFERS'}")
-    tell.end_progress()
-    slug = re.sub(r"[^a-z0-9]+", "-", card["card"].lower()).strip("-")
-    file = folder / f"xgpt-doctor-{slug}.json"
-    write_atomically(file, json.dumps({
-        "schema_version": SCHEMA_VERSION,
-        "xgpt": (_version("xgpt") or "xgpt not installed").partition(" ")[2], **card,
-        "cases": cases}, indent=1) + "\n")
-    return verdict_of(file, card, cases)
-
-
-def verdict_of(file: Path, card: Mapping[str, Any], cases: list[dict[str, Any]]) -> GpuVerdict:
-    shares: dict[str, float] = {}
-    for case in cases:
-        share = case.get("bytes_per_s", 0.0) / card["copy_bytes_per_s"]
-        shares[case["operator"]] = max(shares.get(case["operator"], 0.0), share)
-    differing = tuple(dict.fromkeys(c["operator"] for c in cases if not c["agrees"]))
-    return GpuVerdict(file=file, card=card["card"], num_cases=len(cases), differing=differing,
-                      shares=shares)
-
-
-def _lines_of(script: Path) -> Iterator[dict[str, Any]]:
-    """The objects that a script prints as it goes. Raises XgptError with its last words."""
-    environment = {**without_other_launchers(os.environ), **own_modules()}
-    found = [str(script.parent), *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(found)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            yield json.loads(line)
-        said = process.stderr.read().strip().splitlines()
-    if process.returncode:
-        raise XgptError(said[-1] if said else f"{script.name} ended with {process.returncode}")
+    card = re.sub(r"[^a-z0-9]+", "-", gpus[0].name.lower()).strip("-")
+    file = folder / f"xgpt-doctor-{card}.json"
+    done = subprocess.run([sys.executable, str(script), str(file)], check=False, text=True,
+                          stdout=sys.__stderr__, stderr=subprocess.PIPE,
+                          env={**without_other_launchers(os.environ), **own_modules()})
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise XgptError(said[-1] if said else f"{script.name} ended with {done.returncode}")
+    return file
 
 
 def _asked(part: str) -> str:

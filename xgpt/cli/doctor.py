@@ -6,11 +6,10 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.doctor import DifferingKernels, GpuVerdict, Remedy, compare_on_gpu, examine, remedies
+from xgpt.app.doctor import Remedy, compare_on_gpu, examine, remedies
 from xgpt.cli.options import json_option, print_json
-from xgpt.cli.terminal import Terminal, show
-from xgpt.report.figures import percent
-from xgpt.report.table import fact, table
+from xgpt.cli.terminal import show
+from xgpt.report.table import fact, paragraph
 
 
 @click.command()
@@ -28,13 +27,12 @@ def doctor(gpu: bool, as_json: bool) -> None:
             show("\n".join(fact(label, words) for label, words in found.items()))
             show("\n" + _verdict(missing))
         return
-    verdict = compare_on_gpu(Terminal(), Path.cwd())
-    if not as_json:
-        show(_gpu_table(verdict))
-    if verdict.differing:
-        raise DifferingKernels(verdict)
+    file = compare_on_gpu(Path.cwd())
     if as_json:
-        print_json(asdict(verdict))
+        print_json({"file": file})
+    else:
+        show(paragraph(f"all kernels agree with torch. {file.name} is written; please send it to "
+                       "the project: it is how kernels get known to work on a card"))
 
 
 def _verdict(missing: Sequence[Remedy]) -> str:
@@ -46,14 +44,3 @@ def _verdict(missing: Sequence[Remedy]) -> str:
         for remedy in group:
             lines += ["", fact(title, remedy.why), f"    {remedy.command}"]
     return "\n".join(lines)
-
-
-def _gpu_table(verdict: GpuVerdict) -> str:
-    """Every operator: does it agree with torch, and its best share of the card's copy rate."""
-    rows = [(name, "no" if name in verdict.differing else "yes", percent(share))
-            for name, share in verdict.shares.items()]
-    return "\n".join([
-        table(("operator", "agrees", "of copy rate"), rows, right=(2,)), "",
-        fact("card", f"{verdict.card}: {verdict.num_cases} cases compared with torch"),
-        fact("written to", f"{verdict.file.name}; please send it to the project: it is how kernels "
-                           "get known to work on a card")])
