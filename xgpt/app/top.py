@@ -5,13 +5,10 @@ import importlib.util
 import json
 import math
 import os
-import select
-import signal
-import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +34,6 @@ _MESSAGES = 8
 COLUMNS = ("stage", "pool", "busy now", "on average", "queries")
 ASK_S = 10.0  # between questions to Slurm
 _LOOK_S = 1.0
-_SPARKS = " .:-=+*#"
 _COLOURS: dict[str, str] = {State.RUNNING: "green", State.DONE: "green", State.DIED: "red",
                             State.STOPPED: "yellow", State.COMPLETE: "yellow"}
 _ASKED = "asked to stop: it ends in a few seconds, and the same command goes on from there"
@@ -232,43 +228,37 @@ def _measured(output: Path) -> Iterable[RankState]:
 
 
 def follow(look: Callable[[Glance | None], Glance | None]) -> Glance | None:
-    """Shows the job once a second until it ends, or q or Ctrl-C is pressed; returns the last look
-    at it. Raises MissingExtraError without rich."""
+    """Shows the job once a second until it ends, or Ctrl-C is pressed; returns the last look at it.
+    Raises MissingExtraError without rich."""
     if importlib.util.find_spec("rich") is None:
         raise MissingExtraError("rich", "top", "the live view (`xgpt status` needs nothing)")
-    from rich.console import Console
     from rich.live import Live
 
-    paces: list[float] = []
     now = look(None)
     if now is None or not now.is_active:
         return now
-    console = Console()
-    with _keys() as is_to_leave, Live(console=console, screen=True, auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), Live(screen=True, auto_refresh=False) as live:
         while now is not None:
-            if now.tokens_per_s is not None:
-                paces.append(now.tokens_per_s)
-            live.update(screen(now, paces), refresh=True)
-            if not now.is_active or is_to_leave(_LOOK_S):
+            live.update(screen(now), refresh=True)
+            if not now.is_active:
                 break
+            time.sleep(_LOOK_S)
             now = look(now)
     return now
 
 
-def screen(now: Glance, paces: list[float]) -> Any:
-    """What is drawn. `paces`: output tokens per second at each look so far."""
+def screen(now: Glance) -> Any:
+    """What is drawn."""
     from rich.panel import Panel
     from rich.text import Text
 
     lines, p = now.lines(_most_ranks()), now.progress
-    if len(paces) > 1:
-        lines.insert(0, fact("tokens/s", _spark(paces[-40:])))
     if p is not None and p.total:
         lines.insert(0, fact("progress", bar(p.done, p.total)))
     title = Text(visible(f"{now.name}: {now.state}"),
                  style=f"bold {_COLOURS.get(now.state, 'cyan')}")
     return Panel(Text(visible("\n".join(lines)), no_wrap=True, overflow="ellipsis"), title=title,
-                 subtitle="q leaves; the job goes on")
+                 subtitle="Ctrl-C leaves; the job goes on")
 
 
 def _most_ranks() -> int:
@@ -277,36 +267,6 @@ def _most_ranks() -> int:
         return max(os.get_terminal_size().lines - 20, 4)
     except OSError:
         return 16
-
-
-def _spark(values: list[float]) -> str:
-    """One character a value, in ASCII: the higher, the darker."""
-    most = max(values) or 1.0
-    return "".join(_SPARKS[round(max(v, 0.0) / most * (len(_SPARKS) - 1))] for v in values)
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
-    """Waits so many seconds, or until a key is pressed: whether it was q or Ctrl-C, or nobody types
-    there. An exception of Ctrl-C could be lost where Python ignores them."""
-    import termios
-    import tty
-
-    def is_to_leave(seconds: float) -> bool:
-        ready, _, _ = select.select([descriptor], [], [], seconds)
-        return bool(interrupts) or (
-            bool(ready) and os.read(descriptor, 1) in (b"q", b"Q", b""))
-
-    interrupts: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    try:
-        tty.setcbreak(descriptor)
-        yield is_to_leave
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-        signal.signal(signal.SIGINT, previous)
 
 
 def stop_job(output: Path) -> str:

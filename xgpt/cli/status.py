@@ -70,7 +70,7 @@ def stop(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.command()
 @click.argument("where", type=JobFile(), metavar="DIR|JOB.yaml")
 def top(where: Path) -> None:
-    """A live view of a running job, here or under Slurm; q or Ctrl-C leaves it, and the job goes
+    """A live view of a running job, here or under Slurm; Ctrl-C leaves it, and the job goes
     on. Where the output is no terminal it prints one state and ends."""
     place = place_of(where)
     is_live = sys.stdout.isatty() and sys.stdin.isatty()
