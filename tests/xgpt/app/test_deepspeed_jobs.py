@@ -85,36 +85,6 @@ def test_a_package_or_a_compiler_that_is_missing_is_named(tmp_path, monkeypatch)
     refuse_what_cannot_run(load_job(job.source, ["run.engine=xgpt"]), LogTeller())  # needs neither
 
 
-@pytest.mark.parametrize(("override", "why"), [
-    ("schedule.policy=rra", "schedule.policy = 'rra': ft or dsi"),
-    ("schedule.policy=orca", "schedule.policy = 'orca': ft or dsi"),
-    ("schedule.decode_iterations=3", "works static batches"),
-    ("run.dtype=float16", "run.dtype = 'float16': float32 or bfloat16")])
-def test_what_the_job_file_alone_shows_is_refused_before_the_package_is_looked_for(
-        tmp_path, override, why):
-    job = load_job(session_of(tmp_path).job.source, [override])
-    with pytest.raises(InputError) as caught:
-        refuse_what_cannot_run(job, LogTeller())
-    assert why in str(caught.value) and len(caught.value.mistakes) == 1
-
-
-@pytest.mark.parametrize(("given", "why"), [
-    ({"model": "gpt2"}, "AutoTP does not divide GPT-2"),
-    ({"model": "t5-11b"}, "does not execute encoder-decoder models"),
-    ({"run": "ranks: 3"}, "run.ranks = 3: one tensor-parallel group: tp_degree 3 does not divide"),
-    ({"schedule": "replicas: 2"}, "schedule.replicas = 2: left out, or 1"),
-    ({"schedule": "tp_degree: 1"}, "schedule.tp_degree = 1: left out, or 2"),
-    ({"schedule": "tp_gpus: 0"}, "schedule.tp_gpus = 0: left out, or 2")])
-def test_models_and_ranks_that_cannot_be_divided_are_refused(tmp_path, given, why):
-    with pytest.raises(InputError) as caught:
-        executable(session_of(tmp_path, **given))
-    assert why in str(caught.value)
-
-
-def test_gpt2_runs_on_one_rank(tmp_path):
-    assert executable(session_of(tmp_path, model="gpt2", run="ranks: 1")).problem.fixed
-
-
 def test_a_schedule_of_other_stages_or_another_policy_is_refused(tmp_path):
     session = session_of(tmp_path)
     schedule = found(session)

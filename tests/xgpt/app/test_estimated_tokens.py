@@ -4,7 +4,6 @@ keeps a margin for it; a run does not."""
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from job_folder import xgpt
@@ -13,7 +12,7 @@ from runs import Told
 from jobs import job as job_of
 from xgpt.app import opened as opening
 from xgpt.app.opened import OpenedJob, open_file, open_job
-from xgpt.core.errors import InputError, MissingExtraError, XgptError
+from xgpt.core.errors import InputError, XgptError
 from xgpt.job.job_file import load_job
 from xgpt.requests.request import Request
 from xgpt.run_folder.files import KEPT_FILE, standard_input
@@ -28,7 +27,6 @@ workload: {requests: prompts.jsonl, output_tokens: {mean: 20, std: 5, max: 40}}
 constraint: {latency_s: 2}
 schedule: {policy: rra, encode_chunk: 0, replicas: 1, tp_degree: 1}
 """
-
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
@@ -69,22 +67,6 @@ def test_every_query_has_its_own_estimate_and_the_margin_grows_with_the_doubt(jo
     assert own == round(len(TEXT) / 3.6)
     assert inputs_of(session)[:4] == [estimated_tokens(TEXT * n) for n in (1, 2, 3, 4)]
     assert session.problem.queries is not None and session.problem.input_error == SPREAD
-
-
-@pytest.mark.parametrize("command", ["sweep", "simulate"])
-def test_sweep_and_simulate_plan_by_the_estimate_too(job, command):
-    done = xgpt(command, job, *(("--set", "schedule.encode_batch=4", "--set",
-                                 "schedule.decode_iterations=8") if command == "simulate" else
-                                ("--set", "schedule.policy=ft")))
-    assert done.returncode == 0, done.stderr
-    assert "estimated from their characters" in " ".join(done.stderr.split())
-
-
-def test_without_the_packages_it_is_said_which_command_brings_them(job, monkeypatch):
-    monkeypatch.setattr(opening, "find_model", unreachable(
-        MissingExtraError("huggingface_hub", "run", "fetching a model")))
-    done = xgpt("schedule", job)
-    assert done.returncode == 0 and "pip install" in done.stderr, done.stderr
 
 
 def test_a_run_never_takes_an_estimate(job):
@@ -166,13 +148,6 @@ def test_what_holds_no_requests_is_wrong_input(piped, monkeypatch, stream, said)
     monkeypatch.setattr("sys.stdin", stream and io.TextIOWrapper(stream))
     with pytest.raises(InputError, match=said):
         open_job(piped, Told(), "run")
-
-
-def test_a_folder_that_cannot_keep_it_is_named(piped, monkeypatch, tmp_path):
-    comes(monkeypatch, LINES)
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="a folder that can be written to"):
-        standard_input(replace(piped, output=tmp_path / "file"), Told(), is_kept=True)
 
 
 def test_files_without_a_request_say_what_may_be_meant(piped, tmp_path):

@@ -188,28 +188,6 @@ def test_measuring_a_profile_measures_it_whole(wanted, measured):
     assert left_out(whole, 1) == [] and max(measured.values()) == 1
 
 
-def test_the_time_left_is_true_when_points_take_as_long_as_they_should(
-        wanted, monkeypatch, measured, tmp_path):
-    now, told = [100.0], []
-
-    def measure(session: worker.Measuring, _bench: worker.Bench, _degree: int,
-                point: Point) -> None:
-        now[0] += 0.07 * worker.effort(point)
-
-    def save(session: worker.Measuring, *, force: bool = False) -> None:
-        told.append((now[0], session._outlook()[1]))
-
-    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(worker.Measuring, "_measure", measure)
-    monkeypatch.setattr(worker.Measuring, "_save", save)
-    monkeypatch.setattr(app, "load_profile", lambda _: Profile(metadata=wanted.metadata, tables={}))
-    monkeypatch.setattr(app.os, "replace", lambda *_: None)
-    quick_profile(wanted, LogTeller())
-    assert len(told) > 10
-    for at, left_s in told:
-        assert left_s == pytest.approx(told[-1][0] - at, abs=1e-6)
-
-
 def test_a_job_of_few_queries_is_measured_at_what_its_fixed_schedule_keeps_present():
     """Two queries by a schedule for more are planned as if batches filled: of sizes beyond what
     was measured no schedule would be left."""

@@ -1,6 +1,5 @@
 """One process at a time measures on a host, and who waits for it says so."""
 
-import contextlib
 import json
 import os
 import signal
@@ -20,7 +19,6 @@ from runs import Told
 
 from jobs import opened
 from xgpt.app import profile as module
-from xgpt.app import profile as timing
 from xgpt.app import wanted as profile_identity
 from xgpt.app.opened import OpenedJob
 from xgpt.app.profile import alone, local_profile
@@ -50,7 +48,6 @@ with alone(Path(sys.argv[1]), Path("/jobs/other"), LogTeller(), sys.argv[2]):
     print("held", flush=True)
     time.sleep(100)
 """
-
 
 @contextmanager
 def held(folder: Path, engine: str = "xgpt", before: tuple[str, ...] = ()) -> Iterator[int]:
@@ -160,26 +157,6 @@ def test_who_waits_for_another_that_measures_stops_too(wanted, tmp_path):
         local_profile(wanted, LogTeller())
 
 
-def test_that_operators_are_being_compiled_is_told_before_anything_is_timed(tmp_path, monkeypatch):
-    order: list[str] = []
-    monkeypatch.setattr(timing, "why_no_torch", lambda _: None)
-    monkeypatch.setattr(timing, "why_no_operators", lambda: order.append("compiled"))
-    monkeypatch.setattr(timing, "told_while",
-                        lambda _, what: order.append(what) or contextlib.nullcontext())
-
-    def stop(*_: object) -> None:
-        order.append("timed")
-        raise InterruptedError
-
-    monkeypatch.setattr(timing, "quick_profile", stop)
-    own = opened(tmp_path, model="opt-125m", cluster="local", run="{ranks: 1}")
-    if own.problem.cluster.device.kind != "cpu":
-        pytest.skip("this machine's GPUs would be timed")
-    with pytest.raises(InterruptedError):
-        timing.timing_of(own)
-    assert order == ["compiling what computes, once", "compiled", "timed"]
-
-
 def test_a_profile_of_gpus_tells_whether_kernels_read_each_query_alone_and_steps_are_captured(
         tmp_path, monkeypatch):
     def of(graphs):
@@ -219,7 +196,7 @@ class Measurer:
 def test_one_node_and_two_of_as_many_ranks_are_told_apart(tmp_path):
     one, two = (profile_metadata(opened.job, opened.problem) for hosts in ("", "a, b")
                 for opened in [opened_on(tmp_path, hosts)])
-    assert (one.ranks, two.ranks) == (2, 2) and (one.nodes, two.nodes) == (1, 2)
+    assert (one.ranks, two.ranks, one.nodes, two.nodes) == (2, 2, 1, 2)
     assert cached_profile_path(tmp_path, one) != cached_profile_path(tmp_path, two)
 
 

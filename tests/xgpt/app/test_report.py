@@ -10,7 +10,6 @@ from fake_run import HOSTILE, write_fake_run, write_fake_sweep
 
 from jobs import job
 from xgpt.app.report import write_reports, write_tables
-from xgpt.app.running.metrics import Attribution
 from xgpt.app.running.prepare import make_folder, make_room
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError, MissingExtraError, XgptError
@@ -155,10 +154,3 @@ def test_a_report_of_a_folder_writes_the_table_that_its_job_asked_for(tmp_path):
     assert write_tables([place_of(out)]) == [table]
     assert [line[:7] for line in table.read_text().splitlines()] == ["id,text", "q0,yes,"]
     assert write_tables([place_of(out)] * 2) == []
-
-
-def test_each_cause_is_told_by_itself():
-    found = Attribution(predicted_s=10.0, with_lengths_s=11.0, with_times_s=9.9, measured_s=10.1,
-                        same_steps=1.0)
-    assert found.sentence == ("time of the run against its prediction +1 %: output lengths +10 %, "
-                              "step times -10 %, the rest +2 %")

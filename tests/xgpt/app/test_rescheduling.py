@@ -163,14 +163,6 @@ def test_what_is_followed(tmp_path, given, is_followed, planned):
         assert found is not None and found.decider.followed.threshold == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("", 0.1), ("reschedule: auto", 0.1), ("reschedule: on", 0.1), ("reschedule: off", None),
-    ("reschedule: false", None), ("reschedule: 0.25", 0.25), ("reschedule: 5%", 0.05),
-    ("reschedule: 1", 1.0)])
-def test_the_key(tmp_path, text, expected):
-    assert session_of(tmp_path, run=text).job.run.reschedule == expected
-
-
 def test_slots_leave_room_for_changes_within_memory_and_job(tmp_path):
     session = session_of(tmp_path, schedule="policy: rra")
     schedule = plan_job(session, timing_of(session)).schedule

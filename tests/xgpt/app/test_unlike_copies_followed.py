@@ -19,9 +19,7 @@ from xgpt.app.running.prepare import plan_for_ranks
 from xgpt.app.schedule import settled
 from xgpt.app.simulate import simulate_job
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.lengths import JointLengths, empirical
-from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile_timing import Factor, Retimed
 from xrunner.checkpoint.source import ModelFiles
@@ -33,10 +31,8 @@ from xrunner.rules.changes import OfShapes
 from xrunner.rules.iteration import StepLimits
 from xrunner.rules.rra import PhaseControls
 from xscheduler.copies import problem_for, problem_on
-from xscheduler.drift import drift_rows
 from xscheduler.evaluator import Evaluator
 from xscheduler.live.decisions import NOT_RRA
-from xscheduler.live.reschedule import reschedule
 from xscheduler.live.shapes import differ
 from xscheduler.planner import Planner, PlanOptions
 from xsimulator.rough.forms import fixed_estimate
@@ -237,8 +233,6 @@ def test_a_decision_has_the_phase_of_the_first_copy_that_took_it_up(drifted):
     assert row["phase"] == 4
 
 
-
-
 @pytest.fixture(scope="module")
 def large_and_small(tmp_path_factory):
     """A large batch on two devices, of three quarters of the queries, beside a small one on one."""
@@ -276,21 +270,3 @@ def test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula(
     assert simulated.to_dict()["replay"]["estimated_latency_s"] == figures.estimated_latency_s
     words = " ".join(str(simulated).split())
     assert "of the slowest copy (the estimate says" in words
-
-
-def test_changed_lengths_are_replayed_by_all_copies(large_and_small):
-    opened, timing, given = large_and_small
-
-    def none(problem: Problem) -> Estimate:
-        raise InfeasibleError("not asked for")
-
-    search: Callable[[Problem], Estimate] = none
-    rows = drift_rows(opened.problem, timing, given, search=search, least_queries=400)
-    usual = next(row.kept for row in rows if row.change == 1.0)
-    assert usual.throughput_qps == pytest.approx(given.figures.throughput_qps, rel=0.08)
-
-
-def test_how_to_go_on_from_them_is_refused_by_name(large_and_small):
-    opened, timing, given = large_and_small
-    with pytest.raises(InputError, match="others = 1.* copies that are alike"):
-        reschedule(given, opened.problem, timing)

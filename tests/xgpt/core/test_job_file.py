@@ -94,6 +94,9 @@ def fixed(job):
     ("constraint.latency_s=1e1", lambda job: job.constraint.latency_s, 10),
     ("constraint.latency_s=inf", lambda job: job.constraint.latency_s, math.inf),
     ("constraint.latency_s=.inf", lambda job: job.constraint.latency_s, math.inf),
+    *((f"run.reschedule={text}", lambda job: job.run.reschedule, share) for text, share in (
+        ("", 0.1), ("auto", 0.1), ("on", 0.1), ("off", None), ("false", None), ("0.25", 0.25),
+        ("5%", 0.05), ("1", 1.0))),
     ('run.stop="###"', lambda job: job.run.stop, ("###",)),
     ('run.stop=["\\n", " "]', lambda job: job.run.stop, ("\n", " ")),
     ("run.engine=deepspeed", lambda job: (job.run.engine, job.plan_engine), ("deepspeed",) * 2),
