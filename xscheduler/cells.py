@@ -13,12 +13,10 @@ from xprofiler.timing import TimingSource
 from xscheduler.copies import has_room, most_copies, problem_on
 from xscheduler.replays import Replays
 from xscheduler.space import CHUNK, Cell, chunk_column
-from xscheduler.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import MANY_NODES, tensor_plans
 from xsimulator.plans import Plans
 from xsimulator.rough.forms import Formulas
 from xsimulator.rough.workload import Workload
-
-FEW_NODES = 4  # chosen: up to as many nodes, copies on any number of them are searched
 
 
 def cells_of(problem: Problem, timing: TimingSource,
@@ -57,11 +55,11 @@ def names_of(problem: Problem) -> list[str]:
 
 def parts_of(problem: Problem, *, is_any: bool = False) -> list[Problem]:
     """The problem of one copy, for every number of devices that it may have: part of a node, or
-    whole nodes. Of more than FEW_NODES nodes, each number of copies takes as many nodes as it can.
+    whole nodes. Of more than MANY_NODES nodes, each number of copies takes as many nodes as it can.
     is_any: also numbers of devices that are too few for the weights."""
     cluster, wanted = problem.cluster, problem.fixed.replicas
     each, nodes = cluster.devices_per_node, cluster.num_nodes
-    whole = range(1, nodes + 1) if nodes <= FEW_NODES else sorted(
+    whole = range(1, nodes + 1) if nodes <= MANY_NODES else sorted(
         {nodes // copies for copies in range(1, nodes + 1)})
     sizes = [*range(1, each), *(each * count for count in whole)]
     found = []

@@ -15,10 +15,9 @@ from xgpt.core.schedule import Rejected, Schedule
 from xgpt.core.units import format_seconds
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import is_short
+from xscheduler.space import LEAST_GAIN
 
 MILLION = 1_000_000  # queries that a cost is given for if the job has no number of them
-SLACK = 0.02  # chosen: by this share the cost without a margin may be above the least one
-REPLAYS = 3  # chosen
 Refusal = InfeasibleError | InputError
 
 
@@ -54,7 +53,7 @@ def spent(problem: Problem, schedule: Schedule, evaluator: Evaluator) -> Spent:
     count, is_job = problem.num_queries or MILLION, problem.num_queries is not None
     seconds = count / schedule.figures.throughput_qps
     if is_short(problem, schedule):
-        job = evaluator.job(schedule.estimate, REPLAYS)
+        job = evaluator.job(schedule.estimate)
         seconds = seconds if job is None else job.wall_s
     devices = problem.cluster.num_devices
     price = (problem.cluster.device.price_per_hour or 0.0) * devices * seconds / 3600
@@ -93,7 +92,7 @@ class SizeSearch:
                 self._rough[size] = self.spent(size, schedule)
         best: int | None = None
         for size in sorted(self._rough, key=lambda size: (self._cost(self._rough[size]), size)):
-            least = (1 - SLACK) * self._cost(self._rough[size])
+            least = (1 - LEAST_GAIN) * self._cost(self._rough[size])
             if best is not None and least >= self.cost(best):
                 break
             if self._try(size) and (best is None or self.cost(size) < self.cost(best)):

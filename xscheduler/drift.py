@@ -21,14 +21,12 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.replay.copies import replay_steady
 from xsimulator.replay.job import planned_queries
+from xsimulator.replay.predict import CHECKED_QUERIES, CHECKED_ROUNDS, MOST_CHECKED
 from xsimulator.replay.steady import enough_queries, of_unlike, steady_figures
 
 Statistic = Literal["mean", "std", "skewness"]
 FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)  # chosen
 SKEWNESS_CHANGES = (-0.4, -0.2, 0.0, 0.2, 0.4)  # chosen
-LEAST_QUERIES = 6000  # chosen
-ROUNDS = 16  # chosen: queries replayed over queries in the system
-MOST_QUERIES = 60_000  # chosen
 SEED = 0
 TOLERANCE = 0.02  # of the limit: the scatter of a replay's figures
 
@@ -59,7 +57,7 @@ class DriftRow:
 
 def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
                search: Callable[[Problem], Estimate],
-               least_queries: int = LEAST_QUERIES) -> tuple[DriftRow, ...]:
+               least_queries: int = CHECKED_QUERIES) -> tuple[DriftRow, ...]:
     """Rows for the FACTORS of mean and of std and the SKEWNESS_CHANGES, in this order.
 
     search: the best estimate for a problem with other lengths; raises InfeasibleError. It takes
@@ -69,7 +67,8 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
     def figures(lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:
         """Figures of the schedule on these lengths; None if the replay has no steady state."""
         changed, constraint = replace(problem, lengths=lengths), problem.constraint
-        count = enough_queries(estimate, least=least_queries, rounds=ROUNDS, most=MOST_QUERIES)
+        count = enough_queries(estimate, least=least_queries, rounds=CHECKED_ROUNDS,
+                               most=MOST_CHECKED)
         results, _ = replay_steady(changed, timing, estimate, planned_queries(
             changed, *lengths.sample(count, np.random.default_rng(SEED))))
         of_all, of_one = (of_unlike([steady_figures(

@@ -33,6 +33,8 @@ from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.step_clock import StepClocks
 from xsimulator.rough.forms import Formulas
 
+MOST_REPLAYS, MOST_REPLAYED = 5, 1500  # chosen: replays of a job; queries of these together
+
 
 class _Part(NamedTuple):
     """One copy of an estimate: its problem, rough formulas and replays."""
@@ -97,9 +99,11 @@ class Evaluator:
             num_queries, np.random.default_rng(seed)))
         return replay_job(self.problem, self.timing, estimate, queries, clocks=self.clocks)
 
-    def job(self, estimate: Estimate, replays: int) -> JobPrediction | None:
-        """Prediction for the problem's own queries, the mean of so many replays; None without known
-        times or queries that can run."""
+    def job(self, estimate: Estimate, replays: int | None = None) -> JobPrediction | None:
+        """Prediction for the problem's own queries, the mean of so many replays (None: fewer for a
+        longer job); None without known times or queries that can run."""
+        if replays is None:
+            replays = min(max(MOST_REPLAYED // (self.problem.num_queries or 1), 1), MOST_REPLAYS)
         key = estimate, replays
         if key not in self._jobs:
             try:

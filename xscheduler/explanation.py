@@ -11,10 +11,10 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
+from xscheduler.space import LEAST_GAIN, NOTHING
 from xsimulator import memory
 
 LATENCY = "the latency bound"
-FULL = 0.01  # chosen: a limit with a smaller share left counts as reached
 
 
 def explain_choice(schedule: Schedule, problem: Problem, *,
@@ -164,24 +164,24 @@ def _what_binds(schedule: Schedule, problem: Problem, limit_s: float) -> str:
         return f"{words[0].upper()}{words[1:]}{aside} ({state})"
     if is_free:
         return f"{LATENCY[0].upper()}{LATENCY[1:]} is reached, but costs nothing ({state})"
-    return f"No limit is reached within {FULL:.0%}: {state}"
+    return f"No limit is reached within {LEAST_GAIN:.0%}: {state}"
 
 
 def _costs_nothing(schedule: Schedule) -> bool:
-    """Whether a schedule without the limit is at most FULL / 2 faster."""
+    """Whether a schedule without the limit is at most NOTHING faster."""
     free = schedule.proof.unbounded_qps
-    return free is not None and 1 - schedule.figures.throughput_qps / free < FULL / 2
+    return free is not None and 1 - schedule.figures.throughput_qps / free < NOTHING
 
 
 def binding_limits(schedule: Schedule, problem: Problem, limit_s: float) -> list[str]:
-    """The limits that are reached: less than FULL is left, or (memory, number of queries) less than
-    one more query of the encode batch would take."""
+    """The limits that are reached: less than LEAST_GAIN is left, or (memory, number of queries)
+    less than one more query of the encode batch would take."""
     figures = schedule.figures
     present = max(figures.decode_batch, float(max_in_system(schedule.controls)))
     is_reached = {
-        LATENCY: figures.latency_s > limit_s * (1 - FULL),
+        LATENCY: figures.latency_s > limit_s * (1 - LEAST_GAIN),
         "memory": _next_memory(schedule.estimate, problem) > (
-            figures.memory_capacity_bytes * (1 - FULL)),
+            figures.memory_capacity_bytes * (1 - LEAST_GAIN)),
         "the number of queries": problem.num_queries is not None and (
             present + present / figures.encode_batch > problem.num_queries)}
     return [limit for limit, reached in is_reached.items() if reached]

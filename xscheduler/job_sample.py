@@ -14,7 +14,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray, Lengths, synthetic_lengths
 from xgpt.core.problem import Problem
 
-LEVELS = 40  # chosen: equally likely quantiles
+LEVELS = 40  # chosen: equally likely cases that stand for a distribution
 _MOST = 1 - 1e-9
 _ASKED = (0, 13, 26, 36, 39)  # chosen: the levels at which a latency is computed
 

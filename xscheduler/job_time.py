@@ -22,14 +22,11 @@ from xscheduler.evaluator import Evaluator, job_lengths
 from xscheduler.margin import MarginParts, Margins
 from xscheduler.prospects import keeps_pace
 from xscheduler.room import with_room
-from xscheduler.space import Cell, Limits, Point
+from xscheduler.space import LEAST_GAIN, OPTIMISM, Cell, Limits, Point
 
 SHORT = 10  # chosen: a job with more queries, as a multiple of those in the system, is not short
-LEAST_SAVED = 0.02  # chosen: share of the job's time that another schedule must save
-NEARLY = 0.9  # chosen: a replay is at most this much shorter than queries / throughput
 MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # chosen: configurations and queries of the first round
-FINALISTS, MOST_REPLAYS, MOST_AGAIN = 5, 5, 1500  # chosen: second round: replays of each, queries
-MOST_OF_MARGIN = 0.75  # chosen: exponent of the chosen schedule's margin as a least margin
+FINALISTS = 5  # chosen: configurations of the second round
 ROUGHLY = 3  # chosen: for a rough comparison one configuration in so many is replayed
 _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
@@ -44,7 +41,7 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
                 cells: Sequence[Cell], *,
                 has_margin: bool = True, is_rough: bool = False,
                 cuts: Callable[[], bool] = lambda: False) -> Schedule:
-    """`schedule`, or one that finishes the problem's own queries at least LEAST_SAVED sooner.
+    """`schedule`, or one that finishes the problem's own queries at least LEAST_GAIN sooner.
 
     cells: the configurations to choose from. has_margin: the limit holds with the constraint's
     confidence. is_rough: fewer replays, for a comparison. cuts: true once replays must end."""
@@ -55,12 +52,14 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
     margins = Margins(problem, evaluator) if has_margin else None
     limit_s = schedule.bound.limit_s
     constraint = problem.constraint
+    # the margin of the chosen schedule stands for theirs, until they are among the finalists
+    factor = 1.0 if margins is None else margins.margin(own).factor
     entries = _entries(cells, Limits(
-        latency_s=limit_s / (1.0 if margins is None else _least_margin(margins, own)),
+        latency_s=limit_s / (1.0 if math.isinf(factor) else factor),
         ttft_s=constraint.limit_s("ttft"), tpot_s=constraint.limit_s("tpot")))
     entries = entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]
     first = _first_round(entries[::ROUGHLY if is_rough else 1], clock, count, clock(own, 1), cuts)
-    replays = 1 if is_rough or cuts() else min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
+    replays = 1 if is_rough or cuts() else None
     steady_s = clock(own, replays)
     # only those that keep the limit with their own margins
     safe = (one for one in map(evaluator.shown, first) if one.figures.latency_s * (
@@ -68,19 +67,12 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
     final = sorted(((clock(estimate, replays), estimate) for estimate in islice(safe, FINALISTS)),
                    key=lambda pair: rounded(pair[0]))
     for wall_s, estimate in final:
-        if wall_s > (1 - LEAST_SAVED) * steady_s:
+        if wall_s > (1 - LEAST_GAIN) * steady_s:
             break
         margin = _NO_MARGIN if margins is None else margins.margin(estimate)
         if margins is None or keeps_pace(margins, estimate):
             return _taken(schedule, estimate, margin, count, wall_s, steady_s, len(clock.asked))
     return schedule
-
-
-def _least_margin(margins: Margins, own: Estimate) -> float:
-    """A factor that few margins are below. Margins differ between schedules, since output lengths
-    affect each differently."""
-    factor = margins.margin(own).factor
-    return 1.0 if math.isinf(factor) else max(factor**MOST_OF_MARGIN, margins.least_factor)
 
 
 def is_short(problem: Problem, schedule: Schedule) -> bool:
@@ -104,9 +96,9 @@ class _JobTime:
         self.asked = set[Estimate]()
         self._most = self._num_runnable(self._roomy(schedule.estimate))
 
-    def __call__(self, estimate: Estimate, replays: int) -> float:
-        """Makespan in seconds, the mean of so many replays; infinite if the estimate cannot run all
-        queries that `schedule` can."""
+    def __call__(self, estimate: Estimate, replays: int | None) -> float:
+        """Makespan in seconds, the mean of so many replays (see Evaluator.job); infinite if the
+        estimate cannot run all queries that `schedule` can."""
         self.asked.add(estimate)
         estimate = self._roomy(estimate)
         if self._num_runnable(estimate) < self._most:
@@ -143,7 +135,7 @@ def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
     timed: list[tuple[float, Estimate]] = []
     least_s = steady_s
     for entry in entries:
-        if NEARLY * count / entry.throughput_qps > least_s or cuts():
+        if count / ((1 + OPTIMISM) * entry.throughput_qps) > least_s or cuts():
             break
         cell = entry.cell
         estimate = cell.formula.estimate(cell.plan, entry.point).in_copies(cell.copies)

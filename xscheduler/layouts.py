@@ -14,10 +14,10 @@ from xgpt.core.system.machine import Layout
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
-from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, is_short
+from xscheduler.job_time import is_short
+from xscheduler.search import RACE
 
 LAYOUT_NOTE = "layout: "
-ROUGH = 0.05  # chosen: how much throughput a rough plan may miss
 SEVERAL_START_S = 1.0  # chosen: extra seconds to start several ranks rather than one
 
 
@@ -55,7 +55,7 @@ class Compared:
 
     def may_be_best(self, rough: LaidOut) -> bool:
         """Whether a roughly planned layout may turn out best when it is planned in full."""
-        return (1 + ROUGH) * self.queries_per_s[rough.layout] > max(
+        return (1 + RACE) * self.queries_per_s[rough.layout] > max(
             self.queries_per_s[one.layout] for one in self.tried if one is not rough)
 
     def seconds(self, one: LaidOut) -> float:
@@ -101,7 +101,6 @@ def _queries_per_s(one: LaidOut, is_for_job: bool) -> float:
     count, estimate = one.problem.num_queries, one.planned.estimate
     if not is_for_job or not count:
         return estimate.figures.throughput_qps
-    replays = min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
-    job = Evaluator(one.problem, one.timing).job(estimate, replays)
+    job = Evaluator(one.problem, one.timing).job(estimate)
     start_s = SEVERAL_START_S if one.layout.ranks > 1 else 0.0
     return 0.0 if job is None else count / (job.wall_s + start_s)

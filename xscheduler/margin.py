@@ -12,7 +12,7 @@ A schedule is planned for limit / factor, so that P(latency <= limit) is at leas
 - *times*, computed (roofline): errors as xprofiler.source_errors found them in published
   measurements: one common to all steps, one of each group of operators by its share of the latency,
   one by size. Their distribution has longer tails.
-- *lengths*: observed lengths are a sample. REPLICATES resampled distributions (smoothed bootstrap,
+- *lengths*: observed lengths are a sample. LEVELS resampled distributions (smoothed bootstrap,
   fixed seed) take its place. Given distributions are taken as true.
 - *sample*: a limit on a share of all queries is one on the job's own, which are a sample of the
   distribution (xscheduler.job_sample).
@@ -54,10 +54,8 @@ from xprofiler.profile_timing import MOST_NOISE, TableError
 from xprofiler.source_errors import OperatorGroup, SourceErrors, raised, sizes_of
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
-from xscheduler.job_sample import levels_of, logarithms_at
-from xsimulator.replay.predict import JobPrediction
+from xscheduler.job_sample import LEVELS, levels_of, logarithms_at
 
-REPLICATES = 40  # chosen
 MOST_DRAWN = 2000  # chosen: lengths drawn of a larger sample, whose scatter is scaled accordingly
 LEAST_STEP = 0.01  # chosen: share by which a table's times are raised if its error is smaller
 _SEED = 20240427
@@ -169,11 +167,6 @@ class Margins:
             sentence=""),
             unmeasured, computed)
 
-    def job(self, estimate: Estimate, replays: int) -> JobPrediction | None:
-        """Prediction for the problem's own queries (Evaluator.job)."""
-        return self.evaluator.job(estimate, replays)
-
-
     def _timing_spread(self, estimate: Estimate, metric: Metric) -> tuple[float, float]:
         """(standard deviation of log(metric) due to the times, share of the metric that no table
         explains)."""
@@ -205,7 +198,7 @@ class Margins:
         rng = np.random.default_rng(_SEED)
         shrunk = math.sqrt(min(MOST_DRAWN / min(self._counts), 1.0))
         return [(bootstrap(self.problem.lengths, rng, most=MOST_DRAWN, smooth=True), shrunk)
-                for _ in range(REPLICATES)]
+                for _ in range(LEVELS)]
 
     @cached_property
     def _drifted(self) -> dict[float, JointLengths]:

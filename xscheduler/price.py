@@ -16,10 +16,10 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule, devices_of_copies, sum_of
 from xgpt.core.schedule_file import estimate_keys
 from xgpt.core.units import format_bytes, format_seconds
+from xscheduler.space import NOTHING
 from xsimulator.memory import capacity_bytes
 
 STEP = 0.1  # chosen: share by which a limit is relaxed
-NOTHING = 0.005  # chosen: a smaller gain counts as none
 VARIABLES = ("replicas", "policy", "encode_batch", "decode_iterations", "decode_micro_batches",
              "tp_degree", "tp_gpus")
 Find = Callable[[Problem], Schedule]

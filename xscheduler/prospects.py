@@ -11,7 +11,6 @@ from xgpt.core.units import format_seconds, seconds_up
 from xscheduler.margin import Margins
 
 PACE: tuple[Metric, ...] = ("ttft", "tpot")
-REPLAYS = 3  # chosen: replays for the makespan of a job whose lengths are not all known
 
 
 def pace_of(margins: Margins, estimate: Estimate) -> list[Prospect]:
@@ -57,7 +56,7 @@ def _makespan_of(margins: Margins, estimate: Estimate, has_margin: bool) -> Pros
     bound = margins.problem.constraint.bound_on("makespan")
     if bound is None or math.isinf(bound.limit_s):
         return None
-    job = margins.job(estimate, REPLAYS)
+    job = margins.evaluator.job(estimate)
     if job is None:
         return None
     factor = margins.margin(estimate, "makespan").factor if has_margin else 1.0

@@ -20,7 +20,7 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xscheduler.replays import Replayed
 from xsimulator.memory import capacity_bytes
-from xsimulator.replay.steady import SteadyFigures
+from xsimulator.replay.steady import ROUNDING, SteadyFigures
 from xsimulator.rough.figures import Formula, Rough
 
 Point = tuple[int, ...]
@@ -31,9 +31,8 @@ TRUST = 0.05  # chosen: the same weight for no correction at all
 OPTIMISM = 0.08  # chosen: how much better than expected a cell without a replay may be
 LATENCY_OFF = 0.2  # chosen: how much shorter than the formula a latency may be
 PACE_OFF = 0.5  # chosen: how much shorter than the formula a time per token may be
-NOTHING = 0.003  # chosen: a gain in throughput too small to be worth a replay
-CAUTION = 0.002  # chosen: by how much each replay that missed the limit lowers the limit
-ROUNDING = 1e-9  # chosen: figures that differ by less are equal
+NOTHING = 0.003  # chosen: a gain in throughput too small to count
+LEAST_GAIN = 0.02  # chosen: gain for which a schedule is replaced by another
 FINE = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # chosen: fractions of a grid step around a point
 
 
@@ -152,7 +151,7 @@ class Cell:
         cells, of this weight. own: the best replayed point, returned if nothing beats it."""
         most_s = limits.latency_s if self.off else limits.latency_s * (1 + LATENCY_OFF)
         # replays that missed the limit lower it, so that their neighbours are not all tried
-        most_s *= (1 - CAUTION * self.misses) / self.longer
+        most_s *= (1 - NOTHING * self.misses) / self.longer
         off = self._off_at(self.points, usual, weight)
         best = self._best_of(self.points, self.rough, most_s, limits, off)
         if best is None:

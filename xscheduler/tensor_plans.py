@@ -3,12 +3,7 @@
 A tensor-parallel group lies within a node. Groups over several whole nodes are searched only if the
 job asks for them (`schedule.tp_degree`) or the weights do not fit otherwise, since their sums cross
 the network. All values of tp_gpus are searched, because neither memory nor throughput is monotone
-in it, except on clusters of many nodes:
-
-    nodes                    tp_gpus searched
-    below MANY_NODES         all multiples of tp_degree
-    below MOST_NODES         whole nodes
-    MOST_NODES and more      none, one node, or 1/4, 1/2, 3/4 or all of the nodes"""
+in it. From MANY_NODES nodes on, groups take none of them, one, or 1/4, 1/2, 3/4 or all."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,7 +17,7 @@ from xprofiler.timing import TimingSource
 from xsimulator.allocation import refuse_plan
 from xsimulator.memory import capacity_bytes
 
-MANY_NODES, MOST_NODES = 4, 8  # chosen
+MANY_NODES = 4  # chosen: clusters of more nodes are not divided in every way
 _DEGREES = (1, 2, 4, 8, 16)
 
 
@@ -52,10 +47,8 @@ def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
 def _likely(plans: Sequence[TensorPlan], cluster: Cluster) -> Sequence[TensorPlan]:
     """The plans that are searched on so many nodes; all if none covers whole nodes."""
     each, nodes = cluster.devices_per_node, cluster.num_nodes
-    whole = [plan for plan in plans if plan.tp_gpus % each == 0]
-    if nodes >= MOST_NODES:
-        few = {0, each, *(each * round(nodes * share / 4) for share in range(1, 5))}
-        whole = [plan for plan in whole if plan.tp_gpus in few]
+    few = {0, each, *(each * round(nodes * share / 4) for share in range(1, 5))}
+    whole = [plan for plan in plans if plan.tp_gpus in few]
     return whole if whole and nodes >= MANY_NODES else plans
 
 

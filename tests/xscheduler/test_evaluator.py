@@ -16,11 +16,12 @@ from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
 from xscheduler.evaluator import Evaluator, predict
-from xscheduler.job_time import LEAST_SAVED, SHORT, _taken, for_the_job
+from xscheduler.job_time import SHORT, _taken, for_the_job
 from xscheduler.margin import MarginParts, Margins
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.room import LEAST_OBSERVING, headroom, mean_present, with_room_for
 from xscheduler.search_planner import SearchPlanner
+from xscheduler.space import LEAST_GAIN
 
 
 def evaluator(**given) -> Evaluator:
@@ -123,7 +124,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path, bound, sched
     assert found.figures.fits and found.figures.latency_s * own.factor <= found.bound.limit_s
     assert found.bound.limit_s == steady.bound.limit_s
     if found.estimate != steady.estimate:
-        assert wall_s(session, found) <= (1 - LEAST_SAVED) * wall_s(session, steady)
+        assert wall_s(session, found) <= (1 - LEAST_GAIN) * wall_s(session, steady)
         assert found.figures.throughput_qps * (1 + found.proof.gap) == pytest.approx(
             found.proof.bound_qps)
         assert "this job's 100 queries" in found.explanation[0]

@@ -12,7 +12,8 @@ from xgpt.core.schedule import Rejected
 from xgpt.core.units import format_bytes
 from xscheduler.explanation import binding_limits, explain_choice
 from xscheduler.planner import PlanOptions, plan
-from xscheduler.price import NOTHING, price
+from xscheduler.price import price
+from xscheduler.space import NOTHING
 from xsimulator import memory
 from xsimulator.memory import capacity_bytes
 

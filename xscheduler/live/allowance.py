@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xgpt.core.constraint import Constraint
+from xscheduler.live.observations import LEAST_QUERIES
 
-ENOUGH = 50  # chosen: queries done between two checks
 OFF, BACK = 0.8, 1.5  # chosen: the rest is re-planned if share left / share planned is outside
 LEAST = 0.2  # chosen: least share planned for, as a share of the limit's own (1 % of 5 %)
 
@@ -40,7 +40,7 @@ class Allowance:
         self._own = 1 - bound.quantile if (
             bound.kind == "queries" and math.isfinite(bound.limit_s)) else None
         self._num_queries, self._planned = num_queries, self._own
-        self._next = ENOUGH  # queries done at the next check
+        self._next = LEAST_QUERIES  # queries done at the next check
         self._was_lost = False
 
     def share(self, kept: Kept | None) -> float | None:
@@ -72,7 +72,7 @@ class Allowance:
         """Records that the rest is now planned for the share that `kept` leaves."""
         self._planned = self.share(kept)
         if kept is not None:
-            self._next = kept.done + ENOUGH
+            self._next = kept.done + LEAST_QUERIES
             self._was_lost = self._own is not None and self._is_lost(kept)
 
     def constrained(self, constraint: Constraint, kept: Kept | None) -> Constraint:

@@ -22,9 +22,15 @@ from xprofiler.timing import TimingSource
 from xscheduler.fallback import FIRST_QUERIES
 from xscheduler.live.allowance import Allowance, AllowanceEvidence, Kept
 from xscheduler.live.evidence import LengthEvidence, StepTimeEvidence
-from xscheduler.live.observations import Observation, drift_of, joint_of, observed_lengths
+from xscheduler.live.observations import (
+    LEAST_QUERIES,
+    Observation,
+    drift_of,
+    joint_of,
+    observed_lengths,
+)
 from xscheduler.live.quick_change import FollowUpEvidence, is_pressing, revise_at_once
-from xscheduler.live.reschedule import LEAST_GAIN, Reschedule, Revised, reschedule, revise
+from xscheduler.live.reschedule import Reschedule, Revised, reschedule, revise
 from xscheduler.live.shapes import (
     Room,
     can_change_lengths,
@@ -36,10 +42,9 @@ from xscheduler.live.shapes import (
     variables_of,
 )
 
-# chosen: queries done before lengths count: a share of the job, between these numbers
-LEAST_QUERIES, MOST_QUERIES, SHARE = 50, 200, 0.1
+# chosen: queries done before lengths count: a share of the job, from LEAST_QUERIES up to so many
+MOST_QUERIES, SHARE = 200, 0.1
 CAUTION = 0.5  # chosen: share of the limit planned for after fewer queries: few are long ones
-LEAST_STEPS_GAIN = 0.05  # chosen: least gain for a change because of step times, which scatter
 # the reason for no change of lengths if copies are unequal and none executes RRA
 NOT_RRA = ("no copy executes RRA, whose batches alone follow lengths, and for copies of several "
            "shapes it is not looked for what a re-deployment would bring")
@@ -274,9 +279,7 @@ class Decider:
         is_early = isinstance(look, LengthEvidence) and look.is_observing and (
             look.seen.num_finished < LEAST_QUERIES)
         found = self._of_shapes(look, problem, lambda shape, own, part, **held: revise(
-            own, part, self._timing_by(look, shape), caution=CAUTION if is_early else 1.0,
-            least_gain=LEAST_GAIN if isinstance(look, LengthEvidence) else LEAST_STEPS_GAIN,
-            **held))
+            own, part, self._timing_by(look, shape), caution=CAUTION if is_early else 1.0, **held))
         assert found is not None, "there is something to say of each"
         return self._revised(look, problem, found)
 

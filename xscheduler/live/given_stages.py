@@ -33,9 +33,6 @@ from xsimulator.plans import PoolPairs, StagePlan, StagePlans
 from xsimulator.rough.figures import Formula, Rough, point_of
 from xsimulator.rough.forms import Formulas
 
-MAX_BATCH = 1 << 16  # chosen
-LIKELIEST = 12  # chosen: points replayed before the search
-LEAST_BUDGET = 16  # chosen: tokens of a step
 _PACED: tuple[Metric, ...] = ("latency", "ttft", "tpot")
 _LIMITED = ("max_active", "token_budget")  # may only shrink within given caches
 
@@ -129,8 +126,6 @@ class WithinCaches:
             free &= (chunk > 0) == (now > 0) if is_rra else chunk == now
         if isinstance(self._now.controls, ContinuousControls):
             free &= points[:, 0] >= self._now.deployment.num_groups
-            if len(self.as_it_is) > 1:
-                free &= points[:, 1] >= min(LEAST_BUDGET, self.as_it_is[1])
         return free
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
@@ -182,8 +177,8 @@ class GivenStages:
             limits |= {name: value for name in _LIMITED
                        if (value := getattr(began.controls, name)) is not None}
         elif began is not None:
-            limits["encode_batch"] = min(limits.get("encode_batch", MAX_BATCH),
-                                         began.figures.encode_batch)
+            most_batch = began.figures.encode_batch
+            limits["encode_batch"] = min(limits.get("encode_batch", most_batch), most_batch)
         formulas = Formulas(self.problem, timing, plans=GivenPlans(
             self.problem, timing, now.deployment.pools))
         plan = now.deployment.tp_degree, now.deployment.tp_gpus
@@ -227,8 +222,6 @@ class GivenStages:
             return Way(estimate=None, reason=reason)
         search = self._search(most_replays)
         keeps = self.keeps(constraint, has_margin=has_margin)
-        if most_replays is None:
-            self._replay_likeliest(search, constraint.latency_s)
         found = search.best(keeps, is_compared=most_replays is not None)
         if found:
             return self._way(found[0].point, None)
@@ -249,14 +242,6 @@ class GivenStages:
             broken = f"the limit is {constraint.latency_s:.4g} s"
         return (f"the tightest latency on these stages is {replayed.latency_s:.4g} s, with "
                 f"{variables_words(replayed.estimate)}; {broken}")
-
-    def _replay_likeliest(self, search: Search, limit_s: float) -> None:
-        """Replays the LIKELIEST points of highest throughput by the formula."""
-        rough = self._cell.rough
-        qps = np.where(rough.latency_s <= limit_s, rough.throughput_qps, 0.0)
-        for row in np.argsort(-qps)[:LIKELIEST]:
-            if qps[row] > 0:
-                search.replay(self._cell, tuple(self._cell.points[row].tolist()))
 
     def _search(self, most_replays: int | None = None) -> Search:
         return Search(self.problem, [(self._cell, self._replays)], most_replays=most_replays)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths, Lengths, joint_empirical
+from xscheduler.live.pace import BEYOND_CHANCE
+from xscheduler.margin import MOST_DRAWN
 
-BEYOND_CHANCE = 3.0  # chosen: standard errors by which a figure must differ
-CORRELATED = 0.3  # chosen: least correlation of input and output for which pairs are kept
-PAIRS = 4000  # chosen: pairs that stand for the weighted sample
+LEAST_QUERIES = 50  # chosen: queries done before they count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,8 +107,8 @@ def joint_of(seen: Observation, observed: ObservedLengths, planned: JointLengths
     planned inputs, which are known better."""
     pairs = _weighted_pairs(seen, observed)
     inputs, outputs = pairs[:, 0], pairs[:, 1]
-    if len(seen.finished) >= 30 and inputs.std() > 0 and outputs.std() > 0 and (
-            abs(np.corrcoef(inputs, outputs)[0, 1]) >= CORRELATED):
+    if inputs.std() > 0 and outputs.std() > 0 and math.sqrt(len(seen.finished)) * abs(
+            np.corrcoef(inputs, outputs)[0, 1]) > BEYOND_CHANCE:
         joint = joint_empirical(pairs, observed.outputs.note)
         count = observed.outputs.num_samples
         return replace(joint, inputs=replace(joint.inputs, num_samples=count),
@@ -148,7 +148,7 @@ def _exceed(lengths: Lengths, length: int) -> float:
 
 
 def _weighted_pairs(seen: Observation, observed: ObservedLengths) -> IntArray:
-    """[PAIRS, 2] (input, output) pairs, each as often as its weight: of finished queries the
+    """[MOST_DRAWN, 2] (input, output) pairs, each as often as its weight: of finished queries the
     probability of their length, of the longest active ones a share of that of longer outputs."""
     pmf, ends = observed.outputs.pmf, seen.finished[:, 1]
     same = np.bincount(ends, minlength=len(pmf) + 1)
@@ -163,6 +163,6 @@ def _weighted_pairs(seen: Observation, observed: ObservedLengths) -> IntArray:
         pairs = np.concatenate([pairs, np.stack([longest[:, 0], lengths], axis=1)])
         weights = np.concatenate([weights, np.full(len(longest), observed.unknown / len(longest))])
     edges = np.cumsum(weights) / weights.sum()
-    rows = np.searchsorted(edges, (np.arange(PAIRS) + 0.5) / PAIRS)
+    rows = np.searchsorted(edges, (np.arange(MOST_DRAWN) + 0.5) / MOST_DRAWN)
     drawn: IntArray = pairs[np.minimum(rows, len(pairs) - 1)]
     return drawn

@@ -14,7 +14,6 @@ burst of another program counts, nor one that has passed.
 - Quicker steps count after LASTING_S seconds, doubled each time they turn out to have been a lull.
   Every part of that time must be quicker, and the plan takes its slowest part. It goes half of the
   way while more than the threshold is left, since larger batches load the machine more.
-- After a change the long window uses FOLLOWED as its threshold, so that slow growth is not missed.
 
 A step passes all stages of its pool. With as many groups as stages the slowest stage sets the pace;
 a single group takes the sum of all. The ratio of a kind is that of the pool's pace, and of several
@@ -39,12 +38,9 @@ from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 
-LEAST_STEPS = 12  # chosen: least number of steps of a kind
 ENOUGH_S = 1.0  # chosen: planned seconds of steps that count if another kind has changed
-ENOUGH_STEPS = 16  # chosen: least number of steps that a factor is the mean of
 LASTING_S, LASTING_PARTS = 16.0, 4  # chosen: how long steps must be quicker, in so many parts
 MOST_PATIENCE = 8  # chosen: largest multiple of LASTING_S after lulls
-FOLLOWED = 0.05  # chosen: threshold of the long window after a change
 BEYOND_CHANCE = 3.0  # chosen: standard errors by which a mean must differ
 MOST_OFF = 8.0  # chosen
 MOST_KEPT = 4096  # chosen: steps of a kind on a stage; ranks report at most 24 a second
@@ -61,6 +57,7 @@ class Window(NamedTuple):
     num_reports: int = 1
 
 
+# chosen: all of them
 SWIFT, SHORT = Window(16, 16, num_reports=2), Window(32, 12, num_reports=2)
 LONG = Window(96, 64, is_mean=True)
 
@@ -261,7 +258,7 @@ class Pace:
         for kind, own in seen.items():
             (steps, *_), before = own.stages.values(), self._planned(kind)
             rows = float(np.median([one.rows for one in steps]))
-            latest = own.part(slice(-max(own.num_steps // 2, ENOUGH_STEPS), None))
+            latest = own.part(slice(-max(own.num_steps // 2, SWIFT.least), None))
             place = latest.mean if is_slower or own.num_steps < LONG.least else max(
                 part.mean for part in own.parts(LASTING_PARTS))
             factor = math.exp(place.log)
@@ -318,7 +315,7 @@ class Pace:
             steps = [step for step in self._windows.get((place, kind), ())
                      if since_s is None or step.told_s >= since_s]
             is_long = since_s is not None and sum(one.expected_s for one in steps) >= ENOUGH_S
-            if len(steps) >= LEAST_STEPS or is_long:
+            if len(steps) >= SHORT.least or is_long:
                 own[place] = steps
         if not own:
             return None
@@ -333,10 +330,8 @@ class Pace:
             expected_s = part.expected_s
             for place, error in (part.mean, *(() if is_mean else (part.median,))):
                 away = side * (place - planned)
-                least = FOLLOWED if (side > 0 and is_mean and kind in self.factors) else (
-                    self._threshold)
                 off_s = abs(math.expm1(place - planned)) * expected_s * math.exp(planned)
-                if away <= max(math.log1p(least), BEYOND_CHANCE * error) or (
+                if away <= max(math.log1p(self._threshold), BEYOND_CHANCE * error) or (
                         off_s <= self._overhead_s):
                     return False
         return True

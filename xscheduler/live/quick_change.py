@@ -18,7 +18,8 @@ from xprofiler.timing import TimingSource
 from xscheduler.live.allowance import AllowanceEvidence
 from xscheduler.live.evidence import StepTimeEvidence
 from xscheduler.live.given_stages import GivenStages
-from xscheduler.live.reschedule import LEAST_GAIN, Revised, held_problem
+from xscheduler.live.reschedule import Revised, held_problem
+from xscheduler.space import LEAST_GAIN
 
 CAUTIOUS = 0.85  # chosen: share of limit / margin that is planned for
 REPLAYS = 12  # chosen

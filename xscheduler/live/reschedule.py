@@ -34,11 +34,9 @@ from xscheduler.copies import problem_for
 from xscheduler.live.deployment import Loading, redeployment
 from xscheduler.live.given_stages import GivenStages, Way, fits_the_job, variables_words
 from xscheduler.search_planner import SearchPlanner
+from xscheduler.space import LEAST_GAIN, NOTHING
 
-NO_GAIN = 0.005  # chosen: schedules whose throughput differs by a smaller share count as equal
 Choice = Literal["keep", "adjust", "redeploy"]
-# chosen: least gain in throughput for a change, which costs a few phases of uneven batches
-LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +117,7 @@ def _recommend(ways: Reschedule) -> Reschedule:
     """`ways` with its choice and sentence; of equal ways the one that changes less."""
     keep, adjust, left = ways.keep.qps, ways.adjust.qps, ways.queries_left
     best = max(keep, adjust)
-    is_better = ways.redeploy.qps > best * (1 + NO_GAIN)
+    is_better = ways.redeploy.qps > best * (1 + NOTHING)
     if is_better and left > ways.break_even_queries:
         return replace(ways, choice="redeploy", sentence=_redeploy_words(ways))
     if best == 0:
@@ -130,10 +128,10 @@ def _recommend(ways: Reschedule) -> Reschedule:
     if is_better:
         unless = (f"; a redeployment would bring {ways.redeploy.qps / best - 1:.1%} more but pays "
                   f"after {math.ceil(ways.break_even_queries)} queries, and {left:.0f} are left")
-    if adjust <= keep * (1 + NO_GAIN):
+    if adjust <= keep * (1 + NOTHING):
         return replace(ways, choice="keep", sentence=(
             f"Keep the schedule: under these lengths it answers {keep:.4g} queries/s within the "
-            f"bound, and no other batch sizes bring more than {NO_GAIN:.1%}{unless}."))
+            f"bound, and no other batch sizes bring more than {NOTHING:.1%}{unless}."))
     gain = (f"{adjust / keep - 1:.1%} more than now" if keep
             else f"while the current one no longer serves ({ways.keep.reason})")
     assert ways.adjust.estimate is not None
@@ -174,13 +172,12 @@ class Revised:
 
 
 def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
-           most_present: int | None = None, caution: float = 1.0, least_gain: float = LEAST_GAIN,
+           most_present: int | None = None, caution: float = 1.0,
            began: Estimate | None = None) -> Revised:
     """What to change for `problem`, which has the new lengths and the remaining queries, while
     `running` is executed. most_present: queries that the caches of a copy hold. caution: share of
-    the limit that a change is planned for. least_gain: gain in throughput for which a change is
-    made if the limit is kept anyway. began: the schedule that the caches were made for, of a policy
-    whose sizes may only shrink; None: RRA, whose batches may grow up to `most_present`."""
+    the limit that a change is planned for. began: the schedule that the caches were made for, of a
+    policy whose sizes may only shrink; None: RRA, whose batches may grow up to `most_present`."""
     now, bound = running.estimate, problem.constraint
     assert policy(now.policy).is_changeable or began is not None, f"{now.policy = }"
     stages = GivenStages(now, held_problem(now, problem, most_present), timing, began=began)
@@ -198,8 +195,8 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
         return Revised(keep=keep, estimate=best.estimate, is_kept=False, reason=(
             f"as it was it no longer serves: {keep.reason}; the tightest there is keeps the bound, "
             f"if not with a confidence of {bound.confidence:g}"))
-    if keep.qps and best.qps <= keep.qps * (1 + least_gain):
-        return stays(f"other batch sizes bring no more than {least_gain:.0%}")
+    if keep.qps and best.qps <= keep.qps * (1 + LEAST_GAIN):
+        return stays(f"other batch sizes bring no more than {LEAST_GAIN:.0%}")
     gain = (f"{best.qps / keep.qps - 1:.0%} more queries/s" if keep.qps
             else f"as it was it no longer serves: {keep.reason}")
     return Revised(keep=keep, estimate=best.estimate, reason=gain, is_kept=True)

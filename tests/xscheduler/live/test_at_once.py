@@ -15,9 +15,10 @@ from xgpt.core.controls import max_in_system
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile_timing import Factor, Retimed
 from xscheduler.evaluator import Evaluator
-from xscheduler.live.allowance import ENOUGH, LEAST, Allowance, AllowanceEvidence, Kept
+from xscheduler.live.allowance import LEAST, Allowance, AllowanceEvidence, Kept
 from xscheduler.live.decisions import Decider, Followed
 from xscheduler.live.evidence import StepTimeEvidence
+from xscheduler.live.observations import LEAST_QUERIES
 from xscheduler.live.pace import PaceDrift
 from xscheduler.live.quick_change import FollowUpEvidence, revise_at_once
 from xscheduler.live.reschedule import revise
@@ -136,8 +137,7 @@ def assert_is_within(now: Estimate, began: Estimate) -> None:
 def test_limits_only_fall(name):
     """Shorter outputs leave room that was not there when the caches were made."""
     began, problem = began_of(name), toy_problem(outputs=SHORTER)
-    found = revise(schedule_of(problem, began), problem, roofline_of(problem), began=began,
-                   least_gain=0)
+    found = revise(schedule_of(problem, began), problem, roofline_of(problem), began=began)
     if found.estimate is not None:
         assert_is_within(found.estimate, began)
     assert found.keep.estimate is not None and found.is_kept
@@ -216,7 +216,7 @@ def test_a_bound_that_is_lost_is_said_to_be_once():
 def test_a_look_is_due_when_less_is_left_than_planned_for():
     own = Allowance(OWN, 1000)
     assert own.look(None) is None
-    assert own.look(Kept(0, ENOUGH - 1, 40)) is None, "few tell little of a share"
+    assert own.look(Kept(0, LEAST_QUERIES - 1, 40)) is None, "few tell little of a share"
     assert own.look(Kept(0, 200, 15)) is None, "35 of 800 is about as much"
     found = own.look(Kept(0, 300, 24))
     assert found is not None and found.share == pytest.approx(26 / 700)

@@ -112,16 +112,6 @@ def test_what_is_quicker_now_and_then_stays_as_it_is_planned():
     assert found is not None and found[1].now["decode"].factor == pytest.approx(1.3, rel=0.03)
 
 
-def test_what_has_left_the_plan_is_followed_closely():
-    told = Told()
-    assert told.tell(1.1, most=400) is None, "within the threshold, of a run as planned"
-    assert told.tell(1.3) is not None
-    assert told.tell(1.33, most=400) is None
-    found = told.tell(1.42)
-    assert found is not None and found[1].now["decode"].factor == pytest.approx(1.42, rel=0.01)
-    assert found[0] <= LONG.length
-
-
 def test_a_factor_is_planned_with_by_a_standard_error_more_where_steps_are_slower():
     told = Told()
     pulses = iter([1.0, 1.0, 3.0] * 1000)

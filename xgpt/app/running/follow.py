@@ -29,7 +29,8 @@ from xrunner.files.launcher_link import ChangeOrder, read_observed
 from xrunner.files.lock import StopRequest
 from xrunner.rules.changes import Changes, OfShapes, changes_of
 from xscheduler.fallback import can_settle
-from xscheduler.live.decisions import LEAST_QUERIES, Decider, Decision, Evidence, Followed
+from xscheduler.live.decisions import Decider, Decision, Evidence, Followed
+from xscheduler.live.observations import LEAST_QUERIES
 from xscheduler.live.quick_change import is_pressing
 from xscheduler.live.shapes import Room, differ
 from xscheduler.room import HEADROOM, headroom, kv_tokens_for, slots_for
