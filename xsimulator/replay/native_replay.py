@@ -30,7 +30,7 @@ from xsimulator.replay.queries import Asked
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 from xsimulator.replay.stage_line import StepTimes
 from xsimulator.replay.step_clock import (
-    HANDOVER_BLOCK,
+    ROW_BLOCK,
     PoolClock,
     SharedClock,
     StepClock,
@@ -185,7 +185,7 @@ def _of_pair(asked: Asked, source: PoolPlan, target: PoolPlan, link: HandoverPla
         return None
     order = np.argsort(asked.arrival_s, kind="stable")
     never = (lengths.reserves > encode.kv_tokens) | (lengths.inputs > encode.encode_kv_tokens)
-    return _Given(_HANDED, [*facts[0], HANDOVER_BLOCK], facts[1], lengths.reserves,
+    return _Given(_HANDED, [*facts[0], ROW_BLOCK], facts[1], lengths.reserves,
                   [order, np.ascontiguousarray(asked.arrival_s)], never)
 
 

@@ -7,7 +7,6 @@ import gzip
 import json
 import math
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,21 @@ from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
 Event = dict[str, Any]
 
-_EVENTS_A_WRITE = 2000  # chosen
 _FIRST_PID, _FIRST_TID = 1, 101  # 0 is the idle process; a thread with its process's id is its main
 _HEAD: Event = {"displayTimeUnit": "ms", "otherData": {"source": "xgpt replay"}}
 
 
 def write_trace(result: ReplayResult, path: Path, stage_names: Sequence[str], start_s: float = 0.0,
                 end_s: float = math.inf) -> int:
-    """Write what overlaps the window to `path` (gzip where it ends in .gz), a few thousand events
-    at a time. Returns how many."""
+    """Writes the events within the window to `path` (gzip if it ends in .gz). Returns how many."""
     encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
     stream, count = events(result, stage_names, start_s, end_s), 0
     with (gzip.open(path, "wt", encoding="utf-8", compresslevel=4) if path.suffix == ".gz"
           else path.open("w", encoding="utf-8")) as file:
         file.write(encode(_HEAD)[:-1] + ',"traceEvents":[')
-        while chunk := list(islice(stream, _EVENTS_A_WRITE)):
-            file.write((",\n" if count else "\n") + encode(chunk)[1:-1])
-            count += len(chunk)
+        for event in stream:
+            file.write((",\n" if count else "\n") + encode(event))
+            count += 1
         file.write("\n]}\n")
     return count
 

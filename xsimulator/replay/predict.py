@@ -22,14 +22,12 @@ from xsimulator.replay.steady import enough_queries
 # benchmarks/hand_problems.py: latencies scatter by 0.1 to 0.6 % over seeds, and means are within
 # 0.2 % of those of twice as many queries.
 CHECKED_QUERIES, MOST_CHECKED, CHECKED_ROUNDS, WATCHED = 2500, 50_000, 6, 60
-WATCHED_SHARE = 0.02  # chosen
 # Fewer queries are enough if few decode together: so many steps, queries and rounds. Measured on
 # two schedules with 5 and 23 queries in the system: a scatter of 0.1 to 0.2 %, as with 1,500.
 CHECKED_STEPS, LEAST_CHECKED, LEAST_ROUNDS = 20_000, 800, 20
 # chosen: of a longer job so many queries, evenly spread, are replayed; the rest goes at the pace of
 # their middle part
 MOST_PREDICTED, _MIDDLE = 50_000, (0.2, 0.8)
-MIN_NEIGHBOURS = 8  # chosen: least number of observed pairs from which an output is drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +58,12 @@ def checked_queries(problem: Problem, estimate: Estimate) -> int:
 
 
 def with_watched(outputs: IntArray, length: int) -> IntArray:
-    """`outputs` with the nearest shorter ones (WATCHED of them, at most WATCHED_SHARE) set to
-    `length`, so that enough queries have the length of the limit. More would delay the others of
-    their batches."""
+    """`outputs` with the nearest shorter ones set to `length`: WATCHED of them, or fewer of fewer
+    than CHECKED_QUERIES, so that enough queries have the length of the limit. More would delay the
+    others of their batches."""
     off = length - outputs
     rows = np.argsort(np.where(off >= 0, off, np.iinfo(np.int64).max), kind="stable")[
-        :min(WATCHED, math.ceil(WATCHED_SHARE * len(outputs)))]
+        :math.ceil(WATCHED * min(len(outputs) / CHECKED_QUERIES, 1.0))]
     changed = outputs.copy()
     changed[rows[off[rows] >= 0]] = length
     return np.asarray(changed)
@@ -137,7 +135,7 @@ def sample_job(lengths: JointLengths, count: int, rng: np.random.Generator,
 def _outputs_given_inputs(pairs: IntArray, inputs: IntArray, rng: np.random.Generator) -> IntArray:
     """Outputs drawn from the sqrt(n) observed pairs whose inputs are nearest in rank."""
     ordered = pairs[np.argsort(pairs[:, 0], kind="stable")]
-    window = min(max(int(np.sqrt(len(ordered))), MIN_NEIGHBOURS), len(ordered))
+    window = int(np.sqrt(len(ordered)))
     lowest = np.searchsorted(ordered[:, 0], inputs, side="left")
     highest = np.searchsorted(ordered[:, 0], inputs, side="right")
     first = np.clip((lowest + highest - window) // 2, 0, len(ordered) - window)

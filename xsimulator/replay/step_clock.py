@@ -18,19 +18,18 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.policies import Role
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource, of_role
-from xsimulator.layer_times import LayerTimes
+from xsimulator.layer_times import TOGETHER, LayerTimes
 from xsimulator.native import Blocks, Fetched, NativeClock
 from xsimulator.stage_times import HandoverCost, StageTimes
 
-DENSE_ROWS, _ROW_BLOCK = 4096, 256  # chosen
+DENSE_ROWS, ROW_BLOCK = 4096, 256  # chosen
 # number of rows that each entry of a table is for
 _ROW_SIZES: FloatArray = np.concatenate([
     np.arange(DENSE_ROWS, dtype=float), DENSE_ROWS * 1.01**np.arange(2048)])
 _SPARSE: list[float] = _ROW_SIZES[DENSE_ROWS:].tolist()
 _CONTEXT_RATIO, _QUERY_BLOCK = 1.02, 32  # chosen
-HANDOVER_BLOCK = 256  # chosen: numbers of tokens in a block of the handover table
 MOST_CLOCKS = 16  # chosen
-MOST_TOGETHER = 128  # chosen: beyond it the attention of one query no longer depends on the batch
+MOST_TOGETHER = TOGETHER[-1]  # beyond it the attention of one query does not depend on the batch
 
 
 class StepSizes(NamedTuple):
@@ -88,7 +87,7 @@ class StepClock:
         """This clock for csrc. Raises AssertionError without the library."""
         nodes, layers = self._attention[0].nodes, (self._decode_layers, self._encode_layers)
         numbers = [len(self._decode_layers), len(self._attention), len(nodes), self._is_padded,
-                   self._is_apart, len(_ROW_SIZES), DENSE_ROWS, _ROW_BLOCK, _QUERY_BLOCK,
+                   self._is_apart, len(_ROW_SIZES), DENSE_ROWS, ROW_BLOCK, _QUERY_BLOCK,
                    MOST_TOGETHER, self._inputs.max_context]
         return NativeClock(
             self._tables, np.concatenate([numbers, *(np.array(kind).T.ravel() for kind in layers)]),
@@ -148,7 +147,7 @@ class Handovers:
 
 def handover_table(seconds: Callable[[Any], Any]) -> Fetched:
     """The table for csrc of these seconds by whole numbers of tokens."""
-    return Fetched([Blocks(HANDOVER_BLOCK, lambda tokens: np.broadcast_to(
+    return Fetched([Blocks(ROW_BLOCK, lambda tokens: np.broadcast_to(
         seconds(tokens), tokens.shape)[:, None])])
 
 
@@ -178,7 +177,7 @@ class _RowTimes(Blocks):
     """A function of a whole number of rows, per stage."""
 
     def __init__(self, seconds: Callable[[FloatArray], FloatArray]) -> None:
-        super().__init__(_ROW_BLOCK, lambda rows: seconds(_ROW_SIZES[rows]))
+        super().__init__(ROW_BLOCK, lambda rows: seconds(_ROW_SIZES[rows]))
 
     def at(self, rows: int) -> list[float]:
         """[stages] seconds, a list of the caller's own."""

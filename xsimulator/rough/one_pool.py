@@ -32,7 +32,7 @@ from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.rough.figures import Rough, Sizes, assembled, point_of
 from xsimulator.rough.pace import Pace, Seconds
 from xsimulator.rough.pool_memory import PoolMemory
-from xsimulator.rough.ranges import crossed, grid_of
+from xsimulator.rough.ranges import MOST_QUERIES, crossed, grid_of
 from xsimulator.rough.workload import Workload
 
 DEFAULT_TOKEN_BUDGET = 2048  # tokens of a step: vLLM's default
@@ -105,7 +105,7 @@ class OnePool(ABC):
             heads))
 
     def _most_queries(self) -> int:
-        return self.problem.num_queries or 1 << 20
+        return self.problem.num_queries or MOST_QUERIES
 
     @abstractmethod
     def points(self, plan: tuple[int, int]) -> IntArray: ...

@@ -15,8 +15,6 @@ from xsimulator.rough.figures import Rough
 from xsimulator.rough.one_pool import LaidOut, OnePool
 from xsimulator.rough.ranges import crossed, grid_of
 
-MOST_BATCH = 1 << 16  # chosen: limit of the grid
-
 
 class Static(OnePool):
     """Points: encode_batch, decode_micro_batches, and for DSI encode_micro_batches."""
@@ -25,8 +23,7 @@ class Static(OnePool):
         """See Formula."""
         pool, fixed = self._pool(*plan), self.problem.fixed
         room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
-        most = max(min(int(room / max(self._workload.reserve, 1.0)), self._most_queries(),
-                       MOST_BATCH), 1)
+        most = max(min(int(room / max(self._workload.reserve, 1.0)), self._most_queries()), 1)
         groups = sorted({1, max(pool.stages // 2, 1), pool.stages, 2 * pool.stages})
         given = fixed.value_of("decode_micro_batches")
         batches = grid_of(most, fixed.value_of("encode_batch"), 1.25)

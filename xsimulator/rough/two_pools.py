@@ -13,8 +13,8 @@ chunk in each step."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from xgpt.core.controls import EvenBatches, WaaControls
 from xgpt.core.deployment import Deployment, Pool
 from xgpt.core.errors import wrong
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
@@ -32,14 +32,12 @@ from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.rough.figures import Rough, Sizes, assembled, point_of
 from xsimulator.rough.pace import Pace
 from xsimulator.rough.pool_memory import PoolMemory
-from xsimulator.rough.ranges import crossed, grid_of
+from xsimulator.rough.ranges import MOST_QUERIES, crossed, grid_of
 from xsimulator.rough.workload import Workload
 from xsimulator.stage_times import HandoverCost
 
-ROUNDS, FEW_ROUNDS = 10, 4  # chosen: of bisection for n, and of iteration for the chunks' rate
+ROUNDS = 9  # chosen: of bisection
 SPARE = 2.0  # chosen: chunks in stock beyond those taken between two encode steps
-MOST_QUERIES = 1 << 20  # chosen: limit of the grid
-DEVIATIONS = 3.0  # chosen: sigmas of the number in the system if the encode pool sets the pace
 
 
 class Pools(NamedTuple):
@@ -145,72 +143,71 @@ class TwoPools:
                points: FloatArray) -> tuple[Rough, FloatArray]:
         """(figures, [points] input tokens in stock for the decode pool). which: [points] index of
         each point's division."""
-        work = self._workload
+        work, (batch, _, chunk) = self._workload, points.T
         encoding, decoding = (Pace.together([self._pace(one.plans[role]) for one in pools], which)
                               for role in (0, 1))
-        batch, groups, chunk = points.T
-        mean = work.inputs.mean
-        step = encoding.encode(batch * mean)
-        longest = encoding.encode(batch * mean * (1 + self._adjustment))
-        handover_s, sent = np.empty(len(batch)), batch * mean * work.decoding_share
-        for number, one in enumerate(pools):
-            own = which == number
-            handover_s[own] = HandoverCost(self.problem, self.timing, *(
-                pool.stages for pool in one.plans)).seconds(sent[own])
-        between_s = np.maximum(step.slowest, handover_s)
-        planned = np.maximum(batch * work.outputs.mean, 1.0)
-        size = np.maximum(chunk, 1.0)
-        added = decoding.added(size)
-
-        def cycle(rows: FloatArray, tokens: FloatArray) -> FloatArray:
-            """Seconds of a cycle with `rows` and `tokens` of chunks over all groups."""
-            each, own = np.maximum(rows / groups, 1.0), tokens / groups
-            busy = np.minimum(groups, np.maximum(rows, 1.0))
-            plain = decoding.decode(each)
-            if not chunk.any():
-                return plain.cycle(busy)
-            more = (added + decoding.widened(each, size)).times(np.minimum(own / size, 1.0))
-            return (plain + more).cycle(busy)
-
-        most = batch / between_s  # queries/s of the encode pool
-        # Little's law: n is D times the queries that join in a cycle, up to B S
-        taken = chunk * groups  # tokens of chunks in a cycle
-        low, high = np.zeros(len(batch)), planned
-        for _ in range(ROUNDS):
-            middle = 0.5 * (low + high)
-            joined = most * cycle(middle, taken) + taken / mean
-            is_fewer = work.iterations * joined > middle
-            low, high = np.where(is_fewer, middle, low), np.where(is_fewer, high, middle)
-        # bisection ends this near to B S if n is B S
-        rows = np.where(high > (1 - 2.5 * 0.5**ROUNDS) * planned, planned, high)
-        is_full = rows >= planned
-        for _ in range(FEW_ROUNDS):  # with n = B S, chunks only make up for the encode pool
-            lacking = np.maximum(rows / work.iterations - most * cycle(rows, taken), 0.0) * mean
-            taken = np.where(is_full, np.minimum(lacking, chunk * groups), taken)
+        between_s, encode_s, handover_s = self._encoding_s(pools, which, encoding, batch)
+        handed_s = encode_s + handover_s
+        cycle = partial(_cycle_s, decoding, points)
+        rows, taken = self._decoding(points, batch / between_s, cycle)
         cycle_s = cycle(rows, taken)
+        of_chunks = taken / (work.inputs.mean * cycle_s)  # queries/s that the decode pool encodes
         # at most as many queries end as are encoded
-        qps = np.minimum(rows / (work.iterations * cycle_s), most + taken / (mean * cycle_s))
-        has = taken > 0
-        share = np.where(has, taken / (mean * cycle_s * np.maximum(qps, 1e-300)), 0.0)
-        handed_s = longest.through + handover_s
-        taken_s = np.ceil(mean / np.maximum(chunk, 1.0)) * cycle_s
-        ttft_s = np.where(has, np.maximum(handed_s, taken_s), handed_s)
-        first_s = np.where(has, (1 - share) * handed_s + share * taken_s, handed_s)
-        latency_s = first_s + (work.watched + 0.5) * cycle_s
-        stock = np.where(has, np.ceil(chunk * groups * (between_s / cycle_s + SPARE)), 0.0)
-        inside = rows + qps * handed_s + np.where(has, stock / mean + 1 + groups, 0.0)
-        # if the encode pool sets the pace, the number in the system fluctuates: add room
-        inside = inside + np.where(is_full & ~has, 0.0, DEVIATIONS * np.sqrt(inside))
+        qps = np.minimum(rows / (work.iterations * cycle_s), batch / between_s + of_chunks)
+        share = of_chunks / np.maximum(qps, 1e-300)
+        parts = np.where(taken > 0, np.ceil(work.inputs.mean / np.maximum(chunk, 1.0)), 0.0)
+        taken_s = parts * cycle_s
+        first_s = (1 - share) * handed_s + share * taken_s
+        inside, stock = self._present(points, rows, taken, qps * handed_s, between_s / cycle_s)
         # without known times only the encoded queries count
         present = np.maximum(np.round(np.where(np.isfinite(inside), inside, batch)), 1.0)
-        used = np.empty(len(batch))
-        for number, one in enumerate(pools):
-            own = which == number
-            used[own] = self._bytes(one, points[own], present[own])
         return Rough.made(
-            throughput_qps=qps, latency_s=latency_s, ttft_s=ttft_s,
-            encode_s=longest.through, iteration_s=cycle_s, period_s=cycle_s, decode_batch=rows,
-            present=present, kv_tokens=self._kv_tokens(present), memory_bytes=used), stock
+            throughput_qps=qps, latency_s=first_s + (work.watched + 0.5) * cycle_s,
+            ttft_s=np.maximum(handed_s, taken_s), encode_s=encode_s, iteration_s=cycle_s,
+            period_s=cycle_s, decode_batch=rows, present=present,
+            kv_tokens=self._kv_tokens(present), memory_bytes=_by_division(
+                which, lambda number, own: self._bytes(pools[number], points[own], present[own])),
+        ), stock
+
+    def _encoding_s(self, pools: Sequence[Pools], which: IntArray, encoding: Pace,
+                    batch: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """([points] T_E, seconds of the longest encode step, seconds of a handover)."""
+        tokens = batch * self._workload.inputs.mean
+        sent = tokens * self._workload.decoding_share
+        handover_s = _by_division(which, lambda number, own: HandoverCost(
+            self.problem, self.timing, *(plan.stages for plan in pools[number].plans)).seconds(
+                sent[own]))
+        longest = encoding.encode(tokens * (1 + self._adjustment))
+        return np.maximum(encoding.encode(tokens).slowest, handover_s), longest.through, handover_s
+
+    def _decoding(self, points: FloatArray, encoded_qps: FloatArray,
+                  cycle: Callable[[FloatArray, FloatArray], FloatArray],
+                  ) -> tuple[FloatArray, FloatArray]:
+        """([points] n, tokens of chunks in a cycle). Chunks only make up for what the encode pool
+        lacks."""
+        work, (batch, groups, chunk) = self._workload, points.T
+
+        def joining(rows: FloatArray, tokens: FloatArray) -> FloatArray:
+            """D times the queries that join in a cycle."""
+            return work.iterations * (encoded_qps * cycle(rows, tokens) + tokens / work.inputs.mean)
+
+        most = chunk * groups
+        rows = _least(lambda rows: joining(rows, most) <= rows,
+                      np.maximum(batch * work.outputs.mean, 1.0))
+        needed = _least(lambda tokens: joining(rows, tokens) >= rows, most)
+        return rows, np.where(joining(rows, np.zeros(len(rows))) < rows, needed, 0.0)
+
+    def _present(self, points: FloatArray, rows: FloatArray, taken: FloatArray,
+                 on_the_way: FloatArray, cycles: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """([points] queries in the system, tokens in stock). on_the_way: queries that are encoded
+        or handed over. cycles: number of them between two encode steps."""
+        work, (batch, groups, chunk) = self._workload, points.T
+        has = taken > 0
+        stock = np.where(has, np.ceil(chunk * groups * (cycles + SPARE)), 0.0)
+        inside = rows + on_the_way + np.where(has, stock / work.inputs.mean + 1 + groups, 0.0)
+        # if the encode pool sets the pace, the number in the system fluctuates: add room
+        is_steady = (rows >= batch * work.outputs.mean) & ~has
+        return inside + np.where(is_steady, 0, memory.KV_QUANTILE_Z * np.sqrt(inside)), stock
 
     def _kv_tokens(self, in_system: FloatArray) -> FloatArray:
         work = self._workload
@@ -274,3 +271,35 @@ class TwoPools:
             Sizes(by_stage, batch, 1, max(float(own[1][0]) for own in sizes),
                   float(sizes[1][2][0])),
             notes=(f"{count} devices encode, {deployment.pools[1].num_devices} decode",))
+
+
+def _cycle_s(decoding: Pace, points: FloatArray, rows: FloatArray,
+             tokens: FloatArray) -> FloatArray:
+    """[points] C: seconds of a cycle with `rows` and `tokens` of chunks over all groups."""
+    _, groups, chunk = points.T
+    each, size = np.maximum(rows / groups, 1.0), np.maximum(chunk, 1.0)
+    step = decoding.decode(each)
+    if chunk.any():
+        step += (decoding.added(size) + decoding.widened(each, size)).times(
+            np.minimum(tokens / groups / size, 1.0))
+    return step.cycle(np.minimum(groups, np.maximum(rows, 1.0)))
+
+
+def _least(is_enough: Callable[[FloatArray], BoolArray], most: FloatArray) -> FloatArray:
+    """[points] the least value up to `most` that is enough, `most` if none is, by bisection."""
+    low, high = np.zeros(len(most)), most
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        enough = is_enough(middle)
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return high
+
+
+def _by_division(which: IntArray,
+                 found: Callable[[int, BoolArray], FloatArray]) -> FloatArray:
+    """[points] of `found`(index of a division, whether each point has it)."""
+    values = np.empty(len(which))
+    for number in range(which.max(initial=-1) + 1):
+        own = which == number
+        values[own] = found(number, own)
+    return values
