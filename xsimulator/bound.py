@@ -16,7 +16,6 @@ m2 / (D tau(m1)), so nothing is assumed between grid points. G is any real numbe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import cache, cached_property
 from heapq import heapify, heappush, heapreplace
@@ -25,10 +24,10 @@ from typing import Literal
 import numpy as np
 
 from xgpt.core.errors import InputError
-from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xsimulator.allocation import can_hold, pool_ranks
+from xsimulator.convex_steps import ROWS
 from xsimulator.demand import Demand
 from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.pool_bound import PoolBound
@@ -37,8 +36,6 @@ from xsimulator.stage_times import HandoverCost
 from xsimulator.step_bounds import attention_lines
 
 Kind = Literal["one pool", "two pools"]
-BATCH_RATIO, MOST_BATCH = 1.03, 4096.0  # chosen: grid of batches of the encode pool
-BATCHES: FloatArray = BATCH_RATIO ** np.arange(math.log(MOST_BATCH) / math.log(BATCH_RATIO))
 SPLITS = 8  # chosen: of the range of the share of encoding that the decode pool takes over
 
 
@@ -99,10 +96,10 @@ class UpperBound:
         of the share is split where the bound is highest, until that is at most `cutoff_qps`."""
         if min(encoding.room_tokens, decoding.room_tokens) <= 0:
             return 0.0
-        moved_s = link.seconds(BATCHES * self.demand.inputs)
-        busy_s, path_s = encoding.steps.encode_s(BATCHES)
+        moved_s = link.seconds(ROWS * self.demand.inputs)
+        busy_s, path_s = encoding.steps.encode_s(ROWS)
         # the last entry: batches beyond the grid, without their fixed costs
-        rates = np.append(BATCHES[1:] / np.maximum(busy_s, moved_s)[1:],
+        rates = np.append(ROWS[1:] / np.maximum(busy_s, moved_s)[1:],
                           encoding.steps.most_encode_qps)
         left_s = limit_s - path_s - moved_s
 

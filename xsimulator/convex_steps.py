@@ -14,6 +14,8 @@ from xsimulator.stage_times import StageKinds
 LEAST = 2.0**-10  # chosen: smallest size of the grid
 AN_OCTAVE = 32  # chosen: sizes of the grid in an octave
 MOST_ROWS = 2.0**20  # chosen: largest size of the grid
+RATIO, HALVINGS = 1.02, 14  # chosen: of sizes for which bounds are computed; of bisection
+ROWS: FloatArray = RATIO ** np.arange(np.log(MOST_ROWS) / np.log(RATIO))
 
 
 class ConvexSteps:

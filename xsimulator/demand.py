@@ -11,7 +11,6 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 
 LEAST_ITERATIONS = 1e-6  # chosen: stands for 0 in jobs that decode nothing
-RENEWAL_BINS = 512  # chosen: bins of the lengths in the renewal count
 BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # grid of batch sizes
 
 
@@ -50,22 +49,9 @@ class Demand:
     @cached_property
     def turnover(self) -> float:
         """Lower bound on the number of queries, per place, that begin while a query decodes d
-        iterations: d / D if places are filled again independently; if all were filled together,
-        half of the first ones plus the renewals in d - 1 iterations."""
-        last = int(self.watched) - 1
-        if last < 0:
-            return 0.0
-        width = -(-(last + 1) // RENEWAL_BINS)
-        # lengths are rounded up to whole bins, which delays renewals
-        pmf = np.bincount(-(-self._needed // width), self.lengths.outputs.pmf)[:last // width + 1]
-        if pmf[0] >= 1 - 1e-9:
-            return self.watched / self.iterations
-        begun = np.zeros(last // width + 1)  # mean renewals in each bin
-        begun[0] = pmf[0] / (1 - pmf[0])
-        pmf = np.append(pmf, np.zeros(len(begun) - len(pmf)))
-        for at in range(1, len(begun)):
-            begun[at] = (pmf[at] + pmf[1:at + 1] @ begun[at - 1::-1]) / (1 - pmf[0])
-        return min(self.watched / self.iterations, 0.5 + float(begun.sum()))
+        iterations: half of the first ones, if all began together, and by Wald's equation at least
+        d / D - 1 that take the place of others."""
+        return max(self.watched / self.iterations - 0.5, 0.0)
 
     def in_batches(self, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(queries, iterations until the longest is done, at most d) of batches that are decoded to

@@ -12,14 +12,11 @@ import numpy as np
 from xgpt.core.lengths import BoolArray, FloatArray
 from xgpt.core.problem import Problem
 from xsimulator import memory
-from xsimulator.convex_steps import MOST_ROWS
+from xsimulator.convex_steps import HALVINGS, RATIO, ROWS
 from xsimulator.demand import Demand
 from xsimulator.layer_times import LayerTimes
 from xsimulator.plans import StagePlan
 from xsimulator.step_bounds import Lines, PoolSteps
-
-RATIO = 1.01  # chosen: of the grid of rows
-HALVINGS = 12  # chosen: of the range of G
 
 
 class Curve(NamedTuple):
@@ -90,12 +87,9 @@ class PoolBound:
     @cached_property
     def _rows(self) -> tuple[FloatArray, FloatArray]:
         """([m] least, most) rows of a cycle; empty if no query fits into memory."""
-        most = min(self.room_tokens / self.demand.context, MOST_ROWS)
-        if most < 1:
-            return np.empty(0), np.empty(0)
-        low = np.asarray(RATIO ** np.arange(math.floor(math.log(most) / math.log(RATIO)) + 1),
-                         np.float64)
-        return low, np.asarray(np.minimum(low * RATIO, most))
+        most = min(self.room_tokens / self.demand.context, RATIO * ROWS[-1])
+        low = ROWS[most >= ROWS]
+        return low, np.minimum(low * RATIO, most)
 
     def _fewest_groups(self, low: FloatArray, high: FloatArray, share: float,
                        limit_s: float) -> tuple[FloatArray, BoolArray]:

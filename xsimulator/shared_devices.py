@@ -24,13 +24,12 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xsimulator import memory
+from xsimulator.convex_steps import HALVINGS, ROWS
 from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.pool_bound import PoolBound
 
-RATIO, MOST_ROWS = 1.05, 2.0**17  # chosen: grid of step sizes n
 # chosen: prices a and b, relative to the cheapest step
-PRICES: FloatArray = np.concatenate([[0.0], 2.0 ** np.arange(-12, 13, 0.5)])
-HALVINGS = 24  # chosen
+PRICES: FloatArray = np.concatenate([[0.0], 2.0 ** np.arange(-12, 17, 0.5)])
 
 
 class SharedDevices:
@@ -78,10 +77,9 @@ class SharedDevices:
         """([sizes] rows n, p(n), w(n), then E and the seconds to encode the query that the limit is
         for), lower bounds for one degree."""
         steps = self._pool(self._whole(degree)).steps
-        sizes: FloatArray = RATIO ** np.arange(math.log(MOST_ROWS) / math.log(RATIO))
-        path_s = steps.of_share(0.0).at(steps.of_share(0.0).path_s, sizes)
+        path_s = steps.of_share(0.0).at(steps.of_share(0.0).path_s, ROWS[::2])
         # of a step between two sizes: the rows of the larger, the time of the quicker
-        rows, path_s = sizes[1:], np.minimum(path_s[:-1], path_s[1:])
+        rows, path_s = ROWS[2::2], np.minimum(path_s[:-1], path_s[1:])
         return rows, path_s, degree * path_s, degree / steps.most_encode_qps, steps.own_s
 
     def _rows_held(self) -> float:
