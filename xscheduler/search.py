@@ -25,7 +25,6 @@ from xscheduler.replays import Replayed, Replays
 from xscheduler.space import (
     NOTHING,
     OPTIMISM,
-    ROUNDING,
     TRUST,
     Alike,
     Cell,
@@ -35,6 +34,7 @@ from xscheduler.space import (
     usual_off,
 )
 from xsimulator.replay.predict import checked_queries
+from xsimulator.replay.steady import ROUNDING
 
 # chosen: queries of a first replay: at least so many, and so many times those in the system
 LEAST_LOOK, LOOK_ROUNDS = 800, 6
