@@ -45,7 +45,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LEAST_RATIO = 0.98  # chosen: issue 42
 SCATTER = 1.006  # measured: xsimulator/replay/predict.py, of latencies over seeds
 ROUNDS, MOST_QUERIES = 6, 200_000  # chosen: static batches need several rounds for a steady state
-NOT_JUDGED = ("rejected", "explanation", "over_copies", "prospects")  # may be of an older format
+# may be of an older format
+NOT_JUDGED = ("rejected", "explanation", "over_copies", "prospects", "device_group")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +165,17 @@ def plan_in(tree: Path, scenario: HandScenario, bound_s: float) -> dict[str, Any
 
 def planned_of(raw: Mapping[str, Any]) -> Planned:
     """What `plan_in` returned, with its schedule read."""
-    schedule = raw["schedule"] and from_json(
-        {key: value for key, value in raw["schedule"].items() if key not in NOT_JUDGED})
+    schedule = raw["schedule"] and from_json(_judged(raw["schedule"]))
     return Planned(seconds=raw["seconds"], schedule=schedule, refusal=raw["refusal"])
+
+
+def _judged(part: Any) -> Any:
+    """A schedule's JSON without the keys that are not judged, at any depth."""
+    if isinstance(part, list):
+        return [_judged(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    return {key: _judged(value) for key, value in part.items() if key not in NOT_JUDGED}
 
 
 class OtherCommit:

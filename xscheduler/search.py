@@ -33,14 +33,11 @@ from xscheduler.space import (
     Point,
     usual_off,
 )
-from xsimulator.replay.predict import checked_queries
-from xsimulator.replay.steady import ROUNDING
+from xsimulator.replay.predict import CHECKED_ROUNDS, LEAST_CHECKED, checked_queries
+from xsimulator.replay.steady import ROUNDING, enough_queries
 
-# chosen: queries of a first replay: at least so many, and so many times those in the system
-LEAST_LOOK, LOOK_ROUNDS = 800, 6
 SURE = 4  # chosen: queries of the longest replay, as a multiple of a whole one's
-SURE_TRIES = 8  # chosen: longest replays of one policy's best points
-QUICKEST = 8  # chosen: replays in search of the least latency
+TRIES = 8  # chosen: points of which the best, or the quickest, are replayed longest
 
 
 class Found(NamedTuple):
@@ -92,7 +89,7 @@ class ReplayedCells:
         the job asks for. A point that beats `chosen_qps` in a short replay is replayed as long as
         the chosen one was."""
         cells = [cell for cell in self._replays if is_wanted(cell) and self.is_whole(cell)]
-        for _ in range(SURE_TRIES):
+        for _ in range(TRIES):
             one = self.best_replayed(keeps, cells)
             if one is None or one.copies * one.replayed.throughput_qps <= chosen_qps:
                 break
@@ -144,8 +141,8 @@ class ReplayedCells:
         found = cell.replayed.get(point)
         estimate = cell.formula.estimate(cell.plan, point) if found is None else found.estimate
         whole = checked_queries(cell.problem, estimate)
-        queries = times * whole or min(whole, max(LEAST_LOOK, math.ceil(
-            LOOK_ROUNDS * estimate.most_in_system)))
+        queries = times * whole or enough_queries(
+            estimate, least=LEAST_CHECKED, rounds=CHECKED_ROUNDS, most=whole)
         if found is None or found.queries < queries:
             self.num_replays += 1
             replays, key = self._replays[cell], (cell.policy, cell.plan, point, queries)
@@ -160,13 +157,13 @@ class ReplayedCells:
         return found
 
     def quickest(self) -> list[Found]:
-        """Replays the QUICKEST points with the least rough latency; [] if no cell has a point."""
+        """Replays the TRIES points with the least rough latency; [] if no cell has a point."""
         likely = sorted(((float(cell.rough.latency_s[row]), index, row)
                          for index, cell in enumerate(self._replays)
                          if len(cell.points) and self.is_whole(cell)
                          for row in np.argsort(cell.rough.latency_s)[:1].tolist()))
         cells, found = list(self._replays), []
-        for _, index, row in likely[:QUICKEST]:
+        for _, index, row in likely[:TRIES]:
             cell, point = cells[index], tuple(cells[index].points[row].tolist())
             if self.replay(cell, point, times=SURE).figures is not None:
                 found.append(Found(cell, point, cell.copies))
@@ -176,10 +173,8 @@ class ReplayedCells:
 # chosen: runners-up that the local search starts from: at most this far behind, at most so many
 RACE, RUNNERS_UP = 0.06, 4
 FINALS, CLIMBS = 3, 24  # chosen: rounds of local search, and steps of each
-SURE_LOOKS = 12  # chosen: rounds of longest replays
 LOOKS = 3  # chosen: replays of a policy without a feasible point, or of a cell with few replays
 NEARLY = 0.02  # chosen: latencies this much too long, or throughputs this much less, are near
-LEAST = 0.002  # chosen: gain in throughput for which the local search moves
 MOST_REPLAYS = 400  # chosen: of one pass over all cells
 
 
@@ -228,7 +223,7 @@ class Search(ReplayedCells):
         """Replays the best points with most queries, one after the other, until no other point
         promises noticeably more than the best of these."""
         best: list[Found] = []
-        for _ in range(SURE_LOOKS):
+        for _ in range(TRIES):
             for one in found:
                 self.replay(one.cell, one.point, times=SURE)
             if all(keeps.is_kept(one.cell, one.point) for one in found):
@@ -363,7 +358,7 @@ class Search(ReplayedCells):
         own, improved = feasible_qps(point), False
         for _ in range(CLIMBS):
             for other in neighbours(cell, point, *([] if own else [RACE])):
-                least_qps = own * (1 + LEAST)
+                least_qps = own * (1 + NOTHING)
                 if other in cell.replayed and not feasible_qps(other, own):
                     continue
                 self.replay(cell, other, times=1)

@@ -149,7 +149,7 @@ class TwoPools:
         between_s, encode_s, handover_s = self._encoding_s(pools, which, encoding, batch)
         handed_s = encode_s + handover_s
         cycle = partial(_cycle_s, decoding, points)
-        rows, taken = self._decoding(points, batch / between_s, cycle)
+        rows, taken = _decoding(work, points, batch / between_s, cycle)
         cycle_s = cycle(rows, taken)
         of_chunks = taken / (work.inputs.mean * cycle_s)  # queries/s that the decode pool encodes
         # at most as many queries end as are encoded
@@ -158,7 +158,7 @@ class TwoPools:
         parts = np.where(taken > 0, np.ceil(work.inputs.mean / np.maximum(chunk, 1.0)), 0.0)
         taken_s = parts * cycle_s
         first_s = (1 - share) * handed_s + share * taken_s
-        inside, stock = self._present(points, rows, taken, qps * handed_s, between_s / cycle_s)
+        inside, stock = _present(work, points, rows, taken, qps * handed_s, between_s / cycle_s)
         # without known times only the encoded queries count
         present = np.maximum(np.round(np.where(np.isfinite(inside), inside, batch)), 1.0)
         return Rough.made(
@@ -179,35 +179,6 @@ class TwoPools:
                 sent[own]))
         longest = encoding.encode(tokens * (1 + self._adjustment))
         return np.maximum(encoding.encode(tokens).slowest, handover_s), longest.through, handover_s
-
-    def _decoding(self, points: FloatArray, encoded_qps: FloatArray,
-                  cycle: Callable[[FloatArray, FloatArray], FloatArray],
-                  ) -> tuple[FloatArray, FloatArray]:
-        """([points] n, tokens of chunks in a cycle). Chunks only make up for what the encode pool
-        lacks."""
-        work, (batch, groups, chunk) = self._workload, points.T
-
-        def joining(rows: FloatArray, tokens: FloatArray) -> FloatArray:
-            """D times the queries that join in a cycle."""
-            return work.iterations * (encoded_qps * cycle(rows, tokens) + tokens / work.inputs.mean)
-
-        most = chunk * groups
-        rows = _least(lambda rows: joining(rows, most) <= rows,
-                      np.maximum(batch * work.outputs.mean, 1.0))
-        needed = _least(lambda tokens: joining(rows, tokens) >= rows, most)
-        return rows, np.where(joining(rows, np.zeros(len(rows))) < rows, needed, 0.0)
-
-    def _present(self, points: FloatArray, rows: FloatArray, taken: FloatArray,
-                 on_the_way: FloatArray, cycles: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """([points] queries in the system, tokens in stock). on_the_way: queries that are encoded
-        or handed over. cycles: number of them between two encode steps."""
-        work, (batch, groups, chunk) = self._workload, points.T
-        has = taken > 0
-        stock = np.where(has, np.ceil(chunk * groups * (cycles + SPARE)), 0.0)
-        inside = rows + on_the_way + np.where(has, stock / work.inputs.mean + 1 + groups, 0.0)
-        # if the encode pool sets the pace, the number in the system fluctuates: add room
-        is_steady = (rows >= batch * work.outputs.mean) & ~has
-        return inside + np.where(is_steady, 0, memory.KV_QUANTILE_Z * np.sqrt(inside)), stock
 
     def _kv_tokens(self, in_system: FloatArray) -> FloatArray:
         work = self._workload
@@ -283,6 +254,37 @@ def _cycle_s(decoding: Pace, points: FloatArray, rows: FloatArray,
         step += (decoding.added(size) + decoding.widened(each, size)).times(
             np.minimum(tokens / groups / size, 1.0))
     return step.cycle(np.minimum(groups, np.maximum(rows, 1.0)))
+
+
+def _decoding(work: Workload, points: FloatArray, encoded_qps: FloatArray,
+              cycle: Callable[[FloatArray, FloatArray], FloatArray],
+              ) -> tuple[FloatArray, FloatArray]:
+    """([points] n, tokens of chunks in a cycle). Chunks only make up for what the encode pool
+    lacks."""
+    batch, groups, chunk = points.T
+
+    def joining(rows: FloatArray, tokens: FloatArray) -> FloatArray:
+        """D times the queries that join in a cycle."""
+        return work.iterations * (encoded_qps * cycle(rows, tokens) + tokens / work.inputs.mean)
+
+    most = chunk * groups
+    rows = _least(lambda rows: joining(rows, most) <= rows,
+                  np.maximum(batch * work.outputs.mean, 1.0))
+    needed = _least(lambda tokens: joining(rows, tokens) >= rows, most)
+    return rows, np.where(joining(rows, np.zeros(len(rows))) < rows, needed, 0.0)
+
+
+def _present(work: Workload, points: FloatArray, rows: FloatArray, taken: FloatArray,
+             on_the_way: FloatArray, cycles: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """([points] queries in the system, tokens in stock). on_the_way: queries that are encoded
+    or handed over. cycles: number of them between two encode steps."""
+    batch, groups, chunk = points.T
+    has = taken > 0
+    stock = np.where(has, np.ceil(chunk * groups * (cycles + SPARE)), 0.0)
+    inside = rows + on_the_way + np.where(has, stock / work.inputs.mean + 1 + groups, 0.0)
+    # if the encode pool sets the pace, the number in the system fluctuates: add room
+    is_steady = (rows >= batch * work.outputs.mean) & ~has
+    return inside + np.where(is_steady, 0, memory.KV_QUANTILE_Z * np.sqrt(inside)), stock
 
 
 def _least(is_enough: Callable[[FloatArray], BoolArray], most: FloatArray) -> FloatArray:
