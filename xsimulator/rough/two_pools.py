@@ -87,7 +87,7 @@ class TwoPools:
                           for pool in estimate.deployment.pools)
         pools = Pools((encode, decode), (
             self._memory_of(encode, True), self._memory_of(decode, False)))
-        return self._figures([pools], np.zeros(1, np.int64),
+        return self._rough([pools], np.zeros(1, np.int64),
                              np.array([point_of(estimate)], float))[0].of(0)
 
     def points(self, plan: tuple[int, int]) -> IntArray:
@@ -111,12 +111,7 @@ class TwoPools:
         """See Formula."""
         own = points.astype(float)
         counts, which = np.unique(self._divide(plan, own), return_inverse=True)
-        return self._figures([self._pools(plan, int(count)) for count in counts], which, own)[0]
-
-    def _figures(self, pools: Sequence[Pools], which: IntArray,
-                 points: FloatArray) -> tuple[Rough, FloatArray]:
-        with np.errstate(invalid="ignore"):  # unknown times are infinite
-            return self._rough(pools, which, points)
+        return self._rough([self._pools(plan, int(count)) for count in counts], which, own)[0]
 
     def _divide(self, plan: tuple[int, int], points: FloatArray) -> IntArray:
         """[points] number of encode devices."""
@@ -139,6 +134,7 @@ class TwoPools:
                             for count in split.encode_devices])
         return np.asarray(split.encode_devices[np.argmin(fullest, axis=0)])
 
+    @np.errstate(invalid="ignore")  # unknown times are infinite
     def _rough(self, pools: Sequence[Pools], which: IntArray,
                points: FloatArray) -> tuple[Rough, FloatArray]:
         """(figures, [points] input tokens in stock for the decode pool). which: [points] index of
@@ -213,7 +209,7 @@ class TwoPools:
         points = np.array([point], float)
         count = int(self._divide(plan, points)[0])
         pools = self._pools(plan, count)
-        rough, stock = self._figures([pools], np.zeros(1, np.int64), points)
+        rough, stock = self._rough([pools], np.zeros(1, np.int64), points)
         found, (batch, groups, chunk) = rough.of(0), map(int, point)
         work, steers = self._workload, self.problem.adjustment.steers
         even = EvenBatches(adjustment=self._adjustment, mean_input_tokens=work.inputs.mean,
