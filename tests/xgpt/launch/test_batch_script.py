@@ -8,6 +8,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from screens import check_screen
 
 from xgpt.core.errors import InputError
 from xgpt.job.slurm_section import SlurmSpec
@@ -35,27 +36,17 @@ FULL = SlurmSpec(
     prologue=("ulimit -l unlimited",), container=("apptainer", "exec", "image.sif"))
 
 
-def test_a_script_with_every_option_is_as_the_file_has_it():
+def test_a_script_with_every_option_is_as_the_file_has_it_and_one_of_few_has_no_more():
     script = render_sbatch(batch(
         Task(job_file=Path("/jobs/a.yaml"), output=Path("/out/a b")),
         Task(job_file=Path("/jobs/it's.yaml"), output=Path("/out/50%"),
              overrides=("run.seed=1", "constraint.latency_s=inf")),
         name="two jobs", spec=FULL, nodes=2, ranks_each=4, gpus_per_node="a40:4", time="02:00:00"))
     assert script == GOLDEN.read_text(encoding="utf-8")
-
-
-def test_a_script_of_few_options_has_no_more_than_they_say():
-    script = render_sbatch(batch())
-    options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
-    assert options == [
-        "#SBATCH --job-name=job", "#SBATCH --chdir=/out/a",
-        "#SBATCH --output=/out/a/slurm-%j.log", "#SBATCH --open-mode=append",
-        "#SBATCH --signal=B:USR1@120", "#SBATCH --nodes=1", "#SBATCH --ntasks-per-node=2",
-        "#SBATCH --requeue"]
-    assert "case" not in script and "module" not in script and "activate" not in script
-    never = render_sbatch(batch(spec=SlurmSpec(requeue=0)))
-    assert "#SBATCH --no-requeue" in never and "#SBATCH --requeue" not in never
-    assert '[ "$times" -lt 0 ]' in never
+    few, never = render_sbatch(batch()), render_sbatch(batch(spec=SlurmSpec(requeue=0)))
+    check_screen(Path(__file__).with_name("screens.txt"), "script of few options", "\n".join([
+        *(line for line in few.splitlines() if line.startswith("#SBATCH")), "(never requeued)",
+        *sorted({*never.splitlines()} - {*few.splitlines()})]))
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), max_size=30))
@@ -168,7 +159,6 @@ def test_two_allocations_without_an_answer_end_the_job(tmp_path):
 
 
 _OLD = """module() { echo "ModuleCmd_Load.c(213):ERROR:105: no modulefile '$2'" >&2; return 0; }"""
-
 
 @pytest.mark.parametrize(("lines", "told"), [
     (["true", "cd /nowhere"], "cd /nowhere"), (["false; echo further"], "false"),

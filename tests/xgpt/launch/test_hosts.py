@@ -7,13 +7,14 @@ from pathlib import Path
 import problems
 import pytest
 from problems import estimate_of, roofline_of, schedule_of, toy_problem
+from screens import check_screen
 
-from xgpt.core.cluster import Cluster
+from jobs import job
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.deployment import Deployment, Pool, StageAssignment
 from xgpt.core.errors import InputError, XgptError
 from xgpt.core.schedule import Estimate, Schedule
-from xgpt.job.job_file import load_job
+from xgpt.job.job import Job
 from xgpt.job.resolve import resolve, resolve_cluster
 from xgpt.job.slurm_section import SlurmSpec
 from xgpt.launch import launcher as local
@@ -29,18 +30,9 @@ from xgpt.launch.launcher import (
 )
 from xsimulator.rough.forms import fixed_estimate
 
-JOB = """
-model: opt-125m
-cluster: {cluster}
-workload: {{requests: {{count: 4}}, task: S}}
-run: {{{run}}}
-"""
 
-
-def job_file(folder: Path, run: str, cluster: str = "local") -> Path:
-    path = folder / "job.yaml"
-    path.write_text(JOB.format(run=run, cluster=cluster))
-    return path
+def local_job(folder: Path, run: str) -> Job:
+    return job(folder, model="opt-125m", cluster="local", run=f"{{{run}}}")
 
 
 def hosts_for(launcher: Path, names: tuple[str, ...], threads: int = 1) -> HostsLauncher:
@@ -59,14 +51,12 @@ def fake_ssh(folder: Path, **answers: str) -> Path:
 
 
 def test_hosts_make_a_cluster_of_as_many_nodes_which_share_the_ranks(tmp_path):
-    def cluster(run: str) -> Cluster:
-        return resolve_cluster(load_job(job_file(tmp_path, run), ()))
-
-    two = cluster("ranks: 4, hosts: [h1, h2]")
-    assert (two.num_nodes, two.devices_per_node) == (2, 2)
-    assert two.intra_link != two.inter_link
-    one = cluster("ranks: 2")
-    assert (one.num_nodes, one.inter_link) == (1, one.intra_link)
+    two, one = (local_job(tmp_path, run) for run in ("ranks: 4, hosts: [h1, h2]", "ranks: 2"))
+    assert isinstance(launcher_of(one, resolve(one)), LocalLauncher)
+    assert isinstance(launcher_of(two, resolve(two)), HostsLauncher)
+    two, one = resolve_cluster(two), resolve_cluster(one)
+    assert (two.num_nodes, two.devices_per_node, one.num_nodes) == (2, 2, 1)
+    assert two.intra_link != two.inter_link and one.intra_link == one.inter_link
     assert two.device.name == one.device.name, "a host's cores are divided by its own ranks"
 
 
@@ -125,12 +115,6 @@ def test_nodes_get_no_more_ranks_than_whole_replicas(tmp_path, monkeypatch):
     assert {"--nodes=2", "--ntasks=6", "--ntasks-per-node=3"} <= set(of_slurm)
 
 
-def test_the_job_says_which_launcher_starts_its_ranks(tmp_path):
-    for run, kind in (("ranks: 2", LocalLauncher), ("ranks: 2, hosts: [h1, h2]", HostsLauncher)):
-        job = load_job(job_file(tmp_path, run), ())
-        assert isinstance(launcher_of(job, resolve(job)), kind)
-
-
 def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path):
     argument = tmp_path / "run.json"
     argument.touch()
@@ -139,19 +123,14 @@ def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path):
     names = ("good", "bare", "apart", "small", "odd", "gone")
     with pytest.raises(InputError) as caught:
         check_hosts(hosts_for(launcher, names), argument)
+    said = {"bare": "same path on every host", "apart": f"does not see {argument}",
+            "small": "has 0 cores", "gone": "cannot be reached: no route to gone",
+            "odd": "cannot be reached: Segmentation fault (exit code 139)"}
     reasons = {str(m.value): m.allowed for m in caught.value.mistakes}
-    assert list(reasons) == ["bare", "apart", "small", "odd", "gone"]
-    assert "same path on every host" in reasons["bare"]
-    assert f"does not see {argument}" in reasons["apart"] and "shared" in reasons["apart"]
-    assert "has 0 cores" in reasons["small"]
-    assert "cannot be reached: Segmentation fault (exit code 139)" in reasons["odd"]
-    assert "cannot be reached: no route to gone" in reasons["gone"]
+    assert reasons.keys() == said.keys() and all(said[name] in reasons[name] for name in said)
     check_hosts(hosts_for(launcher, ("good",)), argument)
     with pytest.raises(InputError, match="does not see"):
         check_hosts(hosts_for(launcher, ("good",)), tmp_path / "absent.json")
-
-
-def test_a_launcher_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match=r"run.launcher.*no such program"):
         check_hosts(hosts_for(tmp_path / "absent", ("h1",)), tmp_path)
 
@@ -169,37 +148,13 @@ def of(schedule: Schedule, times_of: str = "xgpt") -> EngineCommand:
     return vllm_command(schedule, PROBLEM, model="org/some", times_of=times_of)
 
 
-def value(command: EngineCommand, flag: str) -> str:
-    return command.words[command.words.index(flag) + 1]
-
-
-def test_flags_say_the_schedules_numbers():
-    schedule = continuous(copies=2)
-    command = of(schedule)
-    assert value(command, "--max-num-seqs") == "12"
-    assert value(command, "--max-num-batched-tokens") == "64"
-    assert value(command, "--pipeline-parallel-size") == str(len(schedule.deployment.stages))
-    assert value(command, "--tensor-parallel-size") == str(schedule.deployment.tp_degree)
-    assert value(command, "--data-parallel-size") == "2"
-    assert int(value(command, "--max-model-len")) >= PROBLEM.lengths.inputs.max
-    assert command.words[:3] == ("vllm", "serve", "org/some")
-    assert "--enable-chunked-prefill" in command.words
-    assert f"{schedule.figures.throughput_qps:.3g} queries/s" in command.notes[0]
-    lines = str(command).splitlines()
-    assert all(line.startswith("# ") for line in lines[:-1]) and "org/some" in lines[-1]
-
-
-def test_whole_inputs_have_no_chunks():
+def test_flags_say_the_schedules_numbers_as_their_screen_has_them():
+    """Of two copies in chunks, of whole inputs, of RRA, by others' times."""
     whole = schedule_of(PROBLEM, fixed_estimate(
         "vllm", PROBLEM, roofline_of(PROBLEM), FixedSchedule(max_active=12)))
-    assert "--no-enable-chunked-prefill" in of(whole).words
-
-
-def test_what_no_flag_says_is_told():
     rra = schedule_of(PROBLEM, estimate_of(PROBLEM, encode_batch=4, decode_iterations=8))
-    assert "4 queries are encoded every 8 iterations" in str(of(rra))
-    assert "times of xgpt, not of vllm" in str(of(rra))
-    assert "by the times of vllm" in str(of(rra, times_of="vllm"))
+    check_screen(Path(__file__).with_name("screens.txt"), "vLLM flags", "\n\n".join(map(str, (
+        of(continuous(copies=2)), of(whole), of(rra), of(rra, times_of="vllm")))))
 
 
 def test_two_pools_and_static_batches_are_refused():
@@ -209,7 +164,5 @@ def test_two_pools_and_static_batches_are_refused():
         replace(pool, role="encode"), replace(pool, role="decode")))
     with pytest.raises(XgptError, match="handed from a pool"):
         of(schedule.changed(estimate=replace(schedule.estimate, deployment=two)))
-    static = schedule.changed(estimate=replace(
-        schedule.estimate, controls=replace(schedule.estimate.controls, policy="ft")))
     with pytest.raises(XgptError, match="until its longest query is done"):
-        of(static)
+        of(schedule.changed(policy="ft"))

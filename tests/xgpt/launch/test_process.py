@@ -1,6 +1,5 @@
 """Commands whose end is known, whoever started this process, and errors of a machine in words."""
 
-import errno
 import mmap
 import os
 import shutil
@@ -16,10 +15,10 @@ from pathlib import Path
 import pytest
 from faults import TOGETHER_S, alive, wait
 
-from xgpt.core.errors import StoppedEarly, in_words
+from xgpt.core.errors import StoppedEarly
 from xgpt.launch import contention, isolated, process
 from xgpt.launch.asked import warned_in_good_order
-from xgpt.launch.contention import NOTICEABLE_SHARE, Contention
+from xgpt.launch.contention import Contention
 from xgpt.launch.first_end import FirstEnd
 from xgpt.launch.leftovers import passing_folder, remove_leftovers
 from xgpt.launch.process import RanksFailed, own_modules, run_watched, start, watch_to_end
@@ -34,7 +33,6 @@ try:
 except RanksFailed as failed:
     print(failed)
 """
-
 
 def test_an_end_is_known_where_the_starter_ignored_the_ends_of_children():
     def ignore() -> None:
@@ -61,12 +59,6 @@ def test_too_few_descriptors_are_told_where_ranks_fail(monkeypatch):
     with pytest.raises(RanksFailed, match="UCX failed\nA process may open 24 files here"):
         run_watched(ends, watch=lambda: None, ask_to_stop=None)
     assert "ulimit" not in str(enough.value)
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_descriptors_that_ran_out_are_told_in_words(number):
-    said = in_words(OSError(number, os.strerror(number)), Path("/out"))
-    assert said is not None and "`ulimit -n`" in said and "the same command goes on" in said
 
 
 def test_modules_in_the_folder_that_it_is_called_in_are_not_those_of_ranks(tmp_path, monkeypatch):
@@ -144,14 +136,6 @@ def test_ranks_that_are_there_already_end():
     assert ranks.process.wait(10) != 0
 
 
-def test_what_one_command_was_asked_the_next_is_not():
-    with suppress(StoppedEarly), warned_in_good_order():
-        os.kill(os.getpid(), signal.SIGTERM)
-    done = start([sys.executable, "-c", "pass"])
-    watch_to_end(done, watch=lambda: None, ask_to_stop=None)
-    assert isinstance(done.process, subprocess.Popen) and done.process.returncode == 0
-
-
 def write_stat(path: Path, busy_ticks: int) -> None:
     path.write_text(f"cpu {busy_ticks} 0 0 123456 7 0 0 0 0 0\ncpu0 1 2 3\n")
 
@@ -159,30 +143,18 @@ def write_stat(path: Path, busy_ticks: int) -> None:
 def test_what_is_neither_idle_nor_ours_is_others(tmp_path, monkeypatch):
     stat, ticks, cores = tmp_path / "stat", os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
     clock, own = iter([100.0, 110.0]), iter([5.0, 5.0 + 4.0])
-    monkeypatch.setattr(contention.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(contention, "_own_s", lambda: next(own))
-    write_stat(stat, 1000 * ticks)
-    meter = Contention(stat)
-    write_stat(stat, 1010 * ticks)  # ten busy seconds, four of them ours, in ten seconds
-    assert meter.others_share() == pytest.approx(6 / 10 / cores)
-
-
-def test_never_less_than_nothing_and_unknown_where_the_system_is_silent(tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(contention.time, "monotonic", lambda: next(clock))
+        patch.setattr(contention, "_own_s", lambda: next(own))
+        write_stat(stat, 1000 * ticks)
+        meter = Contention(stat)
+        write_stat(stat, 1010 * ticks)  # ten busy seconds, four of them ours, in ten seconds
+        assert meter.others_share() == pytest.approx(6 / 10 / cores)
     assert Contention(tmp_path / "none").others_share() is None
-    (tmp_path / "odd").write_text("cpu x y\n")
-    assert Contention(tmp_path / "odd").others_share() is None
-    write_stat(tmp_path / "still", 50)
-    meter = Contention(tmp_path / "still")
+    write_stat(stat, 50)
+    meter = Contention(stat)
     sum(range(200_000))
-    assert meter.others_share() == 0
-
-
-def test_a_quiet_machine_is_not_worth_a_word():
-    said = contention.in_words
-    assert said(None) is None and said(NOTICEABLE_SHARE * 0.9) is None
-    assert "40%" in said(0.4) and "mean little" in said(0.4)
-    assert "20% of the cores" in said(0.2) and "25% longer" in said(0.2)
-    assert "mean little" not in said(0.2)
+    assert meter.others_share() == 0, "never less than nothing"
 
 
 def test_only_what_nobody_has_is_removed(tmp_path):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs import job
 from xgpt.core.errors import XgptError
 from xgpt.core.system.lifeline import READY
-from xgpt.job.job_file import load_job
 from xgpt.launch import standby as launch
 from xgpt.launch.launcher import LocalLauncher, RankProgram
 from xgpt.launch.standby import MEASURES, RUNS, Standby, standby_for
@@ -36,8 +36,6 @@ with socket.socket(fileno=int(sys.argv[1])) as line:
             sys.exit("it is broken")
         line.send(b".")
 """
-
-
 
 @pytest.fixture
 def said():
@@ -96,6 +94,8 @@ def test_it_measures_first_and_then_takes_the_run(tmp_path, begin):
     assert run(tmp_path, standby).split()[0] == measured.split()[0]
     after = program(tmp_path, standby, module=MEASURES)
     assert standby.serves(after) is None and standby.processes, "what a run set up is not measured"
+    other = program(tmp_path, standby, module="xrunner.rank.agreement")
+    assert standby.serves(other) is None and standby.processes == (), "another finds them gone"
 
 
 def test_other_numbers_of_ranks_measure_beside_it_and_run_in_its_place(tmp_path, begin, said):
@@ -151,12 +151,6 @@ def test_ranks_that_died_while_they_waited_are_replaced(tmp_path, begin, said):
     assert run(tmp_path, standby) and not said
 
 
-def test_another_program_finds_them_gone(tmp_path, begin):
-    standby = begin(1)
-    other = program(tmp_path, standby, module="xrunner.rank.agreement")
-    assert standby.serves(other) is None and standby.processes == ()
-
-
 @pytest.mark.parametrize("how", ["is dismissed", "its launcher is gone"])
 def test_it_ends_when_nobody_wants_it(how, begin):
     standby = begin(1)
@@ -170,9 +164,8 @@ def test_it_ends_when_nobody_wants_it(how, begin):
 
 
 @pytest.mark.parametrize(("more", "cores", "wanted"), [
-    ("run: {ranks: 1}", 2, 1), ("run: {ranks: 2}", 2, 2), ("run: {ranks: 3}", 2, 0), ("", 4, 4),
-    ("", 8, 1), ("run: {threads_per_rank: 2}", 4, 2), ("run: {engine: deepspeed}", 2, None),
-    ("run: {hosts: [a, b]}", 2, None)])
+    ("ranks: 1", 2, 1), ("ranks: 2", 2, 2), ("ranks: 3", 2, 0), ("", 4, 4), ("", 8, 1),
+    ("threads_per_rank: 2", 4, 2), ("engine: deepspeed", 2, None), ("hosts: [a, b]", 2, None)])
 def test_as_many_are_started_as_the_job_may_take(tmp_path, monkeypatch, more, cores, wanted):
     counts: list[int] = []
     monkeypatch.setattr(Standby, "_start", lambda self, count: counts.append(count))
@@ -180,8 +173,6 @@ def test_as_many_are_started_as_the_job_may_take(tmp_path, monkeypatch, more, co
     for place in ("xgpt.job.resolve", "xgpt.launch.standby"):
         monkeypatch.setattr(f"{place}.usable_cores", lambda: cores)
     monkeypatch.setattr("xgpt.job.resolve.gpus_here", list)
-    (tmp_path / "job.yaml").write_text(
-        f"model: opt-125m\ncluster: local\nworkload: {{requests: {{count: 9}}, task: S}}\n{more}\n")
-    with standby_for(load_job(tmp_path / "job.yaml", ())) as found:
+    with standby_for(job(tmp_path, model="opt-125m", cluster="local", run=f"{{{more}}}")) as found:
         assert (found is None) == (wanted is None)
     assert counts == ([wanted] if wanted else [])
