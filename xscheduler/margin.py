@@ -197,7 +197,7 @@ class Margins:
             return []
         rng = np.random.default_rng(_SEED)
         shrunk = math.sqrt(min(MOST_DRAWN / min(self._counts), 1.0))
-        return [(bootstrap(self.problem.lengths, rng, most=MOST_DRAWN, smooth=True), shrunk)
+        return [(bootstrap(self.problem.lengths, rng, MOST_DRAWN), shrunk)
                 for _ in range(LEVELS)]
 
     @cached_property

@@ -75,12 +75,8 @@ class Constraint:
 
     def with_latency(self, **changes: Any) -> Constraint:
         """The same constraint with some of the latency bound's fields changed."""
-        return self.with_bound("latency", **changes)
-
-    def with_bound(self, metric: Metric, **changes: Any) -> Constraint:
-        """The same with some fields of the bound on a metric changed, where it has one."""
         return replace(self, bounds=tuple(
-            replace(bound, **changes) if bound.metric == metric else bound
+            replace(bound, **changes) if bound.metric == "latency" else bound
             for bound in self.bounds))
 
 

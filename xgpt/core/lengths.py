@@ -189,34 +189,29 @@ def with_longer_inputs(lengths: JointLengths, factor: float) -> JointLengths:
                    pairs=np.stack([longer, lengths.pairs[:, 1]], axis=1))
 
 
-def bootstrap(lengths: JointLengths, rng: np.random.Generator, *, most: int | None = None,
-              smooth: bool = False) -> JointLengths:
+def bootstrap(lengths: JointLengths, rng: np.random.Generator, most: int) -> JointLengths:
     """A distribution as it might have been observed instead: as many lengths as each one rests on
     (`most` at most), drawn from it, in pairs where there are pairs. Given distributions, which rest
     on no sample, stay as they are.
 
-    smooth: drawn lengths are blurred by Silverman's bandwidth, 0.9 std n^(-1/5), so that lengths
-    beyond the longest observed are possible: 99 % of 200 observations leave two beyond, and the
-    true 99th percentile lies above all of them in one case of eight."""
-    if lengths.pairs is not None:
-        if lengths.outputs.num_samples is None:
-            return lengths
-        count = min(lengths.outputs.num_samples, most or lengths.outputs.num_samples)
-        pairs = lengths.pairs[rng.integers(len(lengths.pairs), size=count)]
-        if smooth:
-            pairs = np.stack([_blurred(pairs[:, 0], lengths.inputs, rng),
-                              _blurred(pairs[:, 1], lengths.outputs, rng)], axis=1)
-        return joint_empirical(pairs, "resampled")
-    return replace(lengths, inputs=_resampled(lengths.inputs, rng, most, smooth),
-                   outputs=_resampled(lengths.outputs, rng, most, smooth))
+    Drawn lengths are blurred by Silverman's bandwidth, 0.9 std n^(-1/5), so that lengths beyond
+    the longest observed are possible: 99 % of 200 observations leave two beyond, and the true 99th
+    percentile lies above all of them in one case of eight."""
+    if lengths.pairs is None:
+        return replace(lengths, inputs=_resampled(lengths.inputs, rng, most),
+                       outputs=_resampled(lengths.outputs, rng, most))
+    count = len(lengths.pairs)
+    pairs = lengths.pairs[rng.integers(count, size=min(count, most))]
+    return joint_empirical(np.stack([_blurred(pairs[:, 0], lengths.inputs, rng),
+                                     _blurred(pairs[:, 1], lengths.outputs, rng)], axis=1),
+                           "resampled")
 
 
-def _resampled(lengths: Lengths, rng: np.random.Generator, most: int | None,
-               smooth: bool) -> Lengths:
+def _resampled(lengths: Lengths, rng: np.random.Generator, most: int) -> Lengths:
     if lengths.num_samples is None:
         return lengths
-    drawn = lengths.sample(min(lengths.num_samples, most or lengths.num_samples), rng)
-    return empirical(_blurred(drawn, lengths, rng) if smooth else drawn, "resampled")
+    drawn = lengths.sample(min(lengths.num_samples, most), rng)
+    return empirical(_blurred(drawn, lengths, rng), "resampled")
 
 
 def _blurred(drawn: IntArray, lengths: Lengths, rng: np.random.Generator) -> IntArray:

@@ -62,10 +62,7 @@ def default_max_tokens(job: Job, lengths: JointLengths) -> int:
 
 def _joint_of_file(spec: LengthSpec) -> JointLengths:
     assert spec.path is not None, f"{spec = }"
-    pairs = read_length_pairs(spec.path)
-    if pairs is None:
-        raise wrong(spec.path, "lengths", None,
-                    "serves both sides, so it needs columns input and output")
+    pairs = read_lengths(spec.path, "input", "output")
     return joint_empirical(pairs, note=f"observed in {len(pairs)} rows of {spec.path.name}")
 
 
@@ -136,7 +133,7 @@ def _marginal(spec: LengthSpec, *, is_input: bool) -> Lengths:
         task = catalog.task(spec.task)
         return task.inputs if is_input else task.outputs
     assert spec.kind == "file" and spec.path is not None, f"{spec = }"
-    values = read_lengths(spec.path, "input" if is_input else "output")
+    values = read_lengths(spec.path, "input" if is_input else "output")[:, 0]
     return empirical(values, note=f"observed in {len(values)} rows of {spec.path.name}")
 
 
@@ -192,43 +189,26 @@ MAX_MISTAKES = 20  # of a bad file; the rest would only repeat them
 _NAMES: dict[Side, tuple[str, ...]] = {
     "input": ("input", "input_tokens", "prompt_tokens"),
     "output": ("output", "output_tokens", "completion_tokens")}
-_Row: TypeAlias = "tuple[int, Mapping[str, Any]]"  # line, values by column
+_Row: TypeAlias = "tuple[int, Mapping[Any, Any]]"  # line, values by column
 
 
-def read_lengths(path: Path, side: Side) -> IntArray:
-    """Reads one side's lengths, [num_rows]: the column of that name, or the file's only column."""
+def read_lengths(path: Path, *sides: Side) -> IntArray:
+    """Reads lengths of the sides, [num_rows, sides]: the columns of these names or, of one side
+    alone, the file's only column. Raises InputError with the first bad one of each row."""
     rows = _read_rows(path)
-    key = _column(rows[0][1], side)
-    if key is None and len(rows[0][1]) == 1 and not any(
-            _column(rows[0][1], other) for other in _NAMES):  # the other side's is no substitute
-        key = next(iter(rows[0][1]))
-    if key is None:
-        raise wrong(path, "lengths", None,
-                    f"no column {side}; has {', '.join(map(str, rows[0][1]))}",
-                    rows[0][0])
-    return _checked(path, rows, key)[:, 0]
-
-
-def read_length_pairs(path: Path) -> IntArray | None:
-    """Reads (input, output) of every row, [num_rows, 2]; None where the file lacks one of them."""
-    rows = _read_rows(path)
-    inputs, outputs = _column(rows[0][1], "input"), _column(rows[0][1], "output")
-    if inputs is None or outputs is None:
-        return None
-    return _checked(path, rows, inputs, outputs)
-
-
-def _column(row: Mapping[str, Any], side: Side) -> str | None:
-    return next((name for name in _NAMES[side] if name in row), None)
-
-
-def _checked(path: Path, rows: list[_Row], *keys: str) -> IntArray:
-    """[rows, keys] lengths. Raises InputError with the first bad one of each row."""
+    line, columns = rows[0]
+    keys = [next((name for name in _NAMES[side] if name in columns), None) for side in sides]
+    is_named = any(name in columns for names in _NAMES.values() for name in names)
+    if len(sides) == len(columns) == 1 and not is_named:  # the other side's is no substitute
+        keys = [*columns]
+    if None in keys:
+        raise wrong(path, "lengths", None, f"no column {sides[keys.index(None)]}; has "
+                    f"{', '.join(map(str, columns))}", line)
     values = [[_length(row.get(key)) for key in keys] for _, row in rows]
     bad = [(line, row, keys[numbers.index(None)])
            for (line, row), numbers in zip(rows, values, strict=True) if None in numbers]
     if bad:
-        raise InputError([Mistake(file=str(path), line=line, key=key, value=row.get(key),
+        raise InputError([Mistake(file=str(path), line=line, key=str(key), value=row.get(key),
                                   allowed=f"a whole number from 1 to {MAX_LENGTH_TOKENS}")
                           for line, row, key in bad[:MAX_MISTAKES]])
     return np.array(values, dtype=np.int64)

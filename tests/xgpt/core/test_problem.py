@@ -93,7 +93,7 @@ NO_RUNNER = "no runner under xgpt does"
     ((PROMPTS % ", output_tokens: from_requests",), [7, 9],
      "2 of 2 requests have no forced_tokens"),
     ((PROMPTS % ", max_tokens: 40", GPT2), [2000, 1024], "no prompt has a token and is shorter"),
-    ((FILES % ("one", "one"),), None, "columns input and output"),
+    ((FILES % ("one", "one"),), None, "no column input"),
     ((GPT2, "workload.task=C2"), None, "1664.*1024 positions of gpt2")])
 def test_what_cannot_be_resolved_is_wrong_input(folder, overrides, lengths, said):
     with pytest.raises(InputError, match=re.compile(said, re.S)):
