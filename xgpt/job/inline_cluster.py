@@ -13,7 +13,6 @@ at a time.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -70,24 +69,21 @@ class _OwnLink:
         return Link(**vars(self), source="job file")
 
 
-def _row(kind: catalog.Kind, row: Callable[[str], Any]) -> typed.Of:
-    """A catalog row by its name."""
-    one = typed.choice(lambda: catalog.names(kind))
+def _or_mapping(own: Any, names: Callable[[], list[str]], row: Callable[[str], Any],
+                ) -> typed.OrMapping:
+    """A mapping, as the class `own`, or what `row` makes of one of the names."""
+    one = typed.choice(names)
 
     def value_of(value: Any) -> Any:
-        if kind == "device" and isinstance(value, list):
+        if isinstance(value, list) and own is not _OwnLink:
             raise ValueError(ONE_KIND)
         return row(one.value_of(value))
 
-    return typed.Of(value_of, enum=lambda: catalog.names(kind))
+    return typed.OrMapping(own, typed.Of(value_of, enum=names),
+                           lambda: f"{', '.join(names())}, or a mapping")
 
 
-def _or_mapping(kind: catalog.Kind) -> str:
-    return f"{', '.join(catalog.names(kind))}, or a mapping"
-
-
-_ALink = Annotated[Any, typed.OrMapping(_OwnLink, _row("link", catalog.link), partial(
-    _or_mapping, "link"))]
+_ALink = Annotated[Any, _or_mapping(_OwnLink, lambda: catalog.names("link"), catalog.link)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +91,8 @@ class InlineCluster:
     """The mapping's keys."""
 
     __pydantic_config__ = typed.CONFIG
-    device: Annotated[Any, typed.OrMapping(_OwnDevice, _row("device", catalog.device), partial(
-        _or_mapping, "device"))]
+    device: Annotated[Any, _or_mapping(
+        _OwnDevice, lambda: catalog.names("device"), catalog.device)]
     num_nodes: Annotated[int, typed.whole(1, 100_000)] = 1
     devices_per_node: Annotated[int, typed.whole(1, 1024)]
     intra_link: _ALink
@@ -107,19 +103,11 @@ class InlineCluster:
     host_bytes_per_s: _Bandwidth = HOST_BYTES_PER_S
 
 
-def _name(value: Any) -> str:
-    if isinstance(value, list):
-        raise ValueError(ONE_KIND)
-    return str(typed.choice(cluster_names).value_of(value))
-
-
 def cluster_names() -> list[str]:
     return [*catalog.names("cluster"), LOCAL_CLUSTER]
 
 
-AnyCluster = Annotated[Any, typed.OrMapping(
-    InlineCluster, typed.Of(_name, enum=cluster_names),
-    lambda: f"{', '.join(cluster_names())}, or a mapping")]
+AnyCluster = Annotated[Any, _or_mapping(InlineCluster, cluster_names, str)]
 
 
 def _built(part: Any) -> Any:
@@ -130,7 +118,8 @@ def built_cluster(own: InlineCluster, reading: typed.Reading) -> Cluster:
     """The cluster that is described under the key `cluster`."""
     device, intra, inter = map(_built, (own.device, own.intra_link, own.inter_link))
     if inter is None and own.num_nodes > 1:
-        reading.reject("cluster.inter_link", f"required: {_or_mapping('link')}")
+        reading.reject("cluster.inter_link", "required: what joins the nodes: "
+                       f"{', '.join(catalog.names('link'))}, or a mapping")
     return Cluster(
         name="inline", device=device, num_nodes=own.num_nodes,
         devices_per_node=own.devices_per_node, intra_link=intra, inter_link=inter or intra,

@@ -33,13 +33,7 @@ STEP_TIMES = 0.15  # run.step_times: auto
 
 # no option of ssh or mpiexec, no list within a list
 _HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
-_INTERFACE = re.compile(r"[A-Za-z0-9][\w.:-]{0,14}")  # Linux's names have no more
-
-
-def _interface(value: Any) -> str:
-    if isinstance(value, str) and _INTERFACE.fullmatch(value):
-        return value
-    raise ValueError
+_INTERFACE = r"[A-Za-z0-9][\w.:-]{0,14}"  # Linux's names have no more
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -105,8 +99,8 @@ class RunSpec:
     private: typed.Flag = False  # what is written is the user's alone to read
     deterministic: typed.Flag = False  # answers that do not depend on the batch, bit for bit
     # the hosts' network interface for messages; None: MPI chooses
-    interface: Annotated[str | None, typed.Of(
-        _interface, "a network interface's name, such as eth1", type="string")] = None
+    interface: Annotated[str | None, typed.matching(
+        _INTERFACE, "a network interface's name, such as eth1", type="string")] = None
     # share by which output lengths must leave the plan for it to be made anew; None: never
     reschedule: Annotated[float | None, _share(
         RESCHEDULE, "of the mean output length")] = RESCHEDULE

@@ -42,6 +42,7 @@ from xgpt.job.requests_section import (
 )
 from xgpt.job.slurm_section import SlurmSpec, check_slurm
 from xgpt.job.yaml_tree import Field, apply_override, read_tree
+from xgpt.requests.request import Terms
 from xgpt.requests.request_files import format_of
 
 SWEEP_KEYS = ("base", "grid", "cases")  # any of which makes a file a sweep's
@@ -228,8 +229,10 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
             reading.reject(key, words)
     output, run = own.output or folder / "out", own.run
     workload = _workload(own.workload, reading)
-    if workload.requests is not None and run.engine != OWN_ENGINE:
-        workload = replace(workload, requests=replace(workload.requests, engine=run.engine))
+    if workload.requests is not None:
+        workload = replace(workload, requests=replace(workload.requests, terms=Terms(
+            workload.score, None if run.engine == OWN_ENGINE else run.engine,
+            workload.embed or "")))
     planned = run.engine if run.engine in catalog.names("engine") else OWN_ENGINE
     job = Job(
         name=own.name or path.stem, model=own.model,
@@ -296,11 +299,9 @@ def _workload(own: _Workload, reading: typed.Reading) -> WorkloadSpec:
         inputs, outputs = (_length(value, key, has_file, reading) for key, value in (
             ("input_tokens", own.input_tokens), ("output_tokens", own.output_tokens)))
     return WorkloadSpec(
-        requests=requests if requests is None or not only_encodes else replace(
-            requests, purpose="score" if own.score else None, pooled=own.embed),
-        count=count, input_tokens=inputs, output_tokens=outputs, max_tokens=own.max_tokens,
-        chat=not only_encodes if own.chat is None else own.chat, score=own.score, embed=own.embed,
-        chat_template_kwargs=own.chat_template_kwargs)
+        requests=requests, count=count, input_tokens=inputs, output_tokens=outputs,
+        max_tokens=own.max_tokens, chat=not only_encodes if own.chat is None else own.chat,
+        score=own.score, embed=own.embed, chat_template_kwargs=own.chat_template_kwargs)
 
 
 def _check_encoded(job: Job, reading: typed.Reading) -> None:

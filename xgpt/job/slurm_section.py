@@ -28,16 +28,6 @@ _ONE_DEPENDENCY = r"(singleton|after(any|ok|notok|corr)?(:\d+(_(\d+|\*))?(\+\d+)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
-def _matching(pattern: str, allowed: str, flags: int = 0) -> typed.Of:
-    def value_of(value: Any) -> str:
-        if typed.is_one_of(value, str, int) and str(value).isascii() and re.fullmatch(
-                pattern, str(value), flags):
-            return str(value)
-        raise ValueError
-
-    return typed.Of(value_of, allowed)
-
-
 def _texts(allowed: str, is_allowed: Callable[[str], object] = bool) -> typed.Of:
     """A list of texts, or a single one."""
     def value_of(value: Any) -> tuple[str, ...]:
@@ -82,18 +72,18 @@ class SlurmSpec:
     qos: typed.Text | None = None
     constraint: typed.Text | None = None
     reservation: typed.Text | None = None
-    dependency: Annotated[str | None, _matching(
+    dependency: Annotated[str | None, typed.matching(
         rf"{_ONE_DEPENDENCY}([,?]{_ONE_DEPENDENCY})*",
         "as sbatch takes it: 'afterok:123', 'afterany:1:2', 'singleton'")] = None
     nodes: Nodes | None = None
     ntasks_per_node: Nodes | None = None
-    gpus_per_node: Annotated[str | None, _matching(
+    gpus_per_node: Annotated[str | None, typed.matching(
         r"([A-Za-z][\w.-]*:)?\d{1,3}", "a number, or 'a100:4'")] = None
     cpus_per_task: Nodes | None = None
-    mem: Annotated[str | None, _matching(r"\d+[KMGT]?", "megabytes, or a number with K, M, G, T",
-                                         re.IGNORECASE)] = None
-    time: Annotated[str | None, _matching(_TIME, "minutes, 'HH:MM:SS' or 'D-HH:MM:SS'",
-                                          re.IGNORECASE)] = None
+    mem: Annotated[str | None, typed.matching(
+        r"\d+[KMGT]?", "megabytes, or a number with K, M, G, T", re.IGNORECASE)] = None
+    time: Annotated[str | None, typed.matching(
+        _TIME, "minutes, 'HH:MM:SS' or 'D-HH:MM:SS'", re.IGNORECASE)] = None
     exclusive: typed.Flag = False
     mail_type: Annotated[tuple[str, ...], typed.Of(
         _mail_types, f"some of {', '.join(MAIL_TYPES)}")] = ()

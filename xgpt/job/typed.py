@@ -8,6 +8,7 @@ caller discards what it built when there are mistakes."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any
@@ -120,6 +121,17 @@ def texts_of(value: Any) -> tuple[str, ...]:
 
 def text(allowed: str) -> Of:
     return Of(text_of, allowed, type="string", minLength=1)
+
+
+def matching(pattern: str, allowed: str, flags: int = 0, **schema: Any) -> Of:
+    """A text, or a whole number, all of which the pattern matches."""
+    def value_of(value: Any) -> str:
+        if is_one_of(value, str, int) and str(value).isascii() and re.fullmatch(
+                pattern, str(value), flags):
+            return str(value)
+        raise ValueError
+
+    return Of(value_of, allowed, **schema)
 
 
 def choice(names: Sequence[str] | Callable[[], Sequence[str]]) -> Of:

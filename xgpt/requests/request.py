@@ -103,9 +103,8 @@ class Terms(NamedTuple):
     """What a job makes of its requests: whether they are scored, or how embedded, and by whom."""
 
     is_scored: bool = False
-    engine: str | None = None  # None: ours
-    pooled: str = ""  # see Request
-
+    engine: str | None = None  # which honours keys of its own; None: ours
+    pooled: str = ""  # see Asked
 
 
 def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,

@@ -58,9 +58,7 @@ class RequestFiles:
     delimiter: str | None = None  # None: a comma, of TSV a tab, or as the header shows
     has_options: bool = True  # False: max_tokens, seed and the like are columns like any other
     carry: tuple[str, ...] | None = None  # columns that go into the results; None: all others
-    purpose: str | None = None  # "score": of continuations; None: they are answered
-    engine: str | None = None  # which honours keys of its own; None: ours
-    pooled: str | None = None  # texts are embedded, pooled so; None: they are not
+    terms: Terms = Terms()  # what is made of them
 
     def __str__(self) -> str:
         first = "standard input" if self.is_stdin else str(self.paths[0])
@@ -72,14 +70,9 @@ class RequestFiles:
         return self.paths == (STDIN,)
 
     @property
-    def terms(self) -> Terms:
-        """What is made of them."""
-        return Terms(self.purpose == "score", self.engine, self.pooled or "")
-
-    @property
     def options(self) -> tuple[str, ...]:
         """Keys of a request besides its content and its id."""
-        return (*OPTIONS, *CONTINUATIONS) if self.purpose == "score" else OPTIONS
+        return (*OPTIONS, *CONTINUATIONS) if self.terms.is_scored else OPTIONS
 
     @property
     def table(self) -> str | None:
@@ -91,7 +84,7 @@ class RequestFiles:
     def rules(self) -> str:
         """Stands for all that makes requests of the files' bytes; nothing for one of JSON lines."""
         said = {key: value for key, value in asdict(self).items()
-                if key not in ("paths", "format", "carry") and value not in (None, True)}
+                if key not in ("paths", "format", "carry") and value not in (None, True, Terms())}
         formats = [self.format or format_of(path) or "jsonl" for path in self.paths]
         labels = list(self.labels) if len(self.paths) > 1 else []
         is_usual = not said and not labels and formats == ["jsonl"]

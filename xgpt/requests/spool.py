@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
@@ -31,13 +30,12 @@ import numpy as np
 from xgpt.core.lengths import IntArray
 from xgpt.core.system.whole_file import sync_files, sync_folder
 from xgpt.requests.request import Asked
-from xgpt.requests.spool_columns import ColumnsWriter
+from xgpt.requests.spool_columns import ColumnsWriter, temporary_file
 
 SPOOL_VERSION = 1
 NUM_PROMPTS = 200  # of the first requests, whose texts are kept
 _TOKEN = np.dtype("<i4")
 _PLACE_BYTES = 16
-_BYTES_IN_MEMORY = 2**26  # of what is not in a folder yet; more lies in a temporary file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +62,6 @@ def _record(line: bytes) -> Record:
                      "targets": tuple(values.get("targets", ()))})
 
 
-def _temporary() -> IO[bytes]:
-    return tempfile.SpooledTemporaryFile(_BYTES_IN_MEMORY)  # noqa: SIM115 (kept by a writer)
-
-
 class SpoolWriter:
     """Takes up requests one by one, before there is a folder for them."""
 
@@ -75,9 +69,7 @@ class SpoolWriter:
         """`columns`: what the results take over of the requests, kept beside them. `now`: what
         chat templates are told."""
         self.columns, self._now, self._prompts = columns, now or datetime.now(), hashlib.sha256()
-        self._records, self._tokens, self._places = _temporary(), _temporary(), _temporary()
-        for file in (self._records, self._tokens, self._places):
-            weakref.finalize(self, file.close)
+        self._records, self._tokens, self._places = (temporary_file(self) for _ in range(3))
         self._end = array("q", (0, 0))  # of both
         self._places.write(self._end.tobytes())
 

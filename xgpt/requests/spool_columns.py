@@ -19,7 +19,7 @@ from typing import IO, Any
 
 FOLDER = "columns"
 ROWS_COLUMN = "\0rows"  # of an Arrow segment: nulls, a row each
-_BYTES_IN_MEMORY = 2**26
+_BYTES_IN_MEMORY = 2**26  # of what is not in a folder yet; more lies in a temporary file
 _ROWS_AT_A_TIME = 1024
 _MAX_INT64 = 2**63
 
@@ -73,7 +73,7 @@ class ColumnsWriter:
 
 class _Rows:
     def __init__(self) -> None:
-        self.file = _temporary(self)
+        self.file = temporary_file(self)
         self.kinds: dict[str, str | None] = {}  # of each column in the order of coming; None: nulls
 
     def add(self, values: Mapping[str, Any]) -> None:
@@ -84,12 +84,13 @@ class _Rows:
 
 class _Batches:
     def __init__(self, schema: Any) -> None:
-        self.file = _temporary(self)
+        self.file = temporary_file(self)
         self.schema = schema
         self.writer = importlib.import_module("pyarrow").ipc.new_stream(self.file, schema)
 
 
-def _temporary(owner: object) -> IO[bytes]:
+def temporary_file(owner: object) -> IO[bytes]:
+    """A file of its own, in memory while it is small, which is closed when its owner goes."""
     file = tempfile.SpooledTemporaryFile(_BYTES_IN_MEMORY)  # noqa: SIM115 (its owner keeps it)
     weakref.finalize(owner, file.close)
     return file

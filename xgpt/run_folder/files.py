@@ -6,9 +6,7 @@ import math
 import os
 import shutil
 import sys
-import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,6 +26,7 @@ from xgpt.report.lanes import EXPECTED_FILE
 from xgpt.report.words import counted
 from xgpt.requests.request_files import TABLES
 from xgpt.requests.spool import num_queries
+from xgpt.requests.spool_columns import temporary_file
 from xrunner.files.beat import BEATS
 from xrunner.files.checked import spool_of
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
@@ -42,7 +41,6 @@ DOING_FILE = "doing"  # the present state of what takes a while, in one line; th
 _FAILED = "failed: "
 RECORD_FILE = "slurm.json"
 KEPT_FILE = "standard-input"  # requests that came there: the same command goes on without them
-_BYTES_IN_MEMORY = 2**26
 # Keys of what a run reads before its ranks start, of which it keeps what it needs.
 _INPUTS = ("workload.", "model", "profile", "cluster")
 _LOG_LINES, _LOG_BYTES = 12, 20_000
@@ -295,9 +293,7 @@ class _Copy:
     type."""
 
     def __init__(self, stream: BinaryIO | None) -> None:
-        self.file: IO[bytes]
-        self.file = tempfile.SpooledTemporaryFile(_BYTES_IN_MEMORY)  # noqa: SIM115 (kept by it)
-        weakref.finalize(self, self.file.close)
+        self.file = temporary_file(self)
         if stream is not None and not stream.isatty():
             shutil.copyfileobj(stream, self.file)
 

@@ -9,7 +9,7 @@ from examples import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from xgpt.requests import spool as spooling
+from xgpt.requests import spool_columns
 from xgpt.requests.spool import NUM_PROMPTS, SPOOL_VERSION, Record, Spool, SpoolWriter, num_queries
 
 _RECORDS = st.builds(
@@ -60,7 +60,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("in_memory", [2**26, 5])  # else it lies in a temporary file
 def test_a_writer_saves_again_and_in_the_place_of_what_was_there(tmp_path, monkeypatch, in_memory):
-    monkeypatch.setattr(spooling, "_BYTES_IN_MEMORY", in_memory)
+    monkeypatch.setattr(spool_columns, "_BYTES_IN_MEMORY", in_memory)
     for count in (1, 3):
         writer = SpoolWriter()
         for i in range(count):

@@ -33,7 +33,7 @@ def _read(folder: Path, *lines: bytes | str | dict[str, Any], engine: str | None
         line if isinstance(line, str) else json.dumps(line)).encode() for line in lines]
     path = folder / "requests.jsonl"
     path.write_bytes(b"\n".join(raw) + b"\n")
-    found = list(read_requests(RequestFiles(paths=(path,), engine=engine)))
+    found = list(read_requests(RequestFiles(paths=(path,), terms=Terms(engine=engine))))
     return ([line for line in found if isinstance(line, Request)],
             [line for line in found if isinstance(line, RequestError)])
 

@@ -72,7 +72,7 @@ def test_queries_come_in_their_order_and_no_more_wait_than_need_to():
 def test_the_launcher_holds_few_bytes_a_line(tmp_path, monkeypatch):
     """13 of columns, which grow by an eighth, and up to 46 of the ids' tables; texts and tokens are
     in files."""
-    monkeypatch.setattr("xgpt.requests.spool._BYTES_IN_MEMORY", 2**16)
+    monkeypatch.setattr("xgpt.requests.spool_columns._BYTES_IN_MEMORY", 2**16)
 
     def held(lines: int) -> int:
         path = tmp_path / f"{lines}.jsonl"

@@ -19,6 +19,7 @@ from schemas import faults
 
 from xgpt.report.output import read_output
 from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Terms
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import Spool, SpoolWriter
 from xrunner.files.generation import given_tokens
@@ -100,7 +101,7 @@ def test_each_text_of_a_list_has_its_embedding(llama, tmp_path):
     path.write_text("".join(json.dumps({
         "custom_id": name, "url": "/v1/embeddings", "body": {"model": "m", "input": value}}) + "\n"
         for name, value in (("a", A), ("both", [A, B]), ("b", [B]))))
-    files, spool = RequestFiles(paths=(path,), pooled="last"), SpoolWriter()
+    files, spool = RequestFiles(paths=(path,), terms=Terms(pooled="last")), SpoolWriter()
     assert [one.pooled for one in read_requests(files)] == ["last"] * 4
 
     class Tokens:
