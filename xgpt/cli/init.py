@@ -31,14 +31,6 @@ from xgpt.core.units import parse_seconds
 from xgpt.report.table import paragraph, table
 from xgpt.report.words import counted
 
-_BOUNDS = {"1": math.inf, "2": 60.0, "3": 10.0}
-_BOUND_QUESTION = """\
-How long may one answer take?
-  1  it does not matter: be done with all prompts as soon as possible
-  2  a minute
-  3  ten seconds
-  or a time of your own, such as 30s or 2min"""
-
 
 @click.command()
 @click.argument("job_file", type=click.Path(path_type=Path), default=USUAL_FILE,
@@ -172,29 +164,18 @@ def _max_tokens(usual: int, look: PromptsLook, asks: bool) -> int:
 
 
 def _ask_latency() -> float:
-    say(_BOUND_QUESTION)
-    while True:
-        text = click.prompt("Your choice", err=True, default="1")
-        if text in _BOUNDS:
-            return _BOUNDS[text]
-        try:
-            return _seconds(text)
-        except ValueError as cause:
-            say(f"{cause}; or 1, 2 or 3")
+    return float(click.prompt("How long may one answer take (30s, 2min; inf: it does not matter)",
+                              err=True, default="inf", value_proc=_latency))
 
 
 def _latency(text: str) -> float:
     try:
-        return _seconds(text)
-    except ValueError as cause:
-        raise click.BadParameter(f"{cause}; for example 30s", param_hint="--latency") from None
-
-
-def _seconds(text: str) -> float:
-    seconds = parse_seconds(text)
-    if not seconds > 0:
-        raise ValueError(f"{text!r} is no time above 0")
-    return seconds
+        if (seconds := parse_seconds(text)) > 0:
+            return seconds
+        cause = f"{text!r} is no time above 0"
+    except ValueError as error:
+        cause = str(error)
+    raise click.BadParameter(f"{cause}; for example 30s", param_hint="--latency")
 
 
 def _word(name: object) -> str:

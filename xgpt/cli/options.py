@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,75 +15,44 @@ from xgpt.core.system.whole_file import why_no_file, why_no_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_CATALOG = "xgpt.core.catalog:names"
-# Keys that `--set` completes -> their values, or (where a table or function of them is, its
-# arguments): imported when a shell asks.
-KEYS: dict[str, tuple[str, ...]] = {
-    "model": (_CATALOG, "model"), "cluster": (_CATALOG, "cluster"),
-    "workload.task": (_CATALOG, "task"), "workload.requests": (), "workload.max_tokens": (),
-    "workload.output_tokens": ("observe",), "workload.chat": ("true", "false"),
-    "workload.score": ("true", "false"),
-    "workload.embed": ("xgpt.job.job_file:POOLINGS",), "run.stop": (),
-    "constraint.latency_s": ("inf",), "constraint.kind": ("sequence", "queries"),
-    "constraint.quantile": (), "constraint.confidence": (), "constraint.drift": (),
-    "constraint.ttft_s": (), "constraint.tpot_s": (), "constraint.makespan_s": (),
-    "constraint.memory": (), "constraint.max_gpus": (), "profile": (),
-    "objective": ("xgpt.core.constraint:OBJECTIVES",), "price_per_hour": (),
-    "schedule.policy": ("xgpt.core.policies:policy_names",), "schedule.encode_batch": (),
-    "schedule.decode_iterations": (), "schedule.tp_degree": (), "schedule.tp_gpus": (),
-    "run.ranks": (), "run.dtype": ("xgpt.job.job:DTYPES",),
-    "run.weight_dtype": ("xgpt.job.job:DTYPES", "int8"), "run.seed": (),
-    "run.temperature": (), "run.threads_per_rank": (), "run.weights": ("checkpoint", "random"),
-    "run.engine": ("xgpt.core.engines:engine_names",), "search.max_seconds": (), "output": ()}
-
+JOB_FILE = click.Path(path_type=Path)  # or a folder
 json_option = click.option("--json", "as_json", is_flag=True,
                            help="Print one machine-readable object on stdout.")
-
-
-class JobFile(click.Path):
-    """A job file, or a folder: what a shell proposes."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter,
-                       incomplete: str) -> list[CompletionItem]:
-        folder, _, begun = incomplete.rpartition("/")
-        where = Path(folder + "/" if "/" in incomplete else ".").expanduser()
-        try:
-            there = sorted(where.iterdir())
-        except OSError:
-            return []
-        head = incomplete[: len(incomplete) - len(begun)]
-        return [CompletionItem(f"{head}{path.name}{'/' * path.is_dir()}") for path in there
-                if path.name.startswith(begun) and not path.name.startswith(".")
-                and (path.is_dir() or path.suffix in (".yaml", ".yml"))]
 
 
 def complete_override(ctx: click.Context, param: click.Parameter,
                       incomplete: str) -> list[CompletionItem]:
     """Keys of a job file, and the values of those that have a few."""
-    key, is_given, begun = incomplete.partition("=")
-    if not is_given:
-        return [CompletionItem(f"{name}=") for name in KEYS if name.startswith(key)]
-    values: Sequence[str] = KEYS.get(key, ())
-    if values and ":" in values[0]:
-        found = load_row(values[0])
-        values = found(*values[1:]) if callable(found) else (*found, *values[1:])
-    if key == "cluster":
-        values = [*values, "local"]
-    return [CompletionItem(f"{key}={value}") for value in values if value.startswith(begun)]
+    keys = dict(_keys(load_row("xgpt.job.job_file:job_schema")()["properties"]))
+    keys["model"] = load_row("xgpt.core.catalog:names")("model")
+    key, is_given, _ = incomplete.partition("=")
+    found = [f"{key}={value}" for value in keys.get(key, ())] if is_given else [
+        f"{name}=" for name in keys]
+    return [CompletionItem(one) for one in found if one.startswith(incomplete)]
+
+
+def _keys(properties: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Sequence[str]]]:
+    """(dotted key, its values where it has a few) of the properties of a JSON schema."""
+    for name, own in properties.items():
+        forms = own.get("anyOf", [own])
+        values = [str(value) for form in forms for value in form.get("enum", ())]
+        values += ["true", "false"] * any(form.get("type") == "boolean" for form in forms)
+        inner = [pair for form in forms
+                 for pair in _keys(form.get("properties", {}), f"{within}{name}.")]
+        if values or not inner:
+            yield f"{within}{name}", values
+        yield from inner
 
 
 def job_arguments(command: F) -> F:
     """JOB.yaml, --set key.path=value (repeatable), --json."""
-    return click.argument("job_file", type=JobFile(), metavar="JOB.yaml")(
+    return click.argument("job_file", type=JOB_FILE, metavar="JOB.yaml")(
         job_options(command))
 
 
 def run_arguments(command: F) -> F:
     """JOB.yaml or an output folder, --set, --json."""
-    return click.argument("where", type=JobFile(), metavar="DIR|JOB.yaml")(
+    return click.argument("where", type=JOB_FILE, metavar="DIR|JOB.yaml")(
         job_options(command))
 
 

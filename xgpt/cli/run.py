@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from xgpt.cli.options import (
-    JobFile,
+    JOB_FILE,
     job_arguments,
     job_options,
     print_json,
@@ -38,7 +38,7 @@ _strict_option = click.option(
 
 
 @click.command()
-@click.argument("job_files", nargs=-1, required=True, type=JobFile(), metavar="JOB.yaml...")
+@click.argument("job_files", nargs=-1, required=True, type=JOB_FILE, metavar="JOB.yaml...")
 @job_options
 @click.option("--slurm", "through_slurm", is_flag=True,
               help="Hand the job in to Slurm though its file has no section `slurm`, or from "

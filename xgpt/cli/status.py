@@ -10,7 +10,7 @@ import click
 
 from xgpt.app.telling import progress_line, time_left_s
 from xgpt.app.top import NowAndThen, follow, glance, stop_job
-from xgpt.cli.options import JobFile, print_json, run_arguments
+from xgpt.cli.options import JOB_FILE, print_json, run_arguments
 from xgpt.cli.terminal import show
 from xgpt.core.errors import XgptError
 from xgpt.report.table import paragraph
@@ -68,7 +68,7 @@ def stop(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("where", type=JobFile(), metavar="DIR|JOB.yaml")
+@click.argument("where", type=JOB_FILE, metavar="DIR|JOB.yaml")
 def top(where: Path) -> None:
     """A live view of a running job, here or under Slurm; Ctrl-C leaves it, and the job goes
     on. Where the output is no terminal it prints one state and ends."""

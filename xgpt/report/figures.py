@@ -11,8 +11,8 @@ from xgpt.core.constraint import METRIC_WORDS, Bound, Metric
 from xgpt.core.lengths import FloatArray
 from xgpt.core.schedule import Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
+from xgpt.report.lanes import Lane
 from xgpt.report.output import (
-    LoggedStep,
     Output,
     QueryColumns,
     ends_since_first,
@@ -31,6 +31,7 @@ MEASURES = {  # key of metrics.json -> (label, unit)
     "tpot_p50_s": ("Time per token P50", "s"), "tpot_p99_s": ("Time per token P99", "s"),
     "wall_s": ("Time of the run", "s"), "load_s": ("Time to load", "s"),
     "overhead_share": ("Overhead", "%")}
+MOST_STEPS = 1500  # that show at first
 TIMES = 2.0  # ratio from which on it is told as so many times
 
 
@@ -163,20 +164,15 @@ def metrics_so_far(queries: QueryColumns, num_errors: int) -> dict[str, Any]:
     return {"queries": len(queries), "errors": num_errors, **figures}
 
 
-def middle_window(steps: Sequence[LoggedStep], wanted_s: float | None,
-                  most_steps: int = 1500) -> tuple[float, float] | None:
+def middle_window(lanes: Sequence[Lane], wanted_s: float | None) -> tuple[float, float] | None:
     """(start, end) around the middle of the run: `wanted_s` long, or shorter, so that no more
-    than `most_steps` steps are in it. None where there are no steps."""
-    if not steps:
-        return None
-    first_s, last_s = min(s.start_s for s in steps), max(s.end_s for s in steps)
-    span_s = last_s - first_s
+    than MOST_STEPS steps are in it. None where there are no steps."""
+    span_s = max((float(lane.end_s.max()) for lane in lanes), default=0.0)
     if span_s <= 0:
         return None
-    per_second = len(steps) / span_s
-    length_s = min(span_s, wanted_s or 0.1 * span_s, most_steps / per_second)
-    start_s = (first_s + last_s - length_s) / 2
-    return start_s, start_s + length_s
+    count = sum(len(lane.kinds) for lane in lanes)
+    length_s = min(span_s, wanted_s or 0.1 * span_s, MOST_STEPS * span_s / count)
+    return (span_s - length_s) / 2, (span_s + length_s) / 2
 
 
 def quantity(value: float | None, unit: str) -> str:

@@ -22,7 +22,14 @@ from xgpt.core.errors import InputError, wrong
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
-from xgpt.report.lanes import EXPECTED_FILE, Expected, read_expected
+from xgpt.report.lanes import (
+    EXPECTED_FILE,
+    KINDS,
+    Expected,
+    Lane,
+    read_expected,
+    stage_label,
+)
 from xgpt.requests.choices import parts
 from xgpt.requests.keys import MAX_INT
 from xgpt.requests.spool import Spool
@@ -124,20 +131,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedStep:
-    """One micro-batch (`group`) on one stage, from `start_s` to `end_s`. `pool`: by its name."""
-
-    stage: int
-    kind: str
-    queries: int
-    tokens: int
-    start_s: float
-    end_s: float
-    pool: str = ALONE
-    group: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """Everything that lies in one output folder; None or empty for what is not there."""
 
@@ -149,7 +142,7 @@ class Output:
     queries: QueryColumns = field(default_factory=QueryColumns)
     answers: tuple[Answer, ...] = ()
     errors: tuple[Mapping[str, Any], ...] = ()
-    steps: tuple[LoggedStep, ...] = ()
+    lanes: Sequence[Lane] = ()  # the steps of each stage
     expected: Expected | None = None  # what a replay expected of the run
     queries_before: int = 0  # of `queries`: answered by earlier runs, on clocks of their own
     remarks: tuple[str, ...] = ()
@@ -174,7 +167,7 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
                       for query, answer in answers.items()),
         errors=tuple(map(flat_error, _read_lines(directory / "errors.jsonl", remarks,
                                                  is_optional=True))),
-        steps=tuple(_read_steps(directory / "steps.jsonl", remarks)),
+        lanes=_read_lanes(directory / "steps.jsonl", remarks),
         expected=read_expected(directory / EXPECTED_FILE),
         queries_before=_queries_before(directory, metrics),
         remarks=tuple(remarks))
@@ -335,16 +328,26 @@ def _query_figures(row: Mapping[str, Any]) -> QueryFigures | None:
     return figures if are_counts(figures) else None
 
 
-def _read_steps(path: Path, remarks: list[str]) -> Iterator[LoggedStep]:
+def _read_lanes(path: Path, remarks: list[str]) -> list[Lane]:
+    """The steps, a lane a stage, on a clock that starts with the first of them."""
+    pools: dict[int, str] = {}
+    steps: dict[int, list[tuple[float, float, int, int]]] = {}
     for row in _read_lines(path, remarks, is_optional=True):
         stage, start_s, end_s = (number(row, key) for key in ("stage", "start_s", "end_s"))
-        if stage is None or start_s is None or end_s is None or not end_s >= start_s:
+        if stage is None or start_s is None or end_s is None or not end_s >= start_s or (
+                row.get("kind") not in KINDS):
             continue
-        yield LoggedStep(stage=int(stage), kind=str(row.get("kind")),
-                         queries=int(number(row, "queries") or 0),
-                         tokens=int(number(row, "tokens") or 0), start_s=start_s, end_s=end_s,
-                         pool=text_at(row, "pool") or text_at(row, "role") or ALONE,
-                         group=int(number(row, "group") or 0))
+        pools.setdefault(int(stage), text_at(row, "pool") or ALONE)
+        steps.setdefault(int(stage), []).append(
+            (start_s, end_s, KINDS.index(row["kind"]), int(number(row, "group") or 0)))
+    origin_s = min((step[0] for own in steps.values() for step in own), default=0.0)
+    lanes = []
+    for stage, own in sorted(steps.items()):
+        starts_s, ends_s, kinds, groups = (np.array(column) for column in zip(
+            *sorted(own), strict=True))
+        lanes.append(Lane(label=stage_label(stage, pools[stage]), pool=pools[stage], kinds=kinds,
+                          groups=groups, start_s=starts_s - origin_s, end_s=ends_s - origin_s))
+    return lanes
 
 
 def _read_prompts(directory: Path, most: int, remarks: list[str]) -> list[str | None]:

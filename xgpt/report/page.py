@@ -60,7 +60,6 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
     # what was expected is the whole job, on one clock: of a run that went on it says nothing
     schedule, expected = output.schedule, None if output.queries_before else output.expected
     is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
-    lanes, expected_lanes = charts.step_lanes(output.steps), expected.lanes if expected else ()
     queries = output.queries
     made = (
         charts.latencies(output, expected.latency_s if expected else None),
@@ -73,7 +72,7 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
             schedule.figures.throughput_qps if schedule and is_own else None),
         charts.output_lengths(queries, expected_output_lengths(output.job)),
         charts.memory(schedule, metrics) if schedule else None,
-        charts.timeline(output, lanes, expected_lanes))
+        charts.timeline(output, expected.lanes if expected else ()))
     return [chart for chart in made if chart is not None]
 
 
@@ -100,7 +99,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
         "plots": [chart for chart in drawn if not chart.is_wide],
         "timelines": [chart for chart in drawn if chart.is_wide],
         "next_steps": next_steps(output, metrics, check),
-        "changes": change_rows(metrics),
+        "changes": changes_told(metrics),
         "run_facts": _run_facts(output, metrics),
         "profile_facts": profile_facts(output.profile) if output.profile else (),
         "answers": output.answers,
@@ -171,45 +170,11 @@ def _as_text(value: object) -> str | None:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def change_rows(metrics: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Makes a row of each decision in metrics.json's `rescheduling`, whatever it lacks."""
+def changes_told(metrics: Mapping[str, Any]) -> list[str]:
+    """What was decided while it ran: the sentence of each decision in metrics.json."""
     decisions = metrics.get("rescheduling")
-    if not isinstance(decisions, list):
-        return []
-    return [_change_row(row) for row in decisions if isinstance(row, Mapping)]
-
-
-def _change_row(row: Mapping[str, Any]) -> dict[str, str]:
-    after, phase = number(row, "after_queries"), number(row, "phase")
-    mean = [number(row, "mean_output_tokens", key) for key in ("planned", "observed")]
-    steps = row.get("step_times")
-    seen = _step_factors(steps) if isinstance(steps, Mapping) else (
-        " to ".join("-" if value is None else plain(value) for value in mean))
-    if (over := number(row, "over")) is not None:
-        share = number(row, "share_left", "observed") or 0.0
-        seen = f"{over:.0f} over the bound, {share:.1%} of those left may be"
-    changed = _changed(row.get("from"), row.get("to"))
-    done = {"keep": "kept as it is", "adjust": changed,
-            "redeploy": f"re-deployment recommended: {changed}"}
-    return {"after": "-" if after is None else words.counted(after, "query"),
-            "mean": seen,
-            "what": done.get(text_at(row, "choice") or "", "no schedule does"),
-            "why": text_at(row, "reason") or "",
-            # a change that came after the last phase was taken up by none
-            "phase": "-" if phase is None else f"{phase:.0f}"}
-
-
-def _step_factors(steps: Mapping[str, Any]) -> str:
-    """What steps of each kind take against the profile, before and as seen."""
-    return ", ".join(f"{kind} steps x {number(steps, kind, 'planned') or 1.0:.2f} to "
-                     f"{number(steps, kind, 'observed') or 1.0:.2f}" for kind in steps)
-
-
-def _changed(old: object, new: object) -> str:
-    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
-        return "-"
-    return ", ".join(f"{str(key).replace('_', ' ')} {old.get(key, '-')} to {value}"
-                     for key, value in new.items() if old.get(key) != value)
+    rows = decisions if isinstance(decisions, list) else []
+    return [said for row in rows if (said := text_at(row, "sentence")) is not None]
 
 
 _MATTERS = 0.05  # share of the time or throughput that is worth a change

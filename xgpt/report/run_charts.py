@@ -16,7 +16,7 @@ from xgpt.core.units import GIB, format_bytes, format_seconds
 from xgpt.report.chart import Axis, Chart, Mark, Series
 from xgpt.report.figures import middle_window, plain
 from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
-from xgpt.report.output import LoggedStep, Output, QueryColumns, ends_since_first, number
+from xgpt.report.output import Output, QueryColumns, ends_since_first, number
 from xgpt.report.words import counted, ranges
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
@@ -159,36 +159,16 @@ def _peaks(metrics: Mapping[str, Any]) -> dict[int, float]:
     return found
 
 
-def step_lanes(steps: Sequence[LoggedStep]) -> list[Lane]:
-    """The measured steps, a lane a stage, on a clock that starts with the first of them."""
-    if not steps:
-        return []
-    origin_s, lanes = min(step.start_s for step in steps), []
-    for stage in sorted({step.stage for step in steps}):
-        mine = sorted((s for s in steps if s.stage == stage and s.kind in KINDS),
-                      key=lambda s: s.start_s)
-        pool = mine[0].pool if mine else "both"
-        lanes.append(Lane(
-            label=stage_label(stage, pool), pool=pool,
-            kinds=np.array([KINDS.index(s.kind) for s in mine], np.int64),
-            groups=np.array([s.group for s in mine], np.int64),
-            start_s=np.array([s.start_s - origin_s for s in mine], np.float64),
-            end_s=np.array([s.end_s - origin_s for s in mine], np.float64)))
-    return lanes
-
-
-def timeline(output: Output, lanes: Sequence[Lane], expected: Sequence[Lane]) -> Chart | None:
+def timeline(output: Output, expected: Sequence[Lane]) -> Chart | None:
     """What the stages did and what was expected of them, on one clock; the part from the middle
     of the run shows at first."""
+    lanes = output.lanes
     if not any(len(lane.kinds) for lane in (*lanes, *expected)):
         return None
     period_s = output.schedule.figures.period_s if output.schedule else None
-    window = middle_window(output.steps, 3 * period_s if period_s else None)
-    view, words = None, ""
-    if window is not None:
-        origin_s = min(step.start_s for step in output.steps)
-        view = (window[0] - origin_s, window[1] - origin_s)
-        words = f"At first {format_seconds(view[1] - view[0])} from the middle show. "
+    view = middle_window(lanes, 3 * period_s if period_s else None)
+    words = "" if view is None else (
+        f"At first {format_seconds(view[1] - view[0])} from the middle show. ")
     both = [replace(lane, label=f"{lane.label} {kind}")  # the expected lane under the measured one
             for pair in zip_longest(lanes, expected)
             for lane, kind in zip(pair, ("measured", "expected"), strict=True) if lane is not None]

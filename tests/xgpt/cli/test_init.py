@@ -75,10 +75,10 @@ def test_on_a_terminal_it_asks_and_proposes(folder, monkeypatch):
     monkeypatch.setattr(module, "can_ask", lambda: True)
     monkeypatch.setattr(module, "model_here", lambda: "opt-125m")
     # the file, a column that is none, the column, the model, the cap, a bound that is none, a bound
-    result = done(init(answers="\nnope\n\n\n100\nsoon\n3\n"))
+    result = done(init(answers="\nnope\n\n\n100\nsoon\n10s\n"))
     asked = result.output
     assert "stars" in asked and "Lovely" in asked and "[review]" in asked
-    assert "it does not matter" in asked and "is not an amount of seconds" in asked
+    assert "it does not matter" in asked and "'soon'" in asked
     job = load_job(folder / "job.yaml")
     assert job.workload.max_tokens == 100 and job.constraint.latency_s == 10.0
     assert max(map(len, asked.splitlines())) <= 120

@@ -1,6 +1,6 @@
 """Timelines of a replay: boxes where the steps were, gaps where none was."""
 
-from dataclasses import replace
+import json
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ import pytest
 from xgpt.core.problem import QueryTimes
 from xgpt.report.html_page import figure, write_chart_page
 from xgpt.report.lanes import read_expected, thinned, write_expected
-from xgpt.report.output import LoggedStep
-from xgpt.report.run_charts import draw, replay_lanes, steady_window, step_lanes
+from xgpt.report.output import read_output
+from xgpt.report.run_charts import draw, replay_lanes, steady_window
 from xgpt.report.sweep_page import sweep_charts
 from xgpt.report.sweep_rows import line_of
 from xrunner.rules.steps import Step, StepKind
@@ -124,15 +124,20 @@ def test_the_steady_window_is_three_periods_in_the_middle_and_a_few_steps_of_eac
     assert steady_window(short, 1.0) == (0.0, short.makespan_s)
 
 
-def test_a_measured_run_is_drawn_the_same_way():
-    steps = [LoggedStep(stage=stage, kind=kind, queries=2, tokens=2, start_s=at + stage,
-                        end_s=at + stage + 1)
-             for stage in (0, 1) for at, kind in ((10.0, "encode"), (12.0, "decode"), (13.0, "?"))]
-    first, second = step_lanes(steps)
+def test_a_measured_run_is_drawn_the_same_way(tmp_path):
+    def lanes(*pools):
+        rows = [{"stage": stage, "pool": pool, "kind": kind, "start_s": at + stage,
+                 "end_s": at + stage + 1, "group": 1} for stage, pool in enumerate(pools)
+                for at, kind in ((12.0, "decode"), (10.0, "encode"), (13.0, "?"))]
+        (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return read_output(tmp_path).lanes
+
+    first, second = lanes("both", "both")
     assert (first.label, second.label) == ("stage 0", "stage 1")
     assert first.start_s.tolist() == [0, 2] and second.end_s.tolist() == [2, 4]
-    pools = [replace(step, pool=("encode", "decode")[step.stage]) for step in steps]
-    assert [lane.label for lane in step_lanes(pools)] == ["stage 0 · encode", "stage 1 · decode"]
+    assert first.kinds.tolist() == [0, 1] and first.groups.tolist() == [1, 1]
+    assert [lane.label for lane in lanes("encode", "decode")] == [
+        "stage 0 · encode", "stage 1 · decode"]
 
 
 def test_what_is_expected_is_read_as_it_was_written(tmp_path):

@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_run import fake_schedule, write_fake_run, write_spool
 
@@ -12,6 +13,7 @@ from xgpt.core.constraint import Bound
 from xgpt.core.errors import InputError
 from xgpt.core.schedule_file import SCHEDULE_VERSION
 from xgpt.report.figures import (
+    MOST_STEPS,
     check_bound,
     check_bounds,
     comparisons,
@@ -22,8 +24,8 @@ from xgpt.report.figures import (
     was_changed,
     why_not_predicted,
 )
+from xgpt.report.lanes import Lane
 from xgpt.report.output import (
-    LoggedStep,
     Output,
     QueryColumns,
     QueryFigures,
@@ -154,12 +156,15 @@ def test_metrics_so_far_count_from_the_first_encoding_to_the_last_token():
 
 
 def test_the_window_is_the_middle_and_holds_no_more_steps_than_allowed():
-    steps = [LoggedStep(stage=0, kind="decode", queries=1, tokens=1, start_s=i, end_s=i + 1.0)
-             for i in range(100)]
-    assert middle_window(steps, 20.0) == (40.0, 60.0)
-    assert middle_window(steps, None) == (45.0, 55.0)
-    assert middle_window(steps, 1e9) == (0.0, 100.0)
-    assert middle_window(steps, 20.0, most_steps=10) == (45.0, 55.0)
+    def lane(count: int) -> Lane:
+        start_s, none = np.arange(count) * 100 / count, np.zeros(count, int)
+        return Lane(label="stage 0", kinds=none, groups=none, start_s=start_s,
+                    end_s=start_s + 100 / count)
+
+    assert middle_window([lane(100)], 20.0) == (40.0, 60.0)
+    assert middle_window([lane(100)], None) == (45.0, 55.0)
+    assert middle_window([lane(100)], 1e9) == (0.0, 100.0)
+    assert middle_window([lane(10 * MOST_STEPS)], 20.0) == (45.0, 55.0)
     assert middle_window([], 1.0) is None
 
 
@@ -172,7 +177,7 @@ def test_a_finished_run_is_read_without_a_remark(run_dir):
     output = read_output(run_dir)
     assert output.remarks == ()
     assert len(output.queries) == len(output.answers) == 20
-    assert len(output.errors) == 2 and output.steps and output.schedule is not None
+    assert len(output.errors) == 2 and output.lanes and output.schedule is not None
     assert output.answers[9].prompt is not None
     assert output.answers[9].prompt.startswith("Say something sensible about the number 9")
     few = read_output(run_dir, max_answers=5)
