@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
-from xprofiler.measure.bench import EncoderDecoderBench, LayerBench, around, ordinary_inputs
+from xprofiler.measure.bench import (
+    LEAST_LAYERS,
+    LayerBench,
+    around,
+    few_layers,
+    layers_for,
+    ordinary_inputs,
+)
 from xprofiler.measure.probe import StepParts, clock_of
 from xprofiler.points import DECODE_ROWS_UP_TO, STEP_CONTEXT
 from xprofiler.profile import ALL_REDUCE, HANDOVER, HANDOVER_DIRECT, TRANSFER, Sample, TableKey
@@ -243,8 +250,6 @@ def _all_reduce(comm: Any, subject: Subject, degree: int, rows: int,
     return added
 
 
-_ROW_LAYERS, _LEAST_LAYERS, _MOST_LAYERS = 4200, 2, 6  # rows times layers of a step; layers
-_WEIGHT_BYTES = 2**26
 _POINT_S = 0.4  # a size is measured for about so long, and never fewer times than
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 21
 
@@ -268,22 +273,15 @@ class Sums:
         return tensor if self.group is None else self.group.all_reduce(tensor)
 
 
-Bench = LayerBench | EncoderDecoderBench
-
-
 def summing_bench(spec: ModelSpec, dtype: torch.dtype, degree: int, sums: Sums, *,
-                  device: torch.device, weight_dtype: torch.dtype) -> Bench:
+                  device: torch.device, weight_dtype: torch.dtype) -> LayerBench:
     """A shard of a few layers, which are more than a processor's caches keep."""
-    most = max(_WEIGHT_BYTES // (spec.decoder_layer_params * dtype.itemsize // degree),
-               _LEAST_LAYERS)
-    few = replace(spec, num_layers=min(spec.num_layers, most),
-                  num_encoder_layers=min(spec.num_encoder_layers, most))
-    make = EncoderDecoderBench if spec.is_encoder_decoder else LayerBench
-    return make(few, dtype, tp_degree=Shard(degree=degree, all_reduce=sums), device=device,
-                weight_dtype=weight_dtype)
+    return LayerBench(few_layers(spec, dtype, degree, least=LEAST_LAYERS), dtype,
+                      tp_degree=Shard(degree=degree, all_reduce=sums), device=device,
+                      weight_dtype=weight_dtype)
 
 
-def seconds_of_sums(comm: Any, group: GroupOfRanks, bench: Bench, sums: Sums,
+def seconds_of_sums(comm: Any, group: GroupOfRanks, bench: LayerBench, sums: Sums,
                     rows: int) -> list[float]:
     """Seconds that each sum of `rows` hidden states adds to a step, round by round; every rank of
     `comm`, whose `group` it is, calls it with a like bench."""
@@ -301,10 +299,9 @@ def seconds_of_sums(comm: Any, group: GroupOfRanks, bench: Bench, sums: Sums,
     return [max(s, 0.0) / sums.count for s in added]
 
 
-def _step(bench: Bench, rows: int) -> Callable[[], StepParts]:
+def _step(bench: LayerBench, rows: int) -> Callable[[], StepParts]:
     """A step of so many rows: as usual few are decoded, many are of inputs."""
-    layers = min(max(_ROW_LAYERS // rows, _LEAST_LAYERS), _MOST_LAYERS)
-    most = bench.spec.max_positions
+    layers, most = layers_for(rows), bench.spec.max_positions
     context = STEP_CONTEXT if most is None else min(STEP_CONTEXT, most - 1)
     contexts = around(rows, context - 1) if rows <= DECODE_ROWS_UP_TO else []
     return (bench.decode(contexts, most_layers=layers) if contexts

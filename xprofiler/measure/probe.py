@@ -12,7 +12,8 @@ Its times are scaled to those of the first, which has none and is what a run rep
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -124,11 +125,13 @@ class StepParts(NamedTuple):
 
 
 class LayerParts(NamedTuple):
-    """Seconds of what comes before a step's head; `rest_s` and `attention_s` of one layer."""
+    """Seconds of what comes before a step's head, as in StepParts."""
 
     rest_s: float
     attention_s: float
     embed_s: float
+    cross_s: float = 0.0
+    cross_kv_s: float = 0.0
 
     def times(self, factor: float) -> LayerParts:
         return LayerParts(*(factor * part_s for part_s in self))
@@ -142,55 +145,68 @@ class Ends(NamedTuple):
 
 
 class Spans:
-    """Marks of one step's parts: where each begins and ends."""
+    """Marks of one step's parts: where each begins and ends. Between two calls of a layer lie
+    rotation, cache write and an attention kernel, which are the part that the first one names."""
 
     def __init__(self) -> None:
-        self.rest: list[tuple[Any, Any]] = []  # qkv, finish, qkv, ...
-        self.shared: list[tuple[Any, Any]] = []  # rotary tables: once a step, all layers' use
-        self.embed: list[tuple[Any, Any]] = []
-        self.head: list[Any] = []  # where it begins
+        self._spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+        self._before: tuple[str, Any] | None = None  # the part that has begun, and where
+        self.head: Any = None  # where it begins
 
     def clear(self) -> None:
-        for marks in (self.rest, self.shared, self.embed, self.head):
-            marks.clear()
+        self._spans.clear()
+        self._before = self.head = None
 
-    def parts(self, clock: Clock, num_layers: int) -> LayerParts:
-        """Of marks whose distance is known."""
+    def begins(self, mark: Any) -> None:
+        """A call begins, and ends the part before it."""
+        if self._before is not None:
+            part, begin = self._before
+            self._spans[part].append((begin, mark))
+            self._before = None
+
+    def add(self, part: str, begin: Any, end: Any, then: str = "") -> None:
+        """A call has ended; `then`: the part that begins there."""
+        self._spans[part].append((begin, end))
+        if then:
+            self._before = then, end
+
+    def parts(self, clock: Clock, num_layers: int, cross_layers: int = 1) -> LayerParts:
+        """Of marks whose distance is known; `cross_layers`: that keep an encoder's output."""
         # a large encode step goes through the layers in pieces
-        assert self.rest and len(self.rest) % (2 * num_layers) == 0, (
-            f"{len(self.rest) = } {num_layers = }")
-
-        def total(spans: list[tuple[Any, Any]]) -> float:
-            return sum(clock.seconds(begin, end) for begin, end in spans)
-
-        # between a layer's two parts lie rotation, cache write and the attention kernel
-        attention_s = sum(clock.seconds(qkv_end, finish_begin) for (_, qkv_end), (
-            finish_begin, _) in zip(self.rest[::2], self.rest[1::2], strict=True))
-        return LayerParts((total(self.rest) + total(self.shared)) / num_layers,
-                          attention_s / num_layers, total(self.embed))
+        passed = len(self._spans["attention"])
+        assert passed and passed % num_layers == 0, f"{passed = } {num_layers = }"
+        total = {part: sum(clock.seconds(*span) for span in spans)
+                 for part, spans in self._spans.items()}
+        return LayerParts(
+            rest_s=(total.get("rest", 0.0) + total.get("shared", 0.0)) / num_layers,
+            attention_s=total["attention"] / num_layers, embed_s=total.get("embed", 0.0),
+            cross_s=total.get("cross", 0.0) / num_layers,
+            cross_kv_s=total.get("cross_kv", 0.0) / cross_layers)
 
 
 class Probe:
     """Puts marks around the parts of `model`'s layers and ends, in place."""
 
-    def __init__(self, model: StageModel, clock: Clock) -> None:
+    def __init__(self, model: Any, clock: Clock) -> None:
+        """`model`: a StageModel or an EncoderDecoderStage, with both ends."""
         self._clock, self._model = clock, model
         self._marking: Clock | None = clock
         self._spans = Spans()
-        for layer in model.layers:
-            layer.qkv = self._timed(layer.qkv, "rest")  # type: ignore[method-assign]
-            layer.finish = self._timed(layer.finish, "rest")  # type: ignore[method-assign]
-        ends: Any = model.ends
-        ends.embed = self._timed(ends.embed, "embed")
-        ends.rotation = self._timed(ends.rotation, "shared")
-        ends.scores = self._begins(ends.scores)
+        self._time(model.layers, "rest", qkv="attention", cross_query="cross", finish="")
+        self._time([model.ends], "embed", embed="")
+        self._time([model.ends], "shared", rotation="", bias="")
+        model.ends.scores = self._begins(model.ends.scores)
+        if hasattr(model, "encoder_layers"):
+            self._time(model.encoder_layers, "rest", qkv="attention", finish="")
+            self._time([model.encoder_ends], "embed", embed="")
+            self._time([model.encoder_ends], "shared", bias="", finish="")
+            self._time([model], "cross_kv", store_encoded="")
 
-    def time(self, step: Callable[[], object]) -> StepParts:
-        """Runs `step` once."""
-        ends = self.ends(step)
-        parts = self._spans.parts(self._clock, len(self._model.layers))
-        return StepParts(whole_s=ends.whole_s, rest_s=parts.rest_s, attention_s=parts.attention_s,
-                         embed_s=parts.embed_s, head_s=ends.head_s)
+    def time(self, step: Callable[[], object], num_layers: int | None = None) -> StepParts:
+        """Runs `step` once, through so many layers (None: all that decode)."""
+        ends, cross_layers = self.ends(step), len(self._model.layers)
+        parts = self._spans.parts(self._clock, num_layers or cross_layers, cross_layers)
+        return StepParts(whole_s=ends.whole_s, head_s=ends.head_s, **parts._asdict())
 
     def ends(self, step: Callable[[], object]) -> Ends:
         """Runs `step` once; of its other parts nothing need be marked."""
@@ -201,7 +217,7 @@ class Probe:
         self._clock.settle()
         head = self._spans.head
         return Ends(self._clock.seconds(start, end),
-                    self._clock.seconds(head[0], end) if head else 0.0)
+                    0.0 if head is None else self._clock.seconds(head, end))
 
     @contextmanager
     def marked_by(self, clock: Clock | None) -> Iterator[Spans]:
@@ -213,13 +229,22 @@ class Probe:
         finally:
             self._marking, self._spans = before
 
-    def _timed(self, call: Callable[..., Any], part: str) -> Callable[..., Any]:
+    def _time(self, owners: Iterable[Any], part: str, **calls: str) -> None:
+        """Marks these calls of each owner, as far as it has them, as that part; with each the part
+        that follows it, or none."""
+        for owner in owners:
+            for name, then in calls.items():
+                if hasattr(owner, name):
+                    setattr(owner, name, self._timed(getattr(owner, name), part, then))
+
+    def _timed(self, call: Callable[..., Any], part: str, then: str) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
             if (clock := self._marking) is None:
                 return call(*arguments)
             begin = clock.mark()
+            self._spans.begins(begin)
             out = call(*arguments)
-            getattr(self._spans, part).append((begin, clock.mark()))
+            self._spans.add(part, begin, clock.mark(), then)
             return out
 
         return timed
@@ -229,7 +254,7 @@ class Probe:
 
         def begun(*arguments: Any) -> Any:
             if self._marking is not None:
-                self._spans.head.append(self._marking.mark())
+                self._spans.head = self._marking.mark()
             return call(*arguments)
 
         return begun

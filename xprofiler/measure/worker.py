@@ -25,13 +25,15 @@ from xgpt.core.system.lifeline import all_imported
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
-    EncoderDecoderBench,
+    LEAST_LAYERS,
     LayerBench,
     around,
+    few_layers,
+    layers_for,
     ordinary_inputs,
     ragged,
 )
-from xprofiler.measure.network import Bench, Subject, measure_network, places
+from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.probe import Capturing, measure_peaks
 from xprofiler.measure.ranks import Disturbance, Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder, head_overhead
@@ -53,11 +55,8 @@ from xrunner.engine.graphs import CudaCapture
 _COMPACTIONS = 5  # times each is measured
 _SAVE_EVERY_S = 2.0
 _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
-# Of a quick profile: the bench's weights, which are to be read from memory in every step; at most
-# so much memory for a decode step's caches (to get it takes longer than the step).
-_QUICK_WEIGHT_BYTES, _QUICK_KV_BYTES = 2**26, 2**28
-_LEAST_LAYERS, _MOST_LAYERS = 2, 6  # of a quick profile's steps
-_QUICK_ROWS = 4200  # rows times layers of an encode step that is taken for its rows
+# Of a quick profile's decode step, for its caches (to get memory takes longer than the step).
+_QUICK_KV_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,28 +133,20 @@ class Measuring:
                 break
         self._save(force=True)
 
-    def bench_of(self, degree: int) -> Bench:
-        """What executes this degree's points."""
-        make = EncoderDecoderBench if self._spec.is_encoder_decoder else LayerBench
-        bench = make(self._bench_spec(degree), self._dtype, tp_degree=degree,
-                     num_stages=self._known.metadata.ranks, device=self._device,
-                     sampling=self._sampling, weight_dtype=self._weight_dtype)
-        if self._captures and isinstance(bench, LayerBench) and (
+    def bench_of(self, degree: int) -> LayerBench:
+        """What executes this degree's points; a quick profile's has few layers."""
+        spec, ranks = self._spec, self._known.metadata.ranks
+        if self.request.is_quick:
+            spec = few_layers(spec, self._dtype, degree, stages=ranks)
+        bench = LayerBench(spec, self._dtype, tp_degree=degree, num_stages=ranks,
+                           device=self._device, sampling=self._sampling,
+                           weight_dtype=self._weight_dtype)
+        if self._captures and not spec.is_encoder_decoder and (
                 self._recorder.has_captured(degree) is not False):
             bench.capturing = Capturing(CudaCapture(self._device))
         return bench
 
-    def _bench_spec(self, degree: int) -> ModelSpec:
-        """The model; of a quick profile with no more layers in a stage than it takes."""
-        spec, ranks = self._spec, self._known.metadata.ranks
-        if not self.request.is_quick:
-            return spec
-        layer_bytes = spec.decoder_layer_params * self._dtype.itemsize // degree
-        most = ranks * max(_QUICK_WEIGHT_BYTES // layer_bytes, 1)
-        return replace(spec, num_layers=min(spec.num_layers, most),
-                       num_encoder_layers=min(spec.num_encoder_layers, most))
-
-    def _measure_degree(self, bench: Bench, degree: int, points: Sequence[Point]) -> bool:
+    def _measure_degree(self, bench: LayerBench, degree: int, points: Sequence[Point]) -> bool:
         """False when asked to stop."""
         for point in points:
             if self._is_stopped():
@@ -167,7 +158,7 @@ class Measuring:
             self._save()
         return True
 
-    def _measure(self, bench: Bench, degree: int, point: Point) -> None:
+    def _measure(self, bench: LayerBench, degree: int, point: Point) -> None:
         if point.kind is Kind.COMPACTION:
             move = bench.compaction(point.x, point.y)
             move()
@@ -192,15 +183,15 @@ class Measuring:
         self._recorder.add_step(point, degree, rows, len(lengths), steps,
                                 min(bench.num_layers, most_layers or bench.num_layers))
 
-    def most_layers(self, bench: Bench, point: Point) -> int | None:
+    def most_layers(self, bench: LayerBench, point: Point) -> int | None:
         """Layers that a step goes through; None: all of the bench."""
         if point.kind is Kind.ENCODE:
             return _ATTENTION_LAYERS
-        if not self.request.is_quick or isinstance(bench, EncoderDecoderBench):
+        if not self.request.is_quick or self._spec.is_encoder_decoder:
             return None
         if point.kind is Kind.REST:
-            return _rows_layers(point.x)
-        return max(_QUICK_KV_BYTES // bench.layer_kv_bytes(point.x, point.y), _LEAST_LAYERS)
+            return layers_for(point.x)
+        return max(_QUICK_KV_BYTES // bench.layer_kv_bytes(point.x, point.y), LEAST_LAYERS)
 
     def _measure_peaks(self) -> None:
         self._ranks.barrier()
@@ -254,11 +245,6 @@ def _points(request: MeasureRequest, spec: ModelSpec) -> list[Point]:
         skeleton(spec, needs), key=lambda point: point not in quick)
 
 
-def _rows_layers(rows: int) -> int:
-    """Layers of a quick profile's step that is taken for its rows."""
-    return min(max(_QUICK_ROWS // rows, _LEAST_LAYERS), _MOST_LAYERS)
-
-
 def effort(point: Point) -> float:
     """How long a point takes against others, roughly: one that is quick counts 1."""
     match point.kind:
@@ -279,7 +265,7 @@ def messages_between(request: MeasureRequest, ranks: int, nodes: int) -> list[Ta
               if 1 < d <= ranks // nodes)]
 
 
-def _captures_no_more(ranks: Ranks, bench: Bench) -> bool:
+def _captures_no_more(ranks: Ranks, bench: LayerBench) -> bool:
     """Whether a rank has just failed to capture a step: then none captures any more."""
     if not isinstance(bench, LayerBench) or (
             bench.capturing is None and bench.capture_failure is None):

@@ -172,10 +172,13 @@ class StageGroup:
     def caches(self) -> list[KvCache]:
         return [self.cache] if self._encoded is None else [self.cache, self._encoded]
 
-    def adopt(self, joined: Sequence[Joined]) -> None:
-        """These queries, and no others, sit in the slots from now on, whole inputs cached."""
+    def adopt(self, joined: Sequence[Joined], encoded: Sequence[int] | None = None) -> None:
+        """These queries, and no others, sit in the slots from now on, whole inputs cached; of an
+        encoder-decoder model with so many tokens `encoded`."""
         self.slots.seats = list(joined)
         self.cache.adopt([j.input_tokens for j in joined])
+        if self._encoded is not None:
+            self._encoded.adopt(encoded or [])
 
     def join(self, joined: Sequence[Joined]) -> tuple[int, list[int]]:
         """Lets them sit down behind all, to be given their inputs' entries: the first slot, and

@@ -173,7 +173,7 @@ class Embed(Protocol):
         """tokens [T], positions [T] -> hidden [T, H]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class CrossEnds:
     """Those of an encoder or a decoder, as far as a stage holds them: `embed` and the table of
     tokens on the first stage, the last norm and a decoder's head on the last one. `bias`: of a

@@ -51,7 +51,7 @@ def measured(monkeypatch, tmp_path):
     counts: Counter[Point] = Counter()
     measure = worker.Measuring._measure
 
-    def counting(session: worker.Measuring, bench: worker.Bench, degree: int,
+    def counting(session: worker.Measuring, bench: worker.LayerBench, degree: int,
                  point: Point) -> None:
         counts[point] += 1
         measure(session, bench, degree, point)
