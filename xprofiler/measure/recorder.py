@@ -1,27 +1,15 @@
-"""Points measured so far, taken apart into the profile's tables; and the host's cost of a step
-besides executing it: deciding, composing, committing."""
+"""Points measured so far, taken apart into the profile's tables."""
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from xprofiler.measure.probe import StepParts
 from xprofiler.points import OWN_TABLE, Kind, Point
 from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.timing import Operator
-from xrunner.comm.messages import StartMessage, StepMessage
-from xrunner.comm.point_to_point import local_comms
-from xrunner.engine.head import Head
-from xrunner.engine.pipeline import ALONE, Neighbours
-from xrunner.engine.roster import Vocabulary
-from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.rra import RraRule
-from xrunner.rules.steps import StepKind
 
 MAX_SAMPLES = 15  # more are kept as so many order statistics, evenly spaced
 
@@ -116,16 +104,14 @@ class Recorder:
             put(Operator.DECODE_REST, rows, 0, captured)
         put(Operator.EMBED, rows, 0, (s.embed_s for s in steps))
 
-    def profile(self, *, spent_s: float, host_s: Sequence[float]) -> Profile:
-        """The profile of everything so far. `host_s`: the head's own seconds a step, added to what
-        a step takes besides its parts."""
+    def profile(self, *, spent_s: float) -> Profile:
+        """The profile of everything so far."""
         tables = {key: _samples(places) for key, places in sorted(self._tables.items())
                   if key.name != STEP_OVERHEAD}
         besides = [s for key, places in self._tables.items() if key.name == STEP_OVERHEAD
                    for point in places.values() for s in point.samples_s]
         known = [s for p in self._profile.table(STEP_OVERHEAD) for s in p.samples_s]
-        host = float(np.median(host_s)) if host_s else 0.0
-        if samples_s := [*known, *_ordered([host + s for s in besides])]:
+        if samples_s := [*known, *_ordered(besides)]:
             tables[TableKey(STEP_OVERHEAD)] = (Sample(x=0, samples_s=_ordered(samples_s)),)
         return replace(self._profile, tables=tables, spent_s=spent_s)
 
@@ -140,68 +126,3 @@ def _ordered(values: Sequence[float]) -> tuple[float, ...]:
     if len(values) <= MAX_SAMPLES:
         return tuple(values)
     return tuple(float(q) for q in np.quantile(values, np.linspace(0, 1, MAX_SAMPLES)))
-
-
-_QUERIES, _TOKENS, _GROUPS, _ROUNDS = 32, 12, 2, 5
-
-
-class _NoSink:
-    """Nobody listens: writing a result is paid once a query, not once a step."""
-
-    def finished(self, result: FinishedQuery) -> None:
-        """Dropped."""
-
-    def progress(self, elapsed_s: float, output_tokens: int) -> None:
-        """Dropped."""
-
-    def should_stop(self) -> bool:
-        return False
-
-
-class _NoWork:
-    """A stage that answers at once, so that what remains is the head's own time."""
-
-    keeps_tokens, returns_early = True, False
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._active: dict[int, int] = {}
-
-    def start(self, message: StartMessage) -> None:
-        self._active = dict.fromkeys(range(message.num_groups), 0)
-
-    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor:
-        self.steps += 1
-        self._active[message.group] += len(message.joined) - len(message.removed)
-        is_encode = message.kind is StepKind.ENCODE
-        rows = len(message.joined) if is_encode else self._active[message.group]
-        return torch.zeros(rows, dtype=torch.long)
-
-    def gives_tokens(self, message: StepMessage) -> bool:
-        return True
-
-    def awaits_encoded(self, group: int | None = None) -> bool:
-        return False
-
-    def take_encoded(self, group: int, encoded: Tensor) -> None:
-        """Never called: nothing is encoded apart."""
-
-
-def head_overhead() -> tuple[float, ...]:
-    """Seconds of the head's loop for one step of an ordinary micro-batch; one sample a round."""
-    samples = []
-    for _ in range(_ROUNDS):
-        stage = _NoWork()
-        rule = RraRule(encode_batch=_QUERIES, decode_iterations=_TOKENS, num_groups=_GROUPS,
-                       max_active=_QUERIES, kv_tokens=_QUERIES * 100)
-        head = Head(rule=rule, executor=stage, neighbours=Neighbours(local_comms(1)[0], ALONE),
-                    sink=_NoSink(), vocabulary=Vocabulary(eos_ids=frozenset(),
-                                                          decode_text=lambda ids: ""))
-        for index in range(_QUERIES):
-            assert head.submit(PreparedQuery(index=index, id="", input_ids=(1,) * 64,
-                                             max_new_tokens=_TOKENS, is_forced=True))
-        head.start()
-        start = time.perf_counter()
-        head.run()
-        samples.append((time.perf_counter() - start) / stage.steps)
-    return tuple(samples)

@@ -36,7 +36,7 @@ from xprofiler.measure.bench import (
 from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.probe import Capturing, measure_peaks
 from xprofiler.measure.ranks import Disturbance, Ranks, connect, own_device
-from xprofiler.measure.recorder import Recorder, head_overhead
+from xprofiler.measure.recorder import Recorder
 from xprofiler.points import Kind, Needs, Point, quick_points, skeleton
 from xprofiler.profile import (
     ALL_REDUCE,
@@ -108,7 +108,6 @@ class Measuring:
         self._known, self._recorder = known, Recorder(known)
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self.begin_s = self._saved_s = time.monotonic()
-        self._host_s: list[float] = []
         self._left = 0.0  # work of the skeleton still to do
         is_cpu = self._device.type == "cpu"
         # as a run does: not where ranks share a GPU, whose memory is planned
@@ -119,7 +118,6 @@ class Measuring:
     def run(self) -> None:
         if self._known.peaks is None and not self.request.is_quick:
             self._measure_peaks()
-        self._host_s = self._ranks.together(head_overhead)
         self.add_network()
         points, degrees = _points(self.request, self._spec), self.request.degrees
         again = {d: worth_again(self._known, d, points) for d in degrees}
@@ -222,8 +220,7 @@ class Measuring:
             return
         self._saved_s = now
         spent_s = self._known.spent_s + now - self.begin_s
-        save_profile(self._recorder.profile(spent_s=spent_s, host_s=self._host_s),
-                     Path(self.request.target))
+        save_profile(self._recorder.profile(spent_s=spent_s), Path(self.request.target))
         share, left_s = self._outlook()
         Path(self.request.progress).write_text(f"{share:.3f} {left_s:.1f}\n", encoding="utf-8")
 

@@ -35,11 +35,11 @@ def parts(scale: float = 1.0) -> StepParts:
 def recorded(point: Point, rows: int, queries: int, **how: Any) -> Profile:
     recorder = Recorder(EMPTY)
     recorder.add_step(point, 2, rows, queries, how.get("steps", [parts()]), LAYERS)
-    return recorder.profile(spent_s=1.0, host_s=how.get("host_s", [0.0]))
+    return recorder.profile(spent_s=1.0)
 
 
 def points(recorder: Recorder, operator: Operator) -> tuple[Sample, ...]:
-    return recorder.profile(spent_s=0.0, host_s=[]).table(operator.value)
+    return recorder.profile(spent_s=0.0).table(operator.value)
 
 
 def medians(profile: Profile) -> dict[tuple[str, int], tuple[float, float, float]]:
@@ -76,17 +76,11 @@ def test_a_steps_tables_add_up_to_the_step():
     assert LAYERS * layer_s + ends_s == parts().whole_s
 
 
-def test_the_hosts_own_time_is_added_to_what_a_step_takes_besides_its_parts():
-    found = recorded(Point(Kind.DECODE, 4, 100), rows=4, queries=4, host_s=[0.1, 0.2, 9.0],
-                     steps=[parts(), parts(2.0)])
-    assert found.table(STEP_OVERHEAD)[0].samples_s == pytest.approx((1.7, 3.2))
-
-
 def test_overheads_of_all_degrees_and_points_are_one_table():
     recorder = Recorder(EMPTY)
     for degree, scale in ((1, 1.0), (2, 2.0)):
         recorder.add_step(Point(Kind.DECODE, 4, 9), degree, 4, 4, [parts(scale)], LAYERS)
-    found = recorder.profile(spent_s=0.0, host_s=[0.0])
+    found = recorder.profile(spent_s=0.0)
     assert [key for key in found.tables if key.name == STEP_OVERHEAD] == [TableKey(STEP_OVERHEAD)]
     assert sorted(found.table(STEP_OVERHEAD)[0].samples_s) == [1.5, 3.0]
 
@@ -95,7 +89,7 @@ def test_points_of_a_table_come_in_order_whatever_the_order_they_were_measured_i
     recorder = Recorder(EMPTY)
     for x, y in ((9, 100), (1, 17), (3, 100), (3, 17)):
         recorder.add_step(Point(Kind.DECODE, x, y), 1, x, x, [parts()], LAYERS)
-    found = recorder.profile(spent_s=0.0, host_s=[0.0])
+    found = recorder.profile(spent_s=0.0)
     assert [(p.x, p.y) for p in found.table("decode_attention")] == [
         (1, 17), (3, 17), (3, 100), (9, 100)]
     assert list(found.tables) == sorted(found.tables)
@@ -123,7 +117,7 @@ def stopped() -> Profile:
     recorder = Recorder(EMPTY)
     recorder.add_step(Point(Kind.DECODE, 4, 100), 2, 4, 4, [parts()], LAYERS)
     recorder.add_network({TableKey(TRANSFER, 1, "near"): (Sample(x=8, samples_s=(0.5,)),)})
-    return recorder.profile(spent_s=7.0, host_s=[0.25])
+    return recorder.profile(spent_s=7.0)
 
 
 def test_a_measurement_goes_on_where_it_stopped():
@@ -139,16 +133,16 @@ def test_a_measurement_goes_on_where_it_stopped():
 
 def test_a_session_adds_its_points_and_keeps_the_earlier_ones():
     before = stopped()
-    assert Recorder(before).profile(spent_s=7.0, host_s=[99.0]) == before, "which adds nothing"
+    assert Recorder(before).profile(spent_s=7.0) == before, "which adds nothing"
     again = Recorder(before)
     again.add_step(Point(Kind.DECODE, 9, 100), 2, 9, 9, [parts(2.0)], LAYERS)
-    after = again.profile(spent_s=11.0, host_s=[0.25])
+    after = again.profile(spent_s=11.0)
     assert [p.x for p in after.table("decode_attention", 2)] == [4, 9]
     assert after.table("decode_attention", 2)[0] == before.table("decode_attention", 2)[0]
     assert after.table(TRANSFER, 1, "near") == before.table(TRANSFER, 1, "near")
     assert after.spent_s == 11.0 and after.metadata == before.metadata
     known = before.table(STEP_OVERHEAD)[0].samples_s
-    assert after.table(STEP_OVERHEAD)[0].samples_s == (*known, 3.25), "one point tells little"
+    assert after.table(STEP_OVERHEAD)[0].samples_s == (*known, 3.0), "one point tells little"
 
 
 def test_transfers_wanted_are_those_that_the_ranks_can_measure():
@@ -170,14 +164,14 @@ def test_repeats_that_disagree_give_way_to_those_that_agree_better():
     key = TableKey("layer_rest", 1)
     recorder.add(key, 9, 0, [1.0, 2.0, 4.0])
     recorder.add(key, 9, 0, [1.0, 1.01, 1.02])
-    known = recorder.profile(spent_s=0, host_s=[])
+    known = recorder.profile(spent_s=0)
     assert sorted(known.tables[key][0].samples_s) == [1.0, 1.01, 1.02]
     again = Recorder(known)  # and more samples join the earlier ones, which are left alone
     again.add(key, 9, 0, [1.015])
     assert points(again, Operator.LAYER_REST)[0].samples_s[-1] == 1.015
     assert len(known.tables[key][0].samples_s) == 3
     recorder.add(key, 9, 0, [1.5])
-    assert len(recorder.profile(spent_s=0, host_s=[]).tables[key][0].samples_s) == 4
+    assert len(recorder.profile(spent_s=0).tables[key][0].samples_s) == 4
 
 
 @pytest.mark.parametrize(("attempts", "taken"), [
@@ -202,7 +196,7 @@ def test_what_was_disturbed_makes_way_for_what_was_not_and_is_dated():
     recorder = Recorder(EMPTY)
 
     def known() -> Sample:
-        return recorder.profile(spent_s=0.0, host_s=[]).table("layer_rest")[0]
+        return recorder.profile(spent_s=0.0).table("layer_rest")[0]
 
     recorder.add(key, 9, 0, [3.0, 3.0, 3.0], 0.5)
     assert (known().missing, known().is_disturbed, len(known().date)) == (0.5, True, 10)
@@ -224,7 +218,7 @@ def test_how_often_a_bad_point_was_measured_anew_is_kept():
         if profile is EMPTY:
             recorder = Recorder(EMPTY)
             recorder.add(key, 9, 0, [3.0, 3.0, 3.0], missing)
-        profile = recorder.profile(spent_s=0.0, host_s=[])
+        profile = recorder.profile(spent_s=0.0)
         assert profile.table("layer_rest")[0].tries == tries
 
 
