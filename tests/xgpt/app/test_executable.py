@@ -1,6 +1,9 @@
 """What a run plans with and measures: every policy and degree that the job leaves open."""
 
+import importlib.util
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from job_folder import xgpt
@@ -16,10 +19,11 @@ from xgpt.app.running.prepare import (
 from xgpt.app.schedule import executable, plan_job
 from xgpt.app.telling import LogTeller
 from xgpt.app.wanted import wanted_profile
-from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.schedule import Estimate
+from xgpt.core.errors import InfeasibleError, InputError, MissingExtraError, XgptError
+from xgpt.core.schedule import Estimate, Schedule
 from xgpt.job.job_file import load_job
 from xprofiler.roofline import Roofline
+from xrunner.backends.deepspeed import ENGINE
 from xscheduler.planner import Planner, plan
 from xscheduler.room import kv_tokens_for, slots_for
 from xsimulator.replay.records import ReplayResult
@@ -192,3 +196,85 @@ def test_a_schedule_of_steps_far_beyond_what_was_measured_is_not_simulated(tmp_p
         tmp_path, schedule="{policy: rra, encode_batch: 8, decode_iterations: 9}"))
     assert done.returncode == 2
     assert "within 4 times the sizes that the profile measured" in " ".join(done.stderr.split())
+
+
+# `run: {engine: deepspeed}`: which batches are planned, and what is refused before anything starts.
+
+
+def by_deepspeed(folder, *, model="opt-1.3b", schedule="", run="ranks: 2", bound="inf"):
+    return opened(
+        folder, model=model, cluster="local", constraint=f"{{latency_s: {bound}}}",
+        workload="{requests: {count: 40}, task: S}", schedule=f"{{{schedule}}}",
+        run=f"{{engine: deepspeed, {run}}}")
+
+
+def found(session: OpenedJob) -> Schedule:
+    problem = session.problem
+    return plan_job(executable(session), Roofline(problem.model, problem.cluster.device,
+                                              problem.dtype)).schedule
+
+
+def test_all_ranks_are_one_group_and_the_policy_is_ft_unless_the_job_says_dsi(tmp_path):
+    for schedule, policy in (("", "ft"), ("policy: ft", "ft"), ("policy: dsi", "dsi")):
+        fixed = executable(by_deepspeed(tmp_path, schedule=schedule)).problem.fixed
+        assert (fixed.policy, fixed.tp_degree, fixed.tp_gpus) == (policy, 2, 2)
+    fixed = executable(by_deepspeed(tmp_path, run="ranks: 1")).problem.fixed
+    assert (fixed.tp_degree, fixed.tp_gpus) == (1, 0)
+
+
+def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_times(tmp_path):
+    free = found(by_deepspeed(tmp_path))
+    assert [stage.ranks for stage in free.estimate.deployment.stages] == [(0, 1)]
+    assert ENGINE.note in free.estimate.notes
+    bound_s = free.estimate.figures.latency_s / 3
+    bounded = found(by_deepspeed(tmp_path, bound=f"{bound_s}"))
+    assert bounded.estimate.figures.latency_s <= bound_s
+    assert 1 <= bounded.estimate.figures.encode_batch < free.estimate.figures.encode_batch
+    assert bounded.estimate.figures.throughput_qps < free.estimate.figures.throughput_qps
+    with pytest.raises(InfeasibleError, match="one query alone takes"):
+        found(by_deepspeed(tmp_path, bound="0.001"))
+
+
+def test_a_batch_that_the_job_fixes_is_taken_as_it_is(tmp_path):
+    given = found(by_deepspeed(tmp_path, schedule="policy: dsi, encode_batch: 6, "
+                                                "encode_micro_batches: 3", bound="0.001"))
+    assert (given.estimate.policy, given.estimate.figures.encode_batch) == ("dsi", 6)
+    assert given.estimate.controls.encode_micro_batches == 3 and math.isinf(given.proof.gap)
+    with pytest.raises(InputError, match=r"schedule\.encode_batch: required"):
+        found(by_deepspeed(tmp_path, schedule="policy: ft, decode_micro_batches: 2"))
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *, package: bool, compiler: bool) -> None:
+    real: Any = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: (
+        (object() if package else None) if name == "deepspeed" else real(name, *rest)))
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/c++" if compiler else None)
+
+
+def test_a_package_or_a_compiler_that_is_missing_is_named(tmp_path, monkeypatch):
+    job = by_deepspeed(tmp_path).job
+    installed(monkeypatch, package=True, compiler=True)
+    refuse_what_cannot_run(job, LogTeller())
+    installed(monkeypatch, package=False, compiler=True)
+    with pytest.raises(MissingExtraError, match=r"'deepspeed'.*-e '\.\[deepspeed\]'"):
+        refuse_what_cannot_run(job, LogTeller())
+    installed(monkeypatch, package=True, compiler=False)
+    with pytest.raises(XgptError, match="install g\\+\\+"):
+        refuse_what_cannot_run(job, LogTeller())
+    refuse_what_cannot_run(load_job(job.source, ["run.ranks=1"]), LogTeller())  # compiles nothing
+    installed(monkeypatch, package=False, compiler=False)
+    refuse_what_cannot_run(load_job(job.source, ["run.engine=xgpt"]), LogTeller())  # needs neither
+
+
+def test_a_schedule_of_other_stages_or_another_policy_is_refused(tmp_path):
+    session = by_deepspeed(tmp_path)
+    schedule = found(session)
+    assert executable(session, schedule).problem.fixed.policy == "ft"
+    with pytest.raises(InputError, match=r"schedule\.policy = 'rra'"):
+        executable(session, schedule.changed(policy="rra"))
+    with pytest.raises(InputError, match=r"schedule\.replicas = 2: 1"):
+        executable(session, schedule.changed(estimate=schedule.estimate.in_copies(2)))
+    stage = schedule.estimate.deployment.stages[0]
+    halves = (replace(stage, ranks=(0,)), replace(stage, index=1, ranks=(1,)))
+    with pytest.raises(InputError, match="one, of all 2 ranks"):
+        executable(session, schedule.changed(stages=halves))
