@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from xgpt.core.controls import LEAST_TOKENS
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.schedule import Schedule
-from xgpt.core.system.whole_file import write_atomically
+from xgpt.core.system.whole_file import read_object, write_atomically
 from xrunner.checkpoint.identity import changed_files
 
 PLAN_VERSION = 3
@@ -128,14 +128,14 @@ def load_plan(path: Path) -> RunPlan:
 
 def saved_fingerprint(output: Path) -> str | None:
     """Fingerprint of the run that last wrote into `output`; None if there was none."""
-    value = _saved(output).get("fingerprint")
+    value = read_object(output / "run.json").get("fingerprint")
     return None if value is None else str(value)
 
 
 def saved_differences(plan: RunPlan) -> list[str]:
     """The keys that decide the answers and are others than in the run that last wrote into the
     plan's folder; the model's files are not among them."""
-    saved = _saved(plan.output)
+    saved = read_object(plan.output / "run.json")
     now = json.loads(json.dumps(asdict(plan), default=str))
     return [key for key in _DECISIVE if key != "model_files"
             and key in saved and saved[key] != now[key]]
@@ -144,7 +144,7 @@ def saved_differences(plan: RunPlan) -> list[str]:
 def as_begun(plan: RunPlan) -> RunPlan:
     """The plan for the very requests that the run which last wrote into its folder took for ones
     that can run, where the two differ in nothing else that decides the answers; else the plan."""
-    saved = _saved(plan.output)
+    saved = read_object(plan.output / "run.json")
     limits: dict[str, Any] = {key: saved.get(key) for key in _HELD_BY_SCHEDULE}
     if not all(isinstance(value, int) for value in limits.values()):
         return plan
@@ -169,17 +169,9 @@ class SavedModel(NamedTuple):
 
 def saved_model(output: Path) -> SavedModel | None:
     """The model of that run; None where it is not known."""
-    values = _saved(output)
+    values = read_object(output / "run.json")
     directory, files = values.get("model_dir"), values.get("model_files")
     whole, dtype = values.get("weights_whole"), values.get("weight_dtype")
     return (SavedModel(Path(directory), files, whole if isinstance(whole, dict) else {},
                        dtype if isinstance(dtype, str) else None)
             if isinstance(directory, str) and isinstance(files, dict) else None)
-
-
-def _saved(output: Path) -> dict[str, Any]:
-    try:
-        values = json.loads((output / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}

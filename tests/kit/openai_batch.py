@@ -76,7 +76,7 @@ PLAIN = [
 PASSED = [
     _chat("schema", response_format=_held_to(SCHEMA), logit_bias=_NO_SPACES, max_tokens=60),
     _chat("choice", structured_outputs={"choice": ["yes", "no"]}, logprobs=True),
-    _chat("pattern", guided_regex="[0-9]{3}-[0-9]{4}"),
+    _chat("pattern", structured_outputs={"regex": "[0-9]{3}-[0-9]{4}"}),
     _chat("bias", logit_bias={"65": 100}, min_p=0.1, repetition_penalty=1.0),
     _chat("call", tools=[_TOOL], structured_outputs={"choice": [_CALL]}, max_tokens=99)]
 NO_SCHEMA = _chat("no schema", response_format=_held_to({"type": "a pear"}))

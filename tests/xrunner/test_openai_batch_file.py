@@ -30,7 +30,7 @@ def test_every_line_is_what_openai_promises(tmp_path):
     by_name = openai_batch.checked(out)
     openai_batch.check_plain(by_name)
     lacking = {"schema": "response_format", "choice": "structured_outputs",
-               "pattern": "guided_regex", "bias": "logit_bias", "call": "structured_outputs",
+               "pattern": "structured_outputs", "bias": "logit_bias", "call": "structured_outputs",
                "no schema": "response_format"}
     for name, key in lacking.items():
         assert key in openai_batch.why_not(by_name[name])

@@ -118,9 +118,6 @@ def _calls(value: object) -> list[dict[str, Any]]:
     return calls
 
 
-# OpenAI's key, vLLM's, and vLLM's older ones
-_FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-          "guided_grammar")
 # of the logits of a step, so that a query that comes back after an eviction goes on as it began;
 # penalties of output tokens alone would not
 _OF_LOGITS = ("min_p", "logit_bias")
@@ -131,13 +128,19 @@ _FORM = "structured_outputs"
 def passed_of(asked: Mapping[str, Any]) -> str:
     """vLLM's sampling parameters as JSON; "" where nothing is asked for. Raises BadRecord."""
     given = {key: asked[key] for key in _OF_LOGITS if asked.get(key)}
-    forms = {key: form for key in _FORMS if key in asked and (form := _form(key, asked[key]))}
-    if len(forms) > 1:
-        raise BadRecord(f"{', '.join(forms)}: an answer has one form")
-    for form in forms.values():
+    form = _of_response_format(asked["response_format"]) if "response_format" in asked else None
+    if _FORM in asked:
+        if form is not None:
+            raise BadRecord(f"response_format, {_FORM}: an answer has one form")
+        value = asked[_FORM]
+        if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in _KINDS:
+            raise BadRecord(f"{_FORM} must be an object with one of {', '.join(_KINDS)}")
+        (kind, held), = value.items()
+        form = _checked(kind, held, f"{_FORM}.{kind}")
+    if form is not None:
         given[_FORM] = form
     text = json.dumps(given, ensure_ascii=False) if given else ""
-    check_encodable(text, ", ".join((*forms, *(key for key in given if key != _FORM))))
+    check_encodable(text, ", ".join(given))
     return text
 
 
@@ -146,19 +149,8 @@ def has_form(passed: str) -> bool:
     return bool(passed) and _FORM in json.loads(passed)
 
 
-def _form(key: str, value: object) -> dict[str, Any] | None:
-    """As vLLM's `structured_outputs` says it; None where text is asked for."""
-    if key == "response_format":
-        return _of_response_format(value)
-    if key == _FORM:
-        if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in _KINDS:
-            raise BadRecord(f"{key} must be an object with one of {', '.join(_KINDS)}")
-        (kind, held), = value.items()
-        return _checked(kind, held, f"{key}.{kind}")
-    return _checked(key.removeprefix("guided_"), value, key)
-
-
 def _of_response_format(value: object) -> dict[str, Any] | None:
+    """As vLLM's `structured_outputs` says it; None where text is asked for."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None

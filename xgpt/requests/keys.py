@@ -93,8 +93,7 @@ _ROWS = {
     "min_p": Key(_number(0, 1), _ANSWERED, "passed", (0,)),
     "logit_bias": Key(_BIAS, _ANSWERED, "passed", ({},)),
     "response_format": Key(_OBJECT, _ANSWERED, "passed", ({"type": "text"},)),
-    "structured_outputs guided_json guided_choice": Key(_ANY, _ANSWERED, "passed"),
-    "guided_regex guided_grammar": Key(_TEXT, _ANSWERED, "passed"),
+    "structured_outputs": Key(_ANY, _ANSWERED, "passed"),
     # of the service that would answer, not of the answer; `model` is that of the job
     "model user service_tier safety_identifier prompt_cache_key prompt_cache_retention": Key(
         _TEXT, _OPENAI, is_column=True),
@@ -121,7 +120,8 @@ _ROWS = {
     "best_of length_penalty typical_p tfs tfs_z repeat_penalty num_beams num_beam_groups "
     "num_return_sequences guidance_scale": Key(_ANY, neutral=(1,)),
     "reasoning_effort stream_options web_search_options allowed_token_ids prompt_logprobs "
-    "truncate_prompt_tokens structural_tag guided_whitespace_pattern guided_decoding_backend "
+    "truncate_prompt_tokens structural_tag guided_json guided_choice guided_regex guided_grammar "
+    "guided_whitespace_pattern guided_decoding_backend "
     "chat_template enable_thinking thinking_token_budget add_special_tokens do_sample max_length "
     "max_output_tokens sequence_bias forced_bos_token_id forced_eos_token_id generation_config "
     "sampling_params extra_body": Key(_ANY)}

@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 
 from xgpt.core.lengths import IntArray
-from xgpt.core.system.whole_file import sync_files, sync_folder
+from xgpt.core.system.whole_file import read_object, sync_files, sync_folder
 from xgpt.requests.request import Asked
 from xgpt.requests.spool_columns import ColumnsWriter, temporary_file
 
@@ -244,11 +244,7 @@ class Spool:
 
 def saved_header(output: Path) -> dict[str, Any]:
     """What spool.json says; nothing before the requests of the job in `output` were read."""
-    try:
-        header = json.loads((output / "spool" / "spool.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return header if isinstance(header, dict) else {}
+    return read_object(output / "spool" / "spool.json")
 
 
 def num_queries(output: Path) -> int | None:

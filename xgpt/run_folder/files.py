@@ -18,6 +18,7 @@ from typing import IO, Any, BinaryIO
 
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError, wrong
 from xgpt.core.schedule_file import write_json
+from xgpt.core.system.whole_file import read_object
 from xgpt.job.job import Job
 from xgpt.job.job_file import in_order, job_of, job_tree
 from xgpt.job.yaml_tree import OVERRIDE_FILE
@@ -90,15 +91,6 @@ def is_told_done(output: Path) -> bool:
     """Whether the folder tells of a run that is done, and of what: who asks for another job then
     has it run."""
     return whole_metrics(output) is not None and "model" in read_object(output / "job.json")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; an empty one where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def free_path(path: Path, moment_s: float) -> Path:

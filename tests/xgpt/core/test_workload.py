@@ -166,9 +166,9 @@ SCHEMA = {"type": "object"}
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
      {"structured_outputs": {"json": SCHEMA}}),
     ({"structured_outputs": {"regex": "a+"}}, {"structured_outputs": {"regex": "a+"}}),
-    ({"guided_json": json.dumps(SCHEMA)}, {"structured_outputs": {"json": SCHEMA}}),
-    ({"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
-    ({"guided_grammar": "root ::= \"a\""}, {"structured_outputs": {"grammar": "root ::= \"a\""}}),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}},
+     {"structured_outputs": {"json": SCHEMA}}),
+    ({"structured_outputs": {"choice": ["a"]}}, {"structured_outputs": {"choice": ["a"]}}),
     ({"min_p": 0.1, "logit_bias": {"7": -100}}, {"min_p": 0.1, "logit_bias": {"7": -100}}),
     ({"response_format": {"type": "text"}, "logit_bias": {}, "min_p": None}, {})])
 def test_what_is_asked_is_told_in_vllms_words(body, told):

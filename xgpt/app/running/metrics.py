@@ -23,6 +23,7 @@ from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import plain, write_json
+from xgpt.core.system.whole_file import read_object
 from xgpt.core.units import INT8
 from xgpt.launch.contention import NOTICEABLE_SHARE, in_words
 from xgpt.launch.launcher import RankProgram, launcher_of, threads_per_rank
@@ -32,7 +33,7 @@ from xgpt.report.page import MAX_ANSWERS, write_page
 from xgpt.report.results_file import write_results
 from xgpt.report.table import paragraph, summary_table
 from xgpt.report.words import agreement_words, clean, counted
-from xgpt.run_folder.files import METRICS_FILE, read_object
+from xgpt.run_folder.files import METRICS_FILE
 from xprofiler.profile import LearnedSteps, Profile, cached_profile_path, changing
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming

@@ -23,6 +23,15 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
     return raw.decode(encoding)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; an empty one where there is none, or it is not whole."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
     """Writes `text` so that a reader sees the old content or the new, never half of it; so does who
     reads after a power cut, and once this returns it is the new. `is_durable` False: for what is
