@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 from typing import TypeAlias
 
@@ -25,9 +25,10 @@ def _up_to(most: int) -> IntArray:
     return values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Lengths:
-    """Probabilities of the lengths 1..max. `pmf[k - 1]` = P(length = k)."""
+    """Probabilities of the lengths 1..max. `pmf[k - 1]` = P(length = k). Moments and quantiles are
+    asked for again and again while a schedule is searched."""
 
     pmf: FloatArray  # [max]
     note: str = ""  # how it was obtained, for the report
@@ -46,13 +47,13 @@ class Lengths:
     def support(self) -> IntArray:
         return _up_to(self.max)
 
-    @property
+    @cached_property
     def mean(self) -> float:
-        return _mean_and_std(self)[0]
+        return float(self.pmf @ self.support)
 
-    @property
+    @cached_property
     def std(self) -> float:
-        return _mean_and_std(self)[1]
+        return float(np.sqrt(max(float(self.pmf @ (self.support - self.mean) ** 2), 0.0)))
 
     @property
     def skewness(self) -> float:
@@ -60,6 +61,11 @@ class Lengths:
         of a spread of 1e-150 tokens the third power has no number."""
         std = self.std
         return float(self.pmf @ ((self.support - self.mean) / std) ** 3) if std > _SPREAD else 0.0
+
+    @cached_property
+    def cumulative(self) -> FloatArray:
+        """[support] P(length <= k)."""
+        return np.cumsum(self.pmf)
 
     def quantile(self, q: float) -> int:
         """Smallest length k with P(length <= k) >= q."""
@@ -70,23 +76,9 @@ class Lengths:
         return rng.choice(self.support, size=count, p=self.pmf)
 
 
-@lru_cache(maxsize=64)
-def _cumulative(lengths: Lengths) -> FloatArray:
-    """[support] P(length <= k)."""
-    return np.cumsum(lengths.pmf)
-
-
 @lru_cache(maxsize=256)
 def _quantile(lengths: Lengths, q: float) -> int:
-    return min(int(np.searchsorted(_cumulative(lengths), q - 1e-12)) + 1, lengths.max)
-
-
-@lru_cache(maxsize=64)
-def _mean_and_std(lengths: Lengths) -> tuple[float, float]:
-    """Asked for again and again while a schedule is searched."""
-    mean = float(lengths.pmf @ lengths.support)
-    variance = float(lengths.pmf @ (lengths.support - mean) ** 2)
-    return mean, float(np.sqrt(max(variance, 0.0)))
+    return min(int(np.searchsorted(lengths.cumulative, q - 1e-12)) + 1, lengths.max)
 
 
 def truncated_normal(mean: float, std: float, maximum: int) -> Lengths:
