@@ -211,11 +211,15 @@ class Rejected:
     is_unsure: bool = False
 
     @property
+    def name(self) -> str:
+        """What it is the best of."""
+        kind = "policy" if self.kind == "unsearched" else self.kind
+        return f"{kind} {self.subject}".strip()
+
+    @property
     def label(self) -> str:
         """The alternative in words."""
-        kind = "policy" if self.kind == "unsearched" else self.kind
-        subject = f"{kind} {self.subject}".strip()
-        return f"{subject}: {self.words}" if self.words else subject
+        return f"{self.name}: {self.words}" if self.words else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 from xgpt.core.constraint import Bound, Constraint
 from xgpt.core.deployment import Deployment
 from xgpt.core.schedule import (
-    NOT_SURE,
+    CopiesTried,
     Estimate,
     Rejected,
     Schedule,
@@ -24,7 +24,7 @@ from xgpt.core.schedule import (
 )
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
-from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain
+from xgpt.report.figures import comparisons, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
 from xgpt.report.words import controls_line
 from xscheduler.layouts import LAYOUT_NOTE
@@ -100,58 +100,43 @@ def summary_table(metrics: Mapping[str, Any], ends: Sequence[str] = ()) -> str:
 
 def choice_table(schedule: Schedule) -> str:
     """Why it was chosen, the best of each other policy and degree, and what the bound excluded."""
-    facts = [("why" if index == 0 else "", sentence)
-             for index, sentence in enumerate(schedule.explanation)]
-    facts += [(_label(row, schedule), _alternative(row, schedule)) for row in schedule.rejected]
-    return _lines(facts)
+    why = _lines([("why" if index == 0 else "", sentence)
+                  for index, sentence in enumerate(schedule.explanation)])
+    others = table(("alternative", "queries/s", "less", "latency", "configuration"), [
+        (row.name, *_compared(row, schedule), _configuration(row)) for row in schedule.rejected],
+        right=(1, 2, 3)) if schedule.rejected else ""
+    return "\n".join(filter(None, (why, others)))
+
+
+def _compared(row: Rejected | CopiesTried, schedule: Schedule) -> tuple[str, str, str]:
+    """Its queries/s, how much less that is, and its latency."""
+    qps, latency_s = row.throughput_qps, row.latency_s
+    return ("-" if qps is None else plain(qps),
+            "-" if qps is None else percent(1 - qps / schedule.figures.throughput_qps, 1),
+            "-" if latency_s is None else format_seconds(latency_s))
+
+
+def _configuration(row: Rejected) -> str:
+    """The configuration, and why there is none or it does not serve."""
+    if row.kind == "devices" or not row.words:
+        return row.reason
+    point = row.words.removesuffix(_NO_PLAN)
+    return point if row.throughput_qps is not None and not row.is_unsure else (
+        f"{row.reason} ({point})")
 
 
 def copies_table(schedule: Schedule) -> str:
     """What each number of copies of the model comes to; "" where there was one to look at."""
-    own, body = schedule.figures.throughput_qps, []
+    body = []
     for row in schedule.over_copies:
-        is_chosen = devices_tried(row) == devices_of_copies(schedule.estimate)
-        qps = own if is_chosen else row.throughput_qps
-        less = "chosen" if is_chosen else "-" if qps is None else percent(1 - qps / own, 1)
-        latency_s = schedule.figures.latency_s if is_chosen else row.latency_s
-        body.append((str(row.replicas), sum_of(row.devices or (row.devices_per_replica,)),
-                     "-" if qps is None else plain(qps), less,
-                     "-" if latency_s is None else format_seconds(latency_s),
+        cells = _compared(row, schedule)
+        if devices_tried(row) == devices_of_copies(schedule.estimate):
+            own = schedule.figures
+            cells = plain(own.throughput_qps), "chosen", format_seconds(own.latency_s)
+        body.append((str(row.replicas), sum_of(row.devices or (row.devices_per_replica,)), *cells,
                      plain(row.bound_qps) if row.bound_qps > 0 else "-", row.words))
     return table(("copies", "devices", "queries/s", "less", "latency", "at most", "by"), body,
                  right=(0, 1, 2, 3, 4, 5)) if body else ""
-
-
-def _label(row: Rejected, schedule: Schedule) -> str:
-    if row.kind == "devices":
-        return words.counted(float(row.subject), "device")
-    if row.kind in ("policy", "unsearched"):
-        is_open = schedule.proof.left_open(row.subject, row.throughput_qps or math.inf) is not None
-        return f"{'seen' if is_open else 'best'} {row.subject}"
-    return {"tp_degree": f"tp degree {row.subject}", "without a latency bound": "no bound",
-            "without a margin": "no margin", "RRA and WAA alone": "RRA, WAA"
-            }.get(row.kind, "instead")
-
-
-def _alternative(row: Rejected, schedule: Schedule) -> str:
-    if row.kind == "devices":
-        return row.reason
-    point = row.words.removesuffix(_NO_PLAN)
-    if row.throughput_qps is None:
-        return f"{row.reason} ({point})" if point else row.reason
-    share = lost_to(row, schedule)
-    more = row.throughput_qps / schedule.figures.throughput_qps - 1
-    parts = [f"{plain(row.throughput_qps)} queries/s",
-             f"{percent(share, 1)} less" if share is not None else
-             f"{percent(more, 1)} more" if more > 5e-4 else "as many"]
-    if row.latency_s is not None:
-        parts.append(f"latency {format_seconds(row.latency_s)}")
-    if row.is_unsure:
-        parts.append(f"but {NOT_SURE}")
-    most = schedule.proof.left_open(row.subject, row.throughput_qps)
-    if row.kind == "policy" and most is not None:  # not searched to its own best
-        parts.append(f"and no more than {plain(most)}")
-    return f"{', '.join(parts)}: {point}" if point else ", ".join(parts)
 
 
 def stage_table(schedule: Schedule) -> str:
