@@ -22,13 +22,6 @@ from xgpt.core.schedule import Estimate
 from xgpt.launch.launcher import find_mpiexec
 from xrunner.query import PreparedQuery
 
-FORTY = toys.PreparedQuery(index=0, id="q0", input_ids=(7, 8, 9), max_new_tokens=40, is_forced=True)
-
-
-def forties(count: int) -> list[dict[str, Any]]:
-    """Requests that keep ranks at work: FORTY so many times."""
-    return [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(count)]
-
 
 def sets(*overrides: str) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]

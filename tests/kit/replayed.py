@@ -14,8 +14,6 @@ from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem
 from xrunner.engine.stage import StageExecutor
-from xrunner.rules.steps import StepKind
-from xsimulator.replay.records import PoolRecords
 
 
 def problem_of(directory: Path, pairs: np.ndarray, devices: int) -> Problem:
@@ -31,9 +29,3 @@ def problem_of(directory: Path, pairs: np.ndarray, devices: int) -> Problem:
 def run_steps(executor: StageExecutor) -> list[tuple[object, ...]]:
     return [(r.kind, r.group, r.phase, r.iteration, r.queries) for r in executor.log
             if r.kind != "cross_kv"]
-
-
-def replayed_steps(pool: PoolRecords) -> list[tuple[object, ...]]:
-    return [(step.kind.value, step.group, step.phase, step.iteration,
-             int(encoded if step.kind is StepKind.ENCODE else decoded))
-            for step, encoded, decoded in zip(pool.steps, pool.encoded, pool.decoded, strict=True)]

@@ -210,7 +210,7 @@ def test_a_folder_that_is_gone_ends_the_run_in_words(is_renamed, tmp_path):
         assert job.run_to_end().returncode == 0 and len(job.answers()) == job.count
 
 
-@pytest.mark.slow  # the next one dies a moment earlier, test_second_job.py asks again for a job
+@pytest.mark.slow  # the next one dies a moment earlier, test_several_jobs.py asks again for a job
 def test_a_job_whose_command_dies_at_its_very_end_is_done(tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=1, count=60).write()
     process = job.start()

@@ -18,7 +18,7 @@ def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow, id="-".join(map(str, case[:3])))
 
 
-# test_schedule_runs.py and test_exact_runs.py have real ranks under most of these
+# test_exact_runs.py has real ranks under most of these
 @pytest.mark.parametrize(("policy", "family", "ranks", "more"), [
     pytest.param("waa-c", "llama", 2, "encode_batch: 1", id="waa-c"),
     *(slow("rra", family, ranks, "encode_batch: 3, decode_iterations: 4, tp_degree: 1")

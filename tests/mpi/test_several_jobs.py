@@ -1,12 +1,20 @@
 """Several jobs of one command: the same ranks take them one after another, with the weights they
-have, and give each job's own tokens."""
+have, and give each job's own tokens. What a run measured goes back into the cached profile, so that
+a second job of the same model on the same machine measures nothing."""
 
 import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 import toys
-from job_folder import as_requests, read_lines, write_job
+from job_folder import as_requests, read_lines, write_job, xgpt
 from mpi_runs import call, json_of, stopped_under_way
+
+from xprofiler.profile import Profile
+from xprofiler.profile_file import load_profile
 
 pytestmark = pytest.mark.mpi
 STAGES, HALVES = "tp_degree: 1", "tp_degree: 2, tp_gpus: 2"
@@ -53,3 +61,70 @@ def test_jobs_of_one_model_load_it_once_and_a_stop_ends_all_until_the_same_comma
         assert len(answers) == len(QUERIES[name])
         for query in QUERIES[name][:8]:
             assert answers[query.id] == toys.generate(llama[1], query), (name, query.id)
+
+
+def submitted(folder: Path, model: Path, *, count: int, longest: int, outputs: int) -> Any:
+    folder.mkdir()
+    queries = toys.random_queries(20, seed=count, longest=longest)
+    requests = [{"id": f"q{i}", "tokens": list(queries[i % 20].input_ids),
+                 "forced_tokens": 1 + (i * 7) % outputs} for i in range(count)]
+    job = write_job(folder, model, requests,
+                    schedule="policy: rra, encode_batch: 4, decode_iterations: 4", ranks=1)
+    done = xgpt("submit", job, "--json", "--set", "workload.output_tokens=from_requests")
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def told_done(folder: Path, home: Path) -> None:
+    """A job that is done is not run, measured or planned again, though the profile that it was
+    planned with has learned since, or is gone."""
+    job, results = folder / "job.yaml", folder / "out" / "results.jsonl"
+    lines, asked = results.read_bytes(), "workload.output_tokens=from_requests"
+    again = xgpt("submit", job, "--json", "--set", asked)
+    assert json.loads(again.stdout)["status"] == "already done"
+    shutil.rmtree(home / "xgpt" / "profiles")
+    (folder / "out" / "metrics.json").unlink()  # as a launcher leaves it that dies before
+    taken = xgpt("submit", job, "--json", "--set", asked)
+    assert taken.returncode == 0 and "nothing is run again" in " ".join(taken.stderr.split())
+    assert "profile: " not in taken.stderr and not (home / "xgpt" / "profiles").exists()
+    assert json.loads(taken.stdout)["throughput_qps"]["predicted"] > 0
+    assert results.read_bytes() == lines and not list((folder / "out").glob("results-*"))
+
+
+def cached(home: Path) -> Profile:
+    (path,) = (p for p in (home / "xgpt" / "profiles").glob("*x1-*.json"))
+    return load_profile(path)
+
+
+@pytest.fixture
+def home(tmp_path, cache, monkeypatch):
+    """A cache in which nothing is measured yet."""
+    home = tmp_path / "home"
+    (home / "xgpt").mkdir(parents=True)
+    native = Path(cache["XDG_CACHE_HOME"]) / "xgpt" / "native"
+    (home / "xgpt" / "native").symlink_to(native.resolve())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("PYTHONPATH", cache["PYTHONPATH"])
+    return home
+
+
+def test_the_second_job_measures_nothing(tmp_path, llama, home, monkeypatch):
+    # neither that other tests run nor what came and went with it counts
+    monkeypatch.setattr("xgpt.app.running.metrics.NOTICEABLE_SHARE", 2.0)
+    monkeypatch.setattr("xgpt.app.running.metrics.PASSING", 1e9)
+    first = submitted(tmp_path / "first", llama[0], count=120, longest=8, outputs=20)
+    assert "profile: timing" in first.stderr, first.stderr
+    assert "this run's steps are added" in first.stderr, first.stderr
+    before = cached(home)
+    assert before.learned
+    assert all(own.steps >= 30 and own.factor > 0 for own in before.learned)
+    second = submitted(tmp_path / "second", llama[0], count=150, longest=12, outputs=28)
+    after = cached(home)
+    assert after.tables == before.tables and after.spent_s == before.spent_s, "points measured: 0"
+    assert "profile: timing" not in second.stderr and "profile: from the cache" in second.stderr
+    assert len(after.learned) > len(before.learned), "and this one adds to it, too"
+    shown = xgpt("profile", "show", next((home / "xgpt" / "profiles").glob("*x1-*.json")))
+    assert "runs, decode" in shown.stdout and "age" in shown.stdout
+    json.loads(second.stdout)
+    assert os.environ["XDG_CACHE_HOME"] == str(home)
+    told_done(tmp_path / "second", home)

@@ -43,6 +43,9 @@ def test_a_taken_core_costs_a_thread_and_comes_back():
     machine.cores = 4
     machine.work(int(HOLD_S / LOOK_S) + 2)
     assert machine.applied == [3, 4] and threads.count == 4
+    machine.cores = 0  # several are taken, and never all
+    machine.work(8)
+    assert machine.applied == [3, 4, 3, 2, 1] and threads.count == 1
 
 
 def test_tries_in_vain_become_seldom():
@@ -54,16 +57,6 @@ def test_tries_in_vain_become_seldom():
     machine.cores = 4
     machine.work(int(40 / LOOK_S))
     assert machine.applied[-1] == 4
-
-
-def test_several_taken_cores_and_never_none():
-    machine = Machine(cores=1)
-    threads = machine.start(4)
-    machine.work(6)
-    assert machine.applied == [3, 2, 1]
-    machine.cores = 0
-    machine.work(4)
-    assert threads.count == 1
 
 
 def test_one_interval_of_waiting_is_none():

@@ -1,5 +1,5 @@
-"""GGUF files: tokens equal transformers' of the same weights, widened here by GGML's description of
-its types; what is not understood is refused by its key."""
+"""GGUF files: tokens equal transformers' of the same weights, widened by the library; what is not
+understood is refused by its key."""
 
 import dataclasses
 import json
@@ -44,33 +44,11 @@ ROPE3 = {**ROPE, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
          "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
-def q8_0(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks of 32: a scale of 16 bits, then a byte each. (what is stored, what it means)"""
-    blocks = weight.reshape(len(weight), -1, 32)
-    scales = (np.abs(blocks).max(-1, keepdims=True) / 127 + 1e-6).astype(np.float16)
-    values = np.round(blocks / scales.astype(np.float32)).clip(-127, 127).astype(np.int8)
-    stored = np.concatenate([scales.view(np.uint8), values.view(np.uint8)], axis=-1)
-    return stored.reshape(len(weight), -1), (values * scales.astype(np.float32)).reshape(
-        weight.shape)
-
-
-def q4_0(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks of 32: a scale, then value i (0 .. 15, less 8) in the low half of byte i and value
-    i + 16 in its high half."""
-    blocks = weight.reshape(len(weight), -1, 32)
-    scales = (np.abs(blocks).max(-1, keepdims=True) / 7 + 1e-6).astype(np.float16)
-    values = (np.round(blocks / scales.astype(np.float32)) + 8).clip(0, 15).astype(np.uint8)
-    halves = values[..., :16] | values[..., 16:] << 4
-    stored = np.concatenate([scales.view(np.uint8), halves], axis=-1)
-    means = (values.astype(np.float32) - 8) * scales.astype(np.float32)
-    return stored.reshape(len(weight), -1), means.reshape(weight.shape)
-
-
 def packed(weight: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    if kind in ("F16", "F32"):
-        stored = weight.astype(np.float16 if kind == "F16" else np.float32)
-        return stored, stored.astype(np.float32)
-    return (q8_0 if kind == "Q8_0" else q4_0)(weight)
+    """(what is stored, what it means)"""
+    own = gguf.GGMLQuantizationType[kind]
+    stored = gguf.quants.quantize(weight, own)
+    return stored, gguf.quants.dequantize(stored, own)
 
 
 def paired(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -265,4 +243,3 @@ def test_without_the_package_the_line_that_installs_it_is_said(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(MissingExtraError, match=r"gguf.*pip install"):
         gguf_file.GgufFile(tmp_path / "toy.gguf")
-

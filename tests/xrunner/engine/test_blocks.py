@@ -1,5 +1,6 @@
 """KV entries in blocks: each query finds its own, no block is had twice and none is lost, whatever
-joins, grows and goes; and what a rule admits is there, in as many blocks as it counts."""
+joins, grows and goes; what a rule admits is there, in as many blocks as it counts. RRA and WAA with
+their entries so, too: nothing is copied when queries end."""
 
 import random
 from itertools import product
@@ -8,18 +9,23 @@ from typing import Any
 import pytest
 import torch
 from examples import examples, some
+from holding import rule_of
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import SOURCES, TORCH
 from replays import answers_of, generated
-from toy_runs import run_in_process
+from toy_runs import run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import random_queries
 
+from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
+from xrunner.engine import group
+from xrunner.engine import kv as blocks
 from xrunner.engine.kv import BlockPool, KvCache, Room, kv_shape
+from xrunner.engine.stage import StageExecutor
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, sarathi, vllm
-from xrunner.rules.rra import RraRule
+from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.slots import GroupSlots
 from xrunner.rules.steps import Step, kv_budget
 
@@ -134,7 +140,7 @@ def test_there_are_blocks_for_whatever_the_budget_admits(slots, capacity, tokens
 TIGHT = 6 * BLOCK_TOKENS
 
 
-def rule_of(policy: str, groups: int = 1) -> OrcaRule | PagedRule:
+def tight_rule(policy: str, groups: int = 1) -> OrcaRule | PagedRule:
     if policy == "orca":
         return OrcaRule(num_groups=groups, max_active=5 * groups, kv_tokens=100 * groups)
     kind = vllm if policy == "vllm" else sarathi
@@ -162,7 +168,7 @@ class Counting:
 @pytest.mark.parametrize("policy", ["vllm", "sarathi"])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_run_has_the_blocks_that_its_rule_counts(made, policy, num_stages):
-    rule = rule_of(policy, groups=num_stages)
+    rule = tight_rule(policy, groups=num_stages)
     assert isinstance(rule, PagedRule)
     counting, queries = Counting(rule), random_queries(12)
     sink, executors = run_in_process(made("llama")[0], queries, num_stages=num_stages,
@@ -190,12 +196,118 @@ def test_torch_and_the_cuda_sources_answer_as_generate_does(made, small_blocks, 
     # the emulated launches take their time
     (directory, model), queries = made("llama"), random_queries(8 if implementation is TORCH else 4)
     with implementation.using():
-        sink, _ = run_in_process(directory, queries, num_stages=1, rule=rule_of(policy))
+        sink, _ = run_in_process(directory, queries, num_stages=1, rule=tight_rule(policy))
     assert answers_of(sink) == generated(model, queries)
 
 
 def test_rules_that_leave_queries_where_they_are_ask_for_blocks():
     rra = RraRule(encode_batch=4, decode_iterations=5, num_groups=2, max_active=12, kv_tokens=999)
     assert kv_budget(rra) is None and kv_budget(rra, in_blocks=True) == (999 // 2, 1, False)
-    assert kv_budget(rule_of("orca", 2)) == (100, 1, False)
-    assert kv_budget(rule_of("vllm", 2)) == (TIGHT, BLOCK_TOKENS, False)
+    assert kv_budget(tight_rule("orca", 2)) == (100, 1, False)
+    assert kv_budget(tight_rule("vllm", 2)) == (TIGHT, BLOCK_TOKENS, False)
+
+
+SIZE = 16
+QUERIES = random_queries(12)
+LONGEST = max(query.reserve_tokens for query in QUERIES)
+
+
+
+
+
+def rra(*, groups: int = 1, chunk: int = 0, kv_tokens: int = 200) -> RraRule:
+    return RraRule(encode_batch=4, decode_iterations=5, num_groups=groups, max_active=12,
+                   kv_tokens=kv_tokens * groups, encode_chunk=chunk)
+
+
+def expected(model: Any) -> dict[int, list[int]]:
+    return generated(model, QUERIES)
+
+
+def caches(executor: StageExecutor) -> list[KvCache]:
+    found = [own.cache for own in executor.groups]
+    assert all(cache.room_for([]) is not None for cache in found), "a table names blocks"
+    return found
+
+
+@pytest.mark.parametrize(("degrees", "groups", "chunk"), some(
+    [((1,), 1, 0), ((1, 1), 2, 0), ((2, 1), 3, 0), ((1, 1), 2, 7)],
+    lambda case: case[1] == 3 or case[2]))
+def test_rra_answers_as_generate_does(made, small_blocks, degrees, groups, chunk):
+    directory, model = made("llama")
+    sink, executors = run_in_process(directory, QUERIES, degrees=degrees, in_blocks=True,
+                                     rule=rra(groups=groups, chunk=chunk))
+    assert answers_of(sink) == expected(model)
+    for executor in executors:
+        assert executor.rows_compacted == 0
+        # no group had more than its rule reserves
+        assert all(0 < cache.pool.most_taken * SIZE <= 200 + 12 * (SIZE - 1)
+                   for cache in caches(executor))
+
+
+@pytest.mark.parametrize(("encode", "decode", "groups"), some(
+    [((1,), (1,), 1), ((2,), (1, 1), 2), ((1,), (2,), 3)], lambda case: case[2] == 2))
+def test_what_waa_hands_over_is_put_into_blocks(made, small_blocks, encode, decode, groups):
+    directory, model = made("llama")
+    rules = toy_waa_rules(len(encode), num_groups=groups, kv_tokens=150)
+    sink, executors = run_waa_in_process(directory, QUERIES, waa_pools(directory, encode, decode),
+                                         rules, in_blocks=True)
+    assert answers_of(sink) == expected(model)
+    for rank in range(sum(encode), sum(encode) + sum(decode)):
+        own = caches(executors[rank])
+        assert len({id(cache.pool) for cache in own}) == 1, "one budget, one pool for all groups"
+        assert own[0].pool.count <= -(-(150 + 8 * SIZE) // SIZE)
+        assert own[0].pool.most_taken > 0
+        assert sum(cache.num_bytes for cache in own) <= own[0].store.nbytes
+
+
+@pytest.mark.parametrize("rule", [rra, lambda: rule_of("vllm", batch=5, kv_tokens=6 * SIZE)])
+def test_the_memory_is_what_is_reserved_not_rows_of_the_longest(
+        made, small_blocks, monkeypatch, rule):
+    """A device that holds the blocks of a plan, and not as many rows of the longest query; what is
+    missing is said before any memory is taken."""
+    directory, _ = made("llama")
+
+    def run(own: Any, *, in_blocks: bool = True) -> Any:
+        sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=own,
+                                           in_blocks=in_blocks)
+        return answers_of(sink), executor
+
+    answers, executor = run(rule())
+    (cache,), rows = caches(executor), rule().group_max_active
+    assert cache.pool.count * SIZE < rows * LONGEST
+    monkeypatch.setattr(group, "free_bytes", lambda device: cache.num_bytes)
+    assert run(rule())[0] == answers
+    with pytest.raises(XgptError, match=f"12 queries of up to {LONGEST} tokens .* are missing"):
+        run(rra(), in_blocks=False)
+    monkeypatch.setattr(group, "free_bytes", lambda device: cache.num_bytes - 1)
+    with pytest.raises(XgptError, match=f"{cache.pool.count} blocks of 16 tokens.* are missing"):
+        run(rule())
+
+
+def test_a_change_finds_the_blocks_that_room_was_made_for(made, small_blocks):
+    directory, model = made("llama")
+    rule = rra(kv_tokens=LONGEST)
+    rule.make_room(12, 12 * LONGEST)
+    assert rule.kv_reserve.tokens == 12 * LONGEST
+    rule.change(PhaseControls(encode_batch=6, decode_iterations=3, group_max_active=12,
+                              group_kv_tokens=12 * LONGEST), phase=2)
+    sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=rule, in_blocks=True)
+    assert answers_of(sink) == expected(model)
+    (cache,) = caches(executor)
+    assert cache.pool.most_taken * SIZE > LONGEST + SIZE, "more than the first phases could have"
+
+
+def test_blocks_of_a_query_that_is_done_are_there_for_other_groups_at_once(made, monkeypatch):
+    """Blocks of one token, so that no last block has room that nobody counts, and no more of them
+    than the encode pool keeps under way: a group whose step is still to come would hold the blocks
+    of its last query while another group needs them."""
+    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", 1)
+    directory, model = made("llama")
+    rules = toy_waa_rules(1, encode_batch=1, num_groups=4, max_in_system=8, kv_tokens=LONGEST + 5)
+    with TORCH.using():  # the native kernels take blocks of 16 or more
+        sink, executors = run_waa_in_process(
+            directory, QUERIES, waa_pools(directory, (1,), (1,)), rules, in_blocks=True)
+    assert answers_of(sink) == expected(model)
+    (pool,) = {cache.pool for cache in caches(executors[1])}
+    assert pool.count == LONGEST + 5

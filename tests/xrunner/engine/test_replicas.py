@@ -26,8 +26,8 @@ from xrunner.rules.changes import OfShapes
 from xrunner.rules.rra import PhaseControls
 
 
-@pytest.mark.parametrize("slow", [None, 0, 1])
-@pytest.mark.parametrize(("policy", "config"), CONFIGS)
+@pytest.mark.parametrize(("policy", "config", "slow"), [
+    *((*config, None) for config in CONFIGS), (*CONFIGS[0], 0), (*CONFIGS[2], 1)])
 def test_each_replica_takes_the_steps_of_its_queries_replay(made, policy, config, slow):
     """However late it is, or who supplies it."""
     job, sink = Job(made, policy, config), Told()
@@ -67,8 +67,7 @@ def test_three_replicas_of_two_stages_each(made):
         assert run_steps(executors[2 * replica]) == run_steps(executors[2 * replica + 1])
 
 
-@pytest.mark.parametrize(("policy", "config"), [CONFIGS[0], CONFIGS[2]])
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize(("policy", "config", "slow"), [(*CONFIGS[0], 0), (*CONFIGS[2], 1)])
 def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(made, slow, policy, config):
     job, sink = Job(made, policy, config, count=40), Told()
     executors = job.run(sink, slow=slow)
@@ -81,22 +80,17 @@ def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(made, slow, po
         assert run_steps(executors[replica]) == job.replayed_as_told(replica)
 
 
-def test_all_stop_when_rank_zero_is_asked_to_and_what_is_done_is_kept(made):
-    job, sink = Job(made, *CONFIGS[0], count=60), Told(stop_after=8)
-    job.run(sink)
+def test_all_stop_when_rank_zero_is_asked_to_and_the_same_ranks_take_another_job(made):
+    job, sink, comms = Job(made, *CONFIGS[0], count=60), Told(stop_after=8), local_comms(2)
+    job.run(sink, comms=comms)
     assert sink.is_complete is False
     indices = [r.query.index for r in sink.results]
     assert 8 <= len(indices) == len(set(indices)) < 60
     assert all(list(r.output_ids) == ANSWERS[r.query.index] for r in sink.results)
-
-
-def test_the_same_ranks_take_another_job_after_one_that_was_stopped(made):
-    job, comms = Job(made, *CONFIGS[0], count=60), local_comms(2)
-    job.run(Told(stop_after=8), comms=comms)
-    sink = Told()
-    job.run(sink, comms=comms)
-    assert sink.is_complete
-    job.check_answers(sink.results)
+    again = Told()
+    job.run(again, comms=comms)
+    assert again.is_complete
+    job.check_answers(again.results)
 
 
 @pytest.fixture

@@ -6,13 +6,14 @@ import time
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 import toy_runs
 import toys
+from holding import rule_of
 
+from xrunner.comm.point_to_point import local_comms
 from xrunner.engine import stage
-from xrunner.engine import stage as last_stage
+from xrunner.engine.pipeline import ALONE
 from xrunner.engine.step_log import StepLog, Timeline, Worked
 
 
@@ -33,31 +34,19 @@ class Spent:
         return spend
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_the_model_s_part_of_steps_is_not_the_host_s(tmp_path, family, monkeypatch):
-    clock = Spent()
+def test_the_model_s_part_of_steps_is_not_the_host_s(made, monkeypatch):
+    clock, directory = Spent(), made("llama")[0]
+    (stage_,) = toy_runs.stages_of(directory, [1])
+    executor = toy_runs.executor_of(directory, stage_, clock=clock)
+    executor.model.mixed = clock.spending(2.0, executor.model.mixed)
     monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr(stage.StageExecutor.__init__, "__kwdefaults__", {
-        **stage.StageExecutor.__init__.__kwdefaults__, "clock": clock})
-    toys.make_model(family, tmp_path)
-    made = toy_runs.executor_of
-
-    def slow(*given: Any, **named: Any) -> Any:
-        executor = made(*given, **named)
-        for part in ("mixed",) if family == "llama" else ("encode", "decode"):
-            setattr(executor.model, part, clock.spending(2.0, getattr(executor.model, part)))
-        return executor
-
-    monkeypatch.setattr(toy_runs, "executor_of", slow)
-    for module, name, seconds in ((last_stage, "next_tokens", 0.5),
-                                  (stage, "decode_context", 0.25)):
-        monkeypatch.setattr(module, name, clock.spending(seconds, getattr(module, name)))
-    _, (executor,) = toy_runs.run_in_process(tmp_path, toys.random_queries(5), degrees=(1,))
+    for name, seconds in (("next_tokens", 0.5), ("decode_context", 0.25)):
+        monkeypatch.setattr(stage, name, clock.spending(seconds, getattr(stage, name)))
+    rule = rule_of("rra")
+    toy_runs.lead(directory, local_comms(1)[0], ALONE, executor, rule, toys.random_queries(5))
     kinds = [record.kind for record in executor.log]
-    contexts = kinds.count("decode") * (2 if family == "t5" else 1)
-    assert executor.records.host_s == 0.25 * contexts > 0
-    heads = len(kinds) if family == "llama" else kinds.count("decode")
-    assert executor.records.busy_s == 2.0 * len(kinds) + 0.5 * heads + 0.25 * contexts
+    assert executor.records.host_s == 0.25 * kinds.count("decode") > 0
+    assert executor.records.busy_s == 2.5 * len(kinds) + 0.25 * kinds.count("decode")
 
 
 def test_of_a_gpu_nobody_knows():

@@ -8,14 +8,13 @@ import pytest
 import torch
 import toy_runs
 import toys
+from holding import rule_of
 from plans import plan_of, spooled
 
 from xgpt.core.errors import InputError
-from xrunner.engine import kv as blocks
 from xrunner.files.generation import GivenTokens, given_tokens, refuse_given_tokens
 from xrunner.files.intake import queries_of
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.paged import sarathi, vllm
 
 FIRST = 7
 INPUTS = (3, 8, 30, 17, 5, 32)  # of 32 positions, of which an output takes none
@@ -99,12 +98,14 @@ def test_what_is_not_done_is_refused_by_every_key(tmp_path):
             given_tokens(tmp_path)
 
 
-SAYS = ({"repetition_penalty": 1.3, "min_new_tokens": 6, "eos_token_id": [toys.EOS, 40, 71, 9]},
-        {"no_repeat_ngram_size": 2, "repetition_penalty": 0.7, "min_length": 14},
-        {"no_repeat_ngram_size": 1, "forced_bos_token_id": 33, "forced_eos_token_id": 8})
+SAYS = {
+    "penalty": {"repetition_penalty": 1.3, "min_new_tokens": 6,
+                "eos_token_id": [toys.EOS, 40, 71, 9]},
+    "both": {"no_repeat_ngram_size": 2, "repetition_penalty": 0.7, "min_length": 14},
+    "given": {"no_repeat_ngram_size": 1, "forced_bos_token_id": 33, "forced_eos_token_id": 8}}
 
 
-@pytest.fixture(scope="module", params=SAYS, ids=["penalty", "both", "given"])
+@pytest.fixture(scope="module", params=SAYS)
 def answered(request, tmp_path_factory):
     """(the model's folder, queries as they are taken up, what `generate` answers by index)"""
     from transformers import GenerationConfig
@@ -112,7 +113,7 @@ def answered(request, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("says")
     model = toys.make_model("llama", tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(
-        {"bos_token_id": 1, "eos_token_id": toys.EOS, "pad_token_id": 0, **request.param}))
+        {"bos_token_id": 1, "eos_token_id": toys.EOS, "pad_token_id": 0, **SAYS[request.param]}))
     model.generation_config = GenerationConfig.from_pretrained(tmp_path)
     given_tokens.cache_clear()
     plan = plan_of(tmp_path, tmp_path, temperature=0.0, query_kv_tokens=100)
@@ -147,8 +148,7 @@ def tokens_of(results: list[FinishedQuery], queries: list[PreparedQuery]) -> dic
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("way", ["rra", "sarathi", "vllm", "waa"])
-def test_a_decoder_only_models_own_rules_are_as_generate_has_them(answered, way, monkeypatch):
-    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", 16)
+def test_a_decoder_only_models_own_rules_are_as_generate_has_them(answered, way, small_blocks):
     folder, queries, expected = answered
     if way == "waa":
         pools, rules = toy_runs.waa_pools(folder, (1,), (2, 1)), toy_runs.toy_waa_rules(
@@ -158,9 +158,8 @@ def test_a_decoder_only_models_own_rules_are_as_generate_has_them(answered, way,
         sink, _ = toy_runs.run_in_process(folder, queries, degrees=(1, 2), num_groups=2,
                                            max_active=6)
     else:
-        rule = (sarathi if way == "sarathi" else vllm)(
-            num_groups=1, max_active=5, kv_tokens=96, token_budget=9 if way == "sarathi" else 40)
-        sink, _ = toy_runs.run_in_process(folder, queries, degrees=(1,), rule=rule)
+        sink, _ = toy_runs.run_in_process(folder, queries, degrees=(1,), rule=rule_of(
+            way, batch=5, kv_tokens=96, budget=9 if way == "sarathi" else 40))
     assert tokens_of(sink.results, queries) == expected
 
 

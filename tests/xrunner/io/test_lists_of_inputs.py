@@ -1,5 +1,6 @@
-"""A list of prompts, or of texts to embed, is one line of results with an answer to each, as OpenAI
-answers it; and what a request says of a penalty counts before what the model's files say."""
+"""OpenAI's lines: a list of prompts, or of texts to embed, and `n` answers are one line of results,
+as OpenAI answers it, also where a run is killed in between; what a request says of a penalty counts
+before what the model's files say; of a whole file every line is answered or refused by name."""
 
 import itertools
 import json
@@ -9,22 +10,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import openai_batch  # noqa: E402
 import pytest
 import torch
 import toy_runs
 import toys
-from plans import plan_of, spooled, written
-from replays import answers_of
+from given_runs import given, toy_plan  # noqa: E402
+from plans import open_writer, plan_of, spooled, written
+from replayed import problem_of  # noqa: E402
+from replays import (
+    answers_of,
+    estimated,  # noqa: E402
+)
 from schemas import faults
 
 from xgpt.report.output import read_output
+from xgpt.requests.choices import merged, num_parts, parts
 from xgpt.requests.reader import read_requests
 from xgpt.requests.request import Terms
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import Spool, SpoolWriter
 from xrunner.files.generation import given_tokens
 from xrunner.files.intake import hand_on, queries_of, take_in
-from xrunner.query import PreparedQuery
+from xrunner.files.result_line import result_line
+from xrunner.files.results import HELD_FILE, Answered, answered, count_results
+from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rank.loading import Shelf  # noqa: E402
+from xrunner.rank.worker import work  # noqa: E402
+from xrunner.rank.world import connect  # noqa: E402
 
 types = pytest.importorskip("openai.types", reason="its types are in the extra `dev`")
 A, B = [7, 8, 9], [20, 21]
@@ -51,11 +65,14 @@ def test_each_prompt_of_a_list_has_its_choices_as_if_it_were_alone(llama, tmp_pa
     spool, errors = spooled(
         plan, line("a", prompt=A), line("b", prompt=B), line("both", prompt=[A, B]),
         line("one", prompt=[A], logprobs=1), line("a2", prompt=A, **drawn),
-        line("b2", prompt=B, **drawn), line("both2", prompt=[A, B], **drawn))
-    assert not errors
+        line("b2", prompt=B, **drawn), line("both2", prompt=[A, B], **drawn),
+        line("none", prompt=A, n=0), line("many", prompt=A, n=129), line("late", prompt=A, n=None))
+    assert [error["custom_id"] for error in errors] == ["none", "many"]
+    assert all("n must be a whole number from 1 to 128" in str(error["response"])
+               for error in errors)
     found = answers(tmp_path, llama[0], list(queries_of(spool, plan)))
     texts = {name: [choice["text"] for choice in body["choices"]] for name, body in found.items()}
-    assert texts["both"] == texts["a"] + texts["b"] and texts["one"] == texts["a"]
+    assert texts["both"] == texts["a"] + texts["b"] and texts["one"] == texts["a"] == texts["late"]
     assert texts["both2"] == texts["a2"] + texts["b2"] and len({*texts["both2"]}) == 4
     for name, body in found.items():
         types.Completion.model_validate(body, strict=True)
@@ -67,7 +84,8 @@ def test_each_prompt_of_a_list_has_its_choices_as_if_it_were_alone(llama, tmp_pa
         assert whole == {key: sum(part[key] for part in parts) for key in whole}
         assert whole["prompt_tokens"] == 5
     output = read_output(tmp_path)  # each answer is a query to who counts and reads them
-    assert output.queries.counts("input_tokens").tolist() == [3, 2, 3, 2, 3, 3, 3, 2, 2, 3, 3, 2, 2]
+    assert output.queries.counts("input_tokens").tolist() == [
+        3, 2, 3, 2, 3, 3, 3, 2, 2, 3, 3, 2, 2, 3]
 
 
 def test_a_chat_with_several_choices_is_of_openais_type(llama, tmp_path):
@@ -142,3 +160,128 @@ def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_sa
                                  max_new_tokens=20, repetition_penalty=penalty)
         assert found[index] == out[0, 3:].tolist()
     assert found[0] != found[1] != found[2]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+# (custom_id, its answers): indices 0, 1 to 3, 4, 5 and 6
+REQUESTS = (("a", 1), ("b", 3), ("c", 1), ("d", 2))
+
+
+def finished() -> list[FinishedQuery]:
+    found: list[FinishedQuery] = []
+    for name, choices in REQUESTS:
+        for sample in range(choices):
+            index = len(found)
+            query = PreparedQuery(index=index, id=name, input_ids=(1, 2, 3), max_new_tokens=9,
+                                  is_openai=True, is_chat=name == "b", sample=sample,
+                                  choices=choices)
+            found.append(FinishedQuery(
+                query=query, output_ids=tuple(range(index + 1)), finish_reason="stop",
+                text=f"täxt {index}", encode_start_s=index, first_token_s=index + 0.5,
+                last_token_s=2.0 * index + 1))
+    return found
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_choices_of_a_request_are_one_response(tmp_path):
+    path = tmp_path / "results.jsonl"
+    rows = written(path, finished())
+    assert [row["custom_id"] for row in rows] == ["a", "b", "c", "d"]
+    body = rows[1]["response"]["body"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert [choice["message"]["content"] for choice in body["choices"]] == [
+        "täxt 1", "täxt 2", "täxt 3"]
+    # the prompt once, outputs of 2, 3 and 4 tokens
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
+    assert [choice["text"] for choice in rows[3]["response"]["body"]["choices"]] == [
+        "täxt 5", "täxt 6"]
+    assert list(map(num_parts, rows)) == [1, 3, 1, 2]
+    assert answered(path) == Answered(7, frozenset()) and count_results(path) == 7
+
+
+def test_taken_apart_it_is_what_each_answer_alone_would_be():
+    own = [result for result in finished() if result.query.id == "b"]
+    alone = [result_line(result, "toy", str) for result in own]
+    (whole,) = [json.loads(merged([json.dumps(line) for line in alone]))]
+    for part, line, result in zip(parts(whole), alone, own, strict=True):
+        assert part["response"]["body"]["choices"] == line["response"]["body"]["choices"]
+        assert part["response"]["body"]["usage"] == line["response"]["body"]["usage"]
+        assert part["xgpt"] == {**line["xgpt"], "output_tokens": len(result.output_ids)}
+    assert parts(alone[0]) == [alone[0]]
+
+
+@pytest.mark.parametrize("order", [
+    (0, 1, 2, 3, 4, 5, 6), (6, 5, 4, 3, 2, 1, 0), (3, 0, 5, 1, 4, 6, 2), (1, 3, 2, 6, 0, 5, 4)])
+def test_whenever_a_run_is_killed_the_next_one_ends_with_the_same_lines(
+        tmp_path, order, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1.8e9)  # each response says when it was made
+    results = finished()
+    whole = tmp_path / "whole.jsonl"
+    written(whole, results)
+    for killed_after in range(len(order) + 1):
+        folder = tmp_path / str(killed_after)
+        folder.mkdir()
+        path = folder / "results.jsonl"
+        killed = open_writer(path)
+        for index in order[:killed_after]:
+            killed.write(results[index])
+        before = answered(path)
+        if (folder / HELD_FILE).exists():
+            assert not [fault for row in rows_of(folder / HELD_FILE)
+                        for fault in faults("results-line", row)]
+        done = set(range(before.written)) | before.held
+        assert done == set(order[:killed_after]), "nothing is lost, or answered twice"
+        written(path, (results[index] for index in order if index not in done))
+        assert path.read_text() == whole.read_text()
+        assert not (folder / HELD_FILE).exists()
+
+
+def test_what_is_answered_keeps_the_second_in_which_it_was(tmp_path, monkeypatch):
+    path, results = tmp_path / "results.jsonl", finished()
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.9)
+    killed = open_writer(path)
+    for index in (0, 4, 5):
+        killed.write(results[index])
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_123.0)
+    created = [row["response"]["body"]["created"] - 1_800_000_000
+               for row in written(path, (results[index] for index in (1, 2, 3, 6)))]
+    assert created == [0, 123, 0, 0]
+
+
+def test_one_without_an_answer_leaves_the_request_without(tmp_path):
+    path = tmp_path / "results.jsonl"
+    row = written(path, (replace(result, finish_reason="error", error="logits")
+                         if result.query.index == 2 else result for result in finished()))[1]
+    assert row["response"] is None
+    assert row["error"] == {"code": "no_answer", "message": "logits"}
+    assert [part["xgpt"]["index"] for part in parts(row)] == [1, 2, 3]
+    assert answered(path) == Answered(7, frozenset())
+
+
+pytest.importorskip("openai", reason="its types are in the extra `dev`")
+
+
+
+def test_every_line_is_what_openai_promises(tmp_path):
+    model, out, requests = tmp_path / "model", tmp_path / "out", tmp_path / "requests.jsonl"
+    out.mkdir()
+    openai_batch.write_model(model)
+    openai_batch.write_lines(requests)
+    problem = problem_of(model, np.array([[30, 12], [60, 60]]), 1)
+    estimate = estimated("rra", problem, encode_batch=3, decode_iterations=4)
+    given(estimate.changed(kv_tokens=20_000), problem, out / "schedule.json")
+    plan = toy_plan(model, out, query_kv_tokens=256, is_chat=True)
+    toys.write_spool(plan, requests)
+    work(plan, connect("cpu"), Shelf())
+    by_name = openai_batch.checked(out)
+    openai_batch.check_plain(by_name)
+    lacking = {"schema": "response_format", "choice": "structured_outputs",
+               "pattern": "structured_outputs", "bias": "logit_bias", "call": "structured_outputs",
+               "no schema": "response_format"}
+    for name, key in lacking.items():
+        assert key in openai_batch.why_not(by_name[name])
+    # calls are not looked for: the answer is what the model wrote
+    assert "tool_calls" not in openai_batch.choice_of(by_name["tools"])["message"]

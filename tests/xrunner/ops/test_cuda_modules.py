@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from xgpt.core.errors import XgptError
-from xrunner.engine.graphs import Captured
 from xrunner.ops import build
 from xrunner.ops.cuda import cuda_modules
 from xrunner.ops.cuda.kernels import CudaOps
@@ -102,24 +101,6 @@ def test_a_report_has_every_case_and_what_is_wrong_with_it(launcher):
     assert all(r["bytes_per_s"] > 0 and r["off_by"] <= r["tolerance"] for r in found if r["agrees"])
     refused = next(gpu_report.records(CudaOps(Refusing(), 1), Refusing(), CPU, host_clock, (1,)))
     assert refused["agrees"] is False and "kernel_s" not in refused
-
-
-class Again:
-    """Stands for a capture: the same work once more, into the same place."""
-
-    limit_bytes, taken_bytes = 1 << 40, 0
-
-    def __call__(self, work: Callable[[], torch.Tensor]) -> Captured:
-        out = work().clone()
-        return Captured(lambda: out.copy_(work()), out)
-
-
-def test_a_report_has_steps_in_graphs_too(launcher, monkeypatch):
-    monkeypatch.setattr(gpu_report, "CAPTURED", (1, 3))
-    with cpu_cuda.using(launcher):
-        found = list(gpu_report.graph_records(CPU, Again(), host_clock))
-    assert len(found) == 2 * len(cuda_check.DTYPES)
-    assert all(record["agrees"] and record["bytes_per_s"] > 0 for record in found)
 
 
 @pytest.mark.parametrize("name", cuda_modules.SOURCES)

@@ -1,7 +1,6 @@
 """The launches of the CUDA kernels: what goes in one, what is refused, what is written nowhere.
 What they compute is seen where the other operators are (kit/implementations.py)."""
 
-from typing import Any
 
 import cpu_cuda
 import cuda_check
@@ -9,13 +8,14 @@ import cuda_reference as reference
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.functional import scaled_dot_product_attention
 
+from xrunner.ops import attention
+from xrunner.ops.attention import encode_attention
 from xrunner.ops.contexts import DistanceBias, encode_context
-from xrunner.ops.cuda import cuda_kv
-from xrunner.ops.cuda import kernels as cuda
+from xrunner.ops.cpu import native
 from xrunner.ops.cuda.kernels import CudaOps
-from xrunner.rules.slots import Move, Span
+from xrunner.rules.slots import Span
 
 SENTINEL = 77.0  # what a buffer holds where nothing may be written
 
@@ -60,44 +60,11 @@ def test_a_query_outside_the_cache_gets_zeros(ops):
                              0.5)], [found[3:]])
 
 
-class Made(TorchDispatchMode):
-    """The operations of torch that were carried out, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:
-        self.names.append(operation.overloadpacket.__name__)
-        return operation(*args, **(kwargs or {}))
-
-
-def test_what_spans_are_is_asked_once_for_all_layers(launcher, monkeypatch):
-    monkeypatch.setattr(cuda, "_MAX_GRID", 2)  # spans of a launch
-    spans = [Span(2, 3, 5, True), Span(0, 0, 4, False), Span(1, 1, 7, True)]
-    cache, query = (drawn(1, 3, 2, 16, 8), drawn(2, 3, 2, 16, 8)), drawn(3, 16, 4, 8)
-    step, ops, before = encode_context(spans), CudaOps(launcher, 2), len(launcher.launched)
-    expected = reference.encode(query, cache, spans, step.blocks, 0.5)
-    agrees([expected], [ops.encode_attention(query, cache, step, 0.5)])
-    with Made() as made:
-        found = ops.encode_attention(query, cache, step, 0.5)
-    agrees([expected], [found])
-    assert [one.grid[2] for one in launcher.launched[before:]] == [2, 1, 2, 1]
-    assert made.names == ["empty"], "the second layer's answer, and no views of the spans"
-
-
 def test_a_token_outside_the_cache_is_written_nowhere(ops):
     keys, values = torch.full((2, 1, 3, 8), SENTINEL), torch.full((2, 1, 3, 8), SENTINEL)
     ops.place(drawn(1, 4, 24), None, (keys, values), torch.tensor([-1, 2, 0, 1]),
               torch.tensor([0, 0, 3, -1]))
     assert bool((keys == SENTINEL).all()) and bool((values == SENTINEL).all())
-
-
-def test_every_layer_and_move_goes_in_one_launch(launcher):
-    store, before = drawn(1, 30, 2, 8, 3, 5, 64), len(launcher.launched)
-    cuda_kv.compact(launcher, store, [Move(7, 0), Move(6, 2), Move(5, 3)], [5, 3, 1])
-    assert len(launcher.launched) == before + 1
 
 
 @pytest.mark.parametrize(("words", "call"), [
@@ -141,3 +108,48 @@ def decoded(ops: CudaOps, *, dim: int = 8, heads: int = 2, blocks: Tensor | None
 def encoded(ops: CudaOps, span: Span) -> Tensor:
     cache = torch.zeros(2, 2, 4, 8)
     return ops.encode_attention(torch.zeros(1, 2, 8), (cache, cache), encode_context([span]), 1.0)
+
+
+HEADS, KV_HEADS = 4, 2
+WIDTH = 8  # of a head, where attention is left to torch or not
+INPUTS = [Span(0, 0, 9, True), Span(2, 0, 5, True)]
+CHUNKS = [Span(0, 1, 9, True), Span(2, 4, 5, True)]
+
+
+def by_kernel(launcher: cpu_cuda.CpuLauncher, spans: list[Span],
+              dtype: torch.dtype) -> tuple[bool, torch.Tensor]:
+    """Whether our kernel was launched, and what came of it."""
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(sum(span.tokens for span in spans), HEADS, WIDTH,
+                        generator=generator).to(dtype)
+    cache = torch.randn(2, 3, KV_HEADS, 12, WIDTH, generator=generator).to(dtype)
+    launcher.launched.clear()
+    with cpu_cuda.using(launcher), native.left_aside():
+        out = encode_attention(query, (cache[0], cache[1]), encode_context(spans))
+    return bool(launcher.launched), out
+
+
+@pytest.mark.parametrize(("spans", "pairs"), [
+    (INPUTS, 9**2 / 2 + 5**2 / 2), (CHUNKS, sum(range(2, 11)) + sum(range(5, 10)))])
+def test_long_inputs_in_half_precision_are_left_to_torch(monkeypatch, spans, pairs):
+    """`pairs`: of tokens with what each attends to; a chunk counts with what it goes on from."""
+    launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
+    is_ours, expected = by_kernel(launcher, spans, torch.bfloat16)
+    assert is_ours, "short ones are not"
+    flops = 4 * HEADS * WIDTH * pairs / 2  # of one, in the mean
+    for most, dtype, is_kept in ((0.8 * flops, torch.bfloat16, False),
+                                 (0.8 * flops, torch.float32, True),
+                                 (1.3 * flops, torch.bfloat16, True)):
+        monkeypatch.setattr(attention, "_FLASH_FLOPS", most)
+        is_ours, out = by_kernel(launcher, spans, dtype)
+        assert is_ours == is_kept
+        torch.testing.assert_close(out.float(), expected.float(), atol=0.02, rtol=0.02)
+
+
+def test_what_flash_attention_is_told_of_a_chunk_is_its_mask():
+    generator = torch.Generator().manual_seed(5)
+    query, key, value = (torch.randn(1, 2, rows, WIDTH, generator=generator) for rows in (5, 9, 9))
+    mask = attention._causal(torch.arange(9), 4, 5, attention.PLAIN, torch.float32)
+    by_numbers, in_a_word = (scaled_dot_product_attention(query, key, value, attn_mask=of)
+                             for of in (mask, attention.in_a_word(5, 9)))
+    torch.testing.assert_close(in_a_word, by_numbers)

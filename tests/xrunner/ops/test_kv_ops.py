@@ -20,9 +20,10 @@ many = examples(60)
 
 
 def store_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """[layers, 2, slots, kv_heads, capacity, head_dim], no two entries alike."""
+    """[layers, 2, slots, kv_heads, capacity, head_dim], no two entries alike, but of bytes."""
     layers, slots, kv_heads, capacity, dim = shape
-    numbers = torch.randperm(2 * layers * slots * kv_heads * capacity * dim)
+    count = 2 * layers * slots * kv_heads * capacity * dim
+    numbers = torch.randint(256, (count,)) if dtype == torch.uint8 else torch.randperm(count)
     return numbers.to(dtype).view(layers, 2, slots, kv_heads, capacity, dim)
 
 
@@ -99,12 +100,14 @@ def test_a_stretch_of_a_block_fills_its_slots_and_nothing_else(
 
 
 @every_implementation
-@pytest.mark.parametrize("shape", some(
-    [((2, 6, 1, 4096, 64),), ((1, 3, 2, 5000, 65),), ((12, 20, 3, 64, 64),)],
-    lambda case: case == ((1, 3, 2, 5000, 65),)))
-def test_copies_that_threads_share_are_whole(implementation, shape):
-    """More than one thread's chunk, along the tokens or along layers and heads."""
-    store, capacity = store_of(shape, torch.float32), shape[3]
+@pytest.mark.parametrize(("shape", "dtype"), some(
+    [((2, 6, 1, 4096, 64), torch.float32), ((1, 3, 2, 5000, 65), torch.float32),
+     ((12, 20, 3, 64, 64), torch.float32), ((1, 4, 1, 1024, 4121), torch.uint8)],
+    lambda case: case[0] == (1, 3, 2, 5000, 65) or case[1] == torch.uint8))
+def test_copies_that_threads_share_are_whole(implementation, shape, dtype):
+    """More than one thread's chunk, along the tokens or along layers and heads; the last is more
+    than caches hold, and its entries of 4,121 bytes begin anywhere in a line."""
+    store, capacity = store_of(shape, dtype), shape[3]
     moves = [Move(2, 1), Move(1, 0), Move(0, 2)]
     lengths = [capacity, capacity - 7, capacity // 2]
     expected, own = store.clone(), store.to(implementation.device)
@@ -177,20 +180,3 @@ def test_a_large_block_has_the_memory_of_the_last_unless_that_is_in_use():
         assert again.data_ptr() == address
     assert torch.equal(again[0, :, 0], store[0, :, 3, 0])
     assert torch.equal(other[0, :, 0, 1024:], store[0, :, 3, 0])
-
-
-def test_more_than_caches_hold_is_copied_the_same_at_any_alignment():
-    """Written past the caches from 32 MiB on; entries of 4,121 bytes begin anywhere in a line."""
-    store = torch.randint(0, 256, (1, 2, 6, 1, 1024, 4121), dtype=torch.uint8)
-    moves, lengths = [Move(4, 1), Move(1, 0), Move(5, 4), Move(3, 2), Move(0, 5)], [1001] * 5
-    expected = store.clone()
-    kv.compact_torch(expected, moves, lengths)
-    own = store.clone()
-    kv.compact(own, moves, lengths)
-    assert torch.equal(own, expected)
-    slots = [3, 0, 1, 5, 2]
-    block = kv.gather(store, slots, lengths)
-    assert torch.equal(block, kv.gather_torch(store, slots, lengths))
-    kv.scatter(own, slots, lengths, block)
-    for slot in slots:
-        assert torch.equal(own[:, :, slot, :, :1001], store[:, :, slot, :, :1001])

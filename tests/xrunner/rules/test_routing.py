@@ -45,30 +45,6 @@ def test_tokens_are_those_expected_unless_more_is_known():
     assert expected_tokens(inputs, most, 0.0).tolist() == [60, 15, 60]  # nothing is expected
 
 
-def test_a_replica_is_kept_supplied_and_no_more():
-    router = Router([1.0] * 20, windows=[Window(waiting=3, present=5)] * 2, routing=ROUND_ROBIN)
-    assert router.top_up(0, Load(0, 0)) == [0, 2, 4, 6, 8]
-    assert router.top_up(1, Load(0, 0)) == [1, 3, 5, 7, 9]
-    assert router.top_up(0, Load(3, 2)) == []
-    assert router.top_up(0, Load(1, 4)) == [10, 12]
-    assert (router.num_left(0), router.num_left(1), router.is_empty) == (3, 5, False)
-
-
-def test_who_has_run_dry_takes_over_from_the_longest_share():
-    router = Router([1.0] * 24, windows=[Window(waiting=2)] * 3, routing=ROUND_ROBIN)
-    for replica in range(3):
-        router.top_up(replica, Load(0, 0))
-    while router.num_left(0):
-        router.top_up(0, Load(0, 2))
-    router.top_up(1, Load(0, 2))
-    assert [router.num_left(r) for r in range(3)] == [0, 4, 6]
-    # of the third, its next ones; that one has the window's worth waiting besides
-    assert router.top_up(0, Load(0, 2)) == [8, 11]
-    assert [router.num_left(r) for r in range(3)] == [0, 4, 4]
-    # an even share of what waits: nobody who has more than the other takes from it
-    assert router.top_up(0, Load(1, 1)) == [13]
-
-
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_window_larger_than_a_share_takes_nothing_that_another_begins_with(replicas):
     router = Router([1.0] * 36 * replicas, windows=[Window(waiting=55)] * replicas)

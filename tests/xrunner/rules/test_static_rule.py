@@ -75,35 +75,6 @@ def test_dsi_encodes_each_decode_group_in_parts_without_waiting():
     assert words(steps) == "E0 E0 E1 E1 D0 D1 D0 D1 D0"
 
 
-def test_the_whole_batch_decodes_until_its_longest_query_is_done():
-    rule = rule_of(4, 2)
-    outputs = {0: 1, 1: 2, 2: 9, 3: 1}
-    for query in outputs:
-        assert rule.submit(query, 20)
-    steps = drive(rule, outputs)
-    # eight iterations for query 2's tokens; group 0, done long before, takes them all
-    assert Counter((s.kind, s.group) for s in steps) == {
-        (StepKind.ENCODE, 0): 1, (StepKind.ENCODE, 1): 1,
-        (StepKind.DECODE, 0): 9, (StepKind.DECODE, 1): 8}
-
-
-def test_no_query_joins_before_the_batch_is_done():
-    rule = holding(rule_of(2, 1), 4, 10)
-    rule.next_group()
-    rule.decide()
-    for _ in range(3):
-        assert rule.next_group() == 0
-        step = rule.decide()
-        assert step is not None and step.kind is StepKind.DECODE and not step.joined
-    rule.finish(0)
-    assert rule.reserved_tokens == 20, "a row that is done keeps its entries"
-    rule.next_group()
-    rule.finish(1)
-    assert rule.decide() is None and rule.reserved_tokens == 0
-    assert rule.next_group() == 0
-    assert rule.decide().joined == (2, 3)
-
-
 def test_every_row_reserves_the_batchs_longest_output():
     rule = rule_of(6, 2, kv=100)  # 50 a group
     assert not rule.submit(9, 51, 1), "can never fit: told at once"

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
-from xrunner.rules.steps import Step, StepKind, Waiting
+from xrunner.rules.steps import Step, StepKind
 from xrunner.rules.waa import DecodeAim, WaaDecodeRule, WaaEncodeRule
 
 MEAN_INPUT = 20.0
@@ -211,28 +211,6 @@ def test_no_more_lies_ready_than_the_stock_and_none_while_enough_decode():
     assert rule.give() == [], "four are at work, as planned"
     rule.release(0)
     assert [one.query for one in rule.give()] == [5]
-
-
-def test_what_waits_in_the_decode_pool_is_begun_only_while_fewer_than_planned_are_at_work():
-    rule = WaaDecodeRule(num_groups=1, kv_tokens=999, group_max_active=9, encode_chunk=50,
-                         planned_active=3)
-    rule.submit(0, 30)
-    for query in range(1, 5):
-        rule.take(Waiting(query, 30, 20))
-    steps = [rule.decide(), rule.decide()]
-    assert [step.joined for step in steps if step is not None] == [(1, 2), ()]
-    rule.finish(1)
-    assert rule.decide().joined == (3,)
-
-
-def test_who_is_handed_over_leaves_room_in_every_group_for_inputs_that_wait():
-    rule = holding(WaaDecodeRule(num_groups=2, kv_tokens=10_000, group_max_active=20,
-                   encode_chunk=5), 8, 30)
-    for query in range(8, 12):
-        rule.take(Waiting(query, 30, 5))
-    steps = [rule.decide() for _ in range(4)]
-    assert [(len(step.handed), len(step.chunks)) for step in steps if step is not None] == [
-        (4, 1), (4, 1), (0, 1), (0, 1)]
 
 
 def test_no_batch_starts_until_all_of_it_has_room_in_the_system():
