@@ -106,7 +106,8 @@ PLACES = (
           "tests/xrunner/ops/test_sampling.py::test_a_row_that_is_not_finite_gives_no_token_whatever_its_logits"),
     Place("3 not finite", "a token that is none is taken for one", "xrunner/engine/roster.py",
           "        if token == NOT_FINITE:\n", "        if False:\n",
-          "tests/xrunner/engine/test_not_finite.py"),
+          "tests/xrunner/engine/test_stopping.py::"
+          "test_one_query_fails_and_the_others_keep_their_tokens"),
     Place("3 not finite", "a run without any answer is a success", "xgpt/app/running/finished.py",
           "    if count:\n", "    if count < 0:\n", "tests/xgpt/app/test_private_runs.py", True),
     Place("3 not finite", "tensors may have any shape and type", "xrunner/checkpoint/tensors.py",
@@ -194,12 +195,12 @@ PLACES = (
           "xgpt/app/running/run.py",
           "            if StopRequest(plan.output).is_made:\n                raise",
           "            if leg.alone == -1:\n                raise",
-          "tests/mpi/test_stops.py::"
+          "tests/mpi/test_shortages.py::"
           "test_a_stop_between_a_death_and_the_next_start_ends_the_run", True),
     Place("one query's trouble", "a tokenizer's exception ends the run", "xrunner/engine/roster.py",
           "        except Exception as cause:  # a tokenizer's: no other query is to suffer for it",
           "        except ZeroDivisionError as cause:",
-          "tests/xrunner/engine/test_stop_strings.py::"
+          "tests/xrunner/engine/test_stopping.py::"
           "test_an_exception_of_the_tokenizer_is_the_end_of_its_query_alone"),
     Place("one query's trouble", "a text without a tokenizer ends the job",
           "xrunner/files/intake.py", "            if not self.tokenizer.is_there:",
@@ -301,7 +302,8 @@ PLACES = (
           "tests/xrunner/io/test_tokenizer_folders.py"),
     Place("the model's prompts", "what a template leaves out vanishes",
           "xrunner/files/tokenizer.py", "        if left_out:\n", "        if not text:\n",
-          "tests/xrunner/io/test_chat_template.py"),
+          "tests/xrunner/io/test_tokenizer.py::"
+          "test_what_a_template_does_not_read_is_refused_by_name"),
     Place("the model's prompts", "a run that goes on tells another date", "xgpt/app/opened.py",
           '.get("now") if is_begun else None', '.get("then")',
           "tests/xgpt/app/going_on/test_changed_since.py::"

@@ -10,38 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_tokenizers import plain_folder
-from toy_runs import split_stages
-from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of
+from toys import make_model, spec_of
 
 from xgpt.core.errors import InputError, Mistake
-from xrunner.checkpoint.layout import wanted_tensors
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import read_spec
 from xrunner.checkpoint.tensors import MAX_SHOWN, check_weights, header
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
-from xrunner.models.encoder_decoder import load_stage
-
-
-class Asked(CheckpointReader):
-    """Notes names and shapes."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, torch.float32)
-        self.names: dict[str, tuple[int, ...]] = {}
-
-    def get(self, name: str, shape: tuple[int, ...], *rest: Any) -> torch.Tensor:
-        self.names[name] = shape
-        return super().get(name, shape, *rest)
-
-
-@pytest.mark.parametrize("family", (*FAMILIES, *ENCODER_DECODER_FAMILIES))
-def test_what_is_checked_is_what_the_layers_ask_for(family, tmp_path):
-    make_model(family, tmp_path)
-    spec, reader = spec_of(tmp_path), Asked(tmp_path)
-    (stage,) = split_stages(spec.num_layers, 1, encoder_layers=spec.num_encoder_layers)
-    load_stage(spec, reader, stage)
-    assert dict(wanted_tensors(spec)) == reader.names
-    check_weights(tmp_path, spec)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, random_queries,
 from xgpt.core.errors import XgptError
 from xrunner.checkpoint import source
 from xrunner.checkpoint import source as hub
+from xrunner.checkpoint.layout import wanted_tensors
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.rank import loading
@@ -187,6 +188,8 @@ def test_half_precision_and_sharded_directories_load_and_each_tensor_once(family
                 assert 2 * ours.bytes_read == theirs.bytes_read, "as stored: 2 bytes, and 4"
                 once = [asked[:-1] for asked in ours.asked]
                 assert len(once) == len(set(once)), "a tensor was read twice"
+            asked = {name: shape for reader in sharded for name, shape, *_ in reader.asked}
+            assert asked == dict(wanted_tensors(spec_of(tmp_path / name))), "what is checked"
     bias = getattr(model, "final_logits_bias", None)  # BART's, which is no parameter
     weights = sum(p.numel() for p in model.parameters()) + (0 if bias is None else bias.numel())
     assert sum(reader.bytes_read for reader in load(tmp_path / name, dtype, 1)) == 2 * weights

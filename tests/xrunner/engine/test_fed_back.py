@@ -10,7 +10,7 @@ import pytest
 import torch
 from holding import rule_of
 from replays import answers_of, estimated, generated, problem_for, replayed, steps_of, whole_steps
-from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
+from toy_runs import run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import random_queries
 
 from xrunner.devices import Arriving
@@ -127,35 +127,6 @@ def test_a_head_that_is_ahead_decides_what_the_replay_decides(made, policy, vari
     assert [len(ids) for _, ids in sorted(answers_of(sink).items())] == outputs
     pool = replayed(problem, estimate, queries, outputs).pools[0]
     assert steps_of(executor.log) == whole_steps(pool)
-
-
-def test_results_are_given_out_while_the_device_is_at_the_next_step(made, monkeypatch, told):
-    directory, model = made("llama")
-    queries = random_queries(9)
-
-    class Late(Collector):
-        def finished(self, result: Any) -> None:
-            at.append(len(told))
-            super().finished(result)
-
-    at: list[int] = []
-    sink, _ = run_in_process(directory, queries, degrees=(1,), sink=Late())
-    assert answers_of(sink) == generated(model, queries)
-    before = list(at)
-    at.clear()
-    told.clear()
-    start = StageExecutor.start
-
-    def early(self: StageExecutor, message: Any) -> None:
-        self.returns_early = True
-        start(self, message)
-
-    monkeypatch.setattr(StageExecutor, "start", early)
-    sink, _ = run_in_process(directory, queries, degrees=(1,), sink=Late())
-    assert answers_of(sink) == generated(model, queries)
-    # a step later, where another one follows
-    late = [now - then for now, then in zip(at, before, strict=True)]
-    assert set(late) == {0, 1} and sum(late) > len(queries) // 2
 
 
 def test_last_tokens_go_with_their_queries():

@@ -64,27 +64,6 @@ def test_each_query_finds_its_own_entries_after_any_joins_and_leaves(data):
     assert torch.isfinite(cache.store).all(), "masked scores multiply what lies here"
 
 
-def test_the_store_never_moves():
-    cache = cache_of(3, 12)
-    cache.allocate([3, 4])
-    before = cache.store.data_ptr()
-    for _ in range(7):
-        cache.grow(0)
-        cache.grow(1)
-        cache.check_integrity()
-    assert cache.lengths == [10, 11] and cache.store.data_ptr() == before
-
-
-def test_a_slot_freed_is_a_slot_reused_and_a_full_cache_says_so():
-    cache = cache_of(3, 5)
-    cache.allocate([1, 1, 1])
-    for _ in range(26):
-        cache.free([0])
-        cache.allocate([1])
-    with pytest.raises(AssertionError, match="_slots = 3"):
-        cache.allocate([1])
-
-
 def test_a_cache_beyond_the_machine_is_refused_in_words():
     with pytest.raises(XgptError, match="KV cache of 1000000 queries of up to 1000000 tokens"):
         cache_of(10**6, 10**6)

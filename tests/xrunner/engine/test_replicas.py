@@ -10,17 +10,15 @@ from replicated import ANSWERS, CONFIGS, Job, Told
 from toys import spec_of
 
 from xgpt.core.controls import FIXED
-from xrunner.comm.messages import StopMessage
 from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
-from xrunner.engine.replicas import FromRankZero, OfEveryReplica, ToReplicas
+from xrunner.engine.replicas import OfEveryReplica, ToReplicas
 from xrunner.files.launcher_link import (
     ChangeOrder,
     LauncherLink,
     load_change_order,
     read_observed,
 )
-from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank.world import replicas_of
 from xrunner.rules.changes import OfShapes
 from xrunner.rules.rra import PhaseControls
@@ -171,23 +169,3 @@ def test_fewer_queries_than_replicas(made):
     assert sink.is_complete
     job.check_answers(sink.results)
     assert run_steps(executors[2]) == []
-
-
-def test_a_query_is_as_it_was_read():
-    """What goes from rank to rank is told apart from what rank 0 keeps."""
-    query = PreparedQuery(index=3, id="q", input_ids=(1, 2, 3), max_new_tokens=2)
-    comms = local_comms(2)
-    supply = FromRankZero(comms[1], 1, lambda index: query)
-    supply.finished(FinishedQuery(query=query, output_ids=(4,), finish_reason="stop", text="",
-                                  encode_start_s=0.0, first_token_s=1.0, last_token_s=1.0))
-
-    class HeadAtRest:
-        roster, output_tokens = type("Waiting", (), {"num_waiting": 0})(), 1
-
-        def clock(self) -> float:
-            return 0.0
-
-    comms[0].send(1, StopMessage())
-    supply.close(HeadAtRest())
-    message, _ = comms[0].receive(1)
-    assert message.results[0].query.input_ids == () and message.has_ended

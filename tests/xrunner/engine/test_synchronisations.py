@@ -22,7 +22,7 @@ from toys import Zeros
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.model import Decoder, ModelSpec
 from xrunner.comm.messages import Joined, StartMessage, StepMessage
-from xrunner.devices import Arriving, on_device
+from xrunner.devices import Arriving
 from xrunner.engine.graphs import Captured, CapturedStep, DecodeGraphs, why_not
 from xrunner.engine.group import FED_BACK
 from xrunner.engine.kv import BLOCK_TOKENS
@@ -211,15 +211,3 @@ def test_entries_from_another_pool_are_put_in_place_without_a_wait():
         scatter(store, [3], [4], block[:, :, :, :4])  # one query's part of what came together
         scatter(store, [0], [5], block[:, :, :, 4:])
         assert not traffic.waits and traffic.uploads == 2
-
-
-def test_what_is_waited_for_is_seen():
-    with elsewhere() as traffic:
-        there = on_device([1, 2, 3], DEVICE)
-        assert not traffic.waits and traffic.uploads == 1
-        there.cpu()
-        torch.tensor([4]).to(DEVICE)
-        there[[0, 2]]
-        assert len(traffic.waits) == 3 and all("_to_copy" in told for told in traffic.waits)
-        assert there.device == DEVICE and Arriving(there).wait().device.type == "cpu"
-        assert traffic.downloads == 1 and len(traffic.waits) == 3

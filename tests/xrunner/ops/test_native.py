@@ -82,11 +82,6 @@ def test_every_level_can_be_used_and_none_beyond():
         lib.xgpt_use_level(before)
 
 
-@needs_compiler
-def test_work_runs_on_torch_s_own_threads():
-    assert native._gomp_parallel() is not None or "OpenMP" not in torch.__config__.parallel_info()
-
-
 def test_a_tensor_that_no_operator_serves_is_told_apart():
     assert [native.dtype_code(torch.zeros(1, dtype=dtype)) for dtype in (
         torch.float32, torch.bfloat16, torch.float64)] == [0, 1, None]
@@ -150,19 +145,6 @@ def test_what_is_kept_here_has_the_sets_and_products_that_serve_here(
     monkeypatch.setenv("XGPT_NATIVE_LEVELS", "all")
     (sources / "one.cpp").write_text("#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n")
     assert build.cached_library(cache) != own
-
-
-@needs_compiler
-def test_a_set_that_a_build_lacks_is_refused(tmp_path):
-    found, every, few = build.find_compiler(), tmp_path / "every.so", tmp_path / "few.so"
-    build.compile_library(build.source_folder(), every, found, names=LEVELS)
-    best = ctypes.CDLL(str(every)).xgpt_best_level()
-    build.compile_library(build.source_folder(), few, found, names=LEVELS, flags=(
-        f"-DXGPT_LEAST_LEVEL={min(best, 1)}", "-DXGPT_MOST_LEVEL=1"))
-    lib = ctypes.CDLL(str(few))
-    assert lib.xgpt_best_level() == lib.xgpt_level() == lib.xgpt_least_level() == min(best, 1)
-    assert lib.xgpt_use_level(best) == (0 if best <= 1 else 6)
-    assert lib.xgpt_use_level(0) == (6 if best else 0)
 
 
 @needs_compiler

@@ -82,24 +82,6 @@ def test_longer_outputs_than_planned_shrink_the_encode_batch_and_shorter_ones_gr
     assert max(held[20:-3]) < max(grown[20:-3])
 
 
-def test_an_empty_pool_is_not_filled_at_once_and_the_last_queries_are_not_counted():
-    encoded, _ = encode_sizes(rule_of(80.0, 210), iter([5] * 210))
-    assert max(encoded) <= 22, "no batch beyond the upper threshold"
-    rule = rule_of(80.0, 19)
-    assert encode_sizes(rule, iter([5] * 19))[0] == [19]
-
-
-def test_a_scattered_decode_batch_keeps_nearer_to_its_mean():
-    def spread(target_active: float) -> float:
-        rng = np.random.default_rng(5)
-        lengths = iter(np.where(rng.random(40_000) < 0.1, 41, 2).tolist())
-        _, active = encode_sizes(rule_of(target_active, 12_000), lengths)
-        return float(np.std(active[60:-60]))
-
-    carried = 20 * 0.1 * 39
-    assert spread(carried) < 0.9 * spread(0.0)
-
-
 def problem_of(adjustment: Adjustment) -> Problem:
     return Problem(
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=catalog.task("S"),

@@ -288,23 +288,6 @@ def test_a_phases_inputs_are_spread_evenly_over_its_iterations():
     assert [step.joined for step in phase] == [(8,), (), (9,), (), (10,), (), (11,), ()]
 
 
-def test_an_input_larger_than_a_chunk_joins_when_its_last_part_is_in():
-    rule = holding(rra_of(chunk=10, batch=1, iterations=4), 2, 60, 33)
-    steps = drive(rule, dict.fromkeys(range(2), 5))
-    first = [(chunk.first, chunk.tokens) for step in steps for chunk in step.chunks
-             if chunk.query == 0]
-    assert first == [(0, 9), (9, 9), (18, 9), (27, 6)]
-    assert max(encoded_in(steps)) <= 10
-
-
-def test_what_does_not_fit_the_chunks_of_a_phase_goes_on_in_the_next():
-    # 16 tokens of 60 a phase
-    rule = holding(rra_of(chunk=8, batch=3, iterations=2), 9, 60, 20)
-    steps = drive(rule, dict.fromkeys(range(9), 3))
-    assert max(encoded_in(steps)) == 8 and sum(encoded_in(steps)) == 180
-    assert sum(count == 8 for count in encoded_in(steps)) >= 20, "chunks are full while it lasts"
-
-
 def test_all_groups_encode_in_the_same_rounds():
     rule = rra_of(chunk=40, batch=6, iterations=12, groups=3)
     for query in range(60):

@@ -190,15 +190,6 @@ def test_every_query_that_can_ever_fit_is_encoded_once_in_order_and_ends(
     assert done.most_decoding < aim.planned_active if chunk else not done.given
 
 
-def test_a_batch_of_the_encode_pool_has_room_beside_what_is_left_to_the_other():
-    rule = holding(encoder(encode_batch=4, max_in_system=7, aim=DecodeAim(planned_active=9,
-                   stock_tokens=99)), 20, 30, 20)
-    assert [one.query for one in rule.give()] == [0, 1, 2] and rule.give() == []
-    assert rule.decide().joined == (3, 4, 5, 6)
-    rule.release(0)
-    assert rule.give() == [] and rule.next_group() is None, "one place is kept for three more"
-
-
 def test_no_more_lies_ready_than_the_stock_and_none_while_enough_decode():
     rule = holding(encoder(encode_batch=1, max_in_system=99, aim=DecodeAim(planned_active=4,
                    stock_tokens=30)), 20, 30, 20)
