@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from xgpt.core.errors import XgptError, shorten
 from xgpt.core.schedule_file import plain
 from xgpt.job.job import Job
 from xgpt.report.results_file import write_results
+from xgpt.report.table import paragraph
 from xgpt.requests.choices import parts
 from xgpt.requests.request_files import STDIN
 from xgpt.run_folder.files import (
@@ -33,7 +33,6 @@ from xrunner.files.lock import output_lock
 from xrunner.plan import saved_model
 
 DONE = "already done"  # the status that `--json` prints
-_WIDTH = 80
 # keys that decide nothing of answers
 _LABELS = ("name", "source", "output", "slurm", "results", "quote_formulas",
            "max_search_s")
@@ -66,10 +65,9 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
     if metrics is None or asked is None:
         return None
     if changed := sorted([*_differences(asked, asked_of(job)), *_model_changes(job)]):
-        tell.say(textwrap.fill(
+        tell.say(paragraph(
             f"note: {shown(job.output)} has the finished results of another job (changed since: "
-            f"{', '.join(changed)}): this one is run, and they are kept", _WIDTH,
-            break_on_hyphens=False, break_long_words=False))
+            f"{', '.join(changed)}): this one is run, and they are kept"))
         return None
     results = job.output / RESULTS_FILE
     total, errors = metrics["queries"], metrics.get("errors")

@@ -4,8 +4,6 @@ to their end after their launcher was killed, all results are there and no metri
 taken over, and nothing is run again."""
 
 import json
-from array import array
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,10 @@ from xgpt.app.running.prepare import going_on, plan_for_ranks, requests_of
 from xgpt.app.schedule import Plan, on_ranks, to_run
 from xgpt.core.errors import InputError
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
+from xgpt.report.output import read_output
 from xgpt.report.table import paragraph
-from xgpt.requests.choices import parts
 from xgpt.requests.spool import num_queries
 from xgpt.run_folder.files import RESULTS_FILE, fault_words, is_intact, kept
 from xgpt.run_folder.state import State, state_left
@@ -70,27 +68,11 @@ def _account(output: Path) -> dict[str, Any]:
             return {**known, **measured}
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    return {**known, **percentiles_of(_times_s(output / "results.jsonl"))}
-
-
-def _times_s(results: Path) -> "dict[str, array[float]]":
-    """Reads the times of all queries, as far as their results tell them."""
-    times = {name: array("d") for name in TIMES}
-    with results.open(encoding="utf-8") as file:
-        for line in file:
-            for row in parts(json.loads(line)):
-                own = row.get("xgpt", row)
-                if not own.get("output_ids") and not _is_embedding(row):
-                    continue  # refused, or failed at once: see Tally
-                for name, values in times.items():
-                    if (value := own.get(f"{name}_s")) is not None:
-                        values.append(float(value))
-    return times
-
-
-def _is_embedding(row: Mapping[str, Any]) -> bool:
-    response = row.get("response")
-    return bool(row.get("embedding") or (response and "data" in response["body"]))
+    queries = read_output(output, 0).queries
+    times_s = {name: queries.times(f"{name}_s") for name in TIMES}
+    # without those that are not told, and of who was refused, or failed at once: see Tally
+    return {**known, **percentiles_of({
+        name: values[values > 0] for name, values in times_s.items()})}
 
 
 def take_over(opened: OpenedJob, timing: TimingSource | None, schedule: Schedule | None,
@@ -127,15 +109,11 @@ def schedule_there(output: Path) -> Schedule | None:
         return None
 
 
-def _executed(schedule: Schedule) -> tuple[object, ...]:
+def _executed(schedule: Schedule) -> list[object]:
     """What is executed. (The memory that there is to plan with changes from hour to hour.)"""
-    return tuple(_of_shape(shape) for shape in schedule.estimate.shapes)
-
-
-def _of_shape(shape: Estimate) -> tuple[object, ...]:
-    controls, names = shape.controls, policy(shape.policy).variable_names
-    own = (getattr(controls, name) for name in ("policy", *names))
-    return shape.deployment.stages, shape.deployment.replicas, *own
+    return [(shape.deployment.stages, shape.deployment.replicas, shape.policy, *(
+        getattr(shape.controls, name) for name in policy(shape.policy).variable_names))
+        for shape in schedule.estimate.shapes]
 
 
 def taken_over(opened: OpenedJob) -> dict[str, Any] | None:
@@ -170,12 +148,11 @@ def goes_on(opened: OpenedJob, plan: Plan) -> Plan:
 def _schedule_of(opened: OpenedJob) -> tuple[OpenedJob, Schedule] | None:
     """The schedule that is in the job's folder, and the job on its ranks; None without one that
     this job can execute."""
-    schedule = schedule_there(opened.job.output)
-    try:
-        own = None if schedule is None else on_ranks(opened, schedule.estimate.num_devices)
-    except InputError:
+    if (schedule := schedule_there(opened.job.output)) is None:
         return None
-    if schedule is None or own is None:
+    try:
+        own = on_ranks(opened, schedule.estimate.num_devices)
+    except InputError:
         return None
     return (own, schedule) if schedule.fingerprint == own.problem.fingerprint else None
 
