@@ -19,7 +19,7 @@ from xgpt.cli.options import (
     within_seconds,
 )
 from xgpt.cli.terminal import Terminal, say, show
-from xgpt.core.engines import ONE_PROCESS, VLLM
+from xgpt.core.engines import VLLM
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule_file import load_schedule, plain, save_schedule
 from xgpt.core.system.whole_file import write_atomically
@@ -67,10 +67,6 @@ def _times_of(job: Job) -> str:
               help="Replay N configurations at most in each round of the search.")
 @click.option("--export", "engine", type=click.Choice([VLLM]),
               help="Also the command of vLLM with the flags nearest to the schedule.")
-@click.option("--engines", "with_engines", is_flag=True,
-              help="What each engine comes to: our own runner, DeepSpeed, vLLM; by whose times.")
-@click.option("--engine-python", metavar="PYTHON",
-              help="With --engines: the Python of the environment that vLLM is installed in.")
 @within_seconds
 @click.option("--horizon", type=click.Choice(("job", "steady")),
               help="Plan for the job's own queries, as submit does (default, where it has any), or "
@@ -78,22 +74,15 @@ def _times_of(job: Job) -> str:
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
              with_price: bool, with_drift: bool, from_file: Path | None, gap: float | None,
              max_nodes: int | None, max_seconds: float | None, horizon: Horizon | None,
-             engine: str | None, with_engines: bool, engine_python: str | None) -> None:
+             engine: str | None) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
-    if engine_python is not None and not with_engines:
-        raise click.UsageError("--engine-python says where another engine is, for --engines; a "
-                               "job that runs on it says so by run.engine_python")
     if out is not None:
         check_writable(out, "--out")
     deployed = None if from_file is None else load_schedule(from_file)
     job = load_job(job_file, with_seconds(overrides, max_seconds))
-    if engine_python is not None and job.run.engine in ONE_PROCESS:
-        raise click.UsageError(f"--engine-python is for a job of another engine than "
-                               f"{job.run.engine}: this one says it by run.engine_python")
     options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job))
     opened = open_job(job, Terminal(), "lengths" if options.horizon == "job" else "shape")
     answers = answers_for(opened, options, with_price=with_price, with_drift=with_drift,
-                          with_engines=with_engines, engine_python=engine_python,
                           deployed=deployed)
     if out is not None and (recommended := answers.recommended) is not None:
         save_schedule(recommended, out)
