@@ -101,6 +101,13 @@ def test_a_combination_that_cannot_be_planned_is_a_row_with_the_reason(job):
     assert again.lines == ["going on: 2 of 2 points are there"]
 
 
+def test_each_engine_is_planned_by_its_own_constants_or_refused(job):
+    rows = swept(job, "engine=xgpt,vllm,deepspeed", "policy=rra", bounds="8").rows
+    assert [row["status"] for row in rows] == ["ok", "ok", "refused"]
+    assert "vllm" in rows[1]["times"] and rows[1]["throughput_qps"] != rows[0]["throughput_qps"]
+    assert "own engine" in rows[2]["reason"]
+
+
 def test_the_job_s_horizon_says_how_long_the_job_takes(job):
     spec = load_sweep(job, SweepFlags(over=("policy=waa-c",), bounds="20",
                                       horizon="job"))
