@@ -9,7 +9,7 @@ from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.report import figures
-from xgpt.report.chart import PALETTE, Axis, Chart, Series
+from xgpt.report.chart import PALETTE, Chart
 from xgpt.report.figures import check_bound, percent, quantity
 from xgpt.report.html_page import render_page
 from xgpt.report.output import Output, number, read_output, text_at
@@ -127,11 +127,9 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
     """Of the runs that have answered something."""
     done = [run for run in runs if run.output.queries]
-    if not done:
-        return []
     # the queries of a run that went on are on several clocks
     on_one_clock = [run for run in done if not run.output.queries_before]
-    charts = [_rates(done, [run.name for run in done]), _beside(done, latencies),
+    charts = [_beside(done, latencies),
               _beside(on_one_clock, lambda output: done_curve(output.queries, ()))]
     return [chart for chart in charts if chart is not None]
 
@@ -144,17 +142,3 @@ def _beside(runs: Sequence[Run], chart_of: Callable[[Output], Chart | None]) -> 
     return replace(drawn[0][1], marks=(), caption="", series=[
         replace(chart.series[0], label=name, colour=PALETTE[place % len(PALETTE)])
         for place, (name, chart) in enumerate(drawn)])
-
-
-def _rates(runs: Sequence[Run], names: list[str]) -> Chart:
-    columns = {f"{label}, {unit}": (key, label) for key, label, unit in _FIGURES
-               if any(run.measured(key) is not None for run in runs)}
-    series = [Series(
-        label=kind, kind="bars", colour=colour, x=names, y=[
-            number(run.metrics, "throughput_qps", kind) for run in runs],
-        columns={"run": names, **{words: [number(run.metrics, key, kind) for run in runs]
-                                  for words, (key, _) in columns.items()}})
-        for kind, colour in (("measured", "decode"), ("predicted", "encode"))]
-    first = next(iter(columns), "Throughput, queries/s")
-    return Chart(name="rates", title="Figures", series=series, x=Axis(label="", names=names),
-                 y=Axis(label=first, from_zero=True), x_choices=["run"], y_choices=list(columns))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.core import catalog
-from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import Lengths, truncated_normal
 from xgpt.core.schedule import Schedule
 from xgpt.core.system.whole_file import write_atomically
@@ -59,7 +58,6 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
     """What can be drawn of a run, in the order of its page."""
     # what was expected is the whole job, on one clock: of a run that went on it says nothing
     schedule, expected = output.schedule, None if output.queries_before else output.expected
-    is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
     queries = output.queries
     made = (
         charts.latencies(output, expected.latency_s if expected else None),
@@ -68,8 +66,7 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
             told(queries.times("ttft_s")),
             expected.ttft_s if expected else None, whose=charts.of_all_runs(output)),
         None if output.queries_before else charts.done_curve(  # each run has a clock of its own
-            queries, expected.done if expected else (),
-            schedule.figures.throughput_qps if schedule and is_own else None),
+            queries, expected.done if expected else ()),
         charts.output_lengths(queries, expected_output_lengths(output.job)),
         charts.memory(schedule, metrics) if schedule else None,
         charts.timeline(output, expected.lanes if expected else ()))

@@ -14,7 +14,7 @@ from xgpt.core.lengths import FloatArray, Lengths
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import GIB, format_bytes, format_seconds
 from xgpt.report.chart import Axis, Chart, Mark, Series
-from xgpt.report.figures import middle_window, plain
+from xgpt.report.figures import middle_window
 from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
 from xgpt.report.output import Output, QueryColumns, ends_since_first, number
 from xgpt.report.words import counted, ranges
@@ -72,10 +72,8 @@ def distribution(name: str, title: str, label: str, measured: FloatArray,
                 f"{len(measured):,} queries{whose}.{caption}")
 
 
-def done_curve(queries: QueryColumns, expected: Sequence[tuple[float, float]],
-               predicted_qps: float | None = None) -> Chart | None:
-    """Queries done over time, beside what the replay of the job expected, or else the pace of the
-    steady state from the start on."""
+def done_curve(queries: QueryColumns, expected: Sequence[tuple[float, float]]) -> Chart | None:
+    """Queries done over time, beside what the replay of the job expected."""
     if len(queries) < 2:
         return None
     ends_s = ends_since_first(queries)
@@ -86,11 +84,6 @@ def done_curve(queries: QueryColumns, expected: Sequence[tuple[float, float]],
         series.append(Series(label="predicted", kind="steps", colour="encode", is_dashed=True,
                              x=[0.0, *(at_s for at_s, _ in expected)],
                              y=[0.0, *(count for _, count in expected)]))
-    elif predicted_qps:
-        series.append(Series(
-            label=f"pace of the steady state, {plain(predicted_qps)}/s", x=[
-                0.0, len(ends_s) / predicted_qps], y=[0.0, float(len(ends_s))], colour="encode",
-            is_dashed=True))
     return Chart(name="done", title="Queries done", series=series,
                  x=Axis(label="seconds since the first encoding", from_zero=True),
                  y=Axis(label="queries done", from_zero=True),

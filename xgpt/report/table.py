@@ -11,7 +11,6 @@ from itertools import zip_longest
 from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
-from xgpt.core.deployment import Deployment
 from xgpt.core.schedule import (
     CopiesTried,
     Estimate,
@@ -148,29 +147,7 @@ def stage_table(schedule: Schedule) -> str:
             held = [memory_bytes[rank] for rank in stage.ranks if rank < len(memory_bytes)]
             body.append((str(stage.index), words.ranks_of(stage), words.layers_of(stage), phase,
                          format_bytes(max(held)) if held else "-"))
-    stages = table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
-    return "\n".join([stages, *filter(None, (
-        _ranks_of_copies(schedule.deployment), _ranks_of_others(schedule.estimate)))])
-
-
-def _ranks_of_others(estimate: Estimate) -> str:
-    """Where copies of another shape lie; "" where there are none."""
-    if not estimate.others:
-        return ""
-    first, last = estimate.deployment.num_devices, estimate.num_devices - 1
-    on = f"rank {last}" if first == last else f"ranks {first} to {last}"
-    return paragraph(f"copies of another shape, with a schedule of their own, are on {on}")
-
-
-def _ranks_of_copies(deployment: Deployment) -> str:
-    """Where the copies after the first lie; "" where there are none."""
-    count, each = deployment.replicas, deployment.devices_per_replica
-    if count == 1:
-        return ""
-    last = count * each - 1
-    on = f"rank {last}" if last == each else f"ranks {each} to {last}"
-    return paragraph(f"copy 2 has the same stages on {on}" if count == 2 else
-                     f"copies 2 to {count} have the same stages on {on}, {each} each")
+    return table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
 
 
 def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]] = (),

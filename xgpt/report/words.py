@@ -9,7 +9,7 @@ from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import visible
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Schedule, Status
-from xgpt.core.units import format_seconds
+from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import percent, plain
 from xgpt.report.output import Output, number, text_at
 
@@ -203,13 +203,13 @@ def loading_words(metrics: Mapping[str, Any]) -> str | None:
         return None
     from_disk = number(metrics, "loaded_from_disk_bytes")
     is_made = text_at(metrics, "weights") == "random"
-    text = (f"{'made' if is_made else 'loaded'} {_decimal_bytes(loaded)} in "
-            f"{format_seconds(seconds)}: {_decimal_bytes(loaded / seconds)}/s")
+    text = (f"{'made' if is_made else 'loaded'} {format_bytes(loaded)} in "
+            f"{format_seconds(seconds)}: {format_bytes(loaded / seconds)}/s")
     if from_disk is None or is_made:
         return text
     if not from_disk:
         return f"{text} (none of it from the disk: the system had it in memory)"
-    return f"{text} ({_decimal_bytes(from_disk)} of it from the disk)"
+    return f"{text} ({format_bytes(from_disk)} of it from the disk)"
 
 
 def operators_words(metrics: Mapping[str, Any]) -> str | None:
@@ -231,14 +231,6 @@ def agreement_words(metrics: Mapping[str, Any]) -> str | None:
     inputs = counted(number(metrics, "agreement", "inputs") or 0, "input")
     return (f"{held}: the most likely next token is that of {own} at {agreeing / positions:.1%} of "
             f"{positions:,.0f} positions of {inputs}")
-
-
-def _decimal_bytes(num_bytes: float) -> str:
-    """Writes bytes in powers of 1000, as disks are sold: 270000000 -> '0.27 GB'."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if (shown := num_bytes / unit) >= 0.1:
-            return f"{shown:.2g} {name}" if shown < 100 else f"{shown:,.0f} {name}"
-    return f"{num_bytes:.0f} B"
 
 
 # variables that the words below speak of; others are named by their policy's row

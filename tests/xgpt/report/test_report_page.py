@@ -15,7 +15,6 @@ from fake_run import fake_schedule, write_fake_run
 from screens import check_screen
 
 from xgpt.report.figures import BoundCheck
-from xgpt.report.lanes import EXPECTED_FILE
 from xgpt.report.output import QueryColumns, read_output
 from xgpt.report.page import next_steps, write_report
 from xgpt.report.run_charts import memory
@@ -187,15 +186,6 @@ def test_any_single_file_may_be_missing_or_broken(tmp_path, name, ways):
     for broken in ways:
         (directory / name).write_bytes(broken)
         assert "</html>" in write_report(directory).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(("engine", "is_predicted"), [("xgpt", True), ("deepspeed", False)])
-def test_no_pace_is_predicted_of_another_engine(tmp_path, engine, is_predicted):
-    page_of(tmp_path, engine=engine)
-    (tmp_path / "out" / EXPECTED_FILE).unlink()
-    text = write_report(tmp_path / "out").read_text(encoding="utf-8")
-    assert (len(figures_of(text)["done"]["data"]) == 2) == is_predicted
-    assert f"Engine {engine}" in Page(text).text
 
 
 def test_expected_and_measured_steps_are_on_one_clock(text):
