@@ -42,14 +42,12 @@ def plan(job: OpenedJob, *, horizon: Horizon | None = None, gap: float | None = 
     return plan_job(job, options=options)
 
 
-def simulate(job: OpenedJob, plan: Plan | None = None, *,
-             with_baselines: bool = False) -> Simulation:
+def simulate(job: OpenedJob, plan: Plan | None = None) -> Simulation:
     """Estimates a plan's schedule, and replays it with other queries as a check; by default the
     control variables of the job's `schedule:`."""
     if plan is None:
-        return simulate_job(*settled(job), with_others=with_baselines)
-    return simulate_job(plan.opened, plan.timing, plan.schedule.estimate,
-                        with_others=with_baselines)
+        return simulate_job(*settled(job))
+    return simulate_job(plan.opened, plan.timing, plan.schedule.estimate)
 
 
 def sweep(path: str | PathLike[str], bounds_s: Sequence[float] | None = None, *,

@@ -2,7 +2,7 @@
 picture of that."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,9 @@ import numpy as np
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.schedule import plan_job
-from xgpt.app.telling import told_while
-from xgpt.core.constraint import Constraint
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.errors import InfeasibleError, InputError, wrong
-from xgpt.core.policies import able_policies, baselines, policy, searched_policies
+from xgpt.core.errors import InputError
+from xgpt.core.policies import able_policies, policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import estimate_keys
@@ -24,18 +22,15 @@ from xgpt.report import run_charts as timeline
 from xgpt.report.chart import SUFFIXES, Chart, write_image
 from xgpt.report.figures import percent, plain
 from xgpt.report.html_page import write_chart_page
-from xgpt.report.table import estimate_table, fact, table
-from xgpt.report.words import controls_cell
+from xgpt.report.table import estimate_table, fact
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import mistake
 from xscheduler.copies import problem_for, problems_of_copies
 from xscheduler.evaluator import job_lengths
 from xscheduler.planner import PlanOptions
-from xscheduler.progress import Watch
 from xscheduler.replays import Replays
 from xscheduler.search import SURE
-from xscheduler.search_planner import SearchPlanner
 from xsimulator.replay.copies import replay_steady, replayer_of
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace
@@ -47,7 +42,6 @@ from xsimulator.rough.forms import fixed_estimate
 
 LEAST_QUERIES, MOST_QUERIES = 2000, 50_000
 ROUNDS = 12  # that many times what is in the system at once is enough for a steady state
-NONE_KEEPS = "none fits and keeps the bound"  # of a policy
 _STAGES_LISTED = 8
 
 
@@ -73,33 +67,23 @@ class ReplayFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """An estimate, what its replay showed, and the best of other policies where they were asked
-    for. As text it is the table that `xgpt simulate` prints."""
+    """An estimate, and what its replay showed. As text it is the table that `xgpt simulate` prints.
+    """
 
     problem: Problem
     times: str  # where they come from
     estimate: Estimate
     figures: ReplayFigures
     replay: ReplayResult
-    others: Mapping[str, Estimate | str] | None  # or why there is none, in words
 
     def __str__(self) -> str:
-        constraint = self.problem.constraint
-        parts = [f"times: {self.times}\n{estimate_table(self.estimate, constraint)}\n"
-                 f"{replay_table(self.estimate, self.figures)}"]
-        if self.others is not None:
-            parts.append(policies_table([(self.estimate.policy, self.estimate),
-                                         *self.others.items()], constraint))
-        return "\n\n".join(parts)
+        return (f"times: {self.times}\n"
+                f"{estimate_table(self.estimate, self.problem.constraint)}\n"
+                f"{replay_table(self.estimate, self.figures)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """One flat object: the estimate's keys, then the replay and the others."""
-        found = self.others or {}
-        others = {} if self.others is None else {
-            "baselines": {name: None if isinstance(other, str) else estimate_keys(other)
-                          for name, other in found.items()},
-            "not_possible": {name: why for name, why in found.items() if isinstance(why, str)}}
-        return {**estimate_keys(self.estimate), "replay": asdict(self.figures), **others}
+        """One flat object: the estimate's keys, then the replay."""
+        return {**estimate_keys(self.estimate), "replay": asdict(self.figures)}
 
     def draw(self, picture: Path, trace: Path) -> None:
         """Draws the steady state, as a page or as what else the suffix says, and writes the whole
@@ -113,10 +97,10 @@ class Simulation:
         write_trace(self.replay, trace, _stage_names(self.problem, self.estimate))
 
 
-def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None = None, *,
-                 with_others: bool = False) -> Simulation:
+def simulate_job(opened: OpenedJob, timing: TimingSource,
+                 given: Estimate | None = None) -> Simulation:
     """Simulates the schedule given, or the job's own control variables, or what is planned where it
-    has none; with `with_others`, the best of every other policy within the bound too."""
+    has none."""
     problem = opened.problem
     estimate = _estimate(opened, timing, given)
     replay, steady, estimated_s = replayed(problem, timing, estimate, problem.num_queries)
@@ -125,8 +109,7 @@ def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None
     return Simulation(
         problem=problem, times=timing.provenance(), estimate=estimate, replay=replay,
         figures=_figures(replay, steady, estimated_s, estimate.deployment.replicas
-                         if problem.num_queries is None and not estimate.others else 1),
-        others=_others(opened, timing, estimate.policy) if with_others else None)
+                         if problem.num_queries is None and not estimate.others else 1))
 
 
 def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -> Estimate:
@@ -135,15 +118,9 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
         first, *others = (_as_replayed(opened, timing, problem_for(problem, shape), shape)
                           for shape in given.shapes)
         return first.beside(tuple(others))
-    is_free = replace(fixed, policies=(), replicas=None) == FixedSchedule()
-    if fixed.policy is None and is_free:
+    if replace(fixed, policies=(), replicas=None) == FixedSchedule():
         return plan_job(opened, timing, PlanOptions()).schedule.estimate
     name = able_policies(fixed)[0].name
-    if is_free:
-        if isinstance(best := _best(opened, timing, name), str):
-            raise wrong(opened.job.source, "constraint.latency_s", problem.constraint.latency_s,
-                        f"no configuration of {name}: {best}")
-        return best
     _, missing = fixed_point(name, fixed)
     if fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
@@ -239,37 +216,6 @@ def _share_held(pool: PoolRecords) -> float:
     return float(pool.memory_tokens.max(initial=0) / max(pool.kv_tokens, 1))
 
 
-def _others(opened: OpenedJob, timing: TimingSource, shown: str) -> dict[str, Estimate | str]:
-    """The best of every policy, but for the searched one that is shown already, or why it has
-    none."""
-    best: dict[str, Estimate | str] = {}
-    searched = [name for name in searched_policies() if name != shown and name not in baselines()]
-    for name in (*searched, *baselines()):
-        with told_while(opened.tell, f"finding the best of {policy(name).title}"):
-            best[name] = _best(opened, timing, name)
-    return best
-
-
-def _best(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate | str:
-    """The best within the bound at its best number of copies, or why there is none; without a
-    margin, so that all are measured alike."""
-    problem, row = opened.problem, policy(name)
-    if row.is_decoder_only and problem.model.is_encoder_decoder:
-        return "not for encoder-decoder models: its steps encode and decode in one pass"
-    if len(row.pools) > problem.cluster.num_devices:
-        return "needs two devices at least: one encodes, one decodes"
-    fixed = FixedSchedule(policies=(name,), replicas=problem.fixed.replicas)
-    try:
-        with Watch(opened.job.max_search_s) as watch:
-            search = SearchPlanner(replace(problem, fixed=fixed), timing, watch=watch,
-                                   is_brief=True)
-            return search.best(problem.constraint.latency_s, has_margin=False).estimate
-    except InfeasibleError:
-        return NONE_KEEPS
-    except InputError as refusal:
-        return "; ".join(mistake.allowed for mistake in refusal.mistakes)
-
-
 def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
     """The figures as lines of at most 80 columns."""
     lines = [("replay", f"{replay.queries} queries: {plain(replay.throughput_qps)} queries/s, "
@@ -292,25 +238,6 @@ def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
               ("KV held", f"at most {replay.kv_peak_tokens} of {replay.kv_tokens} tokens "
                           f"({share}){preemptions}")]
     return "\n".join(fact(label, value) for label, value in lines)
-
-
-def policies_table(rows: Iterable[tuple[str, Estimate | str]], constraint: Constraint) -> str:
-    """The best of each policy within the bound, one line each, or why there is none, against the
-    first: the schedule that was asked for, which need not keep it."""
-    rows = list(rows)
-    first = rows[0][1]
-    assert not isinstance(first, str)
-    body = []
-    for name, e in rows:
-        cells = ("-", "-", "-", e if isinstance(e, str) else "")
-        if not isinstance(e, str):
-            over = " OVER" if e.figures.latency_s > constraint.latency_s else ""
-            cells = (plain(e.figures.throughput_qps),
-                     f"{e.figures.throughput_qps / first.figures.throughput_qps:.2f}",
-                     format_seconds(e.figures.latency_s) + over, controls_cell(e))
-        body.append((policy(name).title, *cells))
-    return table(("policy", "queries/s", "share", "latency", "configuration"), body,
-                 right=(1, 2, 3))
 
 
 def _against(closed: float, replayed: float) -> str:

@@ -27,11 +27,9 @@ from xgpt.report.chart import SUFFIXES, can_draw
 @click.option("--timeline", "timeline_file", type=click.Path(path_type=Path), metavar="FILE",
               help="Draw the replay's steady state: FILE.html, .svg, .png or .pdf; and "
               "FILE.trace.json.gz for Perfetto.")
-@click.option("--baselines", is_flag=True,
-              help="Show the best of RRA, WAA, FT, DSI, ORCA, vLLM and Sarathi within the bound.")
 @within_seconds
 def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
-             schedule_file: Path | None, timeline_file: Path | None, baselines: bool,
+             schedule_file: Path | None, timeline_file: Path | None,
              max_seconds: float | None) -> None:
     """Estimate a given schedule: throughput, latency, memory; replayed as a check."""
     pictures = [] if timeline_file is None else _picture_files(timeline_file)
@@ -40,7 +38,7 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     given = None if schedule_file is None else load_schedule(schedule_file).estimate
     opened, timing = settled(open_file(
         job_file, with_seconds(overrides, max_seconds), Terminal()), given)
-    simulation = simulate_job(opened, timing, given, with_others=baselines)
+    simulation = simulate_job(opened, timing, given)
     if pictures:
         simulation.draw(*pictures)
     if as_json:

@@ -1,4 +1,4 @@
-"""`xgpt simulate`: every policy, the replay beside the closed form, pictures, baselines."""
+"""`xgpt simulate`: every policy, the replay beside the closed form, pictures."""
 
 import gzip
 import json
@@ -81,30 +81,6 @@ def test_a_policy_without_variables_is_the_best_within_the_bound(job, policy):
         other = json.loads(run(job, "--json", policy=policy, encode_batch=batch,
                                decode_micro_batches=4).stdout)
         assert other["throughput_qps"] <= best["throughput_qps"] or other["latency_s"] > 11.5
-
-
-def test_the_best_of_each_policy_beside_the_schedule(job):
-    found = json.loads(run(job, "--json", "--baselines", **CONTROLS["rra"]).stdout)["baselines"]
-    assert set(found) == set(CONTROLS) - {"rra"}
-    assert all(e["latency_s"] <= 11.5 and e["fits"] for e in found.values())
-
-
-@pytest.mark.parametrize(("model", "devices", "absent", "why"), [
-    ("opt-125m", 1, {"waa-c", "waa-m"}, "needs two devices"),
-    ("t5-small", 2, {"orca", "vllm", "sarathi"}, "not for encoder-decoder models")])
-def test_baselines_say_which_policies_are_not_possible_and_why(
-        tmp_path, model, devices, absent, why):
-    path = job_file(
-        tmp_path, model=model, workload="{requests: {count: 60}, task: S}",
-        cluster=f"{{device: L4, num_nodes: 1, devices_per_node: {devices}, intra_link: pcie4-x16}}",
-        constraint="{latency_s: 60}")
-    asked = ("--baselines", "--max-seconds", "30")
-    found = json.loads(run(path, "--json", *asked, **CONTROLS["rra"]).stdout)
-    assert set(found["not_possible"]) == absent == {
-        name for name, best in found["baselines"].items() if best is None}
-    table = run(path, *asked, **CONTROLS["rra"]).stdout
-    assert table.count(why) == len(absent) and max(map(len, table.splitlines())) <= 80
-    assert all(f"\n{row_of(name).title} " in table for name in found["baselines"])
 
 
 @pytest.mark.parametrize(("controls", "engine", "policy"), [
