@@ -159,7 +159,7 @@ def bounds_of(several: SeveralRuns, folder: Path, job: dict[str, Any],
         if done.returncode != 0:
             sys.exit(f"exit code {done.returncode}\n{done.stderr[-2000:]}")
         kept.write_text(done.stdout, encoding="utf-8")
-    latency_s = json.loads(kept.read_text(encoding="utf-8"))["latency_s"]
+    latency_s = json.loads(kept.read_text(encoding="utf-8"))["figures"]["latency_s"]
     return [round(factor * latency_s, 3) for factor in factors]
 
 

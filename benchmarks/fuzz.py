@@ -118,7 +118,7 @@ def request_file(rng: random.Random, folder: Path) -> None:
 
 
 def schedule_or_profile(rng: random.Random, folder: Path) -> None:
-    from xgpt.core.schedule_file import flat, load_schedule, save_schedule
+    from xgpt.core.schedule_file import load_schedule, save_schedule, to_json
     from xprofiler.profile_file import load_profile, save_profile
 
     path = folder / "file.json"
@@ -128,7 +128,7 @@ def schedule_or_profile(rng: random.Random, folder: Path) -> None:
     path.write_bytes(changed.encode("utf-8", "surrogatepass"))
     if is_schedule:
         schedule = load_schedule(path)
-        flat(schedule)
+        to_json(schedule)
         save_schedule(schedule, folder / "again.json")
     else:
         save_profile(load_profile(path), folder / "again.json")

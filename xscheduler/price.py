@@ -10,11 +10,11 @@ one."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule, devices_of_copies, sum_of
-from xgpt.core.schedule_file import estimate_keys
 from xgpt.core.units import format_bytes, format_seconds
 from xscheduler.space import NOTHING
 from xsimulator.memory import capacity_bytes
@@ -118,12 +118,20 @@ def _offer(what: str, problem: Problem, changed: Problem, find: Find,
 
 def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
     """The control variables in which two estimates differ."""
-    before, after = estimate_keys(old), estimate_keys(new)
+    before, after = (_variables(estimate) for estimate in (old, new))
     pairs = ((name, before[name], after[name]) for name in VARIABLES)
     if old.others or new.others:
         pairs = ((name, sum_of(devices_of_copies(a)), sum_of(devices_of_copies(b)))
                  for name, a, b in [("copies on", old, new)])
     return tuple(Change(variable=name, old=a, new=b) for name, a, b in pairs if a != b)
+
+
+def _variables(estimate: Estimate) -> dict[str, Any]:
+    """Of each that a policy has not, what comes to the same."""
+    deployment, figures = estimate.deployment, estimate.figures
+    return {"replicas": deployment.replicas, "encode_batch": figures.encode_batch,
+            "decode_iterations": figures.decode_iterations,
+            "decode_micro_batches": deployment.num_groups, **estimate.variables}
 
 
 def _why_nothing(gain: float, problem: Problem, changed: Problem,

@@ -19,14 +19,7 @@ from of_types import NUMBER, of_fields, of_keys, of_type  # noqa: E402
 from xgpt.app.running.metrics import Attribution  # noqa: E402
 from xgpt.core.constraint import BoundKind, Metric  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
-from xgpt.core.schedule import (  # noqa: E402
-    CopiesTried,
-    Estimate,
-    Figures,
-    Proof,
-    Rejected,
-    Schedule,
-)
+from xgpt.core.schedule import Estimate, Schedule  # noqa: E402
 from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
 from xgpt.job.job_file import job_schema  # noqa: E402
 from xgpt.job.sweep_file import AXES as AXES_OF_SWEEP  # noqa: E402
@@ -242,25 +235,6 @@ def sweep_row() -> Json:
         "additionalProperties": True}
 
 
-def schedule_json() -> Json:
-    """What `--json` prints of a schedule: flat, with the control variables of its policy."""
-    figures = {**of_fields(Figures)["properties"], **of_fields(Proof)["properties"]}
-    return {**of_keys({
-        "policy": text("its name"), **figures, "tp_degree": whole("devices to a layer"),
-        "tp_gpus": whole("devices of a copy in such groups"),
-        "replicas": whole("copies of the model, all alike"),
-        "devices_per_replica": whole("devices of each copy"), "pools": array({"type": "object"}),
-        "stages": array({"type": "object"}), "notes": array(text("on the times and the layout")),
-        "latency_bound_s": number("as asked for"), "constraint_kind": text("sequence, queries"),
-        "quantile": NUMBER, "margin": number("factor by which the bound is tightened"),
-        "margin_cost": number("share of throughput"), "margin_note": text("what it is for"),
-        "rejected": array(of_fields(Rejected)),
-        "over_copies": array(of_fields(CopiesTried)), "explanation": array(text("a sentence")),
-        "fingerprint": text("of the problem")},
-        words="What `--json` prints of a schedule: flat, with its policy's control variables."),
-        "additionalProperties": True}
-
-
 def profile_schema() -> Json:
     marks = {"type": "object", "additionalProperties": False, "properties": {
         "date": text("of its measurement"),
@@ -289,7 +263,7 @@ def schemas() -> dict[str, Json]:
     job = job_schema()
     return {"job": job, "sweep": sweep_schema(job), "sweep-line": sweep_row(),
             "schedule": schedule_schema(),
-            "schedule-json": schedule_json(), "profile": profile_schema(),
+            "profile": profile_schema(),
             "results-line": {"anyOf": [RESULT, OPENAI_RESULT]}, "errors-line": {"anyOf": [
                 REQUEST_ERROR, OPENAI_ERROR]},
             "steps-line": steps, "metrics": METRICS, "measured": MEASURED, "progress": PROGRESS,

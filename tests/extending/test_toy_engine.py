@@ -13,7 +13,7 @@ JOB = FOLDER.parents[2] / "jobs" / "opt-13b-summarise.yaml"
 
 def test_schedule_plans_what_the_engine_executes(with_package):
     planned = json.loads(with_package(FOLDER, "schedule", JOB, "--json", "--set", "run.engine=toy"))
-    assert planned["policy"] == "ft" and planned["tp_degree"] == 1
+    assert planned["policy"] == "ft" and planned["deployment"]["tp_degree"] == 1
     assert "an echo takes no time: nothing is predicted" in planned["notes"]
 
 

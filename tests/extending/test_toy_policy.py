@@ -15,10 +15,10 @@ def test_schedule_searches_its_grid(with_package, within):
         FOLDER, "schedule", JOB, "--json", "--horizon", "steady", "--set",
         f"schedule={{policy: waves{more}}}"))
         for run, more in ((with_package, ""), (within, ", wave_queries: 5")))
-    assert best["policy"] == "waves" and best["status"] == "within gap" and best["wave_queries"] > 5
-    assert best["latency_s"] <= best["latency_bound_s"]
-    assert fixed["wave_queries"] == 5
-    assert fixed["throughput_qps"] < best["throughput_qps"]
+    assert best["policy"] == "waves" and best["proof"]["status"] == "within gap"
+    assert best["controls"]["wave_queries"] > fixed["controls"]["wave_queries"] == 5
+    assert best["figures"]["latency_s"] <= best["bounds"][0]["limit_s"]
+    assert fixed["figures"]["throughput_qps"] < best["figures"]["throughput_qps"]
 
 
 def test_schedule_shows_it_by_the_words_of_its_row(within):
@@ -30,8 +30,9 @@ def test_schedule_shows_it_by_the_words_of_its_row(within):
 def test_simulate_replays_it_as_its_closed_form_says(within):
     shown = json.loads(within(FOLDER, "simulate", JOB, "--json", "--set",
                               "schedule={policy: waves, wave_queries: 16}"))
-    assert shown["policy"] == "waves" and shown["wave_queries"] == 16
-    assert shown["replay"]["throughput_qps"] == pytest.approx(shown["throughput_qps"], rel=0.2)
+    assert shown["estimate"]["controls"] == {"policy": "waves", "wave_queries": 16}
+    assert shown["replay"]["throughput_qps"] == pytest.approx(
+        shown["estimate"]["figures"]["throughput_qps"], rel=0.2)
 
 
 def test_a_variable_of_it_is_checked_as_ours_are(within):

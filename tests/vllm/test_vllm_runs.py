@@ -173,10 +173,10 @@ plan: {engine: vllm}
     parsed = subprocess.run(
         [vllm_python, "-c", _PARSE, *words[2:]], check=True, capture_output=True, text=True)
     told = json.loads(parsed.stdout.splitlines()[-1])
-    assert told["data_parallel_size"] == found["replicas"]
-    assert told["tensor_parallel_size"] == found["tp_degree"]
-    assert told["max_num_seqs"] == found["max_active"]
-    assert told["max_num_batched_tokens"] == found["token_budget"]
+    assert told["data_parallel_size"] == found["deployment"]["replicas"]
+    assert told["tensor_parallel_size"] == found["deployment"]["tp_degree"]
+    assert told["max_num_seqs"] == found["controls"]["max_active"]
+    assert told["max_num_batched_tokens"] == found["controls"]["token_budget"]
     assert told["enable_chunked_prefill"] is True and told["dtype"] == "bfloat16"
 
 

@@ -19,7 +19,7 @@ from xgpt.app.running.prepare import check_model, make_folder, refuse_what_no_ma
 from xgpt.app.schedule import Plan, executable, plan_job
 from xgpt.app.telling import Teller
 from xgpt.core.errors import InputError, Mistake, XgptError, wrong
-from xgpt.core.schedule_file import flat
+from xgpt.core.schedule_file import to_json
 from xgpt.core.system import machine as local
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import DTYPE_BYTES, format_seconds
@@ -154,7 +154,7 @@ class Draft:
     def to_dict(self) -> dict[str, Any]:
         return {"script": self.script, "nodes": self.batch.nodes,
                 "ranks": self.batch.nodes * self.batch.ranks_each, "time": self.batch.time,
-                "schedules": [None if plan is None else flat(plan.schedule)
+                "schedules": [None if plan is None else to_json(plan.schedule)
                               for plan in self.plans]}
 
 

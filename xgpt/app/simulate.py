@@ -3,7 +3,7 @@ picture of that."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from xgpt.core.errors import InputError
 from xgpt.core.policies import able_policies, policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
-from xgpt.core.schedule_file import estimate_keys
 from xgpt.core.units import format_seconds
 from xgpt.report import run_charts as timeline
 from xgpt.report.chart import SUFFIXES, Chart, write_image
@@ -82,8 +81,8 @@ class Simulation:
                 f"{replay_table(self.estimate, self.figures)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """One flat object: the estimate's keys, then the replay."""
-        return {**estimate_keys(self.estimate), "replay": asdict(self.figures)}
+        """The estimate, with the sections of a schedule's file, and the replay."""
+        return {"estimate": self.estimate, "replay": self.figures}
 
     def draw(self, picture: Path, trace: Path) -> None:
         """Draws the steady state, as a page or as what else the suffix says, and writes the whole

@@ -9,7 +9,7 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.schedule import JobPlanner, Plan
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule import Schedule
-from xgpt.core.schedule_file import flat
+from xgpt.core.schedule_file import to_json
 from xgpt.report.what_if_tables import (
     drift_table,
     offers_table,
@@ -48,8 +48,8 @@ class Answers:
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """One flat object: the schedule's keys, then those asked for."""
-        keys: dict[str, Any] = {} if self.plan is None else flat(self.plan.schedule)
+        """The schedule's keys, as its file has them, then those asked for."""
+        keys: dict[str, Any] = {} if self.plan is None else to_json(self.plan.schedule)
         keys["horizon"] = self.horizon
         if self.infeasible is not None:
             keys["infeasible"] = str(self.infeasible)

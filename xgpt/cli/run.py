@@ -20,7 +20,7 @@ from xgpt.cli.options import (
 )
 from xgpt.cli.terminal import Terminal, show
 from xgpt.core.errors import BoundMissed
-from xgpt.core.schedule_file import flat
+from xgpt.core.schedule_file import to_json
 from xgpt.job.job import Job
 from xgpt.job.job_file import load_job
 from xgpt.launch.launcher import allocation_here
@@ -128,7 +128,7 @@ def score(job_file: Path, overrides: tuple[str, ...], as_json: bool, is_again: b
 def _show_plans(jobs: Sequence[Job], as_json: bool) -> None:
     plans = [import_module(_USE_CASES).planned(job, Terminal()) for job in jobs]
     if as_json:
-        shown = [flat(plan.schedule) for plan in plans]
+        shown = [to_json(plan.schedule) for plan in plans]
         print_json(shown[0] if len(jobs) == 1 else {"schedules": shown})
         return
     for job, plan in zip(jobs, plans, strict=True):

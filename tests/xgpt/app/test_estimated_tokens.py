@@ -58,7 +58,8 @@ def test_lengths_are_estimated_and_it_is_said_in_words_and_in_the_object(job):
     assert said.count("estimated from their characters") == 1 and "32% off either way" in said
     found = json.loads(done.stdout)
     assert "inputs: estimated from characters, which may be 32% off" in found["notes"]
-    assert "since prompts' lengths are estimated from characters, 32% off" in found["margin_note"]
+    assert ("since prompts' lengths are estimated from characters, 32% off"
+            in found["margin"]["note"])
 
 
 def test_every_query_has_its_own_estimate_and_the_margin_grows_with_the_doubt(job):

@@ -75,7 +75,7 @@ def test_a_job_is_planned_here_and_handed_in_with_what_its_cluster_has(slurm, fo
     out = folder / "out"
     assert found["jobs"] == [{"job_id": "123", "output": str(out),
                               "log": str(out / "slurm-123.log")}]
-    assert found["schedules"][0]["throughput_qps"] > 0
+    assert found["schedules"][0]["figures"]["throughput_qps"] > 0
     given = options(slurm.script)
     assert (given["nodes"], given["ntasks-per-node"], given["gpus-per-node"], given["time"]) == (
         "1", "4", "4", "60")

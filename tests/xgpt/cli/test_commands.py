@@ -103,24 +103,25 @@ def test_schedule_of_opt_13b_is_confirmed_by_simulate(job, tmp_path, policy, key
     assert found.returncode == 0, found.stderr
     schedule = json.loads(found.stdout)
     assert schedule["policy"] == policy
-    assert schedule["latency_s"] <= 11.5 and schedule["fits"]
-    assert schedule["status"] in ("optimal", "within gap")
-    assert schedule["gap"] == pytest.approx(
-        schedule["bound_qps"] / schedule["throughput_qps"] - 1)
-    assert schedule["margin_cost"] < 0.03
-    assert schedule["bound_qps"] >= schedule["throughput_qps"] > 0
+    figures, proof = schedule["figures"], schedule["proof"]
+    assert figures["latency_s"] <= 11.5 and figures["fits"]
+    assert proof["status"] in ("optimal", "within gap")
+    assert proof["gap"] == pytest.approx(proof["bound_qps"] / figures["throughput_qps"] - 1)
+    assert schedule["margin"]["cost"] < 0.03
+    assert proof["bound_qps"] >= figures["throughput_qps"] > 0
     checked = xgpt("simulate", job, "--json", "--schedule", tmp_path / "s.json")
     assert checked.returncode == 0, checked.stderr
-    estimate = json.loads(checked.stdout)
+    simulated = json.loads(checked.stdout)
     for key in ("throughput_qps", "latency_s", "period_s"):  # by the closed form
-        assert estimate[key] == pytest.approx(schedule[key], rel=0.15), key
+        assert simulated["estimate"]["figures"][key] == pytest.approx(figures[key], rel=0.15), key
+    variables = {**schedule["deployment"], **schedule["controls"]}
     by_keys = xgpt("simulate", job, "--json", fixed, *(
-        f"--set=schedule.{key}={schedule[key]}" for key in ("replicas", *keys)))
-    assert json.loads(by_keys.stdout)["throughput_qps"] == pytest.approx(
-        schedule["throughput_qps"], rel=0.15)
+        f"--set=schedule.{key}={variables[key]}" for key in ("replicas", *keys)))
+    assert json.loads(by_keys.stdout)["estimate"]["figures"]["throughput_qps"] == pytest.approx(
+        figures["throughput_qps"], rel=0.15)
     # the replay of the whole job is an independent account; its ramp costs a few per cent
-    replayed_qps = estimate["replay"]["throughput_qps"]
-    assert replayed_qps == pytest.approx(schedule["throughput_qps"], rel=0.2)
+    replayed_qps = simulated["replay"]["throughput_qps"]
+    assert replayed_qps == pytest.approx(figures["throughput_qps"], rel=0.2)
 
 
 def test_sweep_rises_with_the_bound(job):

@@ -58,7 +58,8 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job):
         found["policy"])
     text = " ".join(done.stdout.split())
     assert all(" ".join(sentence.split()) in text for sentence in found["explanation"])
-    assert 1 <= found["margin"] < 1.02 and "not measured" in found["margin_note"]
+    margin = found["margin"]
+    assert 1 <= margin["factor"] < 1.02 and "not measured" in margin["note"]
     assert not {"price", "drift", "reschedule", "infeasible"} & set(found)
 
 
@@ -101,7 +102,7 @@ def test_more_latency_gpus_and_memory_have_their_price(job, monkeypatch):
     assert offers[0]["throughput_qps"] == pytest.approx(later, rel=0.02)
     assert offers[0]["gain"] > 0.02, "else this test shows nothing"
     assert offers[0]["gain"] == pytest.approx(
-        offers[0]["throughput_qps"] / found["throughput_qps"] - 1)
+        offers[0]["throughput_qps"] / found["figures"]["throughput_qps"] - 1)
     shown = run(job, "--price", **one).stdout
     assert "What more would bring" in shown and max(map(len, shown.splitlines())) <= 80
 
@@ -113,7 +114,7 @@ def test_a_bound_that_cannot_be_met_is_refused_and_offers_say_what_would_do(job)
         "--set=schedule={policy: rra, encode_chunk: 0}", "--horizon=steady"])
     assert isinstance(done.exception, InfeasibleError) and "tightest" in str(done.exception)
     found = done.exception.details  # what the command line prints
-    assert "tightest" in found["infeasible"] and "throughput_qps" not in found
+    assert "tightest" in found["infeasible"] and "figures" not in found
     assert [offer["what"].split(" (")[0] for offer in found["price"]] == [
         "10% more latency", "one more GPU", "10% more memory"]
     assert found["price"][0]["throughput_qps"] > 0, "1.32 s can be met"
@@ -131,7 +132,7 @@ def test_a_deployed_schedule_is_kept_adjusted_or_replaced(job, tmp_path):
               "constraint__latency_s": 60}
     shorter = json.loads(run(job, "--from", file, "--json", workload__task="C1",
                              **papers).stdout)["reschedule"]
-    qps = {way: shorter[way]["estimate"] and shorter[way]["estimate"]["throughput_qps"]
+    qps = {way: shorter[way]["estimate"] and shorter[way]["estimate"]["figures"]["throughput_qps"]
            for way in ("keep", "adjust", "redeploy")}
     assert qps["redeploy"] > qps["adjust"] and shorter["loading"]["rank_bytes"]
     shown = run(job, "--from", file, workload__task="C1", **papers).stdout
@@ -150,10 +151,11 @@ def test_with_from_the_schedule_recommended_is_written(job, tmp_path):
                            horizon="job").stdout)
     ways, written = found["reschedule"], load_schedule(out)
     assert ways["choice"] == "adjust", "100 queries do not make up for loading"
-    chosen = ways["adjust"]["estimate"]
+    chosen = ways["adjust"]["estimate"]["figures"]
     assert (written.estimate.figures.encode_batch, written.estimate.figures.throughput_qps) == (
         chosen["encode_batch"], chosen["throughput_qps"])
-    assert written.proof.gap == pytest.approx(found["bound_qps"] / chosen["throughput_qps"] - 1)
+    assert written.proof.gap == pytest.approx(
+        found["proof"]["bound_qps"] / chosen["throughput_qps"] - 1)
     with pytest.raises(InputError):
         run(job, "--from", file, model="gpt2-xl", schedule__encode_batch=8)
 
@@ -163,10 +165,10 @@ def test_what_is_adjusted_keeps_the_margin(job, tmp_path):
     assert run(job, "--out", file, **fixed).exit_code == 0
     found = json.loads(run(job, "--from", file, "--json", constraint__drift="15%",
                            **fixed).stdout)
-    ways, limit_s = found["reschedule"], 8 / found["margin"]
+    ways, limit_s = found["reschedule"], 8 / found["margin"]["factor"]
     assert limit_s < 7.9, "else this test shows nothing"
     assert ways["keep"]["reason"] is not None, "planned without a margin"
-    assert ways["adjust"]["estimate"]["latency_s"] <= limit_s
+    assert ways["adjust"]["estimate"]["figures"]["latency_s"] <= limit_s
 
 
 def test_drifting_lengths_are_a_table(job, monkeypatch):
@@ -191,9 +193,12 @@ def test_few_replays_end_with_a_schedule_and_with_a_gap_the_search_ends_once_tha
     first, second, full, wide = (
         json.loads(run(job, "--json", *limit, schedule__policy="rra").stdout) for limit in (
             ("--max-nodes", "1"), ("--max-nodes", "1"), (), ("--gap", "60%")))
-    assert first | {"seconds": 0} == second | {"seconds": 0}, "repeatable"
-    assert first["bound_qps"] >= first["throughput_qps"]
-    assert full["bound_qps"] >= full["throughput_qps"] >= 0.99 * first["throughput_qps"]
-    assert wide["gap"] <= 0.6 and wide["nodes"] <= full["nodes"]
+    for found in (first, second):
+        found["proof"]["seconds"] = 0
+    assert first == second, "repeatable"
+    first_qps, full_qps = (found["figures"]["throughput_qps"] for found in (first, full))
+    assert first["proof"]["bound_qps"] >= first_qps
+    assert full["proof"]["bound_qps"] >= full_qps >= 0.99 * first_qps
+    assert wide["proof"]["gap"] <= 0.6 and wide["proof"]["nodes"] <= full["proof"]["nodes"]
     own = open_file(job, ["schedule.policy=rra"])
-    assert library.plan(own, horizon="steady", gap=0.6).schedule.proof.gap == wide["gap"]
+    assert library.plan(own, horizon="steady", gap=0.6).schedule.proof.gap == wide["proof"]["gap"]
