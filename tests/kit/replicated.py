@@ -17,7 +17,7 @@ from xgpt.core.problem import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.comm.point_to_point import LocalComm, local_comms
-from xrunner.engine.head import Alone, Head
+from xrunner.engine.head import Head, PoolLink
 from xrunner.engine.pipeline import Neighbours, routes
 from xrunner.engine.replicas import FromRankZero, ToReplicas
 from xrunner.engine.roster import Extent
@@ -27,7 +27,7 @@ from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank.world import replica_of, replicas_of
 from xrunner.rules.routing import Router, window_of
 from xrunner.rules.rra import PhaseControls, RraRule
-from xrunner.rules.steps import Step, YieldingRule, rules_for
+from xrunner.rules.steps import Step, rules_for, taken_back
 from xsimulator.replay.flow import submit
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.pool import PoolHead
@@ -139,8 +139,7 @@ class Job:
             while news and news[0].turn == turn:
                 told = news.popleft()
                 if told.wanted:
-                    assert isinstance(rule, YieldingRule)
-                    assert tuple(rule.take_back(told.wanted)) == told.queries
+                    assert tuple(taken_back(rule, told.wanted)) == told.queries
                 for index in () if told.wanted else told.queries:
                     submit(queries, index, rule)
             group = head.next_group()
@@ -173,7 +172,7 @@ class Job:
     def _head(self, comm: LocalComm, executor: StageExecutor, supply: Any) -> Any:
         replica = replica_of(self.estimate, comm.rank)
         head = head_of(self.directory, Neighbours(comm, routes(replica.pools)[comm.rank]),
-                       executor, rules_for(replica.estimate)[0], supply, Alone(supply))
+                       executor, rules_for(replica.estimate)[0], supply, PoolLink(supply))
         head.roster.extent = Extent(queries=len(self.queries), longest_input=20,
                                     longest_output=30, longest=50)
         self.news[replica.number] = record_news(head)

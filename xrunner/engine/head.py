@@ -20,7 +20,7 @@ from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
 from xrunner.ops.likelihoods import unpacked
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.routing import LEAST_WAITING
-from xrunner.rules.steps import BatchingRule, Step, YieldingRule, may_evict
+from xrunner.rules.steps import BatchingRule, Step, may_evict, taken_back
 
 LOOK_S = 0.1  # a head with nothing to do looks at least so often whether it is to stop
 
@@ -36,50 +36,35 @@ class Sink(Protocol):
     def should_stop(self) -> bool: ...
 
 
-class PoolLink(Protocol):
-    """What ties a pool's head to another pool of the deployment (xrunner.engine.links)."""
-
-    def start(self, head: Head, spare_bytes: int) -> StartMessage:
-        """The sizes of the pool's caches, once the other pool knows its own."""
-
-    def next_group(self, head: Head) -> int | None:
-        """The group whose turn it is, as soon as there is one; None at the end."""
-
-    def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None: ...
-
-    def committed(self, head: Head, group: int, done: Sequence[ActiveQuery]) -> None:
-        """The tokens of one of the group's steps are taken up; they were the last for `done`."""
-
-    def close(self, head: Head) -> bool:
-        """Ends after the last step; whether all that was handed on is done."""
-
-
-class Supply(Protocol):
-    """Brings a head its queries while it runs (xrunner.engine.replicas)."""
+class Supply:
+    """Brings a head its queries while it runs (xrunner.engine.replicas). This one brings none: all
+    were there before."""
 
     @property
     def sources(self) -> tuple[int, ...]:
         """The ranks whose messages it takes up."""
+        return ()
 
     @property
     def is_open(self) -> bool:
         """Whether there may be more to do than the head knows of."""
+        return False
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
         """Takes up what has come, and what comes within `wait_s`."""
 
     def hear(self, head: Head, message: Message) -> None:
         """Takes up a message from one of the `sources`."""
+        raise AssertionError(f"{message = } from nobody")
 
     def close(self, head: Head) -> bool:
         """Ends after the last step; whether all that was brought elsewhere is done."""
+        return True
 
 
-class FromSpool:
+class FromSpool(Supply):
     """The supply of the only head of a job: its queries, from the spool while it runs, in the order
     in which they are taken up. Of a job of millions only so many wait in memory."""
-
-    sources = ()
 
     def __init__(self, queries: Sequence[PreparedQuery], order: Iterator[int], count: int, *,
                  least: int, begin: Callable[[Sequence[int]], object] | None = None) -> None:
@@ -104,27 +89,23 @@ class FromSpool:
             is_taken = head.submit(query)
             assert is_taken, f"{query.id = } {query.reserve_tokens = }"
 
-    def hear(self, head: Head, message: Message) -> None:
-        raise AssertionError(f"{message = } from nobody")
-
     def close(self, head: Head) -> bool:
         return self._left == 0
 
 
-# The supply of a head that has had all its queries before it runs.
-ALL_HERE = FromSpool((), iter(()), 0, least=0)
-
-
-class Alone:
-    """The link of a pool that works its queries from their beginning to their end."""
+class PoolLink:
+    """What ties a pool's head to another pool of the deployment (xrunner.engine.links). This one
+    ties it to none: the pool works its queries from their beginning to their end."""
 
     def __init__(self, supply: Supply | None = None) -> None:
-        self._supply: Supply = supply or ALL_HERE
+        self._supply = supply or Supply()
 
     def start(self, head: Head, spare_bytes: int) -> StartMessage:
+        """The sizes of the pool's caches, once the other pool knows its own."""
         return head.roster.start_message(head.rule, spare_bytes)
 
     def next_group(self, head: Head) -> int | None:
+        """The group whose turn it is, as soon as there is one; None at the end."""
         wait_s = 0.0
         while True:
             self._supply.look(head, wait_s)
@@ -136,12 +117,13 @@ class Alone:
             wait_s = LOOK_S
 
     def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None:
-        """Nobody else needs to know."""
+        """The step is under way."""
 
     def committed(self, head: Head, group: int, done: Sequence[ActiveQuery]) -> None:
-        """Nobody else needs to know."""
+        """The tokens of one of the group's steps are taken up; they were the last for `done`."""
 
     def close(self, head: Head) -> bool:
+        """Ends after the last step; whether all that was handed on is done."""
         return self._supply.close(head)
 
 
@@ -162,7 +144,7 @@ class Head:
         self._known_s = 0.0  # when tokens were taken up last
         self.output_tokens = 0
         self._executor, self._vocabulary = executor, vocabulary
-        self._link: PoolLink = link or Alone()
+        self._link = link or PoolLink()
 
     def submit(self, query: PreparedQuery) -> bool:
         """False if the query can never fit the schedule's KV budget."""
@@ -174,10 +156,8 @@ class Head:
     def take_back(self, count: int) -> list[int]:
         """Takes the last `count` of the queries whose encoding has not begun out of the pool, or as
         many as its rule can give up; their indices, in the order in which they came."""
-        if not isinstance(self.rule, YieldingRule):
-            return []
         # an evicted query waits as well, before all that have not begun
-        indices = self.rule.take_back(min(count, self.roster.num_waiting))
+        indices = taken_back(self.rule, min(count, self.roster.num_waiting))
         self.roster.remove(indices)
         return indices
 

@@ -29,31 +29,25 @@ from xrunner.comm.messages import (
     TokensMessage,
 )
 from xrunner.comm.point_to_point import Comm, wait_politely
-from xrunner.engine.head import ALL_HERE, LOOK_S, Head, Supply
+from xrunner.engine.head import LOOK_S, Head, PoolLink, Supply
 from xrunner.engine.roster import ActiveQuery
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.steps import (
-    BatchingRule,
-    EncodingRule,
-    GivingRule,
-    Step,
-    TakingRule,
-    Waiting,
-)
+from xrunner.rules.steps import BatchingRule, EncodingRule, Step, Waiting
+from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 
 _REPORT_S = 0.25  # between reports of progress while no query is done
 
 
-class ToDecodePool:
+class ToDecodePool(PoolLink):
     """The encode head's link. A group of its rule is taken until its batch has been handed over."""
 
     def __init__(self, comm: Comm, rule: EncodingRule, decode_rule: BatchingRule,
                  decode_head: int, supply: Supply | None = None) -> None:
         """`decode_rule`: what the decode pool's caches are sized by; `decode_head`: its rank.
         `supply`: None where all queries are here before it runs."""
+        super().__init__(supply)
         self._comm, self._decode_head = comm, decode_head
         self._rule, self._decode_rule = rule, decode_rule
-        self._supply: Supply = supply or ALL_HERE
         self._away: dict[int, PreparedQuery] = {}  # handed over, not done
         self._handing: dict[int, tuple[int, list[int]]] = {}  # batch -> (group, queries)
         self._batch_of: dict[int, int] = {}  # group -> batch whose first tokens it awaits
@@ -130,7 +124,7 @@ class ToDecodePool:
         elif isinstance(message, FinishedMessage):
             head.output_tokens += message.output_tokens - self._decoded_tokens
             self._decoded_tokens = message.output_tokens
-            if isinstance(self._rule, GivingRule):
+            if isinstance(self._rule, WaaEncodeRule):
                 self._rule.begun(message.begun)
             for result in message.results:
                 index = result.query.index
@@ -143,7 +137,7 @@ class ToDecodePool:
 
     def _leave(self, head: Head) -> None:
         """Leaves to the decode pool what it is to encode itself."""
-        if self._has_told_to_stop or not isinstance(self._rule, GivingRule):
+        if self._has_told_to_stop or not isinstance(self._rule, WaaEncodeRule):
             return
         given = head.roster.leave_to_another([one.query for one in self._rule.give()])
         if given:
@@ -171,7 +165,7 @@ class ToDecodePool:
                            encode_start_s=active.encode_start_s, first_token_s=active.first_token_s)
 
 
-class FromEncodePool:
+class FromEncodePool(PoolLink):
     """The decode head's link and its sink. Queries come with a batch whose entries every rank of it
     has; what is done goes to the encode pool's head, a message a step."""
 
@@ -196,12 +190,6 @@ class FromEncodePool:
                 return group
             wait_politely(lambda: self._take_in(head))
         return None
-
-    def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None:
-        """The encode pool hears of results alone."""
-
-    def committed(self, head: Head, group: int, done: Sequence[ActiveQuery]) -> None:
-        """Results go as to any sink."""
 
     def close(self, head: Head) -> bool:
         self._tell(head.output_tokens)
@@ -229,7 +217,7 @@ class FromEncodePool:
         return has_news
 
     def _take(self, head: Head, queries: Sequence[PreparedQuery]) -> None:
-        assert isinstance(head.rule, TakingRule), f"{head.rule = }"
+        assert isinstance(head.rule, WaaDecodeRule), f"{head.rule = }"
         for query in queries:
             head.roster.add(query)
             head.rule.take(Waiting(query.index, query.reserve_tokens, len(query.input_ids)))

@@ -18,7 +18,7 @@ from xgpt.core.controls import EvenBatches
 from xgpt.core.schedule import Estimate
 from xrunner.comm.messages import Message, PortionMessage, ReplicaMessage, StopMessage
 from xrunner.comm.point_to_point import Comm
-from xrunner.engine.head import Head
+from xrunner.engine.head import Head, Supply
 from xrunner.files.sink import RunSink
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank.world import Replica
@@ -98,7 +98,7 @@ class Accounts:
 _TELL_S = 0.25  # between words of a replica that has no news
 
 
-class ToReplicas:
+class ToReplicas(Supply):
     """Rank 0's: the supply of its own head and of all others, and the sink of its own."""
 
     def __init__(self, comm: Comm, sink: RunSink, router: Router,
@@ -268,7 +268,7 @@ def _window(controls: Changes | None, estimate: Estimate) -> Window | None:
     return rra_window(controls.encode_batch, estimate.deployment.num_groups, even)
 
 
-class FromRankZero:
+class FromRankZero(Supply):
     """Another replica's: the supply of its head, and its sink."""
 
     def __init__(self, comm: Comm, replica: int, query_of: Callable[[int], PreparedQuery], *,
@@ -283,7 +283,9 @@ class FromRankZero:
         self._changed: tuple[int, int] | None = None
         self._given_back: tuple[int, ...] | None = None
 
-    sources = (0,)
+    @property
+    def sources(self) -> tuple[int, ...]:
+        return (0,)
 
     @property
     def is_open(self) -> bool:

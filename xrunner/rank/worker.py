@@ -26,7 +26,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.requests.spool import Spool
 from xrunner.comm.point_to_point import Comm
-from xrunner.engine.head import Alone, FromSpool, Head, PoolLink, Supply
+from xrunner.engine.head import FromSpool, Head, PoolLink, Supply
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.engine.replicas import FromRankZero, OfEveryReplica, ToReplicas
@@ -227,7 +227,7 @@ def _link(rule: BatchingRule, replica: Replica, comm: Comm,
           supply: Supply | None) -> PoolLink:
     """What ties the pool of `rule`, which encodes, to the decode pool of its replica."""
     if len(replica.pools) == 1:
-        return Alone(supply)
+        return PoolLink(supply)
     assert isinstance(rule, EncodingRule), f"{rule = }"
     decode = replica.own.decoding
     return ToDecodePool(comm, rule, _rule_of(decode, replica), decode.stages[0].ranks[0], supply)

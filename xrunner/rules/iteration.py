@@ -8,12 +8,11 @@ reserved at admission (input and most output tokens), and a query leaves with it
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Admitted, KvBudget, ReserveFacts, Step, kind_of, take_last
+from xrunner.rules.steps import Admitted, KvBudget, ReserveFacts, Step, kind_of
 
 
 class Turns:
@@ -79,7 +78,6 @@ class ContinuousRule:
         """`max_active` bounds all groups together, `token_budget` one step (0: nothing does)."""
         self.num_groups, self.token_budget = num_groups, token_budget
         self.turns, self.waiting = Turns(num_groups), deque[tuple[int, int]]()  # (query, tokens)
-        self.take_back = partial(take_last, self.waiting)
         self.slots = slot_shares(max_active, num_groups)
         self._most = StepLimits(max_active=max_active, token_budget=token_budget)
 

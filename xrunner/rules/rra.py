@@ -30,7 +30,6 @@ from xrunner.rules.steps import (
     StepKind,
     Waiting,
     kind_of,
-    take_last,
 )
 
 UNEVEN = EvenBatches()  # batches as queries come
@@ -75,8 +74,7 @@ class RraRule:
         self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
         self._chunks = PhaseChunks(encode_chunk, num_groups) if encode_chunk else None
         self._sizer = sizer_of(even)
-        self._waiting: deque[Waiting] = deque()
-        self.take_back = partial(take_last, self._waiting)
+        self.waiting: deque[Waiting] = deque()
         self._admitted = Admitted(num_groups)
         self._changes: deque[tuple[int, PhaseControls]] = deque()  # to come: (from phase, new)
         self._phase = 0
@@ -109,20 +107,20 @@ class RraRule:
         assert controls.encode_batch >= 1 and controls.decode_iterations >= 1, f"{controls = }"
         assert self._chunks is not None or not controls.encode_chunk, f"{controls = }"
         dealt = self._chunks.waiting() if self._chunks else []
-        most = max((query.reserve for query in (*self._waiting, *dealt)), default=0)
+        most = max((query.reserve for query in (*self.waiting, *dealt)), default=0)
         assert most <= controls.group_kv_tokens, f"{controls = } {most = }"
         self._changes.append((phase, controls))
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.controls.group_kv_tokens:
             return False
-        self._waiting.append(Waiting(query, reserve_tokens, input_tokens))
+        self.waiting.append(Waiting(query, reserve_tokens, input_tokens))
         return True
 
     def next_group(self) -> int | None:
         is_at_work = bool(self._admitted.group_of) or (
             self._chunks is not None and self._chunks.has_waiting())
-        if not is_at_work and not self._waiting:
+        if not is_at_work and not self.waiting:
             return None
         if self._iteration > self._first_iteration and not is_at_work:
             self._start_next_phase()  # nothing left to decode: go straight to encoding
@@ -135,9 +133,9 @@ class RraRule:
         joined, has_work = list[int](), bool(self._admitted.active[group])
         if kind is StepKind.ENCODE:
             for _ in range(self._wanted(group)):
-                if not self._has_admitted(group, self._waiting[0]):
+                if not self._has_admitted(group, self.waiting[0]):
                     break  # keep the input's order: a smaller query behind does not overtake
-                joined.append(self._waiting.popleft().query)
+                joined.append(self.waiting.popleft().query)
             has_work = bool(joined)
         step = Step(kind=kind, group=group, phase=self._phase, iteration=self._iteration,
                     joined=tuple(joined)) if has_work else None
@@ -159,7 +157,7 @@ class RraRule:
             for each in range(self.num_groups):
                 # who finds no room for one phase's queries is dealt no more of them
                 if len(chunks.waiting(each)) < self.quota(each, self._phase):
-                    chunks.deal(each, [self._waiting.popleft() for _ in range(self._wanted(each))])
+                    chunks.deal(each, [self.waiting.popleft() for _ in range(self._wanted(each))])
             chunks.begin_phase(self.controls.decode_iterations)
         is_decode = len(self._admitted.active[group]) > chunks.num_begun(group)
         encoded, joined = chunks.take(group, iteration, partial(self._has_admitted, group))
@@ -179,12 +177,12 @@ class RraRule:
         if not quota:
             return 0
         # of a job's last queries every group gets its even share
-        if controls.target_active and len(self._waiting) >= controls.encode_batch:
+        if controls.target_active and len(self.waiting) >= controls.encode_batch:
             carried = controls.target_active / self.num_groups
             # queries more, or fewer, that would bring the group's decode batch back to its mean
             lean = self._sizer.lean(len(self._admitted.active[group]) - carried,
                                     carried + controls.encode_batch / self.num_groups)
-        first = islice(self._waiting, self._sizer.most(quota))
+        first = islice(self.waiting, self._sizer.most(quota))
         return self._sizer.count([query.tokens for query in first], quota, lean)
 
     def _advance(self) -> None:
@@ -207,7 +205,7 @@ class RraRule:
 def reserve_facts(rule: RraRule) -> ReserveFacts | None:
     """None of a rule that has begun, or whose controls are to change."""
     has_begun = (rule._phase, rule._iteration, rule._group) != (0, rule._first_iteration, 0)
-    if has_begun or rule._waiting or rule._changes:
+    if has_begun or rule.waiting or rule._changes:
         return None
     controls, sizer = rule.controls, rule._sizer
     return ReserveFacts(

@@ -6,13 +6,12 @@ several parts. Nobody leaves early: rows that are done keep decoding, and their 
 
 import math
 from collections import deque
-from functools import partial
 from typing import NamedTuple
 
 from xgpt.core.controls import StaticControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Step, StepKind, take_last
+from xrunner.rules.steps import Step, StepKind
 
 
 class _Waiting(NamedTuple):
@@ -76,8 +75,7 @@ class StaticRule:
         self.encode_micro_batches = encode_micro_batches
         self.group_max_active = math.ceil(encode_batch / num_groups)
         self.group_kv_tokens = kv_tokens // num_groups
-        self._waiting: deque[_Waiting] = deque()
-        self.take_back = partial(take_last, self._waiting)
+        self.waiting: deque[_Waiting] = deque()
         self._batch = _Batch(num_groups, self.group_kv_tokens)
         self._phase = -1  # number of the batch
         self._iteration = 0  # 0: encoding
@@ -96,12 +94,12 @@ class StaticRule:
         assert reserve_tokens >= input_tokens >= 0, f"{reserve_tokens = } {input_tokens = }"
         if reserve_tokens > self.group_kv_tokens:
             return False
-        self._waiting.append(_Waiting(query, input_tokens, reserve_tokens - input_tokens))
+        self.waiting.append(_Waiting(query, input_tokens, reserve_tokens - input_tokens))
         return True
 
     def next_group(self) -> int | None:
         if not self._batch.unfinished:
-            if not self._waiting:
+            if not self.waiting:
                 return None
             self._fill_batch()
         return self._group
@@ -135,9 +133,9 @@ class StaticRule:
         self._phase, self._iteration, self._group, self._part = self._phase + 1, 0, 0, 0
         for group in range(self.num_groups):
             for _ in range(self.quota(group)):
-                if not self._waiting or not self._batch.add(group, self._waiting[0]):
+                if not self.waiting or not self._batch.add(group, self.waiting[0]):
                     break
-                self._waiting.popleft()
+                self.waiting.popleft()
 
     def _part_of(self, members: list[int]) -> tuple[int, ...]:
         parts = self.encode_micro_batches // self.num_groups
@@ -157,7 +155,7 @@ class StaticRule:
 def batch_facts(rule: StaticRule) -> list[int] | None:
     """All that decides what the rule will do, as csrc/replay/replay.cpp has it from the number
     of groups on; None of one that has begun."""
-    if rule._phase >= 0 or rule._waiting:
+    if rule._phase >= 0 or rule.waiting:
         return None
     return [rule.num_groups, rule.group_kv_tokens, rule.encode_batch,
             rule.encode_micro_batches // rule.num_groups]

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -187,36 +187,11 @@ class EncodingRule(BatchingRule, Protocol):
         """A query is done in the other pool: there is room in the system again."""
 
 
-@runtime_checkable
-class GivingRule(Protocol):
-    """An EncodingRule that leaves some queries to the other pool to encode."""
-
-    def give(self) -> Sequence[Waiting]:
-        """The queries that are the other pool's to encode from now on."""
-
-    def begun(self, queries: Iterable[int]) -> None:
-        """The other pool has begun to encode these of them."""
-
-
-@runtime_checkable
-class TakingRule(Protocol):
-    """The rule of a pool that encodes what is left to it beside decoding."""
-
-    def take(self, waiting: Waiting) -> None:
-        """The query is this pool's to encode."""
-
-
-@runtime_checkable
-class YieldingRule(Protocol):
-    """A rule that gives up queries that wait."""
-
-    def take_back(self, count: int) -> list[int]:
-        """The last `count` of the queries that wait (all of them, where they are fewer) are not
-        this rule's any more. They are returned in the order in which they came."""
-
-
-def take_last(waiting: deque[Any], count: int) -> list[int]:
-    """What a rule's `take_back` does whose queries wait here, each the first of its tuple."""
+def taken_back(rule: "BatchingRule", count: int) -> list[int]:
+    """The last `count` of the queries that wait (all of them, where they are fewer) are not the
+    rule's any more: their numbers, in the order in which they came. A rule that gives them up has
+    them in a deque `waiting`, the number the first of each tuple."""
+    waiting: deque[Any] = getattr(rule, "waiting", deque())
     return [waiting.pop()[0] for _ in range(min(count, len(waiting)))][::-1]
 
 

@@ -15,14 +15,13 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 
 from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.chunks import TakenInputs
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Admitted, KvBudget, Step, StepKind, Waiting, kind_of, take_last
+from xrunner.rules.steps import Admitted, KvBudget, Step, StepKind, Waiting, kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +66,7 @@ class WaaEncodeRule:
         self._most = SystemLimits(encode_batch=encode_batch, max_in_system=max_in_system)
         self._sizer, self._aim = sizer, aim
         self._given: dict[int, int] = {}  # query left to the decode pool, not begun -> its tokens
-        self._waiting: deque[Waiting] = deque()
-        self.take_back = partial(take_last, self._waiting)
+        self.waiting: deque[Waiting] = deque()
         self._in_system: dict[int, int] = {}  # query -> reserve
         self._encoding: dict[int, int] = {}  # query -> input; still in this pool
         self._held = self._reserved = 0
@@ -104,7 +102,7 @@ class WaaEncodeRule:
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.kv_tokens or input_tokens > self.encode_kv_tokens:
             return False
-        self._waiting.append(Waiting(query, reserve_tokens, input_tokens))
+        self.waiting.append(Waiting(query, reserve_tokens, input_tokens))
         self._next = None
         return True
 
@@ -112,11 +110,11 @@ class WaaEncodeRule:
         """The next queries that wait, as many as the decode pool is to encode: they have room in
         the system from now on, and the next batch still has."""
         given: list[Waiting] = []
-        while (self._waiting and sum(self._given.values()) < self._aim.stock_tokens
+        while (self.waiting and sum(self._given.values()) < self._aim.stock_tokens
                and len(self._in_system) - len(self._encoding) - len(self._given)
                < self._aim.planned_active
-               and self._has_room(self._waiting[0])):
-            query = self._waiting.popleft()
+               and self._has_room(self.waiting[0])):
+            query = self.waiting.popleft()
             self._next = None
             self._in_system[query.query] = query.reserve
             self._reserved += query.reserve
@@ -143,7 +141,7 @@ class WaaEncodeRule:
         count = self._batch()
         if not count:
             return None
-        joined = [self._waiting.popleft() for _ in range(count)]
+        joined = [self.waiting.popleft() for _ in range(count)]
         self._next = None
         for query, reserve, tokens in joined:
             self._in_system[query] = reserve
@@ -178,10 +176,10 @@ class WaaEncodeRule:
         lean, target = 0, self._aim.target_active
         if target:  # queries more, or fewer, that would bring the decode batch back to its mean
             lean = self._sizer.lean(len(self._in_system) - len(self._encoding) - target, target)
-        if self._next is None or self._next_of != (lean, len(self._waiting)):
-            self._next_of = lean, len(self._waiting)
-            most = min(self._sizer.most(self.encode_batch), len(self._waiting))
-            first = [self._waiting[i] for i in range(most)]
+        if self._next is None or self._next_of != (lean, len(self.waiting)):
+            self._next_of = lean, len(self.waiting)
+            most = min(self._sizer.most(self.encode_batch), len(self.waiting))
+            first = [self.waiting[i] for i in range(most)]
             count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch, lean)
             self._next = _trimmed(first[:count], self.kv_tokens, self.encode_kv_tokens)
         return self._next
@@ -301,7 +299,7 @@ def pair_facts(encoding: WaaEncodeRule,
     """All that decides what the two will do, as csrc/replay/replay.cpp has it from the pools'
     groups on; None of rules that have done anything yet, or do not belong together."""
     aim, chunks = encoding._aim, decoding._inputs
-    has_begun = encoding._waiting or encoding._steps or encoding._in_system or decoding._turn
+    has_begun = encoding.waiting or encoding._steps or encoding._in_system or decoding._turn
     if has_begun or (aim.stock_tokens and chunks is None):
         return None
     numbers = [encoding.num_groups, decoding.num_groups, encoding.encode_batch,

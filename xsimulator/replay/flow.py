@@ -14,7 +14,8 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import QueryTimes
-from xrunner.rules.steps import BatchingRule, GivingRule, TakingRule
+from xrunner.rules.steps import BatchingRule
+from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator.replay.kernel import ARRIVAL, Kernel
 from xsimulator.replay.native_replay import never_fits, replay_natively
 from xsimulator.replay.pool import HandoverPlan, PoolPlan, PoolProcess
@@ -66,8 +67,8 @@ class Handover:
         self._source, self._target = pools[plan.source], pools[plan.target]
         self._source.head.outlet = self.send
         encoding, decoding = self._source.rule, self._target.rule
-        self._giving = encoding if isinstance(encoding, GivingRule) else None
-        self._taking = decoding if isinstance(decoding, TakingRule) else None
+        self._giving = encoding if isinstance(encoding, WaaEncodeRule) else None
+        self._taking = decoding if isinstance(decoding, WaaDecodeRule) else None
         if self._giving is not None and self._taking is not None:
             self._target.head.inlet = self._began
         self._free_s = -math.inf

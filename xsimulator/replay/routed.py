@@ -11,7 +11,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import QueryLengths, QueryTimes
 from xrunner.rules.routing import Load, Router, expected_tokens, window_of
-from xrunner.rules.steps import YieldingRule, rules_for
+from xrunner.rules.steps import rules_for, taken_back
 from xsimulator.replay.flow import Handover, submit
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.kernel import ARRIVAL, NEWS, Kernel
@@ -58,10 +58,7 @@ class RoutedCopy:
 
     def take_back(self, count: int) -> list[int]:
         """Takes back and returns the last `count` queries that it has not begun, or fewer."""
-        rule = self._encoding.rule
-        if not isinstance(rule, YieldingRule):
-            return []
-        places = rule.take_back(min(count, self.load.waiting))
+        places = taken_back(self._encoding.rule, min(count, self.load.waiting))
         self.given.difference_update(places)
         return places
 
