@@ -257,7 +257,7 @@ PLACES = (
           "schedule.json\")\n    except ZeroDivisionError:\n",
           "tests/xgpt/app/going_on/test_going_on.py::"
           "test_other_files_than_the_results_do_not_decide_whether_a_job_is_done"),
-    Place("done is done", "results are counted, not checked", "xrunner/files/checked.py",
+    Place("done is done", "results are counted, not checked", "xrunner/files/result_line.py",
           "line is not None and line.query == count:", "line is not None:",
           "tests/xrunner/io/test_results.py::test_what_was_changed_is_told_and_put_right"),
     Place("done is done", "a job of which nothing can run is done", "xgpt/app/opened.py",

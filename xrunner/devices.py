@@ -7,8 +7,6 @@ import gc
 import resource
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -149,13 +147,3 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def restart_peak_memory(device: torch.device) -> None:
-    """Counts the most that is held from now on: what is held now, at the least. Without effect
-    where the system does not let a process say so."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -109,7 +109,6 @@ ROLE = {"enum": ["both", "encode", "decode"]}
 PLACE = {"stage": whole("its number, over all replicas"),
          "replica": whole("of the model, from 0"), "pool": text("its pool"), "role": ROLE}
 WORK = {"busy_s": number("at work"),
-        "host_s": or_none(number("of these, besides what the model computed")),
         "load_s": number("to load the model's part"),
         "bytes_read": whole("of the model"), "rows_compacted": whole("moved in the cache"),
         "peak_memory_bytes": whole("most that was in use"),
@@ -122,12 +121,10 @@ STAGE = of_keys({**PLACE, "ranks": array(whole("rank")), **WORK}, without=WAA_ON
 PLANNED = {"kv_planned_bytes": or_none(whole("KV entries that the schedule lets each rank hold"))}
 METRICS_STAGE = of_keys({**PLACE, "ranks": array(whole("rank")), **WORK, **PLANNED},
                         without=WAA_ONLY)
-RANK = of_keys({"rank": whole("its number"), **PLACE,
-                "disk_bytes": or_none(whole("read from storage")), **WORK}, without=WAA_ONLY)
+RANK = of_keys({"rank": whole("its number"), **PLACE, **WORK}, without=WAA_ONLY)
 PERCENTILES = tuple(f"{name}_{which}_s" for name in ("latency", "ttft", "tpot")
                     for which in ("p50", "p99"))
-LOADED = {"loaded_bytes": whole("of the model, by all ranks"),
-          "loaded_from_disk_bytes": or_none(whole("of these, from storage"))}
+LOADED = {"loaded_bytes": whole("of the model, by all ranks")}
 COUNTS = {"queries_before": whole("answered by earlier runs"),
           "queries_held": whole("done, while one before them is not"),
           "errors": whole("requests that cannot run"), "failed": whole("queries without an answer")}

@@ -82,11 +82,12 @@ class Job:
         for thread in threads:
             thread.start()
         order = list(range(len(self.queries)))
-        replicas = [replica.estimate for replica in replicas_of(self.estimate)]
-        router = Router([1.0] * len(order), routing=routing, windows=[*map(window_of, replicas)],
-                        speeds=[one.figures.throughput_qps for one in replicas])
+        replicas = replicas_of(self.estimate)
+        router = Router([1.0] * len(order), routing=routing,
+                        windows=[window_of(one.estimate) for one in replicas],
+                        speeds=[one.estimate.figures.throughput_qps for one in replicas])
         supply = ToReplicas(comms[0], sink, router, self.queries, order,  # type: ignore[arg-type]
-                            [replica.head for replica in replicas_of(self.estimate)[1:]])
+                            replicas)
         head = self._head(comms[0], executors[0], supply)
         prepare(head, supply)
         supply.start(head)

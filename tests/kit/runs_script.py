@@ -93,7 +93,7 @@ def run_waa(case: dict[str, Any], pools: list[Pool], route: Route, messages: Mpi
     if messages.rank == 0:
         sink = toy_runs.lead(directory, messages, route, executor, rules[0],
                              toys.random_queries(case["queries"]),
-                             link=ToDecodePool(messages, *rules, decode_head))
+                             link=ToDecodePool(messages, rules[1], decode_head))
         messages.flush()
         return {r.query.index: list(r.output_ids) for r in sink.results}
     if messages.rank == decode_head:

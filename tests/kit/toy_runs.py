@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from integrity import CheckedExecutor
 from toys import EOS, spec_of
 
 from xgpt.core.deployment import Pool, StageAssignment
@@ -133,7 +134,7 @@ def run_waa_in_process(
     for thread in threads:
         thread.start()
     sink = lead(directory, comms[0], route[0], executors[0], rules[0], queries, sink,
-                link=ToDecodePool(comms[0], *rules, decode_ranks[0]), in_blocks=in_blocks)
+                link=ToDecodePool(comms[0], rules[1], decode_ranks[0]), in_blocks=in_blocks)
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive()
@@ -205,7 +206,7 @@ def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
     """One rank's, which checks its caches after every step."""
     reader = open_weights(directory, dtype)
     model = load_stage(spec_of(directory), reader, stage, shard, device, role=role)
-    return StageExecutor(model, check=True, **couriers)
+    return CheckedExecutor(model, **couriers)
 
 
 def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rule: BatchingRule,

@@ -30,8 +30,7 @@ from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 
 DEVICE, LAYERS, LENGTHS, CAPACITY = torch.device("lazy", 0), 3, (4, 2, 5), 12
-START = StartMessage(num_groups=1, capacity=CAPACITY, slots=4, encoded_capacity=CAPACITY,
-                     spare_bytes=0)
+START = StartMessage(num_groups=1, capacity=CAPACITY, slots=4, encoded_capacity=CAPACITY)
 
 
 class Gate(LocalComm):

@@ -12,9 +12,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from xgpt.core.controls import Controls, WaaControls
-from xgpt.core.deployment import Deployment
 from xgpt.core.errors import InputError, Mistake, wrong
-from xgpt.core.policies import Policy, policies
+from xgpt.core.policies import Policy, policies, policy
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.system.whole_file import read_text, write_atomically
 
@@ -95,7 +94,7 @@ def _of_estimates(schedule: Schedule) -> Iterator[tuple[str, object, str]]:
     """What must agree: (key, value, what is allowed)."""
     for place, shape in enumerate((schedule.estimate, *schedule.estimate.others), start=-1):
         of = "" if place < 0 else f"others[{place}]."
-        for key, value, allowed in (*_of_deployment(shape.deployment), *_of_chunks(shape.controls)):
+        for key, value, allowed in (*_of_deployment(shape), *_of_chunks(shape.controls)):
             yield f"{of}{key}", value, allowed
         if shape.others and place >= 0:
             yield f"{of}others", len(shape.others), "none: others stand beside the first copies"
@@ -111,16 +110,16 @@ def _of_chunks(controls: Controls) -> Iterator[tuple[str, object, str]]:
                 yield f"controls.{name}", 0, "at least 1 where encode_chunk is not 0"
 
 
-def _of_deployment(deployment: Deployment) -> Iterator[tuple[str, object, str]]:
-    """Ranks that are named twice, phases that no pool or two of them work, and layers that are left
+def _of_deployment(shape: Estimate) -> Iterator[tuple[str, object, str]]:
+    """Ranks that are named twice, pools of other roles than the policy's, and layers that are left
     out or held twice in a pool."""
-    roles = sorted(pool.role for pool in deployment.pools)
-    if roles not in (["both"], ["decode", "encode"]):
-        yield ("deployment.pools", roles,
-               "one pool of the role both, or one that encodes and one that decodes")
+    deployment, wanted = shape.deployment, list(policy(shape.policy).pools)
+    roles = [pool.role for pool in deployment.pools]
+    if roles != wanted:
+        yield "deployment.pools", roles, f"pools of the roles {wanted}, which {shape.policy} has"
     ranks = [rank for pool in deployment.pools for stage in pool.stages for rank in stage.ranks]
-    if sorted(ranks) != list(range(len(ranks))):
-        yield "deployment.pools", ranks, "each rank from 0 on in one stage"
+    if sorted(ranks) != list(range(len(ranks))) or ranks[:1] not in ([], [0]):
+        yield "deployment.pools", ranks, "each rank from 0 on in one stage, and 0 the first"
     for number, pool in enumerate(deployment.pools):
         for first, count in (("first_layer", "num_layers"),
                              ("first_encoder_layer", "num_encoder_layers")):

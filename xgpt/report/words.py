@@ -197,19 +197,13 @@ def _span(first: int, count: int) -> str:
 
 
 def loading_words(metrics: Mapping[str, Any]) -> str | None:
-    """What was loaded, how quickly, and how much of it came from the disk and not from memory."""
+    """What was loaded, and how quickly."""
     loaded, seconds = number(metrics, "loaded_bytes"), number(metrics, "load_s", "measured")
     if not loaded or not seconds:
         return None
-    from_disk = number(metrics, "loaded_from_disk_bytes")
-    is_made = text_at(metrics, "weights") == "random"
-    text = (f"{'made' if is_made else 'loaded'} {format_bytes(loaded)} in "
-            f"{format_seconds(seconds)}: {format_bytes(loaded / seconds)}/s")
-    if from_disk is None or is_made:
-        return text
-    if not from_disk:
-        return f"{text} (none of it from the disk: the system had it in memory)"
-    return f"{text} ({format_bytes(from_disk)} of it from the disk)"
+    done = "made" if text_at(metrics, "weights") == "random" else "loaded"
+    return (f"{done} {format_bytes(loaded)} in {format_seconds(seconds)}: "
+            f"{format_bytes(loaded / seconds)}/s")
 
 
 def operators_words(metrics: Mapping[str, Any]) -> str | None:

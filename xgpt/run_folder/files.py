@@ -29,8 +29,8 @@ from xgpt.requests.request_files import TABLES
 from xgpt.requests.spool import num_queries
 from xgpt.requests.spool_columns import temporary_file
 from xrunner.files.beat import BEATS
-from xrunner.files.checked import spool_of
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
+from xrunner.files.result_line import spool_of
 from xrunner.files.results import HELD_FILE, answered, count_errors
 from xrunner.files.sink import STARTING, UNDERWAY_FILE, read_progress, write_progress
 from xrunner.plan import AGREEMENT_FILE

@@ -181,7 +181,7 @@ class LayerBench:
         group = StageGroup(*(bench_cache(shape, self.device)
                              for _ in range(1 + self.spec.is_encoder_decoder)))
         if executor.keeps_tokens:
-            group.last_tokens = LastTokens(self.device)
+            group.last_tokens = LastTokens(self.device, queries)
         executor.groups = [group]
         return executor
 
@@ -209,7 +209,7 @@ def layers_for(rows: int) -> int:
 
 
 def bench_cache(shape: KvShape, device: torch.device) -> KvCache:
-    """A cache of that shape, resident and finite, as in a run."""
+    """A cache of that shape, every page of it written, finite."""
     layers, layer_bytes = shape.num_layers, shape._replace(num_layers=1).num_bytes
     is_shared = layer_bytes > _SHARED_KV_BYTES and layer_bytes * layers > _MAX_KV_BYTES
     cache = KvCache(shape._replace(num_layers=1 if is_shared else layers), device)

@@ -211,7 +211,7 @@ def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> 
     """Seconds from one rank's cache to the other's: entries are packed, sent and unpacked."""
     channel, clock = way(comm), clock_of(subject.device)
     shape = kv_shape(subject.spec, subject.dtype, slots=2, capacity=tokens)
-    source, target = (KvCache(shape, subject.device, is_resident=True) for _ in range(2))
+    source, target = (KvCache(shape, subject.device) for _ in range(2))
     source.allocate([tokens])
     like = pack(source, [0])
 

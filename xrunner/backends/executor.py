@@ -5,36 +5,22 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor
-
 from xrunner.comm.messages import StepMessage
-from xrunner.engine.pipeline import RankReport
+from xrunner.engine.pipeline import Executor, RankReport
 from xrunner.files.beat import Beat
 from xrunner.step_record import NO_SIZES, StepRecord, StepSizes
 
 _LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
 
 
-class DecoderOnly:
-    """An Executor (xrunner.engine.pipeline) for which nothing is encoded apart, and the account of
-    its steps."""
-
-    keeps_tokens = returns_early = False
+class DecoderOnly(Executor):
+    """An executor, and the account of its steps."""
 
     def __init__(self, clock: Callable[[], float], beat: Beat | None = None) -> None:
         """`beat`: is told of every step."""
         self._clock, self._beat = clock, beat
         self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
         self.busy_s = 0.0
-
-    def gives_tokens(self, message: StepMessage) -> bool:
-        return True
-
-    def awaits_encoded(self, group: int | None = None) -> bool:
-        return False
-
-    def take_encoded(self, group: int, encoded: Tensor) -> None:
-        raise AssertionError(f"{group = }: a decoder-only model has no encoder")
 
     def record(self, message: StepMessage, queries: int, tokens: int, start_s: float,
                sizes: StepSizes = NO_SIZES, *, seats: int = 0) -> None:

@@ -12,7 +12,7 @@ backend's order: every rank has the same ones, but they are not those of MPI."""
 from __future__ import annotations
 
 import socket
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
@@ -23,16 +23,6 @@ from xrunner.comm.point_to_point import as_bytes, wait_politely
 from xrunner.devices import to_host
 
 _GATHER_UP_TO_BYTES = 32 * 1024  # below this the second exchange costs more than its bytes save
-
-
-class Group(Protocol):
-    """The ranks of a tensor-parallel group. All take part in each call, in the same order."""
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's `tensor` (same shape and dtype on each)."""
-
-    def gather(self, tensor: Tensor) -> Tensor | None:
-        """[ranks, *shape] on the group's first rank, None on the others."""
 
 
 class MpiGroup:
@@ -126,6 +116,10 @@ class TorchGroup:
         distributed.destroy_process_group()
         self._comm.Barrier()  # the first rank's store serves the others until they are through
         self._store = None
+
+
+# The ranks of a tensor-parallel group. All take part in each call, in the same order.
+Group = MpiGroup | TorchGroup
 
 
 def _common_store(comm: Any) -> Any:

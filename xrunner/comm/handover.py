@@ -77,13 +77,6 @@ def unpack(cache: KvCache, lengths: Sequence[int], block: Tensor) -> None:
     scatter(cache.store, *cache.rows_of(range(first, first + len(lengths))), block)
 
 
-def put(cache: KvCache, slot: int, entries: Tensor, layers: slice = _ALL,
-        heads: slice = _ALL) -> None:
-    """One query's entries [layers, 2, kv_heads, tokens, head_dim], wherever they lie, into a slot
-    of `cache` that was allocated for as many."""
-    scatter(cache.store[layers, :, :, heads], *cache.rows_of([slot]), entries)
-
-
 def _layers(stage: StageAssignment) -> range:
     return range(stage.first_layer, stage.first_layer + stage.num_layers)
 
@@ -221,7 +214,8 @@ class EntryReceiver:
     def put_into(self, cache: KvCache, slot: int, query: int) -> None:
         """The query's entries into the rank's cache."""
         for transfer, entries in self._take(query):
-            put(cache, slot, entries, transfer.target_layers, transfer.target_heads)
+            scatter(cache.store[transfer.target_layers, :, :, transfer.target_heads],
+                    *cache.rows_of([slot]), entries)
 
     def encoded(self, queries: Sequence[int]) -> Tensor:
         """The encoder's output of these queries, one after the other."""

@@ -68,7 +68,6 @@ class StartMessage:
     capacity: int
     encoded_capacity: int = 0
     budget: KvBudget | None = None
-    spare_bytes: int = 0  # a rank whose caches take no more than this makes them resident at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +117,6 @@ class HandedMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArrivedMessage:
-    """Tells the encode pool's head that the decode pool's ranks have the entries of `batch`."""
-
-    batch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedMessage:
     """Tells the encode pool's head which queries are done, and the decode pool's tokens so far.
     Each `query` comes without its input's tokens. `begun`: of those left to the decode pool, whose
@@ -155,7 +147,8 @@ class BlockMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldMessage:
-    """Tells a pool's head that a decode rank of it has all its blocks of `batch`."""
+    """Tells the decode pool's head that a rank of it has all its blocks of `batch`; and from there
+    the encode pool's head, that every rank has."""
 
     batch: int
 
@@ -195,5 +188,5 @@ class ReplicaMessage:
 
 
 Message = (StartMessage | StepMessage | StopMessage | EncodedMessage | TokensMessage
-           | HandedMessage | ArrivedMessage | FinishedMessage | LeftMessage | BlockMessage
-           | HeldMessage | PortionMessage | ReplicaMessage)
+           | HandedMessage | FinishedMessage | LeftMessage | BlockMessage | HeldMessage
+           | PortionMessage | ReplicaMessage)

@@ -4,13 +4,15 @@ Waiting ranks poll and sleep: a blocking MPI call spins on a core that a working
 A tensor may be sent from any device and arrives in the host's memory (pinned beside a GPU): a step
 is over, and its GPU idle, before its output is sent, so there is no other work to overlap with."""
 
+from __future__ import annotations
+
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -31,24 +33,26 @@ _SPIN_S = 50e-6  # a partner that answers at once costs no sleep
 _SLEEP_S = 50e-6
 
 
-class Comm(Protocol):
+class Comm:
     """Ordered messages from one rank to another."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
+    rank: int
+    size: int
 
     def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
         """Starts the transfer and returns; `tensor` must not be written to afterwards."""
+        raise NotImplementedError
+
+    def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
+        """Receives a message; None where nothing comes within `wait_s`."""
+        raise NotImplementedError
 
     def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
         """The next message from any of `sources`, waiting politely; those of one source come in
         the order in which they were sent. Its tensor lies in the host's memory."""
-
-    def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
-        """Receives a message; None where nothing comes within `wait_s`."""
+        got = self.poll(*sources, wait_s=math.inf)
+        assert got is not None, f"{sources = }"
+        return got
 
     def flush(self) -> None:
         """Returns when everything sent has left."""
@@ -62,7 +66,7 @@ def wait_politely(is_done: Callable[[], bool], sleep_s: float = _SLEEP_S) -> Non
             time.sleep(sleep_s)
 
 
-class MpiComm:
+class MpiComm(Comm):
     """Messages over mpi4py. Headers are JSON, checked on arrival (xrunner.comm.exchange); tensors
     go as raw bytes, without a copy of what lies in the host's memory, and are as long as their
     header says or nothing is made of them."""
@@ -70,33 +74,28 @@ class MpiComm:
     def __init__(self, comm: Any, sleep_s: float = _SLEEP_S) -> None:
         """`sleep_s`: between two looks for a message."""
         self._comm, self._sleep_s = comm, sleep_s
+        self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self._pending: deque[tuple[Any, object]] = deque()  # (request, buffer kept alive)
-
-    @property
-    def rank(self) -> int:
-        return int(self._comm.Get_rank())
-
-    @property
-    def size(self) -> int:
-        return int(self._comm.Get_size())
 
     def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
         self._reap()
         header = header_of(message, None if tensor is None else (
             tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
-        self._keep(self._comm.Isend(header, dest=target, tag=_TAG_HEADER), header)
+        self._pending.append((self._comm.Isend(header, dest=target, tag=_TAG_HEADER), header))
         if tensor is not None:
             data = as_bytes(to_host(tensor).contiguous())
-            self._keep(self._comm.Isend(data, dest=target, tag=_TAG_TENSOR), data)
-
-    def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
-        source = self._next_source(sources)
-        assert source is not None
-        return self._take(source)
+            self._pending.append((self._comm.Isend(data, dest=target, tag=_TAG_TENSOR), data))
 
     def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
-        source = self._next_source(sources, time.perf_counter() + wait_s)
-        return None if source is None else self._take(source)
+        until_s, senders = time.perf_counter() + wait_s, list[int]()
+
+        def look() -> bool:
+            senders.extend(source for source in sources
+                           if self._comm.Iprobe(source=source, tag=_TAG_HEADER))
+            return bool(senders) or time.perf_counter() >= until_s
+
+        wait_politely(look, self._sleep_s)
+        return self._take(senders[0]) if senders else None
 
     def _take(self, source: int) -> tuple[Message, Tensor | None]:
         size = self._arrived(source, _TAG_HEADER)
@@ -125,83 +124,48 @@ class MpiComm:
         wait_politely(lambda: bool(self._comm.Iprobe(source=source, tag=tag, status=status)))
         return int(status.Get_count(MPI.BYTE))
 
-    def _next_source(self, sources: Sequence[int], until_s: float = math.inf) -> int | None:
-        """Who has sent something; None where nobody has by `until_s`."""
-        senders: list[int] = []
-
-        def look() -> bool:
-            senders.extend(source for source in sources
-                           if self._comm.Iprobe(source=source, tag=_TAG_HEADER))
-            return bool(senders) or time.perf_counter() >= until_s
-
-        wait_politely(look, self._sleep_s)
-        return senders[0] if senders else None
-
     def flush(self) -> None:
         while self._pending:
             request, _ = self._pending.popleft()
             wait_politely(partial(_is_sent, request))
-
-    def _keep(self, request: Any, buffer: object) -> None:
-        self._pending.append((request, buffer))
 
     def _reap(self) -> None:
         while self._pending and _is_sent(self._pending[0][0]):
             self._pending.popleft()
 
 
-class _Inbox:
-    """What was sent to one in-process rank: (source, message, tensor), in the order of arrival."""
+class LocalComm(Comm):
+    """Messages between threads, for tests and for a single rank that needs no MPI. What was sent
+    to a rank lies with it, in the order of arrival."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, size: int, comms: Sequence[LocalComm]) -> None:
+        """`comms`: of all ranks, once they are made."""
+        self.rank, self.size, self._comms = rank, size, comms
         self._items: list[tuple[int, Message, Tensor | None]] = []
         self._changed = threading.Condition()
 
-    def put(self, source: int, message: Message, tensor: Tensor | None) -> None:
-        with self._changed:
-            self._items.append((source, message, tensor))
-            self._changed.notify()
-
-    def take(self, sources: Sequence[int],
-             wait_s: float | None = None) -> tuple[Message, Tensor | None] | None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._find(sources) is not None, wait_s):
-                return None
-            at = self._find(sources)
-            assert at is not None
-            _, message, tensor = self._items.pop(at)
-        return message, tensor
-
-    def _find(self, sources: Sequence[int]) -> int | None:
-        return next((at for at, (source, _, _) in enumerate(self._items) if source in sources),
-                    None)
-
-
-class LocalComm:
-    """Messages between threads, for tests and for a single rank that needs no MPI."""
-
-    def __init__(self, rank: int, inboxes: Sequence[_Inbox]) -> None:
-        self.rank, self.size, self._inboxes = rank, len(inboxes), inboxes
-
     def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
-        self._inboxes[target].put(self.rank, message, tensor)
-
-    def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
-        item = self._inboxes[self.rank].take(sources)
-        assert item is not None
-        return item
+        other = self._comms[target]
+        with other._changed:
+            other._items.append((self.rank, message, tensor))
+            other._changed.notify()
 
     def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
-        return self._inboxes[self.rank].take(sources, wait_s)
+        def places() -> list[int]:
+            return [at for at, (source, _, _) in enumerate(self._items) if source in sources]
 
-    def flush(self) -> None:
-        """Nothing is ever in flight: an inbox holds what was sent."""
+        with self._changed:
+            if not self._changed.wait_for(places, None if wait_s == math.inf else wait_s):
+                return None
+            _, message, tensor = self._items.pop(places()[0])
+        return message, tensor
 
 
 def local_comms(size: int) -> list[LocalComm]:
     """One connected LocalComm a rank."""
-    inboxes = [_Inbox() for _ in range(size)]
-    return [LocalComm(rank, inboxes) for rank in range(size)]
+    comms = list[LocalComm]()
+    comms += [LocalComm(rank, size, comms) for rank in range(size)]
+    return comms
 
 
 def header_of(message: Message, shape: _Shape | None) -> bytes:

@@ -99,8 +99,8 @@ class LastTokens:
     whole model alone, the next decode step takes its inputs from there. A query whose token came
     from elsewhere (another pool, an encoder-decoder model's first) gets it from the head."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._tokens = torch.zeros(0, dtype=torch.long, device=device)
+    def __init__(self, device: torch.device, slots: int) -> None:
+        self._tokens = torch.zeros(slots, dtype=torch.long, device=device)
 
     def fed(self, inputs: Tensor, step: DecodeContext) -> Tensor:
         """inputs [n + T], where those of the n queries that `step` decodes come first: the same
@@ -108,7 +108,6 @@ class LastTokens:
         count = len(step.slots)
         if not count:
             return inputs
-        self._reach(step.width)
         told = inputs[:count]
         own = torch.where(told == FED_BACK, self._tokens[step.slots], told)
         return own if count == len(inputs) else torch.cat([own, inputs[count:]])
@@ -116,7 +115,6 @@ class LastTokens:
     def keep(self, slots: Sequence[int], tokens: Tensor) -> None:
         """tokens [n] were given to the queries in these slots. Of one that has none, since its
         logits were no numbers, the row may be decoded on until the head hears of it."""
-        self._reach(max(slots) + 1)
         tokens = tokens.long().clamp(min=0)
         first, end = slots[0], slots[0] + len(slots)
         if [*slots] == [*range(first, end)]:  # as most are
@@ -128,15 +126,9 @@ class LastTokens:
         """Queries change their slots, none into one that another leaves."""
         if not moves:
             return
-        self._reach(max(move.source for move in moves) + 1)
         sources, targets = on_device([[*side] for side in zip(*moves, strict=True)],
                                      self._tokens.device)
         self._tokens[targets] = self._tokens[sources]
-
-    def _reach(self, slots: int) -> None:
-        if slots > len(self._tokens):
-            more = self._tokens.new_zeros(slots - len(self._tokens))
-            self._tokens = torch.cat([self._tokens, more])
 
 
 Model = StageModel | EncoderDecoderStage
@@ -205,18 +197,6 @@ class StageGroup:
             self._encoded.free(removed)
         return self.cache.free(removed)
 
-    def check_integrity(self) -> None:
-        """Slots and caches agree."""
-        seats = self.slots.seats
-        assert len({seat.query for seat in seats}) == len(seats) == len(self.cache.lengths), (
-            f"{seats = } {self.cache.lengths = }")
-        if self._encoded is None:
-            self.cache.check_integrity()
-            return
-        self.cache.check_integrity(least=0)  # an input leaves nothing there
-        self._encoded.check_integrity()
-        assert len(self._encoded.lengths) == len(seats), f"{seats = } {self._encoded.lengths = }"
-
 
 def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
     """The groups of a stage, with caches of the sizes in `message`. Raises XgptError, before any
@@ -236,12 +216,10 @@ def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
         what = (f"{message.num_groups // sharing * shapes[0].slots} blocks of {size} tokens, as "
                 "many as the schedule admits,")
     stores = message.num_groups // sharing
-    num_bytes = stores * sum(shape.num_bytes for shape in shapes)
-    _check_room(model, num_bytes, what)
+    _check_room(model, stores * sum(shape.num_bytes for shape in shapes), what)
     groups = []
     for _ in range(stores):
-        pools = [BlockPool(shape, model.device, is_resident=num_bytes <= message.spare_bytes)
-                 for shape in shapes]
+        pools = [BlockPool(shape, model.device) for shape in shapes]
         groups += [StageGroup(*(KvCache(pool.shape, room=room, pool=pool) for pool in pools))
                    for _ in range(sharing)]
     return groups

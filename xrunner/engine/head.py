@@ -100,9 +100,9 @@ class PoolLink:
     def __init__(self, supply: Supply | None = None) -> None:
         self._supply = supply or Supply()
 
-    def start(self, head: Head, spare_bytes: int) -> StartMessage:
+    def start(self, head: Head) -> StartMessage:
         """The sizes of the pool's caches, once the other pool knows its own."""
-        return head.roster.start_message(head.rule, spare_bytes)
+        return head.roster.start_message(head.rule)
 
     def next_group(self, head: Head) -> int | None:
         """The group whose turn it is, as soon as there is one; None at the end."""
@@ -166,10 +166,9 @@ class Head:
         return {index: (active.input_tokens, active.num_outputs)
                 for index, active in self.roster.active.items()}
 
-    def start(self, spare_bytes: int = 0) -> None:
-        """Every stage sets up its caches for what was submitted. `spare_bytes` of memory a rank
-        may be taken for them at once."""
-        message = self._link.start(self, spare_bytes)
+    def start(self) -> None:
+        """Every stage sets up its caches for what was submitted."""
+        message = self._link.start(self)
         self.roster.is_shared = message.budget is not None and message.budget.is_shared
         self.neighbours.share(message)
         self.neighbours.pass_on(message)
@@ -321,7 +320,6 @@ class Returns:
     def __init__(self, neighbours: Neighbours, executor: Executor) -> None:
         self._neighbours, self._executor = neighbours, executor
         self._steps: dict[int, deque[Given]] = {}  # by group
-        self._arrived: dict[int, int] = {}  # how many of a group's steps have their tokens
 
     def expect(self, group: int, queries: list[ActiveQuery]) -> None:
         """A step of `group` will give these queries a token each."""
@@ -329,9 +327,7 @@ class Returns:
 
     def arrive(self, group: int, tokens: Tensor | Arriving) -> None:
         """Tokens of the group's oldest step still without."""
-        at = self._arrived.get(group, 0)
-        self._steps[group][at].tokens = tokens
-        self._arrived[group] = at + 1
+        next(step for step in self._steps[group] if step.tokens is None).tokens = tokens
 
     def groups(self) -> list[int]:
         """The groups with something to take up, and nothing missing."""
@@ -348,7 +344,6 @@ class Returns:
         assert not self._is_missing(group), f"{group = }"
         steps = self._steps.get(group)
         while steps and steps[0] is not but:
-            self._arrived[group] -= 1
             yield steps.popleft()
 
     def await_group(self, group: int) -> None:
@@ -363,7 +358,7 @@ class Returns:
 
     def _is_missing(self, group: int) -> bool:
         """Whether tokens of a step of `group` have not come yet."""
-        return self._arrived.get(group, 0) < len(self._steps.get(group, ()))
+        return any(step.tokens is None for step in self._steps.get(group, ()))
 
     def _take_up(self) -> None:
         result = self._neighbours.await_result(self._executor)

@@ -21,7 +21,6 @@ import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +37,6 @@ from xrunner.rules.slots import apply_moves, compaction_moves
 # slower, of 16 it took 1.7 times as long (one core with AVX-512, 32 queries of 200 tokens,
 # bfloat16).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
-_MADV_POPULATE_WRITE = 23  # of Linux; Python's mmap has no name for it
 
 
 class KvShape(NamedTuple):
@@ -102,72 +100,38 @@ class EntryRows(NamedTuple):
 class BlockPool:
     """The memory of blocks 0 .. count - 1, of which the caches of one or more groups take, and
     which of them are free. The lowest is taken first, and again the one that was given back last.
-    Raises XgptError where the memory for that is not there.
+    Raises XgptError where the memory for that is not there."""
 
-    On the CPU a block's memory is taken (`is_resident`) as one when the block is first taken: page
-    by page, as entries are computed, was measured to add a sixth to an encode on a virtual machine;
-    all of 200 rows took half a second of SmolLM2-135M's start, and 107 were in use at a time."""
-
-    def __init__(self, shape: KvShape, device: torch.device | str = "cpu", *,
-                 is_resident: bool = False) -> None:
+    def __init__(self, shape: KvShape, device: torch.device | str = "cpu") -> None:
         self.shape, self.count, self.most_taken = shape, shape.slots, 0
-        self.store, memory = _store_of(shape, torch.device(device))
-        self._memory = memory if is_resident else None
-        self._num_resident = 0
-        self._free = list(range(self.count - 1, -1, -1))
-        self._holders: list[list[list[int]]] = []
-
-    def lend_to(self, held: list[list[int]]) -> None:
-        """`held` lists the blocks of a cache's slots, now and whenever integrity is checked."""
-        self._holders.append(held)
+        self.store = _store_of(shape, torch.device(device))
+        self.free = list(range(self.count - 1, -1, -1))
 
     @property
     def num_taken(self) -> int:
-        return self.count - len(self._free)
+        return self.count - len(self.free)
 
     def take(self, count: int) -> list[int]:
-        assert count <= len(self._free), (
+        assert count <= len(self.free), (
             f"{count} of {self.shape} are not free: more was admitted than planned")
-        blocks = [self._free.pop() for _ in range(count)]
+        blocks = [self.free.pop() for _ in range(count)]
         self.most_taken = max(self.most_taken, self.num_taken)
-        if self._memory is not None and blocks:
-            self._make_resident(self._memory, max(blocks) + 1)
         return blocks
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        self._free += reversed(blocks)
-
-    def check_integrity(self) -> None:
-        """Those that caches hold and those that are free are all there are, none of them twice."""
-        held = [block for holder in self._holders for blocks in holder for block in blocks]
-        assert sorted([*self._free, *held]) == list(range(self.count)), f"{held = } {self._free = }"
-
-    def _make_resident(self, memory: mmap.mmap, count: int) -> None:
-        """The first `count` blocks are in use, or have been."""
-        more = count - self._num_resident
-        if more <= 0:
-            return
-        parts = 2 * self.shape.num_layers  # in each of which blocks lie one behind the other
-        part_bytes = self.shape.num_bytes // parts
-        block_bytes = part_bytes // self.count
-        for part in range(parts):
-            _occupy(memory, part * part_bytes + self._num_resident * block_bytes,
-                    more * block_bytes)
-        self._num_resident = count
+        self.free += reversed(blocks)
 
 
 class KvCache:
     """Keys and values of the queries that one group has in flight."""
 
     def __init__(self, shape: KvShape, device: torch.device | str = "cpu", *,
-                 is_resident: bool = False, room: Room | None = None,
-                 pool: BlockPool | None = None) -> None:
+                 room: Room | None = None, pool: BlockPool | None = None) -> None:
         """`room`: what its blocks are made for; None: entries lie in rows. `pool`: blocks of that
-        shape, where others take of them too; None: its own, on `device` (see BlockPool)."""
-        self.pool = pool or BlockPool(shape, device, is_resident=is_resident)
+        shape, where others take of them too; None: its own, on `device`."""
+        self.pool = pool or BlockPool(shape, device)
         self.lengths: list[int] = []  # tokens cached, by slot
-        self._held: list[list[int]] = []  # blocks of each slot
-        self.pool.lend_to(self._held)
+        self.held: list[list[int]] = []  # blocks of each slot
         self._size, self._slots, self._groups = shape.capacity, shape.slots, 1
         # [layers, 2, blocks, kv_heads, block size, head_dim]
         self.store, self.layers = self.pool.store, layers_of(self.pool.store)
@@ -194,7 +158,7 @@ class KvCache:
         size, blocks, lengths = self._size, list[int](), list[int]()
         for slot in slots:
             length = self.lengths[slot]
-            blocks += self._held[slot][:-(-length // size)]
+            blocks += self.held[slot][:-(-length // size)]
             lengths += [min(size, length - first) for first in range(0, length, size)]
         return EntryRows(blocks, lengths)
 
@@ -207,7 +171,7 @@ class KvCache:
         size = self._size
         for slot, length in enumerate(lengths) if slots is None else zip(slots, lengths,
                                                                          strict=True):
-            if length > len(self._held[slot]) * size:
+            if length > len(self.held[slot]) * size:
                 self._reach(slot, length)
         if self._changed:
             at, places = zip(*self._changed, strict=True)
@@ -221,7 +185,7 @@ class KvCache:
         first = len(self.lengths)
         assert first + len(tokens) <= self._slots, f"{first = } {len(tokens) = } {self._slots = }"
         self.lengths += tokens
-        self._held += [[] for _ in tokens]
+        self.held += [[] for _ in tokens]
         for slot, count in enumerate(tokens, start=first):
             self._reach(slot, count if self._table is not None else self._size)
         return first
@@ -262,36 +226,24 @@ class KvCache:
         for slot in left:
             self._leave(slot)
         apply_moves(self.lengths, moves, len(removed))
-        apply_moves(self._held, renamed, len(removed))
+        apply_moves(self.held, renamed, len(removed))
         for _, target in renamed:
             self._write(target)
         return len(moves) - len(renamed)
 
-    def check_integrity(self, least: int = 1) -> None:
-        """Lengths, blocks and table agree; every query has `least` tokens or more, or has given up
-        what it had. Called after every step in tests."""
-        size, held = self._size, self._held
-        assert len(self.lengths) == len(held) <= self._slots, f"{self.lengths = } {held = }"
-        assert all(least <= n <= len(own) * size or not (n or own) for n, own in zip(
-            self.lengths, held, strict=True)), f"{self.lengths = } {held = }"
-        self.pool.check_integrity()
-        table = self.room_for([])
-        assert all(own == ([slot] if table is None else table.blocks[slot, :len(own)].tolist())
-                   for slot, own in enumerate(held)), f"{table = } {held = }"
-
     def _reach(self, slot: int, length: int) -> None:
-        first = len(self._held[slot])
-        self._held[slot] += self.pool.take(-(-length // self._size) - first)
+        first = len(self.held[slot])
+        self.held[slot] += self.pool.take(-(-length // self._size) - first)
         self._write(slot, first)
 
     def _leave(self, slot: int) -> None:
-        self.pool.give_back(self._held[slot])
-        self._held[slot] = []
+        self.pool.give_back(self.held[slot])
+        self.held[slot] = []
 
     def _write(self, slot: int, first: int = 0) -> None:
         """The slot's line of the table, from its block `first` on."""
         if self._table is not None:
-            for place, block in enumerate(self._held[slot][first:], start=first):
+            for place, block in enumerate(self.held[slot][first:], start=first):
                 self._changed[slot, place] = block
 
 
@@ -299,34 +251,25 @@ def block_tokens(device: torch.device | str) -> int:
     return BLOCK_TOKENS["cuda" if torch.device(device).type == "cuda" else "cpu"]
 
 
-def _store_of(shape: KvShape, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
-    """A store of that shape: on the CPU pages of zeros, none of them occupied as yet (torch.zeros
-    would write every one). Raises XgptError where the device has no memory for it."""
+def _store_of(shape: KvShape, device: torch.device) -> Tensor:
+    """A store of that shape: on the CPU pages of zeros, none of them occupied before it is written
+    (torch.zeros would write every one). Raises XgptError where the device has no memory for it.
+
+    NOTE: pages are not asked for beforehand: asking (MADV_POPULATE_WRITE) takes as long as writing
+    to each. Nor in huge pages. Decode attention of 190 queries takes 38 ms with them instead of 50
+    (SmolLM2-135M, bfloat16, two cores), but 1.6 GB of them took 3 to 5 s to get, not 0.4, on a
+    virtual machine that hands free ones back to its host: about what a minute's steps regain."""
     dimensions, dtype = shape.dimensions, shape.dtype
     if device.type != "cpu" or 0 in dimensions:  # no layers: a pool that has an encoder alone
         try:
-            return torch.zeros(dimensions, dtype=dtype, device=device), None
+            return torch.zeros(dimensions, dtype=dtype, device=device)
         except torch.cuda.OutOfMemoryError:
             raise _refused(shape, f"of memory, more than {device} has left") from None
     try:
         memory = mmap.mmap(-1, shape.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError):
         raise _refused(shape, "of address space, which this machine refuses") from None
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(dimensions), memory
-
-
-def _occupy(memory: mmap.mmap, first: int, num_bytes: int) -> None:
-    """Takes the pages of these bytes now, whatever they hold: by one request where Linux knows it
-    (5.14; measured: 0.6 s for 2 GiB), else by writing to each.
-
-    NOTE: not in huge pages. Decode attention of 190 queries takes 38 ms with them instead of 50
-    (SmolLM2-135M, bfloat16, two cores), but 1.6 GB of them took 3 to 5 s to get, not 0.4, on a
-    virtual machine that hands free ones back to its host: about what a minute's steps regain."""
-    begin = first - first % mmap.PAGESIZE
-    try:
-        memory.madvise(_MADV_POPULATE_WRITE, begin, first + num_bytes - begin)
-    except OSError:  # what lies in a page that was taken before stays
-        np.frombuffer(memory, dtype=np.uint8)[begin:first + num_bytes:mmap.PAGESIZE] |= 0
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(dimensions)
 
 
 def _refused(shape: KvShape, why: str) -> XgptError:

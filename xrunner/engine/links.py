@@ -3,7 +3,7 @@ and writes results, the decode pool's commits tokens. They are asynchronous: eac
 rule from what it has heard.
 
     encode head -> decode head   StartMessage, HandedMessage a batch, LeftMessage, StopMessage
-    decode head -> encode head   ArrivedMessage a batch, FinishedMessage, StopMessage at the end
+    decode head -> encode head   HeldMessage a batch, FinishedMessage, StopMessage at the end
 
 The entries themselves go from rank to rank (xrunner.comm.handover), started when a stage has
 encoded a batch, before its first tokens are known: those of a query that ends with its first token
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from xrunner.comm.handover import EntryReceiver
 from xrunner.comm.messages import (
-    ArrivedMessage,
     FinishedMessage,
     HandedMessage,
     HandedQuery,
+    HeldMessage,
     LeftMessage,
     Message,
     StartMessage,
@@ -41,23 +41,23 @@ _REPORT_S = 0.25  # between reports of progress while no query is done
 class ToDecodePool(PoolLink):
     """The encode head's link. A group of its rule is taken until its batch has been handed over."""
 
-    def __init__(self, comm: Comm, rule: EncodingRule, decode_rule: BatchingRule,
-                 decode_head: int, supply: Supply | None = None) -> None:
+    def __init__(self, comm: Comm, decode_rule: BatchingRule, decode_head: int,
+                 supply: Supply | None = None) -> None:
         """`decode_rule`: what the decode pool's caches are sized by; `decode_head`: its rank.
         `supply`: None where all queries are here before it runs."""
         super().__init__(supply)
-        self._comm, self._decode_head = comm, decode_head
-        self._rule, self._decode_rule = rule, decode_rule
+        self._comm, self._decode_head, self._decode_rule = comm, decode_head, decode_rule
         self._away: dict[int, PreparedQuery] = {}  # handed over, not done
         self._handing: dict[int, tuple[int, list[int]]] = {}  # batch -> (group, queries)
         self._batch_of: dict[int, int] = {}  # group -> batch whose first tokens it awaits
         self._decoded_tokens = 0
         self._has_told_to_stop = self._has_ended = False  # the decode pool
 
-    def start(self, head: Head, spare_bytes: int) -> StartMessage:
-        self._comm.send(self._decode_head,
-                        head.roster.start_message(self._decode_rule, spare_bytes))
-        return replace(head.roster.start_message(self._rule, spare_bytes),
+    def start(self, head: Head) -> StartMessage:
+        assert isinstance(head.rule, EncodingRule), f"{head.rule = }"
+        self._rule = head.rule
+        self._comm.send(self._decode_head, head.roster.start_message(self._decode_rule))
+        return replace(head.roster.start_message(self._rule),
                        capacity=head.roster.longest_input)
 
     def next_group(self, head: Head) -> int | None:
@@ -117,7 +117,7 @@ class ToDecodePool(PoolLink):
         if isinstance(message, TokensMessage):
             assert tensor is not None, f"{message = }"
             head.returns.arrive(message.group, tensor)
-        elif isinstance(message, ArrivedMessage):
+        elif isinstance(message, HeldMessage):
             _, queries = self._handing.pop(message.batch)
             for index in queries:
                 self._rule.finish(index)
@@ -177,7 +177,7 @@ class FromEncodePool(PoolLink):
         self._begun: list[int] = []  # of the queries left to this pool, not told as yet
         self._told_s = 0.0
 
-    def start(self, head: Head, spare_bytes: int) -> StartMessage:
+    def start(self, head: Head) -> StartMessage:
         message, _ = self._comm.receive(self._encode_head)
         assert isinstance(message, StartMessage), f"{message = }"
         head.roster.on_begin = self._begun.extend
@@ -225,15 +225,13 @@ class FromEncodePool(PoolLink):
     def _arrive(self, head: Head, message: HandedMessage) -> None:
         head.roster.in_vain += message.ended
         for handed in message.queries:
-            active = ActiveQuery(handed.query, handed.encode_start_s, handed.input_tokens)
-            active.output_ids += handed.output_ids
-            active.likelihoods = handed.likelihoods
-            active.first_token_s = handed.first_token_s
-            head.roster.add(active)
+            head.roster.add(ActiveQuery(
+                handed.query, handed.encode_start_s, handed.input_tokens, handed.first_token_s,
+                list(handed.output_ids), handed.likelihoods))
             index = handed.query.index
             is_taken = head.rule.submit(index, handed.reserve_tokens, handed.input_tokens)
             assert is_taken, f"{index = } has no room in the decode pool"
-        self._comm.send(self._encode_head, ArrivedMessage(batch=message.batch))
+        self._comm.send(self._encode_head, HeldMessage(batch=message.batch))
 
     def finished(self, result: FinishedQuery) -> None:
         self._results.append(replace(result, query=replace(result.query, input_ids=())))

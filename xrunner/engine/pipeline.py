@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -31,30 +30,32 @@ from xrunner.rules.steps import StepKind
 from xrunner.step_record import StepRecord
 
 
-class Executor(Protocol):
-    """One rank's part of a stage: xrunner.engine.stage.StageExecutor."""
+class Executor:
+    """One rank's part of a stage: xrunner.engine.stage.StageExecutor; here what holds where nothing
+    is encoded apart."""
 
-    @property
-    def keeps_tokens(self) -> bool:
-        """Whether an input token may be FED_BACK (xrunner.engine.group)."""
+    keeps_tokens = False  # whether an input token may be FED_BACK (xrunner.engine.group)
+    returns_early = False  # whether `execute` may return while the step is still worked at
 
-    @property
-    def returns_early(self) -> bool:
-        """Whether `execute` may return while the step is still worked at."""
-
-    def start(self, message: StartMessage) -> None: ...
+    def start(self, message: StartMessage) -> None:
+        """Sets up what the steps need; before the first one."""
 
     def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | Arriving | None:
         """Of the only stage of a pool the tokens may be on their way."""
+        raise NotImplementedError
 
     def gives_tokens(self, message: StepMessage) -> bool:
-        """Whether the step ends with a token of each query."""
+        """Whether the step ends with a token of each query: an encoder's does not."""
+        return True
 
     def awaits_encoded(self, group: int | None = None) -> bool:
         """Whether inputs of the group (None: of any) were encoded, and the encoder's output has
         not come yet."""
+        return False
 
-    def take_encoded(self, group: int, encoded: Tensor) -> None: ...
+    def take_encoded(self, group: int, encoded: Tensor) -> None:
+        """The encoder's output [T, H] of the group's oldest encode step still without."""
+        raise AssertionError(f"{group = }: a decoder-only model has no encoder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +77,7 @@ class RankReport:
     replica: int = 0
     handover_bytes: int = 0  # WAA: of entries sent, or received
     handover_s: float = 0.0  # WAA, who encodes: from the start of a send until all has left
-    disk_bytes: int | None = None  # that loading took from storage; None: not counted here
     operators: str | None = None  # whose served, in a line; None: those of another engine
-    host_s: float | None = None  # of busy_s, besides what the model computed; None: not known
 
 
 class Neighbours:

@@ -13,6 +13,7 @@ given it until this has given it back, so that it is answered once whatever cros
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from xgpt.core.controls import EvenBatches
 from xgpt.core.schedule import Estimate
@@ -23,7 +24,7 @@ from xrunner.files.sink import RunSink
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank.world import Replica
 from xrunner.rules.changes import Changeable, Changes, OfShapes, of_shape
-from xrunner.rules.routing import Load, Recall, Router, Window, rra_window
+from xrunner.rules.routing import Load, Router, Window, rra_window
 from xrunner.rules.rra import PhaseControls
 
 
@@ -44,107 +45,61 @@ class Account:
         return Load(len(self.given) - self.begun, self.begun - self.done)
 
 
-class Accounts:
-    """All replicas, and the rule that their queries are routed by."""
-
-    def __init__(self, router: Router, order: Sequence[int], sink: RunSink) -> None:
-        """`order`: the indices of the queries to be answered, as they are taken up."""
-        self.router, self._order, self._sink = router, order, sink
-        self.all = [Account() for _ in router.windows]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every query is done."""
-        return sum(account.done for account in self.all) == len(self._order)
-
-    @property
-    def have_begun_all(self) -> bool:
-        """Whether every query has begun."""
-        return self.router.is_done and not any(account.load.waiting for account in self.all)
-
-    def top_up(self, replica: int) -> list[int]:
-        """The queries, by index, that are given to the replica now."""
-        account = self.all[replica]
-        places = self.router.top_up(replica, account.load)
-        account.given += places
-        return [self._order[place] for place in places]
-
-    def note_begun(self, replica: int, begun: int) -> None:
-        """So many of those given have begun; the launcher counts queries in this order."""
-        account = self.all[replica]
-        if begun == account.begun:
-            return
-        if self._sink.launcher is not None:
-            self._sink.launcher.begin([
-                self._order[place] for place in account.given[account.begun:begun]])
-        self.router.note_begun(replica, begun - account.begun)
-        account.begun = begun
-
-    def recalls(self) -> list[Recall]:
-        """What is to be called back from whom."""
-        return self.router.recalls([account.load for account in self.all])
-
-    def take_back(self, replica: int, indices: Sequence[int]) -> None:
-        """The replica has given these back, which it had not begun."""
-        account, wanted = self.all[replica], set(indices)
-        waiting = account.given[account.begun:]
-        places = [place for place in waiting if self._order[place] in wanted]
-        assert len(places) == len(indices), f"{places = } {indices = }"
-        account.given[account.begun:] = [
-            place for place in waiting if self._order[place] not in wanted]
-        self.router.take_back(replica, places)
-
-
 _TELL_S = 0.25  # between words of a replica that has no news
 
 
 class ToReplicas(Supply):
-    """Rank 0's: the supply of its own head and of all others, and the sink of its own."""
+    """Rank 0's: the supply of its own head and of all others, the sink of its own, and what takes
+    up the changes that the launcher makes while a job runs: in the rules of all replicas, each from
+    the next phase of its own on."""
 
     def __init__(self, comm: Comm, sink: RunSink, router: Router,
                  queries: Sequence[PreparedQuery], order: Sequence[int],
-                 heads: Sequence[int]) -> None:
+                 replicas: Sequence[Replica]) -> None:
         """`queries`: of the job, by index; `order`: the indices of those to be answered, as they
-        are taken up; `heads`: the ranks of the other replicas' heads, in their order."""
-        self._comm, self._sink, self._queries = comm, sink, queries
-        self._accounts, self._heads = Accounts(router, order, sink), tuple(heads)
+        are taken up; `replicas`: all, in their order."""
+        self._comm, self._sink, self.router, self._queries = comm, sink, router, queries
+        self._order, self._replicas = order, replicas
+        self.progress, self.should_stop = sink.progress, sink.should_stop
+        self._accounts = [Account() for _ in replicas]
+        self._heads = tuple(replica.head for replica in replicas[1:])
         self._has_told_last = False
         self._changes: dict[tuple[int, int], Changes] = {}  # told of, by (replica, revision)
-        self._begun_here: Callable[[], int] = lambda: 0  # of rank 0's own queries
+        self._own: Head | None = None  # rank 0's, and its rule
+        self._rule: Any = None
 
     def start(self, head: Head) -> None:
         """Every replica gets its first portion."""
-        own = self._accounts.all[0]
-        self._begun_here = lambda: len(own.given) - head.roster.num_waiting
-        for replica in range(len(self._accounts.all)):
+        self._own, self._rule = head, head.rule
+        for replica in range(len(self._accounts)):
             self._top_up(head, replica)
         self._supply(head, 0)
 
     @property
     def sources(self) -> tuple[int, ...]:
         """The heads that have something to say yet."""
-        return tuple(rank for rank, replica in zip(self._heads, self._accounts.all[1:], strict=True)
+        return tuple(rank for rank, replica in zip(self._heads, self._accounts[1:], strict=True)
                      if not replica.has_ended)
 
     @property
     def is_open(self) -> bool:
         """Whether there is a query that nobody has been given, or another replica is at work."""
-        return not self._accounts.router.is_empty or bool(self.sources)
+        return not self.router.is_empty or bool(self.sources)
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
         while (sources := self.sources) and (
                 got := self._comm.poll(*sources, wait_s=wait_s)) is not None:
             self.hear(head, got[0])
             wait_s = 0.0
-        self._accounts.note_begun(0, self._begun_here())
+        self._note_begun(0)
         self._supply(head, 0)
 
     def hear(self, head: Head, message: Message) -> None:
         assert isinstance(message, ReplicaMessage), f"{message = }"
-        replica = self._accounts.all[message.replica]
+        replica = self._accounts[message.replica]
         head.output_tokens += message.output_tokens - replica.output_tokens
         replica.output_tokens, replica.has_ended = message.output_tokens, message.has_ended
-        self._accounts.note_begun(message.replica, message.begun)
+        self._note_begun(message.replica, message.begun)
         for result in message.results:
             replica.done += 1
             self._sink.finished(replace(result, query=self._queries[result.query.index],
@@ -170,36 +125,39 @@ class ToReplicas(Supply):
         while sources := self.sources:
             message, _ = self._comm.receive(*sources)
             self.hear(head, message)
-        return self._accounts.is_complete
+        return sum(account.done for account in self._accounts) == len(self._order)
 
     def lengths_so_far(self) -> dict[int, tuple[int, int]]:
         """(input, output) tokens of the active queries of the other replicas, as they said last."""
-        return {index: lengths for replica in self._accounts.all[1:]
+        return {index: lengths for replica in self._accounts[1:]
                 for index, lengths in replica.at_work.items()}
 
-    def change(self, controls: Sequence[Changes | None], windows: Sequence[Window | None]) -> None:
-        """The rules of the other replicas are to obey these too, by replica, rank 0's first; None:
-        what they obey stays, or how they are supplied."""
-        launcher, own = self._sink.launcher, self._accounts.router.windows
+    @property
+    def next_phase(self) -> int:
+        """Of rank 0's own rule."""
+        phase: int = self._rule.next_phase
+        return phase
+
+    def change(self, controls: Changes | OfShapes, *, phase: int) -> None:
+        """All replicas are to obey these, and to be supplied by them."""
+        launcher, sources = self._sink.launcher, self.sources
         assert launcher is not None, "who changes"
-        own[:] = [before if window is None else replace(window, at_work=before.at_work)
-                  for before, window in zip(own, windows, strict=True)]
-        sources = self.sources
-        for replica, (rank, change) in enumerate(zip(self._heads, controls[1:], strict=True), 1):
-            if rank in sources and change is not None:
-                self._changes[replica, launcher.revision] = change
-                self._comm.send(rank, PortionMessage(change=change, revision=launcher.revision))
+        for replica in self._replicas:
+            number, own = replica.number, of_shape(controls, replica.shape)
+            if (window := _window(own, replica.estimate)) is not None:
+                before = self.router.windows[number]
+                self.router.windows[number] = replace(window, at_work=before.at_work)
+            if own is not None and number == 0:
+                self._rule.change(own, phase=phase)
+            elif own is not None and replica.head in sources:
+                self._changes[number, launcher.revision] = own
+                self._comm.send(replica.head, PortionMessage(
+                    change=own, revision=launcher.revision))
 
     def finished(self, result: FinishedQuery) -> None:
-        self._accounts.note_begun(0, self._begun_here())
-        self._accounts.all[0].done += 1
+        self._note_begun(0)
+        self._accounts[0].done += 1
         self._sink.finished(replace(result, replica=0))
-
-    def progress(self, elapsed_s: float, output_tokens: int) -> None:
-        self._sink.progress(elapsed_s, output_tokens)
-
-    def should_stop(self) -> bool:
-        return self._sink.should_stop()
 
     def _supply(self, head: Head, replica: int) -> None:
         """A replica of which there is news gets what it lacks, from others where nothing is left to
@@ -207,28 +165,51 @@ class ToReplicas(Supply):
         if self._has_told_last:
             return
         self._top_up(head, replica)
-        for giver, takers in self._accounts.recalls():
+        for giver, takers in self.router.recalls([account.load for account in self._accounts]):
             if giver:
                 self._comm.send(self._heads[giver - 1], PortionMessage(wanted=len(takers)))
             else:
-                self._accounts.note_begun(0, self._begun_here())
+                self._note_begun(0)
                 self._come_back(head, 0, head.take_back(len(takers)))
-        if self._accounts.have_begun_all:
+        if self.router.is_done and not any(account.load.waiting for account in self._accounts):
             self._has_told_last = True
             for rank in self.sources:
                 self._comm.send(rank, PortionMessage(is_last=True))
 
     def _come_back(self, head: Head, replica: int, indices: Sequence[int]) -> None:
-        """The replica has given these queries back: they go to who lacks some."""
-        self._accounts.take_back(replica, indices)
+        """The replica has given these back, which it had not begun: they go to who lacks some."""
+        account, wanted = self._accounts[replica], set(indices)
+        waiting = account.given[account.begun:]
+        places = [place for place in waiting if self._order[place] in wanted]
+        assert len(places) == len(indices), f"{places = } {indices = }"
+        account.given[account.begun:] = [
+            place for place in waiting if self._order[place] not in wanted]
+        self.router.take_back(replica, places)
         if self._has_told_last:
             return  # a run that ends before all are done
-        for other in range(len(self._accounts.all)):
-            if self._accounts.router.num_left(other):
+        for other in range(len(self._accounts)):
+            if self.router.num_left(other):
                 self._top_up(head, other)
 
+    def _note_begun(self, replica: int, told: int = 0) -> None:
+        """Of another replica so many have begun as were `told`; rank 0's own are looked up. The
+        launcher counts queries in this order."""
+        account = self._accounts[replica]
+        begun = told if replica or self._own is None else (
+            len(account.given) - self._own.roster.num_waiting)
+        if begun == account.begun:
+            return
+        if self._sink.launcher is not None:
+            self._sink.launcher.begin([
+                self._order[place] for place in account.given[account.begun:begun]])
+        self.router.note_begun(replica, begun - account.begun)
+        account.begun = begun
+
     def _top_up(self, head: Head, replica: int) -> None:
-        given = self._accounts.top_up(replica)
+        account = self._accounts[replica]
+        places = self.router.top_up(replica, account.load)
+        account.given += places
+        given = [self._order[place] for place in places]
         if given:
             self._sink.underway.begin(given)  # which of them have begun, others know
         if replica and given:
@@ -236,28 +217,6 @@ class ToReplicas(Supply):
         for query in () if replica else map(self._queries.__getitem__, given):
             is_taken = head.submit(query)
             assert is_taken, f"{query.id = } {query.reserve_tokens = }"
-
-
-class OfEveryReplica:
-    """What the launcher changes while a job runs: the rules of all replicas, each from the next
-    phase of its own on."""
-
-    def __init__(self, rule: Changeable, others: ToReplicas, replicas: Sequence[Replica]) -> None:
-        """`rule`: rank 0's; `replicas`: all, in their order."""
-        self._rule, self._others, self._replicas = rule, others, replicas
-        self.num_groups = rule.num_groups
-
-    @property
-    def next_phase(self) -> int:
-        return self._rule.next_phase
-
-    def change(self, controls: Changes | OfShapes, *, phase: int) -> None:
-        own = [of_shape(controls, replica.shape) for replica in self._replicas]
-        if own[0] is not None:
-            self._rule.change(own[0], phase=phase)
-        self._others.change(own, [
-            _window(one, replica.estimate) for one, replica in zip(
-                own, self._replicas, strict=True)])
 
 
 def _window(controls: Changes | None, estimate: Estimate) -> Window | None:

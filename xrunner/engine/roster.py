@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -75,10 +75,10 @@ class Roster:
         for index in indices:
             del self._new[index]
 
-    def start_message(self, rule: BatchingRule, spare_bytes: int) -> StartMessage:
+    def start_message(self, rule: BatchingRule) -> StartMessage:
         """The sizes of caches for a pool that works all waiting queries by `rule`, to their end. A
-        group gets no more slots than there are queries: a short job's caches would be mostly empty,
-        and take seconds to be made resident."""
+        group gets no more slots than there are queries: a short job's caches would be mostly
+        empty."""
         extent = self.extent or _extent_of(self._new.values())
         inputs, outputs = extent.longest_input, extent.longest_output
         capacity, encoded = extent.longest, 0
@@ -89,8 +89,8 @@ class Roster:
             capacity = outputs + 1 + (0 if encoded else inputs)
         return StartMessage(num_groups=rule.num_groups, capacity=capacity,
                             slots=min(rule.group_max_active, max(extent.queries, 1)),
-                            encoded_capacity=encoded, spare_bytes=spare_bytes,
-                            budget=kv_budget(rule, in_blocks=self.in_blocks))
+                            encoded_capacity=encoded, budget=kv_budget(
+                                rule, in_blocks=self.in_blocks))
 
     @property
     def num_waiting(self) -> int:
@@ -183,7 +183,10 @@ class Roster:
         slots.vacate(evicted)
 
     def _join(self, index: int, now: float, *, is_handed: bool = False) -> Joined:
-        active = self._begun.pop(index, None) or ActiveQuery(self._new.pop(index), now)
+        active = self._begun.pop(index, None)
+        if active is None:
+            query = self._new.pop(index)
+            active = ActiveQuery(query, now, len(query.input_ids))
         self.active[index] = active
         # who is encoded, is so with all it has generated; who was elsewhere brings its input
         tokens = active.input_tokens if is_handed else active.num_tokens
@@ -241,27 +244,22 @@ def _no_text(cause: Exception) -> str:
     return f"its tokens cannot be made a text: {type(cause).__name__}: {cause}"
 
 
+@dataclass(slots=True, eq=False)
 class ActiveQuery:
     """A query in flight, owned by the head. `ending` is set with its last token."""
 
-    __slots__ = ("_recent", "embedding", "encode_start_s", "ending", "first_token_s", "has_left",
-                 "input_tokens", "is_fed_back", "likelihoods", "num_promised", "output_ids",
-                 "query")
-
-    def __init__(self, query: PreparedQuery, encode_start_s: float,
-                 input_tokens: int | None = None) -> None:
-        """`input_tokens`: where `query` comes without them, from another pool."""
-        self.query, self.encode_start_s = query, encode_start_s
-        self.input_tokens = len(query.input_ids) if input_tokens is None else input_tokens
-        self.first_token_s: float | None = None
-        self.output_ids: list[int] = []
-        self.likelihoods: tuple[TokenLikelihood, ...] = ()  # of them, or of what is scored
-        self.embedding: tuple[float, ...] = ()  # where it is asked for
-        self.ending: Ending | None = None
-        self.num_promised = 0  # tokens that steps give it, counted before they are known
-        self.has_left = False  # all are counted: the rule takes it for done
-        self.is_fed_back = False  # its last token lies where its next step is executed
-        self._recent = 0  # a stop string that has not appeared ends behind this many tokens' text
+    query: PreparedQuery  # from another pool it comes without its input's tokens
+    encode_start_s: float
+    input_tokens: int
+    first_token_s: float | None = None
+    output_ids: list[int] = field(default_factory=list)
+    likelihoods: tuple[TokenLikelihood, ...] = ()  # of them, or of what is scored
+    embedding: tuple[float, ...] = ()  # where it is asked for
+    ending: Ending | None = None
+    num_promised: int = 0  # tokens that steps give it, counted before they are known
+    has_left: bool = False  # all are counted: the rule takes it for done
+    is_fed_back: bool = False  # its last token lies where its next step is executed
+    _recent: int = 0  # a stop string that has not appeared ends behind this many tokens' text
 
     @property
     def num_tokens(self) -> int:

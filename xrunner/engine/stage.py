@@ -16,6 +16,7 @@ from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.devices import Arriving, on_device, settle, to_host
 from xrunner.engine.graphs import Capture, capture_steps
 from xrunner.engine.group import LastTokens, Model, Pending, StageGroup, make_groups
+from xrunner.engine.pipeline import Executor
 from xrunner.engine.step_log import StepLog
 from xrunner.files.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
@@ -29,17 +30,16 @@ from xrunner.rules.steps import StepKind
 from xrunner.step_record import NO_SIZES, StepRecord, StepSizes, decoded_sizes, even_input
 
 
-class StageExecutor:
+class StageExecutor(Executor):
     """Applies steps to the stage's layers and caches; on the last stage, samples."""
 
     def __init__(self, model: Model, *, clock: Callable[[], float] = time.perf_counter,
-                 check: bool = False, sender: EntrySender | None = None,
-                 receiver: EntryReceiver | None = None, beat: Beat | None = None,
-                 capture: Capture | None = None) -> None:
-        """`check` verifies every cache after every step (tests). `sender`, `receiver`: of the
-        entries that WAA's encode and decode pools hand over. `beat`: is told of every step.
-        `capture`: what captures decode steps where they can be; None: nothing does."""
-        self.model, self._check = model, check
+                 sender: EntrySender | None = None, receiver: EntryReceiver | None = None,
+                 beat: Beat | None = None, capture: Capture | None = None) -> None:
+        """`sender`, `receiver`: of the entries that WAA's encode and decode pools hand over.
+        `beat`: is told of every step. `capture`: what captures decode steps where they can be;
+        None: nothing does."""
+        self.model = model
         self.records = StepLog(model.device, clock, beat)
         self.log = self.records.steps
         self._is_whole = model.is_first and model.is_last  # no other stage has a part of a step
@@ -52,7 +52,6 @@ class StageExecutor:
         self.rows_compacted = 0
 
     def start(self, message: StartMessage) -> None:
-        """Sets up the groups' caches; before the first step."""
         self.groups = make_groups(self.model, message)
         if self._capture is not None:
             graphs, self.graphs_said = capture_steps(
@@ -61,7 +60,7 @@ class StageExecutor:
                 group.graphs = own
         if self.keeps_tokens:
             for group in self.groups:
-                group.last_tokens = LastTokens(self.model.device)
+                group.last_tokens = LastTokens(self.model.device, message.slots)
         settle(self.model.device)
 
     @property
@@ -79,12 +78,9 @@ class StageExecutor:
         self.records.close()
 
     def gives_tokens(self, message: StepMessage) -> bool:
-        """Whether the step ends with a token of each query: an encoder's does not."""
         return message.kind is not StepKind.ENCODE or not self.model.spec.is_encoder_decoder
 
     def awaits_encoded(self, group: int | None = None) -> bool:
-        """Whether inputs of `group` (None: of any) were encoded, and the encoder's output has not
-        come yet."""
         groups = self.groups if group is None else [self.groups[group]]
         return any(own.pending for own in groups)
 
@@ -99,7 +95,7 @@ class StageExecutor:
         for seat in message.freed:
             self.groups[seat.group].cache.give_up(seat.slot)
         if message.removed:
-            self.rows_compacted += self.records.computed(group.remove, message.removed)
+            self.rows_compacted += group.remove(message.removed)
         step = self._apart if isinstance(self.model, EncoderDecoderStage) else self._together
         queries, out, sizes = step(group, message, inputs)
         self._record(message.kind.value, message, queries, len(inputs), sizes)
@@ -112,13 +108,12 @@ class StageExecutor:
 
     @torch.inference_mode()
     def take_encoded(self, group: int, encoded: Tensor) -> None:
-        """The encoder's output [T, H] of the group's oldest encode step still without."""
         self.records.begin()
         own = self.groups[group]
         first, lengths, message = own.pending.popleft()
         assert isinstance(self.model, EncoderDecoderStage), f"{self.model.spec.family = }"
-        self.records.computed(self.model.store_encoded, on_device(encoded, self.model.device),
-                              own.encoded.layers, first, lengths)
+        self.model.store_encoded(on_device(encoded, self.model.device), own.encoded.layers,
+                                 first, lengths)
         self._record("cross_kv", message, len(lengths), len(encoded))
         self.records.settle()
 
@@ -127,8 +122,6 @@ class StageExecutor:
         self.records.end(StepRecord(kind, message.group, message.phase, message.iteration,
                                     queries, tokens, 0.0, 0.0, *sizes),
                          sum(len(own.slots.seats) for own in self.groups))
-        if self._check:
-            self.groups[message.group].check_integrity()
 
     def _together(self, group: StageGroup, message: StepMessage,
                   inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
@@ -157,10 +150,9 @@ class StageExecutor:
         if step is not None and group.last_tokens is not None:
             inputs = group.last_tokens.fed(inputs, step)
         if step is not None and encoded is None and group.graphs is not None:
-            hidden = self.records.computed(group.graphs.decode, inputs, step)
+            hidden = group.graphs.decode(inputs, step)
         else:
-            hidden = self.records.computed(model.mixed, inputs, cache.layers, step, encoded,
-                                           ends_only=model.is_last)
+            hidden = model.mixed(inputs, cache.layers, step, encoded, ends_only=model.is_last)
         for slot in decoding:
             cache.grow(slot)
         for span in spans:
@@ -172,11 +164,11 @@ class StageExecutor:
         given = [*decoding, *(span.slot for span in spans if span.is_last)]
         out: Tensor | None = hidden
         if model.is_last and pooled:
-            out = self.records.computed(embeddings, model, hidden, pooled, whole)
+            out = embeddings(model, hidden, pooled, whole)
         elif model.is_last and any(tails):
-            out = self.records.computed(scored_tokens, model, hidden, choices)
+            out = scored_tokens(model, hidden, choices)
         elif model.is_last and given:
-            out = self._sample(group, hidden, given, [cache.lengths[slot] for slot in given])
+            out = _sample(model, group, hidden, given, [cache.lengths[slot] for slot in given])
         elif model.is_last:  # an input that is encoded in part gives no token
             out = None if model.shard.index else torch.empty(0, dtype=torch.long)
         return len(given), out, sizes
@@ -195,42 +187,42 @@ class StageExecutor:
             self.receiver.forget(message.ended)
             if joined:
                 encoded = self.receiver.encoded([one.query for one in joined])
-                self.records.computed(model.store_encoded, on_device(encoded, model.device),
-                                      group.encoded.layers, *group.join(joined))
+                model.store_encoded(on_device(encoded, model.device), group.encoded.layers,
+                                    *group.join(joined))
         assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
         lengths = [length + 1 for length in group.cache.lengths]
         step = decode_context(lengths, None, inputs.device)
         if group.last_tokens is not None:
             inputs = group.last_tokens.fed(inputs, step)
         across = decode_context(group.encoded.lengths, device=inputs.device)
-        out: Tensor | None = self.records.computed(
-            model.decode, inputs, group.cache.layers, group.encoded.layers, step, across)
+        out: Tensor | None = model.decode(inputs, group.cache.layers, group.encoded.layers, step,
+                                          across)
         for slot in range(len(lengths)):
             group.cache.grow(slot)
         if model.is_last and out is not None:
-            out = self._sample(group, out, range(len(lengths)), lengths)
+            out = _sample(model, group, out, range(len(lengths)), lengths)
         return len(lengths), out, decoded_sizes(lengths)
 
     def _encoded(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
                  inputs: Tensor) -> Tensor:
-        hidden = self.records.computed(model.encode, inputs, new.lengths)
+        hidden = model.encode(inputs, new.lengths)
         if not model.layers:  # the decode pool's ranks look at the encoder's output
             if self.sender is not None and model.is_last:
                 self.sender.hand_over_encoded(new.message, hidden)
         elif model.is_last:
-            self.records.computed(model.store_encoded, hidden, group.encoded.layers, new.first,
-                                  new.lengths)
+            model.store_encoded(hidden, group.encoded.layers, new.first, new.lengths)
         else:
             group.pending.append(new)
         return hidden
 
-    def _sample(self, group: StageGroup, hidden: Tensor, slots: Sequence[int],
-                positions: Sequence[int]) -> Tensor | None:
-        """The next token of the query in each of these slots of the group."""
-        tokens = self.records.computed(tokens_of_slots, self.model, group, hidden, slots, positions)
-        if tokens is not None and group.last_tokens is not None:
-            group.last_tokens.keep(slots, tokens[:len(slots)])
-        return tokens
+
+def _sample(model: Model, group: StageGroup, hidden: Tensor, slots: Sequence[int],
+            positions: Sequence[int]) -> Tensor | None:
+    """The next token of the query in each of these slots of the group."""
+    tokens = tokens_of_slots(model, group, hidden, slots, positions)
+    if tokens is not None and group.last_tokens is not None:
+        group.last_tokens.keep(slots, tokens[:len(slots)])
+    return tokens
 
 
 def _place(group: StageGroup, message: StepMessage, receiver: EntryReceiver | None) -> list[int]:

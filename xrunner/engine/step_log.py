@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -15,8 +14,6 @@ from xrunner.rank.threads import Threads
 from xrunner.step_record import StepRecord
 
 _LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
-_Given = ParamSpec("_Given")
-_Out = TypeVar("_Out")
 Event = Any  # a place in a GPU's queue: torch.cuda.Event
 
 
@@ -95,8 +92,6 @@ class StepLog:
         """`beat`: is told of every step."""
         self.steps: deque[StepRecord] = deque(maxlen=_LIMIT)
         self.busy_s = 0.0  # kept apart from the steps, some of which are forgotten
-        # of that what the model computed, and sums over a group; on a GPU the host does not know
-        self._computed_s: float | None = 0.0 if device.type == "cpu" else None
         self.threads: Threads | None = None  # of a run on a CPU: looked after, step by step
         self._timeline, self._beat = timeline_of(device, clock), beat
         self._open: deque[tuple[Worked, StepRecord, int]] = deque()
@@ -107,22 +102,6 @@ class StepLog:
         if self._beat is not None and message is not None:
             self._beat.begin(message)
         self._timeline.begin()
-
-    def computed(self, work: Callable[_Given, _Out], *given: _Given.args,
-                 **named: _Given.kwargs) -> _Out:
-        """What `work` gives, which is the model's own part of a step."""
-        if self._computed_s is None:
-            return work(*given, **named)
-        begin_s = time.perf_counter()
-        out = work(*given, **named)
-        self._computed_s += time.perf_counter() - begin_s
-        return out
-
-    @property
-    def host_s(self) -> float | None:
-        """Of `busy_s`, what steps took besides: messages, tables, contexts, slots. None on a GPU,
-        which works while the host does that."""
-        return None if self._computed_s is None else max(self.busy_s - self._computed_s, 0.0)
 
     def end(self, record: StepRecord, seats: int) -> None:
         """All of it was asked for. `record`: without its times; `seats`: queries that the rank

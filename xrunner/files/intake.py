@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, overload
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -296,12 +296,6 @@ def errors_of(requests: Requests, spool: SpoolWriter, why: Mapping[int, str]) ->
                   key=lambda error: (error.file, error.line))
 
 
-def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:
-    """Yields the job's queries in their order, indexed from 0 without gaps."""
-    for index, record in enumerate(spool.records()):
-        yield _prepared(spool, plan, index, record)
-
-
 class SpooledQueries(Sequence[PreparedQuery]):
     """The job's queries by their index, each read when it is asked for."""
 
@@ -311,24 +305,14 @@ class SpooledQueries(Sequence[PreparedQuery]):
     def __len__(self) -> int:
         return len(self.spool)
 
-    @overload
-    def __getitem__(self, index: int) -> PreparedQuery: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[PreparedQuery]: ...
-    def __getitem__(self, index: int | slice) -> PreparedQuery | list[PreparedQuery]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> PreparedQuery:  # type: ignore[override]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return query_of(self.spool, self._plan, index)
+        return _prepared(self.spool, self._plan, index)
 
 
-def query_of(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:
-    """One query of the job."""
-    return _prepared(spool, plan, index, spool.record(index))
-
-
-def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> PreparedQuery:
+def _prepared(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:
+    record = spool.record(index)
     sampling = Sampling(
         temperature=plan.temperature if record.temperature is None else record.temperature,
         top_k=plan.top_k if record.top_k is None else record.top_k or None,

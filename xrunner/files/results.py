@@ -16,52 +16,16 @@ from xgpt.core.errors import XgptError
 from xgpt.core.system.whole_file import sync_folder, write_atomically
 from xgpt.requests.choices import merged
 from xgpt.requests.request import RequestError
-from xrunner.files.checked import checked, forget, lines_behind, spool_of, told
-from xrunner.files.result_line import error_line, result_line
+from xrunner.files.result_line import (
+    checked,
+    error_line,
+    forget,
+    lines_behind,
+    result_line,
+    spool_of,
+    told,
+)
 from xrunner.query import FinishedQuery
-
-
-class Keeper:
-    """Puts files on the disk about every `interval_s`, in a thread of its own; what goes wrong
-    there is raised by `check`. `files`: the descriptors of those that are open; called with `lock`
-    held, which their owner holds while he opens or closes one."""
-
-    def __init__(self, folder: Path, files: Callable[[], Sequence[int]],
-                 lock: threading.Lock, interval_s: float) -> None:
-        self._folder, self._files, self._lock = folder, files, lock
-        self._interval_s = interval_s
-        self._trouble: OSError | None = None
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="keeper", daemon=True)
-        self._thread.start()
-
-    def check(self) -> None:
-        """Raises OSError where results could not be put on the disk (it may be full)."""
-        if self._trouble is not None:
-            raise self._trouble
-
-    def close(self) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _work(self) -> None:
-        while not self._is_over.wait(self._interval_s):
-            try:
-                self._sync()
-            except OSError as trouble:
-                self._trouble = trouble
-                return
-
-    def _sync(self) -> None:
-        with self._lock:
-            copies = [os.dup(file) for file in self._files()]
-        try:
-            for copy in copies:
-                os.fsync(copy)
-        finally:
-            for copy in copies:
-                os.close(copy)
-        sync_folder(self._folder)
 
 
 def is_still(path: Path, descriptor: int) -> bool:
@@ -140,8 +104,13 @@ class ResultWriter:
         self._tidy()
         sync_folder(path.parent)
         self._looked_s = time.monotonic()
-        self._keeper = None if sync_s is None else Keeper(path.parent, self._open_files, self._lock,
-                                                          sync_s)
+        self._trouble: OSError | None = None
+        self._is_over = threading.Event()
+        self._keeper: threading.Thread | None = None
+        if sync_s is not None:
+            self._keeper = threading.Thread(target=self._keep, args=(sync_s,), name="keeper",
+                                            daemon=True)
+            self._keeper.start()
 
     def write(self, result: FinishedQuery) -> None:
         index, choices = result.query.index, result.query.choices
@@ -183,17 +152,32 @@ class ResultWriter:
     def _check(self, *, is_last: bool = False) -> None:
         """Raises OSError where results do not reach the disk, XgptError where their file lost its
         name."""
-        if self._keeper is not None:
-            self._keeper.check()
+        if self._trouble is not None:  # the disk may be full
+            raise self._trouble
         if is_last or time.monotonic() - self._looked_s >= _LOOK_S:
             self._looked_s = time.monotonic()
             if not is_still(self._path, self._file.fileno()):
                 self._file.flush()
                 raise put_back(self._path, self._file.fileno())
 
-    def _open_files(self) -> list[int]:
-        held = self._held_file.descriptor
-        return [self._file.fileno(), *(() if held is None else (held,))]
+    def _keep(self, interval_s: float) -> None:
+        """Puts the files on the disk now and then, in a thread of its own."""
+        while not self._is_over.wait(interval_s):
+            copies = list[int]()
+            try:
+                with self._lock:
+                    held = self._held_file.descriptor
+                    files = [self._file.fileno(), *(() if held is None else (held,))]
+                    copies += [os.dup(file) for file in files]
+                for copy in copies:
+                    os.fsync(copy)
+                sync_folder(self._path.parent)
+            except OSError as trouble:
+                self._trouble = trouble
+                return
+            finally:
+                for copy in copies:
+                    os.close(copy)
 
     @property
     def num_held(self) -> int:
@@ -202,8 +186,9 @@ class ResultWriter:
     def close(self) -> None:
         """All that was written is on the disk then."""
         try:
+            self._is_over.set()
             if self._keeper is not None:
-                self._keeper.close()
+                self._keeper.join()
             self._file.flush()
             self._check(is_last=True)
             self._tidy()

@@ -161,7 +161,6 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
     wall_s, tokens = outcome.wall_s, tally.output_tokens
     stages = [list(group) for _, group in groupby(
         sorted(reports, key=lambda r: (r.stage, r.rank)), key=lambda r: r.stage)]
-    taken = [report.disk_bytes for report in reports if report.disk_bytes is not None]
     busiest_s = max((report.busy_s for report in reports), default=0.0)
     figures = {
         "version": 1, "state": outcome.state, "queries": len(tally),
@@ -172,15 +171,12 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
         **tally.percentiles(),
         "load_s": max((report.load_s for report in reports), default=0.0),
         "loaded_bytes": sum(report.bytes_read for report in reports),
-        # the rest had been in memory; None: not counted
-        "loaded_from_disk_bytes": sum(taken) if len(taken) == len(reports) else None,
         "operators": operators_of(reports),
         # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
         "changes": list(outcome.changes),
         "stages": [_of_stage(group) for group in stages],
-        "ranks": [{"rank": r.rank, **_place(r), "disk_bytes": r.disk_bytes, **_figures([r])}
-                  for r in reports]}
+        "ranks": [{"rank": r.rank, **_place(r), **_figures([r])} for r in reports]}
     write_atomically(output / "measured.json", json_text(figures, indent=1) + "\n")
     lines = [json_text({"rank": group[0].rank, **_place(group[0]), **record._asdict()})
              for group in stages for record in group[0].log]
@@ -219,8 +215,7 @@ def _figures(ranks: Sequence[RankReport]) -> dict[str, Any]:
     """The figures of one rank, or of a stage's together. Of what went from one pool to the other
     the seconds are known to who sends."""
     first = ranks[0]
-    known_s = [r.host_s for r in ranks if r.host_s is not None]
-    figures = {"busy_s": max(r.busy_s for r in ranks), "host_s": max(known_s, default=None),
+    figures = {"busy_s": max(r.busy_s for r in ranks),
                "load_s": max(r.load_s for r in ranks),
                "bytes_read": sum(r.bytes_read for r in ranks),
                "rows_compacted": first.rows_compacted,

@@ -1,11 +1,8 @@
-"""One rank's part of the model, loaded and ready to execute steps; and what loading took from the
-disk, as opposed to the page cache: Linux counts it for each process."""
+"""One rank's part of the model, loaded and ready to execute steps."""
 
-import re
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,7 +15,7 @@ from xgpt.core.units import INT8
 from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm.handover import EntryReceiver, EntrySender, transfers
-from xrunner.devices import peak_memory_bytes, restart_peak_memory
+from xrunner.devices import peak_memory_bytes
 from xrunner.engine.graphs import CudaCapture
 from xrunner.engine.group import Model
 from xrunner.engine.pipeline import RankReport, Route, routes
@@ -42,7 +39,6 @@ class Weights(NamedTuple):
     model: Model
     seconds: float
     bytes_read: int
-    disk_bytes: int | None  # of them, and of what was read ahead: from storage
 
 
 class Shelf:
@@ -51,14 +47,11 @@ class Shelf:
     def __init__(self) -> None:
         self._content: tuple[object, Weights] | None = None
 
-    def holds(self, key: object) -> bool:
-        return self._content is not None and self._content[0] == key
-
     def weights(self, key: object, load: Callable[[], Weights]) -> Weights:
         """Those that lie here if they are of this key, and nothing was loaded then; else what
         `load` gives, in place of those. Collective: `key` is as new on every rank or on none."""
         if self._content is not None and self._content[0] == key:
-            return Weights(self._content[1].model, 0.0, 0, 0)
+            return Weights(self._content[1].model, 0.0, 0)
         self._content = None  # before there are others: both might not fit
         self._content = key, load()
         return self._content[1]
@@ -85,10 +78,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     beat = Beat(plan.output, rank=rank, stage=replica.world_stage(stage.index), pool=pool.name,
                 replica=replica.number)
     beat.start()
-    key = weights_key(plan, schedule)
-    if shelf.holds(key):
-        restart_peak_memory(world.device)  # what an earlier run took is not this one's
-    weights = shelf.weights(key, lambda: _read(
+    weights = shelf.weights(weights_key(plan, schedule), lambda: _read(
         plan, schedule, replica, pool, stage, world))
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
     # an encode pool decodes nothing
@@ -116,13 +106,13 @@ def _read(plan: RunPlan, schedule: Schedule, replica: Replica, pool: Pool, stage
     if plan.weight_dtype == INT8 and not is_int8_served():
         raise XgptError(f"run.weight_dtype: {INT8} was planned, and this host's processor has no "
                         "VNNI: its products of bytes would not be exact")
-    start, meter = time.perf_counter(), DiskMeter()
+    start = time.perf_counter()
     spec = read_spec(plan.model_dir, plan.model_name)
     reader = open_weights(plan.model_dir, getattr(torch, plan.dtype))
     model = load_stage(spec, reader, stage, shard, world.device, getattr(torch, plan.weight_dtype),
                        pool.role)
     reader.close()
-    return Weights(model, time.perf_counter() - start, reader.bytes_read, meter.num_bytes)
+    return Weights(model, time.perf_counter() - start, reader.bytes_read)
 
 
 def _couriers(replica: Replica, pool: Pool, spec: ModelSpec,
@@ -151,13 +141,11 @@ def report_of(loaded: Loaded) -> RankReport:
     return RankReport(rank=loaded.route.rank, replica=loaded.replica.number,
                       stage=loaded.replica.world_stage(loaded.stage.index), pool=loaded.pool.name,
                       role=loaded.pool.role, log=tuple(executor.log),
-                      busy_s=executor.records.busy_s, host_s=executor.records.host_s,
-                      load_s=weights.seconds,
+                      busy_s=executor.records.busy_s, load_s=weights.seconds,
                       bytes_read=weights.bytes_read,
                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
                       kv_bytes=kv_bytes, kv_peak_bytes=kv_peak_bytes,
                       handover_bytes=handed_bytes, handover_s=handover_s,
-                      disk_bytes=weights.disk_bytes,
                       operators=operators_in_words(executor.model.device, executor.graphs_said))
 
 
@@ -166,26 +154,3 @@ def operators_in_words(device: torch.device, graphs: str | None = None) -> str:
     captured steps."""
     said = native.describe() if device.type == "cpu" else cuda_modules.describe(device)
     return said if graphs is None else f"{said}; {graphs}"
-
-
-class DiskMeter:
-    """Bytes that storage delivered to this process since the meter was made, those read ahead
-    among them."""
-
-    def __init__(self) -> None:
-        self._before = _storage_bytes()
-
-    @property
-    def num_bytes(self) -> int | None:
-        """Bytes read from the disk so far; None where the system does not count them."""
-        now = _storage_bytes()
-        return None if now is None or self._before is None else now - self._before
-
-
-def _storage_bytes() -> int | None:
-    try:
-        text = Path("/proc/self/io").read_text(encoding="ascii")
-    except OSError:
-        return None
-    line = re.search(r"^read_bytes: (\d+)$", text, re.M)
-    return None if line is None else int(line.group(1))

@@ -24,7 +24,7 @@ from typing import Any
 from xgpt.core.system.lifeline import DONE, READY
 from xrunner.comm.exchange import broadcast
 from xrunner.comm.point_to_point import wait_politely
-from xrunner.devices import release
+from xrunner.devices import Kind, release
 from xrunner.plan import load_plan
 from xrunner.rank import worker
 from xrunner.rank.lead import leave, to_the_end
@@ -37,17 +37,29 @@ _LOOK_S = 5e-3  # between two looks whether rank 0 has heard: others plan and me
 
 def main(arguments: list[str]) -> int:
     """The ranks' exit code: that of the first part that fails."""
-    kept = _Kept()
+    shelf, worlds = Shelf(), list[World]()  # what a run leaves to the next
+
+    def joined(kind: Kind) -> World:
+        """The world, whose end is not a run's."""
+        if not worlds:
+            worlds.append(connect(kind))
+        return worlds[0]._replace(close=lambda: None)
+
     with socket.socket(fileno=int(arguments[0])) as line:
         _tell(line, READY)
         ranks = _ranks()
         while True:
             module, argument, files = _hear(line, ranks)
             if not module:
-                kept.close()
+                for world in worlds:
+                    world.close()
                 return 0
-            code = kept.run(Path(argument)) if module == worker.__name__ else int(
-                import_module(module).main([argument]))
+            if module == worker.__name__:
+                plan = load_plan(Path(argument))
+                code = to_the_end(plan, partial(joined, plan.device_kind),
+                                  partial(worker.work, shelf=shelf))
+            else:
+                code = int(import_module(module).main([argument]))
             release()
             for file in files:  # the folder's lock, which is the next run's to take
                 os.close(file)
@@ -56,28 +68,6 @@ def main(arguments: list[str]) -> int:
                 return code
             if ranks is None or ranks.Get_rank() == 0:
                 _tell(line, DONE)
-
-
-class _Kept:
-    """What runs leave to the next: the world, whose end is not theirs, and the weights."""
-
-    def __init__(self) -> None:
-        self._shelf, self._world = Shelf(), list[World]()
-
-    def run(self, path: Path) -> int:
-        """The run of this run.json; its exit code."""
-        plan = load_plan(path)
-
-        def join() -> World:
-            if not self._world:
-                self._world.append(connect(plan.device_kind))
-            return self._world[0]._replace(close=lambda: None)
-
-        return to_the_end(plan, join, partial(worker.work, shelf=self._shelf))
-
-    def close(self) -> None:
-        for world in self._world:
-            world.close()
 
 
 def _tell(line: socket.socket, word: bytes) -> None:

@@ -21,17 +21,16 @@ import torch
 from xgpt.core.controls import RraControls
 from xgpt.core.deployment import Pool
 from xgpt.core.errors import XgptError
-from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.requests.spool import Spool
 from xrunner.comm.point_to_point import Comm
-from xrunner.engine.head import FromSpool, Head, PoolLink, Supply
+from xrunner.engine.head import FromSpool, Head, PoolLink, Sink, Supply
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
-from xrunner.engine.replicas import FromRankZero, OfEveryReplica, ToReplicas
+from xrunner.engine.replicas import FromRankZero, ToReplicas
 from xrunner.engine.roster import Extent, Vocabulary
-from xrunner.files.intake import query_of
+from xrunner.files.intake import SpooledQueries
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.files.results import Answered
 from xrunner.files.sink import RunSink
@@ -44,7 +43,7 @@ from xrunner.rank.world import Replica, World, connect, replicas_of
 from xrunner.rules.changes import Changeable
 from xrunner.rules.routing import Router, expected_tokens, window_of
 from xrunner.rules.rra import RraRule
-from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
+from xrunner.rules.steps import BatchingRule, rules_for
 
 
 def main(arguments: list[str]) -> int:
@@ -64,10 +63,13 @@ def work(plan: RunPlan, world: World, shelf: Shelf) -> None:
     loaded = load(plan, schedule, world, clock, shelf)
     if loaded.route.steps_from is not None:
         _follow(world, loaded, clock)
-    elif loaded.pool.role == "decode":
-        _lead_decoding(plan, schedule, world, loaded, clock)
     else:
-        _lead_replica(plan, schedule, world, loaded, clock)
+        head = (_decode_head if loaded.pool.role == "decode" else _replica_head)(
+            plan, schedule, world, loaded, clock)
+        world.barrier()
+        clock.restart()
+        head.run()
+        world.comm.flush()
     loaded.executor.close()
     world.gather(report_of(loaded))
 
@@ -81,42 +83,45 @@ def _follow(world: World, loaded: Loaded, clock: Stopwatch) -> None:
     serve_stage(neighbours, loaded.executor)
 
 
-def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
-                   clock: Stopwatch) -> None:
-    """The first rank of a decode pool is its head; what is done goes to the encode pool's."""
+def _decode_head(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
+                 clock: Stopwatch) -> Head:
+    """Of a decode pool, on its first rank; what is done goes to the encode pool's."""
     receiver = loaded.executor.receiver
     assert receiver is not None
     link = FromEncodePool(world.comm, receiver, encode_head=loaded.replica.head)
-    head = Head(rule=_rule_of(loaded.pool, loaded.replica), executor=loaded.executor, link=link,
-                neighbours=Neighbours(world.comm, loaded.route), sink=link, clock=clock,
-                vocabulary=_vocabulary(plan, loaded))
+    head = _head_of(plan, world, loaded, clock, link, link)
     head.start()
-    _serve(head, world, clock)
+    return head
 
 
-def _lead_replica(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
-                  clock: Stopwatch) -> None:
-    """The first rank of a replica other than the first is its head; rank 0 says what it works, and
-    hears what is done."""
-    rule, spool = _rule_of(loaded.pool, loaded.replica), Spool(plan.output)
-    supply = FromRankZero(world.comm, loaded.replica.number, partial(query_of, spool, plan),
-                          tells_lengths=plan.is_watched and _tell_lengths(schedule))
-    head = Head(rule=rule, executor=loaded.executor, sink=supply, clock=clock,
-                neighbours=Neighbours(world.comm, loaded.route),
-                vocabulary=_vocabulary(plan, loaded),
-                link=_link(rule, loaded.replica, world.comm, supply))
-    _make_room(head, plan, loaded.replica)
+def _replica_head(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
+                  clock: Stopwatch) -> Head:
+    """Of a replica other than the first, on its first rank; rank 0 says what it works, and hears
+    what is done."""
+    spool = Spool(plan.output)
+    tells = plan.is_watched and _tell_lengths(schedule)
+    supply = FromRankZero(world.comm, loaded.replica.number,
+                          SpooledQueries(spool, plan).__getitem__, tells_lengths=tells)
+    head = _head_of(plan, world, loaded, clock, supply, _link(world.comm, loaded, supply))
     head.roster.extent = _extent(spool, Answered(0, frozenset()))
-    head.start(_spare_bytes(loaded.replica))
-    _serve(head, world, clock)
+    head.start()
+    return head
 
 
-def _serve(head: Head, world: World, clock: Stopwatch) -> None:
-    """A head's run, from the ranks' common start on."""
-    world.barrier()
-    clock.restart()
-    head.run()
-    world.comm.flush()
+def _head_of(plan: RunPlan, world: World, loaded: Loaded, clock: Stopwatch, sink: Sink,
+             link: PoolLink) -> Head:
+    """The head of this rank's pool, with how its caches are laid out, and for how much."""
+    rule, replica, executor = _rule_of(loaded.pool, loaded.replica), loaded.replica, loaded.executor
+    start = start_token(plan.model_dir) if executor.model.spec.is_encoder_decoder else None
+    head = Head(rule=rule, executor=executor, sink=sink, clock=clock, link=link,
+                neighbours=Neighbours(world.comm, loaded.route), vocabulary=Vocabulary(
+                    eos_ids=eos_ids(plan.model_dir), start_token=start,
+                    decode_text=TextTokenizer(plan.model_dir).decode))
+    head.roster.in_blocks = plan.kv_in_blocks
+    if isinstance(rule, RraRule):
+        rooms = ((plan.slots, plan.kv_tokens), *plan.other_rooms)
+        rule.make_room(*(rooms[replica.shape] if replica.shape < len(rooms) else (0, 0)))
+    return head
 
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
@@ -126,17 +131,12 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     loaded = load(plan, schedule, world, clock, shelf)
     sink, order = RunSink(plan, num_queries=len(queries), before=before), order_of(
         len(queries), plan, before)
-    rule = _rule_of(loaded.pool, loaded.replica)
     num_left = len(queries) - before.total - len(plan.aside)
     others = _other_replicas(plan, schedule, world.comm, sink, queries, order)
     supply = others or FromSpool(
         queries, order, num_left, least=2 * window_of(schedule.estimate).waiting,
         begin=lambda given: sink.launcher.begin(given) if sink.launcher is not None else None)
-    head = Head(rule=rule, executor=loaded.executor, sink=others or sink, clock=clock,
-                neighbours=Neighbours(world.comm, loaded.route),
-                vocabulary=_vocabulary(plan, loaded),
-                link=_link(rule, loaded.replica, world.comm, supply))
-    _make_room(head, plan, loaded.replica)
+    head = _head_of(plan, world, loaded, clock, others or sink, _link(world.comm, loaded, supply))
     if plan.is_watched:
         sink.launcher = LauncherLink(plan.output, first_query=before.total,
                                      limit_s=schedule.bound.limit_s,
@@ -147,7 +147,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
         supply.look(head)
     else:
         others.start(head)
-    head.start(_spare_bytes(loaded.replica))
+    head.start()
 
     def report() -> RankReport:
         loaded.executor.close()
@@ -161,8 +161,7 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
                     queries: Sequence[PreparedQuery], order: Iterator[int]) -> ToReplicas | None:
     """Rank 0's end of the links to them; None where there is one replica."""
     replicas = replicas_of(schedule.estimate)
-    heads = [replica.head for replica in replicas[1:]]
-    if not heads:
+    if len(replicas) == 1:
         return None
     spool, places = Spool(plan.output), array("q", order)
     is_forced = np.fromiter((plan.ignore_eos or record.is_forced for record in spool.records()),
@@ -173,7 +172,7 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
     router = Router(tokens, windows=[window_of(replica.estimate) for replica in replicas],
                     speeds=[replica.estimate.figures.throughput_qps for replica in replicas],
                     routing=plan.routing)
-    return ToReplicas(comm, sink, router, queries, places, heads)
+    return ToReplicas(comm, sink, router, queries, places, replicas)
 
 
 def _followed(head: Head, schedule: Schedule, others: ToReplicas | None) -> dict[str, Any]:
@@ -185,7 +184,7 @@ def _followed(head: Head, schedule: Schedule, others: ToReplicas | None) -> dict
     tells = _tell_lengths(schedule)
     if others is None:
         return {"rule": rule, "at_work": head.lengths_so_far if tells else None}
-    return {"rule": OfEveryReplica(rule, others, replicas_of(schedule.estimate)), "at_work": (
+    return {"rule": others, "at_work": (
         lambda: head.lengths_so_far() | others.lengths_so_far()) if tells else None}
 
 
@@ -205,56 +204,25 @@ def _extent(spool: Spool, before: Answered) -> Extent:
                   longest=int((inputs + outputs).max(initial=1)))
 
 
-def _make_room(head: Head, plan: RunPlan, replica: Replica) -> None:
-    """How the pool's caches are laid out, and for how much."""
-    head.roster.in_blocks = plan.kv_in_blocks
-    if isinstance(head.rule, RraRule):
-        rooms = ((plan.slots, plan.kv_tokens), *plan.other_rooms)
-        head.rule.make_room(*(rooms[replica.shape] if replica.shape < len(rooms) else (0, 0)))
-
-
-def _spare_bytes(replica: Replica) -> int:
-    figures = replica.estimate.figures
-    return max(figures.memory_capacity_bytes - max(figures.memory_bytes), 0)
-
-
 def _rule_of(pool: Pool, replica: Replica) -> BatchingRule:
     names = [other.name for other in replica.pools]
     return rules_for(replica.estimate)[names.index(pool.name)]
 
 
-def _link(rule: BatchingRule, replica: Replica, comm: Comm,
-          supply: Supply | None) -> PoolLink:
-    """What ties the pool of `rule`, which encodes, to the decode pool of its replica."""
+def _link(comm: Comm, loaded: Loaded, supply: Supply) -> PoolLink:
+    """What ties the rank's pool, which encodes, to the decode pool of its replica."""
+    replica = loaded.replica
     if len(replica.pools) == 1:
         return PoolLink(supply)
-    assert isinstance(rule, EncodingRule), f"{rule = }"
     decode = replica.own.decoding
-    return ToDecodePool(comm, rule, _rule_of(decode, replica), decode.stages[0].ranks[0], supply)
-
-
-def _vocabulary(plan: RunPlan, loaded: Loaded) -> Vocabulary:
-    is_encoder_decoder = loaded.executor.model.spec.is_encoder_decoder
-    return Vocabulary(eos_ids=eos_ids(plan.model_dir),
-                      decode_text=TextTokenizer(plan.model_dir).decode,
-                      start_token=start_token(plan.model_dir) if is_encoder_decoder else None)
+    return ToDecodePool(comm, _rule_of(decode, replica), decode.stages[0].ranks[0], supply)
 
 
 def _check_fits(schedule: Schedule, comm: Comm) -> None:
-    for shape in schedule.estimate.shapes:
-        roles, expected = [pool.role for pool in shape.deployment.pools], list(
-            policy(shape.policy).pools)
-        if roles != expected:
-            raise XgptError(f"the schedule's stages have the roles {roles}; {shape.policy} has "
-                            f"{expected}")
     ranks = sorted(rank for replica in replicas_of(schedule.estimate) for rank in replica.ranks)
     if ranks != list(range(comm.size)):
         raise XgptError(f"the schedule's stages have the ranks {ranks}, the launcher started "
                         f"{comm.size}")
-    first = schedule.deployment.stages[0].ranks
-    if first[0] != 0:
-        raise XgptError(f"the schedule's first stage has the ranks {first}: rank 0 must be its "
-                        "first, since it decides")
 
 
 if __name__ == "__main__":

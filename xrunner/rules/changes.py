@@ -34,8 +34,6 @@ class Changeable(Protocol):
     """A rule that takes up other control variables between two phases, or those of all replicas.
     What it is told is of its policy's kind of Changes."""
 
-    num_groups: int
-
     @property
     def next_phase(self) -> int:
         """The first phase that a change can still be made for."""

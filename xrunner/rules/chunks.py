@@ -16,12 +16,22 @@ from xrunner.rules.steps import Chunk, Waiting
 Encoded = tuple[tuple[Chunk, ...], tuple[int, ...]]  # chunks of a step, queries whose last are in
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A query of which `done` tokens are encoded."""
 
     query: int
     tokens: int
     done: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.done == self.tokens
+
+    def next(self, most: int) -> tuple[Chunk, Part]:
+        """The next chunk, of so many tokens at the most, and what then is encoded."""
+        size = min(most, self.tokens - self.done)
+        return (Chunk(query=self.query, first=self.done, tokens=size),
+                self._replace(done=self.done + size))
 
 
 class _Parts:
@@ -30,7 +40,7 @@ class _Parts:
     def __init__(self, limit: int, num_groups: int) -> None:
         assert limit >= 1, f"{limit = }"
         self.limit = limit
-        self._parts: list[_Part | None] = [None] * num_groups
+        self._parts: list[Part | None] = [None] * num_groups
 
     def num_begun(self, group: int) -> int:
         """Queries of the group that are encoded in part: none or one."""
@@ -46,12 +56,11 @@ class _Parts:
                 if not waiting or not begin(waiting[0]):
                     break  # keep the input's order: a smaller query behind does not overtake
                 first = waiting.popleft()
-                part = _Part(first.query, first.tokens)
-            size = min(left, part.tokens - part.done)
-            chunks.append(Chunk(query=part.query, first=part.done, tokens=size))
-            left -= size
-            part = part._replace(done=part.done + size)
-            if part.done == part.tokens:
+                part = Part(first.query, first.tokens)
+            chunk, part = part.next(left)
+            chunks.append(chunk)
+            left -= chunk.tokens
+            if part.is_whole:
                 joined.append(part.query)
                 part = None
         self._parts[group] = part

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Admitted, KvBudget, ReserveFacts, Step, kind_of
+from xrunner.rules.steps import Admitted, KvBudget, Step, kind_of
 
 
 class Turns:
@@ -116,13 +116,6 @@ class OrcaRule(ContinuousRule):
     @property
     def kv_budget(self) -> KvBudget:
         return KvBudget(self.group_kv_tokens, unit=1)
-
-    @property
-    def facts(self) -> ReserveFacts | None:
-        """None of a rule that has begun."""
-        if self.waiting or self._admitted.group_of or self.turns.group or self.turns.next_step:
-            return None
-        return ReserveFacts(group_kv_tokens=self.group_kv_tokens, slots=tuple(self.slots))
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.group_kv_tokens:

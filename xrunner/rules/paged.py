@@ -5,15 +5,12 @@ KV lies in blocks, allocated as a query grows; nothing is reserved for its outpu
 queries need more blocks than are free, the latest admitted is evicted and waits, first in line, to
 be encoded again: its input and what it generated so far. Groups as in xrunner.rules.iteration."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
+from xrunner.rules.chunks import Part
 from xrunner.rules.iteration import ContinuousRule
 from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, kind_of
 
@@ -23,26 +20,6 @@ WATERMARK = 0.01  # share of the blocks that admission leaves free, against evic
 
 def blocks_of(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Partial:
-    """A query whose input is encoded in part; it holds the blocks of all its input."""
-
-    query: int
-    tokens: int
-    done: int = 0
-
-
-class PagedFacts(NamedTuple):
-    """A PagedRule's limits: of each group its slots, its blocks, and those that admission leaves
-    free; tokens of a step; whether inputs are encoded in chunks, or alone."""
-
-    slots: tuple[int, ...]
-    num_blocks: int
-    left_free: int
-    token_budget: int
-    is_chunked: bool
 
 
 class _PagedGroup:
@@ -57,7 +34,7 @@ class _PagedGroup:
         self.left_free = int(WATERMARK * num_blocks)  # by admission
         self.free = num_blocks
         self.running: dict[int, int] = {}  # query -> base, the latest admitted last
-        self.partial: _Partial | None = None
+        self.partial: Part | None = None  # it holds the blocks of all its input
         self._clock = 0  # decode steps so far
         self._begins = [0] * BLOCK_TOKENS  # queries by base modulo BLOCK_TOKENS
 
@@ -115,30 +92,21 @@ class _PagedGroup:
 
 
 class PagedRule(ContinuousRule):
-    """Waiting queries and groups of blocks. The two kinds of batching differ in what a group whose
-    turn it is does."""
+    """Waiting queries and groups of blocks. Inputs are encoded in chunks beside decoding (Sarathi),
+    or whole and alone (vLLM)."""
 
     evicts = True
 
-    def __init__(self, decide: Callable[[PagedRule, int], Step | None], *, num_groups: int,
-                 max_active: int, kv_tokens: int, token_budget: int) -> None:
-        """`decide` says what the group whose turn it is does; `kv_tokens` bound all groups
-        together."""
+    def __init__(self, *, is_chunked: bool, num_groups: int, max_active: int, kv_tokens: int,
+                 token_budget: int) -> None:
+        """`kv_tokens` bound all groups together."""
         assert token_budget >= 1, f"{token_budget = }"
         super().__init__(num_groups, max_active, token_budget)
-        self._decide = decide
+        self.is_chunked = is_chunked
         num_blocks = kv_tokens // num_groups // BLOCK_TOKENS
         self.groups = [_PagedGroup(num_blocks) for _ in range(num_groups)]
         self._group_of: dict[int, _PagedGroup] = {}
         self._held = 0  # blocks, over all groups
-
-    @property
-    def facts(self) -> PagedFacts:
-        """What decides all that it will do."""
-        return PagedFacts(
-            slots=tuple(self.slots), num_blocks=self.groups[0].num_blocks,
-            left_free=self.groups[0].left_free, token_budget=self.token_budget,
-            is_chunked=self._decide is _decode_and_chunks)
 
     @property
     def reserved_tokens(self) -> int:
@@ -160,7 +128,8 @@ class PagedRule(ContinuousRule):
     def decide(self) -> Step | None:
         group = self.groups[self.turns.group]
         free = group.free
-        step = self._decide(self, self.turns.group)
+        decided = _decode_and_chunks if self.is_chunked else _encode_or_decode
+        step = decided(self, self.turns.group)
         self._held += free - group.free
         return step
 
@@ -234,16 +203,14 @@ def _decode_and_chunks(rule: PagedRule, index: int) -> Step | None:
             if not (may_admit and rule.can_admit(index)):
                 break
             query, tokens = rule.admit(group)
-            group.partial = _Partial(query=query, tokens=tokens)
-        begun = group.partial
-        size = min(left, begun.tokens - begun.done)
-        chunks.append(Chunk(query=begun.query, first=begun.done, tokens=size))
-        begun.done += size
-        left -= size
-        if begun.done == begun.tokens:
-            group.join(begun.query, begun.tokens)
+            group.partial = Part(query, tokens)
+        chunk, group.partial = group.partial.next(left)
+        chunks.append(chunk)
+        left -= chunk.tokens
+        if group.partial.is_whole:
+            group.join(group.partial.query, group.partial.tokens)
+            joined.append(group.partial.query)
             group.partial = None
-            joined.append(begun.query)
     if not is_decode and not chunks:
         return None
     return Step(kind=kind_of(is_decode, chunks), group=index, phase=number,
@@ -251,12 +218,12 @@ def _decode_and_chunks(rule: PagedRule, index: int) -> Step | None:
                 evicted=evicted)
 
 
-vllm = partial(PagedRule, _encode_or_decode)
+vllm = partial(PagedRule, is_chunked=False)
 
 
 def sarathi(*, num_groups: int, max_active: int, kv_tokens: int, token_budget: int) -> PagedRule:
     # a step takes every running query along, so no more run than it holds tokens
-    return PagedRule(_decode_and_chunks, num_groups=num_groups, kv_tokens=kv_tokens,
+    return PagedRule(is_chunked=True, num_groups=num_groups, kv_tokens=kv_tokens,
                      max_active=min(max_active, num_groups * token_budget),
                      token_budget=token_budget)
 
@@ -271,7 +238,7 @@ def sarathi_rule(estimate: Estimate) -> PagedRule:
     return sarathi(**_of(estimate))
 
 
-def _of(estimate: Estimate) -> dict[str, int]:
+def _of(estimate: Estimate) -> dict[str, Any]:
     """What both rules are told."""
     controls, deployment = estimate.controls, estimate.deployment
     assert isinstance(controls, ContinuousControls), f"{estimate.policy = }"

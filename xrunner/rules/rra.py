@@ -25,7 +25,6 @@ from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import (
     Admitted,
     KvBudget,
-    ReserveFacts,
     Step,
     StepKind,
     Waiting,
@@ -73,10 +72,10 @@ class RraRule:
         # a row that is encoded in part stays where it is, and who joins takes one that is free
         self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
         self._chunks = PhaseChunks(encode_chunk, num_groups) if encode_chunk else None
-        self._sizer = sizer_of(even)
+        self.sizer = sizer_of(even)
         self.waiting: deque[Waiting] = deque()
         self._admitted = Admitted(num_groups)
-        self._changes: deque[tuple[int, PhaseControls]] = deque()  # to come: (from phase, new)
+        self.changes: deque[tuple[int, PhaseControls]] = deque()  # to come: (from phase, new)
         self._phase = 0
         self._first_iteration = int(encode_chunk > 0)  # 0: the encode round of a phase
         self._iteration = self._first_iteration
@@ -101,7 +100,7 @@ class RraRule:
         """These hold from the beginning of `phase` on. Queries that are active stay, also where
         they are more than the new limits allow: admission then waits. The KV budget must hold any
         query that waits. To be called in the order of phases."""
-        after = self._changes[-1][0] if self._changes else self._phase
+        after = self.changes[-1][0] if self.changes else self._phase
         assert phase > self._phase and phase >= after, f"{phase = } {after = } {self._phase = }"
         assert controls.group_max_active <= self.group_max_active, f"{controls = }"
         assert controls.encode_batch >= 1 and controls.decode_iterations >= 1, f"{controls = }"
@@ -109,7 +108,7 @@ class RraRule:
         dealt = self._chunks.waiting() if self._chunks else []
         most = max((query.reserve for query in (*self.waiting, *dealt)), default=0)
         assert most <= controls.group_kv_tokens, f"{controls = } {most = }"
-        self._changes.append((phase, controls))
+        self.changes.append((phase, controls))
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.controls.group_kv_tokens:
@@ -180,10 +179,10 @@ class RraRule:
         if controls.target_active and len(self.waiting) >= controls.encode_batch:
             carried = controls.target_active / self.num_groups
             # queries more, or fewer, that would bring the group's decode batch back to its mean
-            lean = self._sizer.lean(len(self._admitted.active[group]) - carried,
+            lean = self.sizer.lean(len(self._admitted.active[group]) - carried,
                                     carried + controls.encode_batch / self.num_groups)
-        first = islice(self.waiting, self._sizer.most(quota))
-        return self._sizer.count([query.tokens for query in first], quota, lean)
+        first = islice(self.waiting, self.sizer.most(quota))
+        return self.sizer.count([query.tokens for query in first], quota, lean)
 
     def _advance(self) -> None:
         self._group += 1
@@ -196,24 +195,10 @@ class RraRule:
     def _start_next_phase(self) -> None:
         self._phase, self._iteration = self._phase + 1, self._first_iteration
         self._group = 0
-        while self._changes and self._changes[0][0] <= self._phase:
-            _, self.controls = self._changes.popleft()
+        while self.changes and self.changes[0][0] <= self._phase:
+            _, self.controls = self.changes.popleft()
             if self._chunks is not None and self.controls.encode_chunk:
                 self._chunks.limit = self.controls.encode_chunk
-
-
-def reserve_facts(rule: RraRule) -> ReserveFacts | None:
-    """None of a rule that has begun, or whose controls are to change."""
-    has_begun = (rule._phase, rule._iteration, rule._group) != (0, rule._first_iteration, 0)
-    if has_begun or rule.waiting or rule._changes:
-        return None
-    controls, sizer = rule.controls, rule._sizer
-    return ReserveFacts(
-        group_kv_tokens=controls.group_kv_tokens, slots=(0,) * rule.num_groups,
-        decode_iterations=controls.decode_iterations, encode_batch=controls.encode_batch,
-        encode_chunk=rule._chunks.limit if rule._chunks else 0,
-        most_active=controls.group_max_active, mean_input=sizer.mean_input,
-        adjustment=sizer.adjustment, target_active=controls.target_active)
 
 
 def rra_rule(estimate: Estimate) -> RraRule:

@@ -152,15 +152,6 @@ class StaticRule:
             self._group, self._iteration = 0, self._iteration + 1
 
 
-def batch_facts(rule: StaticRule) -> list[int] | None:
-    """All that decides what the rule will do, as csrc/replay/replay.cpp has it from the number
-    of groups on; None of one that has begun."""
-    if rule._phase >= 0 or rule.waiting:
-        return None
-    return [rule.num_groups, rule.group_kv_tokens, rule.encode_batch,
-            rule.encode_micro_batches // rule.num_groups]
-
-
 def static_rule(estimate: Estimate) -> StaticRule:
     """The rule that executes `estimate` of policy "ft" or "dsi"."""
     controls, deployment = estimate.controls, estimate.deployment

@@ -100,22 +100,6 @@ class Admitted:
         return reserve
 
 
-class ReserveFacts(NamedTuple):
-    """All that decides what a rule will do that reserves a query's tokens when it admits it, and
-    that has done nothing yet. `slots` are each group's where groups take turns; what has a default
-    is RRA's, `most_active` of one group."""
-
-    group_kv_tokens: int
-    slots: tuple[int, ...]
-    decode_iterations: int = 0
-    encode_batch: int = 0
-    encode_chunk: int = 0
-    most_active: int = 0
-    mean_input: float = 0.0
-    adjustment: float = 0.0
-    target_active: float = 0.0
-
-
 def kv_budget(rule: "BatchingRule", *, in_blocks: bool = False) -> KvBudget | None:
     """By how many tokens the rule admits queries, where their KV entries lie in blocks
     (xrunner.engine.kv). None: in rows, each as long as the longest query.

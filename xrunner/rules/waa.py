@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import islice
 
 from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
@@ -64,20 +65,17 @@ class WaaEncodeRule:
         self.max_in_system, self.kv_tokens = max_in_system, kv_tokens
         self.encode_kv_tokens = encode_kv_tokens
         self._most = SystemLimits(encode_batch=encode_batch, max_in_system=max_in_system)
-        self._sizer, self._aim = sizer, aim
+        self.sizer, self.aim = sizer, aim
         self._given: dict[int, int] = {}  # query left to the decode pool, not begun -> its tokens
         self.waiting: deque[Waiting] = deque()
         self._in_system: dict[int, int] = {}  # query -> reserve
         self._encoding: dict[int, int] = {}  # query -> input; still in this pool
         self._held = self._reserved = 0
         self._steps = 0
-        # of the next batch: (queries, KV tokens reserved, input tokens)
-        self._next: tuple[int, int, int] | None = None
-        self._next_of = 0, 0  # (lean, queries that wait) with which it was found
 
     @property
     def group_max_active(self) -> int:
-        return self._sizer.most(self._most.encode_batch)
+        return self.sizer.most(self._most.encode_batch)
 
     @property
     def next_phase(self) -> int:
@@ -92,7 +90,7 @@ class WaaEncodeRule:
         assert 1 <= controls.encode_batch <= self._most.encode_batch, f"{controls = }"
         assert 1 <= controls.max_in_system <= self._most.max_in_system, f"{controls = }"
         self.encode_batch, self.max_in_system = controls.encode_batch, controls.max_in_system
-        self._aim, self._next = controls, None
+        self.aim = controls
 
     @property
     def reserved_tokens(self) -> int:
@@ -103,19 +101,17 @@ class WaaEncodeRule:
         if reserve_tokens > self.kv_tokens or input_tokens > self.encode_kv_tokens:
             return False
         self.waiting.append(Waiting(query, reserve_tokens, input_tokens))
-        self._next = None
         return True
 
     def give(self) -> list[Waiting]:
         """The next queries that wait, as many as the decode pool is to encode: they have room in
         the system from now on, and the next batch still has."""
         given: list[Waiting] = []
-        while (self.waiting and sum(self._given.values()) < self._aim.stock_tokens
+        while (self.waiting and sum(self._given.values()) < self.aim.stock_tokens
                and len(self._in_system) - len(self._encoding) - len(self._given)
-               < self._aim.planned_active
+               < self.aim.planned_active
                and self._has_room(self.waiting[0])):
             query = self.waiting.popleft()
-            self._next = None
             self._in_system[query.query] = query.reserve
             self._reserved += query.reserve
             self._given[query.query] = query.tokens
@@ -142,7 +138,6 @@ class WaaEncodeRule:
         if not count:
             return None
         joined = [self.waiting.popleft() for _ in range(count)]
-        self._next = None
         for query, reserve, tokens in joined:
             self._in_system[query] = reserve
             self._encoding[query] = tokens
@@ -173,16 +168,12 @@ class WaaEncodeRule:
 
     def _next_batch(self) -> tuple[int, int, int]:
         """(queries, KV tokens reserved, input tokens) of the next batch."""
-        lean, target = 0, self._aim.target_active
+        lean, target = 0, self.aim.target_active
         if target:  # queries more, or fewer, that would bring the decode batch back to its mean
-            lean = self._sizer.lean(len(self._in_system) - len(self._encoding) - target, target)
-        if self._next is None or self._next_of != (lean, len(self.waiting)):
-            self._next_of = lean, len(self.waiting)
-            most = min(self._sizer.most(self.encode_batch), len(self.waiting))
-            first = [self.waiting[i] for i in range(most)]
-            count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch, lean)
-            self._next = _trimmed(first[:count], self.kv_tokens, self.encode_kv_tokens)
-        return self._next
+            lean = self.sizer.lean(len(self._in_system) - len(self._encoding) - target, target)
+        first = list(islice(self.waiting, self.sizer.most(self.encode_batch)))
+        count = self.sizer.count([tokens for _, _, tokens in first], self.encode_batch, lean)
+        return _trimmed(first[:count], self.kv_tokens, self.encode_kv_tokens)
 
 
 def _trimmed(batch: list[Waiting], kv_tokens: int,
@@ -212,8 +203,8 @@ class WaaDecodeRule:
         self.kv_reserve = KvBudget(kv_tokens, 1, is_shared=True)
         # a row that is encoded in part stays where it is, and who joins takes one that is free
         self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
-        self._inputs = TakenInputs(encode_chunk, num_groups) if encode_chunk else None
-        self._planned = planned_active or math.inf
+        self.inputs = TakenInputs(encode_chunk, num_groups) if encode_chunk else None
+        self.planned = planned_active or math.inf
         self._arrived: deque[tuple[int, int]] = deque()
         self._admitted = Admitted(num_groups)
         self._reserved = 0  # by these and by those that arrived
@@ -232,12 +223,12 @@ class WaaDecodeRule:
 
     def take(self, waiting: Waiting) -> None:
         """This pool encodes the query's input itself."""
-        assert self._inputs is not None, f"{waiting = }: a pool that encodes nothing"
-        self._inputs.add(waiting)
+        assert self.inputs is not None, f"{waiting = }: a pool that encodes nothing"
+        self.inputs.add(waiting)
         self._reserved += waiting.reserve
 
     def next_group(self) -> int | None:
-        if not self._admitted.group_of and not self._arrived and not self._inputs:
+        if not self._admitted.group_of and not self._arrived and not self.inputs:
             return None
         return self._turn % self.num_groups
 
@@ -247,8 +238,8 @@ class WaaDecodeRule:
         while self._arrived and self._admitted.admit(group, *self._arrived[0], most):
             handed.append(self._arrived.popleft()[0])
         phase, self._turn = self._turn // self.num_groups, self._turn + 1
-        if self._inputs is not None:
-            return self._with_chunks(self._inputs, group, phase, tuple(handed))
+        if self.inputs is not None:
+            return self._with_chunks(self.inputs, group, phase, tuple(handed))
         if not self._admitted.active[group]:
             return None
         return Step(kind=StepKind.DECODE, group=group, phase=phase, iteration=1,
@@ -268,7 +259,7 @@ class WaaDecodeRule:
         most = self._most(len(admitted.group_of) + len(self._arrived) + len(inputs))
 
         def begin(waiting: Waiting) -> bool:
-            return len(admitted.group_of) < self._planned and admitted.admit(
+            return len(admitted.group_of) < self.planned and admitted.admit(
                 group, waiting.query, waiting.reserve, most)
 
         is_decode = len(admitted.active[group]) > inputs.num_begun(group)
@@ -292,22 +283,6 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
                           group_max_active=math.ceil(controls.max_in_system / groups),
                           encode_chunk=controls.encode_chunk,
                           planned_active=controls.planned_active))
-
-
-def pair_facts(encoding: WaaEncodeRule,
-               decoding: WaaDecodeRule) -> tuple[list[int], list[float]] | None:
-    """All that decides what the two will do, as csrc/replay/replay.cpp has it from the pools'
-    groups on; None of rules that have done anything yet, or do not belong together."""
-    aim, chunks = encoding._aim, decoding._inputs
-    has_begun = encoding.waiting or encoding._steps or encoding._in_system or decoding._turn
-    if has_begun or (aim.stock_tokens and chunks is None):
-        return None
-    numbers = [encoding.num_groups, decoding.num_groups, encoding.encode_batch,
-               encoding.max_in_system, encoding.kv_tokens, encoding.encode_kv_tokens,
-               aim.planned_active, aim.stock_tokens, decoding.group_max_active,
-               0 if chunks is None else chunks.limit,
-               0 if decoding._planned == math.inf else int(decoding._planned)]
-    return numbers, [encoding._sizer.mean_input, encoding._sizer.adjustment, aim.target_active]
 
 
 def system_limits(estimate: Estimate) -> SystemLimits:

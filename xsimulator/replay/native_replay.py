@@ -5,6 +5,7 @@ objects only when they are read."""
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, overload
@@ -18,11 +19,11 @@ from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import QueryTimes
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import BLOCK_TOKENS, PagedRule
-from xrunner.rules.rra import RraRule, reserve_facts
+from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.static import StaticRule, batch_facts
+from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule, Chunk, Step, StepKind
-from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule, pair_facts
+from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator.addresses import address_of
 from xsimulator.native import TELL, Native, native
 from xsimulator.replay.pool import HandoverPlan, PoolPlan, records_of
@@ -154,25 +155,28 @@ def _of_alone(asked: Asked, plan: PoolPlan) -> _Given | None:
     rule, lengths, arrival_s = plan.rule, asked.lengths, asked.arrival_s
     if plan.role != "both" or not len(arrival_s) or (arrival_s != arrival_s[0]).any():
         return None
-    reserves = lengths.reserves
+    reserves, groups = lengths.reserves, rule.num_groups
     if type(rule) is PagedRule and not rule.waiting:
-        paged = rule.facts
+        own = rule.groups[0]
         blocks = -(-np.maximum(reserves, lengths.inputs) // BLOCK_TOKENS)
-        return _Given(_PAGED, [rule.num_groups, paged.num_blocks, paged.left_free,
-                               paged.token_budget, paged.is_chunked], [], reserves,
-                      [np.array(paged.slots, np.int64)], blocks > paged.num_blocks)
-    if type(rule) is StaticRule and (batches := batch_facts(rule)) is not None:
-        return _Given(_STATIC, batches, [], lengths.most_outputs, [],
+        return _Given(_PAGED, [groups, own.num_blocks, own.left_free, rule.token_budget,
+                               rule.is_chunked], [], reserves,
+                      [np.array(rule.slots, np.int64)], blocks > own.num_blocks)
+    if type(rule) is StaticRule and not rule.waiting:
+        return _Given(_STATIC, [groups, rule.group_kv_tokens, rule.encode_batch,
+                                rule.encode_micro_batches // groups], [], lengths.most_outputs, [],
                       reserves > rule.group_kv_tokens)
-    facts = rule.facts if type(rule) is OrcaRule else (
-        reserve_facts(rule) if type(rule) is RraRule else None)
-    if facts is None:
-        return None
-    return _Given(
-        _RESERVED, [len(facts.slots), facts.group_kv_tokens, facts.decode_iterations,
-                    facts.encode_batch, facts.most_active, facts.encode_chunk],
-        [facts.mean_input, facts.adjustment, facts.target_active], reserves,
-        [np.array(facts.slots, np.int64)], reserves > facts.group_kv_tokens)
+    if type(rule) is OrcaRule and not rule.waiting:
+        return _Given(_RESERVED, [groups, rule.group_kv_tokens, 0, 0, 0, 0], [0.0, 0.0, 0.0],
+                      reserves, [np.array(rule.slots, np.int64)], reserves > rule.group_kv_tokens)
+    if type(rule) is RraRule and not rule.waiting and not rule.changes:
+        controls, sizer = rule.controls, rule.sizer
+        return _Given(
+            _RESERVED, [groups, controls.group_kv_tokens, controls.decode_iterations,
+                        controls.encode_batch, controls.group_max_active, controls.encode_chunk],
+            [sizer.mean_input, sizer.adjustment, controls.target_active], reserves,
+            [np.zeros(groups, np.int64)], reserves > controls.group_kv_tokens)
+    return None
 
 
 def _of_pair(asked: Asked, source: PoolPlan, target: PoolPlan, link: HandoverPlan) -> _Given | None:
@@ -181,12 +185,19 @@ def _of_pair(asked: Asked, source: PoolPlan, target: PoolPlan, link: HandoverPla
     if (type(encode) is not WaaEncodeRule or type(decode) is not WaaDecodeRule
             or (source.name, target.name) != (link.source, link.target)
             or (source.role, target.role) != ("encode", "decode") or not len(asked.arrival_s)
-            or link.release != encode.release or (facts := pair_facts(encode, decode)) is None):
+            or link.release != encode.release or encode.waiting
+            or (encode.aim.stock_tokens and decode.inputs is None)):
         return None
     order = np.argsort(asked.arrival_s, kind="stable")
     never = (lengths.reserves > encode.kv_tokens) | (lengths.inputs > encode.encode_kv_tokens)
-    return _Given(_HANDED, [*facts[0], ROW_BLOCK], facts[1], lengths.reserves,
-                  [order, np.ascontiguousarray(asked.arrival_s)], never)
+    aim, sizer, chunks = encode.aim, encode.sizer, decode.inputs
+    return _Given(
+        _HANDED, [encode.num_groups, decode.num_groups, encode.encode_batch, encode.max_in_system,
+                  encode.kv_tokens, encode.encode_kv_tokens, aim.planned_active, aim.stock_tokens,
+                  decode.group_max_active, 0 if chunks is None else chunks.limit,
+                  0 if decode.planned == math.inf else int(decode.planned), ROW_BLOCK],
+        [sizer.mean_input, sizer.adjustment, aim.target_active], lengths.reserves,
+        [order, np.ascontiguousarray(asked.arrival_s)], never)
 
 
 def _records(plan: PoolPlan, *arrays: NDArray[Any]) -> PoolRecords:
@@ -205,7 +216,7 @@ class _NativeSteps(Sequence[Step]):
         self._arrays = labels, chunks, ended, moved
         self._moved = "handed" if type(rule) is WaaDecodeRule else "evicted"
         self._is_chunked = (
-            type(rule) is WaaDecodeRule or (type(rule) is PagedRule and rule.facts.is_chunked)
+            type(rule) is WaaDecodeRule or (type(rule) is PagedRule and rule.is_chunked)
             or (type(rule) is RraRule and rule.controls.encode_chunk > 0))
 
     def __len__(self) -> int:

@@ -138,7 +138,9 @@ def raw():
     (lambda raw: raw["figures"].update(throughput_qps=10**400), "", ""),
     (lambda raw: raw["figures"].update(throughput_qps=-10**400), "", ""),
     (lambda raw: raw["deployment"].update(pools=[]), "", ""),
-    (lambda raw: raw["deployment"]["pools"][0].update(role="encode"), "", "")])
+    (lambda raw: (stage(raw, 0).update(ranks=[1]), stage(raw, 1).update(ranks=[0])),
+     "deployment.pools", "0 the first"),
+    (lambda raw: raw["deployment"]["pools"][0].update(role="encode"), "deployment.pools", "roles")])
 def test_a_value_that_cannot_be_is_named_with_what_is_allowed(raw, tmp_path, change, key, allowed):
     path = tmp_path / "schedule.json"
     change(raw)

@@ -38,7 +38,7 @@ METRICS = {"queries": 72, "errors": 1, "status": "done",
            "throughput_qps": {"measured": 1.8, "predicted": 2.0},
            "latency_p99_s": {"measured": 28.0, "predicted": 20.0},
            "load_s": {"measured": 1.5, "predicted": None}}
-LOADED = {"loaded_bytes": 2.7e8, "loaded_from_disk_bytes": 1.8e8, "disk_bytes_per_s": 1.94e9}
+LOADED = {"loaded_bytes": 2.7e8}
 ALTERNATIVES = (
     ("tp_degree", "2", "encode_batch 4, tp_degree 2, tp_gpus 4", 1.155),
     ("policy", "rra", "encode_batch 4, tp_degree 1, tp_gpus 0", 2.31),
@@ -119,9 +119,8 @@ TABLES = {
     "choice, quicker": lambda: choice(("policy", "rra", "encode_batch 4", 3.0)),
     "summary": lambda: summary_table(METRICS),
     "summary, loaded": lambda: summary_table(METRICS | LOADED),
-    "summary, warm": lambda: summary_table(METRICS | LOADED | {"loaded_from_disk_bytes": 0}),
     "summary, made": lambda: summary_table(
-        METRICS | LOADED | {"loaded_from_disk_bytes": None, "weights": "random"}),
+        METRICS | LOADED | {"weights": "random"}),
     "summary, torch's operators": lambda: summary_table(METRICS | {
         "operators": "native operators: none, torch's serve: no C++ compiler (g++) is there"}),
     "summary, no step captured": lambda: summary_table(METRICS | {

@@ -2,7 +2,6 @@
 slice is read once, and what of it came from the disk."""
 
 import errno
-import os
 import socket
 import ssl
 import urllib.error
@@ -21,8 +20,6 @@ from xrunner.checkpoint import source as hub
 from xrunner.checkpoint.layout import wanted_tensors
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.encoder_decoder import load_stage
-from xrunner.rank import loading
-from xrunner.rank.loading import DiskMeter
 
 
 def test_shards_and_pytorch_files_give_the_same_tokens(tmp_path):
@@ -193,35 +190,3 @@ def test_half_precision_and_sharded_directories_load_and_each_tensor_once(family
     bias = getattr(model, "final_logits_bias", None)  # BART's, which is no parameter
     weights = sum(p.numel() for p in model.parameters()) + (0 if bias is None else bias.numel())
     assert sum(reader.bytes_read for reader in load(tmp_path / name, dtype, 1)) == 2 * weights
-
-
-@pytest.fixture
-def cold_file(tmp_path):
-    """32 MiB that no cache holds."""
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(os.urandom(2**20) * 32)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return path
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="drops caches by posix_fadvise")
-def test_bytes_from_the_disk_are_told_from_those_in_memory(cold_file):
-    meter = DiskMeter()
-    if meter.num_bytes is None:
-        pytest.skip("this system does not count what a process reads of storage")
-    cold_file.read_bytes()
-    cold = meter.num_bytes
-    if cold == 0:
-        pytest.skip("the temporary folder lies in memory")
-    assert cold >= 32 * 2**20
-    warm = DiskMeter()
-    cold_file.read_bytes()
-    again = warm.num_bytes
-    assert again is not None and again < 2**20
-
-
-def test_without_a_count_nothing_is_claimed(monkeypatch):
-    monkeypatch.setattr(loading, "_storage_bytes", lambda: None)
-    assert DiskMeter().num_bytes is None

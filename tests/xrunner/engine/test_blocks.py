@@ -13,6 +13,7 @@ from holding import rule_of
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import SOURCES, TORCH
+from integrity import check_blocks, check_slots
 from replays import answers_of, generated
 from toy_runs import run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import random_queries
@@ -73,7 +74,8 @@ class Written:
             self.cache.grow(slot, more)
 
     def check(self) -> None:
-        self.cache.check_integrity(least=0)
+        check_slots(self.cache, least=0)
+        check_blocks(self.cache)
         (table, size), lengths = self.cache.room_for([]), self.cache.lengths
         assert self.cache.pool.num_taken == sum(-(-n // size) for n in lengths)
         for slot, (query, length) in enumerate(zip(self.slots.seats, lengths, strict=True)):

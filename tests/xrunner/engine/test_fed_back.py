@@ -130,7 +130,7 @@ def test_a_head_that_is_ahead_decides_what_the_replay_decides(made, policy, vari
 
 
 def test_last_tokens_go_with_their_queries():
-    rng, kept, known = np.random.default_rng(5), LastTokens(torch.device("cpu")), list[int]()
+    rng, kept, known = np.random.default_rng(5), LastTokens(torch.device("cpu"), 240), list[int]()
     for _ in range(60):
         joining = int(rng.integers(0, 4))
         known += [7] * joining  # told with its first step

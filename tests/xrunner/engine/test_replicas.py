@@ -12,14 +12,13 @@ from toys import spec_of
 from xgpt.core.controls import FIXED
 from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
-from xrunner.engine.replicas import OfEveryReplica, ToReplicas
+from xrunner.engine.replicas import ToReplicas
 from xrunner.files.launcher_link import (
     ChangeOrder,
     LauncherLink,
     load_change_order,
     read_observed,
 )
-from xrunner.rank.world import replicas_of
 from xrunner.rules.changes import OfShapes
 from xrunner.rules.rra import PhaseControls
 
@@ -106,8 +105,7 @@ def linked(job: Job, sink: Told, folder: Path, order: ChangeOrder,
 
     def prepare(head: Head, others: ToReplicas) -> None:
         sink.launcher = LauncherLink(
-            folder, first_query=0, rule=OfEveryReplica(
-                head.rule, others, replicas_of(job.estimate)),
+            folder, first_query=0, rule=others,
             at_work=lambda: head.lengths_so_far() | others.lengths_so_far())
         seen(head, others)
 
@@ -146,7 +144,7 @@ def test_each_shape_takes_up_changes_of_its_own(made, tmp_path, at_once, is_both
 
     def seen(head: Head, others: ToReplicas) -> None:
         head.rule.make_room(12)
-        windows.extend([list(others._accounts.router.windows), others])
+        windows.extend([list(others.router.windows), others])
 
     executors = linked(job, sink, tmp_path, ChangeOrder(revision=1, controls=OfShapes(
         (controls(4, 9) if is_both else None, controls(3, 7)))), seen)
@@ -159,7 +157,7 @@ def test_each_shape_takes_up_changes_of_its_own(made, tmp_path, at_once, is_both
         most = max(step.iteration for step in executors[rank].log)
         assert most == ((9 if is_both else 4), 7)[replica]
     before, others = windows
-    now = others._accounts.router.windows
+    now = others.router.windows
     assert (now[0] == before[0]) is not is_both and now[1].batch == 3
 
 

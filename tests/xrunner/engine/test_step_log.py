@@ -1,57 +1,10 @@
-"""What steps take besides what the model computes, told apart while they run."""
+"""When a device began and ended each step."""
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
-from typing import Any
 
-import torch
-import toy_runs
-import toys
-from holding import rule_of
-
-from xrunner.comm.point_to_point import local_comms
-from xrunner.engine import stage
-from xrunner.engine.pipeline import ALONE
-from xrunner.engine.step_log import StepLog, Timeline, Worked
-
-
-class Spent:
-    """A clock that stands still but for what is spent."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def spending(self, seconds: float, call: Any) -> Any:
-        def spend(*given: Any, **named: Any) -> Any:
-            self.now_s += seconds
-            return call(*given, **named)
-
-        return spend
-
-
-def test_the_model_s_part_of_steps_is_not_the_host_s(made, monkeypatch):
-    clock, directory = Spent(), made("llama")[0]
-    (stage_,) = toy_runs.stages_of(directory, [1])
-    executor = toy_runs.executor_of(directory, stage_, clock=clock)
-    executor.model.mixed = clock.spending(2.0, executor.model.mixed)
-    monkeypatch.setattr(time, "perf_counter", clock)
-    for name, seconds in (("next_tokens", 0.5), ("decode_context", 0.25)):
-        monkeypatch.setattr(stage, name, clock.spending(seconds, getattr(stage, name)))
-    rule = rule_of("rra")
-    toy_runs.lead(directory, local_comms(1)[0], ALONE, executor, rule, toys.random_queries(5))
-    kinds = [record.kind for record in executor.log]
-    assert executor.records.host_s == 0.25 * kinds.count("decode") > 0
-    assert executor.records.busy_s == 2.5 * len(kinds) + 0.25 * kinds.count("decode")
-
-
-def test_of_a_gpu_nobody_knows():
-    log = StepLog(torch.device("meta"), time.perf_counter)
-    assert log.computed(max, 3, 5) == 5 and log.host_s is None
+from xrunner.engine.step_log import Timeline, Worked
 
 
 class Device:

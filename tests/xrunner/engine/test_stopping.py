@@ -121,7 +121,7 @@ def naive(ids: Sequence[int], stops: Sequence[str]) -> str | None:
 
 def active_query(stops: Sequence[str]) -> ActiveQuery:
     return ActiveQuery(PreparedQuery(index=0, id="q", input_ids=(1,), max_new_tokens=10**6,
-                                     stop=tuple(stops)), encode_start_s=0.0)
+                                     stop=tuple(stops)), encode_start_s=0.0, input_tokens=1)
 
 
 def test_it_is_found_with_the_token_that_ends_it():

@@ -96,6 +96,6 @@ def test_a_group_gets_no_more_slots_than_there_are_queries():
         roster = Roster(SlotUse.COMPACTED, None)
         for i in range(count):
             roster.add(PreparedQuery(index=i, id=f"q{i}", input_ids=(1, 2, 3), max_new_tokens=5))
-        found.append(roster.start_message(rule, 0))
+        found.append(roster.start_message(rule))
     assert [message.slots for message in found] == [5, 6]
     assert found[0].capacity == 3 + 5, "input and most output of a query"

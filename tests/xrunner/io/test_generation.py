@@ -13,7 +13,7 @@ from plans import plan_of, spooled
 
 from xgpt.core.errors import InputError
 from xrunner.files.generation import GivenTokens, given_tokens, refuse_given_tokens
-from xrunner.files.intake import queries_of
+from xrunner.files.intake import SpooledQueries
 from xrunner.query import FinishedQuery, PreparedQuery
 
 FIRST = 7
@@ -44,7 +44,7 @@ def test_what_a_models_files_say_is_as_generate_has_it(tmp_path, family, degrees
             {"min_tokens": 4} if place == 5 else {})
         for place, (tokens, most) in enumerate(zip(inputs, MOST, strict=True))))
     assert not errors
-    queries = list(queries_of(spool, plan))
+    queries = list(SpooledQueries(spool, plan))
     # of few slots, so that rows move while others go on
     sink, _ = toy_runs.run_in_process(tmp_path, queries, degrees=degrees, num_groups=2,
                                        max_active=4)
@@ -61,7 +61,7 @@ def test_an_exact_length_has_no_end_that_is_given(tmp_path):
     toys.make_bart("bart", tmp_path, forced_bos_token_id=FIRST, forced_eos_token_id=toys.EOS)
     plan = plan_of(tmp_path, tmp_path)
     spool, _ = spooled(plan, {"tokens": [6, 8], "forced_tokens": 5})
-    (query,) = queries_of(spool, plan)
+    (query,) = SpooledQueries(spool, plan)
     assert query.sampling.fixed == ((1, FIRST),)
 
 
@@ -121,7 +121,7 @@ def answered(request, tmp_path_factory):
         {"tokens": list(one.input_ids)[:1 if one.index % 5 == 0 else None],
          "max_tokens": one.max_new_tokens} for one in toys.random_queries(14, seed=5)))
     assert not errors
-    queries = list(queries_of(spool, plan))
+    queries = list(SpooledQueries(spool, plan))
     assert any(len(query.input_ids) == 1 for query in queries)
     yield tmp_path, queries, {query.index: generated(model, query) for query in queries}
     given_tokens.cache_clear()

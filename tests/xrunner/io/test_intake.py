@@ -18,7 +18,7 @@ from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import Spool, SpoolWriter
 from xrunner.files import intake
 from xrunner.files import runnable as looked_at
-from xrunner.files.intake import ModelTokeniser, Tokenised, make, queries_of, take_in
+from xrunner.files.intake import ModelTokeniser, SpooledQueries, Tokenised, make, take_in
 from xrunner.files.runnable import runnable
 from xrunner.files.tokenizer import TextTokenizer
 from xrunner.plan import load_plan
@@ -142,7 +142,7 @@ def test_an_input_that_the_encode_pool_cannot_hold_becomes_an_error_record(
         llama, tmp_path, most, fitting):
     plan = plan_of(tmp_path, llama[0], most_input_tokens=most)
     spool, errors = spooled(plan, *({"id": f"q{n}", "tokens": [7] * n} for n in (1, 9, 5, 2)))
-    queries = list(queries_of(spool, plan))
+    queries = list(SpooledQueries(spool, plan))
     assert len(queries) == fitting and spool.num_errors == len(errors) == 4 - fitting
     assert [q.index for q in queries] == list(range(fitting))
     assert all(f"planned to encode {most}" in e["error"] for e in errors)
@@ -154,7 +154,7 @@ def test_a_query_is_what_its_request_and_the_job_say(llama, tmp_path):
         "id": "own", "tokens": [5], "forced_tokens": 6, "seed": 11, "temperature": 0, "top_k": 3,
         "top_p": 0.5, "stop": ["a", "b"]},
         {"custom_id": "c", "body": {"model": "m", "prompt": [9, 8, 7], "max_tokens": 3}})
-    plain, own, openai = queries_of(spool, plan)
+    plain, own, openai = SpooledQueries(spool, plan)
     assert (plain.id, [*plain.input_ids], plain.max_new_tokens) == ("plain", [3, 4], 8)
     assert (plain.sampling.temperature, plain.sampling.seed) == (0.5, 2 * 1_000_003 + 2)
     assert (own.max_new_tokens, own.is_forced, own.stop) == (6, True, ("a", "b"))
@@ -167,7 +167,7 @@ def test_a_query_is_what_its_request_and_the_job_say(llama, tmp_path):
 def test_the_jobs_stop_strings_are_those_of_requests_without_any(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0], stop=("###", "\n\n"))
     spool, _ = spooled(plan, {"tokens": [3, 4]}, {"tokens": [5], "stop": "a"})
-    assert [query.stop for query in queries_of(spool, plan)] == [("###", "\n\n"), ("a",)]
+    assert [query.stop for query in SpooledQueries(spool, plan)] == [("###", "\n\n"), ("a",)]
     assert load_plan(plan.save()) == plan
     before = plan_of(tmp_path, llama[0])
     assert plan.fingerprint != before.fingerprint == load_plan(before.save()).fingerprint
@@ -184,7 +184,7 @@ def test_what_cannot_run_is_said_and_the_others_run(llama, tmp_path, request_, w
     spool, errors = spooled(plan, {"tokens": [1, 2]}, request_, {"id": "c", "tokens": [3, 4, 5]})
     (error,) = errors
     assert error["line"] == 2 and why in error["error"]
-    assert [(q.index, q.id, [*q.input_ids]) for q in queries_of(spool, plan)] == [
+    assert [(q.index, q.id, [*q.input_ids]) for q in SpooledQueries(spool, plan)] == [
         (0, "1", [1, 2]), (1, "c", [3, 4, 5])]
     assert spec_of(llama[0]).max_positions is not None
 

@@ -32,7 +32,7 @@ from xgpt.requests.request import Terms
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import Spool, SpoolWriter
 from xrunner.files.generation import given_tokens
-from xrunner.files.intake import hand_on, queries_of, take_in
+from xrunner.files.intake import SpooledQueries, hand_on, take_in
 from xrunner.files.result_line import result_line
 from xrunner.files.results import HELD_FILE, Answered, answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
@@ -70,7 +70,7 @@ def test_each_prompt_of_a_list_has_its_choices_as_if_it_were_alone(llama, tmp_pa
     assert [error["custom_id"] for error in errors] == ["none", "many"]
     assert all("n must be a whole number from 1 to 128" in str(error["response"])
                for error in errors)
-    found = answers(tmp_path, llama[0], list(queries_of(spool, plan)))
+    found = answers(tmp_path, llama[0], list(SpooledQueries(spool, plan)))
     texts = {name: [choice["text"] for choice in body["choices"]] for name, body in found.items()}
     assert texts["both"] == texts["a"] + texts["b"] and texts["one"] == texts["a"] == texts["late"]
     assert texts["both2"] == texts["a2"] + texts["b2"] and len({*texts["both2"]}) == 4
@@ -92,7 +92,7 @@ def test_a_chat_with_several_choices_is_of_openais_type(llama, tmp_path):
     plan = plan_of(tmp_path, llama[0], temperature=0.0)
     spool, _ = spooled(plan, line("a", prompt=A, n=2), line("b", prompt=A))
     found = answers(tmp_path, llama[0], [replace(query, is_chat=True)
-                                         for query in queries_of(spool, plan)])
+                                         for query in SpooledQueries(spool, plan)])
     from openai.types.chat import ChatCompletion
 
     for body in found.values():
@@ -105,12 +105,12 @@ def test_one_prompt_that_cannot_run_leaves_its_line_without_an_answer(llama, tmp
     spool, errors = spooled(
         plan, line("a", prompt=A), line("long", prompt=[A, [5] * 90, B], n=2),
         line("outside", prompt=[[99_999], A]), line("b", prompt=[B, A]))
-    assert [query.id for query in queries_of(spool, plan)] == ["a", "b", "b"]
+    assert [query.id for query in SpooledQueries(spool, plan)] == ["a", "b", "b"]
     assert spool.num_errors == 2
     said = {error["custom_id"]: error["response"]["body"]["error"]["message"] for error in errors}
     assert said["long"].startswith("input 2 of the line: ") and "KV cache" in said["long"]
     assert "outside the vocabulary" in said["outside"]
-    assert [*answers(tmp_path, llama[0], list(queries_of(spool, plan)))] == ["a", "b"]
+    assert [*answers(tmp_path, llama[0], list(SpooledQueries(spool, plan)))] == ["a", "b"]
 
 
 def test_each_text_of_a_list_has_its_embedding(llama, tmp_path):
@@ -129,7 +129,7 @@ def test_each_text_of_a_list_has_its_embedding(llama, tmp_path):
             return [request.tokens for request in requests]
 
     hand_on(take_in(files, Tokens(), spool), spool, plan, toys.spec_of(llama[0]))
-    found = answers(tmp_path, llama[0], list(queries_of(Spool(tmp_path), plan)))
+    found = answers(tmp_path, llama[0], list(SpooledQueries(Spool(tmp_path), plan)))
     for body in found.values():
         types.CreateEmbeddingResponse.model_validate(body, strict=True)
         assert [one["index"] for one in body["data"]] == [*range(len(body["data"]))]
@@ -150,7 +150,7 @@ def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_sa
     spool, errors = spooled(plan, *({"tokens": A, "repetition_penalty": penalty, "max_tokens": 20}
                                     for penalty in asked))
     assert not errors
-    sink, _ = toy_runs.run_in_process(tmp_path, list(queries_of(spool, plan)), degrees=(1,))
+    sink, _ = toy_runs.run_in_process(tmp_path, list(SpooledQueries(spool, plan)), degrees=(1,))
     found = answers_of(sink)
     given_tokens.cache_clear()
     inputs = torch.tensor([A])

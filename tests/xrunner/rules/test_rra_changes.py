@@ -19,7 +19,6 @@ from toys import random_queries
 
 from xgpt.core.controls import EvenBatches
 from xrunner.files.launcher_link import ChangeOrder, LauncherLink, read_observed
-from xrunner.files.result_line import result_line
 from xrunner.query import FinishedQuery
 from xrunner.rules.rra import PhaseControls, RraRule, phase_controls, rra_rule
 from xrunner.rules.steps import Step, StepKind
@@ -185,32 +184,6 @@ def test_it_counts_what_is_over_the_bound(tmp_path):
         result(index, 2, latency_s=took_s) for index, took_s in enumerate((1.0, 2.0, 2.1, 5.0), 3)),
         result(7, 0, latency_s=9.0, error="too long"))
     assert state.kept == (3, 4, 2, 1), "an error record has no latency"
-
-
-def test_it_counts_what_earlier_runs_left_over_the_bound(tmp_path):
-    took_s = {0: 1.0, 1: 3.0, 2: 2.5, 3: 0.5, 4: 9.0, 6: 4.0, 7: 1.0}  # of 4 there is no answer
-    lines = {index: json.dumps(result_line(replace(
-        result(index, 0 if index == 4 else 2, latency_s=own),
-        text='it says "latency_s": 99.0, "output_ids": []'), "toy", str)) + "\n"
-        for index, own in took_s.items()}
-    (tmp_path / "results.jsonl").write_text("".join(lines[index] for index in range(5)))
-    # the one of 3 is in both files: its turn had come
-    (tmp_path / "held.jsonl").write_text("".join(lines[index] for index in (3, 7, 6)))
-    link = LauncherLink(tmp_path, first_query=7, at_work=dict, limit_s=2.0)
-    assert seen_after(link, tmp_path, result(5, 2, latency_s=2.2)).kept == (0, 7, 4, 1)
-    assert LauncherLink(tmp_path, first_query=7, at_work=dict)._kept == (7, 0, 0, 0), "no bound"
-
-
-@pytest.mark.parametrize("is_openai", [False, True])
-def test_an_earlier_run_s_embeddings_are_answers(tmp_path, is_openai):
-    lines = []
-    for index, (took_s, error) in enumerate([(1.0, None), (3.0, None), (9.0, "no number")]):
-        one = result(index, 1, latency_s=took_s, embedding=(0.5, -2.0), error=error)
-        lines.append(json.dumps(result_line(replace(one, query=replace(
-            one.query, is_openai=is_openai, sampling=replace(
-                one.query.sampling, pooled="last"))), "toy", str)))
-    (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
-    assert LauncherLink(tmp_path, first_query=3, limit_s=2.0)._kept == (0, 2, 1, 1)
 
 
 def test_only_the_latest_queries_are_told_of(tmp_path, monkeypatch):

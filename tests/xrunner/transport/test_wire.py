@@ -48,7 +48,7 @@ MESSAGES: list[m.Message] = [
                                    goes_on=True),),
                   replaced=(0,), spans=(Span(0, 1, 2, True),), resting=(3,)),
     m.StartMessage(num_groups=1, slots=2, capacity=3), m.StopMessage(), m.EncodedMessage(group=1),
-    m.TokensMessage(group=2), m.ArrivedMessage(batch=1), m.HeldMessage(batch=1),
+    m.TokensMessage(group=2), m.HeldMessage(batch=1),
     m.HandedMessage(batch=1, queries=(m.HandedQuery(
         query=QUERY, input_tokens=2, output_ids=(1,), encode_start_s=0.5, first_token_s=None,
         likelihoods=()),)),

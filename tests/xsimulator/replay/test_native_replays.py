@@ -19,7 +19,7 @@ from xgpt.core.problem import QueryLengths
 from xprofiler.timing import Operator, TimingFacts
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.rra import RraRule, reserve_facts
+from xrunner.rules.rra import RraRule
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import StepKind
 from xrunner.rules.waa import DecodeAim, WaaDecodeRule, WaaEncodeRule
@@ -165,20 +165,6 @@ def test_rules_that_reserve(monkeypatch, name, num_kinds):
                                replay_job(*job, rules=[rule()]))
         kinds.update(step.kind for step in quick.pools[0].steps)
     assert len(kinds) == num_kinds and min(kinds.values()) > 60, kinds
-
-
-def test_a_rule_that_has_begun_goes_on_by_itself():
-    for make in RULES.values():
-        rule = make(np.random.default_rng(1), 9.0)()
-
-        def facts_of(rule):
-            return rule.facts if isinstance(rule, OrcaRule) else reserve_facts(rule)
-
-        assert facts_of(rule) is not None
-        assert rule.submit(0, 90, 50)
-        assert facts_of(rule) is None, "it has queries of its own"
-        rule.decide()
-        assert facts_of(rule) is None
 
 
 def paged_of(policy, rng, model="opt-13b"):

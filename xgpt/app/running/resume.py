@@ -36,7 +36,7 @@ TAKEN_OVER = ("every query was answered by an earlier run, and not all of its ot
               "they should be (its command was killed before it wrote them, or the disk was full): "
               "these results are taken over, and nothing is run again")
 _FIGURES = ("wall_s", "throughput_qps", "output_tokens_per_s", "load_s", "loaded_bytes",
-            "loaded_from_disk_bytes", "overhead_share")
+            "overhead_share")
 BY_WHAT_WAS_BEGUN = ("the schedule found now does not hold all requests of the run that is in the "
                      "folder, and not finished: it goes on by the schedule that it was begun with")
 

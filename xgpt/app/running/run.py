@@ -64,7 +64,7 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of, program_of
 from xrunner.files.beat import BEATS
-from xrunner.files.intake import hand_on, query_of
+from xrunner.files.intake import SpooledQueries, hand_on
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, output_lock
 from xrunner.files.results import HELD_FILE, ResultWriter, answered, count_results
@@ -111,7 +111,7 @@ class Deaths:
         """Takes note of a death; what comes of it, in words."""
         if leg.alone is not None:
             self._give_up(leg.alone, cause)
-            asked = query_of(Spool(self._plan.output), self._plan, leg.alone)
+            asked = SpooledQueries(Spool(self._plan.output), self._plan)[leg.alone]
             return (f"The request {asked.id!r} was run alone, and its rank died again: it "
                     "has an error in the place of an answer")
         done = answered(self._results)
@@ -129,7 +129,7 @@ class Deaths:
         written = count_results(self._results)
         writer = ResultWriter(self._results, first_index=written, model=self._plan.model_name)
         writer.write(FinishedQuery(
-            query=query_of(Spool(self._plan.output), self._plan, query), output_ids=(),
+            query=SpooledQueries(Spool(self._plan.output), self._plan)[query], output_ids=(),
             finish_reason="error", text="", encode_start_s=0.0, first_token_s=0.0,
             last_token_s=0.0, error="ranks died three times at work on it, the last time alone: "
             + " ".join(cause.split())[-300:]))
