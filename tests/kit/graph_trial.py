@@ -29,7 +29,7 @@ def toy_graphs(dtype: torch.dtype, device: torch.device, capture: Capture) -> De
     whole = StageAssignment(index=0, ranks=(0,), num_layers=_TOY.num_layers, first_layer=0)
     model = StageModel(_TOY, RandomWeights(dtype), whole, dtype, device=device)
     cache = KvCache(kv_shape(_TOY, dtype, slots=32, capacity=64), device)
-    return DecodeGraphs(model, cache.layers, capture, width=1, in_blocks=False)
+    return DecodeGraphs(model, cache.layers, capture, width=1)
 
 
 @torch.inference_mode()
@@ -112,7 +112,7 @@ class _Rows(NamedTuple):
         return cls(_inputs(model, count, is_second), DecodeContext(
             slots=on([*range(count)]), positions=on(positions), lengths=on(positions) + 1,
             blocks=torch.tensor(lines, device=model.device), longest=max(positions) + 1,
-            places=Places(on(where), on(within)), width=count, in_blocks=graphs.in_blocks))
+            places=Places(on(where), on(within)), width=count))
 
     def forget(self, graphs: DecodeGraphs) -> None:
         """What the step writes into the cache is not there yet."""

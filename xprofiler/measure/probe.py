@@ -342,6 +342,6 @@ def captured_step(model: StageModel, group: StageGroup, queries: int,
     size = bucket_of(queries)
     if size is None or why_not(model) is not None:
         return None
-    graphs = DecodeGraphs(model, group.cache.layers, capture, width=1, in_blocks=False)
+    graphs = DecodeGraphs(model, group.cache.layers, capture, width=1)
     graphs.steps[size] = graphs.capture(size)
     return graphs

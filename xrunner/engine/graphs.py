@@ -145,7 +145,7 @@ def capture_steps(model: StageModel | EncoderDecoderStage, caches: Sequence[KvCa
         if cache.store.data_ptr() not in by_store:
             table = cache.room_for([])
             by_store[cache.store.data_ptr()] = DecodeGraphs(
-                model, cache.layers, capture, in_blocks=table is not None,
+                model, cache.layers, capture,
                 width=1 if table is None else table.blocks.shape[1])
     try:
         said = _capture_all(list(by_store.values()), slots, capture)
@@ -186,11 +186,11 @@ class DecodeGraphs:
     """The decode steps of groups that share a cache, which stays where it is."""
 
     def __init__(self, model: StageModel, layers: list[Cache], capture: Capture, *,
-                 width: int, in_blocks: bool) -> None:
+                 width: int) -> None:
         """layers: keys and values [blocks, k, size, d] of each; `width`: blocks of the longest
         query, 1 of a cache in rows."""
         self.model, self.layers, self._capture = model, layers, capture
-        self.width, self.in_blocks = width, in_blocks
+        self.width = width
         self.steps: dict[int, CapturedStep] = {}
 
     @property
@@ -242,8 +242,7 @@ class CapturedStep:
         self.context = DecodeContext(
             slots=none(size), blocks=none(size, graphs.width), positions=zeros[0],
             places=Places(none(size), zeros[1]), lengths=zeros[2],
-            longest=graphs.layers[0][0].shape[2] * graphs.width, width=size,
-            in_blocks=graphs.in_blocks)
+            longest=graphs.layers[0][0].shape[2] * graphs.width, width=size)
         self.captured, self.count = None, 0
 
     def take(self, inputs: Tensor, step: DecodeContext) -> None:

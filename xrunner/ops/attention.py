@@ -62,9 +62,7 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext,
             query, cache, step.blocks, step.lengths, scale,
             bias).flatten(1)
     if not _is_native(query, keys):
-        if step.in_blocks:
-            return _by_rows(query, cache, step, Scoring(scale), bias)
-        return _masked_decode(query, cache, step, scale, bias)
+        return _by_rows(query, cache, step, Scoring(scale), bias)
     out, lib = query.new_empty(n, heads * dim), library()
     assert lib is not None
     table, width, center = _addresses(bias)
@@ -90,42 +88,23 @@ def _window_bias(heads: int, window: int, longest: int, device: torch.device) ->
     return DistanceBias(table, longest - 1)
 
 
-def _masked_decode(query: Tensor, cache: Cache, step: DecodeContext, scale: float,
-                   bias: DistanceBias | None) -> Tensor:
-    """By torch. What lies between the slots is read along and dropped: gathering the rows would
-    copy them all."""
-    n, heads, dim = query.shape
-    kv_heads = cache[0].shape[1]
-    grouped = query.reshape(n, kv_heads, heads // kv_heads, dim)
-    is_dense = step.width == n
-    if not is_dense:
-        spread = grouped.new_zeros(step.width, *grouped.shape[1:])
-        spread[step.slots] = grouped
-        grouped = spread
-    mask = step.mask(query.dtype)
-    if bias is not None:
-        distances = torch.arange(step.longest, device=mask.device) - step.positions[:, None]
-        own = bias.values[:, (distances + bias.center).clamp(max=bias.values.shape[1] - 1)]
-        added = mask.new_zeros(step.width, heads, 1, step.longest)
-        added[step.slots] = own.transpose(0, 1)[:, :, None, :].to(mask.dtype)
-        mask = (mask + added).view(step.width, kv_heads, -1, step.longest)
-    keys, values = (part[:step.width, :, :step.longest].to(query.dtype) for part in cache)
-    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-    return (out if is_dense else out[step.slots]).reshape(n, heads * dim)
-
-
 def _by_rows(query: Tensor, cache: Cache, step: DecodeContext, scoring: Scoring,
              bias: DistanceBias | None) -> Tensor:
-    """By torch, of entries copied into rows. A block that another query has left may hold what is
-    no number, which a masked score would still multiply."""
+    """By torch, of rows as they lie where queries have the first ones, else of a copy. A block
+    that another query has left may hold what is no number, which a masked score would still
+    multiply."""
     n, heads, dim = query.shape
     kv_heads = cache[0].shape[1]
     at = torch.arange(step.longest, device=query.device)
     mask = torch.zeros(n, 1, 1, step.longest, dtype=query.dtype, device=query.device).masked_fill_(
         (at >= step.lengths[:, None])[:, None, None, :], float("-inf"))
-    beyond = mask.view(n, 1, step.longest, 1) != 0
-    keys, values = (part.to(query.dtype).masked_fill(beyond, 0)
-                    for part in rows_of(cache, step.blocks, step.longest))
+    if step.in_blocks or step.width > n or scoring.cap is not None:
+        beyond = mask.view(n, 1, step.longest, 1) != 0
+        rows = [part.masked_fill(beyond, 0)
+                for part in rows_of(cache, step.blocks, step.longest)]
+    else:
+        rows = [part[:n, :, :step.longest] for part in cache]
+    keys, values = (part.to(query.dtype) for part in rows)
     if bias is not None:
         distances = at - step.positions[:, None]
         own = bias.values[:, (distances + bias.center).clamp(max=bias.values.shape[1] - 1)]
@@ -168,12 +147,11 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
         return _encode_by_span(query, cache, step, Scoring(scale))
     out, lib = query.new_empty(tokens, heads * dim), library()
     assert lib is not None
-    _, first, lengths, _ = step.columns
     check(lib.xgpt_encode_attention(
         dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
         keys.data_ptr(), values.data_ptr(), step.blocks.data_ptr(), step.blocks.shape[1],
-        first.data_ptr(), lengths.data_ptr(), len(step.spans), heads, kv_heads, dim, num_blocks,
-        size, scale, threads()))
+        step.first.data_ptr(), step.tokens.data_ptr(), len(step.spans), heads, kv_heads, dim,
+        num_blocks, size, scale, threads()))
     return out
 
 

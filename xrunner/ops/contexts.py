@@ -10,7 +10,7 @@ large as the longest query.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -63,6 +63,8 @@ def rows_of(cache: Cache, blocks: Tensor, count: int) -> list[Tensor]:
     """A copy of the first `count` keys and values of rows of `blocks` [n, most]: each [n, k, count,
     d]. For torch's attention, which reads rows; what lies beyond a query's length is anything."""
     size = cache[0].shape[2]
+    if count <= size:
+        return [part[:, :, :count][blocks[:, 0].clamp(min=0)] for part in cache]
     own = blocks[:, :-(-count // size)].clamp(min=0)
     return [part[own].transpose(1, 2).flatten(2, 3)[:, :, :count] for part in cache]
 
@@ -78,21 +80,7 @@ class DecodeContext:
     lengths: Tensor  # [n] int64 entries that a query reads, that token's too: positions + 1
     longest: int
     width: int  # slots below which all of `slots` lie
-    in_blocks: bool  # a table names them
-    _masks: dict[torch.dtype, Tensor] = field(default_factory=dict)
-
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """[width, 1, 1, longest] added to scores by torch: 0 within a query's length, -inf beyond;
-        of entries that lie in blocks [n, 1, 1, longest]."""
-        if dtype not in self._masks:
-            lengths = self.lengths
-            if not self.in_blocks:
-                lengths = self.lengths.new_full((self.width,), self.longest)
-                lengths[self.slots] = self.lengths
-            beyond = torch.arange(self.longest, device=lengths.device) >= lengths[:, None]
-            mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device)
-            self._masks[dtype] = mask.masked_fill_(beyond, float("-inf"))[:, None, None, :]
-        return self._masks[dtype]
+    in_blocks: bool = False  # a table names them
 
 
 def decode_context(lengths: Sequence[int], slots: Sequence[int] | None = None,
@@ -112,59 +100,21 @@ def decode_context(lengths: Sequence[int], slots: Sequence[int] | None = None,
                          longest=max(lengths), width=where[-1] + 1, in_blocks=table is not None)
 
 
-class SpanGroup(NamedTuple):
-    """Spans that one launch takes: what it reads of them, views of the context's columns."""
-
-    num_spans: int
-    longest_span: int  # tokens
-    blocks: Tensor  # [num_spans, most] int64
-    first: Tensor  # [num_spans] int64, as the next two
-    tokens: Tensor
-    starts: Tensor
-
-
-class SpanGroups(NamedTuple):
-    """All of a step's spans in groups. `tokens` of all of them; `longest`: entries that a token
-    reads at most; `are_sound`: each has tokens, and begins at none before the first."""
-
-    groups: tuple[SpanGroup, ...]
-    tokens: int
-    longest: int
-    are_sound: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeContext:
     """Of spans of inputs, packed one after the other."""
 
     spans: Sequence[Span]
-    columns: Tensor  # [4, spans] int64: slot, first position, tokens of each; rows before it
+    first: Tensor  # [spans] int64 position of the first token of each
+    tokens: Tensor  # [spans] int64
+    starts: Tensor  # [spans] int64 rows before each
+    longest: int  # entries that one token reads at most
+    longest_span: int  # tokens
     blocks: Tensor  # [spans, most] int64 of each span's slot; without a table the slots
     positions: Tensor  # [T] int64 of every token
     places: Places  # of every token
     in_blocks: bool  # a table names them
     tails: Sequence[int] = ()  # of each span, rows at its end that are asked for; (): one of each
-    _groups: dict[int, SpanGroups] = field(default_factory=dict)
-
-    def groups(self, most: int) -> SpanGroups:
-        """The spans in groups of at most `most`: found once for all layers."""
-        if most not in self._groups:
-            self._groups[most] = SpanGroups(
-                tuple(self._group(slice(at, at + most)) for at in range(0, len(self.spans), most)),
-                sum(span.tokens for span in self.spans), self.longest,
-                all(span.tokens >= 1 and span.first >= 0 for span in self.spans))
-        return self._groups[most]
-
-    def _group(self, here: slice) -> SpanGroup:
-        spans = self.spans[here]
-        _, first, tokens, starts = self.columns[:, here]
-        return SpanGroup(len(spans), max(span.tokens for span in spans), self.blocks[here], first,
-                         tokens, starts)
-
-    @property
-    def longest(self) -> int:
-        """Entries that one token reads at most."""
-        return max((span.first + span.tokens for span in self.spans), default=0)
 
     @property
     def ends(self) -> Tensor:
@@ -173,7 +123,7 @@ class EncodeContext:
         tails = self.tails or [1] * len(self.spans)
         behind = accumulate(span.tokens for span in self.spans)
         return on_device([row for span, end, tail in zip(self.spans, behind, tails, strict=True)
-                          if span.is_last for row in range(end - tail, end)], self.columns.device)
+                          if span.is_last for row in range(end - tail, end)], self.positions.device)
 
     def pieces(self, most: int) -> Iterator[tuple[slice, EncodeContext]]:
         """The same in pieces of whole spans of at most `most` tokens, of evenly many; a span that
@@ -183,19 +133,24 @@ class EncodeContext:
         first = begin = end = 0
         for i, span in enumerate(self.spans):
             if end > begin and (end + span.tokens - begin > most or end - begin >= share):
-                yield slice(begin, end), self._part(first, i, slice(begin, end))
+                yield slice(begin, end), self.part(slice(first, i), slice(begin, end))
                 first, begin = i, end
             end += span.tokens
-        yield slice(begin, end), self._part(first, len(self.spans), slice(begin, end))
+        yield slice(begin, end), self.part(slice(first, len(self.spans)), slice(begin, end))
 
-    def _part(self, first: int, last: int, rows: slice) -> EncodeContext:
-        columns = self.columns[:, first:last].clone()
-        columns[3] -= rows.start
+    def part(self, some: slice, rows: slice) -> EncodeContext:
+        """Some of the spans, whose tokens these rows are."""
         return EncodeContext(
-            spans=self.spans[first:last], columns=columns,
-            blocks=self.blocks[first:last], positions=self.positions[rows],
+            spans=self.spans[some], first=self.first[some], tokens=self.tokens[some],
+            starts=self.starts[some] - rows.start, **_longest(self.spans[some]),
+            blocks=self.blocks[some], positions=self.positions[rows],
             places=Places(*(part[rows] for part in self.places)), in_blocks=self.in_blocks,
-            tails=self.tails[first:last])
+            tails=self.tails[some])
+
+
+def _longest(spans: Sequence[Span]) -> dict[str, int]:
+    return {"longest": max((span.first + span.tokens for span in spans), default=0),
+            "longest_span": max((span.tokens for span in spans), default=0)}
 
 
 def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu",
@@ -206,12 +161,13 @@ def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu",
     positions = chain.from_iterable(range(s.first, s.first + s.tokens) for s in spans)
     before = accumulate((span.tokens for span in spans), initial=0)
     on, ends = torch.device(device), list(before)[:len(spans)]
-    columns = on_device([[s.slot for s in spans], [s.first for s in spans],
-                         [s.tokens for s in spans], ends], on)
+    slot_of, *columns = on_device([[s.slot for s in spans], [s.first for s in spans],
+                                   [s.tokens for s in spans], ends], on)
     own, at = on_device([[*slots], [*positions]], on)
     return EncodeContext(
-        spans=spans, columns=columns, positions=at, in_blocks=table is not None, tails=tails,
-        blocks=columns[0][:, None] if table is None else table.blocks[columns[0]],
+        spans=spans, first=columns[0], tokens=columns[1], starts=columns[2], **_longest(spans),
+        positions=at, in_blocks=table is not None, tails=tails,
+        blocks=slot_of[:, None] if table is None else table.blocks[slot_of],
         places=Places(own, at) if table is None else table.places(own, at))
 
 

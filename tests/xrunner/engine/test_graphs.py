@@ -158,7 +158,7 @@ def own_cache(directory: Path) -> tuple[KvCache, StageModel]:
     (Capture, True), (Stale, False)])
 def test_a_trial_finds_a_captured_step_that_is_not_what_it_was(made, kind, agrees):
     cache, model = own_cache(made("llama")[0])
-    own = graphs.DecodeGraphs(model, cache.layers, kind(), width=1, in_blocks=False)
+    own = graphs.DecodeGraphs(model, cache.layers, kind(), width=1)
     with kernels():
         found = [graph_trial.tried(own, size)[1] for size in (1, 4)]
     assert (max(found) <= graph_trial.STEPS_OFF * tolerance(torch.float32)) == agrees
@@ -190,8 +190,7 @@ def test_sizes_are_those_that_batches_of_a_group_are_filled_up_to():
 
 def test_a_smaller_step_leaves_no_row_of_the_one_before(made):
     cache, model = own_cache(made("llama")[0])
-    own = CapturedStep(4, graphs.DecodeGraphs(model, cache.layers, Capture(), width=1,
-                                              in_blocks=False))
+    own = CapturedStep(4, graphs.DecodeGraphs(model, cache.layers, Capture(), width=1))
     own.take(torch.tensor([5, 6, 7, 8]), decode_context([3, 4, 5, 6]))
     own.take(torch.tensor([9, 9]), decode_context([7, 8]))
     assert own.inputs.tolist() == [9, 9, 0, 0]

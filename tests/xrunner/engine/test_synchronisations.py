@@ -185,7 +185,7 @@ def test_nothing_passes_between_device_and_host_in_what_is_captured(
         model = executor_of(family, 2, None, decoder).model
         assert isinstance(model, StageModel) and why_not(model) is None
         cache = torch.zeros(2, 2, 4 * width, model.kv_heads, 16, 4, device=DEVICE)
-        graphs = DecodeGraphs(model, layers_of(cache), Nothing(), width=width, in_blocks=width > 1)
+        graphs = DecodeGraphs(model, layers_of(cache), Nothing(), width=width)
         own = CapturedStep(4, graphs)
         graphs.work(own.inputs, own.context)  # as before every capture: some things go up once
         traffic.waits.clear()

@@ -11,7 +11,7 @@ block.
 import torch
 from torch import Tensor
 
-from xrunner.ops.contexts import DistanceBias, EncodeContext, SpanGroup
+from xrunner.ops.contexts import DistanceBias, EncodeContext
 from xrunner.ops.cuda.launch import (
     ADD_NORM,
     DECODE,
@@ -21,7 +21,6 @@ from xrunner.ops.cuda.launch import (
     SILU_MUL,
     Launch,
     Launcher,
-    Struct,
     check_alike,
     check_numbers,
     check_plain,
@@ -113,43 +112,32 @@ class CudaOps:
         """
         tokens, heads, dim = query.shape
         kv_heads, sizes = _check_cache(query, cache, step.blocks)
-        spans = step.groups(_MAX_GRID)
-        if spans.tokens != tokens:
-            raise refusal(f"spans of {spans.tokens} tokens for {tokens}")
-        capacity = sizes["most_blocks"] * sizes["block_size"]
-        if not spans.are_sound or spans.longest > capacity:
-            wrong = next(span for span in step.spans if span.tokens < 1 or span.first < 0
-                         or span.first + span.tokens > capacity)
-            raise refusal(f"{wrong} beyond the capacity {capacity}")
+        if len(step.positions) != tokens:
+            raise refusal(f"spans of {len(step.positions)} tokens for {tokens}")
+        capacity, num_spans = sizes["most_blocks"] * sizes["block_size"], len(step.spans)
+        if step.longest > capacity:
+            raise refusal(f"a span of {step.longest} entries beyond the capacity {capacity}")
         out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
         wide = is_wide(*cache, row=dim)
         by_tiles = (wide and is_wide(query, row=dim) and query.stride(0) % 8 == 0
                     and _may_tile(query, sizes))
-        for group in spans.groups:
+        name, width = DTYPES[query.dtype], _tile_width(dim)
+        kernel, height, shared = (f"encode_tiles_{width}_{name}", _TILE_TOKENS[width], 0)
+        if not by_tiles:
+            kernel, height = f"encode_attention_{name}", _ENCODE_TOKENS
+            shared = 4 * (_ENCODE_TOKENS * (dim + _ENCODE_KEYS) + _ENCODE_KEYS * (dim + 1))
+        for at in range(0, num_spans, _MAX_GRID):  # as many as one launch can take
+            own = step if num_spans <= _MAX_GRID else step.part(
+                slice(at, at + _MAX_GRID), slice(0, tokens))
             arguments = filled(
-                ENCODE, out=out, query=query, keys=cache[0], values=cache[1], blocks=group.blocks,
-                first=group.first, tokens_of=group.tokens, starts=group.starts,
-                query_stride=query.stride(0), spans=group.num_spans, heads=heads,
+                ENCODE, out=out, query=query, keys=cache[0], values=cache[1], blocks=own.blocks,
+                first=own.first, tokens_of=own.tokens, starts=own.starts,
+                query_stride=query.stride(0), spans=len(own.spans), heads=heads,
                 kv_heads=kv_heads, dim=dim, **sizes, is_wide=wide, scale=scale)
-            self._encode(group, arguments, heads, dim, DTYPES[query.dtype],
-                         by_tiles=by_tiles)
+            self._launch(Launch("encode_tiles" if by_tiles else "encode_attention", kernel,
+                                (-(-own.longest_span // height), heads, len(own.spans)), _THREADS,
+                                shared, arguments))
         return out
-
-    def _encode(self, group: SpanGroup, arguments: Struct, heads: int, dim: int, name: str, *,
-                by_tiles: bool) -> None:
-        """As many spans as one launch can take. What it reads of them lies on the GPU already, for
-        all layers: nothing is transferred in one."""
-        longest = group.longest_span
-        if by_tiles:
-            width = _tile_width(dim)
-            self._launch(Launch("encode_tiles", f"encode_tiles_{width}_{name}",
-                                (-(-longest // _TILE_TOKENS[width]), heads, group.num_spans),
-                                _THREADS, 0, arguments))
-            return
-        shared = 4 * (_ENCODE_TOKENS * (dim + _ENCODE_KEYS) + _ENCODE_KEYS * (dim + 1))
-        self._launch(Launch("encode_attention", f"encode_attention_{name}",
-                            (-(-longest // _ENCODE_TOKENS), heads, group.num_spans), _THREADS,
-                            shared, arguments))
 
     def add_rms_norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor,
                      eps: float) -> Tensor:
