@@ -264,12 +264,6 @@ def input_projection_params(spec: ModelSpec) -> int:
     return spec.hidden_size * (width + spec.kv_elements_per_token_layer)
 
 
-def active_params(spec: ModelSpec) -> int:
-    """Those that a token is multiplied by, and the embedding."""
-    return spec.num_params - spec.num_layers * (
-        spec.decoder_layer_params - active_layer_params(spec))
-
-
 def active_layer_params(spec: ModelSpec) -> int:
     """Those of a decoder layer that a token is multiplied by: of a mixture its experts' own."""
     experts = spec.decoder.experts

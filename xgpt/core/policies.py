@@ -185,8 +185,3 @@ def replanned_policies() -> tuple[str, ...]:
     """Names of those whose schedule may be found anew while a job runs: static batches begin and
     end together, as they were planned."""
     return tuple(row.name for row in policies() if row.is_searched and not row.is_baseline)
-
-
-def baselines() -> tuple[str, ...]:
-    """Names of those that gains are measured against, and of those that are not searched."""
-    return tuple(row.name for row in policies() if row.is_baseline or not row.is_searched)

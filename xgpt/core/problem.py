@@ -145,11 +145,6 @@ class QueryTimes:
         return _since(self.start_s, self.last_token_s)
 
     @property
-    def encoding_s(self) -> FloatArray:
-        """[queries] from the start of the encoding to the first token."""
-        return _since(self.start_s, self.first_token_s)
-
-    @property
     def ttft_s(self) -> FloatArray:
         """[queries] to the first token, from the arrival on: waiting for its turn counts."""
         return _since(self.arrival_s, self.first_token_s)
