@@ -89,7 +89,7 @@ PLACES = (
           "xrunner/checkpoint/identity.py", "for block in range(1, _BLOCKS + 1):",
           "for block in ():", "tests/xrunner/checkpoint/test_identity.py::"
           "test_other_weights_of_the_same_size_and_shape_are_another_model"),
-    Place("2 another model", "--verify reads no more than the samples", "xrunner/plan.py",
+    Place("2 another model", "run.verify reads no more than the samples", "xrunner/plan.py",
           "name for name in common if self.weights_whole[name] != weights_whole[name])})",
           "name for name in common if not name)})",
           f"{_CHANGED}a_byte_between_the_samples_is_seen_by_who_reads_them_all"),

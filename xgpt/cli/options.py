@@ -78,18 +78,6 @@ def with_seconds(overrides: tuple[str, ...], max_seconds: float | None) -> tuple
         *overrides, f"search.max_seconds={max_seconds:g}")
 
 
-def verify_option(command: F) -> F:
-    """--verify: the job's `run.verify`."""
-    return click.option(
-        "--verify", "is_verified", is_flag=True,
-        help="Know the model's weights again by every byte, not by samples of them.")(command)
-
-
-def with_verify(overrides: tuple[str, ...], is_verified: bool) -> tuple[str, ...]:
-    """The overrides of a command, with what its --verify asks for."""
-    return (*overrides, "run.verify=true") if is_verified else overrides
-
-
 def check_writable(path: Path, option: str) -> None:
     """Checks `path` before anything is computed for it, and makes its folder. Raises InputError
     where no file can be written there."""

@@ -13,9 +13,7 @@ from xgpt.cli.options import (
     job_arguments,
     job_options,
     print_json,
-    verify_option,
     with_seconds,
-    with_verify,
     within_seconds,
 )
 from xgpt.cli.terminal import Terminal, show
@@ -52,10 +50,9 @@ _strict_option = click.option(
 @click.option("--dry-run", is_flag=True,
               help="Print the schedule and, for Slurm, the batch script; start nothing.")
 @_strict_option
-@verify_option
 def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool,
            through_slurm: bool, is_again: bool, results: Path | None, max_seconds: float | None,
-           dry_run: bool, is_strict: bool, is_verified: bool) -> None:
+           dry_run: bool, is_strict: bool) -> None:
     """Profile, schedule, run and report: everything the job file asks for.
 
     A job that is done says so, and runs nothing (`--again` runs it anew).
@@ -67,7 +64,7 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
         raise click.UsageError("--results is of one job file; give each its own key `results`")
     if results is not None:  # from where the command is called; the job file's start elsewhere
         overrides = (*overrides, f"results={json.dumps(str(results.absolute()))}")
-    overrides = with_verify(with_seconds(overrides, max_seconds), is_verified)
+    overrides = with_seconds(overrides, max_seconds)
     wanted = [_wanted(path, overrides, through_slurm) for path in job_files]
     is_for_slurm = any(job.slurm is not None for job, _ in wanted)
     if through_slurm or (is_for_slurm and allocation_here() is None):
@@ -98,11 +95,9 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
 @click.option("--schedule", "schedule_file", type=click.Path(path_type=Path), metavar="FILE",
               help="The schedule to execute; default: schedule.json of the job's output folder.")
 @_strict_option
-@verify_option
 def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
-        schedule_file: Path | None, is_strict: bool, is_verified: bool) -> None:
+        schedule_file: Path | None, is_strict: bool) -> None:
     """Execute a schedule on the real model (and go on where a stopped run ended)."""
-    overrides = with_verify(overrides, is_verified)
     _do("run", load_job(job_file, overrides), as_json, is_strict, schedule_file=schedule_file)
 
 
@@ -112,11 +107,10 @@ def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
               help="Score a job that is done, or half done, from its beginning.")
 @click.option("--dry-run", is_flag=True, help="Print the schedule; start nothing.")
 @_strict_option
-@verify_option
 def score(job_file: Path, overrides: tuple[str, ...], as_json: bool, is_again: bool, dry_run: bool,
-          is_strict: bool, is_verified: bool) -> None:
+          is_strict: bool) -> None:
     """Log-likelihood per token of given continuations: `submit` with `workload.score: true`."""
-    job = load_job(job_file, (*with_verify(overrides, is_verified), "workload.score=true"))
+    job = load_job(job_file, (*overrides, "workload.score=true"))
     if dry_run:
         _show_plans([job], as_json)
     elif (found := _done_already(job, is_again=is_again)) is None:

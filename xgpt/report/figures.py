@@ -9,7 +9,7 @@ import numpy as np
 
 from xgpt.core.constraint import METRIC_WORDS, Bound, Metric
 from xgpt.core.lengths import FloatArray
-from xgpt.core.schedule import Rejected, Schedule, Status
+from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
 from xgpt.report.lanes import Lane
 from xgpt.report.output import (
@@ -91,14 +91,6 @@ def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
                                measured=quantity(measured, unit), ratio=ratio,
                                is_rate=unit.endswith("/s")))
     return tuple(rows)
-
-
-def lost_to(row: Rejected, schedule: Schedule) -> float | None:
-    """Share of the schedule's throughput that an alternative loses; None where it loses none."""
-    if row.throughput_qps is None:
-        return None
-    share = 1 - row.throughput_qps / schedule.figures.throughput_qps
-    return share if share > 0 else None
 
 
 def lost_to_bound(schedule: Schedule) -> float | None:

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from xgpt.core.errors import MissingExtraError
 from xgpt.core.system.whole_file import write_atomically
-from xgpt.core.units import format_bytes, format_seconds
+from xgpt.core.units import format_seconds
 from xgpt.report import words
 from xgpt.report.chart import Axis, Chart, Mark, Series, Value
-from xgpt.report.figures import percent, plain
 from xgpt.report.words import clean
 
 if TYPE_CHECKING:
@@ -60,9 +59,8 @@ def _templates(page: str) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True,
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(clean=lambda text: words.clean(str(text)), percent=percent,
-                               tight=words.tight, bytes=format_bytes, seconds=format_seconds,
-                               plain=plain, data_table=data_table)
+    environment.filters.update(clean=lambda text: clean(str(text)), tight=words.tight,
+                               seconds=format_seconds, data_table=data_table)
     return environment
 
 

@@ -39,7 +39,6 @@ from xprofiler.profile_file import load_profile
 ALONE = "both"  # the pool that works both phases: there is no other
 _COUNTS = ("input_tokens", "output_tokens")
 _TIMES = ("latency_s", "encode_start_s", "ttft_s", "tpot_s")
-_MOST_REASONS = 255  # different ones; a run has four
 _T = TypeVar("_T")
 
 
@@ -66,7 +65,7 @@ class QueryColumns:
     def __init__(self, queries: Iterable[QueryFigures] = ()) -> None:
         self._counts = {name: array("i") for name in _COUNTS}
         self._times = {name: array("d") for name in _TIMES}
-        self._reasons, self._codes = array("B"), dict[str, int]()
+        self._reasons = Counter[str]()
         for query in queries:
             self.add(query)
 
@@ -77,13 +76,10 @@ class QueryColumns:
         for name, times in self._times.items():
             value = getattr(query, name)
             times.append(math.nan if value is None else value)
-        reason = query.finish_reason
-        if reason not in self._codes and len(self._codes) == _MOST_REASONS:
-            reason = next(reversed(self._codes))  # of a file that no run wrote
-        self._reasons.append(self._codes.setdefault(reason, len(self._codes)))
+        self._reasons[query.finish_reason] += 1
 
     def __len__(self) -> int:
-        return len(self._reasons)
+        return len(self._counts["output_tokens"])
 
     def times(self, name: str) -> FloatArray:
         """[queries] seconds; NaN where the results do not tell."""
@@ -95,10 +91,7 @@ class QueryColumns:
 
     def reasons(self) -> Counter[str]:
         """How many ended why."""
-        if not self:
-            return Counter()
-        counts = np.bincount(np.frombuffer(self._reasons, np.uint8), minlength=len(self._codes))
-        return Counter(dict(zip(self._codes, counts.tolist(), strict=True)))
+        return self._reasons
 
 
 def are_counts(query: QueryFigures) -> bool:

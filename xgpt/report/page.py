@@ -22,13 +22,12 @@ from xgpt.report.figures import BoundCheck, check_bound, lost_to_bound, percent,
 from xgpt.report.html_page import render_page
 from xgpt.report.output import Output, number, read_output, text_at, told
 from xgpt.report.profile_table import profile_facts
-from xgpt.report.table import schedule_facts
+from xgpt.report.table import compared, schedule_facts
 from xgpt.report.words import counted
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100
 MAX_ERRORS = 100
-_MAX_FACTS = 24
 
 
 def write_report(output_dir: Path, path: Path | None = None) -> Path:
@@ -91,7 +90,8 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
                    for stage in pool.stages] if schedule else (),
         "schedule_facts": schedule_facts(schedule) if schedule else (),
         "policy_sentence": words.policy_sentence(schedule.estimate) if schedule else "",
-        "lost_to": figures.lost_to,
+        "rejected": [(row.label, *compared(row, schedule), row.reason)
+                     for row in schedule.rejected] if schedule else (),
         "words": words,
         "plots": [chart for chart in drawn if not chart.is_wide],
         "timelines": [chart for chart in drawn if chart.is_wide],
@@ -137,34 +137,14 @@ def _run_facts(output: Output, metrics: Mapping[str, Any]) -> list[tuple[str, st
     facts = [("Job", text_at(output.job, "name")), ("Model", text_at(output.job, "model")),
              ("Weights", text_at(metrics, "model_source")),
              ("Loading", words.loading_words(metrics)), ("Engine", text_at(metrics, "engine")),
-             ("Ranks", _as_text(metrics.get("ranks"))), ("Dtype", text_at(metrics, "dtype")),
+             ("Ranks", None if (ranks := number(metrics, "ranks")) is None else f"{ranks:.0f}"),
+             ("Dtype", text_at(metrics, "dtype")),
              ("Requests", text_at(output.job, "workload", "requests")),
              ("Date", text_at(metrics, "date")), ("Status", text_at(metrics, "status"))]
     machine = metrics.get("machine")
-    known = [(label, value) for label, value in facts if value is not None]
-    return known + (_facts(machine) if isinstance(machine, Mapping) else [])
-
-
-def _facts(source: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """The plain values of `source`, one level of nesting deep; tables are only counted."""
-    facts: list[tuple[str, str]] = []
-    for key, value in source.items():
-        label = f"{prefix}{key}".replace("_", " ")
-        if isinstance(value, Mapping) and not prefix:
-            facts += _facts(value, f"{key}: ")
-        elif isinstance(value, (list, tuple, Mapping)):
-            facts.append((label, f"{len(value)} entries"))
-        elif (text := _as_text(value)) is not None:
-            facts.append((label, text))
-    return facts[:_MAX_FACTS]
-
-
-def _as_text(value: object) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    facts += [(str(key).replace("_", " "), str(value)) for key, value in (
+        machine.items() if isinstance(machine, Mapping) else ()) if value is not None]
+    return [(label, value) for label, value in facts if value is not None]
 
 
 def changes_told(metrics: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,6 @@
 """A Profile in the terminal: what was measured on what, and every table beside its floor."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
@@ -15,7 +14,7 @@ from xprofiler.roofline import bound_by, floor_s, work
 from xprofiler.timing import Operator
 from xprofiler.verdict import SPREAD_LIMIT, judge
 
-MAX_ROWS, MAX_LINES = 15, 3  # points of a table; values of y in it
+MAX_ROWS = 15  # points of a table
 _OPERATORS = frozenset(operator.value for operator in Operator)
 _NOISY = "*"
 _T = TypeVar("_T")
@@ -78,7 +77,7 @@ def profile_facts(profile: Profile) -> list[tuple[str, str]]:
         ("date", on),
         ("verdict", judge(profile).sentence),
         ("extent", _extent(profile)),
-        ("age", _age(profile)), ("disturbed", _disturbed(profile)),
+        ("disturbed", _disturbed(profile)),
         *((f"runs, {kind}", words) for kind, words in _learned(profile)),
         ("degrees", ", ".join(str(d) for d in profile.tp_degrees) or "none"),
         *((f"refused {degree}", reason) for degree, reason in profile.refused.items()),
@@ -95,12 +94,6 @@ def _extent(profile: Profile) -> str:
     return "" if not count else (
         f"measured briefly, at the sizes that a job had: {counted(count, 'point')} between them "
         "are left out, which `xgpt profile JOB.yaml` adds")
-
-
-def _age(profile: Profile) -> str:
-    """When its points were measured, by the day; empty where that is not known."""
-    days = Counter(p.date for table in profile.tables.values() for p in table if p.date)
-    return ", ".join(f"{counted(count, 'point')} of {day}" for day, count in sorted(days.items()))
 
 
 def _disturbed(profile: Profile) -> str:
@@ -152,16 +145,6 @@ def points_of(profile: Profile, key: TableKey) -> list[RatedPoint]:
         samples, floor_s(needed, peaks), bound_by(needed, peaks), strict=True)]
 
 
-def shown_lines(points: Iterable[RatedPoint], most: int) -> dict[float, list[RatedPoint]]:
-    """The points by y, of `most` values of y at most: of those that more than one x was measured
-    at, where there are any. Those of a table without y are one line."""
-    lines: dict[float, list[RatedPoint]] = {}
-    for point in points:
-        lines.setdefault(point.sample.y, []).append(point)
-    full = [y for y, line in lines.items() if len(line) > 1] or list(lines)
-    return {y: lines[y] for y in _spread_out(full, most)}
-
-
 def _spread_out(items: Sequence[_T], most: int) -> list[_T]:
     """At most `most` of `items`, first and last among them and the others evenly between."""
     if len(items) <= most:
@@ -180,9 +163,9 @@ def title_of(key: TableKey) -> str:
 def _table_of(profile: Profile, key: TableKey) -> str:
     points = points_of(profile, key)
     if key.name == STEP_OVERHEAD:
-        time, spread = _timed(points[0])
-        return paragraph(f"{title_of(key)}: {time} a micro-batch and stage, spread {spread}")
-    shown, (x, y) = _thinned(points), AXES[key.name]
+        return paragraph(f"{title_of(key)}: {format_seconds(points[0].sample.median_s)} a "
+                         f"micro-batch and stage, spread {_spread(points[0])}")
+    shown, (x, y) = _spread_out(points, MAX_ROWS), AXES[key.name]
     is_2d = any(p.sample.y for p in points)
     title = f"{title_of(key)}: x = {x}" + (f", y = {y}" if is_2d else "")
     if len(shown) < len(points):
@@ -190,45 +173,29 @@ def _table_of(profile: Profile, key: TableKey) -> str:
         noisy = sum(p.is_noisy for p in left_out)
         title += f" ({len(shown)} of {counted(len(points), 'point')}"
         title += f", {noisy} of the others noisy)" if noisy else ")"
-    rows = _message_rows(shown) if x == "bytes" else _operator_rows(shown, is_2d)
-    return f"{paragraph(title)}\n{rows}"
+    return f"{paragraph(title)}\n{_rows(shown, x, is_2d)}"
 
 
-def _thinned(points: Sequence[RatedPoint]) -> list[RatedPoint]:
-    """MAX_ROWS points at most; of many y the first, the middle and the last."""
-    if len(points) <= MAX_ROWS:
-        return list(points)
-    lines = shown_lines(points, MAX_LINES)
-    each = max(MAX_ROWS // len(lines), 2)
-    return [point for line in lines.values() for point in _spread_out(line, each)]
-
-
-def _operator_rows(points: Sequence[RatedPoint], is_2d: bool) -> str:
+def _rows(points: Sequence[RatedPoint], x: str, is_2d: bool) -> str:
     """Columns y, x, time, spread and, where there is a floor: floor, share, what bounds."""
-    has_floor = any(p.floor_s is not None for p in points)
-    header = ["y", "x", "time", "spread ", *(["floor", "share", "bound by"] if has_floor else [])]
-    rows, last_y = [], None
-    for p in points:
-        y = "" if p.sample.y == last_y else _count(p.sample.y)  # named once a group
-        last_y = p.sample.y
-        row = [y, _count(p.sample.x), *_timed(p)]
-        if has_floor:
-            row += [format_seconds(p.floor_s or 0.0), "-" if p.share is None else f"{p.share:.0%}",
-                    p.bound_by]
-        rows.append(row)
-    first = 0 if is_2d else 1
-    return table(header[first:], [row[first:] for row in rows], right=range(6 - first))
+    columns: list[tuple[str, Callable[[RatedPoint], str]]] = [
+        ("y", lambda p: _count(p.sample.y))] * is_2d
+    columns += [("bytes", lambda p: format_bytes(p.sample.x)) if x == "bytes" else
+                ("x", lambda p: _count(p.sample.x)),
+                ("time", lambda p: format_seconds(p.sample.median_s)), ("spread ", _spread)]
+    if x == "bytes":
+        columns.append(("GB/s", lambda p: f"{p.gigabytes_per_s:.3g}" if p.sample.median_s else "-"))
+    elif any(p.floor_s is not None for p in points):
+        columns += [("floor", lambda p: format_seconds(p.floor_s or 0.0)),
+                    ("share", lambda p: "-" if p.share is None else f"{p.share:.0%}"),
+                    ("bound by", lambda p: p.bound_by)]
+    names = [name for name, _ in columns]
+    return table(names, [[cell(point) for _, cell in columns] for point in points],
+                 right=[i for i, name in enumerate(names) if name != "bound by"])
 
 
-def _message_rows(points: Sequence[RatedPoint]) -> str:
-    rows = [(format_bytes(p.sample.x), *_timed(p), f"{p.gigabytes_per_s:.3g}"
-             if p.sample.median_s else "-") for p in points]
-    return table(("bytes", "time", "spread ", "GB/s"), rows, right=range(4))
-
-
-def _timed(point: RatedPoint) -> tuple[str, str]:
-    mark = _NOISY if point.is_noisy else " "
-    return format_seconds(point.sample.median_s), f"{point.sample.spread:.1%}{mark}"
+def _spread(point: RatedPoint) -> str:
+    return f"{point.sample.spread:.1%}{_NOISY if point.is_noisy else ' '}"
 
 
 def _model(profile: Profile) -> str:

@@ -102,12 +102,12 @@ def choice_table(schedule: Schedule) -> str:
     why = _lines([("why" if index == 0 else "", sentence)
                   for index, sentence in enumerate(schedule.explanation)])
     others = table(("alternative", "queries/s", "less", "latency", "configuration"), [
-        (row.name, *_compared(row, schedule), _configuration(row)) for row in schedule.rejected],
+        (row.name, *compared(row, schedule), _configuration(row)) for row in schedule.rejected],
         right=(1, 2, 3)) if schedule.rejected else ""
     return "\n".join(filter(None, (why, others)))
 
 
-def _compared(row: Rejected | CopiesTried, schedule: Schedule) -> tuple[str, str, str]:
+def compared(row: Rejected | CopiesTried, schedule: Schedule) -> tuple[str, str, str]:
     """Its queries/s, how much less that is, and its latency."""
     qps, latency_s = row.throughput_qps, row.latency_s
     return ("-" if qps is None else plain(qps),
@@ -128,7 +128,7 @@ def copies_table(schedule: Schedule) -> str:
     """What each number of copies of the model comes to; "" where there was one to look at."""
     body = []
     for row in schedule.over_copies:
-        cells = _compared(row, schedule)
+        cells = compared(row, schedule)
         if devices_tried(row) == devices_of_copies(schedule.estimate):
             own = schedule.figures
             cells = plain(own.throughput_qps), "chosen", format_seconds(own.latency_s)

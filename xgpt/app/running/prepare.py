@@ -297,9 +297,9 @@ def with_what_was_read(plan: RunPlan, tell: Teller) -> RunPlan:
     if before is None or state_left(plan.output) is not State.STOPPED:
         return plan
     if plan.weights_whole and not before.weights_whole:
-        tell.say(paragraph("note: the run in the folder was begun without `--verify`: that these "
-                           "are its weights is known by samples of them; from here on, by every "
-                           "byte"))
+        tell.say(paragraph("note: the run in the folder was begun without `run.verify`: that "
+                           "these are its weights is known by samples of them; from here on, by "
+                           "every byte"))
     return plan if plan.weights_whole else replace(plan, weights_whole=before.weights_whole)
 
 

@@ -90,7 +90,7 @@ def test_a_byte_between_the_samples_is_seen_by_who_reads_them_all(folder, run, m
     capsys.readouterr()
     monkeypatch.setitem(RUN, "dtype", "dtype: float32")
     run()
-    assert "begun without `--verify`" not in capsys.readouterr().err
+    assert "begun without `run.verify`" not in capsys.readouterr().err
 
 
 def test_what_was_begun_without_reading_all_says_so(folder, run, monkeypatch, capsys):
@@ -99,7 +99,7 @@ def test_what_was_begun_without_reading_all_says_so(folder, run, monkeypatch, ca
     stopped(run)
     monkeypatch.setitem(RUN, "dtype", "dtype: float32, verify: true")
     run()
-    assert "begun without `--verify`" in " ".join(capsys.readouterr().err.split())
+    assert "begun without `run.verify`" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_folder_that_was_moved_goes_on(folder):
