@@ -138,7 +138,7 @@ def test_a_job_is_done_in_time_or_refused_with_the_shortest_time():
     problem = toy_problem(num_queries=150, fixed=RRA)
     timing = roofline_of(problem)
     schedule = Planner(problem, timing).plan()
-    job = Evaluator(problem, timing).job(schedule.estimate, 3)
+    job = Evaluator(problem, timing).job(schedule.estimate)
     assert job is not None and not schedule.prospects
     in_time = Planner(bounded(problem, makespan=1.01 * job.wall_s), timing).plan()
     assert in_time.estimate == schedule.estimate
