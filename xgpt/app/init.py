@@ -26,7 +26,7 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.problem import output_room
 from xgpt.core.system.machine import available_memory_bytes, detect, usable_cores
 from xgpt.core.system.whole_file import write_atomically
-from xgpt.core.units import format_bytes, format_seconds
+from xgpt.core.units import format_bytes
 from xgpt.job.job_file import load_job
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
@@ -47,6 +47,50 @@ QUICKSTART_MODEL = "smollm2-135m"
 USUAL_MOST_TOKENS, LEAST_MOST_TOKENS = 256, 32
 _CHARS_A_TOKEN = 3  # of English about 4; of other languages fewer
 _PLAIN = re.compile(r"[\w./-]+")
+_TEMPLATE = """\
+# A job for xgpt, written by `xgpt init` on {date}. Change what you like;
+# docs/job-file.md has every key.
+#   xgpt schedule {job}
+#     says what would run, and how fast; nothing is executed
+#   xgpt submit {job}
+#     measures, plans, answers all prompts, writes a report
+# One key can be changed for one call:  --set constraint.latency_s=10
+name: {name}
+
+# A catalog name (`xgpt models`), a folder, or a hub id owner/name.
+{about_model}
+model: {model}
+
+# This machine; a name of `xgpt models`, such as a100-16, plans for machines that are not here.
+{about_machine}
+cluster: local
+
+workload:
+{about_prompts}
+  requests: {requests}
+  # true: a prompt is put to the model as a chat message, where its files have a template
+  # for that; false: the model goes on with the text as it is
+  chat: true
+  # Most tokens of an answer (a token is about three quarters of an English word). One that
+  # is longer is cut off there; a high cap that is never reached costs memory, and so speed.
+  max_tokens: {max_tokens}
+  # How long answers really are is learned while the job runs. If you know it, say so, and
+  # the schedule is right from the start: {{mean: 54, std: 37, max: 160}}
+  output_tokens: observe
+
+constraint:
+  # How long one answer may take, from the moment its prompt is taken up: 10, or '2 min'; inf:
+  # it does not matter. Of all schedules that keep this, the fastest for the whole job is chosen.
+  latency_s: {latency}
+
+run:
+  # 0: the likeliest word each time; 0.7 is livelier
+  temperature: 0
+
+# Where results go: results.jsonl (one answer a line, in the order of the prompts),
+# report.html, and what a stopped run needs to go on.
+output: {output}
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,64 +296,24 @@ def write_new_job(job: NewJob) -> None:
 
 def text_of(job: NewJob) -> str:
     """The job file."""
-    shown = _shown(job.path, Path.cwd())
-    cluster = detect()
-    parts = [
-        _comment(f"A job for xgpt, written by `xgpt init` on {date.today().isoformat()}. Change "
-                 "what you like; docs/job-file.md has every key."),
-        f"#   xgpt schedule {shown}\n#     says what would run, and how fast; nothing is executed",
-        f"#   xgpt submit {shown}\n#     measures, plans, answers all prompts, writes a report",
-        "# One key can be changed for one call:  --set constraint.latency_s=10",
-        f"name: {_scalar(job.name)}", "",
-        _comment(_model_words(job.check)),
-        f"model: {_scalar(_model(job))}", "",
-        _comment(f"local: this machine, {_machine_words(cluster)}. A name of `xgpt models`, such "
-                 "as a100-16, plans for machines that are not here."),
-        "cluster: local", "",
-        "workload:", *_workload(job), "",
-        "constraint:",
-        _comment(_bound_words(job.latency_s), "  "),
-        f"  latency_s: {_seconds(job.latency_s)}", "",
-        "run:",
-        "  # 0: the likeliest word each time; 0.7 is livelier",
-        "  temperature: 0", "",
-        _comment("Where results go: results.jsonl (one answer a line, in the order of the "
-                 "prompts), report.html, and what a stopped run needs to go on."),
-        f"output: {_scalar('out/' + job.name)}"]
-    return "\n".join(parts) + "\n"
-
-
-def _workload(job: NewJob) -> list[str]:
-    look = job.look
-    file = _scalar(_shown(look.files.paths[0], job.path.parent))
-    has_column = look.files.prompt not in (None, "prompt")
-    requests = (f"{{file: {file}, prompt: {_scalar(look.files.prompt or '')}}}"
-                if has_column else file)
-    lines = [_comment(_prompts_words(look), "  "), f"  requests: {requests}",
-             _comment("true: a prompt is put to the model as a chat message, where its files have "
-                      "a template for that; false: the model goes on with the text as it is", "  "),
-             "  chat: true"]
-    cap = ("Most tokens of an answer (a token is about three quarters of an English word). One "
-           "that is longer is cut off there; a high cap that is never reached costs memory, and "
-           "so speed.")
-    if look.capped:
-        cap += f" {counted(look.capped, 'prompt')} name their own, up to {look.most_cap:,}."
-    lines += [_comment(cap, "  "), f"  max_tokens: {job.max_tokens}",
-              _comment("How long answers really are is learned while the job runs. If you know "
-                       "it, say so, and the schedule is right from the start: {mean: 54, std: 37, "
-                       "max: 160}", "  "),
-              "  output_tokens: observe"]
-    return lines
-
-
-def _model_words(check: ModelCheck) -> str:
-    spec = check.spec
+    look, spec = job.look, job.check.spec
     assert spec is not None, "a job is written for a model that is planned"
-    text = f"{parameters_in_words(spec)}; {check.found}."
-    if not check.is_executed:
-        why = check.weights or "; ".join(why for _, why in check.engines)
-        text += f" It can be planned for, but not run here: {why}"
-    return text + " A catalog name (`xgpt models`), a folder, or a hub id owner/name."
+    file, column = _scalar(_shown(look.files.paths[0], job.path.parent)), look.files.prompt
+    own = (f"\n{counted(look.capped, 'prompt')} name their own, up to {look.most_cap:,}."
+           if look.capped else "")
+    why = job.check.weights or "; ".join(why for _, why in job.check.engines)
+    return _TEMPLATE.format(
+        date=date.today().isoformat(), job=_shown(job.path, Path.cwd()), name=_scalar(job.name),
+        about_model=_comment(f"{parameters_in_words(spec)}; {job.check.found}" + (
+            "" if job.check.is_executed else
+            f". It can be planned for, but not run here: {why}")),
+        model=_scalar(_model(job)), about_machine=_comment(f"local: {_machine_words(detect())}"),
+        about_prompts=_comment(_prompts_words(look) + own, "  "),
+        requests=file if column in (None, "prompt") else
+        f"{{file: {file}, prompt: {_scalar(column)}}}",
+        max_tokens=job.max_tokens,
+        latency="inf" if math.isinf(job.latency_s) else f"{job.latency_s:g}",
+        output=_scalar(f"out/{job.name}"))
 
 
 def _machine_words(cluster: Cluster) -> str:
@@ -327,18 +331,6 @@ def _prompts_words(look: PromptsLook) -> str:
     if look.errors:
         text += f"; {counted(len(look.errors), 'entry')} cannot be used (see errors.jsonl)"
     return text + "."
-
-
-def _bound_words(latency_s: float) -> str:
-    general = ("How long one answer may take, from the moment its prompt is taken up. Of all "
-               "schedules that keep this, the fastest for the whole job is chosen.")
-    if math.isinf(latency_s):
-        return general + " inf: it does not matter. Try 10, or '2 min'."
-    return general + f" Here {format_seconds(latency_s)}; inf if it does not matter."
-
-
-def _seconds(latency_s: float) -> str:
-    return "inf" if math.isinf(latency_s) else f"{latency_s:g}"
 
 
 def _model(job: NewJob) -> str:
