@@ -27,7 +27,7 @@ PLACES = (
     # what commands say of a run, of copies, of a refusal; the package
     Place("9 stops", "a run that is stopped as it starts is told as killed",
           "xgpt/run_folder/files.py",
-          '_ended(output, "stopped", of=("starting", "loading", "running"))', "pass",
+          'write_progress(output / "progress.json", replace(now, state="stopped"))', "pass",
           "tests/xgpt/app/test_status.py::"
           "test_a_run_that_is_stopped_as_it_starts_was_stopped"),
     Place("9 stops", "a rank that was not heard was heard in 1970", "xgpt/run_folder/state.py",

@@ -44,8 +44,7 @@ def test_jobs_of_one_model_load_it_once_and_a_stop_ends_all_until_the_same_comma
     results = tmp_path / "long" / "out" / "results.jsonl"
     process, out, told = stopped_under_way([*words, "--json"], results, env)
     assert process.returncode == 75, told  # the first that did not come to its end was stopped
-    assert states(out) == ["done", "stopped", "failed", "not started", "not started"], told
-    assert told.index("planning job 5 of 5") < told.index("running job 1 of 5"), told
+    assert states(out) == ["done", "stopped", *["not started"] * 3], told
     kept = results.read_bytes()
     assert 0 < kept.count(b"\n") < 180 and loaded("first") > 0 == loaded("long")
 

@@ -1,6 +1,6 @@
-"""A job from its file's words to its results: planned, shown, run. Several are planned before the
-first of them starts, and again where those before it have told how long steps take; they are run by
-the same ranks as long as they hold the same weights, and none is stopped by another's failure."""
+"""A job from its file's words to its results: planned, shown, run. Several are planned and run one
+after another, by the same ranks as long as they hold the same weights; none is stopped by another's
+failure."""
 
 import atexit
 import os
@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 from xgpt.app.hand_in import shared_folders
 from xgpt.app.opened import open_job
 from xgpt.app.running.finished import done_already, shown
-from xgpt.app.running.metrics import has_learned_since
+from xgpt.app.running.prepare import refuse_what_no_machine_runs
 from xgpt.app.running.resume import goes_on, taken_over
-from xgpt.app.running.run import Run, at_work, execute, open_to_run
+from xgpt.app.running.run import Run, at_work, open_to_run
 from xgpt.app.schedule import Plan, plan_job, to_run
 from xgpt.app.telling import Teller
 from xgpt.core.errors import EXIT_RESUMABLE, InputError, StoppedEarly, XgptError
@@ -69,24 +69,43 @@ def run(job: Job, tell: Teller, standby: Standby | None = None,
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """One job's turn. `state`: waiting, planned, done, already done, failed or stopped; `facts`:
-    what `--json` says of it."""
+    """One job's turn. `state`: not started, done, already done, failed or stopped; `facts`: what
+    `--json` says of it."""
 
     job: Job
-    state: str = "waiting"
-    plan: Plan | None = None
+    state: str = "not started"
     error: XgptError | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def fail(self, error: XgptError) -> None:
-        self.state = "stopped" if isinstance(error, StoppedEarly) else "failed"
-        self.error, self.plan = error, None
-        self.facts = {"name": self.job.name, **error.details, "exit_code": error.exit_code,
-                      "message" if self.state == "stopped" else "error": str(error)}
+    def take(self, tell: Teller, ranks: Standby, *, is_again: bool) -> bool:
+        """Runs the job, unless it is done; False where all are to stop."""
+        try:
+            found = done_already(self.job, tell, is_again=is_again)
+            self.facts = found or submit(self.job, tell, ranks)
+            self.state = "already done" if found else "done"
+        except XgptError as error:
+            self.state = "stopped" if isinstance(error, StoppedEarly) else "failed"
+            self.error = error
+            self.facts = {"name": self.job.name, **error.details, "exit_code": error.exit_code,
+                          "message" if self.state == "stopped" else "error": str(error)}
+            if self.state == "stopped":  # `xgpt stop` names one job; a signal is for all
+                return StopRequest(self.job.output).is_by_user
+            tell.say(f"error: {error}")
+        return True
 
     def to_dict(self) -> dict[str, Any]:
-        state = "not started" if self.state in ("waiting", "planned") else self.state
-        return {"output": self.job.output, "name": self.job.name, **self.facts, "status": state}
+        return {"output": self.job.output, "name": self.job.name, **self.facts,
+                "status": self.state}
+
+    @property
+    def line(self) -> str:
+        """What became of it, in a line."""
+        facts, line = self.facts, f"{self.job.name}: {self.state}"
+        if facts.get("queries") is not None:
+            line += f", {facts['queries']} of {facts.get('queries_total', facts['queries'])}"
+        why = f": {self.error}" if self.state == "failed" else ""
+        return textwrap.shorten(f"{line} ({shown(self.job.output)}){why}", 4 * WIDTH,
+                                placeholder=" ...")
 
 
 class SomeNotDone(XgptError):
@@ -102,111 +121,30 @@ class SomeNotDone(XgptError):
 
 
 def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> dict[str, Any]:
-    """Plans and runs the jobs that are not done, and tells a line of each at the end; what `--json`
-    prints. Raises InputError for jobs that would share a folder, SomeNotDone where one failed or
-    all were stopped."""
+    """Plans and runs the jobs that are not done, each in its turn, and tells a line of each at the
+    end; what `--json` prints. Raises InputError for jobs that would share a folder or are executed
+    nowhere, SomeNotDone where one failed or all were stopped."""
     if mistakes := shared_folders(jobs):
         raise InputError(mistakes)
-    turns = [Turn(job=job) for job in jobs]
-    with _told_at_the_end(turns, tell), warned_in_good_order():
-        ranks = Standby(say=tell.say)
-        try:
+    for job in jobs:
+        refuse_what_no_machine_runs(job)
+    turns, ranks = [Turn(job=job) for job in jobs], Standby(say=tell.say)
+    try:
+        with warned_in_good_order():
             for number, turn in enumerate(turns, start=1):
-                tell.say(f"\n== planning job {number} of {len(turns)}: {turn.job.name}")
-                _plan_or_find_done(turn, tell, ranks, is_again=is_again)
-            for number, turn in enumerate(turns, start=1):
-                of = f"{number} of {len(turns)}"
-                if turn.plan is not None and has_learned_since(turn.plan.timing):
-                    tell.say(f"\n== planning job {of} by what those before it took: "
-                             f"{turn.job.name}")
-                    _plan(turn, tell, ranks)
-                if not _run(turn, of, tell):
+                tell.say(f"\n== job {number} of {len(turns)}: {turn.job.name}")
+                if not turn.take(tell, ranks, is_again=is_again):
                     break
-        finally:
-            ranks.dismiss()
-    if any(not turn.state.endswith("done") for turn in turns):
-        raise SomeNotDone(turns)
-    return {"jobs": [turn.to_dict() for turn in turns]}
-
-
-def _plan_or_find_done(turn: Turn, tell: Teller, ranks: Standby, *, is_again: bool) -> None:
-    """Finds out what is wrong with a job before those before it have taken their hours."""
-    with _failing(turn, tell):
-        found = done_already(turn.job, tell, is_again=is_again)
-        if found is not None:
-            turn.state, turn.facts = "already done", found
-            return
-    if turn.error is None:
-        _plan(turn, tell, ranks)
-
-
-def _plan(turn: Turn, tell: Teller, ranks: Standby) -> None:
-    with _failing(turn, tell):
-        with at_work(open_to_run(turn.job, tell, ranks)) as (opened, _):
-            if (found := taken_over(opened)) is not None:
-                turn.state, turn.facts = "done", found
-                return
-            turn.plan = goes_on(opened, plan_job(opened))
-        turn.state = "planned"
-
-
-@contextmanager
-def _failing(turn: Turn, tell: Teller) -> Iterator[None]:
-    """What is wrong with a job is its own failure; a signal before its ranks start is for all."""
-    try:
-        yield
-    except StoppedEarly as stop:
-        if not StopRequest(turn.job.output).is_by_user:
-            raise
-        turn.fail(stop)
-    except XgptError as error:
-        turn.fail(error)
-        tell.say(f"error: {error}")
-
-
-def _run(turn: Turn, number: str, tell: Teller) -> bool:
-    """False where all are to stop."""
-    plan = turn.plan
-    if plan is None:
-        return True
-    tell.say(f"\n== running job {number}: {turn.job.name}")
-    plan.opened.tell.say(paragraph(f"times: {plan.timing.provenance()}"))
-    plan.opened.tell.say(schedule_table(plan.schedule))
-    try:
-        turn.facts = execute(plan)
-    except StoppedEarly as stop:
-        turn.fail(stop)
-        # `xgpt stop` names one job; a signal is for all
-        return StopRequest(turn.job.output).is_by_user
-    except XgptError as error:
-        turn.fail(error)
-        tell.say(f"error: {error}")
-    else:
-        turn.state = "done"
-    turn.plan = None  # its requests, prompts and all, may be large
-    return True
-
-
-@contextmanager
-def _told_at_the_end(turns: Sequence[Turn], tell: Teller) -> Iterator[None]:
-    """A line of each job, whatever came in between. A signal while no ranks run stops all."""
-    try:
-        yield
     except (KeyboardInterrupt, StoppedEarly):
         pass  # those whose turn has not come are known by their state
     finally:
+        ranks.dismiss()
         tell.say("")
         for turn in turns:
-            tell.say(textwrap.shorten(_line(turn), 4 * WIDTH, placeholder=" ..."))
-
-
-def _line(turn: Turn) -> str:
-    facts, state = turn.to_dict(), turn.to_dict()["status"]
-    line = f"{turn.job.name}: {state}"
-    if facts.get("queries") is not None:
-        line += f", {facts['queries']} of {facts.get('queries_total', facts['queries'])}"
-    return f"{line} ({shown(turn.job.output)})" + (
-        "" if turn.state != "failed" else f": {turn.error}")
+            tell.say(turn.line)
+    if any(not turn.state.endswith("done") for turn in turns):
+        raise SomeNotDone(turns)
+    return {"jobs": [turn.to_dict() for turn in turns]}
 
 
 def begin_compiling(job: Job) -> subprocess.Popen[bytes] | None:

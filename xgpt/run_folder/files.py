@@ -111,28 +111,23 @@ def kept(job: Job) -> dict[str, Any]:
 @contextmanager
 def end_kept(output: Path) -> Iterator[None]:
     """What becomes of a run, from before its ranks start: its terminal may be gone by the time that
-    somebody asks. progress.json says that it starts, that it was stopped, or that it is planned and
-    waits for its turn; what it fails with stands behind what it said."""
+    somebody asks. progress.json says that it starts, or that it was stopped; what it fails with
+    stands behind what it said."""
     shutil.rmtree(output / BEATS, ignore_errors=True)  # of ranks of an earlier run
     with suppress(OSError):  # told of where results are written
         write_progress(output / "progress.json", STARTING)
     try:
         yield
-        _ended(output, "planned", of=("starting",))
     except (StoppedEarly, KeyboardInterrupt):
-        _ended(output, "stopped", of=("starting", "loading", "running"))
+        now = read_progress(output / "progress.json") or STARTING
+        if now.state in ("starting", "loading", "running"):
+            with suppress(OSError):
+                write_progress(output / "progress.json", replace(now, state="stopped"))
         raise
     except XgptError as error:
         with suppress(OSError), (output / MESSAGES_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {_FAILED}{' '.join(str(error).split())}\n")
         raise
-
-
-def _ended(output: Path, state: str, of: tuple[str, ...]) -> None:
-    now = read_progress(output / "progress.json") or STARTING
-    if now.state in of:
-        with suppress(OSError):
-            write_progress(output / "progress.json", replace(now, state=state))
 
 
 def failure(output: Path) -> str | None:

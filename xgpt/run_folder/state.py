@@ -42,8 +42,8 @@ class State(StrEnum):
 
 
 # What progress.json says, which a run writes itself.
-_WRITTEN = {"starting": State.STARTING, "planned": State.STARTING, "loading": State.STARTING,
-            "running": State.RUNNING, "stopped": State.STOPPED}
+_WRITTEN = {"starting": State.STARTING, "loading": State.STARTING, "running": State.RUNNING,
+            "stopped": State.STOPPED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,6 @@ class RunStatus:
             return ("all results are there, but the command was killed before it wrote "
                     "metrics.json and the report: the same command writes them, and runs nothing "
                     "again")
-        if self.is_alive is False and self.state is State.STARTING:
-            return "its schedule is found; its ranks start in its turn, or by the same command"
         if self.state not in (State.STOPPED, State.DIED):
             return None
         found = self.answered
@@ -117,7 +115,7 @@ def run_status(output: Path) -> RunStatus:
         # what says how far it is may be lost; its results decide
         if found.written and found.written == total:
             state = _whole(output)
-        elif state is not State.STOPPED and progress.state != "planned":
+        elif state is not State.STOPPED:
             state = State.DIED
     return RunStatus(state=state, progress=replace(progress, state=state), is_alive=is_alive,
                      output=output, counted=found,

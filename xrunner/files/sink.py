@@ -132,7 +132,7 @@ class RunSink:
 class Progress:
     """One state of a run. Latencies are over the last queries; None before the first is done."""
 
-    state: str  # "starting" | "planned" | "loading" | "running" | "done" | "stopped"
+    state: str  # "starting" | "loading" | "running" | "done" | "stopped"
     total: int
     done: int
     output_tokens: int

@@ -136,13 +136,10 @@ def test_a_run_that_is_stopped_as_it_starts_was_stopped(job, out, stop, before):
     assert "no run works there (state: stopped)" in xgpt("stop", job).stderr
 
 
-def test_a_run_that_fails_as_it_starts_says_why_and_one_that_waits_is_planned(job):
+def test_a_run_that_fails_as_it_starts_says_why(job):
     with pytest.raises(XgptError), at_work(open_file(job)):
         raise XgptError("no schedule keeps the bound")
     check_status(job, "failed at its start", state="died")
-    with at_work(open_file(job)):
-        pass
-    check_status(job, "planned", state="starting")
 
 
 def test_a_run_that_starts_needs_its_requests_no_more(job):

@@ -274,14 +274,6 @@ def add(found: Sequence[LearnedSteps], path: Path) -> None:
         save_profile(replace(known, learned=tuple(kept)), path)
 
 
-def has_learned_since(timing: TimingSource) -> bool:
-    """Whether runs have told the cached profile more than these times of it know."""
-    if not isinstance(timing, ProfileTiming):
-        return False
-    path = cached_profile_path(cache_dir() / "profiles", timing.profile.metadata)
-    return path.is_file() and load_profile(path).learned != timing.profile.learned
-
-
 def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
                steps: Path) -> tuple[LearnedSteps, ...]:
     """What the run's steps took against the profile's own times, of the slowest stage by kind;

@@ -215,9 +215,7 @@ def at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
     output, tell = opened.job.output, opened.tell
     with (troubles_told(output), output_lock(output) as lock, end_kept(output),
           troubles_told(output)):
-        if not isinstance(tell, KeptTeller):  # one that was planned before has its messages there
-            tell = KeptTeller(tell, output)
-        yield replace(opened, tell=tell), lock
+        yield replace(opened, tell=KeptTeller(tell, output)), lock
 
 
 def execute(plan: Plan) -> dict[str, Any]:
