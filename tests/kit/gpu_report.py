@@ -104,16 +104,18 @@ def source_digest() -> str:
     return hashlib.sha256("".join(map(source_of, SOURCES)).encode()).hexdigest()[:16]
 
 
-def card_of(device: torch.device, launch: CupyLauncher) -> dict[str, Any]:
+def card_of(device: torch.device) -> dict[str, Any]:
     """What the results are of: the card, the software, the sources, the card's copy rate."""
+    import cupy
+
     card = torch.cuda.get_device_properties(device)
     source = torch.empty(_COPIED_BYTES // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     rate = _COPIED_BYTES / gpu_clock(lambda: target.copy_(source))
     return {"card": card.name, "capability": f"{card.major}.{card.minor}",
             "multiprocessors": card.multi_processor_count, "memory_bytes": card.total_memory,
-            "torch": torch.__version__, "cupy": launch.cupy_version,
-            "driver": launch.driver_version, "sources": source_digest(),
+            "torch": torch.__version__, "cupy": str(cupy.__version__),
+            "driver": cupy.cuda.runtime.driverGetVersion(), "sources": source_digest(),
             "copy_bytes_per_s": rate}
 
 
@@ -127,7 +129,7 @@ def main(file: Path) -> None:
     torch.set_float32_matmul_precision("highest")
     launch = CupyLauncher(device)
     ops = CudaOps(launch, torch.cuda.get_device_properties(device).multi_processor_count)
-    write(card_of(device, launch), chain(
+    write(card_of(device), chain(
         records(ops, launch, device, gpu_clock),
         graph_records(device, CudaCapture(device), gpu_clock)), file)
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -35,7 +35,7 @@ from xprofiler.measure.ranks import connect
 from xprofiler.measure.worker import MeasureRequest, Measuring, messages_between
 from xprofiler.points import Needs, Point
 from xprofiler.profile import ALL_REDUCE, Sample
-from xrunner.backends.vllm.core import PREFIX, CoreSettings, EngineCore, Token
+from xrunner.backends.vllm.core import PREFIX, CoreSettings, EngineCore
 from xrunner.query import Sampling
 from xrunner.rank.lead import leave
 
@@ -47,24 +47,10 @@ _SLOW_S, _SLOW_REPEATS = 0.3, 3  # of a step that takes as long and longer
 _TOKEN = 7  # any
 
 
-class Core(Protocol):
-    """What is timed: xrunner.backends.vllm.core.EngineCore."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Positions of the longest query."""
-
-    def add(self, name: str, tokens: Sequence[int], sampling: Sampling) -> None: ...
-
-    def end(self, names: Sequence[str]) -> None: ...
-
-    def step(self, tokens: dict[str, int]) -> dict[str, Token]: ...
-
-
 class VllmBench:
     """The whole model behind a core, ready to take any step."""
 
-    def __init__(self, core: Core, num_layers: int, sampling: Sampling, *, head_share: float,
+    def __init__(self, core: EngineCore, num_layers: int, sampling: Sampling, *, head_share: float,
                  clock: Callable[[], float] = time.perf_counter) -> None:
         """`head_share`: of the model's weights, those of the head."""
         self.num_layers, self._head_share = num_layers, head_share

@@ -15,7 +15,6 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xgpt.core.hf.quantised import Quantised, quantised_of
 from xgpt.core.hf.values import load_json, wrong_file
-from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.gguf_file import GgufFile
 from xrunner.checkpoint.quantised.formats import FORMATS, misfits, parts_of
 from xrunner.checkpoint.quantised.parts import WEIGHT, Part, Stored, Window
@@ -226,30 +225,13 @@ class _Held(NamedTuple):
         return self.files.read(f"{self.module}.{ending}", rows, columns)
 
 
-class MadeWeights:
-    """WeightSource of a folder that only states a shape; `bytes_read` counts what was made."""
-
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
-        # a product with normed rows is then of their size: finite in half precision, however deep
-        self._weights = RandomWeights(dtype, scale=spec.hidden_size ** -0.5)
-        self.dtype, self.bytes_read = dtype, 0
-
-    def has(self, name: str) -> bool:
-        return self._weights.has(name)
-
-    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
-        tensor = self._weights.get(name, shape, part)
-        self.bytes_read += tensor.numel() * tensor.element_size()
-        return tensor
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def open_weights(directory: Path, dtype: torch.dtype) -> CheckpointReader | MadeWeights:
+def open_weights(directory: Path, dtype: torch.dtype) -> CheckpointReader | RandomWeights:
     """The weights of a model's folder, whatever they are."""
     spec = shape_to_make(directory)
-    return CheckpointReader(directory, dtype) if spec is None else MadeWeights(spec, dtype)
+    if spec is None:
+        return CheckpointReader(directory, dtype)
+    # a product with normed rows is then of their size: finite in half precision, however deep
+    return RandomWeights(dtype, scale=spec.hidden_size ** -0.5)
 
 
 def _stored_as(directory: Path) -> Quantised | None:

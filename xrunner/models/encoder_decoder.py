@@ -21,7 +21,7 @@ from xrunner.models.stage_model import (
     packed,
     residual,
 )
-from xrunner.models.weights import WHOLE, OnDevice, Shard, WeightSource, WideVectors
+from xrunner.models.weights import WHOLE, Placed, Shard, WeightSource
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import DecodeContext, Layers, encode_context, whole_inputs
 from xrunner.ops.linear import activations_of
@@ -54,10 +54,9 @@ class EncoderDecoderStage:
         self.is_last = (
             stage.first_layer + stage.num_layers == spec.num_layers if decodes else
             stage.first_encoder_layer + stage.num_encoder_layers == spec.num_encoder_layers)
-        placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
         as_type = weight_dtype or self.dtype
         self.work_dtype = activations_of(as_type)
-        placed, shard = WideVectors(placed, self.work_dtype), shard.rounding(self.dtype)
+        placed, shard = Placed(weights, self.device, self.work_dtype), shard.rounding(self.dtype)
         self.encoder_layers: list[Any] = [
             packed(classes.encoder_layer(spec, placed, stage.first_encoder_layer + i, shard),
                    as_type) for i in range(stage.num_encoder_layers)]

@@ -39,7 +39,7 @@ from xrunner.models.decoder import (
     rms_weight,
 )
 from xrunner.models.rotary import element_order
-from xrunner.models.weights import WHOLE, OnDevice, Shard, TensorPart, WeightSource, WideVectors
+from xrunner.models.weights import WHOLE, Placed, Shard, TensorPart, WeightSource
 from xrunner.ops.attention import PLAIN, Scoring, decode_attention, encode_attention
 from xrunner.ops.contexts import DecodeContext, EncodeContext, Layers, Places
 from xrunner.ops.linear import Product, activations_of
@@ -291,10 +291,9 @@ class StageModel:
         self.spec, self.dtype, self.shard, self.device = spec, dtype, shard, torch.device(device)
         self.is_first = stage.first_layer == 0
         self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
-        placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
         as_type = weight_dtype or dtype
         self.work_dtype = activations_of(as_type)
-        placed, shard = WideVectors(placed, self.work_dtype), shard.rounding(dtype)
+        placed, shard = Placed(weights, self.device, self.work_dtype), shard.rounding(dtype)
         self.layers: list[DecoderLayer] = [
             packed(family.layer(spec, placed, stage.first_layer + i, shard), as_type)
             for i in range(stage.num_layers)]

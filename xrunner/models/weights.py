@@ -54,28 +54,16 @@ class WeightSource(Protocol):
     def has(self, name: str) -> bool: ...
 
 
-class OnDevice:
-    """Another source's tensors, moved to `device` one by one."""
+class Placed:
+    """Another source's tensors, on `device`; those of one dimension (norms and biases) as `wide`:
+    the type of the activations that they meet."""
 
-    def __init__(self, weights: WeightSource, device: torch.device | str) -> None:
-        self._weights, self._device, self.dtype = weights, torch.device(device), weights.dtype
-
-    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
-        return self._weights.get(name, shape, part).to(self._device)
-
-    def has(self, name: str) -> bool:
-        return self._weights.has(name)
-
-
-class WideVectors:
-    """Another source's tensors, those of one dimension (norms and biases) as `wide`: the type of
-    the activations that they meet."""
-
-    def __init__(self, weights: WeightSource, wide: torch.dtype) -> None:
-        self._weights, self._wide, self.dtype = weights, wide, weights.dtype
+    def __init__(self, weights: WeightSource, device: torch.device, wide: torch.dtype) -> None:
+        self._weights, self._device, self._wide = weights, device, wide
+        self.dtype = weights.dtype
 
     def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
-        tensor = self._weights.get(name, shape, part)
+        tensor = self._weights.get(name, shape, part).to(self._device)
         return tensor.to(self._wide) if len(shape) == 1 else tensor
 
     def has(self, name: str) -> bool:
@@ -83,13 +71,22 @@ class WideVectors:
 
 
 class RandomWeights:
-    """Weights for performance work: an element's value depends on the seed, its tensor's name and
-    shape and its place alone, so that every rank agrees on it however the tensor is divided."""
+    """Weights for performance work: an element's value depends on its tensor's name and shape and
+    its place alone, so that every rank agrees on it however the tensor is divided. `bytes_read`
+    counts what was made."""
 
-    def __init__(self, dtype: torch.dtype, *, scale: float = 0.02, seed: int = 0) -> None:
-        self.dtype, self.scale, self.seed = dtype, scale, seed
+    def __init__(self, dtype: torch.dtype, *, scale: float = 0.02) -> None:
+        self.dtype, self.scale, self.bytes_read = dtype, scale, 0
 
     def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
+        tensor = self._made(name, shape, part)
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _made(self, name: str, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
         wanted = part if part is not None else TensorPart(0, 0, shape[0])
         if _is_norm(name):
             return torch.ones(wanted.shape(shape), dtype=self.dtype)
@@ -123,7 +120,7 @@ class RandomWeights:
         return True
 
     def _draw(self, name: str, first_row: int, shape: tuple[int, ...]) -> Tensor:
-        seed = zlib.crc32(f"{self.seed} {name} {first_row}".encode())
+        seed = zlib.crc32(f"0 {name} {first_row}".encode())
         return torch.empty(shape, dtype=torch.float32).normal_(
             0, self.scale, generator=torch.Generator().manual_seed(seed))
 

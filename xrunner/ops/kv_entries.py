@@ -6,14 +6,10 @@ queries' tokens one after the other. All raise ValueError for slots and lengths 
 """
 
 import ctypes
-import mmap
-import weakref
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,38 +17,6 @@ from xrunner.devices import on_device
 from xrunner.ops.cpu import native
 from xrunner.ops.cuda import cuda_kv, cuda_modules
 from xrunner.rules.slots import Move
-
-_LEAST_BYTES = 4 * 2**20  # what is smaller comes quickly from the allocator, which keeps it
-
-
-class ReusedMemory:
-    """Keeps one stretch of memory, the largest that came back."""
-
-    def __init__(self) -> None:
-        self._free: mmap.mmap | None = None
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor on the CPU with any contents. Its memory comes back here when no tensor is left
-        that has part of it."""
-        num_bytes = prod(shape) * dtype.itemsize
-        if num_bytes < _LEAST_BYTES:
-            return torch.empty(tuple(shape), dtype=dtype)
-        memory, self._free = self._free, None
-        if memory is None or len(memory) < num_bytes:
-            try:
-                memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except (OSError, ValueError, OverflowError):  # torch says in words what was asked for
-                return torch.empty(tuple(shape), dtype=dtype)
-        holder = np.frombuffer(memory, np.uint8, num_bytes)  # every tensor of it holds this
-        weakref.finalize(holder, self._take_back, memory).atexit = False
-        return torch.from_numpy(holder).view(dtype).view(tuple(shape))
-
-    def _take_back(self, memory: mmap.mmap) -> None:
-        if self._free is None or len(self._free) < len(memory):
-            self._free = memory
-
-
-_BLOCKS = ReusedMemory()
 
 
 def compact(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) -> None:
@@ -86,7 +50,7 @@ def gather(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tenso
     if form is None or lib is None:
         return gather_torch(store, slots, lengths)
     tokens = sum(lengths)
-    block = _BLOCKS.empty(_block_shape(store, tokens), store.dtype)
+    block = store.new_empty(_block_shape(store, tokens))
     native.check(lib.xgpt_kv_gather(
         block.data_ptr(), tokens, *form.arrays, _numbers(slots), _numbers(lengths), len(slots),
         *form.sizes, native.threads()))
@@ -114,12 +78,10 @@ def scatter(store: Tensor, slots: Sequence[int], lengths: Sequence[int], block: 
     if form is None or lib is None or not block.is_cpu or block.dtype != store.dtype:
         scatter_torch(store, slots, lengths, block)
         return
-    if (pitch := _pitch(block)) is None:
-        block = block.contiguous()
-        pitch = block.shape[3]
+    block = block.contiguous()
     native.check(lib.xgpt_kv_scatter(
-        block.data_ptr(), pitch, *form.arrays, _numbers(slots), _numbers(lengths), len(slots),
-        *form.sizes, native.threads()))
+        block.data_ptr(), block.shape[3], *form.arrays, _numbers(slots), _numbers(lengths),
+        len(slots), *form.sizes, native.threads()))
 
 
 def scatter_torch(store: Tensor, slots: Sequence[int], lengths: Sequence[int],
@@ -154,16 +116,6 @@ def _form(base: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int
                  for layer in range(layers) for which in range(pair)]
     return _Form(((ctypes.c_void_p * len(addresses))(*addresses), len(addresses),
                   strides[2] * size), (kv_heads, dim * size, slots, capacity))
-
-
-def _pitch(block: Tensor) -> int | None:
-    """Tokens of the block of which this is a stretch; None where it is none of a whole block."""
-    _, pair, kv_heads, _, dim = block.shape
-    strides = block.stride()
-    head = strides[2]
-    is_stretch = strides[3:] == (dim, 1) and head % dim == 0 and strides[:2] == (
-        pair * kv_heads * head, kv_heads * head)
-    return head // dim if is_stretch else None
 
 
 def _numbers(values: Sequence[int]) -> Any:

@@ -14,12 +14,12 @@ from toys import logits_of, random_queries, spec_of
 
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
-from xrunner.checkpoint.reader import CheckpointReader, MadeWeights, open_weights
+from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import read_spec, write_random_model
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.stage_model import StageModel
-from xrunner.models.weights import WHOLE, Shard
+from xrunner.models.weights import WHOLE, RandomWeights, Shard
 from xrunner.ops.contexts import encode_context, whole_inputs
 
 SMALL = ModelSpec(name="small", family="llama", num_layers=4, hidden_size=48, num_heads=6,
@@ -45,7 +45,7 @@ def folder_of(tmp_path: Path, spec: ModelSpec) -> Path:
 def test_every_shape_of_the_catalog_is_stated_and_read_back(name, tmp_path):
     folder = folder_of(tmp_path, catalog.model(name))
     assert read_spec(folder, "whatever") == catalog.model(name)
-    assert isinstance(open_weights(folder, torch.float32), MadeWeights)
+    assert isinstance(open_weights(folder, torch.float32), RandomWeights)
 
 
 def test_a_folder_of_random_weights_has_no_text_and_no_end(tmp_path):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ from xrunner.files.tokenizer import TextTokenizer, eos_ids
 from xrunner.ops.likelihoods import as_row, packed
 from xrunner.ops.sampling import NOT_FINITE
 from xrunner.plan import RunPlan, load_plan
-from xrunner.query import FinishedQuery, PreparedQuery, Sampling
+from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank.lead import Stopwatch, conduct, leave, order_of, read_work, to_the_end
 from xrunner.rank.world import World, connect
 from xrunner.rules.changes import Changeable
@@ -214,31 +214,12 @@ class Judge:
 _DEAD = Token(0)
 
 
-class Core(Protocol):
-    """What executes the passes: xrunner.backends.vllm.core.EngineCore."""
-
-    @property
-    def max_pass(self) -> int:
-        """Tokens of one pass at most."""
-
-    def add(self, name: str, tokens: Sequence[int], sampling: Sampling,
-            generated: int = 0) -> None: ...
-
-    def end(self, names: Sequence[str]) -> None: ...
-
-    def step(self, tokens: Mapping[str, int]) -> dict[str, Token]: ...
-
-    def peak_memory_bytes(self) -> int: ...
-
-    def close(self) -> None: ...
-
-
 class VllmExecutor(DecoderOnly):
     """Executes the steps that the rule decides (xrunner.engine.pipeline.Executor). One request of
     the core for each query in a slot. A query that is evicted leaves it, and comes back as a new
     one whose input is all that it had."""
 
-    def __init__(self, make_core: Callable[[StartMessage], Core],
+    def __init__(self, make_core: Callable[[StartMessage], EngineCore],
                  tokens_of: Callable[[int, int], tuple[Sequence[int], int]], *,
                  clock: Callable[[], float] = time.perf_counter, beat: Beat | None = None) -> None:
         """`make_core`: for caches of the sizes that the start says. `tokens_of`: the first so many
@@ -246,7 +227,7 @@ class VllmExecutor(DecoderOnly):
         are its own output."""
         super().__init__(clock, beat)
         self._make_core, self._tokens_of, self._numbers = make_core, tokens_of, count()
-        self._core: Core
+        self._core: EngineCore
         self._groups: list[GroupSlots[str]] = []
         self._ended: set[str] = set()  # requests that hold as much as there may be
         self._held: dict[str, int] = {}  # tokens of each request that are in the cache

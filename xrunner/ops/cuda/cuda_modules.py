@@ -135,15 +135,6 @@ class CupyLauncher:
         self._modules: dict[str, Any] = {}
         self._kernels: dict[str, Any] = {}
 
-    @property
-    def cupy_version(self) -> str:
-        return str(self._cupy.__version__)
-
-    @property
-    def driver_version(self) -> int:
-        """The CUDA version that the driver is of, 13000 for 13.0."""
-        return int(self._cupy.cuda.runtime.driverGetVersion())
-
     def compile_all(self) -> None:
         """Every source now: what cannot be compiled is known before a run begins."""
         for source in SOURCES:
