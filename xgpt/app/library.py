@@ -14,7 +14,7 @@ from xgpt.app.sweeps.sweep import Swept, sweep_points
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core.errors import XgptError
 from xgpt.job.job import Job
-from xgpt.job.sweep_file import SweepFlags, load_sweep
+from xgpt.job.sweep_file import load_sweep
 from xgpt.report.page import write_report as write_page
 from xgpt.report.results_file import write_results
 from xgpt.run_folder.state import has_begun
@@ -60,12 +60,12 @@ def sweep(path: str | PathLike[str], bounds_s: Sequence[float] | None = None, *,
     Points that the folder `out` has are not planned again. `cores`: processes that plan side by
     side; more than one needs a script whose start is guarded by `if __name__ == "__main__"`.
     Raises InputError, and StoppedEarly where it was interrupted: the same call goes on."""
-    flags = SweepFlags(
-        over=tuple(f"{axis}={','.join(map(_as_yaml, values))}"
-                   for axis, values in (over or {}).items()),
+    spec = load_sweep(
+        Path(path), over=[f"{axis}={','.join(map(_as_yaml, values))}"
+                          for axis, values in (over or {}).items()],
         bounds=None if bounds_s is None else ",".join(map(_as_yaml, bounds_s)),
         out=None if out is None else Path(out))
-    return sweep_points(load_sweep(Path(path), flags), tell or LogTeller(), cores=cores)
+    return sweep_points(spec, tell or LogTeller(), cores=cores)
 
 
 def run(job: OpenedJob, plan: Plan | None = None) -> dict[str, Any]:

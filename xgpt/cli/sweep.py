@@ -7,7 +7,7 @@ import click
 from xgpt.app.sweeps.sweep import refusal_of, sweep_points
 from xgpt.cli.options import job_options, print_json, with_seconds, within_seconds
 from xgpt.cli.terminal import Terminal, show
-from xgpt.job.sweep_file import SweepFlags, load_sweep
+from xgpt.job.sweep_file import load_sweep
 
 
 @click.command()
@@ -34,8 +34,8 @@ def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | N
 
     The same command goes on where it was stopped.
     """
-    spec = load_sweep(file, SweepFlags(overrides=with_seconds(overrides, max_seconds), over=over,
-                                       bounds=bounds, out=out, horizon=horizon))
+    spec = load_sweep(file, overrides=with_seconds(overrides, max_seconds), over=over,
+                      bounds=bounds, out=out, horizon=horizon)
     terminal = Terminal()
     swept = sweep_points(spec, terminal, cores=cores, runs=runs)
     facts = {"name": swept.name, "folder": swept.folder, "files": swept.files,

@@ -194,14 +194,10 @@ def _planned_for(job: Job, device: Device, key: str) -> list[str]:
 
 
 def _planned_words(key: str) -> str:
-    def engines(own: str) -> str:
-        return ", ".join(name for name in catalog.names("engine")
-                         if getattr(catalog.engine(name), own))
-
-    by_type = "; ".join(f"{dtype}: {engines(own)}"
-                        for dtype, own in _EIGHT_BITS_BY_KEY[key].items())
-    return (f"types of 8 bits are planned for on clusters of GPUs that are not here, as others "
-            f"execute them (by plan.engine, {by_type}), and no runner under xgpt does there")
+    engines = [name for name in catalog.names("engine") if any(
+        getattr(catalog.engine(name), own) for own in _EIGHT_BITS_BY_KEY[key].values())]
+    return (f"types of 8 bits are planned for on clusters of GPUs that are not here, as "
+            f"{', '.join(engines)} execute them (plan.engine), and no runner under xgpt does there")
 
 
 def open_weight_dtypes(problem: Problem, engine: str) -> list[str]:

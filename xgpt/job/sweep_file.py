@@ -88,29 +88,13 @@ def _cases_of(value: Any) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepFlags:
-    """What the command line adds to a file. `overrides`: `--set` of the base job; `over`, `bounds`:
-    axes that take the place of the file's own."""
-
-    overrides: tuple[str, ...] = ()
-    over: tuple[str, ...] = ()
-    bounds: str | None = None
-    out: Path | None = None
-    horizon: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPoint:
     """One combination. `values`: of each axis that the sweep sets, as rows show it. `share`: of the
     latency at the highest throughput, which is to be the job's bound; None: the job has its own."""
 
     job: Job
-    values: tuple[tuple[str, str | int], ...]
+    values: Mapping[str, str | int]
     share: float | None
-
-    def shown(self, axis: str) -> str | int | None:
-        """The value of an axis; None for one that the sweep leaves to the base job."""
-        return dict(self.values).get(axis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +126,13 @@ class SweepFile:
     margin: Flag = True
 
 
-def load_sweep(path: Path, flags: SweepFlags | None = None) -> SweepSpec:
-    """The sweep of a file. Raises InputError that carries every mistake, in the order of the lines.
-    """
-    flags, mistakes = flags or SweepFlags(), list[Mistake]()
+def load_sweep(path: Path, *, overrides: Sequence[str] = (), over: Sequence[str] = (),
+               bounds: str | None = None, out: Path | None = None,
+               horizon: str | None = None) -> SweepSpec:
+    """The sweep of a file, and what the command line adds to it. `overrides`: `--set` of the base
+    job; `over`, `bounds`: axes that take the place of the file's own. Raises InputError that
+    carries every mistake, in the order of the lines."""
+    mistakes = list[Mistake]()
     tree = read_tree(path, mistakes)
     if not isinstance(tree.value, dict):
         raise wrong(path, "sweep file", None, "not a mapping of keys to values; a job file, or one "
@@ -156,16 +143,16 @@ def load_sweep(path: Path, flags: SweepFlags | None = None) -> SweepSpec:
         own = read(SweepFile, tree, "", mistakes)
         name, folder = own.name or path.stem, Path(os.path.abspath(path)).parent
         output = folder / (own.output or f"out/{name}")
-        base, base_path = _base(reading, path, folder, flags.overrides)
-        settings = _settings(reading, own, setting_of_flags(flags.over, flags.bounds, mistakes))
+        base, base_path = _base(reading, path, folder, overrides)
+        settings = _settings(reading, own, setting_of_flags(over, bounds, mistakes))
     else:
-        base = job_tree(path, flags.overrides, mistakes)
+        base = job_tree(path, overrides, mistakes)
         job = job_of(base, path, [])
         name, output = job.name, job.output / SWEEP_FOLDER
-        given = setting_of_flags(flags.over, flags.bounds, mistakes)
+        given = setting_of_flags(over, bounds, mistakes)
         settings = [given if given or mistakes else setting_of_flags((), DEFAULT_BOUNDS, mistakes)]
-    if flags.horizon not in (None, *get_args(Horizon)):
-        mistakes.append(Mistake(file="--horizon", line=None, key="horizon", value=flags.horizon,
+    if horizon not in (None, *get_args(Horizon)):
+        mistakes.append(Mistake(file="--horizon", line=None, key="horizon", value=horizon,
                                 allowed="steady or job"))
     points = _points(settings, base, base_path, mistakes)
     if mistakes:
@@ -173,7 +160,7 @@ def load_sweep(path: Path, flags: SweepFlags | None = None) -> SweepSpec:
             m.line is None, m.file, m.line or 0)))
     return SweepSpec(
         name=name, source=Path(os.path.abspath(path)), output=Path(os.path.abspath(
-            flags.out or output)), horizon=cast(Horizon, flags.horizon or own.horizon),
+            out or output)), horizon=cast(Horizon, horizon or own.horizon),
         has_margin=own.margin, axes=_axes(settings), points=tuple(points))
 
 
@@ -255,7 +242,7 @@ def _point(tree: Field, base_path: Path, chosen: Mapping[SweepAxis, AxisValue],
             file=str(base_path), line=None, key="workload.requests", value="-",
             allowed="a file: a sweep reads requests more than once"))
     return SweepPoint(job=job,
-                      values=tuple((axis.name, value.shown) for axis, value in chosen.items()),
+                      values={axis.name: value.shown for axis, value in chosen.items()},
                       share=None if bound is None else bound.share)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from xgpt.core.errors import InputError
 from xgpt.core.policies import policy_names
-from xgpt.job.sweep_file import SweepFlags, load_sweep
+from xgpt.job.sweep_file import load_sweep
 
 JOB = """
 name: base
@@ -34,7 +34,7 @@ def write(folder: Path, text: str) -> Path:
 
 def mistakes(path: Path, **flags: object) -> list[str]:
     with pytest.raises(InputError) as refusal:
-        load_sweep(path, SweepFlags(**flags))
+        load_sweep(path, **flags)
     return [str(one).removeprefix(f"{path.parent}/") for one in refusal.value.mistakes]
 
 
@@ -67,7 +67,7 @@ grid:
 
 def test_a_task_takes_the_place_of_lengths_and_a_cluster_is_meant_as_a_whole(job):
     own, task, cluster, gpus = (
-        load_sweep(job, SweepFlags(over=over)).points[0].job
+        load_sweep(job, over=over).points[0].job
         for over in (("policy=ft",), ("task=T",), ("cluster=a40-8",), ("cluster=a40-8", "gpus=2")))
     assert own.workload.output_tokens.mean == 30 and own.run.ranks == 4
     assert task.workload.output_tokens.task == "T" and task.workload.count == 2000
@@ -77,9 +77,9 @@ def test_a_task_takes_the_place_of_lengths_and_a_cluster_is_meant_as_a_whole(job
 
 def test_flags_take_the_place_of_a_file_s_axes_and_set_changes_its_base(job):
     path = write(job.parent, "base: base.yaml\ncases: [{task: [S, T]}]\ngrid: {bound: [5, 6]}\n")
-    spec = load_sweep(path, SweepFlags(
-        overrides=("run.dtype=float32",), over=("workload.task=C1", "policy=all"), bounds="2 min",
-        out=job.parent / "there", horizon="job"))
+    spec = load_sweep(
+        path, overrides=("run.dtype=float32",), over=("workload.task=C1", "policy=all"),
+        bounds="2 min", out=job.parent / "there", horizon="job")
     assert len(spec.points) == len(policy_names()) and spec.horizon == "job"
     assert {point.job.workload.output_tokens.task for point in spec.points} == {"C1"}
     assert {point.job.constraint.latency_s for point in spec.points} == {120}
@@ -103,7 +103,7 @@ grid:
   workload.input_tokens: {mean: 20, std: 5, max: 60}
 """))
     assert [point.job.workload.output_tokens.mean for point in spec.points] == [20, 40]
-    assert spec.points[0].shown("workload.output_tokens") == '{"max": 60, "mean": 20, "std": 5}'
+    assert spec.points[0].values["workload.output_tokens"] == '{"max": 60, "mean": 20, "std": 5}'
 
 
 def test_every_mistake_is_told_once_with_its_line(job):

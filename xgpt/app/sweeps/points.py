@@ -105,7 +105,7 @@ def _free_latency_s(point: SweepPoint, options: PlanOptions) -> float:
     """The latency at the highest throughput: of the policy that is best without a bound, where the
     sweep compares policies. Raises InfeasibleError."""
     job = point.job
-    if point.shown(POLICY.name) is not None:
+    if POLICY.name in point.values:
         job = replace(job, schedule=replace(job.schedule, policies=()))
     key = common_key(job), options
     if key not in _FREE_S:
@@ -118,14 +118,14 @@ def _axes(point: SweepPoint) -> Row:
     """What was asked. A scenario is what a point is called but for its copies, policy and bound."""
     job, bound_s = point.job, point.job.constraint.latency_s
     scenario = [str(value) if name in _TELLING else f"{name} {value}" for name, value in
-                point.values if name not in (COPIES.name, POLICY.name, BOUND.name)]
+                point.values.items() if name not in (COPIES.name, POLICY.name, BOUND.name)]
     return {
         "scenario": ", ".join(scenario) or job.name,
         "model": Path(job.model).name if Path(job.model).is_absolute() else job.model,
         "cluster": job.cluster if isinstance(job.cluster, str) else "own",
         "gpus": job.run.ranks, "task": job.workload.output_tokens.task,
         "engine": job.run.engine, "policy": "+".join(job.schedule.policies) or AUTO,
-        "bound": "inf" if math.isinf(bound_s) else f"{bound_s:g} s", **dict(point.values)}
+        "bound": "inf" if math.isinf(bound_s) else f"{bound_s:g} s", **point.values}
 
 
 def _refused(refusal: XgptError) -> Row:

@@ -18,7 +18,7 @@ from xgpt.app.sweeps import sweep
 from xgpt.app.sweeps.sweep import Swept, sweep_points
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError, StoppedEarly, XgptError
-from xgpt.job.sweep_file import SweepFlags, load_sweep
+from xgpt.job.sweep_file import load_sweep
 from xgpt.report.sweep_rows import COLUMNS, MEASURED, read_sweep
 from xscheduler.planner import PlanOptions
 
@@ -55,7 +55,7 @@ class Told(LogTeller):
 
 def swept(path: Path, *over: str, bounds: str = "5,inf", tell: Told | None = None,
           **more: Any) -> Swept:
-    spec = load_sweep(path, SweepFlags(over=over, bounds=bounds))
+    spec = load_sweep(path, over=over, bounds=bounds)
     return sweep_points(spec, tell or Told(), cores=1, **more)
 
 
@@ -109,8 +109,7 @@ def test_each_engine_is_planned_by_its_own_constants_or_refused(job):
 
 
 def test_the_job_s_horizon_says_how_long_the_job_takes(job):
-    spec = load_sweep(job, SweepFlags(over=("policy=waa-c",), bounds="20",
-                                      horizon="job"))
+    spec = load_sweep(job, over=("policy=waa-c",), bounds="20", horizon="job")
     (row,) = sweep_points(spec, Told()).rows
     assert row["makespan_s"] > 0 and row["ttft_p99_s"] > 0
     assert row["job_throughput_qps"] == pytest.approx(60 / row["makespan_s"], rel=0.01)
@@ -198,7 +197,7 @@ def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path, tasks):
     assert 4 <= kept < count
     ended = sweep_points(load_sweep(path), told := Told(), cores=1)
     assert told.lines[0] == f"going on: {kept} of {count} points are there"
-    fresh = sweep_points(load_sweep(path, SweepFlags(out=tmp_path / "fresh")), Told(), cores=1)
+    fresh = sweep_points(load_sweep(path, out=tmp_path / "fresh"), Told(), cores=1)
     assert [row["key"] for row in ended.rows] == [row["key"] for row in fresh.rows]
     for row, other in zip(ended.rows, fresh.rows, strict=True):  # ties may end otherwise
         assert row["throughput_qps"] == (None if other["throughput_qps"] is None else
