@@ -26,7 +26,6 @@ from xgpt.launch.standby import standby_for
 
 # Imported when a rank has been started: the two import side by side.
 _USE_CASES, _SLURM, _FINISHED = "xgpt.app.submit", "xgpt.app.hand_in", "xgpt.app.running.finished"
-_SEVERAL = "xgpt.app.submit"
 METRICS = "metrics.json"  # xgpt.run_folder.files.METRICS_FILE, which a job that is done has
 _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has none
 
@@ -82,7 +81,7 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
     if dry_run:
         _show_plans(jobs, as_json)
     elif len(jobs) > 1:
-        shown = import_module(_SEVERAL).submit_all(jobs, Terminal(), is_again=is_again)
+        shown = import_module(_USE_CASES).submit_all(jobs, Terminal(), is_again=is_again)
         _done(shown, shown["jobs"], as_json, is_strict)
     elif (found := _done_already(jobs[0], is_again=is_again)) is None:
         _do("submit", jobs[0], as_json, is_strict)

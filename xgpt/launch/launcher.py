@@ -219,11 +219,12 @@ def check_hosts(hosts: HostsLauncher, argument: Path) -> None:
 
 def _refusal(hosts: HostsLauncher, name: str, argument: Path) -> str | None:
     """Why the host cannot serve, or None if it can."""
+    asking = (_SSH, *_SSH_OPTIONS) if hosts.program is None else (_path_of(hosts.program),)
     python, seen = shlex.quote(sys.executable), shlex.quote(str(argument))
     question = (f"test -x {python} || exit {_NO_PYTHON}; test -r {seen} || exit {_NO_FILE}; "
                 "getconf _NPROCESSORS_ONLN")
     try:
-        done = subprocess.run([*_ask(hosts.program), name, question], capture_output=True,
+        done = subprocess.run([*asking, name, question], capture_output=True,
                               text=True, errors="replace", stdin=subprocess.DEVNULL,
                               timeout=_ASK_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -241,10 +242,6 @@ def _refusal(hosts: HostsLauncher, name: str, argument: Path) -> str | None:
         return (f"has {cores} cores, and would run {hosts.ranks_each} ranks of "
                 f"{hosts.threads_per_rank} threads: lower run.ranks or run.threads_per_rank")
     return None
-
-
-def _ask(program: str | None) -> Sequence[str]:
-    return (_SSH, *_SSH_OPTIONS) if program is None else (_path_of(program),)
 
 
 def _path_of(program: str) -> str:

@@ -52,6 +52,7 @@ def own_modules() -> dict[str, str]:
     return variables
 
 
+_MOST_TOLD = 3000  # characters, the last, of what ranks that failed said
 _POLL_S = 0.1
 _GRACE_S = 20.0  # between asking a run to stop and ending it
 _END_S = 5.0  # between telling ranks to end and killing them
@@ -141,7 +142,9 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
         if (process.returncode != 0 or gone is not None) and not stopper.was_asked:
             messages.seek(0)
             text = messages.read().decode(errors="replace").strip()
-            raise RanksFailed(process.returncode, _tail(text), first=ends.first, gone=gone)
+            if len(text) > _MOST_TOLD:
+                text = f"...\n{text[-_MOST_TOLD:]}"
+            raise RanksFailed(process.returncode, text, first=ends.first, gone=gone)
 
 
 def words_of(line: socket.socket, flags: int = 0) -> bytes:
@@ -279,7 +282,3 @@ def end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _tail(text: str, limit: int = 3000) -> str:
-    return text if len(text) <= limit else "...\n" + text[-limit:]

@@ -189,6 +189,7 @@ _TIMEOUT_S = 60.0
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL",
           "DEADLINE", "PREEMPTED", "REVOKED")
+_OTHERS = ("reason", "elapsed", "limit", "start", "nodes", "exit_code")
 _NOTHING = ("", "None", "(null)", "N/A", "Unknown", "UNLIMITED", "Partition_Limit")
 
 
@@ -245,9 +246,7 @@ def ask(job_id: str, cluster: str | None = None) -> SlurmJob | None:
         raise XgptError(f"squeue failed: {_said(queued)}")
     lines = [line for line in queued.stdout.splitlines() if line.count("|") == 5]
     if lines:
-        state, reason, elapsed, limit, start, nodes = map(_value, lines[0].split("|"))
-        return SlurmJob(state=state or "", reason=reason, elapsed=elapsed, limit=limit,
-                        start=start, nodes=nodes)
+        return _job(lines[0].split("|"))
     return _from_accounts(job_id, where) or _from_memory(job_id, where)
 
 
@@ -261,14 +260,9 @@ def take_back(job_id: str, cluster: str | None = None) -> None:
 
 def _from_accounts(job_id: str, where: Sequence[str]) -> SlurmJob | None:
     done = _call(["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}",
-                  "--format=State,Reason,ElapsedRaw,Timelimit,Start,NodeList,ExitCode", *where])
+                  "--format=State,Reason,Elapsed,Timelimit,Start,NodeList,ExitCode", *where])
     lines = [] if done is None or done.returncode != 0 else done.stdout.splitlines()
-    if not lines:
-        return None
-    state, reason, elapsed, limit, start, nodes, code = map(_value, lines[-1].split("|"))
-    return SlurmJob(state=(state or "").split()[0], reason=reason,  # "CANCELLED by 1000"
-                    elapsed=None if elapsed is None else _clock(int(elapsed)), limit=limit,
-                    start=start, nodes=nodes, exit_code=code)
+    return _job(lines[-1].split("|")) if lines else None
 
 
 def _from_memory(job_id: str, where: Sequence[str]) -> SlurmJob | None:
@@ -276,20 +270,15 @@ def _from_memory(job_id: str, where: Sequence[str]) -> SlurmJob | None:
     if done is None or done.returncode != 0:
         return None
     keys = ("JobState", "Reason", "RunTime", "TimeLimit", "StartTime", "NodeList", "ExitCode")
-    fields = {key: _value(match[1]) for key in keys if (
-        match := re.search(rf"(?:^|\s){key}=(\S*)", done.stdout)) is not None}
-    return SlurmJob(
-        state=fields.get("JobState") or "", reason=fields.get("Reason"),
-        elapsed=fields.get("RunTime"), limit=fields.get("TimeLimit"), start=fields.get("StartTime"),
-        nodes=fields.get("NodeList"), exit_code=fields.get("ExitCode"))
+    fields = dict(reversed(re.findall(r"(?:^|\s)(\w+)=(\S*)", done.stdout)))  # the first counts
+    return _job([fields.get(key, "") for key in keys])
 
 
-def _value(text: str) -> str | None:
-    return None if text.strip() in _NOTHING else text.strip()
-
-
-def _clock(seconds: int) -> str:
-    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+def _job(values: Sequence[str]) -> SlurmJob:
+    """The state ("CANCELLED by 1000" too), and the others in the order of SlurmJob's fields."""
+    known = [None if text.strip() in _NOTHING else text.strip() for text in values]
+    return SlurmJob(state=(known[0] or "").partition(" ")[0],
+                    **dict(zip(_OTHERS, known[1:], strict=False)))
 
 
 def _call(command: Sequence[str], environment: dict[str, str] | None = None,

@@ -94,11 +94,6 @@ class QueryColumns:
         return self._reasons
 
 
-def are_counts(query: QueryFigures) -> bool:
-    """Whether its tokens may be those of a query."""
-    return all(0 <= getattr(query, name) <= MAX_INT for name in _COUNTS)
-
-
 def ends_since_first(queries: QueryColumns) -> FloatArray:
     """When each was done, ascending, in seconds since the first began to be encoded."""
     starts_s = queries.times("encode_start_s")
@@ -318,7 +313,7 @@ def _query_figures(row: Mapping[str, Any]) -> QueryFigures | None:
         finish_reason=str(row.get("finish_reason")), latency_s=known["latency_s"],
         encode_start_s=known["encode_start_s"], ttft_s=known.get("ttft_s"),
         tpot_s=known.get("tpot_s"))
-    return figures if are_counts(figures) else None
+    return figures if all(0 <= getattr(figures, name) <= MAX_INT for name in _COUNTS) else None
 
 
 def _read_lanes(path: Path, remarks: list[str]) -> list[Lane]:

@@ -183,7 +183,7 @@ def _after_misses(output: Output, metrics: Mapping[str, Any], check: BoundCheck)
                for a, b in zip(seconds, seconds[1:], strict=False)]
     lengths, times, rest = changes
     if abs(lengths) >= _MATTERS or (check.is_kept is False and lengths > 0):
-        yield Hint(f"The answers were not as long as planned ({_signed(lengths)} of the time). "
+        yield Hint(f"The answers were not as long as planned ({100 * lengths:+.0f} % of the time). "
                    "Plan with the lengths that this run observed:", _observed(output))
     if abs(times) >= _MATTERS:
         yield Hint(f"Steps took {percent(abs(times))} {'longer' if times > 0 else 'less'} than the "
@@ -232,7 +232,3 @@ def _observed(output: Output) -> str:
     lengths = output.queries.counts("output_tokens") if output.queries else np.ones(1)
     moments = f"mean: {lengths.mean():.0f}, std: {max(lengths.std(), 1):.0f}, max: {lengths.max()}"
     return f"schedule JOB.yaml --set 'workload.output_tokens={{{moments}}}'"
-
-
-def _signed(share: float) -> str:
-    return f"{100 * share:+.0f} %"

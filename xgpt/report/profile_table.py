@@ -39,11 +39,6 @@ class RatedPoint(NamedTuple):
             return None
         return self.floor_s / self.sample.median_s
 
-    @property
-    def gigabytes_per_s(self) -> float:
-        """A message's own bytes over its time, in 10^9 bytes a second."""
-        return self.sample.x / self.sample.median_s / 1e9
-
 
 def profile_tables(profile: Profile) -> str:
     """What the profile is of and how good it is, then a table an operator, degree and link."""
@@ -184,7 +179,8 @@ def _rows(points: Sequence[RatedPoint], x: str, is_2d: bool) -> str:
                 ("x", lambda p: _count(p.sample.x)),
                 ("time", lambda p: format_seconds(p.sample.median_s)), ("spread ", _spread)]
     if x == "bytes":
-        columns.append(("GB/s", lambda p: f"{p.gigabytes_per_s:.3g}" if p.sample.median_s else "-"))
+        columns.append(("GB/s", lambda p: f"{p.sample.x / p.sample.median_s / 1e9:.3g}"
+                        if p.sample.median_s else "-"))
     elif any(p.floor_s is not None for p in points):
         columns += [("floor", lambda p: format_seconds(p.floor_s or 0.0)),
                     ("share", lambda p: "-" if p.share is None else f"{p.share:.0%}"),

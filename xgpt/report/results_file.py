@@ -169,7 +169,8 @@ def _write_parquet(file: IO[bytes], path: Path, chunks: Iterator[AnswerRows], co
     with pq.ParquetWriter(file, schema) as writer:
         for chunk in chunks:
             rows = chunk.answers
-            arrays = [_array(pa, [_id(row["id"], columns) for row in rows], ids)]
+            arrays = [_array(pa, [int(row["id"]) if columns.has_whole_ids and row["id"] is not None
+                                  else row["id"] for row in rows], ids)]
             arrays += [_array(pa, chunk.carried[old], types[old]) if old in chunk.carried
                        else pa.nulls(len(rows), types[old]) for old in names]
             arrays += [_array(pa, [row[name] for row in rows], kind)
@@ -177,10 +178,6 @@ def _write_parquet(file: IO[bytes], path: Path, chunks: Iterator[AnswerRows], co
             writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
             count += len(rows)
     return count
-
-
-def _id(text: str | None, columns: Columns) -> str | int | None:
-    return int(text) if text is not None and columns.has_whole_ids else text
 
 
 def _types(pa: Any, columns: Columns) -> dict[str, Any]:

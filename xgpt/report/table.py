@@ -156,7 +156,7 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
     figures = e.figures
     return [
         (label, f"{controls_line(e)}; {figures.decode_batch:.1f} queries decode at once"
-                f"{_each(e)}"),
+                f"{' in each copy' * (e.deployment.replicas > 1)}"),
         ("parallel", _parallel(e)),
         *(("beside", _beside(other, count)) for other, count in Counter(e.others).items()),
         *(("layout", note.removeprefix(LAYOUT_NOTE)) for note in e.notes
@@ -213,11 +213,6 @@ def _beside(other: Estimate, count: int) -> str:
     return (f"{nodes}{stages or _parallel(other)}: {controls_line(other)}; "
             f"{plain(count * figures.throughput_qps)} of the queries/s, latency "
             f"{format_seconds(figures.latency_s)}")
-
-
-def _each(e: Estimate) -> str:
-    """That a figure is of a copy, where there are several."""
-    return " in each copy" if e.deployment.replicas > 1 else ""
 
 
 def _latency(latency_s: float, bound: Bound) -> str:

@@ -325,7 +325,7 @@ def test_a_job_that_failed_is_not_taken_for_the_stop_of_an_earlier_one(slurm, qu
 
 def test_accounts_are_asked_first_of_a_job_that_has_ended(slurm, queued):
     slurm.says(squeue={}, sacct={
-        "out": "CANCELLED by 1000|None|3725|02:00:00|2026-01-01T00:00:00|n1|0:0\n"})
+        "out": "CANCELLED by 1000|None|01:02:05|02:00:00|2026-01-01T00:00:00|n1|0:0\n"})
     found, _ = status(queued)
     assert (found["slurm"]["state"], found["slurm"]["elapsed"]) == ("CANCELLED", "01:02:05")
     assert "scontrol" not in [call[0] for call in slurm.calls]
