@@ -105,11 +105,6 @@ class Deployment:
         return sum(pool.num_devices for pool in self.pools)
 
     @property
-    def all_pools(self) -> tuple[Pool, ...]:
-        """The pools of every copy, in the order of their ranks."""
-        return tuple(pool for copy in range(self.replicas) for pool in self.pools_of(copy))
-
-    @property
     def num_devices(self) -> int:
         """Devices of all copies."""
         return self.replicas * self.devices_per_replica

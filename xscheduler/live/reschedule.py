@@ -90,8 +90,8 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
     loading = None
     if redeploy.estimate is not None:
         old, new = deployed.deployment, redeploy.estimate.deployment
-        loading = redeployment(old.all_pools, new.all_pools, problem.model, problem.dtype,
-                               problem.cluster)
+        loading = redeployment(deployed.all_pools, redeploy.estimate.all_pools,
+                               problem.model, problem.dtype, problem.cluster)
         # no layer would move; another policy needs a new start all the same
         if loading.total_bytes == 0 and new.replicas == old.replicas and (
                 redeploy.estimate.policy == deployed.policy):
