@@ -88,19 +88,6 @@ class Decoder:
         return self.attention_cap is None and not any(self.windows)
 
 
-def decoder_from_dict(raw: Mapping[str, Any]) -> Decoder:
-    """One written by dataclasses.asdict, through JSON. Raises TypeError for other keys."""
-    values = dict(raw)
-    if values.get("experts") is not None:
-        values["experts"] = Experts(**values["experts"])
-    if values.get("latent") is not None:
-        values["latent"] = Latent(**values["latent"])
-    for key in ("windows", "unrotated"):
-        if key in values:
-            values[key] = tuple(values[key])
-    return Decoder(**values)
-
-
 # Whose names and layout of tensors a checkpoint has: "llama" of all gated decoders
 Family = Literal["opt", "gpt2", "llama", "t5", "bart"]
 RopeValue = float | str | tuple[float, ...]
@@ -298,6 +285,10 @@ def model_from_dict(raw: Mapping[str, Any]) -> ModelSpec:
     values["rope_scaling"] = tuple(sorted(
         (str(key), tuple(value) if isinstance(value, list) else value)
         for key, value in pairs)) or None
-    if not isinstance(decoder := values.get("decoder", Decoder()), Decoder):
-        values["decoder"] = decoder_from_dict(decoder)
-    return ModelSpec(**values)
+    own = dict(values.pop("decoder", {}))
+    for key, part in (("experts", Experts), ("latent", Latent)):
+        if own.get(key) is not None:
+            own[key] = part(**own[key])
+    for key in ("windows", "unrotated"):
+        own[key] = tuple(own.get(key, ()))
+    return ModelSpec(**values, decoder=Decoder(**own))

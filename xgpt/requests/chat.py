@@ -5,7 +5,7 @@ own sampler, which ours does not have (output held to a form, some changes of th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from xgpt.core.errors import shorten
@@ -121,7 +121,13 @@ def _calls(value: object) -> list[dict[str, Any]]:
 # of the logits of a step, so that a query that comes back after an eviction goes on as it began;
 # penalties of output tokens alone would not
 _OF_LOGITS = ("min_p", "logit_bias")
-_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_TEXT: tuple[str, Callable[[Any], object]] = (
+    "text that is not empty", lambda value: isinstance(value, str) and value)
+_KINDS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "json": ("a JSON schema, which is an object", lambda value: isinstance(value, dict)),
+    "json_object": ("true", lambda value: value is True), "regex": _TEXT, "grammar": _TEXT,
+    "choice": ("a list of texts", lambda value: isinstance(value, list) and value and all(
+        isinstance(one, str) and one for one in value))}
 _FORM = "structured_outputs"
 
 
@@ -168,21 +174,12 @@ def _of_response_format(value: object) -> dict[str, Any] | None:
 
 
 def _checked(kind: str, value: Any, key: str) -> dict[str, Any]:
-    if kind == "json_object":
-        if value is not True:
-            raise BadRecord(f"{key} must be true")
-    elif kind == "choice":
-        if not isinstance(value, list) or not value or not all(
-                isinstance(one, str) and one for one in value):
-            raise BadRecord(f"{key} must be a list of texts")
-    elif kind == "json":
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError) as cause:
-                raise BadRecord(f"{key} is not JSON: {cause}") from None
-        if not isinstance(value, dict):
-            raise BadRecord(f"{key} must be a JSON schema, which is an object")
-    elif not isinstance(value, str) or not value:
-        raise BadRecord(f"{key} must be text that is not empty")
+    if kind == "json" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as cause:
+            raise BadRecord(f"{key} is not JSON: {cause}") from None
+    words, is_one = _KINDS[kind]
+    if not is_one(value):
+        raise BadRecord(f"{key} must be {words}")
     return {kind: value}
