@@ -15,7 +15,7 @@ from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import is_short
-from xscheduler.search import RACE
+from xscheduler.space import OPTIMISM
 
 LAYOUT_NOTE = "layout: "
 SEVERAL_START_S = 1.0  # chosen: extra seconds to start several ranks rather than one
@@ -55,7 +55,7 @@ class Compared:
 
     def may_be_best(self, rough: LaidOut) -> bool:
         """Whether a roughly planned layout may turn out best when it is planned in full."""
-        return (1 + RACE) * self.queries_per_s[rough.layout] > max(
+        return (1 + OPTIMISM) * self.queries_per_s[rough.layout] > max(
             self.queries_per_s[one.layout] for one in self.tried if one is not rough)
 
     def seconds(self, one: LaidOut) -> float:

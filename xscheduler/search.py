@@ -4,7 +4,7 @@
 2. The most promising point of the most promising cell is replayed. The replay corrects the formula
    around that point and for similar cells.
 3. Step 2 repeats until no cell is expected to beat the best replayed point (the incumbent).
-4. The incumbent and points within RACE of it are replayed with more queries, and a local search
+4. The incumbent and points within OPTIMISM of it are replayed with more queries, and a local search
    goes from each to better neighbours.
 5. Among the finalists the longest replay decides."""
 
@@ -23,6 +23,7 @@ from xscheduler.neighbours import neighbours
 from xscheduler.partition import division_of
 from xscheduler.replays import Replayed, Replays
 from xscheduler.space import (
+    LEAST_GAIN,
     NOTHING,
     OPTIMISM,
     TRUST,
@@ -170,11 +171,9 @@ class ReplayedCells:
         return found
 
 
-# chosen: runners-up that the local search starts from: at most this far behind, at most so many
-RACE, RUNNERS_UP = 0.06, 4
+RUNNERS_UP = 4  # chosen: at most so many start a local search
 FINALS, CLIMBS = 3, 24  # chosen: rounds of local search, and steps of each
 LOOKS = 3  # chosen: replays of a policy without a feasible point, or of a cell with few replays
-NEARLY = 0.02  # chosen: latencies this much too long, or throughputs this much less, are near
 MOST_REPLAYS = 400  # chosen: of one pass over all cells
 
 
@@ -213,7 +212,7 @@ class Search(ReplayedCells):
                 break
             found = again
         first_qps, sure = _together_qps(found), self._surely_best(found, keeps)
-        if _together_qps(sure) > (1 - NEARLY) * first_qps:
+        if _together_qps(sure) > (1 - LEAST_GAIN) * first_qps:
             return sure
         for one in sure:  # the longest replay chose another point, which was no start until now
             self._climb(one.cell, one.point, keeps)
@@ -310,19 +309,19 @@ class Search(ReplayedCells):
         return self.num_replays > before
 
     def _try_nearly_as_good(self, found: Sequence[Found], keeps: Feasibility) -> None:
-        """Replays points that are expected to come within RACE of the incumbent."""
+        """Replays points that are expected to come within OPTIMISM of the incumbent."""
         own_qps = _together_qps(found)
         usual = usual_off(list(self._replays))
         expected = [(self.expected(cell, keeps, usual), number, cell)
                     for number, cell in enumerate(self._replays)]
         nearly = [(one.throughput_qps, number, one.point, cell) for one, number, cell in expected
                   if one.point is not None and not one.is_replayed
-                  and one.throughput_qps > (1 - RACE) * own_qps]
+                  and one.throughput_qps > (1 - OPTIMISM) * own_qps]
         for _, _, point, cell in sorted(nearly, reverse=True, key=lambda own: own[:2])[:RUNNERS_UP]:
             self.replay(cell, point)
 
     def _runners_up(self, found: Sequence[Found], keeps: Feasibility) -> list[Found]:
-        """The best points of other cells that come within RACE of the incumbent."""
+        """The best points of other cells that come within OPTIMISM of the incumbent."""
         own_qps = _together_qps(found)
         taken = {one.cell for one in found}
         others: list[tuple[float, int, Found]] = []
@@ -330,19 +329,19 @@ class Search(ReplayedCells):
             best = cell.best_replayed(partial(keeps.is_kept, cell))
             if cell in taken:
                 continue
-            if best.throughput_qps <= (1 - RACE) * own_qps:
+            if best.throughput_qps <= (1 - OPTIMISM) * own_qps:
                 best = self._nearly_kept(cell, keeps, own_qps)
-            if best.point is not None and best.throughput_qps > (1 - RACE) * own_qps:
+            if best.point is not None and best.throughput_qps > (1 - OPTIMISM) * own_qps:
                 others.append((best.throughput_qps, len(others), Found(cell, best.point, 0)))
         return [one for _, _, one in sorted(others, reverse=True)[:RUNNERS_UP]]
 
     def _nearly_kept(self, cell: Cell, keeps: Feasibility, own_qps: float) -> Expected:
-        """Of the points with more throughput that miss the latency limit by at most NEARLY, the
+        """Of the points with more throughput that miss the latency limit by at most LEAST_GAIN, the
         quickest."""
         limit_s = keeps.limits(cell).latency_s
         near = [(one.latency_s, cell.copies * one.throughput_qps, point)
                 for point, one in cell.replayed.items()
-                if limit_s < one.latency_s < (1 + NEARLY) * limit_s
+                if limit_s < one.latency_s < (1 + LEAST_GAIN) * limit_s
                 and cell.copies * one.throughput_qps > own_qps]
         return Expected(*min(near)[1:], is_replayed=True) if near else Expected()
 
@@ -357,7 +356,7 @@ class Search(ReplayedCells):
         self.replay(cell, point, times=1)
         own, improved = feasible_qps(point), False
         for _ in range(CLIMBS):
-            for other in neighbours(cell, point, *([] if own else [RACE])):
+            for other in neighbours(cell, point, *([] if own else [OPTIMISM])):
                 least_qps = own * (1 + NOTHING)
                 if other in cell.replayed and not feasible_qps(other, own):
                     continue

@@ -28,11 +28,11 @@ CHUNK = "encode_chunk"
 NEAR = 0.2  # chosen: distance in log(value) over which a replay's correction fades
 PRIOR = 1e-3  # chosen: weight of similar cells' correction; a replay at the point has weight 1
 TRUST = 0.05  # chosen: the same weight for no correction at all
-OPTIMISM = 0.08  # chosen: how much better than expected a cell without a replay may be
+OPTIMISM = 0.06  # chosen: how much better than it is expected, or replayed, a cell may be
 LATENCY_OFF = 0.2  # chosen: how much shorter than the formula a latency may be
 PACE_OFF = 0.5  # chosen: how much shorter than the formula a time per token may be
 NOTHING = 0.003  # chosen: a gain in throughput too small to count
-LEAST_GAIN = 0.02  # chosen: gain for which a schedule is replaced by another
+LEAST_GAIN = 0.02  # chosen: shares below it are near: a schedule stays for a smaller gain
 FINE = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # chosen: fractions of a grid step around a point
 
 
