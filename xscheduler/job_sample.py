@@ -16,7 +16,6 @@ from xgpt.core.problem import Problem
 
 LEVELS = 40  # chosen: equally likely cases that stand for a distribution
 _MOST = 1 - 1e-9
-_ASKED = (0, 13, 26, 36, 39)  # chosen: the levels at which a latency is computed
 
 
 def levels_of(problem: Problem) -> FloatArray:
@@ -37,7 +36,7 @@ def logarithms_at(levels: FloatArray, quantile: float,
     """[levels] log(latency at the level / latency at `quantile`). seconds(level): that latency."""
     if not len(levels):
         return np.zeros(1)
-    asked = np.unique(levels[[place for place in _ASKED if place < len(levels)]])
+    asked = np.unique(levels[[0, len(levels) // 2, -1]])  # the others lie between
     expected_s = seconds(quantile)
     logarithms = [math.log(seconds(float(level)) / expected_s) for level in asked]
     # the lengths of a tail grow with -log(1 - quantile)

@@ -23,7 +23,6 @@ from xsimulator.memory import capacity_bytes
 from xsimulator.rough.forms import Formulas
 from xsimulator.rough.workload import Workload
 
-MOSTLY = 0.5  # chosen: share of the latency from which on a part of it is named as the cause
 # control variables of which larger values take more memory
 _TAKE_MEMORY = ("encode_batch", "max_active", "token_budget")
 _PACE: tuple[Metric, ...] = ("ttft", "tpot")
@@ -104,8 +103,8 @@ def _binding(one: Found) -> str:
     """The part of the latency that takes most of it, in words."""
     estimate = one.replayed.estimate
     figures, depth = estimate.figures, len(estimate.deployment.decoding.stages)
-    if (share := figures.encode_s / figures.latency_s) > MOSTLY:
-        return f"{share:.0%} of it is encoding"
+    if figures.encode_s > figures.latency_s - figures.encode_s:
+        return f"{figures.encode_s / figures.latency_s:.0%} of it is encoding"
     iteration = f"{format_seconds(figures.decode_iteration_s)} an iteration"
     return f"most of it is decoding, {iteration}" if depth == 1 else (
         f"most of it is decoding, where each token passes {depth} stages, {iteration}")

@@ -26,7 +26,6 @@ from xscheduler.space import (
     LEAST_GAIN,
     NOTHING,
     OPTIMISM,
-    TRUST,
     Alike,
     Cell,
     Expected,
@@ -300,7 +299,7 @@ class Search(ReplayedCells):
             own_qps = one.cell.copies * one.replayed.throughput_qps
             for cell in self.cells[one.cell.problem.cluster.num_devices]:
                 while len(cell.off) < LOOKS and not self._cuts():
-                    likely = cell.expected(keeps.limits(cell), Off(), Expected(), TRUST)
+                    likely = cell.expected(keeps.limits(cell), Off(), Expected())
                     optimistic_qps = likely.throughput_qps * (1 + OPTIMISM if cell.off else 1)
                     if likely.point is None or optimistic_qps <= own_qps:
                         break

@@ -27,10 +27,8 @@ Point = tuple[int, ...]
 CHUNK = "encode_chunk"
 NEAR = 0.2  # chosen: distance in log(value) over which a replay's correction fades
 PRIOR = 1e-3  # chosen: weight of similar cells' correction; a replay at the point has weight 1
-TRUST = 0.05  # chosen: the same weight for no correction at all
 OPTIMISM = 0.06  # chosen: how much better than it is expected, or replayed, a cell may be
-LATENCY_OFF = 0.2  # chosen: how much shorter than the formula a latency may be
-PACE_OFF = 0.5  # chosen: how much shorter than the formula a time per token may be
+LATENCY_OFF = 0.2  # chosen: how much shorter than the formula a latency or time per token may be
 NOTHING = 0.003  # chosen: a gain in throughput too small to count
 LEAST_GAIN = 0.02  # chosen: shares below it are near: a schedule stays for a smaller gain
 FINE = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # chosen: fractions of a grid step around a point
@@ -112,9 +110,9 @@ class Cell:
 
     @cached_property
     def _after(self) -> float:
-        """Tokens after the first of the query that the latency limit is of, times 1 + PACE_OFF."""
+        """1 + LATENCY_OFF times the tokens after the first of the query that the limit is for."""
         outputs = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
-        return (1 + PACE_OFF) * max(outputs - 1, 1)
+        return (1 + LATENCY_OFF) * max(outputs - 1, 1)
 
     @cached_property
     def points(self) -> IntArray:
@@ -145,14 +143,13 @@ class Cell:
         return points[fits], Rough(**{name: getattr(rough, name)[fits]
                                       for name in Rough.__slots__})
 
-    def expected(self, limits: Limits, usual: Off, own: Expected,
-                 weight: float = PRIOR) -> Expected:
+    def expected(self, limits: Limits, usual: Off, own: Expected) -> Expected:
         """The best point within the limits by the corrected formula. usual: correction by similar
-        cells, of this weight. own: the best replayed point, returned if nothing beats it."""
+        cells. own: the best replayed point, returned if nothing beats it."""
         most_s = limits.latency_s if self.off else limits.latency_s * (1 + LATENCY_OFF)
         # replays that missed the limit lower it, so that their neighbours are not all tried
         most_s *= (1 - NOTHING * self.misses) / self.longer
-        off = self._off_at(self.points, usual, weight)
+        off = self._off_at(self.points, usual)
         best = self._best_of(self.points, self.rough, most_s, limits, off)
         if best is None:
             return own
@@ -162,7 +159,7 @@ class Cell:
         if best not in self._fine:
             self._fine[best] = self.with_room(_around(self.points, self.points[best]))
         points, rough = self._fine[best]
-        off = self._off_at(points, usual, weight)
+        off = self._off_at(points, usual)
         fine = self._best_of(points, rough, most_s, limits, off)
         if fine is not None:
             found = max(found, self._value(points, rough, fine, off))
@@ -202,15 +199,15 @@ class Cell:
         best = int(np.argmax(qps >= (1 - ROUNDING) * qps.max()))  # of equals the first
         return best if qps[best] > 0 else None
 
-    def _off_at(self, points: IntArray, usual: Off, weight: float) -> FloatArray:
+    def _off_at(self, points: IntArray, usual: Off) -> FloatArray:
         """[points, 2] logarithms of (throughput, latency) over the formula's."""
         if not self.off:
             return np.tile(usual, (len(points), 1))
         where = np.log1p(np.array(list(self.off), float))
         apart = np.abs(np.log1p(points.astype(float))[:, None] - where).sum(axis=2)
         weights = np.exp(-apart / NEAR)
-        known = weights @ np.array(list(self.off.values())) + weight * np.array(usual)
-        return np.asarray(known / (weights.sum(axis=1) + weight)[:, None])
+        known = weights @ np.array(list(self.off.values())) + PRIOR * np.array(usual)
+        return np.asarray(known / (weights.sum(axis=1) + PRIOR)[:, None])
 
     def note(self, point: Point, found: Replayed) -> None:
         """Records a replay of a point, and what the formula is wrong by there."""

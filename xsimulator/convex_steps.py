@@ -11,9 +11,8 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xsimulator.stage_times import StageKinds
 
-LEAST = 2.0**-10  # chosen: smallest size of the grid
 AN_OCTAVE = 32  # chosen: sizes of the grid in an octave
-MOST_ROWS = 2.0**20  # chosen: largest size of the grid
+MOST_ROWS = 2.0**20  # chosen: largest size of the grid; the smallest is its inverse
 RATIO, HALVINGS = 1.02, 14  # chosen: of sizes for which bounds are computed; of bisection
 ROWS: FloatArray = RATIO ** np.arange(np.log(MOST_ROWS) / np.log(RATIO))
 
@@ -41,7 +40,7 @@ class ConvexSteps:
 def _sizes() -> FloatArray:
     """The grid of sizes."""
     octaves = 2.0 ** np.arange(0, np.ceil(np.log2(MOST_ROWS)))
-    return np.append(LEAST, np.outer(octaves, 1 + np.arange(AN_OCTAVE) / AN_OCTAVE).ravel())
+    return np.append(1 / MOST_ROWS, np.outer(octaves, 1 + np.arange(AN_OCTAVE) / AN_OCTAVE).ravel())
 
 
 def _below(seconds: FloatArray) -> ConvexTimes:

@@ -9,8 +9,8 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
+from xsimulator.replay.steady import ROUNDING
 
-LEAST_ITERATIONS = 1e-6  # chosen: stands for 0 in jobs that decode nothing
 BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # grid of batch sizes
 
 
@@ -24,7 +24,7 @@ class Demand:
         self._needed = lengths.outputs.support - self._fewer
         pmf, given = lengths.outputs.pmf, lengths.mean_input_given_output()
         mean = float(pmf @ self._needed)
-        self.iterations = max(mean, LEAST_ITERATIONS)  # D
+        self.iterations = max(mean, ROUNDING)  # D; 0 in jobs that decode nothing
         steps = pmf * self._needed / mean if mean > 0 else pmf  # decode steps by the query's length
         inputs = float(steps @ given)
         # c: tokens of context of a decoded row

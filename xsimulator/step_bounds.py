@@ -15,8 +15,8 @@ from xsimulator.demand import Demand
 from xsimulator.layer_times import TOGETHER, LayerTimes
 from xsimulator.plans import StagePlan
 
-QUERIES: FloatArray = 2.0 ** np.arange(0, 17, 0.5)  # chosen: grid for decode attention
-CONTEXTS = 24  # chosen: contexts of that grid
+POINTS = 32  # chosen: numbers of queries, and contexts, for which decode attention is looked at
+QUERIES: FloatArray = np.geomspace(1, MOST_ROWS, POINTS)
 _BATCHES: FloatArray = np.array(TOGETHER, float)
 
 
@@ -165,7 +165,7 @@ def attention_lines(layers: LayerTimes, degree: int, demand: Demand) -> Lines:
     nearly touching at one number of queries. Rows of evicted queries that are encoded again count
     too."""
     low, high = demand.contexts
-    contexts = np.sort(np.append(np.geomspace(low, high, CONTEXTS), demand.context))
+    contexts = np.sort(np.append(np.geomspace(low, high, POINTS), demand.context))
     seconds = layers.decode_attention_s(QUERIES[:, None], contexts[None, :], degree)
     again_s = layers.encode_attention_s(contexts[:, None], _BATCHES,
                                         degree).min(axis=1)

@@ -2,9 +2,9 @@
 
 If steps have become slower, every query that starts before a change may be late, and a full plan
 takes seconds of a core that the ranks share with another program. So if the running schedule misses
-the limit itself, the best of REPLAYS configurations with no larger batch (RRA) or smaller limits
-(other policies) is taken at once. It is planned for CAUTIOUS of limit / margin, since the margin at
-the new times is not known yet. A full plan follows beside the run."""
+the limit itself, the best of TRIES configurations with no larger batch (RRA) or smaller limits
+(other policies) is taken at once. It is planned for limit / margin, though the margin at the new
+times is not known yet. A full plan follows beside the run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from xscheduler.live.allowance import AllowanceEvidence
 from xscheduler.live.evidence import StepTimeEvidence
 from xscheduler.live.given_stages import GivenStages
 from xscheduler.live.reschedule import Revised, held_problem
+from xscheduler.search import TRIES
 from xscheduler.space import LEAST_GAIN
-
-CAUTIOUS = 0.85  # chosen: share of limit / margin that is planned for
-REPLAYS = 12  # chosen
 
 
 def is_pressing(look: object) -> bool:
@@ -45,9 +43,9 @@ def revise_at_once(running: Schedule, problem: Problem, timing: TimingSource, *,
     keep = stages.as_it_is(bound, has_margin=False)
     if keep.qps or keep.estimate is None:
         return None
-    for limit_s in (CAUTIOUS * with_margin_s, with_margin_s, bound.latency_s):
+    for limit_s in (with_margin_s, bound.latency_s):
         way = stages.best(bound.with_latency(limit_s=limit_s), has_margin=False,
-                          most_replays=REPLAYS)
+                          most_replays=TRIES)
         if way.qps:
             break
     found = way.estimate
