@@ -171,8 +171,8 @@ class ReplayedCells:
 
 
 RUNNERS_UP = 4  # chosen: at most so many start a local search
-FINALS, CLIMBS = 3, 24  # chosen: rounds of local search, and steps of each
-LOOKS = 3  # chosen: replays of a policy without a feasible point, or of a cell with few replays
+# chosen: replays of a policy without a feasible point, or of a cell with few; local searches
+LOOKS = 3
 MOST_REPLAYS = 400  # chosen: of one pass over all cells
 
 
@@ -198,7 +198,7 @@ class Search(ReplayedCells):
             return found
         if self._replay_unseen(found, keeps):
             found = self._look(keeps)
-        for _ in range(FINALS):
+        for _ in range(LOOKS):
             if self._cuts() or _together_qps(found) >= enough_qps:
                 break
             improved = False
@@ -354,7 +354,7 @@ class Search(ReplayedCells):
 
         self.replay(cell, point, times=1)
         own, improved = feasible_qps(point), False
-        for _ in range(CLIMBS):
+        while not self._cuts():
             for other in neighbours(cell, point, *([] if own else [OPTIMISM])):
                 least_qps = own * (1 + NOTHING)
                 if other in cell.replayed and not feasible_qps(other, own):
