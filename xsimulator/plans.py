@@ -34,8 +34,7 @@ from xsimulator.convex_steps import ConvexSteps
 from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageKinds, StageTimes, at_least, stage_kinds
 
-REFERENCE_ENCODE_QUERIES = 8  # chosen
-REFERENCE_DECODE_QUERIES = 32  # chosen
+REFERENCE_QUERIES = 16  # chosen: of an encode and of a decode step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -189,14 +188,13 @@ class StagePlans:
         # at most the sizes measured: beyond them all times are infinite
         rest, encoding, decoding = (timing.reach(operator, degree) for operator in (
             Operator.LAYER_REST, Operator.ENCODE_ATTENTION, Operator.DECODE_ATTENTION))
-        tokens = min(REFERENCE_ENCODE_QUERIES * inputs, rest.x)  # of an encode step
-        queries = min(REFERENCE_DECODE_QUERIES, rest.x, decoding.x)  # of a decode step
+        tokens = min(REFERENCE_QUERIES * inputs, rest.x)  # of an encode step
+        queries = min(REFERENCE_QUERIES, rest.x, decoding.x)  # of a decode step
         context = min(inputs + self._iterations / 2, decoding.y)
-        # decode steps for each encode step
-        rounds = self._iterations * REFERENCE_ENCODE_QUERIES / REFERENCE_DECODE_QUERIES
-        encode = float(layers.encode_rest_s(tokens, degree, link) + REFERENCE_ENCODE_QUERIES
+        rounds = self._iterations  # decode steps for each encode step
+        encode = float(layers.encode_rest_s(tokens, degree, link) + REFERENCE_QUERIES
                        * layers.encode_attention_s(min(inputs, encoding.x),
-                                                   REFERENCE_ENCODE_QUERIES, degree))
+                                                   REFERENCE_QUERIES, degree))
         decode = rounds * float(layers.decode_rest_s(queries, degree, link)
                                 + layers.decode_attention_s(queries, context, degree))
 
@@ -213,7 +211,7 @@ class StagePlans:
         else:
             middle = StageCost(layer_s=encode * encodes + decode * decodes, fixed_s=0.0)
         return _DegreeCost(middle=middle, embed_s=total(Operator.EMBED, (tokens, queries)),
-                           head_s=total(Operator.HEAD, (REFERENCE_ENCODE_QUERIES, queries)))
+                           head_s=total(Operator.HEAD, (REFERENCE_QUERIES, queries)))
 
 
 Ranks = Sequence[tuple[int, ...]]
