@@ -10,7 +10,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.policies import able_policies
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
-from xscheduler.copies import has_room, most_copies, problem_on
+from xscheduler.copies import has_room, most_copies, problem_on, sizes_of
 from xscheduler.replays import Replays
 from xscheduler.space import CHUNK, Cell, chunk_column
 from xscheduler.tensor_plans import MANY_NODES, tensor_plans
@@ -57,16 +57,15 @@ def parts_of(problem: Problem, *, is_any: bool = False) -> list[Problem]:
     """The problem of one copy, for every number of devices that it may have: part of a node, or
     whole nodes. Of more than MANY_NODES nodes, each number of copies takes as many nodes as it can.
     is_any: also numbers of devices that are too few for the weights."""
-    cluster, wanted = problem.cluster, problem.fixed.replicas
-    each, nodes = cluster.devices_per_node, cluster.num_nodes
-    whole = range(1, nodes + 1) if nodes <= MANY_NODES else sorted(
-        {nodes // copies for copies in range(1, nodes + 1)})
-    sizes = [*range(1, each), *(each * count for count in whole)]
-    found = []
-    for devices in sizes:
-        copies = most_copies(cluster, devices)
-        if copies < 1 or devices + (wanted or 1) - 1 > cluster.num_devices:
+    cluster, wanted, found = problem.cluster, problem.fixed.replicas, []
+    nodes, each = cluster.num_nodes, cluster.devices_per_node
+    whole = {each * (nodes // copies) for copies in range(1, nodes + 1)}
+    for devices in sizes_of(cluster):
+        if devices > each and devices not in whole and nodes > MANY_NODES:
             continue
+        if devices + (wanted or 1) - 1 > cluster.num_devices:
+            continue
+        copies = most_copies(cluster, devices)
         part = problem_on(problem, devices)
         if wanted is not None and copies != wanted:
             share = None if problem.num_queries is None else -(-problem.num_queries // wanted)

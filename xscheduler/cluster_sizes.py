@@ -7,7 +7,6 @@ the order of their cost without a margin, until no size left can be cheaper."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import Objective
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.problem import Problem
@@ -19,13 +18,6 @@ from xscheduler.space import LEAST_GAIN
 
 MILLION = 1_000_000  # queries that a cost is given for if the job has no number of them
 Refusal = InfeasibleError | InputError
-
-
-def sizes_of(cluster: Cluster) -> list[int]:
-    """The numbers of devices that a job may take of the cluster, rising."""
-    per_node = cluster.devices_per_node
-    return [*range(1, per_node + 1),
-            *(nodes * per_node for nodes in range(2, cluster.num_nodes + 1))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

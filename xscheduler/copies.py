@@ -4,9 +4,7 @@ A part is some devices of one node, or whole nodes. Each number of copies takes 
 that the cluster has so many of: two nodes of eight devices have copies on 16, 8, 4, 2 or 1 devices.
 Left-over devices idle."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from xgpt.core.cluster import Cluster
 from xgpt.core.problem import Problem
@@ -14,31 +12,10 @@ from xgpt.core.schedule import Estimate
 from xsimulator.memory import capacity_bytes, least_weight_bytes
 
 
-class Slicing(NamedTuple):
-    """A number of copies, and the part of the cluster that each has."""
-
-    copies: int
-    part: Cluster
-
-
-def slicings(cluster: Cluster, copies: int | None = None) -> list[list[Slicing]]:
-    """For every number of copies (or the one given), the most first: the parts that each copy may
-    have, the largest first. A smaller part serves if the model cannot be divided over a larger."""
-    of_count: dict[int, list[Slicing]] = {}
-    for most, part in _parts(cluster):
-        count = most if copies is None else min(most, copies)
-        of_count.setdefault(count, []).append(Slicing(count, part))
-    counts = sorted(of_count, reverse=True) if copies is None else [copies]
-    return [of_count[count] for count in counts if count in of_count]
-
-
-def _parts(cluster: Cluster) -> Iterator[tuple[int, Cluster]]:
-    """Yields (how many the cluster has, part) for every size, the largest first."""
-    for nodes in range(cluster.num_nodes, 0, -1):
-        yield cluster.num_nodes // nodes, replace(cluster, num_nodes=nodes)
-    for devices in range(cluster.devices_per_node - 1, 0, -1):
-        yield (cluster.num_nodes * (cluster.devices_per_node // devices),
-               cluster.equal_part(devices))
+def sizes_of(cluster: Cluster) -> list[int]:
+    """The numbers of devices that a part of the cluster may have, rising."""
+    each = cluster.devices_per_node
+    return [*range(1, each), *range(each, cluster.num_devices + 1, each)]
 
 
 def most_copies(cluster: Cluster, devices: int) -> int:
@@ -49,19 +26,20 @@ def most_copies(cluster: Cluster, devices: int) -> int:
     return 0 if rest else cluster.num_nodes // nodes
 
 
-def problems_of_copies(problem: Problem) -> list[list[Problem]]:
-    """The problem of one copy for every number of copies that the job allows, the most first; a
-    list of the parts that a copy may have, as `slicings`. There are no more copies than queries."""
-    wanted = problem.fixed.replicas
-    most = problem.cluster.num_devices if problem.num_queries is None or wanted else (
-        problem.num_queries)
-    return [[problem_of_copy(problem, one) for one in parts]
-            for parts in slicings(problem.cluster, wanted) if parts[0].copies <= most]
+def problems_of_copies(problem: Problem) -> list[Problem]:
+    """The problem of one copy, on the largest part that it may have, for every number of copies
+    that the job allows, the most first. There are no more copies than queries."""
+    cluster, wanted = problem.cluster, problem.fixed.replicas
+    largest = {min(most_copies(cluster, devices), wanted or cluster.num_devices): devices
+               for devices in sizes_of(cluster)}
+    counts = sorted(largest, reverse=True) if wanted is None else [wanted]
+    most = cluster.num_devices if problem.num_queries is None or wanted else problem.num_queries
+    return [problem_of_copy(problem, count, _part_of(cluster, largest[count]))
+            for count in counts if count in largest and count <= most]
 
 
-def problem_of_copy(problem: Problem, slicing: Slicing) -> Problem:
+def problem_of_copy(problem: Problem, copies: int, part: Cluster) -> Problem:
     """The problem of one copy: its part of the cluster and its share of the queries, rounded up."""
-    copies, part = slicing
     if copies == 1 and part == problem.cluster:
         return problem
     share = None if problem.num_queries is None else -(-problem.num_queries // copies)
@@ -70,8 +48,8 @@ def problem_of_copy(problem: Problem, slicing: Slicing) -> Problem:
 
 def problem_on(problem: Problem, devices: int) -> Problem:
     """The problem of one of the most copies that have `devices` devices each."""
-    return problem_of_copy(problem, Slicing(
-        most_copies(problem.cluster, devices), _part_of(problem.cluster, devices)))
+    return problem_of_copy(problem, most_copies(problem.cluster, devices),
+                           _part_of(problem.cluster, devices))
 
 
 def _part_of(cluster: Cluster, devices: int) -> Cluster:
@@ -86,7 +64,7 @@ def problem_for(problem: Problem, estimate: Estimate) -> Problem:
     copies, devices = deployment.replicas, deployment.devices_per_replica
     if (problem.copies, problem.cluster.num_devices) == (copies, devices):
         return problem
-    return problem_of_copy(problem, Slicing(copies, _part_of(problem.cluster, devices)))
+    return problem_of_copy(problem, copies, _part_of(problem.cluster, devices))
 
 
 def has_room(problem: Problem) -> bool:

@@ -21,7 +21,6 @@ from xscheduler.copies import problem_for
 from xscheduler.replays import Replays
 from xsimulator.plans import Plans
 from xsimulator.replay.copies import replayer_of
-from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.predict import (
     MOST_PREDICTED,
     JobPrediction,
@@ -92,12 +91,6 @@ class Evaluator:
                 part, Formulas(part, self.timing, plans=self._plans.of(part)),
                 Replays(part, self.timing))
         return self._parts[key]
-
-    def replay(self, estimate: Estimate, num_queries: int, seed: int) -> ReplayResult:
-        """A replay on one copy of so many queries, drawn from the problem's lengths."""
-        queries = planned_queries(self.problem, *self.problem.lengths.sample(
-            num_queries, np.random.default_rng(seed)))
-        return replay_job(self.problem, self.timing, estimate, queries, clocks=self.clocks)
 
     def job(self, estimate: Estimate, replays: int | None = None) -> JobPrediction | None:
         """Prediction for the problem's own queries, the mean of so many replays (None: fewer for a

@@ -93,8 +93,8 @@ def _able(problem: Problem, timing: TimingSource) -> list[_Quickest]:
     """For every number of copies that fits, the policy that decodes each batch to its end."""
     if (name := changeable_policy(problem.fixed)) is None:
         return []
-    return [one for parts in problems_of_copies(problem)
-            if (one := _quickest(name, parts[0], timing)) is not None]
+    return [one for part in problems_of_copies(problem)
+            if (one := _quickest(name, part, timing)) is not None]
 
 
 class _Quickest(NamedTuple):

@@ -26,6 +26,7 @@ from xgpt.core.schedule import (
 )
 from xprofiler.timing import TimingSource
 from xscheduler.cells import cells_of, parts_of
+from xscheduler.copies import sizes_of
 from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
 from xscheduler.feasibility import Feasibility
@@ -235,10 +236,7 @@ class SearchPlanner:
         cluster = self.problem.cluster
         if cluster.num_devices < 3:
             return ""
-        sizes = sorted(self._sizes)
-        each = cluster.devices_per_node
-        every = [*range(1, each), *range(each, cluster.num_devices + 1, each)]
-        unseen = [size for size in every if size not in sizes]
+        unseen = [size for size in sizes_of(cluster) if size not in self._sizes]
         return "copies on any number of devices" + (
             f", but for {', '.join(map(str, unseen))}" if unseen else "")
 

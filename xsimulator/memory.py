@@ -110,9 +110,3 @@ def largest_rows(inputs: Lengths, encode: FloatArray) -> FloatArray:
     exceeded."""
     tokens = encode * inputs.mean + ACTIVATION_QUANTILE_Z * inputs.std * np.sqrt(encode)
     return np.asarray(np.minimum(tokens, encode * inputs.max))
-
-
-def step_bytes(problem: Problem, stages: Sequence[StageAssignment], *, rows: ArrayLike,
-               heads: ArrayLike) -> FloatArray:
-    """See StageBytes.step."""
-    return StageBytes(problem, stages).step(rows, heads)

@@ -19,6 +19,7 @@ from xprofiler.roofline import Roofline
 from xscheduler.copies import problem_for
 from xscheduler.evaluator import Evaluator
 from xscheduler.planner import Planner, PlanOptions, plan
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import SteadyFigures
 
 SCATTER = 1.02  # of a latency over seeds of a replay
@@ -111,7 +112,8 @@ def test_a_bound_on_the_tokens_pace_is_kept_by_the_replay(free, metric):
     assert schedule.figures.throughput_qps <= 1.02 * free.figures.throughput_qps
     (prospect,) = schedule.prospects
     assert prospect.is_kept and prospect.metric == metric
-    again = Evaluator(asked, roofline_of(problem)).replay(schedule.estimate, 4000, seed=8)
+    again = replay_job(asked, roofline_of(problem), schedule.estimate, planned_queries(
+        asked, *asked.lengths.sample(4000, np.random.default_rng(8))))
     seconds = (again.times.first_token_s - again.times.start_s if metric == "ttft" else
                again.times.tpot_s(again.output_tokens))
     assert np.quantile(seconds[400:-400], 0.9) <= 1.03 * limit_s

@@ -16,7 +16,8 @@ from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.schedule import sum_of
 from xgpt.job.job import Job
 from xgpt.job.job_file import load_job
-from xscheduler.cluster_sizes import Spent, sizes_of, spent
+from xscheduler.cluster_sizes import Spent, spent
+from xscheduler.copies import sizes_of
 from xscheduler.evaluator import Evaluator
 from xscheduler.partition import best_division, division_of
 

@@ -31,7 +31,8 @@ from xgpt.report.words import counted
 from xprofiler.profile_file import load_profile
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of
-from xscheduler.cluster_sizes import SizeSearch, Spent, sizes_of, spent
+from xscheduler.cluster_sizes import SizeSearch, Spent, spent
+from xscheduler.copies import sizes_of
 from xscheduler.evaluator import Evaluator
 from xscheduler.layouts import LaidOut, compared
 from xscheduler.planner import Horizon, Planner, PlanOptions

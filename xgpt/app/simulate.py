@@ -129,7 +129,7 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
             "simulate needs it where others are given (without any, the best is found)")
             for variable in missing])
     of_copy = problems_of_copies(
-        replace(problem, fixed=replace(fixed, replicas=fixed.replicas or 1)))[0][0]
+        replace(problem, fixed=replace(fixed, replicas=fixed.replicas or 1)))[0]
     formed = fixed_estimate(name, of_copy, timing, fixed)
     if math.isinf(formed.figures.latency_s):
         raise _too_large(opened, [note.removeprefix(EXTRAPOLATED) for note in formed.notes

@@ -61,8 +61,8 @@ def bytes_held(problem, found, result):
             kv[-1] = tokens * model.hidden_size * DTYPE_BYTES[problem.dtype]
         else:
             kv = memory.kv_bytes(problem, stages, tokens)
-        steps = memory.step_bytes(problem, stages, rows=pool.tokens + pool.decoded,
-                                  heads=pool.encoded + pool.decoded)
+        steps = memory.StageBytes(problem, stages).step(
+            pool.tokens + pool.decoded, pool.encoded + pool.decoded)
         held += list(weights + kv + steps.max(axis=0, initial=0.0))
     return np.array(held)
 

@@ -130,7 +130,7 @@ def rows_of(problem: Problem, estimate: Estimate, pool: Pool) -> FloatArray:
     rest = memory.weight_bytes(problem.model, stages, problem.dtype, problem.weight_dtype)
     if pool.role != "encode" or not problem.model.is_encoder_decoder:
         rest = rest + memory.kv_bytes(problem, stages, pool.kv_tokens)
-    none, one = (memory.step_bytes(problem, stages, rows=rows, heads=0.0) for rows in (0.0, 1.0))
+    none, one = (memory.StageBytes(problem, stages).step(rows, 0.0) for rows in (0.0, 1.0))
     held = np.array([estimate.figures.memory_bytes[stage.ranks[0]] for stage in stages], float)
     rows = (held - rest - none) / (one - none)
     assert rows[-1] >= 1
