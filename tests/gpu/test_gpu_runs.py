@@ -24,21 +24,18 @@ import graph_trial  # noqa: E402
 import job_folder  # noqa: E402
 import toy_runs  # noqa: E402
 import toys  # noqa: E402
-from job_folder import SUPPORT, as_requests, read_lines  # noqa: E402
-from mpi_runs import answered, call, json_of, launched, sets  # noqa: E402
+from job_folder import SUPPORT, as_requests  # noqa: E402
+from mpi_runs import answered, call, json_of, launched  # noqa: E402
 
 from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.launch.launcher import find_mpiexec  # noqa: E402
 from xrunner import devices  # noqa: E402
-from xrunner.checkpoint.source import find_model  # noqa: E402
-from xrunner.comm.messages import Joined, StartMessage, StepMessage  # noqa: E402
+from xrunner.comm.messages import StepMessage  # noqa: E402
 from xrunner.engine.graphs import CaptureError, CudaCapture  # noqa: E402
 from xrunner.engine.kv import KvCache, kv_shape  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
 from xrunner.engine.step_log import timeline_of  # noqa: E402
 from xrunner.ops.cuda import cuda_modules  # noqa: E402
-from xrunner.query import Sampling  # noqa: E402
-from xrunner.rules.steps import StepKind  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
@@ -123,35 +120,6 @@ def test_a_capture_may_follow_on_others_that_are_gone(device):
     again = capture(lambda: numbers + 1)
     again.replay()
     assert again.out.tolist()[:2] == [2.0, 2.0] and held.shape == again.out.shape
-
-
-def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made, device):
-    directory, _ = made("llama")
-    queries = [replace(q, is_forced=True, max_new_tokens=12, sampling=Sampling(
-        temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
-        for q in toys.random_queries(QUERIES)]
-    texts = [answers_of(toy_runs.run_in_process(
-        directory, queries, degrees=degrees, num_groups=groups, encode_batch=batch,
-        device=device)[0])
-             for degrees, groups, batch in (((1,), 1, 9), ((1, 1), 2, 3), ((2,), 1, 4))]
-    assert texts[0] == texts[1] == texts[2]
-
-
-def test_a_step_is_over_when_the_gpu_is_done_with_it(made, device):
-    directory, _ = made("llama")
-    executor = toy_runs.executor_of(directory, toy_runs.stages_of(directory, [1])[0], device=device)
-    executor.start(StartMessage(num_groups=1, slots=2, capacity=8))
-    message = StepMessage(kind=StepKind.ENCODE, group=0, phase=0, iteration=0, joined=(
-        Joined(query=0, input_tokens=3, sampling=Sampling()),))
-    tokens = torch.tensor([7, 8, 9])
-    executor.execute(message, tokens).wait()  # kernels are loaded when first called
-    end = torch.cuda.Event()
-    torch.cuda._sleep(200_000_000)  # clock ticks: about a tenth of a second
-    end.record()
-    given = executor.execute(replace(message, removed=(0,)), tokens)
-    assert not end.query(), "it returns before the GPU is done"
-    given.wait()
-    assert end.query()
 
 
 def test_steps_last_as_long_as_the_gpu_works_on_them(device):
@@ -285,15 +253,3 @@ def test_the_whole_command_profiles_schedules_and_runs(made, tmp_path, profiles,
     assert ("share" in done.stderr) == (ranks > torch.cuda.device_count())
     measured = json_of(out / "measured.json")
     assert all(s["peak_memory_bytes"] > 0 for s in measured["stages"])
-
-
-def test_the_quickstart_runs_on_a_gpu(tmp_path):
-    try:
-        find_model("smollm2-135m", say=lambda message: None)
-    except XgptError as cause:
-        pytest.skip(f"the model is not to be had here: {cause}")
-    job = ROOT / "jobs" / "quickstart.yaml"
-    call("submit", job, *sets("run.ranks=1", f"output={tmp_path}/out"), env=os.environ)
-    results = read_lines(tmp_path / "out" / "results.jsonl")
-    prompts = read_lines(ROOT / "jobs" / "prompts" / "quickstart.jsonl")
-    assert [r["id"] for r in results] == [p["id"] for p in prompts]

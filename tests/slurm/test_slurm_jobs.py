@@ -142,27 +142,20 @@ def test_several_job_files_are_an_array_of_which_one_may_fail(slurm, llama, make
     assert slurm.status(jobs["c"].parent / "out")["slurm"]["job_id"] == ids[2]
 
 
-def test_a_failing_job_shows_its_cause(slurm, make_job):
-    job = make_job(queries=toys.random_queries(2), slurm="nodes: 1, ntasks_per_node: 2, time: 10, "
-                   "container: [no-such-container, exec]")
+@pytest.mark.parametrize(("own", "state", "cause"), [
+    ("container: [no-such-container, exec]", None, "no-such-container"),
+    ("prologue: ['if true; then', cd /no/where, fi]", "failed",
+     "failed with code 1:\n    cd /no/where")])
+def test_a_failing_job_shows_its_cause(slurm, make_job, own, state, cause):
+    job = make_job(queries=toys.random_queries(2),
+                   slurm=f"nodes: 1, ntasks_per_node: 2, time: 10, {own}")
     (job_id,) = slurm.submit(job)
     assert slurm.await_end(job_id) == "FAILED"
-    out = job.parent / "out"
-    text = slurm.xgpt("status", out).stdout
+    found, text = slurm.status(job.parent / "out"), slurm.xgpt("status", job.parent / "out").stdout
     assert f"Slurm: job {job_id} ended as FAILED" in text and "exit code 1:0" in text
-    assert "no-such-container" in text, "the end of the log"
-    assert "no-such-container" in slurm.status(out)["slurm"]["cause"]
-
-
-def test_a_failing_line_of_the_prologue_ends_the_job_and_is_named(slurm, make_job):
-    job = make_job(queries=toys.random_queries(2, seed=6), slurm=(
-        "nodes: 1, ntasks_per_node: 2, time: 10, prologue: ['if true; then', cd /no/where, fi]"))
-    (job_id,) = slurm.submit(job)
-    assert slurm.await_end(job_id) == "FAILED"
-    found = slurm.status(job.parent / "out")
-    assert (found["state"], found["slurm"]["exit_code"]) == ("failed", "1:0")
-    assert "failed with code 1:\n    cd /no/where" in found["slurm"]["cause"]
-    assert "submit" not in log_of(job, job_id) and num_lines(job) == 0
+    assert cause.split()[-1] in text and cause in found["slurm"]["cause"]
+    assert state in (None, found["state"]) and found["slurm"]["exit_code"] == "1:0"
+    assert num_lines(job) == 0
 
 
 @pytest.mark.slow  # beside other tests what it waits for may be told twice before it looks

@@ -87,17 +87,10 @@ def test_weights_of_four_bits_are_executed_as_stored(tmp_path, asked, variant, m
 
 @pytest.mark.parametrize("family", [
     pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow)
-    for name in toys.MODERN_FAMILIES if name != REFUSED])
+    for name in (*toys.MODERN_FAMILIES, "opt", "gpt2") if name != REFUSED])
 def test_a_family_is_executed_exactly(tmp_path, asked, family):
-    model = toys.make_modern(family, tmp_path, **SHAPE, **OWN_SHAPES.get(family, {}))
-    found = compared(model, answers_of(asked, tmp_path, "float32"))
-    assert found.wrong == 0 and found.apart < 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["opt", "gpt2"])
-def test_an_older_family_is_executed_exactly(tmp_path, asked, family):
-    model = toys.make_model(family, tmp_path, heads=4, head_dim=32)
+    model = (toys.make_model(family, tmp_path, heads=4, head_dim=32) if family in ("opt", "gpt2")
+             else toys.make_modern(family, tmp_path, **SHAPE, **OWN_SHAPES.get(family, {})))
     found = compared(model, answers_of(asked, tmp_path, "float32"))
     assert found.wrong == 0 and found.apart < 1e-3
 

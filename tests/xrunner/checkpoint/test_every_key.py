@@ -23,10 +23,6 @@ from xrunner.files.generation import given_tokens, not_taken
 
 TOYS = ("llama", "mistral-window", "qwen2-windows", "qwen3", "gemma2", "gemma3", "phi3", "smollm3",
         "olmo2", "granite", "mixtral", "qwen3-moe", "opt", "gpt2", "t5", "mt5", "bart", "mbart")
-NESTED = "full_attention", "sliding_attention"
-# of what such a config has none: a model that attends in windows, or answers as a pair
-WINDOWS = {"sliding_window": 4}
-LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
 @pytest.fixture(scope="module")
@@ -125,41 +121,10 @@ def test_an_absent_key_has_the_default_of_transformers_class(kind):
     assert 1 <= len(required) <= 16  # sizes
 
 
-CASES: list[tuple[str, dict[str, Any]]] = [
-    *((family, WINDOWS) for family in TOYS),
-    *((family, {"is_causal": False}) for family in ("llama", "qwen3-moe", "gpt2", "bart")),
-    ("t5", {"is_causal": True}), ("gpt2", {"is_encoder_decoder": True}),
-    ("opt", {"attention_chunk_size": 4}), ("phi3", {"attention_chunk_size": 4}),
-    *((family, {"layer_types": ["sliding_attention"] * 5}) for family in (
-        "llama", "granite", "mixtral", "qwen3", "qwen3-moe", "bart", "opt")),
-    ("mistral-window", {"layer_types": ["full_attention"] * 5}),
-    ("mistral-window", {"attention_bias": True}), ("phi3", {"attention_bias": True}),
-    ("mixtral", {"mlp_bias": True}), ("granite", {"mlp_bias": True}),
-    ("llama", {"partial_rotary_factor": 0.5}), ("phi3", {"partial_rotary_factor": 0.5}),
-    ("gpt2", {"n_layer": 5, "num_hidden_layers": 4}), ("gpt2", {"hidden_size": 48}),
-    ("t5", {"head_dim": 8}), ("bart", {"num_attention_heads": 3}),
-    ("t5", {"dense_act_fn": "silu"}), ("mt5", {"is_gated_act": False}),
-    ("t5", {"scale_decoder_outputs": False}), ("t5", {"tie_word_embeddings": False}),
-    ("mt5", {"tie_word_embeddings": True}),
-    ("opt", {"_remove_final_layer_norm": True}), ("opt", {"layer_norm_elementwise_affine": False}),
-    ("mbart", {"scale_embedding": False}),
-    ("gemma2", {"attn_logit_softcapping": None}), ("gemma2", {"query_pre_attn_scalar": 3}),
-    ("gemma3", {"attn_logit_softcapping": 1.0}), ("gemma3", {"rope_scaling": LINEAR}),
-    ("gemma3", {"sliding_window": None}),
-    ("granite", {"logits_scaling": 2.0}), ("smollm3", {"no_rope_layers": [1, 0, 1, 1, 0]}),
-    ("smollm3", {"use_sliding_window": True, "sliding_window": 4}),
-    ("qwen2-windows", {"sliding_window": None}), ("qwen3-moe", {"norm_topk_prob": False}),
-    ("qwen3-moe", {"decoder_sparse_step": 2}), ("qwen3-moe", {"mlp_only_layers": [1]}),
-    ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 4}),
-    ("mixtral", {"num_experts": 3}), ("mixtral", {"num_experts_per_tok": 1}),
-    # positions, as transformers 4 and 5 write them; the older key is the one that counts
-    *((family, {"rope_scaling": scaling}) for family in ("llama", "qwen3") for scaling in (
-        LINEAR, {"type": "dynamic", "factor": 2.0}, {"factor": 4.0},
-        {**LINEAR, "rope_theta": 70.0}, {"rope_type": "yarn", "factor": 4.0},
-        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0})),
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False,
-                                "original_max_position_embeddings": 32},
-               "original_max_position_embeddings": 16})]
+CASES = [(family, json.loads(changes)) for families, _, changes in (
+    line.partition(" | ") for line in
+    Path(__file__).with_name("every_key.txt").read_text("utf-8").splitlines()[1:])
+    for family in (TOYS if families == "all" else families.split(", "))]
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)

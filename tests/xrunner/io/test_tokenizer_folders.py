@@ -1,215 +1,67 @@
-"""Folders of tokenizers, in the forms that models are published with and each key alone: texts,
-chats and answers are as transformers has them, or are refused by name."""
+"""Folders of tokenizers, in the forms that models are published with and each key alone
+(tokenizer_folders.yaml): texts, chats and answers are as transformers has them, or are refused by
+name."""
 
 import json
+from pathlib import Path
 from typing import Any
 
+import chat_templates
 import pytest
-from chat_templates import (
-    BRACKETS,
-    CHATML,
-    GENERATION,
-    GRANITE,
-    HEADERS,
-    KINDS,
-    MISTRAL,
-    OLMO,
-    PARTS,
-    PHI3,
-    PHI4,
-    THINKING,
-    TURNS,
-)
+import yaml
 from small_tokenizers import begun_with, older_files, trained, write_folder
 from transformers import AutoTokenizer
 
 from xrunner.files.tokenizer import TextTokenizer
 
-FAST = "PreTrainedTokenizerFast"
-
-IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-THREE = ("<unk>", "<s>", "</s>")
-EOT = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-       "<|eot_id|>")
-
-
-def of(kind: str, specials: tuple[str, ...], model_type: str, class_name: str,
-       template: str | None = None, *, begun: str = "", **settings: Any) -> dict[str, Any]:
-    """The files of a folder."""
-    text = trained(kind, specials)
-    own = {"tokenizer_class": class_name, **settings}
-    return {"tokenizer.json": begun_with(text, begun) if begun else text,
-            "config.json": {"model_type": model_type}, "tokenizer_config.json": own,
-            **({} if template is None else {"chat_template.jinja": template})}
+TOLD = ("bos_token", "eos_token", "unk_token", "pad_token")
+TEMPLATES = {
+    **{name: text for name, text in vars(chat_templates).items() if name.isupper()},
+    "FALCON": chat_templates.OLMO.replace("{{ bos_token }}", ""),
+    "SAY": "|".join(f"{{{{ {name} }}}}" for name in TOLD)
+           + "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"}
 
 
-def legacy(files: dict[str, Any]) -> dict[str, Any]:
-    """The template where it stood until 2025."""
-    files = dict(files)
-    files["tokenizer_config.json"] = {**files["tokenizer_config.json"],
-                                      "chat_template": files.pop("chat_template.jinja")}
-    return files
+def named(value: Any) -> Any:
+    """Templates in the places of their names."""
+    if isinstance(value, dict):
+        return {key: named(own) for key, own in value.items()}
+    if isinstance(value, list):
+        return [named(own) for own in value]
+    return TEMPLATES.get(value, value) if isinstance(value, str) else value
 
 
-def without(files: dict[str, Any], *names: str, **more: Any) -> dict[str, Any]:
-    return {name: value for name, value in {**files, **more}.items() if name not in names}
+def folders() -> dict[str, dict[str, Any]]:
+    """Each folder's files."""
+    told = yaml.safe_load(Path(__file__).with_name("tokenizer_folders.yaml").read_text("utf-8"))
+    rows: dict[str, dict[str, Any]] = {}
+    for name, row in (told["families"] | told["keys"]).items():
+        base = rows.get(row.get("like", "" if "kind" in row else "nothing"), {})
+        rows[name] = {**base, **row, **{part: base.get(part, {}) | row.get(part, {})
+                                        for part in ("settings", "files")}}
+    return {name: files_of(row) for name, row in rows.items()}
 
 
-def decoder(*tokens: str) -> dict[str, Any]:
-    return {str(place): {"content": token, "lstrip": False, "normalized": False, "rstrip": False,
-                         "single_word": False, "special": True}
-            for place, token in enumerate(tokens)}
-
-
-def families() -> dict[str, dict[str, Any]]:
-    llama2 = legacy(of(
-        "pieces", THREE, "llama", "LlamaTokenizer", BRACKETS, add_bos_token=True,
-        add_eos_token=False, bos_token="<s>", eos_token="</s>", unk_token="<unk>", legacy=False,
-        pad_token=None, clean_up_tokenization_spaces=False, model_max_length=4096,
-        sp_model_kwargs={}, use_default_system_prompt=False, padding_side="right",
-        added_tokens_decoder=decoder(*THREE)))
-    llama3 = of("bytes", EOT, "llama", FAST, HEADERS, begun=EOT[0], bos_token=EOT[0],
-                eos_token=EOT[4], clean_up_tokenization_spaces=True, model_max_length=131072,
-                model_input_names=["input_ids", "attention_mask"],
-                added_tokens_decoder=decoder(*EOT))
-    qwen = {"add_bos_token": False, "add_prefix_space": False, "bos_token": None,
-            "eos_token": IM[2], "pad_token": IM[0], "unk_token": None, "errors": "replace",
-            "split_special_tokens": False, "additional_special_tokens": [*IM[1:]],
-            "clean_up_tokenization_spaces": False, "added_tokens_decoder": decoder(*IM)}
-    qwen3 = of("bytes", IM, "qwen3", "Qwen2Tokenizer", THINKING, **qwen)
-    gemma = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
-    gpt2 = trained("bytes", ("<|endoftext|>",))
-    opt = trained("bytes", ("</s>", "<pad>", "<unk>"))
-    bart = trained("bytes", ("<s>", "<pad>", "</s>", "<unk>", "<mask>"))
-    mistral = of("pieces", (*THREE, "[INST]", "[/INST]"), "mistral", "LlamaTokenizer", MISTRAL,
-                 begun="<s>", add_bos_token=True, add_eos_token=False, bos_token="<s>",
-                 eos_token="</s>", unk_token="<unk>", legacy=False)
-    t5 = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>", "extra_ids": 3,
-          "additional_special_tokens": [f"<extra_id_{i}>" for i in range(3)]}
-    t5_tokens = ("<pad>", "</s>", "<unk>", "<extra_id_0>", "<extra_id_1>", "<extra_id_2>")
-    return {
-        "Llama 2": llama2, "Llama 3": llama3, "Mistral 7B": mistral, "Qwen3": qwen3,
-        "Llama 3.2, legacy": legacy(llama3),
-        "Mistral v0.1": legacy({**mistral, "chat_template.jinja": BRACKETS}),
-        "Mixtral": {**mistral, "config.json": {"model_type": "mixtral"}},
-        "Qwen2.5": legacy({**qwen3, "config.json": {"model_type": "qwen2"}}),
-        "Qwen2, older files": {**without(qwen3, "tokenizer.json"), **older_files(
-            qwen3["tokenizer.json"]), "config.json": {"model_type": "qwen2"}},
-        "Qwen3-MoE": {**qwen3, "config.json": {"model_type": "qwen3_moe"}},
-        **{f"Gemma {number}": of(
-            "pieces", gemma, f"gemma{number}", "GemmaTokenizer", template, begun="<bos>",
-            add_bos_token=True, add_eos_token=False, bos_token="<bos>", eos_token="<eos>",
-            pad_token="<pad>", unk_token="<unk>", spaces_between_special_tokens=False,
-            additional_special_tokens=["<start_of_turn>", "<end_of_turn>"], **more)
-            for number, template, more in (
-                ("2", TURNS, {}), ("3_text", PARTS, {
-                    "boi_token": "<start_of_image>", "extra_special_tokens": {
-                        "boi_token": "<start_of_image>"}}))},
-        "Phi-3": legacy(of(
-            "pieces", (*THREE, "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"), "phi3",
-            "LlamaTokenizer", PHI3, add_bos_token=False, add_eos_token=False, bos_token="<s>",
-            eos_token="<|end|>", pad_token="</s>", unk_token="<unk>", legacy=False)),
-        "Phi-4": of("bytes", ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>",
-                              "<|end|>"), "phi3", "GPT2Tokenizer", PHI4, add_bos_token=False,
-                    bos_token="<|endoftext|>", eos_token="<|endoftext|>",
-                    pad_token="<|endoftext|>", unk_token="<|endoftext|>"),
-        "SmolLM2": of("bytes", IM, "llama", "GPT2Tokenizer", CHATML, bos_token=IM[1],
-                      eos_token=IM[2], pad_token=IM[2], unk_token=IM[0], add_prefix_space=False,
-                      additional_special_tokens=[*IM[1:]], vocab_size=49152),
-        "SmolLM3": of("bytes", IM, "smollm3", FAST, GENERATION, bos_token=None, eos_token=IM[2],
-                      pad_token=IM[2], fast=False, model_input_names=["input_ids"]),
-        "OLMo 2": of("bytes", ("<|endoftext|>", "<|pad|>"), "olmo2", "GPT2Tokenizer", OLMO,
-                     bos_token="<|endoftext|>", eos_token="<|endoftext|>", pad_token="<|pad|>",
-                     unk_token="<|endoftext|>"),
-        "Granite": of("bytes", ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
-                      "granite", "GPT2Tokenizer", GRANITE, bos_token="<|end_of_text|>",
-                      eos_token="<|end_of_text|>", pad_token="<|end_of_text|>",
-                      additional_special_tokens=["<|start_of_role|>", "<|end_of_role|>"]),
-        "Falcon 3": of("bytes", ("<|endoftext|>", "<|pad|>"), "llama", FAST, OLMO.replace(
-            "{{ bos_token }}", ""), eos_token="<|endoftext|>", pad_token="<|pad|>"),
-        "OPT": {**older_files(opt), "config.json": {"model_type": "opt"},
-                "special_tokens_map.json": {"bos_token": "</s>", "eos_token": "</s>",
-                                            "unk_token": "</s>", "pad_token": "<pad>"},
-                "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", "errors": "replace",
-                                          "add_bos_token": True, "bos_token": {
-                                              "__type": "AddedToken", "content": "</s>",
-                                              "lstrip": False, "normalized": True,
-                                              "rstrip": False, "single_word": False}}},
-        "GPT-2": {"tokenizer.json": gpt2, **older_files(gpt2), "config.json": {
-            "model_type": "gpt2"}, "tokenizer_config.json": {"model_max_length": 1024}},
-        "GPT-2, older files": {**older_files(gpt2), "config.json": {"model_type": "gpt2"}},
-        "T5": of("unigram", t5_tokens, "t5", "T5Tokenizer", **t5),
-        "mT5": of("unigram", t5_tokens, "mt5", "T5Tokenizer", **{**t5, "extra_ids": 0}),
-        "BART": {**older_files(bart), "config.json": {"model_type": "bart"}, "tokenizer.json": bart,
-                 "tokenizer_config.json": {"tokenizer_class": "BartTokenizer"}},
-        "mBART": of("unigram", ("<s>", "<pad>", "</s>", "<unk>", "en_XX", "ro_RO"), "mbart",
-                    "MBartTokenizer", src_lang="en_XX", tgt_lang="ro_RO",
-                    additional_special_tokens=["en_XX", "ro_RO"]),
-        "BERT's words": of("words", ("[PAD]", "[UNK]", "[CLS]", "[SEP]"), "bert", "BertTokenizer",
-                           do_lower_case=True, clean_up_tokenization_spaces=True),
-    }
-
-
-def keys() -> dict[str, dict[str, Any]]:
-    """Each key alone."""
-    named = ("bos_token", "eos_token", "unk_token", "pad_token")
-    say = ("|".join(f"{{{{ {name} }}}}" for name in named)
-           + "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
-    plain = of("bytes", ("<s>", "</s>", "<x>"), "llama", FAST, say)
-
-    def but(**settings: Any) -> dict[str, Any]:
-        return {**plain, "tokenizer_config.json": {**plain["tokenizer_config.json"], **settings}}
-
-    return {
-        "nothing": plain, "no tokenizer_config.json": without(plain, "tokenizer_config.json"),
-        **{f"{name} null": but(**{name: None}) for name in named},
-        **{f"{name} text": but(**{name: "<x>"}) for name in named},
-        "bos_token object": but(bos_token={"content": "<x>", "__type": "AddedToken"}),
-        "a token that is in no vocabulary": but(bos_token="<new>", eos_token="<newer>"),
-        "special_tokens_map.json alone": {**plain, "special_tokens_map.json": {
-            "bos_token": "<s>", "eos_token": {"content": "<tail>", "lstrip": True},
-            "additional_special_tokens": ["<more>"]}},
-        "added_tokens.json alone": {**plain, "added_tokens.json": {"<added>": 420}},
-        "added_tokens_decoder alone": but(added_tokens_decoder={"420": {
-            "content": "<added>", "lstrip": False, "normalized": False, "rstrip": False,
-            "single_word": False, "special": True}}),
-        "added_tokens_decoder, no special": but(added_tokens_decoder={"420": {
-            "content": "<added>", "lstrip": False, "normalized": True, "rstrip": True,
-            "single_word": False, "special": False}}),
-        "additional_special_tokens": but(additional_special_tokens=["<more>", "<most>"]),
-        "extra_special_tokens named": but(extra_special_tokens={"image_token": "<image>"}),
-        "extra_special_tokens listed": but(extra_special_tokens=["<more>"]),
-        "a token of its own name": but(image_token="<image>"),
-        **{f"{name} {value}": but(bos_token="<s>", eos_token="</s>", **{name: value})
-           for name in ("add_bos_token", "add_eos_token") for value in (True, False)},
-        **{f"clean_up_tokenization_spaces {value}": but(clean_up_tokenization_spaces=value)
-           for value in (True, False)},
-        "clean up a byte-pair encoding": but(
-            clean_up_tokenization_spaces=True,
-            clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True),
-        "split_special_tokens": but(split_special_tokens=True, additional_special_tokens=["<x>"]),
-        "padding and truncation": {**plain, "tokenizer.json": padded(plain["tokenizer.json"])},
-        "chat_template.json": {**without(plain, "chat_template.jinja"),
-                               "chat_template.json": {"chat_template": CHATML}},
-        "chat_template in both places": {**plain, **without(legacy(plain), "chat_template.jinja"),
-                                         "chat_template.jinja": CHATML},
-        "templates by name": legacy({**plain, "chat_template.jinja": [
-            {"name": "default", "template": CHATML}, {"name": "tool_use", "template": THINKING}]}),
-        "templates by name, none the default": legacy({**plain, "chat_template.jinja": [
-            {"name": "rag", "template": CHATML}]}),
-        "additional_chat_templates": {
-            **plain, "additional_chat_templates/tool_use.jinja": THINKING},
-        "no template": without(plain, "chat_template.jinja"),
-        "an empty template": {**plain, "chat_template.jinja": ""},
-        "what a template may do": {**plain, "chat_template.jinja": KINDS},
-        "legacy true": of("pieces", THREE, "llama", "LlamaTokenizer", say, legacy=True,
-                          bos_token="<s>", eos_token="</s>"),
-        "add_prefix_space": but(add_prefix_space=True),
-        "GPT-2's add_prefix_space": of("bytes", ("<|endoftext|>",), "gpt2", "GPT2Tokenizer",
-                                       add_prefix_space=True),
-        "Llama's class over bytes": of("bytes", EOT, "llama", "LlamaTokenizer", HEADERS,
-                                       bos_token=EOT[0], eos_token=EOT[4]),
-    }
+def files_of(row: dict[str, Any]) -> dict[str, Any]:
+    specials, template = tuple(row["specials"]), named(row.get("template"))
+    text = trained(row["kind"], specials)
+    text = begun_with(text, row["begun"]) if "begun" in row else text
+    settings = named(row["settings"])
+    if "class" in row:
+        settings["tokenizer_class"] = row["class"]
+    if "added" in row:
+        settings["added_tokens_decoder"] = {str(place): {
+            "content": token, "lstrip": False, "normalized": False, "rstrip": False,
+            "single_word": False, "special": True} for place, token in enumerate(specials)}
+    files = {"tokenizer.json": padded(text) if "padded" in row else text,
+             "config.json": {"model_type": row["type"]}, "tokenizer_config.json": settings,
+             **(older_files(text) if "older" in row else {}), **named(row["files"])}
+    if template is not None:
+        (settings if "legacy" in row else files)[
+            "chat_template" if "legacy" in row else "chat_template.jinja"] = template
+    left_out = [*row.get("without", ()), *(
+        ["tokenizer.json"] if row.get("older") == "instead" else [])]
+    return {name: content for name, content in files.items() if name not in left_out}
 
 
 def padded(text: str) -> str:
@@ -221,7 +73,7 @@ def padded(text: str) -> str:
     return json.dumps(own)
 
 
-FOLDERS = families() | keys()
+FOLDERS = folders()
 TEXTS = ["How many roads, he said ?", " <x> the <added> one<more>", "<s>[INST] x</s> <tail>", "",
          "Größe 你好\n\n  do n't", "<|im_start|>user <|eot_id|> <image><new><extra_id_1>"]
 USER, MODEL = {"role": "user", "content": " How many? "}, {"role": "assistant", "content": "Two."}
