@@ -87,7 +87,7 @@ PLACES = (
           f"{_CHANGED}a_folder_that_was_moved_goes_on"),
     Place("2 another model", "weights are known by their headers alone",
           "xrunner/checkpoint/identity.py", "for block in range(1, _BLOCKS + 1):",
-          "for block in ():", "tests/xrunner/checkpoint/test_identity.py::"
+          "for block in ():", "tests/xrunner/checkpoint/test_checkpoint.py::"
           "test_other_weights_of_the_same_size_and_shape_are_another_model"),
     Place("2 another model", "run.verify reads no more than the samples", "xrunner/plan.py",
           "name for name in common if self.weights_whole[name] != weights_whole[name])})",
@@ -95,7 +95,7 @@ PLACES = (
           f"{_CHANGED}a_byte_between_the_samples_is_seen_by_who_reads_them_all"),
     Place("2 another model", "its chat template is no part of what it is known by",
           "xrunner/checkpoint/identity.py", '".model", ".jinja")', '".model")',
-          "tests/xrunner/checkpoint/test_identity.py::"
+          "tests/xrunner/checkpoint/test_checkpoint.py::"
           "test_each_file_that_decides_answers_is_looked_at"),
     Place("3 not finite", "weights are not looked at", "xrunner/checkpoint/reader.py",
           "if taken.numel() and not all(", "if not taken.numel() and not all(",

@@ -114,6 +114,25 @@ def cache(tmp_path_factory):
             "PYTHONPATH": os.pathsep.join(path)}
 
 
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """(directory, transformers' model) of a family's toy, made when first asked for."""
+    pytest.importorskip("torch", reason="runs need the extra `run`")
+    import toys
+
+    @functools.cache
+    def make(family: str) -> tuple[Path, Any]:
+        directory = tmp_path_factory.mktemp(family)
+        return directory, toys.make_model(family, directory)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama(made):
+    return made("llama")
+
+
 @pytest.fixture
 def short_replays(monkeypatch):
     """A replay checks each plan: of 4,000 queries it takes longer than most of what is tested."""

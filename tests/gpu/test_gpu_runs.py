@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache as remember
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,18 +42,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
 FAMILIES = (*toys.FAMILIES, *toys.ENCODER_DECODER_FAMILIES)
 QUERIES = 9
 Made = Callable[[str], tuple[Path, Any]]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """(directory, transformers' model) of a family."""
-
-    @remember
-    def make(family: str) -> tuple[Path, Any]:
-        directory = tmp_path_factory.mktemp(family)
-        return directory, toys.make_model(family, directory)
-
-    return make
 
 
 @pytest.fixture()

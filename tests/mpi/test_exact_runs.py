@@ -32,11 +32,10 @@ RRA_CASES = [(family, layout, 1 + (place + i // 4) % 4, (4, 1, 9)[i % 3],
 GLOO_CASES = [("llama", (2,), 2, 4, 3), ("t5", (1, 2), 2, 4, 3), ("opt", (2, 1), 1, 9, 5)]
 # encoded in chunks beside decoding
 CHUNK_CASES = [("llama", (1, 1), 2, 4, 6), ("opt", (2,), 1, 5, 4)]
-WAA_CASES = [("llama", (1,), (1,), 2, 3), ("opt", (1,), (1, 1), 2, 4), ("gpt2", (1, 1), (2,), 3, 2),
-             ("llama", (2,), (1, 1), 1, 4), ("t5", (1, 1), (1, 1), 2, 3), ("t5", (1,), (2,), 1, 9)]
-# whose decode pools encode inputs, too: on two, three and four ranks
-POOL_CHUNK_CASES = [("llama", (1,), (1,), 1, 2), ("opt", (1,), (1, 1), 2, 1),
-                    ("gpt2", (1, 1), (1,), 2, 2), ("llama", (1,), (2, 1), 1, 1)]
+WAA_CASES = [("opt", (1,), (1, 1), 2, 4), ("gpt2", (1, 1), (2,), 3, 2),
+             ("llama", (2,), (1, 1), 1, 4), ("t5", (1,), (2,), 1, 9)]
+# whose decode pools encode inputs, too: on two and four ranks
+POOL_CHUNK_CASES = [("opt", (1,), (1,), 2, 1), ("llama", (1,), (2, 1), 1, 1)]
 Models = dict[str, tuple[Path, dict[str, Any]]]
 Case = dict[str, Any]
 Launched = dict[str, tuple[list[Case], list[Any]]]

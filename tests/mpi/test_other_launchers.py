@@ -9,7 +9,6 @@ from job_folder import SUPPORT, read_lines  # noqa: E402
 from surroundings import LEFT, OWN  # noqa: E402
 
 from xgpt.app import doctor  # noqa: E402
-from xgpt.core.system.lifeline import without_other_launchers  # noqa: E402
 from xgpt.job.slurm_section import SlurmSpec  # noqa: E402
 from xgpt.launch.launcher import (
     LocalLauncher,  # noqa: E402
@@ -37,10 +36,6 @@ def test_ranks_here_meet_and_know_of_no_other_launcher(tmp_path, left, count):
     for each in ranks:
         assert not {n for n, value in LEFT.items() if each["environment"].get(n) == value}
         assert OWN.items() <= each["environment"].items()
-
-
-def test_what_a_user_says_stays():
-    assert without_other_launchers({**LEFT, **OWN}) == OWN
 
 
 def test_the_doctor_asks_mpi_without_them(left):

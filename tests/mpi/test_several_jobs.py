@@ -1,6 +1,6 @@
 """Several jobs of one command: the same ranks take them one after another, with the weights they
-have, and give each job's own tokens. What a run measured goes back into the cached profile, so that
-a second job of the same model on the same machine measures nothing."""
+have, and give each job's own tokens. What is measured, stopped, gone on with and merged; what a run
+measured goes back into the cached profile, so that a second job measures nothing."""
 
 import json
 import os
@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import toys
+from by_data_sheets import COMMAND
 from job_folder import as_requests, read_lines, write_job, xgpt
 from mpi_runs import call, json_of, stopped_under_way
 
-from xprofiler.profile import Profile
+from xprofiler.points import Needs, missing
+from xprofiler.profile import Profile, TableKey
 from xprofiler.profile_file import load_profile
+from xprofiler.timing import Operator
 
 pytestmark = pytest.mark.mpi
 STAGES, HALVES = "tp_degree: 1", "tp_degree: 2, tp_gpus: 2"
@@ -28,8 +31,8 @@ def states(out: str) -> list[str]:
 
 
 def test_jobs_of_one_model_load_it_once_and_a_stop_ends_all_until_the_same_command_goes_on(
-        tmp_path, llama, profiled):
-    words, env = ["submit"], profiled("llama", 2)
+        tmp_path, llama, cache):
+    words = ["submit"]
     for name, queries in QUERIES.items():
         (tmp_path / name).mkdir()
         layout, bound = HALVES if name == "halves" else STAGES, "1 us" if name == "never" else "inf"
@@ -42,13 +45,14 @@ def test_jobs_of_one_model_load_it_once_and_a_stop_ends_all_until_the_same_comma
         return json_of(tmp_path / name / "out" / "metrics.json")["loaded_bytes"]
 
     results = tmp_path / "long" / "out" / "results.jsonl"
-    process, out, told = stopped_under_way([*words, "--json"], results, env)
+    process, out, told = stopped_under_way([*words, "--json"], results, cache, xgpt=COMMAND)
     assert process.returncode == 75, told  # the first that did not come to its end was stopped
     assert states(out) == ["done", "stopped", *["not started"] * 3], told
     kept = results.read_bytes()
     assert 0 < kept.count(b"\n") < 180 and loaded("first") > 0 == loaded("long")
 
-    done = call(*words, "--json", env=env, code=3)  # that no schedule keeps the bound
+    # its code says that no schedule keeps the bound
+    done = call(*words, "--json", env=cache, code=3, xgpt=COMMAND)
     assert states(done.stdout) == ["already done", "done", "failed", "done", "done"], done.stderr
     assert loaded("long") > 0 and loaded("last") == 0 and loaded("halves") > 0
     anew = "ranks: started anew, for the job has another layout of ranks and stages\n"
@@ -127,3 +131,42 @@ def test_the_second_job_measures_nothing(tmp_path, llama, home, monkeypatch):
     json.loads(second.stdout)
     assert os.environ["XDG_CACHE_HOME"] == str(home)
     told_done(tmp_path / "second", home)
+
+
+@pytest.fixture(scope="module")
+def profile(measured_llama):
+    done = measured_llama.done
+    assert done.returncode == 0, done.stderr
+    assert "does not divide" in done.stderr, "degree 3 is refused with its reason"
+    return load_profile(measured_llama.profile)
+
+
+def test_every_operator_degree_and_message_is_there(profile):
+    assert profile.model is not None and profile.peaks is not None
+    assert profile.tp_degrees == (1, 2) and list(profile.refused) == [3]
+    for degree in (1, 2):
+        assert not missing(profile, degree, Needs())
+        for operator in (Operator.LAYER_REST, Operator.HEAD, Operator.EMBED,
+                         Operator.KV_COMPACTION):
+            assert profile.table(operator.value, degree), operator
+    for key in (TableKey("all_reduce", 2, "shared-memory"),
+                TableKey("transfer", 1, "shared-memory"),
+                TableKey("kv_handover", 1, "shared-memory"), TableKey("step_overhead")):
+        assert profile.tables[key], key
+    assert not any(key.name == "all_reduce" and key.tp_degree != 2 for key in profile.tables)
+    samples = [s for table in profile.tables.values() for p in table for s in p.samples_s]
+    assert all(s >= 0 for s in samples) and sum(s > 0 for s in samples) > 0.9 * len(samples)
+
+
+def test_a_stopped_measurement_is_kept_and_gone_on_with(measured_llama, profile):
+    stopped = measured_llama.stopped
+    assert stopped.returncode == 75, stopped.stderr
+    assert "goes on" in stopped.stderr
+    kept = load_profile(measured_llama.kept)
+    assert kept.tables and kept.spent_s > 0
+    assert missing(kept, 2, Needs()), "it was stopped before its end"
+    assert not missing(profile, 1, Needs()) and profile.spent_s > kept.spent_s
+    for key, points in kept.tables.items():
+        if key.name in ("decode_attention", "transfer"):
+            quiet = {p for p in points if not (p.is_noisy or p.is_disturbed)}
+            assert quiet <= set(profile.tables[key])

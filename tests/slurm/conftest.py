@@ -104,15 +104,6 @@ def slurm(tmp_path_factory, profiled):
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory):
-    pytest.importorskip("torch", reason="runs need the extra `run`")
-    import toys
-
-    directory = tmp_path_factory.mktemp("llama")
-    return directory, toys.make_model("llama", directory)
-
-
-@pytest.fixture(scope="session")
 def over_network(slurm, tmp_path_factory):
     """The toy's profile with a link between nodes. These nodes are one host, whose ranks measure
     none."""

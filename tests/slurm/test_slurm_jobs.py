@@ -2,8 +2,6 @@
 limit, requeued, resumed; stopped, cancelled, failed; several as an array."""
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,35 +154,6 @@ def test_a_failing_job_shows_its_cause(slurm, make_job, own, state, cause):
     assert cause.split()[-1] in text and cause in found["slurm"]["cause"]
     assert state in (None, found["state"]) and found["slurm"]["exit_code"] == "1:0"
     assert num_lines(job) == 0
-
-
-@pytest.mark.slow  # beside other tests what it waits for may be told twice before it looks
-def test_who_waits_for_another_that_measures_is_not_requeued_for_ever(slurm, make_job, tmp_path):
-    job = make_job(queries=toys.random_queries(600, seed=7), slurm=(
-        "nodes: 1, ntasks_per_node: 2, time: 10, requeue: 6, "
-        f"env: {{XDG_CACHE_HOME: {tmp_path}}}"))
-    (tmp_path / "xgpt" / "profiles").mkdir(parents=True)
-    compiled = Path(slurm.environment["XDG_CACHE_HOME"], "xgpt", "native")
-    (tmp_path / "xgpt" / "native").symlink_to(compiled.resolve())
-    holds = ("import sys, time; from pathlib import Path\n"
-             "from xgpt.app.profile import alone; from xgpt.app.telling import LogTeller\n"
-             "with alone(Path(sys.argv[1]), Path('/other'), LogTeller()): time.sleep(999)")
-    holder = subprocess.Popen([sys.executable, "-c", holds, tmp_path / "xgpt" / "profiles"])
-    try:
-        told = f"on this host by another xgpt (process {holder.pid} on"
-        (job_id,) = slurm.submit(job)
-        until((job.parent / "out" / f"slurm-{job_id}.log").is_file)
-        for count in (1, 2):
-            until(lambda count=count: log_of(job, job_id).count(told) == count)
-            slurm.call("scancel", "--batch", "--signal=USR1", job_id)
-            until(lambda: slurm.slurm_state(job_id) in ("PENDING", *ENDED))
-            slurm.call("scontrol", "update", f"jobid={job_id}", "StartTime=now")
-    finally:
-        holder.kill()
-        holder.wait()
-    assert slurm.await_end(job_id) == "FAILED"
-    assert slurm.status(job.parent / "out")["slurm"]["exit_code"] == "1:0"
-    assert "added no answer" in log_of(job, job_id) and num_lines(job) == 0
 
 
 def test_gpus_are_asked_for_and_their_absence_is_said(slurm, make_job):

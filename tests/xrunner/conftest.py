@@ -1,6 +1,4 @@
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,23 +8,6 @@ import toys  # noqa: E402
 
 from xrunner.engine import kv  # noqa: E402
 from xrunner.query import PreparedQuery  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory):
-    """(directory, transformers' model) of a family, made when first asked for."""
-
-    @cache
-    def make(family: str) -> tuple[Path, Any]:
-        directory = tmp_path_factory.mktemp(family)
-        return directory, toys.make_model(family, directory)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def llama(made):
-    return made("llama")
 
 
 @pytest.fixture(scope="session")

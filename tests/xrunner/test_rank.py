@@ -124,11 +124,6 @@ def test_a_stage_is_as_busy_as_its_busiest_rank_and_reads_what_its_ranks_read(tm
 
 
 
-def test_whose_operators_served_is_what_rank_0_says(tmp_path):
-    assert write(tmp_path, [replace(report(0, 0), operators="ours"), report(1, 1)])[
-        "operators"] == "ours"
-
-
 def test_ranks_of_a_group_that_took_different_steps_are_our_own_mistake(tmp_path):
     with pytest.raises(AssertionError, match="ranks 0 and 1 of stage 0"):
         write(tmp_path, [report(0, 0), report(1, 0, iterations=3)])
@@ -336,7 +331,3 @@ def test_what_the_system_counts(tmp_path, monkeypatch):
     assert waited() == pytest.approx(1.0), "a new thread has waited since it began"
     counts("9", None)
     assert waited() >= 1.0, "a thread that has ended"
-
-
-def test_a_system_that_counts_nothing(tmp_path):
-    assert WaitedForCores(tmp_path / "none")() == 0.0

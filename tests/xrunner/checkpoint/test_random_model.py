@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -86,8 +87,8 @@ def allocated_peak(work: Callable[[], object]) -> tuple[object, int]:
     return result, peak
 
 
-@pytest.mark.parametrize("family", SHAPES)
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(("family", "degree"), some(
+    product(SHAPES, (1, 2)), lambda case: case in (("llama", 1), ("t5", 2))))
 def test_a_rank_holds_its_slice_and_little_more(family, degree, tmp_path):
     spec = replace(SHAPES[family], hidden_size=384, intermediate_size=1536, vocab_size=6000,
                    num_layers=6, num_encoder_layers=6 if family == "t5" else 0)

@@ -28,7 +28,7 @@ from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, sarathi, vllm
 from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.slots import GroupSlots
-from xrunner.rules.steps import Step, kv_budget
+from xrunner.rules.steps import Step
 
 SPEC = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=8, num_heads=2,
                  num_kv_heads=1, vocab_size=11, intermediate_size=8)
@@ -113,15 +113,6 @@ def test_a_pool_gives_no_block_that_is_not_there():
     assert pool.take(1) == [taken[1]] and pool.most_taken == 3
 
 
-def test_blocks_are_not_copied_where_slots_move():
-    written = Written(cache_of(30))
-    written.step(set(), 4, {0: 40, 1: 17, 2: 3, 3: 33})
-    before = written.cache.store.clone()
-    written.step({0, 1}, 0, {})
-    written.check()
-    assert torch.equal(written.cache.store, before)
-
-
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(0, 3000), st.sampled_from([1, 16]),
        st.sampled_from([16, 32, 128]), st.integers(1, 3), st.integers(0, 2**20))
 def test_there_are_blocks_for_whatever_the_budget_admits(slots, capacity, tokens, unit, size,
@@ -200,13 +191,6 @@ def test_torch_and_the_cuda_sources_answer_as_generate_does(made, small_blocks, 
     with implementation.using():
         sink, _ = run_in_process(directory, queries, num_stages=1, rule=tight_rule(policy))
     assert answers_of(sink) == generated(model, queries)
-
-
-def test_rules_that_leave_queries_where_they_are_ask_for_blocks():
-    rra = RraRule(encode_batch=4, decode_iterations=5, num_groups=2, max_active=12, kv_tokens=999)
-    assert kv_budget(rra) is None and kv_budget(rra, in_blocks=True) == (999 // 2, 1, False)
-    assert kv_budget(tight_rule("orca", 2)) == (100, 1, False)
-    assert kv_budget(tight_rule("vllm", 2)) == (TIGHT, BLOCK_TOKENS, False)
 
 
 SIZE = 16

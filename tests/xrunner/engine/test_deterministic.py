@@ -61,6 +61,7 @@ def test_a_row_of_a_product_is_the_same_bits_wherever_it_is(dtype, out, into):
 def test_hidden_states_are_the_same_bits_in_any_batch_and_in_chunks(made, family, dtype):
     directory = made(family)[0]
     spec, [stage] = spec_of(directory), stages_of(directory, [1])
+    torch.set_num_threads(1)  # many small products: what two threads do is seen above
     longest = min(90, (spec.max_positions or 10**6) - 4)
     lengths = [min(length, longest) for length in LENGTHS]
     reader = open_weights(directory, dtype)
@@ -107,7 +108,7 @@ def test_answers_are_the_same_by_every_policy(llama, dtype):
                              max_new_tokens=1 + q.max_new_tokens % 9, sampling=Sampling(
                                  temperature=3.0 * (q.index % 2), seed=q.index))
                for q in random_queries(9)]
-    torch.set_num_threads(1)  # many small products: what two threads do is seen above
+    torch.set_num_threads(1)
 
     def answers(of: Sequence[PreparedQuery], rule: Any, **shape: Any) -> dict[int, Any]:
         sink, _ = run_in_process(directory, of, rule=rule, dtype=dtype,

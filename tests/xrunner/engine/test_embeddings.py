@@ -2,7 +2,6 @@
 embeddings, the last hidden states or their mean; log-likelihoods of chosen and of given tokens.
 `min_tokens` bars the end as transformers does."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,6 @@ from examples import some
 from holding import rule_of
 
 from xrunner.files.result_line import result_line
-from xrunner.ops.likelihoods import packed, unpacked
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling
 
 QUERIES = toys.random_queries(12)
@@ -64,21 +62,6 @@ def test_what_is_no_number_is_an_error_of_its_own(tmp_path):
     assert {one.query.index for one in sink.results if one.error is None} == sound
     bad = next(one for one in sink.results if one.query.index == 4)
     assert result_line(bad, "toy", str)["embedding"] == []
-
-
-def test_openais_line_has_an_embedding_of_length_one():
-    types = pytest.importorskip("openai.types", reason="its types are in the extra `dev`")
-    query = replace(embedded("last")[0], is_openai=True, id="a")
-    finished = FinishedQuery(
-        query=query, output_ids=(0,), finish_reason="stop", text="", encode_start_s=0.0,
-        first_token_s=1.0, last_token_s=1.0, embedding=(3.0, 0.0, -4.0))
-    body = result_line(finished, "toy", str)["response"]["body"]
-    types.CreateEmbeddingResponse.model_validate(body, strict=True)
-    assert body["data"][0]["embedding"] == [0.6, 0.0, -0.8]
-    assert body["usage"]["prompt_tokens"] == len(query.input_ids)
-    own = result_line(replace(finished, query=replace(query, is_openai=False),
-                              embedding=(3.0, math.pi, -4.0)), "toy", str)
-    assert own["embedding"] == [3.0, 3.14159265, -4.0] and own["output_tokens"] == 0
 
 
 def log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
@@ -167,13 +150,3 @@ def test_given_tokens_are_as_likely_as_transformers_finds_them(llama, degrees, i
         assert [one.logprob for one in result.likelihoods] == pytest.approx(
             rows.gather(1, torch.tensor(targets)[:, None])[:, 0].tolist(), abs=1e-4)
         assert [one.top[0][0] for one in result.likelihoods] == rows.argmax(dim=1).tolist()
-
-
-def test_what_is_told_of_some_tokens_travels_with_those_of_all():
-    tokens = torch.tensor([3, 49_000, 5])
-    told = [None, torch.tensor([[-0.5, 8.0, 9.0, -0.5, -1.5]]), torch.tensor([[-2.0], [-3.0]])]
-    ids, likelihoods = unpacked(packed(tokens, told), 3)
-    assert ids == [3, 49_000, 5]
-    assert likelihoods == [((), ()), (((-0.5, ((8, -0.5), (9, -1.5))),), ()),
-                           (((-2.0, ()), (-3.0, ())), ())]
-    assert unpacked(tokens, 3) == (ids, [])

@@ -25,7 +25,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import save_schedule
 from xrunner.backends import deepspeed_worker
-from xrunner.backends.deepspeed_worker import PaddedModel, padded_left
+from xrunner.backends.deepspeed_worker import PaddedModel
 from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, Route, await_start, serve_stage
@@ -131,18 +131,6 @@ def test_limits_stop_strings_and_seeds_end_and_draw_as_in_the_own_engine(made):
     assert any("4" not in text and reason == "stop" for _, reason, text in found.values())
 
 
-def test_a_stop_keeps_whole_batches_only(made):
-    sink, _ = run(made("opt"), random_queries(17), rule_of(4), Collector(stop_after=5), ranks=2)
-    assert [r.query.index for r in sink.results] == list(range(8))
-
-
-def test_padding_comes_before_the_tokens():
-    import torch
-
-    ids, mask = padded_left(torch.tensor([7, 8, 9, 6]), [3, 1])
-    assert ids.tolist() == [[7, 8, 9], [0, 0, 6]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-
-
 def never(*_: object) -> Any:
     raise AssertionError("one rank alone")
 
@@ -243,7 +231,3 @@ def test_a_schedule_of_other_stages_or_another_policy_is_refused(plan):
     save(plan.output, estimate.changed(stages=halves))
     with pytest.raises(XgptError, match="the 1 that the launcher started"):
         deepspeed_worker.run(plan, WORLD)
-
-
-def test_another_engines_results_are_not_gone_on_with(plan):
-    assert plan.fingerprint != replace(plan, engine="xgpt").fingerprint

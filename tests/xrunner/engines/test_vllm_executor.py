@@ -20,7 +20,7 @@ from xgpt.job.resolve import resolve
 from xrunner.backends.engine import engine_of
 from xrunner.backends.vllm.core import Token
 from xrunner.backends.vllm.row import engine_arguments, version_in
-from xrunner.backends.vllm.vllm_worker import VllmExecutor, passes
+from xrunner.backends.vllm.vllm_worker import VllmExecutor
 from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import ALONE, Neighbours
@@ -144,15 +144,6 @@ def test_a_request_that_is_full_costs_nothing_more_in_a_batch_that_goes_on():
                PreparedQuery(index=1, id="b", input_ids=(8, 9), max_new_tokens=18)]
     sink, _ = run(rule_of("ft", batch=2), queries, CountingCore(100, longest=20))
     assert [list(r.output_ids) for r in sink.results] == [expected(q) for q in queries]
-
-
-def test_passes_hold_all_tokens_in_order_and_no_more_than_the_most():
-    wanted = [("a", 1), ("b", 1), ("c", 7), ("d", 3), ("e", 9)]
-    split = list(passes(wanted, 5))
-    assert all(sum(one.values()) <= 5 for one in split)
-    assert [sum(one.get(name, 0) for one in split) for name, _ in wanted] == [1, 1, 7, 3, 9]
-    assert [*dict.fromkeys(name for one in split for name in one)] == ["a", "b", "c", "d", "e"]
-    assert list(passes([], 5)) == []
 
 
 def job_of(folder: Path, run: str, schedule: str = "auto") -> Path:

@@ -1,9 +1,7 @@
 """Requests taken in: each line and each text once; numbers for the plan, records for the spool."""
 
 import json
-import tracemalloc
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -206,15 +204,3 @@ def test_which_can_run_does_not_depend_on_how_many_are_looked_at_together(monkey
         monkeypatch.setattr(looked_at, "_ROWS_AT_A_TIME", piece)
         pieces, said = runnable(requests, plan, spec)
         assert pieces.tolist() == whole.tolist() and said == why
-
-
-def test_what_can_run_is_told_in_few_bytes_a_request(monkeypatch, tmp_path):
-    """16 of the answer; ten million rows of all that decides had been 80 more."""
-    monkeypatch.setattr(looked_at, "_ROWS_AT_A_TIME", 2**10)
-    requests, count = many(2**17), 2**17
-    requests = replace(requests, input_tokens=np.full(count, 9))
-    tracemalloc.start()
-    queries, _ = runnable(requests, plan_of(tmp_path, tmp_path), catalog.model("opt-125m"))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(queries) == count - 2 and peak / count < 20, f"{peak / count:.1f} bytes a request"

@@ -134,6 +134,7 @@ def test_each_text_of_a_list_has_its_embedding(llama, tmp_path):
         types.CreateEmbeddingResponse.model_validate(body, strict=True)
         assert [one["index"] for one in body["data"]] == [*range(len(body["data"]))]
     vectors = {name: [one["embedding"] for one in body["data"]] for name, body in found.items()}
+    assert all(sum(x * x for x in own) == pytest.approx(1) for own in vectors["both"])
     assert list(itertools.chain(*vectors["both"])) == pytest.approx(
         [*vectors["a"][0], *vectors["b"][0]], abs=1e-5)
     assert found["both"]["usage"] == {"prompt_tokens": 5, "total_tokens": 5}

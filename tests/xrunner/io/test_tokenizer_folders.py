@@ -99,10 +99,6 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_there_are_sixty():
-    assert len(FOLDERS) >= 60
-
-
 @pytest.mark.parametrize("name", FOLDERS)
 def test_texts_chats_and_answers_are_those_of_transformers(name, tmp_path):
     folder = write_folder(tmp_path / "model", FOLDERS[name])

@@ -1,4 +1,5 @@
-"""Tensor-parallel shards: run in lockstep, they compute what the whole layers compute."""
+"""Tensor-parallel shards: run in lockstep, they compute what the whole layers compute. A mixture of
+experts gives each row what its experts give it."""
 
 from dataclasses import replace
 from itertools import product
@@ -11,14 +12,20 @@ from toy_stages import shape
 from toys import logits_of
 
 from xgpt.core.errors import XgptError
-from xgpt.core.model import ModelSpec, refuse_tp_degree
+from xgpt.core.model import (
+    Experts,  # noqa: E402
+    ModelSpec,
+    refuse_tp_degree,
+)
 from xprofiler.points import Needs
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models import stage_model
 from xrunner.models import weights as weights_module
+from xrunner.models.decoder import GatedMlp, Mixture  # noqa: E402
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import WHOLE, RandomWeights, Shard, TensorPart
 from xrunner.ops.contexts import DecodeContext, decode_context, encode_context, whole_inputs
+from xrunner.ops.linear import Product  # noqa: E402
 from xrunner.rules.slots import Span
 
 # 97 tokens are divided evenly neither by 2 nor by 3; the products are as wide as the residual
@@ -75,17 +82,6 @@ def test_a_degree_that_does_not_divide_is_refused_with_the_counts():
     stage = split_stages(2, 1)[0]
     with pytest.raises(XgptError, match="tp_degree 5 does not divide"):
         StageModel(SHAPE, RandomWeights(torch.float32), stage, torch.float32, Shard(0, 5))
-
-
-def test_a_vocabulary_smaller_than_its_shares_leaves_the_last_ranks_empty():
-    parts = [Shard(i, 4).vocabulary_part(5) for i in range(4)]
-    assert parts == [TensorPart(0, *rows) for rows in ((0, 2), (2, 4), (4, 5), (5, 5))]
-
-
-def test_a_shards_cache_takes_its_heads_bytes():
-    whole = kv_shape(SHAPE, torch.bfloat16, slots=3, capacity=7, num_layers=2)
-    assert whole.num_bytes == 2 * SHAPE.kv_elements_per_token_layer * 2 * 3 * 7
-    assert whole._replace(kv_heads=2).num_bytes * 3 == whole.num_bytes
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -182,3 +178,54 @@ def test_a_step_that_ends_no_input_gives_nothing():
         out = model.encode(torch.arange(5), torch.zeros(2, 2, 1, model.kv_heads, 9, SHAPE.head_dim),
                            spans, ends_only=True)
     assert out.shape == (0, SHAPE.hidden_size)
+
+
+HIDDEN, INNER, ROWS = 16, 24, 7
+
+
+def weights_of(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(router [E, H], gate_up [E, 2 f, H], down [E, H, f])"""
+    chance = torch.Generator().manual_seed(3)
+    return tuple(torch.randn(shape, generator=chance).div(4).to(dtype) for shape in (
+        (count, HIDDEN), (count, 2 * INNER, HIDDEN), (count, HIDDEN, INNER)))
+
+
+def mixture_of(weights: tuple[torch.Tensor, ...], experts: Experts, *, packed: bool) -> Mixture:
+    router, gate_up, down = weights
+    mlps = [GatedMlp(own.clone(), Product(out.clone()), "silu")
+            for own, out in zip(gate_up, down, strict=True)]
+    mixture = Mixture(router, mlps, experts)
+    for each in mixture.products if packed else ():
+        each.pack(router.dtype)
+    return mixture
+
+
+def by_row(rows: torch.Tensor, weights: tuple[torch.Tensor, ...],
+           experts: Experts) -> torch.Tensor:
+    """In float64, one row and expert at a time."""
+    router, gate_up, down = (own.double() for own in weights)
+    out = torch.zeros(rows.shape, dtype=torch.double)
+    for place, row in enumerate(rows.double()):
+        shares = (router @ row).softmax(-1)
+        chosen = shares.topk(experts.per_token).indices
+        whole = shares[chosen].sum() if experts.is_normed else 1.0
+        for expert in chosen:
+            gate, up = (gate_up[expert] @ row).chunk(2)
+            silu = torch.nn.functional.silu(gate)
+            out[place] += shares[expert] / whole * (down[expert] @ (silu * up))
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_normed", [True, False])
+@pytest.mark.parametrize(("count", "per_token"), [(1, 1), (4, 1), (4, 2), (4, 4), (9, 3)])
+def test_every_row_gets_what_its_experts_give(count, per_token, is_normed, dtype):
+    experts = Experts(count=count, per_token=per_token, inner=INNER, is_normed=is_normed)
+    weights = weights_of(count, dtype)
+    rows = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(5)).to(dtype)
+    close = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.03}
+    for own in (rows, rows[:1], rows[:0], rows[:1].expand(ROWS, -1)):  # the last: all to the same
+        for packed in (False, True):
+            found = mixture_of(weights, experts, packed=packed)(own)
+            assert found.shape == own.shape and found.dtype == dtype
+            torch.testing.assert_close(found.double(), by_row(own, weights, experts), **close)

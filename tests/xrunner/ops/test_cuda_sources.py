@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from xrunner.ops import attention
 from xrunner.ops.attention import encode_attention
-from xrunner.ops.contexts import DistanceBias, encode_context
+from xrunner.ops.contexts import encode_context
 from xrunner.ops.cpu import native
 from xrunner.ops.cuda.kernels import CudaOps
 from xrunner.rules.slots import Span
@@ -75,16 +75,6 @@ def test_a_token_outside_the_cache_is_written_nowhere(ops):
     (r"not \[8\]", lambda ops: ops.add_rms_norm(torch.zeros(2, 8), None, torch.ones(9), 1e-5)),
     ("another shape", lambda ops: ops.add_rms_norm(torch.zeros(2, 8), torch.zeros(1, 8),
                                                    torch.ones(8), 1e-5)),
-    ("1 to 256", lambda ops: decoded(ops, dim=257)),
-    ("3 heads for 2", lambda ops: decoded(ops, heads=3)),
-    ("int64 belongs", lambda ops: decoded(ops, blocks=torch.zeros(1, 1))),
-    (r"\[n, most\]", lambda ops: decoded(ops, blocks=torch.tensor([0]))),
-    ("for 1 queries", lambda ops: decoded(ops, blocks=torch.tensor([[0], [1]]))),
-    ("no power of two", lambda ops: decoded(ops, blocks=torch.tensor([[0, 1]]), size=5)),
-    ("beside", lambda ops: decoded(ops, cache_dtype=torch.bfloat16)),
-    ("a bias", lambda ops: decoded(ops, bias=DistanceBias(torch.zeros(2, 3), 3))),
-    ("beyond the capacity", lambda ops: encoded(ops, Span(0, 4, 1, True))),
-    ("for 1", lambda ops: encoded(ops, Span(0, 0, 2, True))),
     ("KV heads of 8", lambda ops: ops.place(
         torch.zeros(1, 25), None, (torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)),
         torch.tensor([0]), torch.tensor([0]))),
@@ -94,20 +84,6 @@ def test_wrong_arguments_are_refused_in_words(launcher, words, call):
     with pytest.raises(ValueError, match=words):
         call(CudaOps(launcher, 1))
     assert len(launcher.launched) == before
-
-
-def decoded(ops: CudaOps, *, dim: int = 8, heads: int = 2, blocks: Tensor | None = None,
-            cache_dtype: torch.dtype = torch.float32, bias: DistanceBias | None = None,
-            size: int = 4) -> Tensor:
-    cache = torch.zeros(2, 2, size, dim, dtype=cache_dtype)
-    return ops.decode_attention(torch.zeros(1, heads, dim), (cache, cache),
-                                torch.tensor([[0]]) if blocks is None else blocks,
-                                torch.tensor([1]), 1.0, bias)
-
-
-def encoded(ops: CudaOps, span: Span) -> Tensor:
-    cache = torch.zeros(2, 2, 4, 8)
-    return ops.encode_attention(torch.zeros(1, 2, 8), (cache, cache), encode_context([span]), 1.0)
 
 
 HEADS, KV_HEADS = 4, 2

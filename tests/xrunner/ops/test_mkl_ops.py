@@ -9,8 +9,6 @@ import torch
 from examples import some
 from torch.nn import functional as F
 
-from xrunner.ops import linear
-from xrunner.ops.cpu import products as mkl
 from xrunner.ops.cpu.products import MklWeight, is_mkl_served
 from xrunner.ops.linear import ACTIVATIONS, Product, is_packable
 
@@ -80,30 +78,6 @@ def test_float32_weights_are_mkl_s_unless_an_activation_follows():
         product = Product(torch.randn(8, 8), activation=activation)
         product.pack(torch.float32)
         assert isinstance(product._other, MklWeight) == is_mkl and product.weight is None
-
-
-@pytest.mark.parametrize("lacks", [
-    "torch's MKL", "the operator", "Intel's processor", "right sums"
-    ])
-def test_without_mkl_the_product_is_onednn_s(monkeypatch, tmp_path, lacks):
-    if lacks == "torch's MKL":
-        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    elif lacks == "the operator":
-        monkeypatch.setattr(mkl, "_MKL", object())
-    elif lacks == "Intel's processor":
-        (tmp_path / "cpuinfo").write_text("vendor_id : AuthenticAMD", encoding="utf-8")
-        monkeypatch.setattr(mkl, "Path", lambda path: tmp_path / "cpuinfo")
-    else:
-        monkeypatch.setattr(MklWeight, "__call__",
-                            lambda self, x, bias=None: torch.full((len(x), 65), torch.nan))
-    tried = is_mkl_served.__wrapped__
-    assert not tried()
-    monkeypatch.setattr(linear, "is_mkl_served", tried)
-    weight, x = torch.randn(65, 33), torch.randn(3, 33)
-    product = Product(weight)
-    product.pack(torch.float32)
-    assert product._other is None
-    torch.testing.assert_close(product(x), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 TYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),

@@ -1,7 +1,5 @@
 """Products of bfloat16 pairs by our own operator: those of float32 sums rounded once."""
 
-import ctypes
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import num_threads
 
-from xrunner.ops.cpu.native import _gomp_parallel, library
+from xrunner.ops.cpu.native import library
 from xrunner.ops.cpu.products import PairsWeight, is_pairs_served
 from xrunner.ops.linear import Product
 from xrunner.ops.rows import silu_mul
@@ -76,27 +74,6 @@ def test_shares_that_are_cut_anywhere_leave_out_no_tile(threads):
         lib.xgpt_pairs_product(got.data_ptr(), held.panels.data_ptr(), x.data_ptr(), None, 0,
                                *x.shape, expected.shape[1], threads)
         assert torch.equal(got, expected)
-
-
-def test_a_product_is_shared_among_as_many_threads_as_there_are():
-    """No more than 64 had a share."""
-    lib, asked = library(), list[int]()
-
-    @ctypes.CFUNCTYPE(None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p,
-                      ctypes.c_uint, ctypes.c_uint)
-    def entry(work: Callable[[int], None], region: int, number: int, _: int) -> None:
-        asked.append(number)
-        work(region)  # takes all parts
-
-    held, x = PairsWeight(torch.ones(4800, 8).bfloat16()), torch.ones(40, 8).bfloat16()
-    out = torch.empty(40, 4800).bfloat16()
-    lib.xgpt_use_openmp(ctypes.cast(entry, ctypes.c_void_p))
-    try:
-        lib.xgpt_pairs_product(out.data_ptr(), held.panels.data_ptr(), x.data_ptr(), None, 0,
-                               *x.shape, 4800, 96)
-    finally:
-        lib.xgpt_use_openmp(_gomp_parallel())
-    assert asked == [96] and out.eq(8).all()
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "rows"), [(130, 577, 37), (70, 8000, 100)])

@@ -101,6 +101,7 @@ def plans_in_a_folder_of_its_own(target: Path, folder: Path) -> None:
     assert (folder / "schedule.json").is_file() and (folder / "sweep" / "report.html").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_an_installed_checkout_is_compiled_for_its_first_run(tree, tmp_path):
     shutil.rmtree(tree / "csrc")

@@ -10,7 +10,7 @@ from holding import drive, holding, rule_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xrunner.rules.iteration import OrcaRule, Turns, slot_shares
+from xrunner.rules.iteration import OrcaRule, slot_shares
 from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, blocks_of, sarathi, vllm
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import Step, StepKind
@@ -31,15 +31,6 @@ def test_slots_are_shared_evenly(num_groups, more):
     shares = slot_shares(num_groups + more, num_groups)
     assert sum(shares) == num_groups + more and max(shares) - min(shares) <= 1
     assert max(shares) == shares[0] and min(shares) >= 1
-
-
-def test_groups_without_work_are_passed_over():
-    turns = Turns(3)
-    assert turns.find(lambda group: group == 2) == 2
-    assert turns.end() == 0
-    assert turns.find(lambda group: group == 2) == 2
-    assert turns.end() == 1, "the group's second step"
-    assert turns.find(lambda group: False) is None
 
 
 @examples(120)

@@ -36,11 +36,6 @@ def test_a_batch_that_leads_stays_within_the_band_or_where_it_was(inputs, batch,
         assert abs(sum(inputs[:led]) - batch * MEAN) <= 0.1 * batch * MEAN + 1e-9
 
 
-def test_within_the_threshold_nobody_is_led():
-    assert SIZER.lean(4.0, 50.0) == SIZER.lean(-4.9, 50.0) == 0
-    assert SIZER.lean(6.0, 50.0) == -6 and SIZER.lean(-6.0, 50.0) == 6
-
-
 def encode_sizes(rule: RraRule, outputs: Iterator[int]) -> tuple[list[int], list[int]]:
     """Queries encoded in each phase of a single group, and active after it."""
     encoded, active = [], []

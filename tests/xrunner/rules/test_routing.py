@@ -1,4 +1,9 @@
-"""Queries shared out among replicas, given out a few at a time, and taken over."""
+"""Queries taken up at random within windows, shared out among replicas, given out a few at a time,
+and taken over."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import estimate_of, toy_problem
 
-from xgpt.core.controls import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS, EvenBatches
+from xgpt.core.controls import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
+from xrunner.engine.head import FromSpool
+from xrunner.engine.roster import Roster
+from xrunner.query import PreparedQuery
+from xrunner.rules import order
+from xrunner.rules.order import LEAST_WINDOW, in_run_order, run_order
 from xrunner.rules.routing import (
+    LEAST_WAITING,
     Load,
     Paces,
     Recall,
@@ -16,9 +27,10 @@ from xrunner.rules.routing import (
     deal,
     expected_tokens,
     recalls,
-    rra_window,
     window_of,
 )
+from xrunner.rules.rra import RraRule
+from xrunner.rules.slots import SlotUse
 
 
 def test_in_turn_or_to_who_has_the_fewest_tokens():
@@ -50,21 +62,6 @@ def test_a_window_larger_than_a_share_takes_nothing_that_another_begins_with(rep
     router = Router([1.0] * 36 * replicas, windows=[Window(waiting=55)] * replicas)
     assert [len(router.top_up(replica, Load(0, 0))) for replica in range(replicas)] == \
         [36] * replicas
-
-
-def test_the_last_query_goes_to_who_is_idle():
-    router = Router([1.0] * 4, windows=[Window(waiting=1)] * 2, routing=ROUND_ROBIN)
-    assert router.top_up(0, Load(0, 0)) == [0]
-    assert router.top_up(1, Load(0, 0)) == [1]
-    assert router.top_up(0, Load(0, 1)) == [2]
-    assert router.top_up(0, Load(0, 0)) == [3] and router.is_empty
-    assert router.top_up(1, Load(0, 0)) == []
-
-
-def test_rras_window_holds_two_rounds_at_their_largest():
-    assert rra_window(10, 2, EvenBatches()).waiting == 2 * 10 + 10
-    adjusted = EvenBatches(adjustment=0.1, mean_input_tokens=50.0)
-    assert rra_window(10, 2, adjusted).waiting == 2 * 20 + 10
 
 
 @pytest.mark.parametrize(("policy", "config", "waiting", "present", "batch"), [
@@ -176,3 +173,78 @@ def test_every_query_is_begun_once_however_answers_cross(count, replicas, window
             assert recall.replica not in wanted
             wanted[recall.replica] = len(recall.takers)
     assert sorted(begun) == list(range(count))
+
+
+@given(count=st.integers(0, 200), window=st.integers(1, 250), seed=st.integers(0, 2**63 - 1),
+       share=st.floats(0, 1))
+def test_every_query_is_taken_once_within_its_window(count, window, seed, share):
+    first = int(share * count)
+    order = run_order(count, window, seed, first=first)
+    assert sorted(order) == list(range(first, count))
+    assert order == run_order(count, window, seed, first=first)
+    assert all((place - first) // window == at // window for at, place in enumerate(order))
+    held = set(random.Random(seed).sample(order, len(order) // 3))
+    assert sorted(run_order(count, window, seed, first=first, without=held)) == sorted(
+        set(order) - held)
+
+
+def test_a_window_is_shuffled_and_the_seed_decides_how():
+    orders = {tuple(run_order(100, 50, seed)) for seed in range(5)}
+    assert len(orders) == 5 and tuple(range(100)) not in orders
+    assert run_order(5, 1, 3) == [0, 1, 2, 3, 4]
+
+
+def test_the_usual_window_is_of_some_batches():
+    assert order.window_of(False, 20) == 1
+    assert order.window_of(True, 20) == 320 and order.window_of(True, 1) == LEAST_WINDOW
+    assert order.window_of(7, 20) == 7
+
+
+class Counted:
+    """Queries that count how often each is read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return SimpleNamespace(id=str(index), index=index, reserve_tokens=1)
+
+
+def test_queries_come_in_their_order_and_no_more_wait_than_need_to():
+    count, queries, told, waiting = 5 * LEAST_WAITING, Counted(), list[int](), list[Any]()
+    roster = SimpleNamespace(num_waiting=0)
+
+    def submit(query: Any) -> bool:
+        waiting.append(query)
+        roster.num_waiting = len(waiting)
+        return True
+
+    head: Any = SimpleNamespace(roster=roster, submit=submit)
+    order = run_order(count, 100, 3)
+    supply = FromSpool(queries, in_run_order(count, 100, 3), count,
+                       least=10, begin=told.extend)
+    taken, most = [], 0
+    while True:
+        supply.look(head)
+        most = max(most, len(waiting))
+        if not waiting:
+            break
+        assert supply.is_open or len(queries.read) == count
+        taken += [query.index for query in waiting[:1000]]
+        del waiting[:1000]
+        roster.num_waiting = len(waiting)
+    assert taken == queries.read == told == order and supply.close(head)
+    assert most == 2 * LEAST_WAITING
+
+
+def test_a_group_gets_no_more_slots_than_there_are_queries():
+    rule = RraRule(encode_batch=4, decode_iterations=5, num_groups=2, max_active=12, kv_tokens=999)
+    found = []
+    for count in (5, 50):
+        roster = Roster(SlotUse.COMPACTED, None)
+        for i in range(count):
+            roster.add(PreparedQuery(index=i, id=f"q{i}", input_ids=(1, 2, 3), max_new_tokens=5))
+        found.append(roster.start_message(rule))
+    assert [message.slots for message in found] == [5, 6]
+    assert found[0].capacity == 3 + 5, "input and most output of a query"

@@ -29,14 +29,6 @@ def test_a_stage_that_obeys_holds_what_the_head_does(data, is_reused):
         assert len(moves) <= len(removed)
 
 
-def test_slots_of_those_who_go_are_reused_by_the_first_who_join():
-    slots = GroupSlots[int]()
-    slots.seat([0, 1, 2, 3], is_reused=True)
-    slots.vacate([3, 0, 1])
-    assert slots.seat([7, 8], is_reused=True) == ((3,), (0, 1))
-    assert slots.seats == [7, 8, 2]
-
-
 @pytest.mark.parametrize("use", [SlotUse.COMPACTED, SlotUse.REUSED])
 def test_who_terminates_early_departs_at_once(use):
     departures = Departures(use)
@@ -63,7 +55,4 @@ def test_a_bucket_holds_the_batch_and_little_more():
     ordered = list(sizes.values())
     assert ordered == sorted(ordered)
     assert sorted(set(ordered))[:8] == [1, 2, 4, 8, 16, 24, 32, 40] and len(set(ordered)) == 43
-
-
-def test_larger_batches_are_not_captured():
-    assert bucket_of(MOST_CAPTURED + 1) is None
+    assert bucket_of(MOST_CAPTURED + 1) is None, "larger batches are not captured"

@@ -19,12 +19,10 @@ import xrunner.comm.messages as m
 from xgpt.core import catalog
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.model import ModelSpec
-from xrunner.comm import handover as courier
 from xrunner.comm.exchange import ForeignMessage, from_bytes, to_bytes
 from xrunner.comm.handover import EntryReceiver, EntrySender, pack
 from xrunner.comm.messages import BlockMessage, Joined, StepMessage, StopMessage
 from xrunner.comm.point_to_point import header_of, local_comms, read_header
-from xrunner.devices import Arriving
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.pipeline import RankReport
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling
@@ -66,11 +64,8 @@ def test_a_message_comes_back_as_it_was(message):
     assert again == message and type(again) is type(message) and shape == ((2, 3), "bool")
 
 
-def test_every_kind_of_message_is_tried():
+def test_every_kind_is_tried_and_whole_numbers_of_numpy_arrive_as_plain_ones():
     assert {type(message) for message in MESSAGES} == set(get_args(m.Message))
-
-
-def test_whole_numbers_of_numpy_arrive_as_plain_ones():
     again, _ = read_header(header_of(m.TokensMessage(group=np.int64(3)), None))
     assert again == m.TokensMessage(group=3) and type(again.group) is int
 
@@ -208,35 +203,6 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it():
         thread.join(timeout=10)
         assert not thread.is_alive()
     assert senders[0].num_bytes + senders[1].num_bytes == head.num_bytes + other.num_bytes
-
-
-def test_who_encodes_goes_on_while_entries_are_on_their_way_to_the_host(monkeypatch):
-    """As a GPU's are: the thread that sends them waits for them."""
-    are_here = threading.Event()
-
-    class Later(Arriving):
-        def wait(self) -> torch.Tensor:
-            assert are_here.wait(10)
-            return super().wait()
-
-    monkeypatch.setattr(courier, "Arriving", Later)
-    pools = pools_of(((1, 6),), ((1, 6),))
-    comms, found = local_comms(2), transfers_of(pools, spec())
-    sender, receiver = EntrySender(comms[0], found), EntryReceiver(comms[1], found, [1])
-    cache = cache_of(pools[0].stages[0])
-    cache.allocate([3])
-    fill(cache, pools[0].stages[0], 0)
-    sender.hand_over(StepMessage(kind=StepKind.ENCODE, group=0, phase=2, iteration=0, joined=(
-        Joined(query=7, input_tokens=3, sampling=Sampling(), goes_on=True),)), cache, 0)
-    assert not receiver.is_held(2)
-    are_here.set()
-    sender.close()
-    receiver.close()
-    assert receiver.is_held(2)
-    target = cache_of(pools[1].stages[0])
-    target.allocate([3])
-    receiver.put_into(target, 0, 7)
-    assert torch.equal(target.store[:, :, 0, :, :3], cache.store[:, :, 0, :, :3])
 
 
 def test_a_failing_courier_is_not_kept_quiet():
