@@ -12,7 +12,7 @@ from xgpt.job.job_file import load_job
 USUAL = {"model": "opt-13b", "cluster": "a40-4", "workload": "{requests: {count: 400}, task: S}"}
 
 
-def job_file(folder: Path, name: str = "job", **sections: str | None) -> Path:
+def job_file(folder: Path, name: str = "job", /, **sections: str | None) -> Path:
     """A job file of these sections, each the text of its value. None leaves a usual one out."""
     path = folder / f"{name}.yaml"
     lines = {**USUAL, **sections}

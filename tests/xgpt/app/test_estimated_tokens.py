@@ -10,6 +10,7 @@ from job_folder import xgpt
 from runs import Told
 
 from jobs import job as job_of
+from jobs import job_file
 from xgpt.app import opened as opening
 from xgpt.app.opened import OpenedJob, open_file, open_job
 from xgpt.core.errors import InputError, XgptError
@@ -20,19 +21,14 @@ from xrunner.checkpoint.source import find_model
 from xrunner.files.runnable import SPREAD, CharacterTokens, estimated_tokens
 
 TEXT = "What did the town library lend while its roof was being repaired? "
-JOB = """
-model: opt-125m
-cluster: a40-4
-workload: {requests: prompts.jsonl, output_tokens: {mean: 20, std: 5, max: 40}}
-constraint: {latency_s: 2}
-schedule: {policy: rra, encode_chunk: 0, replicas: 1, tp_degree: 1}
-"""
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     lines = [{"id": str(i), "prompt": TEXT * (1 + i % 4)} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "job.yaml").write_text(JOB)
+    job_file(tmp_path, model="opt-125m", constraint="{latency_s: 2}", workload=(
+        "{requests: prompts.jsonl, output_tokens: {mean: 20, std: 5, max: 40}}"),
+        schedule="{policy: rra, encode_chunk: 0, replicas: 1, tp_degree: 1}")
     monkeypatch.setattr(opening, "find_model", unreachable())
     monkeypatch.setattr(opening, "model_at_hand", lambda name: None)
     return tmp_path / "job.yaml"
@@ -50,7 +46,7 @@ def inputs_of(session: OpenedJob) -> list[int]:
     return found
 
 
-def test_lengths_are_estimated_and_it_is_said_in_words_and_in_the_object(job):
+def test_lengths_are_estimated_with_a_margin_and_it_is_said(job):
     done = xgpt("schedule", job, "--json")
     assert done.returncode == 0, done.stderr
     assert "ConnectError" not in done.stderr
@@ -60,9 +56,6 @@ def test_lengths_are_estimated_and_it_is_said_in_words_and_in_the_object(job):
     assert "inputs: estimated from characters, which may be 32% off" in found["notes"]
     assert ("since prompts' lengths are estimated from characters, 32% off"
             in found["margin"]["note"])
-
-
-def test_every_query_has_its_own_estimate_and_the_margin_grows_with_the_doubt(job):
     session = open_file(job)
     own = estimated_tokens(TEXT)
     assert own == round(len(TEXT) / 3.6)
@@ -70,12 +63,9 @@ def test_every_query_has_its_own_estimate_and_the_margin_grows_with_the_doubt(jo
     assert session.problem.queries is not None and session.problem.input_error == SPREAD
 
 
-def test_a_run_never_takes_an_estimate(job):
+def test_a_run_never_takes_an_estimate_nor_a_plan_without_a_shape(job):
     with pytest.raises(XgptError, match="not to be had"):
         open_file(job, need="run")
-
-
-def test_a_model_whose_shape_nothing_tells_is_refused_with_the_way_out(job):
     done = xgpt("schedule", job, "--set", "model=someone/unheard-of")
     assert done.returncode == 1 and "folder with its config.json" in done.stderr
 

@@ -13,6 +13,7 @@ import pytest
 from job_folder import xgpt
 from profiles import amdahl, profile_of
 
+from jobs import job_file
 from xgpt.app import submit as several
 from xgpt.app.opened import OpenedJob
 from xgpt.app.running.finished import DONE, asked_of, set_aside
@@ -31,26 +32,20 @@ from xrunner.checkpoint.source import cache_dir
 from xrunner.files.lock import output_lock
 
 COUNT = 5
-JOB = """
-model: opt-125m
-cluster: local
-workload: {requests: requests.jsonl, output_tokens: {mean: 9, std: 3, max: 16}}
-constraint: {latency_s: 60}
-output: out
-"""
 
 
 class Ran(Exception):
     """The job was not taken for done."""
-
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """A job whose run is done; another one would raise."""
     lines = [json.dumps({"id": str(i), "tokens": [3, 4]}) for i in range(COUNT)]
     (tmp_path / "requests.jsonl").write_text("\n".join(lines) + "\n")
-    path, out = tmp_path / "job.yaml", tmp_path / "out"
-    path.write_text(JOB)
+    path, out = job_file(
+        tmp_path, model="opt-125m", cluster="local", constraint="{latency_s: 60}", output="out",
+        workload="{requests: requests.jsonl, output_tokens: {mean: 9, std: 3, max: 16}}",
+    ), tmp_path / "out"
     out.mkdir()
     fake_run.write_spool(out, [Record(id=str(i), line=i + 1) for i in range(COUNT)])
     (out / "results.jsonl").write_text("".join(f'{{"index": {i}}}\n' for i in range(COUNT)))
@@ -227,19 +222,12 @@ class Machine:
 
 def job_of(folder: Path, name: str, bound: str = "inf") -> Job:
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    path = folder / f"{name}.yaml"
-    path.write_text(f"""
-name: {name}
-model: .
-cluster: local
-workload: {{requests: {{count: 6}}, input_tokens: {{mean: 20, std: 5, max: 30}},
-           output_tokens: {{mean: 6, std: 2, max: 10}}}}
-constraint: {{latency_s: {bound}}}
-schedule: {{policy: rra, encode_batch: 2, decode_iterations: 4, encode_chunk: 0}}
-run: {{ranks: 1, dtype: float32, threads_per_rank: 1, weights: random}}
-output: out-{name}
-""")
-    return load_job(path)
+    return load_job(job_file(
+        folder, name, name=name, model=".", cluster="local", output=f"out-{name}",
+        workload="{requests: {count: 6}, input_tokens: {mean: 20, std: 5, max: 30}, "
+                 "output_tokens: {mean: 6, std: 2, max: 10}}", constraint=f"{{latency_s: {bound}}}",
+        schedule="{policy: rra, encode_batch: 2, decode_iterations: 4, encode_chunk: 0}",
+        run="{ranks: 1, dtype: float32, threads_per_rank: 1, weights: random}"))
 
 
 def test_those_after_a_run_are_planned_by_what_it_told(tmp_path, monkeypatch):

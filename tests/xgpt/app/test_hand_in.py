@@ -19,16 +19,8 @@ from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.launch.manifests import Exported, render_jobset, render_skypilot
 from xgpt.run_folder.files import KEPT_FILE, load_record
 
-JOB = """
-model: opt-125m
-cluster: {cluster}
-workload: {{requests: {{count: 40}}, task: S}}
-constraint: {{latency_s: {bound}}}
-schedule: {{policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 0, tp_degree: 1}}
-run: {{{run}}}
-slurm: {{{slurm}}}
-output: {output}
-"""
+SCHEDULE = "{policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 0, tp_degree: 1}"
+
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
@@ -44,9 +36,10 @@ def folder(tmp_path):
 
 def write(folder: Path, *, name: str = "job", cluster: str = "a40-4", bound: str = "inf",
           run: str = "weights: random", slurm: str = "time: 60", output: str = "out") -> Path:
-    path = folder / f"{name}.yaml"
-    path.write_text(JOB.format(cluster=cluster, bound=bound, run=run, slurm=slurm, output=output))
-    return path
+    return job_file(
+        folder, name, model="opt-125m", cluster=cluster, output=output, run=f"{{{run}}}",
+        workload="{requests: {count: 40}, task: S}", constraint=f"{{latency_s: {bound}}}",
+        slurm=f"{{{slurm}}}", schedule=SCHEDULE)
 
 
 def submit(*words: str | Path) -> Result:
@@ -255,9 +248,7 @@ def check_skypilot(text: str) -> dict[str, Any]:
 @pytest.fixture
 def job(tmp_path):
     return job_file(tmp_path, "My job", model="opt-125m", run="{weights: random}", output="out",
-                    workload="{requests: {count: 40}, task: S}", schedule=(
-                        "{policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 0, "
-                        "tp_degree: 1}"))
+                    workload="{requests: {count: 40}, task: S}", schedule=SCHEDULE)
 
 
 def text_of(job: Path, to: str, *words: str) -> str:
@@ -266,15 +257,12 @@ def text_of(job: Path, to: str, *words: str) -> str:
     return done.stdout
 
 
-def test_awkward_names_are_quoted_as_the_golden_file_has_them_and_survive_the_shell():
+def test_manifests_have_awkward_names_quoted_and_name_the_hosts_of_two_nodes():
     assert render_jobset(AWKWARD) == (HERE / "golden_jobset.yaml").read_text()
     task = check_skypilot(render_skypilot(replace(AWKWARD, nodes=1)))
     assert task["run"] == ('python3 -P -m xgpt.cli.main submit "job: 1.yaml" --set run.seed=5 '
                            '--set name=yes\n')
     assert task["resources"]["accelerators"] == {"A100-80GB": 4}
-
-
-def test_a_jobset_of_two_nodes_names_the_hosts_of_its_pods():
     found = check_jobset(render_jobset(AWKWARD))
     lead, others = found["spec"]["replicatedJobs"]
     (container,) = lead["template"]["spec"]["template"]["spec"]["containers"]
@@ -286,7 +274,7 @@ def test_a_jobset_of_two_nodes_names_the_hosts_of_its_pods():
     assert found["spec"]["successPolicy"]["targetReplicatedJobs"] == ["lead"]
 
 
-def test_what_a_schedule_takes_is_what_the_files_ask_for(job):
+def test_what_a_schedule_takes_is_what_the_same_file_asks_for_each_time(job, tmp_path):
     four = ("--set", "schedule.tp_degree=4")  # one copy on all devices
     found = check_jobset(text_of(job, "jobset", *four))
     (only,) = found["spec"]["replicatedJobs"]
@@ -301,9 +289,6 @@ def test_what_a_schedule_takes_is_what_the_files_ask_for(job):
     assert task["resources"]["accelerators"] == {"A40": 4}
     assert task["workdir"] == str(job.parent) and '"My job.yaml"' in task["run"]
     assert "--set run.seed=7 --set cluster=local --set run.ranks=4" in task["run"]
-
-
-def test_the_same_file_is_made_each_time_and_written_where_it_is_asked_for(job, tmp_path):
     text, path = text_of(job, "jobset"), tmp_path / "new" / "jobset.yaml"
     assert text_of(job, "jobset", "--out", str(path)) == "" and path.read_text() == text
     assert max(map(len, (line for line in text.splitlines() if line.startswith("#")))) <= 80

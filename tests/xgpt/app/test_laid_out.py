@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from profiles import Law, amdahl, profile_of
 
+from jobs import opened as opened_job
 from xgpt.app import wanted as profile_identity
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened import OpenedJob
 from xgpt.app.schedule import JobPlanner, on_open_layouts, on_ranks, plan_job, settled, to_run
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule
@@ -48,19 +49,12 @@ class Machine:
 def job_of(folder: Path, *, count: int | None = 12, bound: str = "inf",
            schedule: str = "policy: rra, replicas: 1, encode_chunk: 0",
            run: str = "dtype: float32") -> OpenedJob:
-    path = folder / "job.yaml"
     requests = f"requests: {{count: {count}}}, " if count else ""
-    path.write_text(f"""
-model: opt-125m
-cluster: local
-workload: {{{requests}input_tokens: {{mean: 40, std: 20, max: 80}},
-           output_tokens: {{mean: 12, std: 5, max: 24}}}}
-constraint: {{latency_s: {bound}}}
-schedule: {{{schedule}}}
-run: {{{run}}}
-output: out
-""")
-    return open_file(path)
+    return opened_job(
+        folder, model="opt-125m", cluster="local", schedule=f"{{{schedule}}}", output="out",
+        constraint=f"{{latency_s: {bound}}}", run=f"{{{run}}}", workload=(
+            f"{{{requests}input_tokens: {{mean: 40, std: 20, max: 80}}, "
+            "output_tokens: {mean: 12, std: 5, max: 24}}"))
 
 
 def test_threads_that_divide_all_work_leave_one_rank_the_best(tmp_path, monkeypatch):

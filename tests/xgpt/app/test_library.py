@@ -28,10 +28,11 @@ def test_import_alone_loads_nothing():
     assert done.stdout == "set()\n" and not done.stderr
 
 
-def test_the_names_are_there_and_no_others():
+def test_the_names_are_there_and_no_others_and_every_block_is_an_example():
     assert all(callable(getattr(xgpt, name)) and name in dir(xgpt) for name in xgpt.__all__)
     with pytest.raises(AttributeError, match="no attribute 'plans'"):
         xgpt.plans  # noqa: B018
+    assert DOCS.count("\n```") == 2 * sum(map(len, examples().values()))
 
 
 def test_keys_are_overridden_by_values_of_python():
@@ -42,10 +43,6 @@ def test_keys_are_overridden_by_values_of_python():
     assert job.run.ignore_eos and job.schedule.policy == "rra"
     with pytest.raises(InputError, match="run.top_k"):
         xgpt.load(path, {"run.top_k": -1, "run.top_p": 0.5})
-
-
-def test_every_block_of_code_is_an_example():
-    assert DOCS.count("\n```") == 2 * sum(map(len, examples().values()))
 
 
 def examples() -> dict[str, list[str]]:

@@ -48,7 +48,7 @@ def looked(place: Place, before: Glance | None = None) -> Glance:
     return now
 
 
-def test_a_running_job_at_a_glance_is_as_its_screen(place):
+def test_a_running_job_at_a_glance_is_as_its_screen_and_its_speed_that_since_the_last_look(place):
     with output_lock(place.output):
         now = looked(place)
     path = r"\n? *".join(map(re.escape, str(place.output)))  # a long one goes over two lines
@@ -58,6 +58,11 @@ def test_a_running_job_at_a_glance_is_as_its_screen(place):
     assert max(map(len, text.splitlines())) <= 80
     check_screen(Path(__file__).with_name("screens.txt"), "top, running", without_figures(
         re.sub(r"-{3,}", "---", text)))
+    with output_lock(place.output):
+        before = looked(place)
+        write_progress(place.output / "progress.json",
+                       replace(RUNNING, output_tokens=5000, elapsed_s=62.0))
+        assert looked(place, before).tokens_per_s == pytest.approx(100.0)
 
 
 def test_who_waits_for_a_silent_rank_has_no_time_left(place):
@@ -71,14 +76,6 @@ def test_who_waits_for_a_silent_rank_has_no_time_left(place):
     for text in (str(now), plain.stdout):
         assert re.search(r"last sign of life: rank 1 \(stage 1\) 4\d\.0 s ago",
                          " ".join(text.split())), text
-
-
-def test_the_speed_is_that_since_the_last_look(place):
-    with output_lock(place.output):
-        before = looked(place)
-        write_progress(place.output / "progress.json",
-                       replace(RUNNING, output_tokens=5000, elapsed_s=62.0))
-        assert looked(place, before).tokens_per_s == pytest.approx(100.0)
 
 
 def test_before_the_ranks_start_it_says_what_is_done(tmp_path):
@@ -126,11 +123,15 @@ def test_slurm_is_asked_now_and_then():
     assert ask(record) is None and record.asked == 2
 
 
-def test_piped_it_prints_one_state_and_ends(place, tmp_path_factory):
+def test_piped_it_prints_one_state_and_without_rich_it_names_the_command(
+        place, tmp_path_factory, monkeypatch):
     shown = CliRunner().invoke(cli, ["top", str(place.output)], catch_exceptions=False)
     assert shown.exit_code == 0 and "\x1b" not in shown.stdout and "died" in shown.stdout
     empty = CliRunner().invoke(cli, ["top", str(tmp_path_factory.mktemp("empty"))])
     assert isinstance(empty.exception, XgptError) and "no run has started" in str(empty.exception)
+    monkeypatch.setattr(live.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"\[top\]"):
+        live.follow(lambda before: glance(place, before))
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -146,12 +147,6 @@ def test_the_screen_fits(place, width):
     assert max(map(len, lines)) <= width
     assert "nightly: running" in lines[0] and "Ctrl-C leaves" in lines[-1]
     assert "120 of 400" in text and "in the system" in text
-
-
-def test_without_rich_it_names_the_command_that_brings_it(place, monkeypatch):
-    monkeypatch.setattr(live.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"\[top\]"):
-        live.follow(lambda before: glance(place, before))
 
 
 def test_ctrl_c_leaves_the_terminal_as_it_was(place):
@@ -242,15 +237,8 @@ def test_it_is_true_within_a_quarter_from_the_first_second_on(tmp_path, pace, fi
         assert told == pytest.approx(left, rel=off, abs=1.0), f"at {second} s"
 
 
-def test_a_rest_begins_where_the_run_before_ended(tmp_path):
-    expect(tmp_path, ends_of(1))
-    rest = ends_of(1)[75:] - 12.6  # half of it was done until then
-    for second in (0.5, 4.0, 8.0):
-        told = time_left_s(progress_at(second, rest, 75), tmp_path)
-        assert told == pytest.approx(rest[-1] - second, rel=0.25)
-
-
-def test_without_a_plan_of_this_job_it_is_the_pace_so_far(tmp_path):
+def test_a_rest_begins_where_the_run_before_ended_and_without_a_plan_it_is_the_pace_so_far(
+        tmp_path):
     progress = progress_at(5.0, ends_of(1))
     assert progress.done == BATCH
     assert time_left_s(progress, tmp_path) == pytest.approx(25.0)
@@ -261,3 +249,8 @@ def test_without_a_plan_of_this_job_it_is_the_pace_so_far(tmp_path):
     assert time_left_s(progress, tmp_path) == pytest.approx(25.0)
     assert time_left_s(progress_at(0.5, ends_of(1)), tmp_path) is None
     assert time_left_s(progress_at(99.0, ends_of(1)), tmp_path) is None
+    expect(tmp_path, ends_of(1))
+    rest = ends_of(1)[75:] - 12.6  # half of it was done until then
+    for second in (0.5, 4.0, 8.0):
+        told = time_left_s(progress_at(second, rest, 75), tmp_path)
+        assert told == pytest.approx(rest[-1] - second, rel=0.25)

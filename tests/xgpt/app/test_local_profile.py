@@ -7,14 +7,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from problems import toy_problem
 from profiles import amdahl, profile_of
 from runs import Told
 
+from jobs import opened as opened_job
 from xgpt.app import profile as app
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened import OpenedJob
 from xgpt.app.profile import local_profile, quick_profile
 from xgpt.app.running.metrics import LEAST_STEPS, learn, learned_of
 from xgpt.app.schedule import executable, plan_job
@@ -74,19 +76,17 @@ def measured(monkeypatch, tmp_path):
     return counts
 
 
+def job_of(folder: Path, count: int, **sections: str) -> OpenedJob:
+    return opened_job(folder, **sections, cluster="local", output="out", workload=(
+        f"{{requests: {{count: {count}}}, input_tokens: {{mean: 40, std: 20, max: 80}}, "
+        "output_tokens: {mean: 12, std: 5, max: 24}}"))
+
+
 @pytest.fixture()
 def wanted(tmp_path):
-    path = tmp_path / "job.yaml"
-    path.write_text("""
-model: smollm2-135m
-cluster: local
-workload: {requests: {count: 20}, input_tokens: {mean: 40, std: 20, max: 80},
-           output_tokens: {mean: 12, std: 5, max: 24}}
-run: {dtype: float32, ranks: 1, threads_per_rank: 1, weights: random}
-output: out
-""")
-    opened = open_file(path)
-    found = wanted_profile(opened.job, replace(opened.problem, model=TOY))
+    own = job_of(tmp_path, 20, model="smollm2-135m", run=(
+        "{dtype: float32, ranks: 1, threads_per_rank: 1, weights: random}"))
+    found = wanted_profile(own.job, replace(own.problem, model=TOY))
     assert found.own.queries == 20 and found.own.context_tokens == 80 + 24
     return replace(  # smaller, to be measured in a moment
         found, launcher=Here(),
@@ -244,22 +244,15 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    path = tmp_path_factory.mktemp("job") / "job.yaml"
-    path.write_text("""
-model: opt-125m
-cluster: local
-workload: {requests: {count: 80}, input_tokens: {mean: 40, std: 20, max: 80},
-           output_tokens: {mean: 12, std: 5, max: 24}}
-schedule: {policy: rra, replicas: 1, encode_batch: 16, decode_iterations: 4, encode_chunk: 0}
-run: {dtype: float32, ranks: 1, threads_per_rank: 1}
-output: out
-""")
-    opened = executable(open_file(path))
+    opened = executable(job_of(
+        tmp_path_factory.mktemp("job"), 80, model="opt-125m",
+        run="{dtype: float32, ranks: 1, threads_per_rank: 1}", schedule=(
+            "{policy: rra, replicas: 1, encode_batch: 16, decode_iterations: 4, encode_chunk: 0}")))
     profile = profile_of(opened.problem.model, 1, 1, amdahl(0.0))
     return Ran(opened, profile, plan_job(opened, ProfileTiming(profile)).schedule)
 
 
-def test_the_ratio_of_sums_is_learned(ran):
+def test_the_ratio_of_sums_is_learned_of_one_shape(ran):
     own = ran.learned((SHORT, 0.9, 80), (LONG, 1.1, 60))["decode"]
     short_s, long_s = 80 * ran.expected_s(SHORT), 60 * ran.expected_s(LONG)
     assert own.factor == pytest.approx((0.9 * short_s + 1.1 * long_s) / (short_s + long_s),
@@ -267,6 +260,10 @@ def test_the_ratio_of_sums_is_learned(ran):
     assert own.factor > 1.01, "most steps are short, and most time is that of the long"
     assert own.steps == 140 and own.rows == 2.0
     assert own.spread == pytest.approx(0.2 / own.factor, abs=1e-3)
+    estimate = ran.schedule.estimate
+    both = Ran(ran.opened, ran.profile, ran.schedule.changed(
+        estimate=estimate.beside((estimate.one_copy,))))
+    assert ran.learned((LONG, 1.1, 97)) and not both.learned((LONG, 1.1, 97))
 
 
 @pytest.mark.parametrize("outlier", [50.0, 0.02])
@@ -310,13 +307,6 @@ def test_few_steps_that_are_long_teach_as_well(ran, monkeypatch):
     assert not ran.learned((ENCODE, 1.2, 3))
 
 
-def test_a_run_of_two_shapes_teaches_nothing(ran):
-    estimate = ran.schedule.estimate
-    both = Ran(ran.opened, ran.profile, ran.schedule.changed(
-        estimate=estimate.beside((estimate.one_copy,))))
-    assert ran.learned((LONG, 1.1, 97)) and not both.learned((LONG, 1.1, 97))
-
-
 # Reads the profile slowly: two that do so at once both read what was there before either wrote.
 _ADDS = """
 import sys, time
@@ -335,7 +325,6 @@ sys.stdin.readline()
 learn.add([LearnedSteps(kind=kind, rows=2.0, factor=1.25, spread=0.1, steps=50,
                         date="2026-11-26")], Path(sys.argv[1]))
 """
-
 
 def test_two_processes_that_learn_at_once_both_add(ran, tmp_path):
     path = tmp_path / "profiles" / "one.json"

@@ -142,14 +142,11 @@ def test_a_run_that_measures_is_asked_between_measurements(wanted):
     assert launcher.looks == 3
 
 
-def test_a_request_of_an_earlier_run_stops_no_later_profile(wanted):
+def test_an_earlier_request_stops_no_profile_and_one_of_now_who_waits(wanted, tmp_path):
     StopRequest(wanted.job.output).make_by_user()
     assert not module.is_asked_to_stop(wanted.job.output)
     with output_lock(wanted.job.output):
         assert module.is_asked_to_stop(wanted.job.output)
-
-
-def test_who_waits_for_another_that_measures_stops_too(wanted, tmp_path):
     StopRequest(wanted.job.output).make_by_user()
     cache = tmp_path / "cache" / "xgpt" / "profiles"
     with output_lock(wanted.job.output), alone(cache, wanted.job.output, LogTeller()), (

@@ -30,7 +30,7 @@ def shown(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["models", "--check", *map(str, arguments)])
 
 
-def test_a_catalog_row_without_weights_is_planned_and_not_executed():
+def test_what_is_planned_and_executed_by_whom():
     check = check_model_named("gpt3-175b")
     assert check.is_planned and not check.is_executed and "weights: random" in check.weights
     rows = {row.dtype: row for row in check.memory}
@@ -39,9 +39,6 @@ def test_a_catalog_row_without_weights_is_planned_and_not_executed():
     assert 2 * 175e9 < rows["bfloat16"].weight_bytes < 2.1 * 175e9
     result = shown("gpt3-175b")
     assert result.exit_code == 0 and max(map(len, result.stdout.splitlines())) <= 80
-
-
-def test_an_encoder_decoder_model_is_not_executed_by_deepspeed():
     check = check_model_named("t5-small")
     engines = dict(check.engines)
     assert engines["xgpt"] == "" and "decoder-only" in engines["deepspeed"]

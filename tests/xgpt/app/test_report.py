@@ -38,7 +38,7 @@ def runs(tmp_path_factory):
     return made
 
 
-def test_runs_are_named_by_what_tells_them_apart_and_differences_are_told(runs):
+def test_runs_and_the_fastest_are_named_by_what_tells_them_apart_and_differences_told(runs):
     read = read_runs(runs)
     assert [run.name for run in read] == ["a/out", "b/out"]
     assert [run.name for run in read_runs(runs[:1])] == ["out"]
@@ -48,17 +48,6 @@ def test_runs_are_named_by_what_tells_them_apart_and_differences_are_told(runs):
     rows = dict(figure_rows(read))
     assert rows["Queries"] == ["8", "12"] and rows["Policy"] == ["RRA", "RRA"]
     assert all("(predicted 2.05 queries/s)" in cell for cell in rows["Throughput"])
-
-
-def test_a_comparison_holds_every_run_and_escapes(runs, tmp_path):
-    (path,) = write_reports(runs, "html", tmp_path / "both.html")
-    page = path.read_text("utf-8")
-    assert f"<h1>{tight(headline(read_runs(runs)))}.</h1>" in page
-    assert HOSTILE not in page and "unsafe-eval" not in page
-    assert page.count("data-chart=") == 2
-
-
-def test_the_headline_tells_which_run_is_fastest(runs):
     first, second = read_runs(runs)
     half = dict(first.metrics) | {"throughput_qps": {"measured": 1.0}}
     twice = dict(second.metrics) | {"throughput_qps": {"measured": 2.5}}
@@ -68,7 +57,12 @@ def test_the_headline_tells_which_run_is_fastest(runs):
     assert headline([first._replace(metrics={}), second]) == "2 runs beside one another"
 
 
-def test_a_run_that_has_answered_nothing_is_compared_and_named(runs, tmp_path):
+def test_a_comparison_holds_every_run_also_without_answers_and_escapes(runs, tmp_path):
+    (path,) = write_reports(runs, "html", tmp_path / "both.html")
+    page = path.read_text("utf-8")
+    assert f"<h1>{tight(headline(read_runs(runs)))}.</h1>" in page
+    assert HOSTILE not in page and "unsafe-eval" not in page
+    assert page.count("data-chart=") == 2
     empty = write_fake_run(tmp_path / "empty", num_queries=3)
     for name in ("metrics.json", "results.jsonl"):
         (empty / name).unlink()
@@ -92,15 +86,12 @@ def test_a_sweep_has_both_forms(tmp_path):
     assert [path.name for path in pictures] == ["all.png", "scenario-0.png", "scenario-1.png"]
 
 
-def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path):
+def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path, runs):
     folder = write_fake_sweep(tmp_path / "job" / "sweep")
     assert write_reports([tmp_path / "job"]) == [folder / "report.html"]
     run = write_fake_run(tmp_path / "both", num_queries=3)
     write_fake_sweep(run / "sweep")
     assert write_reports([run]) == [run / "report.html"]
-
-
-def test_folders_without_a_report_are_refused(runs, tmp_path):
     with pytest.raises(XgptError, match="no run whose ranks have started is there, and no sweep"):
         write_reports([runs[0], tmp_path])
     with pytest.raises(InputError, match="sweeps are reported one by one"):

@@ -42,7 +42,7 @@ def planned(tmp_path_factory):
     return session, plan_job(session, timing_of(session)).schedule
 
 
-def test_as_planned_nothing_happens(planned):
+def test_as_planned_or_at_the_end_of_a_job_nothing_happens(planned):
     session, schedule = planned
     own = follow(session, schedule)
     assert own.update() is False, "the run has written nothing yet"
@@ -51,6 +51,21 @@ def test_as_planned_nothing_happens(planned):
             3000, np.random.default_rng(phases)).tolist(), phases=phases)
         assert own.update() is False
     assert not own.decisions and load_change_order(session.job.output) is None
+    session, schedule = planned
+    own = follow(session, schedule)
+    lengths = session.problem.lengths.outputs.sample(3000, np.random.default_rng(7)).tolist()
+    write_state(session, lengths, first=400, phases=20)
+    path = session.job.output / OBSERVED_FILE
+    state = json.loads(path.read_text())
+    state["active"] += [(query, 30, 60) for query in range(300)]
+    path.write_text(json.dumps(state))
+    assert own.update() is False
+    path.write_text(json.dumps({**state, "first": 0}))
+    assert own.update() is True, "which would have been drift"
+    session, schedule = planned
+    own = follow(session, schedule, num_queries=1000)
+    write_state(session, outputs_of(45))  # 960 of them admitted
+    assert own.update() is False and not own.decisions
 
 
 @pytest.mark.parametrize("mean", [45.0, pytest.param(18.0, marks=pytest.mark.slow)])
@@ -93,27 +108,6 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(plann
     assert own.update() is False, "once"
     write_state(session, outputs_of(mean, seed=2), first=960)
     assert own.update() is False, "and not again while lengths stay what they have become"
-
-
-def test_of_queries_whose_companions_are_forgotten_none_is_counted(planned):
-    session, schedule = planned
-    own = follow(session, schedule)
-    lengths = session.problem.lengths.outputs.sample(3000, np.random.default_rng(7)).tolist()
-    write_state(session, lengths, first=400, phases=20)
-    path = session.job.output / OBSERVED_FILE
-    state = json.loads(path.read_text())
-    state["active"] += [(query, 30, 60) for query in range(300)]
-    path.write_text(json.dumps(state))
-    assert own.update() is False
-    path.write_text(json.dumps({**state, "first": 0}))
-    assert own.update() is True, "which would have been drift"
-
-
-def test_nothing_is_changed_for_the_end_of_a_job(planned):
-    session, schedule = planned
-    own = follow(session, schedule, num_queries=1000)
-    write_state(session, outputs_of(45))  # 960 of them admitted
-    assert own.update() is False and not own.decisions
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

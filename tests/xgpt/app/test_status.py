@@ -161,16 +161,6 @@ def test_ranks_that_tell_nothing_any_more_were_not_heard_in_1970(job, out):
         assert "83%" in (text := said("top", job, of=job.parent)) and "ago" not in text
 
 
-def test_no_time_left_is_told_of_what_should_be_over(tmp_path):
-    """A burst ends all queries, and has not come yet when it was expected to."""
-    (tmp_path / "expected.json").write_text(json.dumps({
-        "version": 1, "stages": [], "latency_s": [], "ttft_s": [], "done": [[2.0, 1], [2.0, 400]]}))
-    start = replace(RUNNING, done=0, elapsed_s=1.0)
-    assert time_left_s(start, tmp_path) == pytest.approx(1.0)
-    assert time_left_s(replace(start, elapsed_s=2.5), tmp_path) is None
-    assert time_left_s(replace(RUNNING, done=399, elapsed_s=1e-5), tmp_path / "none") is None
-
-
 def test_asking_does_not_keep_a_run_from_starting(tmp_path):
     import fcntl
     import threading
@@ -186,7 +176,7 @@ def test_asking_does_not_keep_a_run_from_starting(tmp_path):
     assert is_locked(tmp_path) is False
 
 
-def test_the_time_left_is_that_of_this_run(tmp_path):
+def test_the_time_left_is_that_of_this_run_and_none_of_what_should_be_over(tmp_path):
     resumed = replace(RUNNING, done=200, done_before=190)  # 10 queries in a minute
     assert "20m00s left" in progress_line(resumed, 5.0, time_left_s(resumed, tmp_path))
     plan: Any = SimpleNamespace(output=tmp_path, model_name="toy", model_dir=None, sync_s=5.0,
@@ -195,6 +185,12 @@ def test_the_time_left_is_that_of_this_run(tmp_path):
     sink.progress(1.0, 10)
     assert json.loads((tmp_path / "progress.json").read_text())["done_before"] == 190
     sink.close(2.0, "stopped")
+    (tmp_path / "expected.json").write_text(json.dumps({
+        "version": 1, "stages": [], "latency_s": [], "ttft_s": [], "done": [[2.0, 1], [2.0, 400]]}))
+    start = replace(RUNNING, done=0, elapsed_s=1.0)
+    assert time_left_s(start, tmp_path) == pytest.approx(1.0)
+    assert time_left_s(replace(start, elapsed_s=2.5), tmp_path) is None
+    assert time_left_s(replace(RUNNING, done=399, elapsed_s=1e-5), tmp_path / "none") is None
 
 
 KILLED = """
@@ -225,7 +221,6 @@ with output_lock(out):
             encode_start_s=0.0, first_token_s=0.0, last_token_s=float(kill_after)))
     sink.close(1.0, "done")
 """
-
 
 def test_killed_with_results_held_back_no_line_is_lost_or_doubled(job, out):
     pytest.importorskip("torch", reason="runs need the extra `run`")
@@ -281,7 +276,13 @@ def stop(queued: Path) -> str:
     return CliRunner().invoke(cli, ["stop", str(queued)], catch_exceptions=False).stdout
 
 
-def test_a_job_that_waits_and_one_that_begins(slurm, queued):
+def test_slurm_knows_better_than_a_lock_and_of_jobs_that_wait(slurm, queued):
+    write_progress(queued / "progress.json", RUNNING)
+    assert status(queued)[0]["state"] == "died"
+    slurm.queue("RUNNING|None|0:07|1:00:00|N/A|n1")
+    found, text = status(queued)
+    # the lock is not seen here, so the count is that of the files
+    assert found["state"] == "starting" and "no process works on it" not in text
     slurm.queue("PENDING|Priority|0:00|1:00:00|2026-01-01T00:00:00|")
     found, text = status(queued)
     assert (found["state"], found["slurm"]["reason"]) == ("pending", "Priority")
@@ -289,15 +290,6 @@ def test_a_job_that_waits_and_one_that_begins(slurm, queued):
     slurm.queue("RUNNING|None|0:07|1:00:00|N/A|n[1-2]")
     found, text = status(queued)
     assert found["state"] == "starting" and "is running on n[1-2], 0:07 of 1:00:00" in text
-
-
-def test_slurm_knows_better_than_a_lock_of_another_node(slurm, queued):
-    write_progress(queued / "progress.json", RUNNING)
-    assert status(queued)[0]["state"] == "died"
-    slurm.queue("RUNNING|None|0:07|1:00:00|N/A|n1")
-    found, text = status(queued)
-    # the lock is not seen here, so the count is that of the files
-    assert found["state"] == "starting" and "no process works on it" not in text
 
 
 @pytest.mark.parametrize(("state", "reason", "code"), [

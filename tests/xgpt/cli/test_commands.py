@@ -76,16 +76,12 @@ def test_help_names_every_command_and_imports_nothing_heavy():
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_scheduling_imports_neither_torch_nor_mpi(job):
+def test_scheduling_imports_neither_torch_nor_mpi_and_submit_no_scipy(job):
     done = fresh("schedule", job, "--set=schedule={policy: rra, encode_chunk: 0, tp_degree: 1}",
                  code="print('HEAVY', {'torch', 'mpi4py', 'transformers'} & set(sys.modules))")
     assert done.returncode == 0, done.stderr
     assert "HEAVY set()" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-def test_what_submit_imports_has_no_scipy_in_it():
-    """It would take a third as long again; what asks for it imports it then."""
     code = "import sys, xgpt.app.submit; print(sorted(m for m in sys.modules if 'scipy' in m))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           check=True, timeout=120)
@@ -166,24 +162,16 @@ def test_standard_streams_that_the_caller_closed_change_nothing_else(tmp_path, c
     assert int((tmp_path / "next").read_text()) > 2
 
 
-OF_PROGRAMS = """
-model: opt-125m
-cluster: a40-4
-workload: {{requests: {{count: 20}}, task: T}}
-schedule: {{policy: ft}}
-slurm: {{prologue: ["{program}"], container: ["{program}"], modules: ["$({program})"],
-        extra: ["--comment=$({program})"]}}
-output: out
-"""
-
-
 @pytest.mark.parametrize("command", ["schedule", "simulate"])
 def test_what_a_job_file_names_is_not_started(command, tmp_path):
-    program, job = tmp_path / "program", tmp_path / "job.yaml"
+    program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
     program.chmod(0o755)
-    job.write_text(OF_PROGRAMS.format(program=program))
-    done = xgpt(command, job)
+    done = xgpt(command, job_file(
+        tmp_path, model="opt-125m", schedule="{policy: ft}", output="out",
+        workload="{requests: {count: 20}, task: T}", slurm=(
+            f'{{prologue: ["{program}"], container: ["{program}"], modules: ["$({program})"], '
+            f'extra: ["--comment=$({program})"]}}')))
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "started").exists() and not (tmp_path / "out").exists()
 
@@ -274,23 +262,3 @@ def test_tables_fit_a_narrow_terminal_and_keep_80_columns_elsewhere(columns, mon
     for text in (fact("why", words), paragraph(words), table(
             ("policy", "queries/s", "words"), [("RRA", "1.5", words)], right=(1,))):
         assert max(map(len, text.splitlines())) <= min(columns, 80), text
-
-
-def test_a_message_clears_the_line_of_progress(monkeypatch, capsys):
-    monkeypatch.setattr(terminal, "is_terminal", lambda: True)
-    shown = terminal.Terminal()
-    shown.progress("searching, 2.00 s so far")
-    shown.say("found")
-    assert capsys.readouterr().err.endswith("\r" + " " * 24 + "\rfound\n")
-
-
-def test_words_go_on_below_where_numbers_leave_them_no_room(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    shown = table(("", "predicted", "measured", "ratio", ""), [
-        ("Time per token P50", "0.106 queries/s", "0.0487 queries/s", "0.46", "off by 54 %")],
-        right=(1, 2, 3))
-    lines = shown.splitlines()
-    assert max(map(len, lines)) <= 60 and "..." not in shown
-    assert " ".join(line[:10].strip() for line in lines[2:]).split()[:4] == [
-        "Time", "per", "token", "P50"]

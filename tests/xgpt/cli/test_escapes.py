@@ -40,7 +40,7 @@ def test_a_job_file_does_not_write_to_the_terminal(tmp_path, text, command):
     assert not FORBIDDEN & set(printed(command, path, "--set", "search.max_seconds=1"))
 
 
-def test_names_of_files_and_options_do_not_either(tmp_path):
+def test_names_of_files_options_and_models_do_not_either(tmp_path):
     folder = tmp_path / EVIL.replace("/", "")
     folder.mkdir()
     (folder / "job.yaml").write_text("model: opt-13b\n", encoding="utf-8")
@@ -49,9 +49,6 @@ def test_names_of_files_and_options_do_not_either(tmp_path):
                       ("profile", "show", folder / "none.json"), ("models", EVIL),
                       ("schedule", folder / "none.yaml", "--set", f"{EVIL}=3")):
         assert not FORBIDDEN & set(printed(*arguments)), arguments
-
-
-def test_what_a_model_folder_is_called_and_says_is_not_obeyed(tmp_path):
     model = tmp_path / f"m{EVIL}"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": EVIL, "architectures": [EVIL]}))

@@ -112,7 +112,7 @@ def exact(folder: Path) -> Path:
     return path
 
 
-def test_loops_that_took_as_long_as_predicted_are_no_error_and_chosen_without_regret(tmp_path):
+def test_loops_that_took_as_long_as_predicted_are_no_error_and_too_few_are_no_chooser(tmp_path):
     told = json.loads(accuracy("--measured", exact(tmp_path), "--json").stdout)["measured"]
     assert [row["operator"] for row in told["rows"]] == ["TPOT", "TTFT", "request"]
     assert all(row["cases"] == 8 and row["worst"] < 1e-6 for row in told["rows"])
@@ -120,6 +120,10 @@ def test_loops_that_took_as_long_as_predicted_are_no_error_and_chosen_without_re
     plain, with_margin = told["choosers"]
     assert plain["cases"] == with_margin["cases"] == 10 and plain["exact"] == 1
     assert plain["none"] == plain["broken"] == plain["regret"] == with_margin["broken"] == 0
+    path = tmp_path / "mine.csv"
+    path.write_text(HEADER + ROW.format(weights="", degree=1, batch=1, ttft=30, tpot=8),
+                    encoding="utf-8")
+    assert json.loads(accuracy("--measured", path, "--json").stdout)["measured"]["choosers"] == []
 
 
 def test_the_table_has_a_line_a_row_and_ones_own_first(tmp_path):
@@ -171,10 +175,3 @@ def test_a_file_that_cannot_be_read_is_wrong_input(tmp_path, content):
     path.write_bytes(content)
     done = accuracy("--measured", path)
     assert isinstance(done.exception, InputError) and str(path) in str(done.exception)
-
-
-def test_too_few_loops_to_choose_among_are_no_chooser(tmp_path):
-    path = tmp_path / "mine.csv"
-    path.write_text(HEADER + ROW.format(weights="", degree=1, batch=1, ttft=30, tpot=8),
-                    encoding="utf-8")
-    assert json.loads(accuracy("--measured", path, "--json").stdout)["measured"]["choosers"] == []

@@ -153,12 +153,20 @@ def _cluster(folder: Path, links: str) -> Cluster:
         f"inter_link: ib-100g, links: {{{links}}}}}")))
 
 
-def test_pairs_are_neighbours_and_the_bus_joins_them(tmp_path):
+def test_pairs_are_neighbours_and_the_bus_joins_them_and_equal_parts(tmp_path):
     cluster = _cluster(tmp_path, "nvlink3-bridge: 2")
     assert [cluster.link_between(a, b).name for a, b in ((0, 1), (2, 3), (1, 2), (3, 4), (4, 5))
             ] == ["nvlink3-bridge", "nvlink3-bridge", "pcie4-x16", "ib-100g", "nvlink3-bridge"]
     assert cluster.link_of((2, 3)).name == "nvlink3-bridge"
     assert cluster.link_of((0, 1, 2, 3)).name == "pcie4-x16", "its ring crosses the bus"
+    cluster = _cluster(tmp_path, "nvlink3-bridge: 2")
+    assert cluster.equal_part(2).link_between(0, 1).name == "nvlink3-bridge"
+    three = cluster.equal_part(3)
+    assert [three.link_between(0, rank).name for rank in (1, 2)] == ["nvlink3-bridge", "pcie4-x16"]
+    twice = replace(cluster, devices_per_node=6).equal_part(3)
+    assert twice.island_link is None, "of the other three of the node the last two are joined"
+    cluster = _cluster(tmp_path, "pcie4-x16-p2p: 2")
+    assert cluster.link_of((0, 1)).has_peer_access and not cluster.link_of((1, 2)).has_peer_access
 
 
 def test_a_group_over_nodes_says_what_joins_it_inside_one():
@@ -167,17 +175,3 @@ def test_a_group_over_nodes_says_what_joins_it_inside_one():
     assert link.inside == catalog.link("nvlink3")
     single = replace(catalog.cluster("a100-16"), devices_per_node=1).link_of((0, 1))
     assert single == catalog.link("ib-8x200g")
-
-
-def test_equal_parts_have_the_links_that_all_of_them_have(tmp_path):
-    cluster = _cluster(tmp_path, "nvlink3-bridge: 2")
-    assert cluster.equal_part(2).link_between(0, 1).name == "nvlink3-bridge"
-    three = cluster.equal_part(3)
-    assert [three.link_between(0, rank).name for rank in (1, 2)] == ["nvlink3-bridge", "pcie4-x16"]
-    twice = replace(cluster, devices_per_node=6).equal_part(3)
-    assert twice.island_link is None, "of the other three of the node the last two are joined"
-
-
-def test_a_bus_with_peer_access_may_join_what_one_without_it_does_not(tmp_path):
-    cluster = _cluster(tmp_path, "pcie4-x16-p2p: 2")
-    assert cluster.link_of((0, 1)).has_peer_access and not cluster.link_of((1, 2)).has_peer_access

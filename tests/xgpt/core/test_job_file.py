@@ -134,9 +134,13 @@ def test_what_a_key_becomes(folder, override, get, value):
     assert get(load(folder, MINIMAL, override)) == value
 
 
-def test_keys_without_a_value_count_as_not_given(folder):
+def test_keys_without_a_value_count_as_not_given_and_overrides_win(folder):
     assert load(folder, MINIMAL + "name:\nrun:\nconstraint: {latency_s: }\nslurm:\n") == load(
         folder, MINIMAL)
+    assert load(folder, FULL, "run.ranks=2", "constraint.latency_s=inf").run.ranks == 2
+    with pytest.raises(InputError) as caught:
+        load(folder, FULL, "run.rank=2")
+    assert str(caught.value).startswith("--set: run.rank: unknown key; did you mean 'ranks'?")
 
 
 def test_all_mistakes_are_told_in_the_order_of_the_lines_and_the_command_line_last(folder):
@@ -155,13 +159,6 @@ shedule: auto
     found = places(folder, f"zzz: 1\n{MINIMAL}run: {{ranks: x}}\nrun: 1\n", "output=7")
     assert [place.split(" ")[0] for place in found] == ["1", "5", "6", "None"]
     assert len(places(folder, MINIMAL, "run.stop=a", "workload.requests={count: 3}")) == 1
-
-
-def test_overrides_win_over_the_file_and_are_checked_alike(folder):
-    assert load(folder, FULL, "run.ranks=2", "constraint.latency_s=inf").run.ranks == 2
-    with pytest.raises(InputError) as caught:
-        load(folder, FULL, "run.rank=2")
-    assert str(caught.value).startswith("--set: run.rank: unknown key; did you mean 'ranks'?")
 
 
 _JUNK = st.recursive(

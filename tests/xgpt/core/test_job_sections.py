@@ -46,14 +46,13 @@ slurm:
   warning: 5 min
 """
 
-
 def load(folder: Path, text: str, *overrides: str) -> SlurmSpec | None:
     path = folder / "job.yaml"
     path.write_text(JOB + text, encoding="utf-8")
     return load_job(path, overrides).slurm
 
 
-def test_every_option_arrives_in_slurms_own_words(tmp_path):
+def test_every_option_arrives_in_slurms_own_words_and_one_key_makes_a_section(tmp_path):
     spec = load(tmp_path, FULL)
     assert spec == SlurmSpec(
         partition="gpu", account="007", qos="high", constraint="a40&nvme",
@@ -66,9 +65,6 @@ def test_every_option_arrives_in_slurms_own_words(tmp_path):
         prologue=("ulimit -l unlimited", "cd /tmp"),
         container=("apptainer", "exec", "--nv", "image.sif"), mpi="pmix", requeue=5, warning_s=300)
     assert spec.gpus_each == 4 and spec.time_s == 26.5 * 3600
-
-
-def test_an_empty_section_is_none_and_one_key_makes_it(tmp_path):
     assert load(tmp_path, "") is None and load(tmp_path, "slurm:\n") is None
     assert load(tmp_path, "", "slurm.launch=srun") == load(tmp_path, "slurm: {}") == SlurmSpec()
 
@@ -149,7 +145,7 @@ def test_files_lists_and_patterns_are_found(folder):
     assert job(folder, "workload.requests=-").workload.requests.is_stdin
 
 
-def test_columns_and_format_are_told_beside_the_file(folder):
+def test_columns_and_format_are_told_beside_the_file_and_tell_requests_apart(folder):
     found = files(folder, "{file: b.csv, format: tsv, prompt: question, id: nr, delimiter: ';', "
                   "options: false, carry: [topic, b]}")
     assert found == RequestFiles(
@@ -157,9 +153,6 @@ def test_columns_and_format_are_told_beside_the_file(folder):
         has_options=False, carry=("topic", "b"))
     assert files(folder, "{file: b.csv, messages: chat}").messages == "chat"
     assert files(folder, "{file: b.csv, carry: []}").carry == ()
-
-
-def test_requests_are_the_same_only_if_read_alike(folder):
     assert files(folder, "a.jsonl").rules == files(folder, "{file: b.csv, format: jsonl}").rules
     plain = files(folder, "b.csv").rules
     assert files(folder, "{file: b.csv, carry: [x]}").rules == plain != ""

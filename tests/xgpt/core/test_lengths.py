@@ -48,7 +48,7 @@ def test_any_moments_give_a_distribution_within_its_range(maximum, part, spread)
     assert lengths.max == maximum and 1 <= lengths.mean <= maximum
 
 
-def test_special_distributions():
+def test_special_distributions_and_samples_that_follow_theirs():
     beyond = truncated_normal(256, 252, 512)  # what truncation allows: the parent's moments
     assert "parent" in beyond.note and beyond.std < 512 / np.sqrt(12)
     assert beyond.mean == pytest.approx(256.5, abs=0.1)  # symmetric about 256
@@ -61,9 +61,6 @@ def test_special_distributions():
     assert nearly.std > 0 and nearly.skewness == 0
     four = empirical([1, 2, 3, 4])  # the smallest length that reaches a quantile
     assert [four.quantile(q) for q in (0.25, 0.26, 0.5, 0.75, 1.0)] == [1, 2, 2, 3, 4]
-
-
-def test_samples_follow_the_distribution_and_the_seed():
     lengths = truncated_normal(32, 13, 80)
     first, again = (lengths.sample(20_000, np.random.default_rng(1)) for _ in range(2))
     assert first.mean() == pytest.approx(lengths.mean, rel=0.02)
@@ -133,7 +130,7 @@ def test_no_change_is_the_same_distribution_and_given_ones_are_not_drawn_again()
                                mean_factor=1.3).outputs.mean == 9
 
 
-def test_bootstrap_scatters_as_the_sample_does():
+def test_a_bootstrap_scatters_as_the_sample_does_repeats_and_reaches_beyond():
     """The mean of n lengths has a standard deviation of std / sqrt(n)."""
     outputs = empirical(truncated_normal(128, 68, 320).sample(400, np.random.default_rng(1)))
     lengths = JointLengths(inputs=truncated_normal(32, 13, 80), outputs=outputs)
@@ -144,16 +141,10 @@ def test_bootstrap_scatters_as_the_sample_does():
     assert bootstrap(lengths, rng, 50).outputs.num_samples == 50
     given = JointLengths(inputs=lengths.inputs, outputs=truncated_normal(9, 4, 20))
     assert bootstrap(given, rng, 1000).outputs is given.outputs, "which nobody saw"
-
-
-def test_bootstrap_draws_pairs_and_repeats_with_its_seed():
     before = observed_pairs()
     first, second = (bootstrap(before, np.random.default_rng(5), 5000) for _ in range(2))
     assert (first.pairs == second.pairs).all() and len(first.pairs) == 2000
     assert correlation(first) == pytest.approx(correlation(before), abs=0.05)
-
-
-def test_the_bootstrap_reaches_beyond_the_longest_observed():
     before = observed_pairs()
     rng = np.random.default_rng(6)
     drawn = [bootstrap(before, rng, 5000).outputs for _ in range(20)]

@@ -118,7 +118,7 @@ def test_cuda_visible_devices_is_obeyed(selection, indices):
     assert [gpu.index for gpu in found] == indices
 
 
-def test_gpus_are_rows_of_the_catalog_or_assumed_with_the_memory_that_is_read():
+def test_gpus_are_rows_of_the_catalog_or_assumed_and_shared_evenly():
     gpus = local.parse_smi(SMI + "NVIDIA-SMI has failed\n3, GPU-d, Odd GPU, [N/A]\n")
     assert [g.name for g in gpus] == ["NVIDIA A40", "NVIDIA A40", "NVIDIA T1000", "Odd GPU"]
     assert gpus[0].memory_bytes == 46068 * MIB and gpus[3].memory_bytes is None
@@ -133,9 +133,6 @@ def test_gpus_are_rows_of_the_catalog_or_assumed_with_the_memory_that_is_read():
         local.gpu_cluster(local.parse_smi("0, GPU-a, Odd GPU, [N/A]"), None)
     with pytest.raises(InputError, match="describe the cluster inline"):
         local.visible_gpus(local.parse_smi(SMI), "MIG-xyz")
-
-
-def test_ranks_beyond_the_gpus_share_them_evenly():
     assert local.gpu_cluster(local.parse_smi(SMI), 1).num_devices == 1
     whole, cluster = catalog.device("A40"), local.gpu_cluster(local.parse_smi(SMI), 3)
     assert cluster.num_devices == 3 and cluster.intra_link.name == "shared-memory"

@@ -206,14 +206,11 @@ def test_windows_are_of_the_layers_that_the_config_says(config, windows):
     assert from_hf_config({**SHAPE, **config}, "x").decoder.windows == windows
 
 
-def test_longrope_is_executed_within_the_positions_of_its_short_factors():
+def test_longrope_and_a_window_that_holds_all_positions_are_executed():
     rope = {"type": "longrope", "short_factor": [1.0, 1.0, 2.0], "long_factor": [1.0, 2.0, 3.0]}
     spec = from_hf_config({**SHAPE, "model_type": "phi3", "rope_scaling": rope,
                            "original_max_position_embeddings": 16}, "x")
     assert spec.max_positions == 16 and dict(spec.rope_scaling or ())["factor"] == 4.0
-
-
-def test_a_mistral_whose_window_holds_all_positions_is_executed():
     for window in (None, 64, 128):
         spec = from_hf_config({**SHAPE, "model_type": "mistral", "sliding_window": window}, "x")
         assert spec == from_hf_config(SHAPE, "x")
@@ -258,12 +255,16 @@ def test_parameters_are_those_that_are_published(name, total, active):
     assert not active or any(own == pytest.approx(active, rel=0.04) for own in counts)
 
 
-def test_parameters_of_layers_of_two_kinds_are_added_up():
+def test_a_model_that_sees_is_its_text_model_and_layers_of_two_kinds_are_added_up():
     attention = 5120 * 128 * 2 * (40 + 8)
     mixture, dense = 5120 * (128 * (3 * 8192 + 1) + 3 * 8192), 3 * 5120 * 16384
     layers = 48 * (attention + 2 * 5120) + 24 * (mixture + dense)
     assert abs(shape("llama-4-maverick").num_params
                - (layers + 2 * 202048 * 5120 + 5120)) <= 48
+    seeing, text = shape("scout-that-sees"), shape("llama-4-scout")
+    assert seeing.num_params == text.num_params and "vision" in seeing.planned_only
+    with pytest.raises(InputError, match="text_config"):
+        from_hf_config({"model_type": "gemma3"}, "x")
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite"])
@@ -283,13 +284,6 @@ def test_each_says_what_of_it_is_not_executed_and_comes_back_from_json(name):
         values = ALL[name]
         text = values.get("text_config", values) | {"num_hidden_layers": None}
         from_hf_config(values | {"text_config": text} if "text_config" in values else text, name)
-
-
-def test_a_model_that_sees_is_planned_as_its_text_model():
-    seeing, text = shape("scout-that-sees"), shape("llama-4-scout")
-    assert seeing.num_params == text.num_params and "vision" in seeing.planned_only
-    with pytest.raises(InputError, match="text_config"):
-        from_hf_config({"model_type": "gemma3"}, "x")
 
 
 def test_degrees_divide_what_every_token_goes_through_too():

@@ -100,7 +100,7 @@ def test_what_cannot_be_resolved_is_wrong_input(folder, overrides, lengths, said
         resolved(folder, *overrides, lengths=lengths)
 
 
-def test_a_catalog_job_resolves_to_its_rows(folder):
+def test_a_catalog_job_a_folder_and_a_hub_id_resolve_to_their_rows(folder):
     problem = resolved(folder)
     assert problem.model == catalog.model("opt-13b")
     assert problem.cluster == catalog.cluster("a40-4")
@@ -109,9 +109,6 @@ def test_a_catalog_job_resolves_to_its_rows(folder):
     assert problem.num_queries is None
     assert problem.default_max_tokens == 80, "the longest output planned for"
     assert resolved(folder, "workload.requests={count: 2000}").num_queries == 2000
-
-
-def test_a_folder_or_a_hub_id_is_the_model_of_its_config_or_its_row(folder):
     nine = "{mean: 9, std: 1, max: 20}"
     toy = resolved(folder, "model=./toy",
                    f"workload={{input_tokens: {nine}, output_tokens: {nine}}}").model
@@ -226,7 +223,7 @@ def test_lengths_of_requests_are_joint(folder, overrides, tokens, pairs):
     assert resolved(folder, *overrides, lengths=tokens).lengths.pairs.tolist() == pairs
 
 
-def test_lengths_of_two_sources_are_not_joint(folder):
+def test_lengths_of_two_sources_are_not_joint_and_end_at_their_maxima(folder):
     five = ", output_tokens: {mean: 5, std: 1, max: 9}"
     problem = resolved(folder, PROMPTS % five, lengths=[7, 9])
     assert (problem.lengths.inputs.max, problem.lengths.outputs.max) == (9, 9)
@@ -238,6 +235,13 @@ def test_lengths_of_two_sources_are_not_joint(folder):
     assert beside.lengths.outputs.max == 24, "they end where the positions do"
     uncapped = resolved(folder, PROMPTS % "", lengths=[7, 9])
     assert uncapped.lengths.outputs.max == uncapped.default_max_tokens == DEFAULT_MAX_TOKENS
+    assert resolved(folder, "workload.task=C2").lengths.inputs.max == 1024
+    narrow = resolved(folder, "workload={input_tokens: {mean: 9, std: 1e-9, max: 20}, "
+                              "output_tokens: {mean: 5, std: 0, max: 9}}").lengths
+    assert (narrow.inputs.mean, narrow.outputs.mean) == (9, 5)
+    relative = resolved(folder, "model=t5-11b", "workload={input_tokens: {mean: 2e4, std: 9, max: "
+                        "30000}, output_tokens: {mean: 5, std: 1, max: 9}}").lengths
+    assert relative.inputs.max == 30_000, "relative positions have no limit"
 
 
 @pytest.mark.parametrize("outputs", ["from_requests", "observe", "{mean: 9, std: 2, max: 20}"])
@@ -255,16 +259,6 @@ def test_forced_outputs_beyond_the_positions_are_left_out_of_the_plan(folder, ou
     write_lines(folder, lines[1:])
     with pytest.raises(InputError, match="forced_tokens fit after it into the model's 1024"):
         resolved(folder, *asked, lengths=[9])
-
-
-def test_lengths_end_at_their_maxima_and_next_to_no_spread_is_none(folder):
-    assert resolved(folder, "workload.task=C2").lengths.inputs.max == 1024
-    narrow = resolved(folder, "workload={input_tokens: {mean: 9, std: 1e-9, max: 20}, "
-                              "output_tokens: {mean: 5, std: 0, max: 9}}").lengths
-    assert (narrow.inputs.mean, narrow.outputs.mean) == (9, 5)
-    relative = resolved(folder, "model=t5-11b", "workload={input_tokens: {mean: 2e4, std: 9, max: "
-                        "30000}, output_tokens: {mean: 5, std: 1, max: 9}}").lengths
-    assert relative.inputs.max == 30_000, "relative positions have no limit"
 
 
 def test_a_schedule_fits_jobs_of_the_same_shape_dtype_and_ranks(folder):

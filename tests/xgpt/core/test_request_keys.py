@@ -76,8 +76,22 @@ def test_values_that_ask_for_nothing_pass_in_both_forms_with_every_engine(place,
         asked(place, engine, **{key: None})
 
 
-def test_all_tokens_are_asked_for_by_a_top_k_of_0_and_of_minus_1_whatever_the_job_says():
+def test_what_our_lines_and_openais_take_otherwise():
     assert [asked(OWN, top_k=k).top_k for k in (0, -1, 5, None)] == [0, 0, 5, None]
+    assert asked(OWN, temperature=9).temperature == 9.0
+    assert "from 0 to 2" in refusal(COMPLETION, temperature=9)
+    assert asked(CHAT, logprobs=True, top_logprobs=3).top_logprobs == 3
+    assert asked(CHAT, logprobs=False).top_logprobs is None
+    assert asked(COMPLETION, logprobs=3).top_logprobs == asked(OWN, logprobs=3).top_logprobs == 3
+    for value in (1, 0, 1.0, "true"):
+        assert refusal(CHAT, logprobs=value) == "logprobs must be true or false"
+    assert refusal(COMPLETION, logprobs=True) == "logprobs must be a whole number from 0 to 20"
+    assert "needs logprobs" in refusal(CHAT, top_logprobs=2)
+    assert "top_logprobs" in refusal(OWN, top_logprobs=2)
+    for place in OPENAI:
+        assert refusal(place, model=None).startswith("model is missing")
+        assert "model" in refusal(place, model="") and "model" in refusal(place, model=7)
+    assert asked(OWN, model=7).prompt == "Hi"  # a column like any other
 
 
 RANGES: list[tuple[str, list[Any], list[Any]]] = [
@@ -99,29 +113,6 @@ def test_every_value_is_held_to_its_range(key, good, bad):
             asked(place, **{key: value})
         for value in bad:
             assert refusal(place, **{key: value}).startswith(f"{key} must be ")
-
-
-def test_our_own_temperature_has_no_most_but_that_of_a_number():
-    assert asked(OWN, temperature=9).temperature == 9.0
-    assert "from 0 to 2" in refusal(COMPLETION, temperature=9)
-
-
-def test_likelihoods_are_a_flag_of_chats_and_a_number_elsewhere():
-    assert asked(CHAT, logprobs=True, top_logprobs=3).top_logprobs == 3
-    assert asked(CHAT, logprobs=False).top_logprobs is None
-    assert asked(COMPLETION, logprobs=3).top_logprobs == asked(OWN, logprobs=3).top_logprobs == 3
-    for value in (1, 0, 1.0, "true"):
-        assert refusal(CHAT, logprobs=value) == "logprobs must be true or false"
-    assert refusal(COMPLETION, logprobs=True) == "logprobs must be a whole number from 0 to 20"
-    assert "needs logprobs" in refusal(CHAT, top_logprobs=2)
-    assert "top_logprobs" in refusal(OWN, top_logprobs=2)
-
-
-def test_a_model_is_required_of_every_openai_body():
-    for place in OPENAI:
-        assert refusal(place, model=None).startswith("model is missing")
-        assert "model" in refusal(place, model="") and "model" in refusal(place, model=7)
-    assert asked(OWN, model=7).prompt == "Hi"  # a column like any other
 
 
 @pytest.mark.parametrize(("line", "code"), [

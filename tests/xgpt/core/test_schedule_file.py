@@ -80,7 +80,7 @@ def test_a_file_that_is_no_schedule_of_this_version_is_wrong_input(tmp_path, tex
         load_schedule(path)
 
 
-def test_whole_parts_are_replaced_and_fields_within_them():
+def test_whole_parts_are_replaced_and_fields_within_them_and_copies_have_ranks_of_their_own():
     schedule = _schedule()
     estimate = schedule.estimate
     other = estimate.changed(encode_batch=2, latency_s=9.0, kv_tokens=70)
@@ -96,9 +96,6 @@ def test_whole_parts_are_replaced_and_fields_within_them():
     assert schedule.changed(bounds=bounds, quantile=0.5).bound == replace(bounds[0], quantile=0.5)
     with pytest.raises(TypeError, match="color"):
         schedule.changed(color="red")
-
-
-def test_copies_are_alike_and_have_ranks_of_their_own():
     one = _schedule().estimate
     three = one.in_copies(3)
     assert (three.deployment.num_devices, three.deployment.devices_per_replica) == (9, 3)

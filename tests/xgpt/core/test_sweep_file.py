@@ -87,13 +87,10 @@ def test_flags_take_the_place_of_a_file_s_axes_and_set_changes_its_base(job):
     assert spec.output == job.parent / "there"
 
 
-def test_a_job_file_alone_is_swept_over_shares(job):
+def test_a_job_file_alone_and_an_inline_base_are_swept(job, tmp_path):
     spec = load_sweep(job)
     assert [point.share for point in spec.points] == [0.1, 0.2, 0.3, 0.5, 0.7, 1.0, None]
     assert spec.output == job.parent / "out" / "sweep" and spec.name == "base"
-
-
-def test_an_axis_of_mappings_and_an_inline_base(tmp_path):
     spec = load_sweep(write(tmp_path, """
 base: {model: opt-13b, cluster: a40-4, workload: {task: S}}
 grid:
@@ -106,7 +103,7 @@ grid:
     assert spec.points[0].values["workload.output_tokens"] == '{"max": 60, "mean": 20, "std": 5}'
 
 
-def test_every_mistake_is_told_once_with_its_line(job):
+def test_every_mistake_is_told_once_with_its_line_or_flag(job):
     told = mistakes(write(job.parent, """base: base.yaml
 cases:
   - {model: opt-13c}
@@ -130,9 +127,6 @@ horizont: job
                  "workload.task = 'Q': allowed: S, T", "grid.policy: at least one value",
                  "workload.tsk: unknown key; did you mean 'task'?", "horizont: unknown key"):
         assert part in text, part
-
-
-def test_mistakes_of_flags_name_the_flag(job):
     told = mistakes(job, over=("cluster=a40-9", "policy", "colour=red", "model=opt-13b",
                                "model=opt-30b"), bounds="1,x")
     assert [one.partition(": ")[0] for one in told].count("--over") == 4

@@ -41,7 +41,19 @@ def test_what_is_larger_than_such_a_file_is_refused(read, tmp_path, monkeypatch)
         read(path)
 
 
-def test_what_is_no_place_for_a_file_is_said_and_stays_as_it_was(tmp_path):
+def test_what_is_no_place_for_a_file_is_said_before_the_work_and_stays_as_it_was(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
+    try:
+        assert whole_file.why_no_file(tmp_path / "x") == (
+            "a file that can be written to: File too large")
+        with pytest.raises(OSError) as failed:
+            whole_file.write_atomically(tmp_path / "x", "x" * 513)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert failed.value.filename == str(tmp_path / "x") and list(tmp_path.iterdir()) == []
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("kept")
     os.mkfifo(tmp_path / "pipe")
@@ -63,21 +75,6 @@ def test_what_is_no_place_for_a_file_is_said_and_stays_as_it_was(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "file")
     whole_file.write_atomically(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
-
-
-def test_a_full_disk_is_seen_before_the_work(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
-    try:
-        assert whole_file.why_no_file(tmp_path / "x") == (
-            "a file that can be written to: File too large")
-        with pytest.raises(OSError) as failed:
-            whole_file.write_atomically(tmp_path / "x", "x" * 513)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
-    assert failed.value.filename == str(tmp_path / "x") and list(tmp_path.iterdir()) == []
 
 
 def _plain(field: Field) -> Any:

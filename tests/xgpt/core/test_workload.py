@@ -96,14 +96,12 @@ def test_a_repeated_id_is_an_error_of_the_later_line_and_that_of_a_bad_line_free
     assert [r.line for r in requests] == [2] and [e.id for e in errors] == ["a"]
 
 
-def test_blank_lines_windows_ends_and_a_byte_order_mark_are_taken(tmp_path):
+def test_blank_lines_windows_ends_and_a_byte_order_mark_are_taken_and_nothing_is_no_request(
+        tmp_path):
     requests, errors = _read(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r', b"", b"  \r",
                              b'{"prompt": "b\xe2\x80\xa8c"}\r')
     assert not errors and [(r.line, r.id, r.prompt) for r in requests] == [
         (1, "1", "a"), (4, "4", "b\u2028c")]
-
-
-def test_an_empty_file_has_no_requests_and_a_missing_one_is_wrong_input(tmp_path):
     assert _read(tmp_path, "") == ([], [])
     with pytest.raises(InputError, match="cannot be read"):
         list(read_requests(RequestFiles(paths=(tmp_path / "none.jsonl",))))
@@ -132,12 +130,16 @@ def test_every_line_that_is_not_blank_becomes_a_request_or_an_error(tmp_path, li
     assert len({r.id for r in requests}) == len(requests)
 
 
-def test_a_requests_own_limit_comes_before_the_jobs():
+def test_a_requests_own_limit_comes_before_the_jobs_and_likelihoods_are_given():
     base = Request(line=1, id="a", prompt="x")
     assert base.output_cap(50) == 50
     assert Request(line=1, id="a", prompt="x", max_tokens=7).output_cap(50) == 7
     assert Request(line=1, id="a", prompt="x", max_tokens=7,
                    forced_tokens=3).output_cap(50) == 3
+    for engine in (None, "vllm"):
+        request = read_record({"prompt": "x", "logprobs": 2, "min_tokens": 1}, 1, "a",
+                              terms=Terms(engine=engine))
+        assert request.top_logprobs == 2
 
 
 def test_synthetic_requests_have_the_lengths_asked_for_and_repeat_with_the_seed():
@@ -174,13 +176,6 @@ SCHEMA = {"type": "object"}
 def test_what_is_asked_is_told_in_vllms_words(body, told):
     assert json.loads(passed_of(body) or "{}") == told and bool(passed_of(body)) == bool(told)
     assert has_form(passed_of(body)) == ("structured_outputs" in told)
-
-
-def test_engines_with_likelihoods_give_them():
-    for engine in (None, "vllm"):
-        request = read_record({"prompt": "x", "logprobs": 2, "min_tokens": 1}, 1, "a",
-                              terms=Terms(engine=engine))
-        assert request.top_logprobs == 2
 
 
 @pytest.mark.parametrize("is_openai", [True, False])

@@ -291,13 +291,6 @@ def test_it_keeps_what_it_is_handed_as_long_as_the_run(tmp_path, begin):
     assert held[0] and not held[-1]
 
 
-def test_other_weights_are_loaded_by_new_ranks_and_what_differs_is_said(tmp_path, begin, said):
-    standby = begin(1)
-    first, other = run(tmp_path, standby), run(tmp_path, standby, model="n", dtype="e")
-    assert first != other and said == [
-        "ranks: started anew, for the job has another model and dtype"]
-
-
 def test_after_a_run_that_failed_the_next_one_has_ranks_of_its_own(tmp_path, begin, said):
     standby = begin(1)
     first = run(tmp_path, standby)
@@ -307,11 +300,15 @@ def test_after_a_run_that_failed_the_next_one_has_ranks_of_its_own(tmp_path, beg
     assert said[1:] == ["ranks: started anew, for those of the job before have ended"]
 
 
-def test_ranks_that_died_while_they_waited_are_replaced(tmp_path, begin, said):
+def test_ranks_that_died_are_replaced_and_other_weights_loaded_by_new_ones(tmp_path, begin, said):
     standby = begin(1)
     standby._started.process.kill()
     standby._started.process.wait()
     assert run(tmp_path, standby) and not said
+    standby = begin(1)
+    first, other = run(tmp_path, standby), run(tmp_path, standby, model="n", dtype="e")
+    assert first != other and said == [
+        "ranks: started anew, for the job has another model and dtype"]
 
 
 @pytest.mark.parametrize("how", ["is dismissed", "its launcher is gone"])

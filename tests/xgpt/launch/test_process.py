@@ -101,12 +101,18 @@ def test_the_launcher_of_ranks_ends_with_who_started_it():
 RANKS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
-def test_what_a_signal_raises_and_something_catches_is_raised_before_ranks_start():
+def test_what_a_signal_raises_is_raised_before_ranks_start_and_ends_those_there():
     with pytest.raises(StoppedEarly, match="SIGTERM came while no ranks"), warned_in_good_order():
         with suppress(BaseException):  # as torch's import does
             os.kill(os.getpid(), signal.SIGTERM)
         start(RANKS)
         pytest.fail("they were started")
+    ranks = start(RANKS)
+    with pytest.raises(StoppedEarly), warned_in_good_order():
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        watch_to_end(ranks, watch=lambda: None, ask_to_stop=None)
+    assert ranks.process.wait(10) != 0
 
 
 _STOPPED_IN_EXEC = """
@@ -120,20 +126,10 @@ except StoppedEarly as stopped:
     sys.exit(stopped.exit_code)
 """
 
-
 def test_a_signal_during_the_exec_of_text_leaves_the_exit_code(tmp_path):
     (tmp_path / "stopped.py").write_text(_STOPPED_IN_EXEC)
     done = subprocess.run([sys.executable, "-m", "stopped"], cwd=tmp_path)
     assert done.returncode == StoppedEarly.exit_code
-
-
-def test_ranks_that_are_there_already_end():
-    ranks = start(RANKS)
-    with pytest.raises(StoppedEarly), warned_in_good_order():
-        with suppress(BaseException):
-            os.kill(os.getpid(), signal.SIGTERM)
-        watch_to_end(ranks, watch=lambda: None, ask_to_stop=None)
-    assert ranks.process.wait(10) != 0
 
 
 def write_stat(path: Path, busy_ticks: int) -> None:
@@ -176,7 +172,11 @@ def test_what_mpiexec_wrote_of_the_machine_goes_once_it_is_dead(tmp_path):
         assert remove_leftovers(tmp_path) == [left]
 
 
-def test_folders_that_a_killed_process_left_are_removed(tmp_path):
+def test_folders_go_with_what_is_raised_and_those_of_killed_processes_are_removed(tmp_path):
+    with pytest.raises(KeyError), passing_folder("ours-", tmp_path) as folder:
+        (folder / "file").touch()
+        raise KeyError
+    assert not list(tmp_path.iterdir())
     program = f"""
 import os, signal
 from pathlib import Path
@@ -198,13 +198,6 @@ with passing_folder("ours-", Path({str(tmp_path)!r})) as folder:
             assert {path.name for path in tmp_path.iterdir()} == {
                 living.name, mine.name, "theirs"}
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
-
-
-def test_a_folder_goes_with_what_is_raised_meanwhile(tmp_path):
-    with pytest.raises(KeyError), passing_folder("ours-", tmp_path) as folder:
-        (folder / "file").touch()
-        raise KeyError
-    assert not list(tmp_path.iterdir())
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of processes so")

@@ -169,7 +169,7 @@ def charts(folder):
     return {chart.name: chart for chart in sweep_charts(read_sweep(folder).rows)}
 
 
-def test_a_scenario_has_a_curve_for_each_policy_over_the_bounds(charts):
+def test_a_scenario_has_a_curve_for_each_policy_and_either_axis_shows_others(charts):
     curves = {series.label: series for series in charts["scenario-0"].series}
     assert list(curves) == ["RRA", "WAA-C", "FT"]
     assert list(curves["WAA-C"].x) == [2, 10, None, 10 * NO_BOUND_AT]
@@ -178,9 +178,6 @@ def test_a_scenario_has_a_curve_for_each_policy_over_the_bounds(charts):
     assert "RRA: encode 2 together; bound 10.0 s; latency 4.50 s" in curves["RRA"].notes[0]
     assert [mark.label for mark in charts["scenario-0"].marks] == ["no bound"]
     assert list(charts["scenario-0"].x.ticks) == [0, 2, 10]  # and none where no bound is
-
-
-def test_either_axis_can_show_cost_memory_and_latency(charts):
     chart = charts["scenario-0"]
     assert chart.x_choices[:2] == ["latency bound, seconds", "expected latency, seconds"]
     assert "devices" not in chart.x_choices, "all have four"
@@ -198,10 +195,6 @@ def test_it_is_told_where_the_best_policy_changes_and_why(folder):
     assert first.why == third.why == ""
     assert second.why == "RRA keeps no tighter bound; WAA-C from 12.0 to 24.0"
     assert second.others == "WAA-C 24.0, FT 10.0" and second.controls == "encode 2 together"
-
-
-def test_a_policy_that_was_not_asked_for_is_not_one_without_a_schedule(folder):
-    """Of a sweep of `auto` the row of a bound names the one policy that was chosen."""
     rows = [row | {"policy": "auto"} for row in read_sweep(folder).rows
             if row["model"] == "opt-13b" and row["status"] == "ok"]
     chosen = {2.0: "waa-c", 10.0: "rra"}
@@ -211,7 +204,7 @@ def test_a_policy_that_was_not_asked_for_is_not_one_without_a_schedule(folder):
                               "here")
 
 
-def test_the_page_holds_all_of_it_and_escapes(folder, tmp_path):
+def test_the_page_holds_all_of_it_and_escapes_and_goes_on(folder, tmp_path):
     assert write_sweep_page(folder) == folder / "report.html"
     page = write_sweep_page(folder, tmp_path / "x.html").read_text("utf-8")
     assert page == (folder / "report.html").read_text("utf-8")
@@ -219,9 +212,6 @@ def test_the_page_holds_all_of_it_and_escapes(folder, tmp_path):
         assert said in page
     assert HOSTILE not in page and "&lt;img src=x onerror=alert(1)&gt;" in page
     assert "is not done" not in page
-
-
-def test_a_sweep_that_goes_on_and_one_without_any_schedule_have_pages(tmp_path):
     running = write_fake_sweep(tmp_path / "a", state="running")
     assert "not done (running)" in write_sweep_page(running).read_text("utf-8")
     nothing = write_fake_sweep(tmp_path / "b", status="refused", reason="not planned")

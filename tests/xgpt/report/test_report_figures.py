@@ -35,7 +35,7 @@ from xgpt.report.output import (
 from xgpt.requests.spool import Record
 
 
-def test_columns_hold_what_was_put_in():
+def test_columns_hold_what_was_put_in_and_metrics_so_far_count_from_the_first_encoding():
     queries = [query(1.5, 7, 2.0), dataclasses.replace(query(9.0, 2**31 - 1), ttft_s=0.25),
                dataclasses.replace(query(3.0), finish_reason="length", tpot_s=0.125)]
     columns = QueryColumns(queries)
@@ -47,6 +47,12 @@ def test_columns_hold_what_was_put_in():
     assert not QueryColumns().reasons() and not len(QueryColumns().times("ttft_s"))
     odd = QueryColumns(dataclasses.replace(queries[0], finish_reason=str(i)) for i in range(400))
     assert sum(odd.reasons().values()) == 400
+    metrics = metrics_so_far(QueryColumns(
+        (query(2.0, start_s=10.0), query(3.0, start_s=11.0))), 1)
+    assert metrics["wall_s"] == {"measured": 4.0}
+    assert metrics["throughput_qps"] == {"measured": 0.5}
+    assert metrics["output_tokens_per_s"] == {"measured": 5.0}
+    assert metrics_so_far(QueryColumns(), 0) == {"queries": 0, "errors": 0}
 
 
 def query(latency_s: float, output_tokens: int = 10, start_s: float = 0.0) -> QueryFigures:
@@ -144,15 +150,6 @@ def test_a_makespan_is_judged_of_one_whole_run_alone():
     ({"latency_bound_s": math.inf}, 0.0), ({"unbounded_qps": None}, None)])
 def test_what_the_bound_costs(changes, lost):
     assert lost_to_bound(fake_schedule(**changes)) == lost
-
-
-def test_metrics_so_far_count_from_the_first_encoding_to_the_last_token():
-    metrics = metrics_so_far(QueryColumns(
-        (query(2.0, start_s=10.0), query(3.0, start_s=11.0))), 1)
-    assert metrics["wall_s"] == {"measured": 4.0}
-    assert metrics["throughput_qps"] == {"measured": 0.5}
-    assert metrics["output_tokens_per_s"] == {"measured": 5.0}
-    assert metrics_so_far(QueryColumns(), 0) == {"queries": 0, "errors": 0}
 
 
 def test_the_window_is_the_middle_and_holds_no_more_steps_than_allowed():

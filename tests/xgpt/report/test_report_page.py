@@ -94,7 +94,7 @@ def own_part(text: str) -> str:
     return text[:text.index("<script>")]
 
 
-def test_each_chart_has_its_place_its_colours_and_its_data_as_a_table(text, page):
+def test_each_chart_has_its_place_its_data_as_a_table_and_one_clock(text, page):
     figures = figures_of(text)
     assert list(figures) == page.values("data-chart") == [
         "latency", "done", "lengths", "memory", "timeline"]
@@ -104,6 +104,17 @@ def test_each_chart_has_its_place_its_colours_and_its_data_as_a_table(text, page
     assert len(ids) == len(set(ids))
     colours = set(re.findall(r'"color":"([^"]*)"', own_part(text)))
     assert colours and colours <= set(re.findall(r"(--\w+):", text))
+    figures = figures_of(text)
+    boxes = [trace for trace in figures["timeline"]["data"] if trace["type"] == "bar"]
+    first_s: dict[str, float] = {}
+    for trace in boxes:
+        for lane, start_s in zip(trace["y"], trace["base"], strict=True):
+            first_s[lane] = min(start_s, first_s.get(lane, start_s))
+    assert list(figures["timeline"]["layout"]["yaxis"]["categoryarray"]) == [
+        "stage 0 measured", "stage 0 expected", "stage 1 measured", "stage 1 expected"]
+    assert first_s["stage 0 measured"] == first_s["stage 0 expected"] == 0
+    done = {trace["name"]: trace for trace in figures["done"]["data"]}
+    assert done["predicted"]["x"][1] == 7.5, "as expected, not shifted onto what was measured"
 
 
 def test_nothing_is_fetched_and_hostile_texts_are_shown_and_are_no_elements(text, page):
@@ -186,20 +197,6 @@ def test_any_single_file_may_be_missing_or_broken(tmp_path, name, ways):
     for broken in ways:
         (directory / name).write_bytes(broken)
         assert "</html>" in write_report(directory).read_text(encoding="utf-8")
-
-
-def test_expected_and_measured_steps_are_on_one_clock(text):
-    figures = figures_of(text)
-    boxes = [trace for trace in figures["timeline"]["data"] if trace["type"] == "bar"]
-    first_s: dict[str, float] = {}
-    for trace in boxes:
-        for lane, start_s in zip(trace["y"], trace["base"], strict=True):
-            first_s[lane] = min(start_s, first_s.get(lane, start_s))
-    assert list(figures["timeline"]["layout"]["yaxis"]["categoryarray"]) == [
-        "stage 0 measured", "stage 0 expected", "stage 1 measured", "stage 1 expected"]
-    assert first_s["stage 0 measured"] == first_s["stage 0 expected"] == 0
-    done = {trace["name"]: trace for trace in figures["done"]["data"]}
-    assert done["predicted"]["x"][1] == 7.5, "as expected, not shifted onto what was measured"
 
 
 def test_the_pages_policy_names_its_own_scripts_and_lets_nothing_else_in(text):

@@ -120,7 +120,7 @@ def typed() -> Any:
         "small": pa.array([1, None, 3], pa.uint8()), "nothing": pa.nulls(3)})
 
 
-def test_parquet_keeps_its_types(tmp_path):
+def test_parquet_keeps_its_types_and_becomes_words_in_csv(tmp_path):
     pq.write_table(typed(), tmp_path / "in.parquet", row_group_size=2)
     write_results(ran(tmp_path / "out", tmp_path / "in.parquet"), tmp_path / "r.parquet")
     written = pq.read_table(tmp_path / "r.parquet")
@@ -132,9 +132,6 @@ def test_parquet_keeps_its_types(tmp_path):
     assert written.column("id").to_pylist() == [10, 20, 30]
     assert written.column("text").to_pylist() == ["10", None, "30"]
     assert written.schema.field("output_tokens").type == pa.int64()
-
-
-def test_parquet_becomes_words_in_csv(tmp_path):
     pq.write_table(typed(), tmp_path / "in.parquet")
     write_results(ran(tmp_path / "out", tmp_path / "in.parquet"), tmp_path / "r.csv")
     first, second, third = table(tmp_path / "r.csv")

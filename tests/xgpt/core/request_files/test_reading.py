@@ -81,7 +81,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path):
     assert [e.line for e in errors] == [6] and "not UTF-8" in errors[0].error
 
 
-def test_a_json_array_is_of_objects_openai_lines_or_texts(tmp_path):
+def test_a_json_array_is_of_objects_openai_lines_or_texts_and_may_be_lines(tmp_path):
     openai = {"custom_id": "o", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}
     path = tmp_path / "r.json"
     path.write_text(json.dumps([{"id": "a", "prompt": "x"}, "y", openai, 7, {"id": "z"}]))
@@ -89,6 +89,10 @@ def test_a_json_array_is_of_objects_openai_lines_or_texts(tmp_path):
     assert [(r.id, r.prompt, r.is_openai) for r in requests] == [
         ("a", "x", False), ("2", "y", False), ("o", "x", True)]
     assert [(e.line, e.id) for e in errors] == [(4, None), (5, "z")]
+    requests, errors = read(write(tmp_path / "r.json", ROWS, "jsonl"))
+    assert len(requests) == 3 and not errors
+    (tmp_path / "r.json").write_text('{"data": []}')
+    assert read(tmp_path / "r.json")[1][0].error.startswith("needs exactly one of prompt")
 
 
 TWICE = ['{"prompt": "first", "prompt": "second"}',
@@ -110,19 +114,22 @@ def test_a_key_given_twice_costs_its_own_line(tmp_path, known):
         assert f"the key '{key}' is given twice, with different values" in error.error
 
 
-def test_a_key_given_twice_in_a_cell_costs_its_row(tmp_path):
+def test_cells_given_twice_or_never_closed_cost_their_rows_and_of_contents_the_first_is_taken(
+        tmp_path):
     path = tmp_path / "r.csv"
     path.write_text('messages\n"[{""role"": ""user"", ""content"": ""a"", ""content"": ""b""}]"\n'
                     '"[{""role"": ""user"", ""content"": ""a""}]"\n')
     requests, errors = read(path)
     assert len(requests) == 1 and "the key 'content' is given twice" in errors[0].error
-
-
-def test_objects_a_line_in_a_file_called_json_are_read_as_such(tmp_path):
-    requests, errors = read(write(tmp_path / "r.json", ROWS, "jsonl"))
-    assert len(requests) == 3 and not errors
-    (tmp_path / "r.json").write_text('{"data": []}')
-    assert read(tmp_path / "r.json")[1][0].error.startswith("needs exactly one of prompt")
+    path = tmp_path / "r.csv"
+    path.write_text("tokens,messages,prompt\n17,[],Hi\n")
+    requests, errors = read(path)
+    assert not errors and requests[0].prompt == "Hi" and requests[0].tokens is None
+    path = tmp_path / "r.csv"
+    path.write_text("id,prompt\na,x\nb,\"open\nc,y\nd,z\n")
+    requests, errors = read(path)
+    assert [r.id for r in requests] == ["a"] and [e.line for e in errors] == [3]
+    assert "never closed: lines 3 to 5" in errors[0].error
 
 
 def test_columns_go_by_the_names_that_the_job_gives(tmp_path):
@@ -151,13 +158,6 @@ def test_messages_and_tokens_are_json_in_a_cell_and_typed_in_parquet(tmp_path):
             for e in errors] == [True] * 3
 
 
-def test_of_several_contents_a_table_s_first_is_taken(tmp_path):
-    path = tmp_path / "r.csv"
-    path.write_text("tokens,messages,prompt\n17,[],Hi\n")
-    requests, errors = read(path)
-    assert not errors and requests[0].prompt == "Hi" and requests[0].tokens is None
-
-
 def test_a_bad_row_costs_itself_alone(tmp_path):
     path = tmp_path / "r.csv"
     path.write_bytes(b"\xef\xbb\xbfid, prompt ,seed\r\n"
@@ -183,14 +183,6 @@ def test_a_bad_row_costs_itself_alone(tmp_path):
     assert "not empty" in said[4] and "already that of line 2" in said[5] and "seed" in said[6]
 
 
-def test_a_quote_that_is_never_closed_says_what_it_takes_with_it(tmp_path):
-    path = tmp_path / "r.csv"
-    path.write_text("id,prompt\na,x\nb,\"open\nc,y\nd,z\n")
-    requests, errors = read(path)
-    assert [r.id for r in requests] == ["a"] and [e.line for e in errors] == [3]
-    assert "never closed: lines 3 to 5" in errors[0].error
-
-
 def test_null_and_wrong_values_of_parquet_are_error_records(tmp_path):
     table = pa.table({"id": pa.array([1, None, 3, 3], pa.int32()),
                       "prompt": ["a", None, "", "d"],
@@ -202,9 +194,6 @@ def test_null_and_wrong_values_of_parquet_are_error_records(tmp_path):
         (1, "1", 4, 0.5), (4, "3", 2, None)]
     assert [(e.line, e.id) for e in errors] == [(2, None), (3, "3")]
     assert "null" in errors[0].error and "not empty" in errors[1].error
-
-
-def test_prompts_that_are_no_utf_8_in_parquet_cost_their_rows(tmp_path):
     bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"\xff"], pa.binary()).buffers())
     pq.write_table(pa.table({"prompt": bad}), tmp_path / "r.parquet")
     requests, errors = read(tmp_path / "r.parquet")

@@ -53,6 +53,7 @@ def test_an_array_beyond_what_is_held_in_memory_is_refused(tmp_path, monkeypatch
     path.write_text(json.dumps(["x" * 2**20]))
     with pytest.raises(InputError, match="more than 1 MiB: .*jsonl"):
         read(path)
+    assert list(lines.read_text(io.BytesIO(b"x" * (2**24 + 2))))[0].record == lines._TOO_LONG
 
 
 @pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, '{"a":' * 500 + "1" + "}" * 500])
@@ -92,15 +93,8 @@ def test_ids_are_told_apart_in_few_bytes_each():
     assert [seen.place(f"a rather long id of a request, number {n}") for n in (1, 8_150, 0)
             ] == [(0, 1), (0, 8_150), None]
     assert len(seen) == 8_150 and peak / 8_150 < 48, f"{peak / 8_150:.0f} bytes an id"
-
-
-def test_the_file_and_line_of_an_id_are_known_beyond_files_without_any():
     seen, places = SeenIds(), [(0, 1), (0, 7), (2, 1), (2, 2), (5, 4)]
     for file, line in places:
         seen.add(f"{file}/{line}", file, line)
     assert [seen.place(f"{file}/{line}") for file, line in places] == places
     assert seen.place("1/1") is None
-
-
-def test_a_stream_without_line_ends_is_one_line():
-    assert list(lines.read_text(io.BytesIO(b"x" * (2**24 + 2))))[0].record == lines._TOO_LONG
