@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from xgpt.app.opened import open_job
 from xgpt.app.running.finished import done_already
@@ -131,11 +131,7 @@ def in_allocation(job: Job, allocation: Allocation, tell: Teller) -> Job:
     return replace(job, cluster=LOCAL_CLUSTER, run=replace(job.run, ranks=ranks, hosts=names))
 
 
-class Wanted(NamedTuple):
-    """A job file that is to be handed in, with its `--set`s."""
-
-    job: Job
-    overrides: tuple[str, ...]
+Wanted = tuple[Job, tuple[str, ...]]  # a job that is to be handed in, and its `--set`s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,14 +154,20 @@ class Draft:
                               for plan in self.plans]}
 
 
-def hand_in_jobs(wanted: Sequence[tuple[Job, tuple[str, ...]]], tell: Teller, *,
-                 is_dry: bool = False, is_again: bool = False) -> dict[str, Any]:
+def hand_in_jobs(wanted: Sequence[Wanted], tell: Teller, *, is_dry: bool = False,
+                 is_again: bool = False) -> dict[str, Any]:
     """Hands the jobs in, but for a dry run and those that are done already (`is_again`: these too,
     after what they left has been moved aside), and tells what there is to tell; the script and what
     else `--json` prints. Raises XgptError."""
-    jobs, done = [Wanted(*each) for each in wanted], list[dict[str, Any]]()
-    if not is_dry:
-        jobs, done = _still_to_do(jobs, tell, is_again=is_again)
+    jobs, done = list[Wanted](), list[dict[str, Any]]()
+    for job, overrides in wanted:
+        if is_again and not is_dry:
+            _refuse_twice(job.output)  # what it writes must not be moved
+        found = None if is_dry else done_already(job, tell, is_again=is_again)
+        if found is None:
+            jobs.append((job, overrides))
+        else:
+            done.append({**found, "output": job.output})
     if not jobs:
         return {"jobs": done}
     drafted = draft(jobs, tell, fetches=not is_dry)
@@ -179,30 +181,15 @@ def hand_in_jobs(wanted: Sequence[tuple[Job, tuple[str, ...]]], tell: Teller, *,
     records = submit_to_slurm(jobs, drafted)
     tell.say(how_to_follow(records, drafted))
     return {**drafted.to_dict(), "jobs": [
-        {"job_id": record.job_id, "output": each.job.output, "log": record.log}
-        for each, record in zip(jobs, records, strict=True)] + done}
-
-
-def _still_to_do(wanted: Sequence[Wanted], tell: Teller, *,
-                 is_again: bool) -> tuple[list[Wanted], list[dict[str, Any]]]:
-    """(the jobs that are to be handed in, what is known of those that are done)"""
-    left, done = list[Wanted](), list[dict[str, Any]]()
-    for each in wanted:
-        if is_again:
-            _refuse_twice(each.job.output)  # what it writes must not be moved
-        found = done_already(each.job, tell, is_again=is_again)
-        if found is None:
-            left.append(each)
-        else:
-            done.append({**found, "output": each.job.output})
-    return left, done
+        {"job_id": record.job_id, "output": job.output, "log": record.log}
+        for (job, _), record in zip(jobs, records, strict=True)] + done}
 
 
 def draft(wanted: Sequence[Wanted], tell: Teller, *, fetches: bool) -> Draft:
     """Everything but the submission. `fetches`: the models come to this machine's cache, which the
     nodes share; they often have no network. Raises InputError, and InfeasibleError where a bound
     cannot be met."""
-    jobs = [each.job for each in wanted]
+    jobs = [job for job, _ in wanted]
     if without := [job for job in jobs if job.slurm is None]:
         raise InputError([mistake(job, "slurm", None, "a section, as the other job files have: "
                                   "together they are one array") for job in without])
@@ -215,8 +202,8 @@ def draft(wanted: Sequence[Wanted], tell: Teller, *, fetches: bool) -> Draft:
         name=first.name, spec=spec, nodes=layout.nodes, ranks_each=layout.ranks_each,
         gpus_per_node=layout.gpus_per_node, time=time,
         python=sys.executable if spec.venv is None else f"{spec.venv}/bin/python",
-        tasks=tuple(Task(job_file=each.job.source, output=each.job.output,
-                         overrides=each.overrides) for each in wanted))
+        tasks=tuple(Task(job_file=job.source, output=job.output, overrides=overrides)
+                    for job, overrides in wanted))
     check_paths(batch)
     return Draft(batch=batch, plans=plans, limit=sentence)
 
@@ -224,9 +211,9 @@ def draft(wanted: Sequence[Wanted], tell: Teller, *, fetches: bool) -> Draft:
 def submit_to_slurm(wanted: Sequence[Wanted], drafted: Draft) -> tuple[SlurmRecord, ...]:
     """Hands the script in; what each job's folder keeps of it. Raises XgptError where one of the
     jobs is in the queue already."""
-    for each in wanted:
-        _refuse_twice(each.job.output)
-        make_folder(each.job)
+    for job, _ in wanted:
+        _refuse_twice(job.output)
+        make_folder(job)
     batch = drafted.batch
     folder = batch.tasks[0].output
     script = folder / SCRIPT

@@ -163,19 +163,16 @@ def time_left_s(progress: Progress, output: Path) -> float | None:
     if (progress.state != "running" or progress.elapsed_s <= 0
             or progress.done >= progress.total):
         return None
-    left_s = _left_s(progress, output)
-    return left_s if left_s is not None and left_s >= _LEAST_S else None
-
-
-def _left_s(progress: Progress, output: Path) -> float | None:
-    curve = _expected(output / EXPECTED_FILE)
-    is_dated = progress.last_done_s is not None or progress.done == progress.done_before
+    path, done_here = output / EXPECTED_FILE, progress.done - progress.done_before
+    curve = _expected(path, path.stat().st_mtime_ns) if path.is_file() else None
+    is_dated = progress.last_done_s is not None or not done_here
     if curve is not None and is_dated and curve[1][-1] == progress.total:
-        return _by_plan(progress, *curve)
-    done_here = progress.done - progress.done_before
-    if done_here <= 0:
+        left_s = _by_plan(progress, *curve)
+    elif done_here > 0:
+        left_s = progress.elapsed_s / done_here * (progress.total - progress.done)
+    else:
         return None
-    return progress.elapsed_s / done_here * (progress.total - progress.done)
+    return left_s if left_s >= _LEAST_S else None
 
 
 def _by_plan(progress: Progress, at_s: FloatArray, done: FloatArray) -> float:
@@ -194,17 +191,10 @@ def _by_plan(progress: Progress, at_s: FloatArray, done: FloatArray) -> float:
     return max(whole_s - place_s, 0.0) * max(pace, late)
 
 
-def _expected(path: Path) -> tuple[FloatArray, FloatArray] | None:
-    """(seconds, queries done until then) of the replay; None where there is none."""
-    try:
-        return _read(path, path.stat().st_mtime_ns)
-    except OSError:
-        return None
-
-
 @lru_cache(maxsize=4)
-def _read(path: Path, written_ns: int) -> tuple[FloatArray, FloatArray] | None:
-    """Read once for each time that it was written, not at every look."""
+def _expected(path: Path, written_ns: int) -> tuple[FloatArray, FloatArray] | None:
+    """(seconds, queries done until then) of the replay, read once for each time that it was
+    written; None where there is none."""
     expected = read_expected(path)
     if expected is None or not expected.done:
         return None

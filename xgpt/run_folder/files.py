@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO
 
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError, wrong
 from xgpt.core.schedule_file import write_json
-from xgpt.core.system.whole_file import read_object
+from xgpt.core.system.whole_file import read_object, temporary_of
 from xgpt.job.job import Job
 from xgpt.job.job_file import in_order, job_of, job_tree
 from xgpt.job.yaml_tree import OVERRIDE_FILE
@@ -259,7 +259,7 @@ def standard_input(job: Job, say: Callable[[str], None], *, is_kept: bool) -> IO
     """What came, to be read from its start; where nothing does, what an earlier run of this job
     kept. `is_kept`: for a run, which leaves it in the output folder. Raises InputError."""
     # a process that was started without one has None
-    kept, came = job.output / KEPT_FILE, _copied(sys.stdin and sys.stdin.buffer).file
+    kept, came = job.output / KEPT_FILE, _copied(sys.stdin and sys.stdin.buffer)
     if came.seek(0, os.SEEK_END) > 0:
         if is_kept:
             _keep(came, kept, job)
@@ -275,24 +275,18 @@ def standard_input(job: Job, say: Callable[[str], None], *, is_kept: bool) -> IO
     return came
 
 
-class _Copy:
-    """All that comes on a stream; of a terminal nothing, where nobody would know that he is to
-    type."""
-
-    def __init__(self, stream: BinaryIO | None) -> None:
-        self.file = temporary_file(self)
-        if stream is not None and not stream.isatty():
-            shutil.copyfileobj(stream, self.file)
-
-
 @lru_cache(1)
-def _copied(stream: BinaryIO | None) -> _Copy:
-    """Once a process: a command may open its job twice."""
-    return _Copy(stream)
+def _copied(stream: BinaryIO | None) -> IO[bytes]:
+    """All that comes on a stream, read once a process: a command may open its job twice. Of a
+    terminal nothing, where nobody would know that he is to type."""
+    file = temporary_file(_copied)
+    if stream is not None and not stream.isatty():
+        shutil.copyfileobj(stream, file)
+    return file
 
 
 def _keep(came: IO[bytes], kept: Path, job: Job) -> None:
-    temporary = kept.with_name(f".{kept.name}.{os.getpid()}.tmp")
+    temporary = temporary_of(kept)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         came.seek(0)
