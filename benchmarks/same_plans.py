@@ -15,8 +15,6 @@ COMMIT has one.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import inspect
 import json
 import math
@@ -32,6 +30,7 @@ from typing import Any
 
 import numpy as np
 from hand_problems import SCENARIOS, HandScenario
+from runner import cpu, options, today, write
 
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
@@ -307,13 +306,12 @@ def as_data(row: Row) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--against", required=True, metavar="COMMIT")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--queries", type=int, default=20_000, help="of a copy, at least")
     parser.add_argument("--scenarios", nargs="*", default=[""],
                         help="those whose model/cluster/task contains one of these")
-    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     older, rows = OtherCommit(asked.against), list[Row]()
     lines = ["| problem | bound s | older | this tree | queries/s | ratio | bound kept "
@@ -332,26 +330,15 @@ def main() -> None:
                 print(lines[-1], flush=True)
     finally:
         older.close()
-    print("\n".join(("", *summary(rows))))
-    if asked.out is not None:
-        write_page(asked.out, older.commit, rows, lines, asked)
+    how = (f"{older.commit[:8]} (older) / {git('rev-parse', '--short', 'HEAD')} (this tree, with "
+           f"what is not committed); {asked.seeds} seeds of {asked.queries:,} queries. One thread "
+           f"of {cpu()}, {today()}.")
+    text = [f"# The schedules of two commits: {len(rows)} problems", "", how, "", *summary(rows),
+            "", *lines]
+    write("same-plans", "\n".join(text), asked.out,
+          {"how": how, "problems": [as_data(row) for row in rows]})
     if any(row.is_below or row.is_broken or row.is_lost for row in rows):
         sys.exit(1)
-
-
-def write_page(folder: Path, commit: str, rows: Sequence[Row], lines: Sequence[str],
-               asked: argparse.Namespace) -> None:
-    """Writes same-plans.md, and same-plans.json beside it."""
-    from runner import cpu
-
-    folder.mkdir(parents=True, exist_ok=True)
-    head = git("rev-parse", "--short", "HEAD")
-    how = (f"{commit[:8]} (older) / {head} (this tree, with what is not committed); {asked.seeds} "
-           f"seeds of {asked.queries:,} queries. One thread of {cpu()}, {datetime.date.today()}.")
-    text = [f"# The schedules of two commits: {len(rows)} problems", "", how, "", *summary(rows),
-            "", *lines, ""]
-    (folder / "same-plans.md").write_text("\n".join(text), encoding="utf-8")
-    write_json(folder / "same-plans.json", {"how": how, "problems": [as_data(row) for row in rows]})
 
 
 if __name__ == "__main__":
