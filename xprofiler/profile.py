@@ -297,23 +297,15 @@ def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
 def changing(folder: Path) -> Iterator[None]:
     """Of processes that add to a profile of the folder, which they read, change and write, one at a
     time does: of two at once one's would be lost. Where the file system has no locks, or the lock
-    is another user's who lets nobody open it, nobody waits. Not for measuring, which takes longer
+    is another user's, nobody waits. Not for measuring, which takes longer
     (xgpt.app.profile.alone)."""
     with ExitStack() as held:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            lock = _opened(folder / ".changing.lock")
+            lock = os.open(folder / ".changing.lock", os.O_RDWR | os.O_CREAT, 0o666)
             held.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _opened(lock: Path) -> int:
-    """The file to lock, made where there is none. Raises OSError."""
-    try:
-        return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS wants it open for writing
-    except PermissionError:  # another user's
-        return os.open(lock, os.O_RDONLY)
 
 
 def _digest(text: str) -> str:

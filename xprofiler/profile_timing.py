@@ -18,7 +18,7 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.policies import Role
 from xgpt.core.system.machine import Layout
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
-from xprofiler.points import Kind, Needs, left_out
+from xprofiler.points import Needs, left_out
 from xprofiler.profile import (
     HANDOVER,
     HANDOVER_DIRECT,
@@ -52,14 +52,6 @@ _LEFT_OUT_ERRORS = {
     Operator.LAYER_REST: 0.05, Operator.DECODE_REST: 0.05, Operator.ENCODER_REST: 0.05,
     Operator.DECODE_ATTENTION: 0.06, Operator.CROSS_ATTENTION: 0.06,
     Operator.ENCODE_ATTENTION: 0.1, Operator.HEAD: 0.04}
-# the tables that a kind of point adds to
-_TABLES_OF = {
-    Kind.DECODE: (Operator.LAYER_REST, Operator.DECODE_REST, Operator.DECODE_ATTENTION,
-                  Operator.HEAD),
-    Kind.CROSS: (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.CROSS_ATTENTION,
-                 Operator.HEAD),
-    Kind.ENCODE: (Operator.ENCODE_ATTENTION,), Kind.REST: (Operator.LAYER_REST,),
-    Kind.ENCODER: (Operator.ENCODE_ATTENTION, Operator.ENCODER_REST), Kind.COMPACTION: ()}
 
 
 class TableError(NamedTuple):
@@ -152,9 +144,9 @@ class ProfileTiming:
         briefly; and the standard error of the medians."""
         least: dict[TableKey, float] = {}
         for degree in self.profile.tp_degrees:
-            for kind in {point.kind for point in left_out(self.profile, degree)}:
-                least |= {TableKey(operator.value, degree): _LEFT_OUT_ERRORS[operator]
-                          for operator in _TABLES_OF[kind]}
+            if left_out(self.profile, degree):
+                least |= {TableKey(operator.value, degree): error
+                          for operator, error in _LEFT_OUT_ERRORS.items()}
         return {key: _table_error(key, points, least.get(key))
                 for key, points in self.profile.tables.items() if points}
 

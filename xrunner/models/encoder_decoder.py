@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.errors import XgptError
-from xgpt.core.model import ModelSpec, refuse_tp_degree
+from xgpt.core.model import ModelSpec
 from xgpt.core.policies import Role
 from xrunner.devices import on_device
 from xrunner.models.stage_model import (
     ENCODER_DECODER_CLASSES,
+    Stage,
     StageModel,
     packed,
     residual,
@@ -24,12 +24,10 @@ from xrunner.models.stage_model import (
 from xrunner.models.weights import WHOLE, Placed, Shard, WeightSource
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import DecodeContext, Layers, encode_context, whole_inputs
-from xrunner.ops.linear import activations_of
-from xrunner.ops.output_head import Scores
 from xrunner.ops.rows import place
 
 
-class EncoderDecoderStage:
+class EncoderDecoderStage(Stage):
     """Both kinds of layer of a stage, as its StageAssignment counts them. Loads only those.
 
     `is_first` takes tokens, `is_last` gives the encoder's output and the logits. A stage may hold
@@ -40,22 +38,15 @@ class EncoderDecoderStage:
     def __init__(self, spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
                  shard: Shard = WHOLE, device: torch.device | str = "cpu",
                  weight_dtype: torch.dtype | None = None, role: Role = "both") -> None:
-        """`shard`: this rank's part of every layer and of the head; weights go to `device`, and
-        are multiplied as `weight_dtype` (None: as they are stored); `role`: the pool's.
-        Activations are of that type, too; the caches, and what goes to other ranks, are not."""
-        if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
-            raise XgptError(f"model {spec.name!r}: {reason}")
+        """`role`: the pool's."""
+        super().__init__(spec, weights.dtype, shard, device, weight_dtype)
         classes = ENCODER_DECODER_CLASSES[spec.family]
-        self.spec, self.dtype, self.shard = spec, weights.dtype, shard
-        self._scoring = classes.scoring
-        self.device = torch.device(device)
+        self._scoring, as_type = classes.scoring, self.as_type
         encodes, decodes = role != "decode", role != "encode"
         self.is_first = (stage.first_layer if decodes else stage.first_encoder_layer) == 0
         self.is_last = (
             stage.first_layer + stage.num_layers == spec.num_layers if decodes else
             stage.first_encoder_layer + stage.num_encoder_layers == spec.num_encoder_layers)
-        as_type = weight_dtype or self.dtype
-        self.work_dtype = activations_of(as_type)
         placed, shard = Placed(weights, self.device, self.work_dtype), shard.rounding(self.dtype)
         self.encoder_layers: list[Any] = [
             packed(classes.encoder_layer(spec, placed, stage.first_encoder_layer + i, shard),
@@ -74,11 +65,6 @@ class EncoderDecoderStage:
             self.encoder_ends = classes.encoder_ends(
                 spec, placed, first=self.is_first, last=self.is_last, shard=shard,
                 embedding=self.ends.embedding if decodes else None)  # one table serves both
-
-    @property
-    def kv_heads(self) -> int:
-        """Key-value heads of this shard, as its caches hold them."""
-        return self.shard.share(self.spec.kv_heads)
 
     def encode(self, inputs: Tensor, lengths: Sequence[int]) -> Tensor:
         """Whole inputs, packed, through the encoder's layers. `inputs`: tokens [T] on the first
@@ -123,11 +109,6 @@ class EncoderDecoderStage:
                                             self._scoring)
             layer.finish(hidden, attended)
         return hidden.total() if self.is_last else hidden.total().to(self.dtype)
-
-    def scores(self, hidden: Tensor) -> Scores:
-        """hidden [n, H] -> the logits [n, V_local] of this shard's tokens; last stage only."""
-        scores: Scores = self.ends.scores(hidden)
-        return scores
 
 
 def load_stage(spec: ModelSpec, weights: WeightSource, stage: StageAssignment,

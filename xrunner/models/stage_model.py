@@ -268,43 +268,58 @@ def residual(inputs: Tensor, dtype: torch.dtype, *, is_own: bool) -> Residual:
     return Residual(hidden if is_own or hidden is not inputs else inputs.clone())
 
 
-class StageModel:
+class Stage:
+    """What a stage of any family is: one rank's `shard` of every layer and of the head, on
+    `device`. Weights are multiplied as `as_type`, activations are of the `work_dtype` (int8:
+    float32, narrowed within a product); the caches, and what goes to other ranks, of `dtype`."""
+
+    ends: Any
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, shard: Shard,
+                 device: torch.device | str, weight_dtype: torch.dtype | None) -> None:
+        """`weight_dtype`: None: `dtype`. Raises XgptError where the shards are none."""
+        if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
+            raise XgptError(f"model {spec.name!r}: {reason}")
+        self.spec, self.dtype, self.shard, self.device = spec, dtype, shard, torch.device(device)
+        self.as_type = weight_dtype or dtype
+        self.work_dtype = activations_of(self.as_type)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads of this shard, as its caches hold them."""
+        return self.shard.share(self.spec.kv_heads)
+
+    def scores(self, hidden: Tensor) -> Scores:
+        """hidden [n, H] -> the logits [n, V_local] of this shard's tokens; last stage only."""
+        scores: Scores = self.ends.scores(hidden)
+        return scores
+
+
+class StageModel(Stage):
     """Layers first_layer .. first_layer + num_layers - 1. Loads only what the stage executes.
 
     `narrows`: whether the last layer leaves out what nobody asks for; XProfiler, which times whole
     layers, lets it do all."""
 
     narrows = True
+    ends: DecoderEnds
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
                  dtype: torch.dtype, shard: Shard = WHOLE,
                  device: torch.device | str = "cpu",
                  weight_dtype: torch.dtype | None = None) -> None:
-        """`shard`: this rank's part of every layer and of the head; weights go to `device`, and
-        are multiplied as `weight_dtype` (None: `dtype`). Activations are of that type, too (int8:
-        float32, narrowed within a product); the cache, and what goes to other ranks, of
-        `dtype`."""
         assert spec.family in FAMILIES, f"{spec.family = } is not decoder-only"
-        if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
-            raise XgptError(f"model {spec.name!r}: {reason}")
+        super().__init__(spec, dtype, shard, device, weight_dtype)
         family = FAMILIES[spec.family]
-        self.spec, self.dtype, self.shard, self.device = spec, dtype, shard, torch.device(device)
         self.is_first = stage.first_layer == 0
         self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
-        as_type = weight_dtype or dtype
-        self.work_dtype = activations_of(as_type)
         placed, shard = Placed(weights, self.device, self.work_dtype), shard.rounding(dtype)
         self.layers: list[DecoderLayer] = [
-            packed(family.layer(spec, placed, stage.first_layer + i, shard), as_type)
+            packed(family.layer(spec, placed, stage.first_layer + i, shard), self.as_type)
             for i in range(stage.num_layers)]
         self.ends = family.ends(spec, placed, first=self.is_first, last=self.is_last, shard=shard)
         if self.ends.head is not None:
-            self.ends.head.pack(as_type)
-
-    @property
-    def kv_heads(self) -> int:
-        """Key-value heads of this shard, as its caches hold them."""
-        return self.shard.share(self.spec.kv_heads)
+            self.ends.head.pack(self.as_type)
 
     def encode(self, inputs: Tensor, cache: Layers, step: EncodeContext, *,
                ends_only: bool = False) -> Tensor:
@@ -378,7 +393,3 @@ class StageModel:
     def normed(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> the model's last hidden states [n, H]; last stage only."""
         return self.ends.normed(hidden)
-
-    def scores(self, hidden: Tensor) -> Scores:
-        """hidden [n, H] -> the logits [n, V_local] of this shard's tokens; last stage only."""
-        return self.ends.scores(hidden)

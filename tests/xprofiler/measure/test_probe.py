@@ -174,7 +174,7 @@ def test_a_step_that_skips_a_layer_is_our_own_mistake():
 def executor_of(spec: ModelSpec) -> StageExecutor:
     stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=spec.num_layers)
     executor = StageExecutor(StageModel(spec, RandomWeights(torch.float32, scale=0.3), stage,
-                                        torch.float32), check=True)
+                                        torch.float32))
     executor.start(StartMessage(num_groups=1, slots=3, capacity=32))
     return executor
 

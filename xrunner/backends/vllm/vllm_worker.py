@@ -13,10 +13,11 @@ if __name__ == "__main__":  # before what takes seconds to import
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,57 +157,48 @@ def version_words() -> str:
 
 
 class Refusals:
-    """Which queries vLLM cannot answer, said before a run: one must not cost the others.
-    Most jobs ask for nothing that it might not: none of vLLM is loaded for them."""
+    """Which queries vLLM cannot answer, said before a run: one must not cost the others. It tries
+    their sampling parameters, and compiles the forms of their outputs, by a configuration of
+    vLLM's own and without its model. Most jobs ask for nothing that it might not: none of vLLM is
+    loaded for them."""
 
     def __init__(self, plan: RunPlan) -> None:
-        self._plan, self._judge = plan, cast("Judge | None", None)
-        self.are_forms = False  # whether some outputs are held to a form
+        self._plan, self.are_forms = plan, False  # whether some outputs are held to a form
 
-    def of(self, query: PreparedQuery) -> str | None:
-        """Why vLLM does not answer it; None where it does."""
-        if not query.sampling.passed:
-            return None
-        is_form = has_form(query.sampling.passed)
-        if is_form and not TextTokenizer(self._plan.model_dir).is_there:
-            return "the model's folder has no tokenizer, by which vLLM holds an output to a form"
-        if self._judge is None:
-            self._judge = Judge(self._plan.model_dir, self._plan.dtype,
-                                self._plan.engine_args)
-        why = self._judge.refusal(query)
-        self.are_forms |= is_form and why is None
-        return why
-
-
-class Judge:
-    """Tries queries' sampling parameters, and compiles the forms of their outputs, by a
-    configuration of vLLM's own and without its model."""
-
-    def __init__(self, model_dir: Path, dtype: str, arguments: Mapping[str, Any]) -> None:
-        """`arguments`: the job's own, of vLLM's engine. vLLM's environment is set up."""
+    @cached_property
+    def _judges(self) -> tuple[Any, Any]:
+        """(configuration, what compiles forms). vLLM's environment is set up."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.structured_output import StructuredOutputManager
 
-        self._config = EngineArgs(**{
-            "model": str(model_dir), "dtype": dtype, "trust_remote_code": False,
-            "skip_tokenizer_init": not (model_dir / "tokenizer_config.json").is_file(),
-            **engine_arguments(arguments)}).create_engine_config()
-        self._manager = StructuredOutputManager(self._config)
+        folder = self._plan.model_dir
+        config = EngineArgs(**{
+            "model": str(folder), "dtype": self._plan.dtype, "trust_remote_code": False,
+            "skip_tokenizer_init": not (folder / "tokenizer_config.json").is_file(),
+            **engine_arguments(self._plan.engine_args)}).create_engine_config()
+        return config, StructuredOutputManager(config)
 
-    def refusal(self, query: PreparedQuery) -> str | None:
+    def of(self, query: PreparedQuery) -> str | None:
         """Why vLLM does not answer it; None where it does."""
+        sampling, inputs = query.sampling, list(query.input_ids)
+        if not sampling.passed:
+            return None
+        is_form = has_form(sampling.passed)
+        if is_form and not TextTokenizer(self._plan.model_dir).is_there:
+            return "the model's folder has no tokenizer, by which vLLM holds an output to a form"
+        config, manager = self._judges
         from vllm.v1.request import Request
 
-        sampling, inputs = query.sampling, list(query.input_ids)
         try:
-            parameters = parameters_of(sampling, len(inputs), self._config, query.max_new_tokens)
-            if has_form(sampling.passed):
+            parameters = parameters_of(sampling, len(inputs), config, query.max_new_tokens)
+            if is_form:
                 request = Request(request_id=query.id, prompt_token_ids=inputs,
                                   sampling_params=parameters, pooling_params=None)
-                self._manager.grammar_init(request)
+                manager.grammar_init(request)
                 await_form(request)
         except Exception as cause:  # of what compiles a form, which raises as it likes
             return f"vLLM: {str(cause).strip() or type(cause).__name__}"
+        self.are_forms |= is_form
         return None
 
 
