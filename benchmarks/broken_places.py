@@ -131,7 +131,7 @@ PLACES = (
     Place("5 ranges", "values of a schedule are not checked", "xgpt/core/units.py",
           "Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]",
           "Positive = Annotated[int, Field(le=MAX_COUNT)]",
-          "tests/xgpt/core/test_schedule_file.py::"
+          "tests/xgpt/core/test_whole_file.py::"
           "test_a_value_that_cannot_be_is_named_with_what_is_allowed"),
     Place("5 ranges", "a profile may say that nothing takes no time", "xprofiler/profile_file.py",
           '"seconds above 0: nothing takes no time"))', '"seconds above 0")) if False else None',
@@ -140,7 +140,7 @@ PLACES = (
           "return Field(strict=True, ge=least, le=most)", "return Field(strict=True, ge=least)",
           "tests/xgpt/core/test_wrong_jobs.py"),
     Place("5 ranges", "whole numbers of a schedule have no most", "xgpt/core/units.py",
-          "MAX_COUNT = 2**53 ", "MAX_COUNT = 10**40 ", "tests/xgpt/core/test_schedule_file.py::"
+          "MAX_COUNT = 2**53 ", "MAX_COUNT = 10**40 ", "tests/xgpt/core/test_whole_file.py::"
           "test_a_value_that_cannot_be_is_named_with_what_is_allowed"),
     Place("5 ranges", "an operator may take longer than a day", "xprofiler/profile_file.py",
           "_MOST_S = 86_400.0", "_MOST_S = 1e300",
@@ -156,7 +156,7 @@ PLACES = (
           "tests/xgpt/core/test_whole_file.py::test_what_is_larger_than_such_a_file_is_refused"),
     Place("5 ranges", "JSON may be nested without end", "xgpt/requests/file_rows.py",
           '    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:',
-          "    if False:", "tests/xgpt/core/request_files/test_size_limits.py::"
+          "    if False:", "tests/xgpt/core/test_workload.py::"
           "test_what_is_nested_too_deeply_is_an_error_record"),
     Place("6 the same answers", "products depend on the batch", "xrunner/ops/invariant.py",
           "    outs = []\n    for first in range(0, len(x), tile):\n",
@@ -166,7 +166,8 @@ PLACES = (
     # faults
     Place("hangs", "who is silent is not looked for", "xgpt/app/running/follow.py",
           "silent = [one for one in seen if now - one.changed_s > limit_s]", "silent = []",
-          "tests/xgpt/app/test_stall.py"),
+          "tests/xgpt/app/test_live.py::"
+          "test_who_holds_up_a_run_is_named_and_no_sooner"),
     Place("hangs", "who waits for a silent rank is told a time left", "xgpt/run_folder/state.py",
           "    return (oldest_s(states) or 0.0) > SILENT_S", "    return False",
           "tests/xgpt/app/test_live.py::test_who_waits_for_a_silent_rank_has_no_time_left"),
@@ -282,12 +283,12 @@ PLACES = (
           "xgpt/requests/formats.py",
           "    while raw := stream.readline(MAX_LINE_BYTES + 1):",
           "    while raw := stream.readline():",
-          "tests/xgpt/core/request_files/test_size_limits.py::"
+          "tests/xgpt/core/test_workload.py::"
           "test_a_line_of_50_megabytes_costs_itself_alone"),
     Place("a million lines", "half of the ids are sorted in at once",
           "xgpt/requests/reader.py",
           "_SHARE_OF_IDS = 512, 64 ", "_SHARE_OF_IDS = 512, 1 ",
-          "tests/xgpt/core/request_files/test_size_limits.py::"
+          "tests/xgpt/core/test_workload.py::"
           "test_ids_are_told_apart_in_few_bytes_each"),
     # the model's own prompts
     Place("the model's prompts", "a special token that is null is a word",

@@ -160,7 +160,7 @@ def test_what_is_followed(tmp_path, given, is_followed, planned):
 
 
 def test_slots_leave_room_for_changes_within_memory_and_job(tmp_path):
-    session = session_of(tmp_path, schedule="policy: rra")
+    session = session_of(tmp_path)
     schedule = plan_job(session, timing_of(session)).schedule
     problem, estimate = session.problem, schedule.estimate
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 import xgpt.cli.init as module
 from xgpt.app import init as new_job
-from xgpt.app.init import columns_of, likeliest, look_at, needs_column
+from xgpt.app.init import look_at
 from xgpt.cli.main import cli
 from xgpt.job.job_file import load_job
 
@@ -113,32 +113,18 @@ def test_names_that_yaml_would_misread(folder, name):
     assert files is not None and files.paths == (folder / name,) and files.prompt == "a: b # c"
 
 
-def test_columns_of_every_format(folder):
-    columns = columns_of(folder / "reviews.csv")
-    assert [c.name for c in columns] == ["id", "stars", "review"]
-    assert [bool(c.mean_chars) for c in columns] == [False, False, True]
-    best = likeliest(columns)
-    assert best is not None and best.name == "review"
-    (folder / "a.json").write_text('[{"q": 1, "question": "Why?"}, {"prompt": "p"}]')
-    assert not needs_column(folder / "a.json", columns_of(folder / "a.json"))
-    (folder / "b.jsonl").write_text('{"no": 1, "question": "Why so?"}\nnot json\n')
-    b = columns_of(folder / "b.jsonl")
-    assert needs_column(folder / "b.jsonl", b)
-    look = look_at(folder / "b.jsonl", "question")
-    assert (look.count, len(look.errors), look.most_chars) == (1, 1, 7)
-    (folder / "c.txt").write_text("one\ntwo\n")
-    assert columns_of(folder / "c.txt") == [] and look_at(folder / "c.txt", None).count == 2
-    (folder / "h.csv").write_text("only,header\n")
-    assert [c.name for c in columns_of(folder / "h.csv")] == ["only", "header"]
-
-
-def test_columns_of_parquet(folder):
-    pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra `parquet`")
-    pq = pytest.importorskip("pyarrow.parquet", reason="Parquet needs the extra `parquet`")
-    pq.write_table(pa.table({"n": [1, 2], "text": ["a b c", "d"]}), folder / "t.parquet")
-    columns = columns_of(folder / "t.parquet")
-    assert [(c.name, bool(c.mean_chars)) for c in columns] == [("n", False), ("text", True)]
-    done(init("--prompts", "t.parquet", "--model", "opt-125m"))
+@pytest.mark.parametrize(("name", "content", "column"), [
+    ("a.json", '[{"q": 1, "question": "Why?"}, {"prompt": "p"}]', None),
+    ("b.jsonl", '{"no": 1, "question": "Why so?"}\nnot json\n', "question"),
+    ("c.txt", "one\ntwo\n", None), ("t.parquet", {"n": [1, 2], "text": ["a b c", "d"]}, "text")])
+def test_the_likeliest_column_of_every_format_is_taken(folder, name, content, column):
+    if isinstance(content, dict):
+        pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra `parquet`")
+        pytest.importorskip("pyarrow.parquet").write_table(pa.table(content), folder / name)
+    else:
+        (folder / name).write_text(content)
+    done(init("--prompts", name, "--model", "opt-125m"))
+    assert load_job(folder / "job.yaml").workload.requests.prompt == column
 
 
 def test_a_cap_leaves_room_for_the_longest_prompt(folder):

@@ -80,13 +80,10 @@ def test_dense_peaks_are_those_of_the_data_sheets():
     assert catalog.device("T4").peak_flops_per_s("bfloat16") == pytest.approx(8.1e12)
 
 
-@pytest.mark.parametrize(("name", "nodes", "devices"), [
-    ("a40-4", 1, 4), ("a40-8", 1, 8), ("a40-16", 2, 16), ("a40-32", 4, 32), ("a40-48", 6, 48),
-    ("a100-16", 2, 16), ("h100-8", 1, 8), ("h200-8", 1, 8),
-])
-def test_clusters_have_the_sizes_of_their_names(name, nodes, devices):
+@pytest.mark.parametrize("name", catalog.names("cluster"))
+def test_clusters_have_the_sizes_of_their_names(name):
     cluster = catalog.cluster(name)
-    assert (cluster.num_nodes, cluster.num_devices) == (nodes, devices)
+    assert cluster.num_devices == int(name.split("-")[1]) <= 8 * cluster.num_nodes
 
 
 def test_the_papers_links_join_its_clusters():
@@ -139,12 +136,6 @@ def test_an_unknown_name_is_refused_with_the_nearest_one():
 
 
 # Which node a rank is on, and what joins two ranks.
-
-
-@pytest.mark.parametrize("rank", [-1, 16])
-def test_a_rank_outside_the_cluster_is_our_own_error(rank):
-    with pytest.raises(AssertionError, match="rank"):
-        catalog.cluster("a40-16").node_of(rank)
 
 
 def _cluster(folder: Path, links: str) -> Cluster:
