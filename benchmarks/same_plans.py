@@ -45,7 +45,8 @@ LEAST_RATIO = 0.98  # chosen: issue 42
 SCATTER = 1.006  # measured: xsimulator/replay/predict.py, of latencies over seeds
 ROUNDS, MOST_QUERIES = 6, 200_000  # chosen: static batches need several rounds for a steady state
 # may be of an older format
-NOT_JUDGED = ("rejected", "explanation", "over_copies", "prospects", "device_group", "until")
+NOT_JUDGED = ("rejected", "explanation", "over_copies", "prospects", "device_group", "until",
+              "chunk_queries")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,15 +33,14 @@ class EvenBatches:
 class RraControls:
     """RRA: B_E queries are encoded together, then N_D decode iterations, in G groups. Where
     `encode_chunk` is not 0 (without limit), the B_E queries of every N_D iterations are encoded
-    beside decoding, in chunks of at most so many tokens, and a group has room for `chunk_queries`
-    that join it with one of them (0: twice as many as have a mean input)."""
+    beside decoding, in chunks of at most so many tokens, and a group has room for twice
+    the queries of a mean input that join it with one of them."""
 
     policy: str = "rra"
     encode_batch: Positive
     decode_iterations: Positive
     decode_micro_batches: Positive
     encode_chunk: Count = 0
-    chunk_queries: Count = 0
     even: EvenBatches = EvenBatches()
 
 

@@ -235,8 +235,8 @@ def most_active(estimate: Estimate) -> int:
     new = sizer_of(controls.even).most(math.ceil(controls.encode_batch / groups))
     if controls.encode_chunk and controls.even.mean_input_tokens > 0:
         # one chunk's, and the one that is encoded in part
-        new = min(new, controls.chunk_queries or math.ceil(
-            2 * controls.encode_chunk / controls.even.mean_input_tokens)) + 1
+        new = 1 + min(new, math.ceil(
+            2 * controls.encode_chunk / controls.even.mean_input_tokens))
     return math.ceil(mean + 3 * math.sqrt(mean)) + new
 
 

@@ -142,11 +142,11 @@ class ConfigValues:
             return default
         return default if value is None else value
 
-    def only(self, key: str, supported: object, why: str = "") -> None:
+    def only(self, key: str, supported: object) -> None:
         """A variant that would run with wrong tokens is refused instead."""
         if self.get(key, supported) != supported:
             known = json.dumps(supported) if not isinstance(supported, str) else repr(supported)
-            self.reject(key, f"is not supported, only {known} is{why}")
+            self.reject(key, f"is not supported, only {known} is")
 
     def divides(self, key: str, whole_key: str) -> None:
         """Two sizes, of which the first has to divide the second."""

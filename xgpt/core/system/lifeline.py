@@ -14,7 +14,7 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 
@@ -99,7 +99,7 @@ def all_imported() -> None:
         gc.enable()
 
 
-def end_with_launcher(leave: Callable[[int], object] = os._exit) -> None:
+def end_with_launcher() -> None:
     """From now on this process ends with its launcher, though it hangs in a library,
     and with the process that started it, though it is stopped."""
     if sys.platform == "linux":
@@ -113,7 +113,7 @@ def end_with_launcher(leave: Callable[[int], object] = os._exit) -> None:
     def await_end() -> None:
         while os.read(end, 1):
             pass
-        leave(EXIT_ORPHANED)
+        os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=await_end, name="lifeline", daemon=True).start()
 
