@@ -19,7 +19,7 @@ from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_seconds
 from xgpt.report import run_charts as timeline
 from xgpt.report.chart import SUFFIXES, Chart, write_image
-from xgpt.report.figures import percent, plain
+from xgpt.report.figures import middle_window, percent, plain
 from xgpt.report.html_page import write_chart_page
 from xgpt.report.table import estimate_table, fact
 from xprofiler.interpolation import REFUSED_BEYOND
@@ -184,9 +184,9 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
 
 def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) -> Chart:
     """A few periods from the middle of a replay."""
-    names = _stage_names(problem, estimate)
-    window = timeline.steady_window(result, estimate.figures.period_s)
-    return timeline.draw(result, *window, names)
+    window = middle_window(timeline.replay_lanes(result), 3 * estimate.figures.period_s)
+    return timeline.draw(result, *(window or (0.0, result.makespan_s)),
+                         _stage_names(problem, estimate))
 
 
 def _stage_names(problem: Problem, estimate: Estimate) -> list[str]:

@@ -180,19 +180,6 @@ def stage_names(pools: Sequence[Pool], device: str = "GPU") -> list[str]:
             for place, (pool, stage) in enumerate(stages)]
 
 
-def steady_window(result: ReplayResult, period_s: float) -> tuple[float, float]:
-    """(start_s, end_s) in the middle of the job, which is where fill and drain are furthest: three
-    periods of the schedule, and six steps of every pool at least; the whole job where it is no
-    longer."""
-    paces_s = [float(np.diff(pool.start_s[:, 0]).mean())
-               for pool in result.pools if len(pool.steps) > 1]
-    length_s = max([3 * period_s, *(6 * pace_s for pace_s in paces_s)])
-    if not length_s < result.makespan_s:
-        return 0.0, result.makespan_s
-    start_s = (result.makespan_s - length_s) / 2
-    return start_s, start_s + length_s
-
-
 def draw(result: ReplayResult, start_s: float, end_s: float,
          names: Sequence[str] | None = None) -> Chart:
     """What every stage does between `start_s` and `end_s`. `names`: see `stage_names`."""

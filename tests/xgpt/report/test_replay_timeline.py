@@ -10,7 +10,7 @@ from xgpt.core.problem import QueryTimes
 from xgpt.report.html_page import figure, write_chart_page
 from xgpt.report.lanes import read_expected, thinned, write_expected
 from xgpt.report.output import read_output
-from xgpt.report.run_charts import draw, replay_lanes, steady_window
+from xgpt.report.run_charts import draw, replay_lanes
 from xgpt.report.sweep_page import NO_BOUND_AT, sweep_charts, write_sweep_page
 from xgpt.report.sweep_rows import line_of, read_sweep, winners
 from xrunner.rules.steps import Step, StepKind
@@ -113,18 +113,6 @@ def test_names_are_text_not_markup(tmp_path):
     page = (tmp_path / "timeline.html").read_text("utf-8")
     assert "<script>&" not in page and "<b>x" not in page
     assert figure(chart)["layout"]["yaxis"]["categoryarray"] == ["&lt;script&gt;&amp;"]
-
-
-def test_the_steady_window_is_three_periods_in_the_middle_and_a_few_steps_of_each_pool():
-    replay = rra()
-    start_s, end_s = steady_window(replay, 1.0)
-    assert end_s - start_s == pytest.approx(3.0)
-    assert start_s + end_s == pytest.approx(replay.makespan_s)
-    start_s, end_s = steady_window(two_pools(), 0.5)
-    for steps in two_pools().pools:
-        assert ((steps.start_s >= start_s - 1e-9) & (steps.end_s <= end_s + 1e-9)).sum() >= 4
-    short = rra(phases=2)
-    assert steady_window(short, 1.0) == (0.0, short.makespan_s)
 
 
 def test_a_measured_run_is_drawn_the_same_way(tmp_path):
