@@ -50,9 +50,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("xgpt.cli.status:top", "Watch a running job live."),
     "stop": ("xgpt.cli.status:stop", "End a run in good order, here or under Slurm."),
     "doctor": ("xgpt.cli.doctor:doctor", "What this machine has of what xgpt can use."),
-    "completion": ("xgpt.cli.options:completion", "Complete commands and keys in your shell."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}
-GONE = {"validate": "`xgpt models --accuracy` says how far computed times are off"}
+GONE = {"validate": "`xgpt models --accuracy` says how far computed times are off",
+        "completion": "`_XGPT_COMPLETE=bash_source xgpt` prints it (zsh_source, fish_source)"}
 
 
 class LazyGroup(click.Group):

@@ -1,13 +1,12 @@
 """Arguments every job command shares, how they print, and what makes a shell complete them."""
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
+from click.shell_completion import CompletionItem
 
 from xgpt.core.engines import load_row
 from xgpt.core.errors import wrong
@@ -94,28 +93,3 @@ def check_folder(path: Path, option: str) -> None:
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     plain = load_row("xgpt.core.schedule_file:plain")  # pydantic with it, which --help does without
     click.echo(json.dumps(plain(value), indent=1, allow_nan=False))
-
-
-_PLACES = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
-
-
-@click.command()
-@click.argument("shell", type=click.Choice(tuple(_PLACES)), default=lambda: _own_shell())
-@click.pass_context
-def completion(context: click.Context, shell: str) -> None:
-    """Print what completes xgpt's commands in your shell, for its start-up file.
-
-    \b
-    bash   echo 'eval "$(xgpt completion bash)"' >> ~/.bashrc
-    zsh    echo 'eval "$(xgpt completion zsh)"' >> ~/.zshrc
-    fish   echo 'xgpt completion fish | source' >> ~/.config/fish/config.fish
-    """
-    made = get_completion_class(shell)
-    assert made is not None, f"{shell = }"
-    click.echo(made(context.find_root().command, {}, "xgpt", "_XGPT_COMPLETE").source())
-
-
-def _own_shell() -> str:
-    """The shell that the user has by default."""
-    name = os.path.basename(os.environ.get("SHELL", ""))
-    return name if name in _PLACES else "bash"

@@ -2,7 +2,6 @@
 
 import configparser
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -191,17 +190,6 @@ def proposed(*words: str) -> list[str]:
     ("run job.yaml --set run.seed=", [])])
 def test_commands_and_keys_and_catalog_names_are_proposed(words, values):
     assert proposed(*words.split()) == values
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_is_told_how(shell):
-    shown = CliRunner().invoke(cli, ["completion", shell], catch_exceptions=False)
-    assert shown.exit_code == 0 and "_XGPT_COMPLETE" in shown.stdout
-    if (path := shutil.which(shell)) is not None:
-        flags = ["-n"] if shell != "fish" else ["--no-execute"]
-        done = subprocess.run([path, *flags], input=shown.stdout, text=True, capture_output=True,
-                              check=False)
-        assert done.returncode == 0, done.stderr
 
 
 def invoke(*arguments: object) -> Result:
