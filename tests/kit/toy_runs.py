@@ -30,7 +30,7 @@ from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule
-from xrunner.rules.waa import DecodeAim, WaaDecodeRule, WaaEncodeRule
+from xrunner.rules.waa import SystemLimits, WaaDecodeRule, WaaEncodeRule
 
 
 class Collector:
@@ -184,10 +184,10 @@ def toy_waa_rules(num_encode_stages: int, *, encode_batch: int = 3, num_groups: 
                   encode_kv_tokens: int = 10_000, encode_chunk: int = 0,
                   ) -> tuple[WaaEncodeRule, WaaDecodeRule]:
     """`encode_chunk`: of the decode pool, which takes inputs as long as there is room."""
-    aim = DecodeAim(planned_active=max_in_system, stock_tokens=2 * encode_chunk)
-    return (WaaEncodeRule(aim=aim, encode_batch=encode_batch,
-                          num_groups=num_encode_stages + 2, max_in_system=max_in_system,
-                          kv_tokens=kv_tokens, encode_kv_tokens=encode_kv_tokens,
+    limits = SystemLimits(encode_batch=encode_batch, max_in_system=max_in_system,
+                          planned_active=max_in_system, stock_tokens=2 * encode_chunk)
+    return (WaaEncodeRule(limits, num_groups=num_encode_stages + 2, kv_tokens=kv_tokens,
+                          encode_kv_tokens=encode_kv_tokens,
                           sizer=BatchSizer(mean_input=10.0)),
             WaaDecodeRule(num_groups=num_groups, kv_tokens=kv_tokens, encode_chunk=encode_chunk,
                           group_max_active=-(-max_in_system // num_groups)))

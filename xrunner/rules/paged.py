@@ -5,8 +5,8 @@ KV lies in blocks, allocated as a query grows; nothing is reserved for its outpu
 queries need more blocks than are free, the latest admitted is evicted and waits, first in line, to
 be encoded again: its input and what it generated so far. Groups as in xrunner.rules.iteration."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
@@ -228,20 +228,13 @@ def sarathi(*, num_groups: int, max_active: int, kv_tokens: int, token_budget: i
                      token_budget=token_budget)
 
 
-def vllm_rule(estimate: Estimate) -> PagedRule:
+def _rule(make: Callable[..., PagedRule], estimate: Estimate) -> PagedRule:
     """The rule that executes `estimate`."""
-    return vllm(**_of(estimate))
-
-
-def sarathi_rule(estimate: Estimate) -> PagedRule:
-    """The rule that executes `estimate`."""
-    return sarathi(**_of(estimate))
-
-
-def _of(estimate: Estimate) -> dict[str, Any]:
-    """What both rules are told."""
     controls, deployment = estimate.controls, estimate.deployment
     assert isinstance(controls, ContinuousControls), f"{estimate.policy = }"
     assert controls.token_budget is not None, f"{controls = }"
-    return {"num_groups": deployment.num_groups, "max_active": controls.max_active,
-            "kv_tokens": deployment.kv_tokens, "token_budget": controls.token_budget}
+    return make(num_groups=deployment.num_groups, max_active=controls.max_active,
+                kv_tokens=deployment.kv_tokens, token_budget=controls.token_budget)
+
+
+vllm_rule, sarathi_rule = partial(_rule, vllm), partial(_rule, sarathi)

@@ -14,7 +14,7 @@ has begun is heard only when the encode pool's head has done a step."""
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 
 from xgpt.core.controls import WaaControls
@@ -26,46 +26,36 @@ from xrunner.rules.steps import Admitted, KvBudget, Step, StepKind, Waiting, kin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeAim:
-    """What the encode pool does for the decode batch. `target_active`: encode batches lead it back
-    to that (0: they do not); what is encoded together then depends on the clock. Queries are left
-    to the decode pool while it works on fewer than `planned_active`, and while those that it has
-    not begun have fewer tokens than `stock_tokens` (0: never)."""
+class SystemLimits:
+    """What of WAA can change while it runs, within the caches there are: how many queries are
+    encoded together, how many may be in the system, and what the encode pool does for the decode
+    batch. `target_active`: encode batches lead it back to that (0: they do not); what is encoded
+    together then depends on the clock. Queries are left to the decode pool while it works on fewer
+    than `planned_active`, and while those that it has not begun have fewer tokens than
+    `stock_tokens` (0: never)."""
 
+    encode_batch: int
+    max_in_system: int
     target_active: float = 0.0
     planned_active: int = 0
     stock_tokens: int = 0
 
 
-NO_AIM = DecodeAim()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SystemLimits(DecodeAim):
-    """How many queries are encoded together, and how many may be in the system, with the aim: what
-    of WAA can change while it runs, within the caches there are."""
-
-    encode_batch: int
-    max_in_system: int
-
-
 class WaaEncodeRule:
-    """Encodes `encode_batch` queries whenever they have room in the system. Up to `num_groups`
+    """Encodes a batch of queries whenever they have room in the system. Up to `num_groups`
     steps are under way, their handover included: the next waits for the one that many before it,
     so that none pile up in front of a slow stage or a slow link."""
 
     needs_tokens = True
     slot_use = SlotUse.COMPACTED
 
-    def __init__(self, *, encode_batch: int, num_groups: int, max_in_system: int, kv_tokens: int,
-                 encode_kv_tokens: int, sizer: BatchSizer, aim: DecodeAim = NO_AIM) -> None:
+    def __init__(self, limits: SystemLimits, *, num_groups: int, kv_tokens: int,
+                 encode_kv_tokens: int, sizer: BatchSizer) -> None:
         """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's."""
-        assert encode_batch >= 1 and num_groups >= 1 and max_in_system >= 1
-        self.encode_batch, self.num_groups = encode_batch, num_groups
-        self.max_in_system, self.kv_tokens = max_in_system, kv_tokens
-        self.encode_kv_tokens = encode_kv_tokens
-        self._most = SystemLimits(encode_batch=encode_batch, max_in_system=max_in_system)
-        self.sizer, self.aim = sizer, aim
+        assert limits.encode_batch >= 1 and num_groups >= 1 and limits.max_in_system >= 1
+        self.limits = self._most = limits
+        self.num_groups, self.sizer = num_groups, sizer
+        self.kv_tokens, self.encode_kv_tokens = kv_tokens, encode_kv_tokens
         self._given: dict[int, int] = {}  # query left to the decode pool, not begun -> its tokens
         self.waiting: deque[Waiting] = deque()
         self._in_system: dict[int, int] = {}  # query -> reserve
@@ -89,8 +79,7 @@ class WaaEncodeRule:
         assert phase == self._steps, f"{phase = } {self._steps = }"
         assert 1 <= controls.encode_batch <= self._most.encode_batch, f"{controls = }"
         assert 1 <= controls.max_in_system <= self._most.max_in_system, f"{controls = }"
-        self.encode_batch, self.max_in_system = controls.encode_batch, controls.max_in_system
-        self.aim = controls
+        self.limits = controls
 
     @property
     def reserved_tokens(self) -> int:
@@ -107,9 +96,9 @@ class WaaEncodeRule:
         """The next queries that wait, as many as the decode pool is to encode: they have room in
         the system from now on, and the next batch still has."""
         given: list[Waiting] = []
-        while (self.waiting and sum(self._given.values()) < self.aim.stock_tokens
+        while (self.waiting and sum(self._given.values()) < self.limits.stock_tokens
                and len(self._in_system) - len(self._encoding) - len(self._given)
-               < self.aim.planned_active
+               < self.limits.planned_active
                and self._has_room(self.waiting[0])):
             query = self.waiting.popleft()
             self._in_system[query.query] = query.reserve
@@ -127,7 +116,7 @@ class WaaEncodeRule:
     def _has_room(self, first: Waiting) -> bool:
         """Whether the query has room in the system beside the next batch, which may go alone."""
         count, wanted, _ = self._next_batch()
-        return (len(self._in_system) + count < self.max_in_system
+        return (len(self._in_system) + count < self.limits.max_in_system
                 and self._reserved + wanted + first.reserve <= self.kv_tokens)
 
     def next_group(self) -> int | None:
@@ -161,18 +150,18 @@ class WaaEncodeRule:
         count, wanted, tokens = self._next_batch()
         if self._held + tokens > self.encode_kv_tokens:
             return 0
-        room = self.max_in_system - len(self._in_system)
+        room = self.limits.max_in_system - len(self._in_system)
         if self._in_system and (count > room or self._reserved + wanted > self.kv_tokens):
             return 0
         return count
 
     def _next_batch(self) -> tuple[int, int, int]:
         """(queries, KV tokens reserved, input tokens) of the next batch."""
-        lean, target = 0, self.aim.target_active
+        lean, target = 0, self.limits.target_active
         if target:  # queries more, or fewer, that would bring the decode batch back to its mean
             lean = self.sizer.lean(len(self._in_system) - len(self._encoding) - target, target)
-        first = list(islice(self.waiting, self.sizer.most(self.encode_batch)))
-        count = self.sizer.count([tokens for _, _, tokens in first], self.encode_batch, lean)
+        first = list(islice(self.waiting, self.sizer.most(self.limits.encode_batch)))
+        count = self.sizer.count([tokens for _, _, tokens in first], self.limits.encode_batch, lean)
         return _trimmed(first[:count], self.kv_tokens, self.encode_kv_tokens)
 
 
@@ -275,10 +264,9 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
     controls, deployment = estimate.controls, estimate.deployment
     assert isinstance(controls, WaaControls), f"{estimate.policy = }"
     encoding, groups = deployment.encoding, deployment.num_groups
-    return (WaaEncodeRule(encode_batch=controls.encode_batch, num_groups=encoding.num_groups,
-                          sizer=sizer_of(controls.even), max_in_system=controls.max_in_system,
+    return (WaaEncodeRule(system_limits(estimate), num_groups=encoding.num_groups,
                           kv_tokens=deployment.kv_tokens, encode_kv_tokens=encoding.kv_tokens,
-                          aim=_aim(controls)),
+                          sizer=sizer_of(controls.even)),
             WaaDecodeRule(num_groups=groups, kv_tokens=deployment.kv_tokens,
                           group_max_active=math.ceil(controls.max_in_system / groups),
                           encode_chunk=controls.encode_chunk,
@@ -289,12 +277,8 @@ def system_limits(estimate: Estimate) -> SystemLimits:
     """What turns the encode rule of the same pools into that of `estimate`."""
     controls = estimate.controls
     assert isinstance(controls, WaaControls), f"{estimate.policy = }"
-    return SystemLimits(encode_batch=controls.encode_batch, max_in_system=controls.max_in_system,
-                        **asdict(_aim(controls)))
-
-
-def _aim(controls: WaaControls) -> DecodeAim:
     is_chunked = controls.encode_chunk > 0
-    return DecodeAim(target_active=controls.even.target_active,
-                     planned_active=controls.planned_active * is_chunked,
-                     stock_tokens=controls.stock_tokens * is_chunked)
+    return SystemLimits(encode_batch=controls.encode_batch, max_in_system=controls.max_in_system,
+                        target_active=controls.even.target_active,
+                        planned_active=controls.planned_active * is_chunked,
+                        stock_tokens=controls.stock_tokens * is_chunked)

@@ -186,17 +186,18 @@ def _of_pair(asked: Asked, source: PoolPlan, target: PoolPlan, link: HandoverPla
             or (source.name, target.name) != (link.source, link.target)
             or (source.role, target.role) != ("encode", "decode") or not len(asked.arrival_s)
             or link.release != encode.release or encode.waiting
-            or (encode.aim.stock_tokens and decode.inputs is None)):
+            or (encode.limits.stock_tokens and decode.inputs is None)):
         return None
     order = np.argsort(asked.arrival_s, kind="stable")
     never = (lengths.reserves > encode.kv_tokens) | (lengths.inputs > encode.encode_kv_tokens)
-    aim, sizer, chunks = encode.aim, encode.sizer, decode.inputs
+    limits, sizer, chunks = encode.limits, encode.sizer, decode.inputs
     return _Given(
-        _HANDED, [encode.num_groups, decode.num_groups, encode.encode_batch, encode.max_in_system,
-                  encode.kv_tokens, encode.encode_kv_tokens, aim.planned_active, aim.stock_tokens,
+        _HANDED, [encode.num_groups, decode.num_groups, limits.encode_batch, limits.max_in_system,
+                  encode.kv_tokens, encode.encode_kv_tokens, limits.planned_active,
+                  limits.stock_tokens,
                   decode.group_max_active, 0 if chunks is None else chunks.limit,
                   0 if decode.planned == math.inf else int(decode.planned), ROW_BLOCK],
-        [sizer.mean_input, sizer.adjustment, aim.target_active], lengths.reserves,
+        [sizer.mean_input, sizer.adjustment, limits.target_active], lengths.reserves,
         [order, np.ascontiguousarray(asked.arrival_s)], never)
 
 

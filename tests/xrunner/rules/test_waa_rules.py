@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
 from xrunner.rules.steps import Step, StepKind
-from xrunner.rules.waa import DecodeAim, WaaDecodeRule, WaaEncodeRule
+from xrunner.rules.waa import SystemLimits, WaaDecodeRule, WaaEncodeRule
 
 MEAN_INPUT = 20.0
-NONE = DecodeAim()
 
 
 def encoder(*, encode_batch: int = 4, num_groups: int = 2, max_in_system: int = 12,
             kv_tokens: int = 10_000, encode_kv_tokens: int = 10_000,
-            adjustment: float = 0.0, aim: DecodeAim = NONE) -> WaaEncodeRule:
+            adjustment: float = 0.0, **aim: int) -> WaaEncodeRule:
     return WaaEncodeRule(
-        aim=aim, encode_batch=encode_batch, num_groups=num_groups, max_in_system=max_in_system,
-        kv_tokens=kv_tokens, encode_kv_tokens=encode_kv_tokens,
+        SystemLimits(encode_batch=encode_batch, max_in_system=max_in_system, **aim),
+        num_groups=num_groups, kv_tokens=kv_tokens, encode_kv_tokens=encode_kv_tokens,
         sizer=BatchSizer(mean_input=MEAN_INPUT, adjustment=adjustment))
 
 
@@ -160,16 +159,15 @@ lists_of_queries = st.lists(st.builds(
        groups=st.integers(1, 4), in_system=st.integers(1, 40), kv=st.integers(1, 400),
        encode_kv=st.integers(1, 200), adjustment=st.sampled_from([0.0, 0.15, 0.5]),
        chunk=st.just(0) | st.integers(1, 70), seed=st.integers(0, 9),
-       aim=st.builds(DecodeAim, planned_active=st.integers(1, 30),
-                     stock_tokens=st.integers(1, 200)))
+       planned=st.integers(1, 30), stock=st.integers(1, 200))
 def test_every_query_that_can_ever_fit_is_encoded_once_in_order_and_ends(
         queries, encode_batch, encode_groups, groups, in_system, kv, encode_kv, adjustment, chunk,
-        seed, aim):
+        seed, planned, stock):
     """By the encode pool, or, where inputs are left to it, by the decode pool."""
     encode = encoder(encode_batch=encode_batch, num_groups=encode_groups, max_in_system=in_system,
                      kv_tokens=kv, encode_kv_tokens=encode_kv, adjustment=adjustment,
-                     aim=aim if chunk else NONE)
-    own = {"encode_chunk": chunk, "planned_active": aim.planned_active} if chunk else {}
+                     **({"planned_active": planned, "stock_tokens": stock} if chunk else {}))
+    own = {"encode_chunk": chunk, "planned_active": planned} if chunk else {}
     decode = WaaDecodeRule(num_groups=groups, kv_tokens=kv,
                            group_max_active=-(-in_system // groups), **own)
     done = Pools(encode=encode, decode=decode, queries=queries).run(seed)
@@ -187,12 +185,12 @@ def test_every_query_that_can_ever_fit_is_encoded_once_in_order_and_ends(
         i % encode_groups for i in range(len(done.encodes))]
     assert done.encoded == {query: queries[query].input for query in done.given}
     assert done.most_tokens <= chunk
-    assert done.most_decoding < aim.planned_active if chunk else not done.given
+    assert done.most_decoding < planned if chunk else not done.given
 
 
 def test_no_more_lies_ready_than_the_stock_and_none_while_enough_decode():
-    rule = holding(encoder(encode_batch=1, max_in_system=99, aim=DecodeAim(planned_active=4,
-                   stock_tokens=30)), 20, 30, 20)
+    rule = holding(encoder(encode_batch=1, max_in_system=99, planned_active=4, stock_tokens=30),
+                   20, 30, 20)
     assert [one.query for one in rule.give()] == [0, 1], "the second exceeds 30 tokens"
     rule.begun([0])
     assert [one.query for one in rule.give()] == [2]

@@ -22,7 +22,7 @@ from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.rra import RraRule
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import StepKind
-from xrunner.rules.waa import DecodeAim, WaaDecodeRule, WaaEncodeRule
+from xrunner.rules.waa import SystemLimits, WaaDecodeRule, WaaEncodeRule
 from xsimulator import native
 from xsimulator.replay import native_replay
 from xsimulator.replay.figures import steady_replay
@@ -210,13 +210,15 @@ def waa_rules_of(rng, mean_input, *, has_chunks):
     kv_tokens, encode_kv = (int(rng.integers(LONGEST, most)) for most in (9000, 3000))
     sizer = BatchSizer(mean_input=mean_input, adjustment=rng.choice([0.0, 0.05, 0.2]))
     planned = int(rng.integers(1, 60)) * has_chunks
-    aim = DecodeAim(target_active=float(rng.choice([0.0, rng.uniform(0.5, 40.0)])),
-                    planned_active=planned, stock_tokens=int(rng.integers(1, 900)) * has_chunks)
+    limits = SystemLimits(
+        encode_batch=batch, max_in_system=in_system,
+        target_active=float(rng.choice([0.0, rng.uniform(0.5, 40.0)])),
+        planned_active=planned, stock_tokens=int(rng.integers(1, 900)) * has_chunks)
     under_way, chunk = int(rng.integers(1, 4)), int(rng.integers(1, 300)) * has_chunks
     begins = int(rng.choice([0, planned]))
     return lambda: [
-        WaaEncodeRule(encode_batch=batch, num_groups=under_way, max_in_system=in_system,
-                      kv_tokens=kv_tokens, encode_kv_tokens=encode_kv, sizer=sizer, aim=aim),
+        WaaEncodeRule(limits, num_groups=under_way, kv_tokens=kv_tokens,
+                      encode_kv_tokens=encode_kv, sizer=sizer),
         WaaDecodeRule(num_groups=groups, group_max_active=-(-in_system // groups),
                       kv_tokens=kv_tokens, encode_chunk=chunk, planned_active=begins)]
 
@@ -249,8 +251,8 @@ def test_sizes_beyond_the_dense_rows_take_the_same(monkeypatch):
     queries = QueryLengths(inputs=rng.integers(1, 200, size), outputs=rng.integers(2, 99, size),
                            most_outputs=np.full(size, 99))
     quick = same_both_ways(monkeypatch, lambda: replay_job(*job, queries, rules=[
-        WaaEncodeRule(encode_batch=70, num_groups=1, max_in_system=size, kv_tokens=10**6,
-                      encode_kv_tokens=10**6, sizer=BatchSizer(mean_input=100.0)),
+        WaaEncodeRule(SystemLimits(encode_batch=70, max_in_system=size), num_groups=1,
+                      kv_tokens=10**6, encode_kv_tokens=10**6, sizer=BatchSizer(mean_input=100.0)),
         WaaDecodeRule(num_groups=1, group_max_active=size, kv_tokens=10**6)]))
     assert quick.pools[0].tokens.max() > 4096
 

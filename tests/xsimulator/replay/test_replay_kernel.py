@@ -8,7 +8,7 @@ from xgpt.core.problem import QueryLengths
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.rra import RraRule
-from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
+from xrunner.rules.waa import SystemLimits, WaaDecodeRule, WaaEncodeRule
 from xsimulator.replay.flow import run
 from xsimulator.replay.kernel import ARRIVAL, TURN, Kernel
 from xsimulator.replay.pool import HandoverPlan, PoolPlan
@@ -42,8 +42,8 @@ def both(name="both", stage=0, kv_tokens=MUCH, batch=1):
 
 def waa(name, stages, capacity=4):
     """An encode pool, a decode pool and what hands over from the one to the other."""
-    encode = WaaEncodeRule(encode_batch=1, num_groups=2, max_in_system=capacity, kv_tokens=MUCH,
-                           encode_kv_tokens=MUCH, sizer=BatchSizer(mean_input=8))
+    encode = WaaEncodeRule(SystemLimits(encode_batch=1, max_in_system=capacity), num_groups=2,
+                           kv_tokens=MUCH, encode_kv_tokens=MUCH, sizer=BatchSizer(mean_input=8))
     decode = WaaDecodeRule(num_groups=1, kv_tokens=10_000, group_max_active=capacity)
     pools = [PoolPlan(name=f"{role} {name}", role=role, rule=rule, clock=Unit(), stages=(stage,),
                       kv_tokens=MUCH)
@@ -162,8 +162,8 @@ def pool_of(name, rule, clock, stages):
 def test_figure_4_decoder_micro_batches(groups, stage_times):
     """One encoder stage, three decoder stages, a batch that takes one unit on each stage, two
     tokens: 1 + 2 * 3 units; in three micro-batches the last one is there after 3 2/3."""
-    encode = WaaEncodeRule(encode_batch=3, num_groups=1, max_in_system=3, kv_tokens=10**6,
-                           encode_kv_tokens=10**6, sizer=BatchSizer(mean_input=8))
+    encode = WaaEncodeRule(SystemLimits(encode_batch=3, max_in_system=3), num_groups=1,
+                           kv_tokens=10**6, encode_kv_tokens=10**6, sizer=BatchSizer(mean_input=8))
     decode = WaaDecodeRule(num_groups=groups, kv_tokens=10_000, group_max_active=3)
     third = 1 / 3
     result = run(queries([0.0] * 3, 2, encode_gives_token=False),
