@@ -128,9 +128,11 @@ class ToReplicas(Supply):
         return sum(account.done for account in self._accounts) == len(self._order)
 
     def lengths_so_far(self) -> dict[int, tuple[int, int]]:
-        """(input, output) tokens of the active queries of the other replicas, as they said last."""
-        return {index: lengths for replica in self._accounts[1:]
-                for index, lengths in replica.at_work.items()}
+        """(input, output) tokens of the active queries of all replicas: of the others as they said
+        last."""
+        own = {} if self._own is None else self._own.lengths_so_far()
+        return own | {index: lengths for replica in self._accounts[1:]
+                      for index, lengths in replica.at_work.items()}
 
     @property
     def next_phase(self) -> int:

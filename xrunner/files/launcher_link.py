@@ -90,18 +90,14 @@ class LauncherLink:
 
     def __init__(self, output: Path, *, first_query: int,
                  at_work: Callable[[], LengthsSoFar] | None = None,
-                 rule: Changeable | None = None, order: Sequence[int] | None = None,
-                 limit_s: float = math.inf) -> None:
+                 rule: Changeable | None = None, limit_s: float = math.inf) -> None:
         """`first_query`: of this run. `at_work`: of the active queries; None where nobody here
         knows them (WAA): then only queries are told of before which, in the order of admission,
         all are done, since of the others just the short ones are. `rule`: what is changed; None:
-        nothing is. `order`: the queries as they are taken up, where that is not by their index, as
-        far as it is known (`begin`); the state names queries by their places in it, counted from
-        `first_query`. `limit_s`: what a query's latency is to be at most."""
+        nothing is. `limit_s`: what a query's latency is to be at most."""
         self._place: dict[int, int] = {}  # of queries that are not done
         self._num_begun = 0
         self._first_query = first_query
-        self.begin(order or ())
         self._output, self._at_work, self._rule = output, at_work, rule
         self._finished: LengthsSoFar = {}
         self._waiting: LengthsSoFar = {}  # done, but one before them is not
@@ -112,7 +108,8 @@ class LauncherLink:
         self.taken: list[dict[str, Any]] = []  # changes, with the phase each holds from
 
     def begin(self, queries: Sequence[int]) -> None:
-        """These are taken up next, after all that it has been told of."""
+        """These are taken up next, after all that it has been told of; the state names queries by
+        their places in this order, counted from the run's first, else by their index."""
         for index in queries:
             self._place[index] = self._first_query + self._num_begun
             self._num_begun += 1

@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -138,9 +137,11 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
         begin=lambda given: sink.launcher.begin(given) if sink.launcher is not None else None)
     head = _head_of(plan, world, loaded, clock, others or sink, _link(world.comm, loaded, supply))
     if plan.is_watched:
-        sink.launcher = LauncherLink(plan.output, first_query=before.total,
-                                     limit_s=schedule.bound.limit_s,
-                                     **_followed(head, schedule, others))
+        rule = head.rule if isinstance(head.rule, Changeable) else None
+        at_work = (others or head).lengths_so_far if _tell_lengths(schedule) else None
+        sink.launcher = LauncherLink(plan.output, first_query=before.total, at_work=at_work,
+                                     rule=others if rule and others else rule,
+                                     limit_s=schedule.bound.limit_s)
     head.roster.extent = _extent(Spool(plan.output), before)
     if others is None:
         head.roster.on_begin = sink.underway.begin
@@ -173,19 +174,6 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
                     speeds=[replica.estimate.figures.throughput_qps for replica in replicas],
                     routing=plan.routing)
     return ToReplicas(comm, sink, router, queries, places, replicas)
-
-
-def _followed(head: Head, schedule: Schedule, others: ToReplicas | None) -> dict[str, Any]:
-    """What the launcher changes while the job runs, and, where all copies execute RRA, what it is
-    told of the queries at work."""
-    rule = head.rule
-    if not isinstance(rule, Changeable):
-        return {}
-    tells = _tell_lengths(schedule)
-    if others is None:
-        return {"rule": rule, "at_work": head.lengths_so_far if tells else None}
-    return {"rule": others, "at_work": (
-        lambda: head.lengths_so_far() | others.lengths_so_far()) if tells else None}
 
 
 def _tell_lengths(schedule: Schedule) -> bool:

@@ -106,7 +106,7 @@ def linked(job: Job, sink: Told, folder: Path, order: ChangeOrder,
     def prepare(head: Head, others: ToReplicas) -> None:
         sink.launcher = LauncherLink(
             folder, first_query=0, rule=others,
-            at_work=lambda: head.lengths_so_far() | others.lengths_so_far())
+            at_work=others.lengths_so_far)
         seen(head, others)
 
     executors = job.run(sink, prepare=prepare)

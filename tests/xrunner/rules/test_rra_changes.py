@@ -201,8 +201,8 @@ def test_only_the_latest_queries_are_told_of(tmp_path, monkeypatch):
 
 def test_queries_taken_in_another_order_are_told_of_by_their_places(tmp_path):
     """Of 300 queries in random order the 64 first may have any index; what is told is how many."""
-    link = LauncherLink(tmp_path, first_query=2, order=[7, 299, 4, 150],
-                        at_work=lambda: {150: (6, 1)})
+    link = LauncherLink(tmp_path, first_query=2, at_work=lambda: {150: (6, 1)})
+    link.begin([7, 299, 4, 150])
     state = seen_after(link, tmp_path, result(299, 3), result(7, 3))
     assert state.finished == {2: (2, 3), 3: (2, 3)} and state.active == {5: (6, 1)}
 

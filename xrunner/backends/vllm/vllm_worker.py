@@ -122,9 +122,10 @@ def _watch(plan: RunPlan, head: Head, sink: RunSink, order: Sequence[int], *,
     if isinstance(rule, RraRule):
         rule.make_room(plan.slots)
     if plan.is_watched and isinstance(rule, Changeable):
-        sink.launcher = LauncherLink(plan.output, first_query=first_query, rule=rule, order=order,
+        sink.launcher = LauncherLink(plan.output, first_query=first_query, rule=rule,
                                      limit_s=limit_s,
                                      at_work=head.lengths_so_far if is_rra else None)
+        sink.launcher.begin(order)
 
 
 def _parsed(plan: RunPlan) -> dict[str, Any]:
