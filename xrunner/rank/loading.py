@@ -75,7 +75,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     pool, stage = next((pool, stage) for pool in replica.pools for stage in pool.stages
                        if rank in stage.ranks)
     invariant.ask(plan.deterministic)
-    beat = Beat(plan.output, rank=rank, stage=replica.world_stage(stage.index), pool=pool.name,
+    beat = Beat(plan.output, rank=rank, stage=replica.first_stage + stage.index, pool=pool.name,
                 replica=replica.number)
     beat.start()
     weights = shelf.weights(weights_key(plan, schedule), lambda: _read(
@@ -100,7 +100,7 @@ def _read(plan: RunPlan, schedule: Schedule, replica: Replica, pool: Pool, stage
     if any(other.tp_degree > 1 for shape in schedule.estimate.shapes
            for own in shape.deployment.pools for other in own.stages):
         index = stage.ranks.index(rank)
-        group = world.split(replica.world_stage(stage.index), index)
+        group = world.split(replica.first_stage + stage.index, index)
         if stage.tp_degree > 1:
             shard = Shard(index, stage.tp_degree, group.all_reduce, group.gather)
     if plan.weight_dtype == INT8 and not is_int8_served():
@@ -139,7 +139,7 @@ def report_of(loaded: Loaded) -> RankReport:
     elif executor.receiver is not None:
         handed_bytes = executor.receiver.num_bytes
     return RankReport(rank=loaded.route.rank, replica=loaded.replica.number,
-                      stage=loaded.replica.world_stage(loaded.stage.index), pool=loaded.pool.name,
+                      stage=loaded.replica.first_stage + loaded.stage.index, pool=loaded.pool.name,
                       role=loaded.pool.role, log=tuple(executor.log),
                       busy_s=executor.records.busy_s, load_s=weights.seconds,
                       bytes_read=weights.bytes_read,

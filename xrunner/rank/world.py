@@ -46,10 +46,6 @@ class Replica:
     def ranks(self) -> tuple[int, ...]:
         return tuple(rank for pool in self.pools for stage in pool.stages for rank in stage.ranks)
 
-    def world_stage(self, index: int) -> int:
-        """The number, among all replicas' stages, of its stage `index`."""
-        return self.first_stage + index
-
 
 def replicas_of(estimate: Estimate) -> tuple[Replica, ...]:
     """All of them, in the order of their ranks."""

@@ -85,7 +85,7 @@ class Run:
                 steps = told[replica.shape]
                 for stage in replica.own.stages:
                     state = RankState(
-                        rank=stage.ranks[0], stage=replica.world_stage(stage.index), pool="all",
+                        rank=stage.ranks[0], stage=replica.first_stage + stage.index, pool="all",
                         elapsed_s=self._now_s, busy_s=self._now_s, recent_share=1.0, queries=1,
                         steps=tuple(steps[stage.index]), replica=replica.number)
                     (self.output / BEATS / f"{state.rank}.json").write_text(
