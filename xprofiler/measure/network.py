@@ -36,12 +36,13 @@ from xprofiler.points import DECODE_ROWS_UP_TO, STEP_CONTEXT
 from xprofiler.profile import ALL_REDUCE, HANDOVER, HANDOVER_DIRECT, TRANSFER, Sample, TableKey
 from xrunner.comm.collective import MpiGroup, TorchGroup
 from xrunner.comm.exchange import all_gather, broadcast
-from xrunner.comm.handover import pack, unpack
+from xrunner.comm.handover import pack
 from xrunner.comm.messages import TokensMessage
 from xrunner.comm.point_to_point import MpiComm, wait_politely
 from xrunner.devices import has_own_gpu_each
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models.weights import Shard
+from xrunner.ops.kv_entries import scatter
 
 TRANSFER_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
 ALL_REDUCE_ROWS = (1, 6, 36, 216, 1300)  # hidden states of so many tokens
@@ -217,8 +218,8 @@ def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> 
 
     def receive() -> None:
         block = channel.receive(like)
-        target.free(range(len(target.lengths)))
-        unpack(target, [tokens], block)
+        target.adopt([tokens])
+        scatter(target.store, *target.rows_of([0]), block)
         clock.settle()
 
     return _ping_pong(channel.rank, lambda: channel.send(pack(source, [0])), receive, channel.close)

@@ -70,13 +70,6 @@ def pack(cache: KvCache, slots: Sequence[int], layers: slice = _ALL,
     return gather(cache.store[layers, :, :, heads], *cache.rows_of(slots))
 
 
-def unpack(cache: KvCache, lengths: Sequence[int], block: Tensor) -> None:
-    """Puts the entries of queries with these lengths into new slots of `cache`."""
-    assert block.shape[3] == sum(lengths), f"{block.shape = } {sum(lengths) = }"
-    first = cache.allocate(lengths)
-    scatter(cache.store, *cache.rows_of(range(first, first + len(lengths))), block)
-
-
 def _layers(stage: StageAssignment) -> range:
     return range(stage.first_layer, stage.first_layer + stage.num_layers)
 
