@@ -70,4 +70,4 @@ def test_a_host_that_cannot_serve_is_named_before_anything_starts(llama, hosts, 
     assert "run.hosts = 'nowhere': cannot be reached: unknown host nowhere" in " ".join(
         done.stderr.split())
     assert namespaces.HOSTS[0] not in done.stderr.splitlines()[-1]
-    assert not (tmp_path / "out" / "progress.json").exists()
+    assert not (tmp_path / "out" / "results.jsonl").exists()

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the reference needs the extra `run`")
 
+import toys
 from job_folder import SUPPORT
 from vllm_answers import ANSWER
 
@@ -28,18 +29,10 @@ def vllm_python():
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
     """A Llama of heads that vLLM's CPU kernels take, and transformers' own instance of it."""
-    pytest.importorskip("torch")
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("toy")
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=97, hidden_size=128, intermediate_size=192, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-        initializer_range=0.3, bos_token_id=1, eos_token_id=5, pad_token_id=0)).eval()
-    model.save_pretrained(folder)
-    return folder, model
+    return folder, toys.make_modern(
+        "llama", folder, hidden_size=128, intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from xrunner.ops.cpu import native
 from xrunner.ops.cpu.products import is_pairs_served
@@ -16,43 +17,9 @@ PLAIN = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
 CODES = {name: int(number) for name, number in re.findall(r"(XGPT_WRONG_\w+) = (\d+)", HEADER)}
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.describe())
 
-# Arguments that are served, by the names that native.h gives them: two queries, two heads of size
-# four that share one KV head, three slots of five entries.
-SERVED: dict[str, Any] = {
-    "dtype": 0, "kv_dtype": 0, "query_stride": 8, "stride": 8, "slots": [0, 2],
-    "lengths": [5, 1], "n": 2, "first": [0, 4], "tokens": [2, 1], "num_spans": 2, "num_inputs": 2,
-    "heads": 2, "kv_heads": 1, "dim": 4,
-    "blocks": [0, 2], "most_blocks": 1, "num_blocks": 3, "block_size": 5,
-    "num_slots": 3, "capacity": 5, "scale": 1.0, "bias_width": 9, "bias_center": 4,
-    "threads": 2, "hidden_size": 8, "eps": 1e-5, "positions": [4, 0], "inner": 4,
-    "num_arrays": 2, "slot_stride": 80, "sources": [2, 1], "targets": [0, 2], "num_moves": 2,
-    "entry_bytes": 16, "block_tokens": 6, "vocabulary": 8, "first_token": 3,
-    "size": 8, "inputs": 8, "outputs": 8, "relu": 1}
-# A count of tokens, where the name is elsewhere a list.
-OVER = {name: {"tokens": 2} for name in (
-    "xgpt_add_rms_norm", "xgpt_add_layer_norm", "xgpt_place", "xgpt_silu_mul", "xgpt_quantise_rows",
-    "xgpt_rescale_rows", "xgpt_pairs_product",
-    "xgpt_pairs_gated")}
-WRONG = {
-    "XGPT_WRONG_DTYPE": [{"dtype": 2}, {"dtype": -1}, {"kv_dtype": 2}],
-    "XGPT_WRONG_SIZE": [
-        {"heads": 0}, {"kv_heads": 0}, {"dim": 0}, {"n": -1}, {"num_spans": -1}, {"num_inputs": -1},
-        {"threads": 0}, {"heads": 3, "kv_heads": 2, "query_stride": 99}, {"query_stride": 7},
-        {"stride": 7}, {"tokens": -1}, {"hidden_size": 0}, {"inner": 0}, {"num_moves": -1},
-        {"vocabulary": -1}, {"size": 0}, {"inputs": 0}, {"outputs": 0},
-        {"most_blocks": 0}, {"most_blocks": 2}, {"most_blocks": 2, "block_size": 8},
-        {"most_blocks": 2, "block_size": 48},
-        {"num_arrays": -1}, {"entry_bytes": 0}, {"slot_stride": 79}, {"dim": 3, "slot_stride": 99}],
-    "XGPT_WRONG_SLOT": [
-        {"blocks": [0, 3]}, {"blocks": [-1, 1]},
-        {"most_blocks": 2, "block_size": 16, "blocks": [0, 3, 1, -1], "lengths": [17, 1],
-         "first": [15, 0], "tokens": [2, 1]},
-        {"slots": [0, 3]}, {"slots": [-1, 1]}, {"sources": [3, 0]}, {"targets": [0, -1]}],
-    "XGPT_WRONG_LENGTH": [{"lengths": [6, 1]}, {"lengths": [1, -1]}, {"first": [-1, 0]},
-                          {"first": [4, 0]}, {"tokens": [2, 6]}, {"tokens": [0, 1]},
-                          {"positions": [5, 0]}, {"positions": [0, -1]}, {"block_tokens": 5}],
-    "XGPT_WRONG_BIAS": [{"bias_center": 3}, {"bias_width": 4}],
-}
+TOLD = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
+SERVED, WRONG = TOLD["served"], TOLD["wrong"]
+OVER = {name: {"tokens": 2} for name in TOLD["counts_tokens"]}
 
 
 def parameters(name: str) -> list[tuple[str, str]]:
