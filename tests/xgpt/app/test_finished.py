@@ -61,7 +61,7 @@ def job(tmp_path, monkeypatch):
     return path
 
 
-def test_it_is_told_in_a_line_and_in_an_object(job):
+def test_it_is_told_in_a_line_and_in_an_object_unless_its_model_was_overwritten(job):
     done = xgpt("submit", job)
     assert done.returncode == 0 and done.stdout == ""
     assert done.stderr.splitlines()[0] == f"already done: {COUNT} of {COUNT} (out/results.jsonl)"
@@ -71,6 +71,15 @@ def test_it_is_told_in_a_line_and_in_an_object(job):
     assert found["wall_s"] == 3 and found["results"] == str(job.parent / "out" / "results.jsonl")
     (job.parent / "out" / "report.html").unlink()  # which a killed launcher did not write
     assert "`xgpt report out` does" in xgpt("submit", job).stderr
+    model = job.parent / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    write_json(job.parent / "out" / "run.json", {
+        "model_dir": str(model), "model_files": model_files(model)})
+    assert xgpt("submit", job).returncode == 0
+    (model / "config.json").write_text("{ }")
+    anew = xgpt("submit", job)
+    assert anew.returncode == 1 and "Ran" in anew.stderr and "config.json" in anew.stderr
 
 
 def test_nothing_heavy_is_loaded_for_it(job):
@@ -158,18 +167,6 @@ def test_slurm_is_not_asked_for_what_is_done_unless_it_is_begun_again(job, tmp_p
     assert json.loads(again.stdout)["jobs"][0]["job_id"] == "123"
     assert "--again" not in slurm.script, "requeued, it goes on"
     assert len(list((tmp_path / "out").glob("earlier-*"))) == 1
-
-
-def test_a_model_that_was_overwritten_since_is_another_job(job):
-    model = job.parent / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    write_json(job.parent / "out" / "run.json", {
-        "model_dir": str(model), "model_files": model_files(model)})
-    assert xgpt("submit", job).returncode == 0
-    (model / "config.json").write_text("{ }")
-    anew = xgpt("submit", job)
-    assert anew.returncode == 1 and "Ran" in anew.stderr and "config.json" in anew.stderr
 
 
 # Several jobs of one command: what a run told of its steps is planned with by those after it.

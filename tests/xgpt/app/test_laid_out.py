@@ -118,13 +118,18 @@ def test_where_the_first_layout_keeps_no_bound_the_others_are_timed_and_named(
     assert machine.measured == ["1x2", "2x1"]
 
 
-def test_a_wish_is_one_layout_and_is_not_compared(tmp_path, monkeypatch):
+def test_a_wish_or_a_profile_file_is_one_layout_and_is_not_compared(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, 4, amdahl(0.0))
     for run, expected in (("ranks: 2, threads_per_rank: 1", "2x1"), ("threads_per_rank: 2", "2x2")):
         machine.measured.clear()
         plan = plan_job(job_of(tmp_path, run=f"dtype: float32, {run}"))
         assert machine.measured == [expected]
         assert not any(n.startswith("layout: ") for n in plan.schedule.estimate.notes)
+    Machine(monkeypatch, 2, amdahl(0.0))
+    opened = job_of(tmp_path)
+    save_profile(profile_of(opened.problem.model, 2, 1, amdahl(0.0)), tmp_path / "p.json")
+    named = replace(opened, job=replace(opened.job, profile=tmp_path / "p.json"))
+    assert [str(each) for each in on_open_layouts(named)] == ["2x1"]
 
 
 def test_what_only_several_ranks_can_do_decides_the_layout(tmp_path, monkeypatch):
@@ -136,7 +141,8 @@ def test_what_only_several_ranks_can_do_decides_the_layout(tmp_path, monkeypatch
         plan_job(job_of(tmp_path, schedule="tp_degree: 5"))
 
 
-def test_a_schedule_runs_on_the_ranks_that_it_was_found_for(tmp_path, monkeypatch):
+def test_a_schedule_runs_on_the_ranks_it_was_found_for_or_is_refused_in_words(
+        tmp_path, monkeypatch):
     Machine(monkeypatch, 2, amdahl(1.0))
     opened = job_of(tmp_path)
     for ranks in (1, 2):
@@ -146,10 +152,6 @@ def test_a_schedule_runs_on_the_ranks_that_it_was_found_for(tmp_path, monkeypatc
         assert again.opened.job.run.ranks == ranks == again.schedule.deployment.num_devices
         assert again.opened.job.run.threads_per_rank == 2 // ranks
         assert settled(opened, plan.schedule.estimate)[0].problem.cluster.num_devices == ranks
-
-
-def test_a_schedule_that_cannot_be_of_the_job_is_refused_in_words(tmp_path, monkeypatch):
-    """It ran on more ranks than the job has, or ended in a traceback."""
     Machine(monkeypatch, 2, amdahl(1.0))
     opened = on_ranks(job_of(tmp_path), 2)
     schedule = plan_job(opened).schedule
@@ -177,14 +179,6 @@ def test_one_planner_answers_for_every_bound_and_measures_once(tmp_path, monkeyp
     assert len(machine.measured) == 2
     laid_out, own = planner.of(free)
     assert laid_out is free.opened and own.problem.cluster == free.opened.problem.cluster
-
-
-def test_a_profile_file_names_the_layout_it_was_measured_on(tmp_path, monkeypatch):
-    Machine(monkeypatch, 2, amdahl(0.0))
-    opened = job_of(tmp_path)
-    save_profile(profile_of(opened.problem.model, 2, 1, amdahl(0.0)), tmp_path / "p.json")
-    named = replace(opened, job=replace(opened.job, profile=tmp_path / "p.json"))
-    assert [str(each) for each in on_open_layouts(named)] == ["2x1"]
 
 
 def test_copies_within_a_layout_are_a_choice_like_any_other(tmp_path, monkeypatch):

@@ -307,22 +307,6 @@ def test_who_holds_up_a_run_is_named_and_no_sooner(tmp_path, limit_s, first, the
         run.pass_by(4, **keys)
 
 
-def test_a_rank_that_is_silent_is_told_of_before_that(tmp_path):
-    """And no time that is left, which hangs on it."""
-    run = Run(tmp_path)
-    run.pass_by(20)
-    assert run.watch.silent is None
-    run.pass_by(11, lives=(0,), works=(0,))
-    assert run.watch.silent == "rank 1 silent for 11.0 s"
-    write_progress(tmp_path / "progress.json", RUNNING)
-    said: list[str] = []
-    tell: Any = SimpleNamespace(progress=lambda line, is_last: said.append(line))
-    for silent in (None, run.watch.silent):
-        tell_run(tell, tmp_path / "progress.json", 2.0, silent)
-    assert "left" in said[0] and "left" not in said[1] and "rank 1 silent for 11.0 s" in said[1]
-    assert max(map(len, said)) < 80
-
-
 def test_a_rank_that_is_at_one_step_is_named_and_not_who_waits_for_it(tmp_path):
     run = Run(tmp_path, limit_s=30)
     run.pass_by(5)
@@ -363,8 +347,20 @@ def test_a_command_that_was_stopped_itself_begins_to_count_anew(tmp_path):
     run.pass_by(29, lives=(), works=())
 
 
-def test_the_age_of_the_oldest_sign_is_told():
+def test_the_oldest_sign_is_told_and_a_silent_rank_before_it_is_given_up(tmp_path):
     said = signs_of_life([STATE, replace(STATE, rank=1, stage=1, at_s=925.0)], now=1000.0)
     assert said == ("last sign of life: rank 1 (stage 1) 75.0 s ago, told to decode; the others "
                     "0 us ago or less")
     assert signs_of_life([]) is None
+    run = Run(tmp_path)
+    run.pass_by(20)
+    assert run.watch.silent is None
+    run.pass_by(11, lives=(0,), works=(0,))
+    assert run.watch.silent == "rank 1 silent for 11.0 s"
+    write_progress(tmp_path / "progress.json", RUNNING)
+    said: list[str] = []
+    tell: Any = SimpleNamespace(progress=lambda line, is_last: said.append(line))
+    for silent in (None, run.watch.silent):
+        tell_run(tell, tmp_path / "progress.json", 2.0, silent)
+    assert "left" in said[0] and "left" not in said[1] and "rank 1 silent for 11.0 s" in said[1]
+    assert max(map(len, said)) < 80

@@ -190,15 +190,12 @@ class Measurer:
         save_profile(self.add(self.found[-1]), target)
 
 
-def test_one_node_and_two_of_as_many_ranks_are_told_apart(tmp_path):
+def test_nodes_are_told_apart_and_messages_between_them_measured_and_added_once(
+        tmp_path, monkeypatch):
     one, two = (profile_metadata(opened.job, opened.problem) for hosts in ("", "a, b")
                 for opened in [opened_on(tmp_path, hosts)])
     assert (one.ranks, two.ranks, one.nodes, two.nodes) == (2, 2, 1, 2)
     assert cached_profile_path(tmp_path, one) != cached_profile_path(tmp_path, two)
-
-
-def test_messages_between_nodes_that_a_profile_lacks_are_measured_and_added_once(
-        tmp_path, monkeypatch):
     monkeypatch.setattr(module, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(module, "missing", lambda *_: [])
     opened = opened_on(tmp_path, "a, b")

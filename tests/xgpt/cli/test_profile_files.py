@@ -112,7 +112,16 @@ def exact(folder: Path) -> Path:
     return path
 
 
-def test_loops_that_took_as_long_as_predicted_are_no_error_and_too_few_are_no_chooser(tmp_path):
+def test_loops_that_took_as_long_as_predicted_are_no_error_in_table_and_object(tmp_path):
+    shown = accuracy("--measured", exact(tmp_path))
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert max(map(len, lines[1:])) <= 80 and "mine.csv" in lines[0]
+    gpus = catalog.names("device")
+    rows = [line for line in lines if line.partition(" ")[0] in gpus]
+    assert len(rows) == 3 + sum(row["half"] != "fit" for row in published_errors()["rows"])
+    assert rows[0].split()[:4] == ["H100", "vllm", "TPOT", "8"]
+    assert any(line.startswith("latencies within") for line in lines)
     told = json.loads(accuracy("--measured", exact(tmp_path), "--json").stdout)["measured"]
     assert [row["operator"] for row in told["rows"]] == ["TPOT", "TTFT", "request"]
     assert all(row["cases"] == 8 and row["worst"] < 1e-6 for row in told["rows"])
@@ -124,18 +133,6 @@ def test_loops_that_took_as_long_as_predicted_are_no_error_and_too_few_are_no_ch
     path.write_text(HEADER + ROW.format(weights="", degree=1, batch=1, ttft=30, tpot=8),
                     encoding="utf-8")
     assert json.loads(accuracy("--measured", path, "--json").stdout)["measured"]["choosers"] == []
-
-
-def test_the_table_has_a_line_a_row_and_ones_own_first(tmp_path):
-    shown = accuracy("--measured", exact(tmp_path))
-    assert shown.exit_code == 0
-    lines = shown.stdout.splitlines()
-    assert max(map(len, lines[1:])) <= 80 and "mine.csv" in lines[0]
-    gpus = catalog.names("device")
-    rows = [line for line in lines if line.partition(" ")[0] in gpus]
-    assert len(rows) == 3 + sum(row["half"] != "fit" for row in published_errors()["rows"])
-    assert rows[0].split()[:4] == ["H100", "vllm", "TPOT", "8"]
-    assert any(line.startswith("latencies within") for line in lines)
 
 
 def test_the_figures_of_the_catalog_keep_what_is_promised():

@@ -45,7 +45,7 @@ def looks(work: Callable[[], None]) -> int:
     return found.count("start")
 
 
-def test_nothing_is_looked_for_meanwhile_nor_among_what_is_left_right_after(melted):
+def test_nothing_is_looked_for_meanwhile_and_what_refers_to_itself_found_afterwards(melted):
     def work() -> None:
         with uncollected():
             make()
@@ -58,9 +58,6 @@ def test_nothing_is_looked_for_meanwhile_nor_among_what_is_left_right_after(melt
     assert looks(make) > 0
     assert looks(work) == 0
     assert gc.isenabled() and gc.get_freeze_count() == 0
-
-
-def test_what_refers_to_itself_is_found_afterwards(melted):
     with uncollected():
         gone = weakref.ref(Node())
     assert gone() is not None

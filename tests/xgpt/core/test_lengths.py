@@ -71,7 +71,7 @@ def correlation(joint: JointLengths) -> float:
     return float(np.corrcoef(*joint.pairs.T)[0, 1])
 
 
-def test_joint_lengths_keep_the_correlation_that_marginals_lose():
+def test_joint_lengths_keep_their_correlation_and_without_a_change_their_distribution():
     joint = joint_empirical(np.array([[10, 1], [20, 2], [30, 3]]))
     assert correlation(joint) == pytest.approx(1)
     assert joint.mean_input_given_output() == pytest.approx([10, 20, 30])
@@ -83,6 +83,11 @@ def test_joint_lengths_keep_the_correlation_that_marginals_lose():
     # outputs that nobody saw take the mean input
     assert joint_empirical(np.array([[10, 1], [30, 3]])).mean_input_given_output() == (
         pytest.approx([10, 20, 30]))
+    before = observed_pairs()
+    assert with_output_moments(before).outputs is before.outputs
+    given = truncated_normal(7, 0, 20)
+    assert with_output_moments(JointLengths(inputs=given, outputs=given),
+                               mean_factor=1.3).outputs.mean == 9
 
 
 CHANGES = ({"mean_factor": 0.85}, {"mean_factor": 1.3}, {"std_factor": 0.7}, {"std_factor": 1.15},
@@ -120,14 +125,6 @@ def test_observed_pairs_change_together(change):
     assert (after.pairs[:, 0] == before.pairs[:, 0]).all()
     assert empirical(after.pairs[:, 1]).pmf == pytest.approx(after.outputs.pmf)
     assert after.outputs.num_samples == 2000
-
-
-def test_no_change_is_the_same_distribution_and_given_ones_are_not_drawn_again():
-    before = observed_pairs()
-    assert with_output_moments(before).outputs is before.outputs
-    given = truncated_normal(7, 0, 20)
-    assert with_output_moments(JointLengths(inputs=given, outputs=given),
-                               mean_factor=1.3).outputs.mean == 9
 
 
 def test_a_bootstrap_scatters_as_the_sample_does_repeats_and_reaches_beyond():

@@ -62,15 +62,12 @@ def test_a_config_reads_as_the_catalogs_row(config, row):
         replace(kept, **same))
 
 
-def test_both_spellings_of_rope_settings_read_alike():
+def test_both_spellings_of_rope_read_alike_and_parameters_are_counted_once():
     new = {k: v for k, v in LLAMA_31.items() if k not in ("rope_theta", "rope_scaling")}
     scaling = LLAMA_31["rope_scaling"]
     assert isinstance(scaling, dict)
     new["rope_parameters"] = {**scaling, "rope_theta": 500000.0}
     assert from_hf_config(new, "x") == from_hf_config(LLAMA_31, "x")
-
-
-def test_parameters_are_counted_once_and_those_of_shared_heads_and_cross_attention_too():
     spec = catalog.model("smollm2-135m")
     untied = replace(spec, tied_embeddings=False)
     assert untied.num_params - spec.num_params == spec.vocab_size * spec.hidden_size
@@ -286,13 +283,22 @@ def test_each_says_what_of_it_is_not_executed_and_comes_back_from_json(name):
         from_hf_config(values | {"text_config": text} if "text_config" in values else text, name)
 
 
-def test_degrees_divide_what_every_token_goes_through_too():
+def test_parts_of_planned_models_divide_cost_and_are_told_apart():
     spec = shape("llama-4-scout")
     assert refuse_tp_degree(spec, 8) is None
     experts = spec.decoder.experts
     assert experts is not None
     odd = replace(spec, decoder=replace(spec.decoder, experts=replace(experts, shared=8193)))
     assert "shared experts" in str(refuse_tp_degree(odd, 8))
+    spec, device = shape("deepseek-v3"), catalog.device("H200")
+    plain = replace(spec, decoder=replace(spec.decoder, latent=None))
+    assert plain.kv_elements_per_token_layer == pytest.approx(57 * 576, rel=0.01)
+    latent_s, heads_s = (float(Roofline(own, device, "bfloat16", engine="vllm").operator_s(
+        Operator.DECODE_ATTENTION, 64.0, 4000.0)) for own in (spec, plain))
+    assert 5 < heads_s / latent_s < 57
+    assert model_shape(catalog.model("llama-3.1-8b")) == "15bfc5df617a2978"
+    assert model_shape(shape("deepseek-v3")) != model_shape(
+        replace(shape("deepseek-v3"), decoder=replace(shape("deepseek-v3").decoder, latent=None)))
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "llama-4-maverick"])
@@ -304,21 +310,3 @@ def test_times_grow_with_size_and_fall_in_relation_to_it(name):
         assert (np.diff(seconds) >= 0).all(), operator
     rest = source.operator_s(Operator.LAYER_REST, x, tp_degree=8)
     assert (np.diff(rest / x) <= 1e-15).all()
-
-
-def test_decoding_over_latents_reads_less_and_computes_more_than_over_heads():
-    """DeepSeek-V3 at 4,000 tokens: 57 times fewer bytes than keys and values of 128 heads; its
-    heads multiply the latent vectors, which takes 3.4 times the operations."""
-    spec, device = shape("deepseek-v3"), catalog.device("H200")
-    plain = replace(spec, decoder=replace(spec.decoder, latent=None))
-    assert plain.kv_elements_per_token_layer == pytest.approx(57 * 576, rel=0.01)
-    latent_s, heads_s = (float(Roofline(own, device, "bfloat16", engine="vllm").operator_s(
-        Operator.DECODE_ATTENTION, 64.0, 4000.0)) for own in (spec, plain))
-    assert 5 < heads_s / latent_s < 57
-
-
-def test_profiles_of_models_without_these_parts_keep_their_shapes_fingerprint():
-    """What came later counts only where it says something."""
-    assert model_shape(catalog.model("llama-3.1-8b")) == "15bfc5df617a2978"
-    assert model_shape(shape("deepseek-v3")) != model_shape(
-        replace(shape("deepseek-v3"), decoder=replace(shape("deepseek-v3").decoder, latent=None)))

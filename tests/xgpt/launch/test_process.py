@@ -246,7 +246,7 @@ def children(process: subprocess.Popen[str], number: int) -> None:
     wait(are_there, f"{number} children")
 
 
-def test_a_launcher_that_waits_for_ranks_it_could_not_start_is_not_waited_for():
+def test_ranks_that_could_not_be_started_are_not_waited_for_and_late_ones_found():
     with launcher("PMI_RANK=0 sleep 100 & kid=$!; read go; kill $kid; wait $kid") as process, (
             closing(first_end(process))) as end:
         children(process, 1)
@@ -255,6 +255,14 @@ def test_a_launcher_that_waits_for_ranks_it_could_not_start_is_not_waited_for():
         process.stdin.flush()
         children(process, 0)
         assert looked(end) == f"rank 1 on {HOST}"
+    with launcher("PMI_RANK=0 sleep 100 & read go; PMI_RANK=1 sleep 100 &") as process, (
+            closing(first_end(process))) as end:
+        children(process, 1)
+        assert looked(end, 20) is None and len(end._found) == 1
+        process.stdin.write("\n")
+        process.stdin.flush()
+        children(process, 2)
+        assert looked(end) is None and len(end._found) == 2
 
 
 @pytest.mark.parametrize(("name", "is_known"), [
@@ -268,14 +276,3 @@ def test_a_launcher_that_could_start_none_is_not_waited_for(name, is_known, tmp_
         children(process, 1)
         assert looked(end, 250) is None
         assert looked(end) == (f"rank 0 on {HOST}" if is_known else None)
-
-
-def test_a_rank_that_is_started_late_is_found():
-    with launcher("PMI_RANK=0 sleep 100 & read go; PMI_RANK=1 sleep 100 &") as process, (
-            closing(first_end(process))) as end:
-        children(process, 1)
-        assert looked(end, 20) is None and len(end._found) == 1
-        process.stdin.write("\n")
-        process.stdin.flush()
-        children(process, 2)
-        assert looked(end) is None and len(end._found) == 2

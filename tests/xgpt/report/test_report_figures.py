@@ -114,7 +114,7 @@ def test_without_a_bound_or_an_end_or_a_prediction_there_is_no_verdict():
     assert check_bound(Output(directory=Path("out"))).is_kept is None
 
 
-def test_bounds_on_the_tokens_pace_are_of_all_queries_from_the_start_of_their_encoding():
+def test_bounds_on_pace_are_of_all_queries_and_a_makespan_of_one_whole_run():
     paced = [dataclasses.replace(query(9.0, start_s=float(start)), ttft_s=start + 1.0, tpot_s=0.1)
              for start in range(99)]
     late = dataclasses.replace(query(9.0, start_s=5.0), ttft_s=8.0, tpot_s=0.3)
@@ -132,9 +132,6 @@ def test_bounds_on_the_tokens_pace_are_of_all_queries_from_the_start_of_their_en
     facts = kept_facts([ttft, tpot, makespan])
     assert facts["bound_kept"] is False
     assert [bound["share_over"] for bound in facts["bounds"]] == [0.01, 0.01, 0.0]
-
-
-def test_a_makespan_is_judged_of_one_whole_run_alone():
     schedule = dataclasses.replace(fake_schedule(latency_bound_s=math.inf), bounds=(
         Bound(limit_s=math.inf), Bound(metric="makespan", limit_s=30.0)))
     whole = Output(directory=Path("out"), schedule=schedule, queries=QueryColumns((query(1.0),)),
@@ -170,17 +167,6 @@ def run_dir(tmp_path):
     return write_fake_run(tmp_path / "out", num_queries=20)
 
 
-def test_a_finished_run_is_read_without_a_remark(run_dir):
-    output = read_output(run_dir)
-    assert output.remarks == ()
-    assert len(output.queries) == len(output.answers) == 20
-    assert len(output.errors) == 2 and output.lanes and output.schedule is not None
-    assert output.answers[9].prompt is not None
-    assert output.answers[9].prompt.startswith("Say something sensible about the number 9")
-    few = read_output(run_dir, max_answers=5)
-    assert len(few.answers) == 5 and len(few.queries) == 20
-
-
 def change(folder, cut=None, more=b""):
     path = folder / "results.jsonl"
     path.write_bytes(path.read_bytes()[:cut] + more)
@@ -213,13 +199,22 @@ def test_what_is_torn_or_missing_is_left_out_and_said(run_dir, spoils, count, re
     assert all((answer.prompt is None) == (remark == "spool") for answer in output.answers)
 
 
-def test_an_empty_folder_is_read_with_remarks_and_a_missing_one_refused(tmp_path):
+def test_a_run_is_read_without_a_remark_an_empty_folder_with_and_a_missing_one_refused(
+        tmp_path, run_dir):
     output = read_output(tmp_path)
     assert not output.queries and output.schedule is None and output.metrics is None
     assert output.remarks == ("job.json is missing.", "results.jsonl is missing.",
                               "schedule.json is missing.")
     with pytest.raises(InputError, match="a folder that `xgpt submit`"):
         read_output(tmp_path / "absent")
+    output = read_output(run_dir)
+    assert output.remarks == ()
+    assert len(output.queries) == len(output.answers) == 20
+    assert len(output.errors) == 2 and output.lanes and output.schedule is not None
+    assert output.answers[9].prompt is not None
+    assert output.answers[9].prompt.startswith("Say something sensible about the number 9")
+    few = read_output(run_dir, max_answers=5)
+    assert len(few.answers) == 5 and len(few.queries) == 20
 
 
 def test_results_of_ours_and_openais_are_read_with_the_prompts_of_their_queries(tmp_path):

@@ -160,7 +160,7 @@ def test_objects_of_json_lines_are_carried_as_what_they_are(tmp_path):
         {key: value for key, value in row.items() if key != "prompt"} for row in rows]
 
 
-def test_openai_lines_texts_and_arrays_have_tables_of_results_too(tmp_path):
+def test_openai_lines_texts_arrays_and_files_of_several_kinds_become_one_table(tmp_path):
     openai = {"custom_id": "o", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}
     (tmp_path / "in.json").write_text(json.dumps([openai, "y"]))
     (tmp_path / "in.txt").write_text("one\n\ntwo\n")
@@ -170,9 +170,6 @@ def test_openai_lines_texts_and_arrays_have_tables_of_results_too(tmp_path):
     assert [(row["id"], row["text"], row["output_tokens"]) for row in rows] == [
         ("o", "o", "2"), ("in.json:2", "in.json:2", "2"), ("in.txt:1", "in.txt:1", "2"),
         ("in.txt:3", "in.txt:3", "2")]
-
-
-def test_files_of_several_kinds_become_one_table(tmp_path):
     pq.write_table(pa.table({"prompt": ["p", "q"], "n": pa.array([1, 2], pa.int16()),
                              "both": [1, 2]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"prompt": ["r"], "n": pa.array([70000], pa.int32()),
@@ -211,7 +208,7 @@ def test_only_the_columns_that_are_asked_for_are_carried(tmp_path):
     assert len(table(tmp_path / "r.parquet")) == 3
 
 
-def test_a_stopped_run_has_what_it_answered(tmp_path):
+def test_a_stopped_run_has_what_it_answered_and_rows_are_read_a_thousand_at_a_time(tmp_path):
     lines = [f"{i},{'' if i in (0, 5) else 'x'},t{i}\n" for i in range(8)]
     (tmp_path / "in.csv").write_text("id,prompt,topic\n" + "".join(lines))
     output = ran(tmp_path / "out", tmp_path / "in.csv", answered=3)
@@ -220,16 +217,13 @@ def test_a_stopped_run_has_what_it_answered(tmp_path):
     write_results(output, tmp_path / "r.csv")
     assert [(row["id"], row["topic"], bool(row["error"])) for row in table(tmp_path / "r.csv")] == [
         ("0", "t0", True), ("1", "t1", False), ("2", "t2", False), ("3", "t3", False)]
-
-
-def test_rows_are_read_a_thousand_at_a_time(tmp_path):
     (tmp_path / "in.csv").write_text("prompt,n\n" + "".join(f"x,{i}\n" for i in range(2500)))
     (tmp_path / "in.txt").write_text("x\n" * 2500)
     for name in ("in.csv", "in.txt"):
         said = write_results(ran(tmp_path / "out", tmp_path / name), tmp_path / "r.parquet")
         assert "results: 2500 rows" in said
-    table = pq.read_table(tmp_path / "r.parquet")
-    assert table.column("id").to_pylist() == [str(i + 1) for i in range(2500)]
+    read = pq.read_table(tmp_path / "r.parquet")
+    assert read.column("id").to_pylist() == [str(i + 1) for i in range(2500)]
 
 
 def test_what_keeps_a_table_from_being_written_is_told(tmp_path):

@@ -216,36 +216,21 @@ NUMBERED = [{"prompt": f"number {i * i}"} for i in range(2000)]
 COPY = "no whole Parquet file / Copy it again"
 
 
-@pytest.mark.parametrize(("name", "content", "keys", "said"), [
-    ("r.json", '[{"prompt": "x"}, {"prom', {}, "no whole JSON array"),
-    ("r.json", "[" * 100_000, {}, "nested too deeply"), ("r.json", '["\xff"]', {}, "not UTF-8"),
-    ("r.json", "prompt\nx\n", {}, "should begin with"),
-    ("r.json", '["x"] {"prompt": "y"}', {}, "no whole JSON array"),
+WRONG = [
+    *((name, json.loads(content), json.loads(keys), said) for name, content, keys, said in (
+        line.split(" | ", 3) for line in Path(__file__).with_name("wrong_files.txt").read_text(
+            "utf-8").splitlines() if line and not line.startswith("#"))),
+    ("r.json", "[" * 100_000, {}, "nested too deeply"),
     ("r.parquet", lambda path: cut(path, ROWS, 10), {}, COPY),
     ("r.parquet", lambda path: cut(path, ROWS, -20), {}, COPY),
     ("r.parquet", lambda path: cut(path, ROWS, -1), {}, COPY),
     ("r.parquet", damaged, {}, "no whole Parquet file"),
     ("r.parquet", lambda path: cut(path, [{"prompt": 7, "text": "x"}], None), {},
      "of type int64, not text; columns there: prompt (int64), text (string)"),
-    ("r.jsonl.gz", lambda path: cut(path, NUMBERED, -200), {}, "damaged or cut off"),
-    ("requests", "\xff\xfei\x00d\x00", {}, "UTF-16"),
-    ("requests", "PK\x03\x04...", {}, "a spreadsheet? save it as CSV"),
-    ("requests", "What is it?\n", {}, "format: text"),
-    ("r.csv", "id,question,topic\n1,2,3\n", {},
-     "no column 'prompt' / columns there: id, question, topic / prompt: COLUMN}"),
-    ("r.csv", "id,Prompt\n1,2\n", {}, "did you mean 'Prompt'?"),
-    ("r.csv", "id,prompt\n1,2\n", {"prompt": "text"},
-     "workload.requests.prompt = 'text' / no column 'text'"),
-    ("r.csv", "nr,prompt\n1,2\n", {"id": "id"},
-     "workload.requests.id / columns there: nr, prompt"),
-    ("r.csv", "id;prompt;topic\n1,2,3\n", {}, 'delimiter: ";"'),
-    ("r.csv", "id\tprompt\n1,2,3\n", {}, 'delimiter: "\\t"'),
-    ("r.csv", "prompt,a,a\n1,2,3\n", {}, "two columns are called 'a'"),
-    ("r.csv", "prompt,max_new_tokens\n1,2\n", {},
-     "did you mean the column 'max_tokens' / options: false"),
-    ("r.csv", "prompt,a\n1,2\n", {"carry": ("b",)},
-     "workload.requests.carry / columns there: prompt, a"),
-    ("r.csv", '"open\n1,2,3\n', {}, "its header cannot be read")])
+    ("r.jsonl.gz", lambda path: cut(path, NUMBERED, -200), {}, "damaged or cut off")]
+
+
+@pytest.mark.parametrize(("name", "content", "keys", "said"), WRONG)
 def test_a_file_that_is_not_whole_or_lacks_what_is_needed_is_one_error_with_its_remedy(
         tmp_path, name, content, keys, said):
     path = tmp_path / name
