@@ -37,7 +37,6 @@ _INSTRUCTION_SETS = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "
                      ("avx512_vnni", "VNNI"), ("amx_bf16", "AMX bf16"), ("asimd", "NEON"),
                      ("sve", "SVE"))
 _CHECKS = Path(__file__).resolve().parents[2] / "tests" / "kit"  # of a source tree
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +177,9 @@ def examine() -> dict[str, str]:
     gpus = ", ".join(f"{gpu.name} ({format_bytes(gpu.memory_bytes or 0)})" for gpu in gpus_here())
     return found | {
         "compiler": _compiler(), "gpus": gpus or "none that nvidia-smi shows", "cupy": _cupy(),
-        "nvcc": _said("nvcc", r"release [\w.]+"), "slurm": _said("sbatch", r"[\d.]+"),
+        "slurm": _slurm(),
         "engines": engines_in_words(), "packages": extras_in_words(),
-        "hub": hub_in_words(), "cache": cache_in_words(),
-        "browser": next((path for name in _BROWSERS if (path := shutil.which(name))),
-                        "none on the PATH (only tests of the report use one)")}
+        "hub": hub_in_words(), "cache": cache_in_words()}
 
 
 def compare_on_gpu(folder: Path, checks: Path = _CHECKS) -> Path:
@@ -243,13 +240,12 @@ def _cupy() -> str:
     return next(found, "not installed (the extra `cuda12` or `cuda13` has it; only GPUs need it)")
 
 
-def _said(command: str, pattern: str) -> str:
-    """The version that a command tells of itself."""
-    path = shutil.which(command)
-    if path is None:
-        return f"no {command} on the PATH"
+def _slurm() -> str:
+    """The version that sbatch tells of itself."""
+    if (path := shutil.which("sbatch")) is None:
+        return "no sbatch on the PATH"
     try:
-        version = re.search(pattern, _printed([path, "--version"]))
+        version = re.search(r"[\d.]+", _printed([path, "--version"]))
     except XgptError as why:
         return f"{path}, which {why}"
     return f"{path}, {version.group()}" if version else path

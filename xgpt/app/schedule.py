@@ -213,11 +213,6 @@ class JobPlanner:
                       if plan is None or job is plan.opened)
         return self._jobs[layout], self._planner(layout)
 
-    @property
-    def times(self) -> tuple[TimingSource, ...]:
-        """What it plans with, on each layout, for as many plans as are asked for."""
-        return tuple(self._planner(layout).timing for layout in self._jobs)
-
     def _is_worth_timing(self, layout: Layout, first: LaidOut, *, is_steady: bool) -> bool:
         """Whether to plan on this layout, too: where it has been timed, where the first has no
         schedule, or where the job is long enough for what it may bring."""

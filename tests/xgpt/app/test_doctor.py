@@ -47,10 +47,9 @@ def test_a_bare_machine_is_told_what_it_lacks_in_80_columns(without):
     assert '    pip install -c constraints.txt -e ".[run,report]"\n' in shown.stdout
     told = json.loads(CliRunner().invoke(cli, ["doctor", "--json"]).stdout)
     assert list(told) == ["processor", "memory", "torch", "native", "mpi", "compiler", "gpus",
-                          "cupy", "nvcc", "slurm", "engines", "packages", "hub", "cache", "browser",
-                          "missing"]
+                          "cupy", "slurm", "engines", "packages", "hub", "cache", "missing"]
     assert "extra `run`" in told["torch"] and "no C++ compiler" in told["compiler"]
-    assert told["nvcc"] == "no nvcc on the PATH" and "none" in told["gpus"]
+    assert told["slurm"] == "no sbatch on the PATH" and "none" in told["gpus"]
     done = CliRunner().invoke(cli, ["doctor", "--gpu"])
     assert done.exception.exit_code == 1 and "no GPU here" in str(done.exception)
 

@@ -195,16 +195,12 @@ def make_folder(job: Job) -> None:
         allowed = f"a folder that can be written to: {cause.strerror}"
     if allowed is not None:
         raise wrong(job.source, "output", str(job.output), allowed)
-    if job.results is not None:
-        _make_place(job, job.results)
-
-
-def _make_place(job: Job, results: Path) -> None:
-    """Finds before the run what would keep its table of results from being written after it."""
-    if format_of(results) == "parquet":
-        arrow(f"writing {results.name}")
-    if (allowed := why_no_file(results)) is not None:
-        raise wrong(job.source, "results", str(results), allowed)
+    # before the run, what would keep its table of results from being written after it
+    if (results := job.results) is not None:
+        if format_of(results) == "parquet":
+            arrow(f"writing {results.name}")
+        if (allowed := why_no_file(results)) is not None:
+            raise wrong(job.source, "results", str(results), allowed)
 
 
 def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Requests) -> RunPlan:

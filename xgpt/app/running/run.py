@@ -157,7 +157,9 @@ def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
         except RanksFailed as error:
             tell.end_progress()
             if error.is_told or (leg.alone is None and restarts == 0):
-                raise _with_what_is_kept(error, plan) from None
+                said = f"{_is_kept(plan)}; the same command goes on from there"
+                raise XgptError(str(error) if "the same command goes on" in str(error) else
+                                f"{error}\n{paragraph(said)}") from None
             what = deaths.record(leg, str(error))
             if StopRequest(plan.output).is_made:
                 raise StoppedEarly(f"{error}\nThe run was asked to stop meanwhile: "
@@ -175,14 +177,6 @@ def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
         leg, is_first = deaths.next_leg(), False
     if answered(plan.output / RESULTS_FILE).written == len(Spool(plan.output)):
         (plan.output / DEATHS_FILE).unlink(missing_ok=True)
-
-
-def _with_what_is_kept(error: RanksFailed, plan: RunPlan) -> XgptError:
-    text = str(error)
-    if "the same command goes on" in text:
-        return XgptError(text)
-    goes_on = f"{_is_kept(plan)}; the same command goes on from there"
-    return XgptError(f"{text}\n{paragraph(goes_on)}")
 
 
 def _is_kept(plan: RunPlan) -> str:
