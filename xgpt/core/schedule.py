@@ -39,8 +39,6 @@ class Status(StrEnum):
     OPTIMAL = "optimal"
     WITHIN_GAP = "within gap"  # of the optimum, which may be this or not
     LIMIT = "stopped at its limit"
-    INFEASIBLE = "infeasible"
-    GRID = "best of a grid and its neighbours"  # nothing is proved: a policy without a space
     JOB = "quickest for this job"  # of few queries, though others are quicker in steady state
     BEGINNING = "quickest at the caps"  # does not keep its bound, until lengths are observed
     GIVEN = "given"  # every control variable is the job's own
