@@ -62,12 +62,15 @@ def test_a_config_reads_as_the_catalogs_row(config, row):
         replace(kept, **same))
 
 
-def test_both_spellings_of_rope_read_alike_and_parameters_are_counted_once():
+def test_both_spellings_of_rope_settings_read_alike():
     new = {k: v for k, v in LLAMA_31.items() if k not in ("rope_theta", "rope_scaling")}
     scaling = LLAMA_31["rope_scaling"]
     assert isinstance(scaling, dict)
     new["rope_parameters"] = {**scaling, "rope_theta": 500000.0}
     assert from_hf_config(new, "x") == from_hf_config(LLAMA_31, "x")
+
+
+def test_parameters_are_counted_once_and_those_of_shared_heads_and_cross_attention_too():
     spec = catalog.model("smollm2-135m")
     untied = replace(spec, tied_embeddings=False)
     assert untied.num_params - spec.num_params == spec.vocab_size * spec.hidden_size

@@ -133,12 +133,15 @@ def test_every_line_that_is_not_blank_becomes_a_request_or_an_error(tmp_path, li
     assert len({r.id for r in requests}) == len(requests)
 
 
-def test_a_requests_own_limit_comes_before_the_jobs_and_likelihoods_are_given():
+def test_a_requests_own_limit_comes_before_the_jobs():
     base = Request(line=1, id="a", prompt="x")
     assert base.output_cap(50) == 50
     assert Request(line=1, id="a", prompt="x", max_tokens=7).output_cap(50) == 7
     assert Request(line=1, id="a", prompt="x", max_tokens=7,
                    forced_tokens=3).output_cap(50) == 3
+
+
+def test_engines_with_likelihoods_give_them():
     for engine in (None, "vllm"):
         request = read_record({"prompt": "x", "logprobs": 2, "min_tokens": 1}, 1, "a",
                               terms=Terms(engine=engine))

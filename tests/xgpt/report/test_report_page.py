@@ -131,13 +131,16 @@ def test_nothing_is_fetched_and_hostile_texts_are_shown_and_are_no_elements(text
     assert "not JSON: </td><script>alert(1)</script>" in page.text
 
 
-def test_texts_are_shown_as_code_and_prose_and_memory_as_predicted_and_measured():
+def test_texts_are_shown_as_code_and_prose_and_what_turns_them_as_escapes():
     assert clean("a\x00b\ud800c\r\nd\te\u202ef") == "a\\x00b\\ud800c\nd\te\\u202ef"
     assert clean("xyz" * 10, limit=6) == "xyzxyz [24 more characters are in the files beside]"
     assert code_and_prose("see:\n```py\nx\n```\nthat") == [
         (False, "see:"), (True, "```py\nx\n```"), (False, "that")]
     assert code_and_prose("```\ncut off") == [(True, "```\ncut off")]
     assert code_and_prose(" plain\n") == [(False, " plain\n")]
+
+
+def test_memory_is_that_of_each_rank_as_predicted_and_as_measured():
     stages = [{"ranks": [0], "peak_memory_bytes": 2**30}, {"ranks": "?"}, 3]
     chart = memory(fake_schedule(), json.loads(json.dumps({"stages": stages})))
     predicted, measured = chart.series
