@@ -36,7 +36,6 @@ from xrunner.engine.stage import StageExecutor  # noqa: E402
 from xrunner.engine.step_log import timeline_of  # noqa: E402
 from xrunner.ops.cuda import cuda_modules  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason="this PyTorch can use no CUDA device")]
 FAMILIES = (*toys.FAMILIES, *toys.ENCODER_DECODER_FAMILIES)

@@ -1,7 +1,6 @@
 """A rank: it ends with its launcher, waits and takes what it is told, and computes with fewer
 threads while others take its cores; measured.json and steps.jsonl of stages of several ranks."""
 
-import gc
 import json
 import os
 import socket
@@ -28,23 +27,6 @@ from xrunner.rank import standby
 from xrunner.rank.lead import RunOutcome, operators_of, write_measured
 from xrunner.rank.threads import HOLD_S, LOOK_S, Threads, WaitedForCores, threads_of
 from xrunner.step_record import StepRecord
-
-
-def test_the_collector_rests_until_all_is_imported(monkeypatch):
-    monkeypatch.setattr(lifeline, "end_with_launcher", lambda: None)
-    frozen = gc.get_freeze_count()
-    try:
-        lifeline.begin_rank()
-        assert not gc.isenabled()
-        lifeline.all_imported()
-        assert gc.isenabled() and (after := gc.get_freeze_count()) > frozen
-        later = [[1], [2]]
-        lifeline.all_imported()  # a rank of many runs: what these leave is collected
-        assert len(later) == 2 and gc.get_freeze_count() == after
-    finally:
-        gc.unfreeze()
-        gc.enable()
-
 
 _RANK = """
 from xgpt.core.system.lifeline import begin_rank

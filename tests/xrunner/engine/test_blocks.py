@@ -206,10 +206,6 @@ def rra(*, groups: int = 1, chunk: int = 0, kv_tokens: int = 200) -> RraRule:
                    kv_tokens=kv_tokens * groups, encode_chunk=chunk)
 
 
-def expected(model: Any) -> dict[int, list[int]]:
-    return generated(model, QUERIES)
-
-
 def caches(executor: StageExecutor) -> list[KvCache]:
     found = [own.cache for own in executor.groups]
     assert all(cache.room_for([]) is not None for cache in found), "a table names blocks"
@@ -223,7 +219,7 @@ def test_rra_answers_as_generate_does(made, small_blocks, degrees, groups, chunk
     directory, model = made("llama")
     sink, executors = run_in_process(directory, QUERIES, degrees=degrees, in_blocks=True,
                                      rule=rra(groups=groups, chunk=chunk))
-    assert answers_of(sink) == expected(model)
+    assert answers_of(sink) == generated(model, QUERIES)
     for executor in executors:
         assert executor.rows_compacted == 0
         # no group had more than its rule reserves
@@ -238,7 +234,7 @@ def test_what_waa_hands_over_is_put_into_blocks(made, small_blocks, encode, deco
     rules = toy_waa_rules(len(encode), num_groups=groups, kv_tokens=150)
     sink, executors = run_waa_in_process(directory, QUERIES, waa_pools(directory, encode, decode),
                                          rules, in_blocks=True)
-    assert answers_of(sink) == expected(model)
+    assert answers_of(sink) == generated(model, QUERIES)
     for rank in range(sum(encode), sum(encode) + sum(decode)):
         own = caches(executors[rank])
         assert len({id(cache.pool) for cache in own}) == 1, "one budget, one pool for all groups"
@@ -279,7 +275,7 @@ def test_a_change_finds_the_blocks_that_room_was_made_for(made, small_blocks):
     rule.change(PhaseControls(encode_batch=6, decode_iterations=3, group_max_active=12,
                               group_kv_tokens=12 * LONGEST), phase=2)
     sink, (executor,) = run_in_process(directory, QUERIES, num_stages=1, rule=rule, in_blocks=True)
-    assert answers_of(sink) == expected(model)
+    assert answers_of(sink) == generated(model, QUERIES)
     (cache,) = caches(executor)
     assert cache.pool.most_taken * SIZE > LONGEST + SIZE, "more than the first phases could have"
 
@@ -294,6 +290,6 @@ def test_blocks_of_a_query_that_is_done_are_there_for_other_groups_at_once(made,
     with TORCH.using():  # the native kernels take blocks of 16 or more
         sink, executors = run_waa_in_process(
             directory, QUERIES, waa_pools(directory, (1,), (1,)), rules, in_blocks=True)
-    assert answers_of(sink) == expected(model)
+    assert answers_of(sink) == generated(model, QUERIES)
     (pool,) = {cache.pool for cache in caches(executors[1])}
     assert pool.count == LONGEST + 5

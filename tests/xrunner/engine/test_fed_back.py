@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from holding import rule_of
@@ -15,12 +14,10 @@ from toys import random_queries
 
 from xrunner.devices import Arriving
 from xrunner.engine import stage
-from xrunner.engine.group import FED_BACK, LastTokens
+from xrunner.engine.group import FED_BACK
 from xrunner.engine.stage import StageExecutor
-from xrunner.ops.contexts import decode_context
 from xrunner.query import PreparedQuery
 from xrunner.rules.paged import BLOCK_TOKENS
-from xrunner.rules.slots import Move, apply_moves, compaction_moves
 from xrunner.rules.steps import BatchingRule, StepKind, rules_for
 
 TIGHT = 5 * BLOCK_TOKENS
@@ -127,26 +124,3 @@ def test_a_head_that_is_ahead_decides_what_the_replay_decides(made, policy, vari
     assert [len(ids) for _, ids in sorted(answers_of(sink).items())] == outputs
     pool = replayed(problem, estimate, queries, outputs).pools[0]
     assert steps_of(executor.log) == whole_steps(pool)
-
-
-def test_last_tokens_go_with_their_queries():
-    rng, kept, known = np.random.default_rng(5), LastTokens(torch.device("cpu"), 240), list[int]()
-    for _ in range(60):
-        joining = int(rng.integers(0, 4))
-        known += [7] * joining  # told with its first step
-        if not known:
-            continue
-        step = decode_context([1] * len(known))
-        told = torch.tensor([FED_BACK] * (len(known) - joining) + [7] * joining + [-5, 3])
-        assert kept.fed(told, step).tolist() == [*known, -5, 3]
-        slots = rng.choice(len(known), int(rng.integers(1, len(known) + 1)), replace=False).tolist()
-        kept.keep(range(len(known)), torch.tensor(known))
-        given = rng.integers(-1, 100, len(slots))
-        kept.keep(slots, torch.from_numpy(given))
-        for slot, token in zip(slots, given.tolist(), strict=True):
-            known[slot] = max(token, 0)  # no token: its row goes on with one that there is
-        removed = rng.choice(len(known), int(rng.integers(0, len(known) + 1)),
-                             replace=False).tolist()
-        moves: list[Move] = compaction_moves(len(known), removed)
-        kept.move(moves)
-        apply_moves(known, moves, len(removed))

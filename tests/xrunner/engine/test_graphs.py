@@ -25,7 +25,6 @@ from xrunner.engine import graphs
 from xrunner.engine.graphs import (
     MEMORY_SHARE,
     Captured,
-    CapturedStep,
     CaptureError,
     capture_steps,
     sizes_up_to,
@@ -34,7 +33,6 @@ from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import WHOLE, Shard
-from xrunner.ops.contexts import decode_context
 from xsimulator.memory import USABLE_SHARE
 
 
@@ -186,17 +184,6 @@ def test_sizes_are_those_that_batches_of_a_group_are_filled_up_to():
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(11) == [1, 2, 4, 8, 16]
     assert max(sizes_up_to(10_000)) == 512 and len(sizes_up_to(10_000)) == 43
-
-
-def test_a_smaller_step_leaves_no_row_of_the_one_before(made):
-    cache, model = own_cache(made("llama")[0])
-    own = CapturedStep(4, graphs.DecodeGraphs(model, cache.layers, Capture(), width=1))
-    own.take(torch.tensor([5, 6, 7, 8]), decode_context([3, 4, 5, 6]))
-    own.take(torch.tensor([9, 9]), decode_context([7, 8]))
-    assert own.inputs.tolist() == [9, 9, 0, 0]
-    assert own.context.lengths.tolist() == [7, 8, 0, 0]
-    for numbers in (own.context.slots, own.context.blocks[:, 0], own.context.places.slots):
-        assert numbers.tolist() == [0, 1, -1, -1]
 
 
 @pytest.mark.parametrize(("family", "shard", "why"), [

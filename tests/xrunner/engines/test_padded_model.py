@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import toys
 from examples import some
+from job_folder import read_lines
 from plans import plan_of
 from problems import estimate_from_flat, schedule_from_flat
 from replays import answers_of, estimated, generated, problem_for, replayed, steps_of, whole_steps
@@ -172,23 +173,19 @@ def save(folder: Path, estimate: Estimate) -> None:
         folder / "schedule.json")
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_a_run_leaves_the_same_files_as_the_own_engine(plan, made):
     deepspeed_worker.run(plan, WORLD)
-    results = lines_of(plan.output / "results.jsonl")
+    results = read_lines(plan.output / "results.jsonl")
     assert [r["output_ids"] for r in results] == [
         toys.generate(made("opt")[1], q) for q in toys.random_queries(11)]
-    assert [e["id"] for e in lines_of(plan.output / "errors.jsonl")] == ["bad", "long"]
+    assert [e["id"] for e in read_lines(plan.output / "errors.jsonl")] == ["bad", "long"]
     measured = json.loads((plan.output / "measured.json").read_text())
     assert (measured["state"], measured["queries"], measured["errors"]) == ("done", 11, 2)
     assert measured["output_tokens"] == sum(r["output_tokens"] for r in results)
     assert measured["stages"][0]["bytes_read"] > 0
     progress = json.loads((plan.output / "progress.json").read_text())
     assert (progress["state"], progress["done"], progress["total"]) == ("done", 11, 11)
-    steps = lines_of(plan.output / "steps.jsonl")
+    steps = read_lines(plan.output / "steps.jsonl")
     assert [s["queries"] for s in steps if s["kind"] == "encode"] == [4, 4, 3]
 
 
@@ -208,7 +205,7 @@ def test_a_stop_leaves_whole_batches_and_the_same_command_goes_on(plan, made, mo
     deepspeed_worker.run(plan, WORLD)
     measured = json.loads((plan.output / "measured.json").read_text())
     assert (measured["state"], measured["queries_before"], measured["queries"]) == ("done", 4, 7)
-    assert [r["output_ids"] for r in lines_of(results)] == [
+    assert [r["output_ids"] for r in read_lines(results)] == [
         toys.generate(made("opt")[1], q) for q in toys.random_queries(11)]
 
 

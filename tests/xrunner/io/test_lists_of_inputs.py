@@ -17,6 +17,7 @@ import torch
 import toy_runs
 import toys
 from given_runs import given, toy_plan  # noqa: E402
+from job_folder import read_lines
 from plans import open_writer, plan_of, spooled, written
 from replayed import problem_of  # noqa: E402
 from replays import (
@@ -183,10 +184,6 @@ def finished() -> list[FinishedQuery]:
     return found
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_choices_of_a_request_are_one_response(tmp_path):
     path = tmp_path / "results.jsonl"
     rows = written(path, finished())
@@ -231,7 +228,7 @@ def test_whenever_a_run_is_killed_the_next_one_ends_with_the_same_lines(
             killed.write(results[index])
         before = answered(path)
         if (folder / HELD_FILE).exists():
-            assert not [fault for row in rows_of(folder / HELD_FILE)
+            assert not [fault for row in read_lines(folder / HELD_FILE)
                         for fault in faults("results-line", row)]
         done = set(range(before.written)) | before.held
         assert done == set(order[:killed_after]), "nothing is lost, or answered twice"

@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2.sandbox
 import pytest
 import yaml
 from small_tokenizers import plain_folder
@@ -29,19 +28,6 @@ def directory(tmp_path, monkeypatch):
     folder = plain_folder(tmp_path / "model", bos_token="<s>")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
-
-
-def test_a_template_is_compiled_once(directory, monkeypatch):
-    compiled: list[str] = []
-    kind = jinja2.sandbox.ImmutableSandboxedEnvironment
-    compile_ = kind.from_string
-    monkeypatch.setattr(kind, "from_string", lambda self, source: (
-        compiled.append(source), compile_(self, source))[1])
-    tokenizer = TextTokenizer(directory)
-    for name in "ab":
-        assert tokenizer.render_chat([{"role": "user", "content": name}]) == (
-            f"<s><user>{name}<assistant>")
-    assert len(compiled) == 1
 
 
 def test_what_a_template_refuses_is_said(directory):
