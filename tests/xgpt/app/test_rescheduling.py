@@ -126,7 +126,7 @@ def test_a_failing_plan_leaves_the_run_alone(planned, monkeypatch):
 
 
 def test_waa_is_told_what_a_redeployment_would_bring(tmp_path):
-    session = session_of(tmp_path, schedule="policy: waa-c")
+    session = session_of(tmp_path, schedule="policy: waa-c, encode_chunk: 0")
     schedule = plan_job(session, timing_of(session)).schedule
     own = follow(session, schedule)
     assert own.slots == 0
@@ -160,7 +160,7 @@ def test_what_is_followed(tmp_path, given, is_followed, planned):
 
 
 def test_slots_leave_room_for_changes_within_memory_and_job(tmp_path):
-    session = session_of(tmp_path)
+    session = session_of(tmp_path, schedule="policy: rra")
     schedule = plan_job(session, timing_of(session)).schedule
     problem, estimate = session.problem, schedule.estimate
 

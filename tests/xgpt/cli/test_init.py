@@ -66,8 +66,9 @@ def test_the_job_is_planned_as_it_is(folder):
     done(init("--prompts", "q.jsonl", "--model", "opt-125m"))
     text = (folder / "job.yaml").read_text()
     assert "requests: q.jsonl\n" in text and "characters" not in text
-    planned = CliRunner().invoke(cli, ["schedule", "job.yaml", "--set", "cluster=a40-4", "--json"],
-                                 catch_exceptions=False)
+    planned = CliRunner().invoke(cli, [
+        "schedule", "job.yaml", "--set", "cluster=a40-4", "--json", "--set",
+        "schedule={policy: rra, encode_chunk: 0, tp_degree: 1}"], catch_exceptions=False)
     assert planned.exit_code == 0
     assert json.loads(planned.stdout)["figures"]["throughput_qps"] > 0
 
