@@ -33,8 +33,6 @@ from several_runs import Run, SeveralRuns, range_words
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES
-from xprofiler.roofline import work
-from xprofiler.timing import Operator
 
 AUTO = "auto"
 POLICIES = (AUTO, "rra", "waa-c", "sarathi", "vllm", "orca", "ft")
@@ -214,13 +212,24 @@ def decode_steps(output: Path, model: ModelSpec, dtype: str) -> Iterator[DecodeS
         step = json.loads(line)
         if step["kind"] != "decode":
             continue
-        queries, context = step["queries"], step["context_tokens"]
-        layer, cached, head = (
-            float(work(model, operator, queries, context, tp_degree=1,
-                       item_bytes=item_bytes).num_bytes)
-            for operator in (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.HEAD))
-        yield DecodeStep(queries, model.num_layers * (layer + cached) + head,
+        queries = step["queries"]
+        yield DecodeStep(queries, item_bytes * moved_elements(model, queries,
+                                                              step["context_tokens"]),
                          step["end_s"] - step["start_s"])
+
+
+def moved_elements(model: ModelSpec, queries: int, context: float) -> float:
+    """The least that a decode step reads and writes: weights, of a mixture those of the experts
+    that are hit, the cache, and what goes into and out of layers, attention and head."""
+    hidden, width, kv = (model.hidden_size, model.num_heads * model.head_dim,
+                         model.kv_elements_per_token_layer)
+    experts, passing = model.decoder.experts, 2 * width + kv
+    inner = model.mlp_columns if experts is None else float(
+        experts.inner * experts.hit(np.array(float(queries))))
+    layer = hidden * (passing + (3 if model.is_gated_mlp else 2) * inner) + queries * (
+        2 * hidden + passing)
+    cached = queries * (context * kv + 2 * width)
+    return model.num_layers * (layer + cached) + hidden * (model.vocab_size + queries)
 
 
 def table(rows: list[Row], asked: Asked, peak_bytes_per_s: float) -> str:

@@ -89,7 +89,7 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 @json_option
 def show(file: Path, as_json: bool) -> None:
-    """Tables of a profile: times, spread, share of the device's roofline."""
+    """Tables of a profile: times and their spread."""
     _print(load_profile(file), as_json)
 
 

@@ -1,57 +1,28 @@
-"""A Profile in the terminal: what was measured on what, and every table beside its floor."""
+"""A Profile in the terminal: what was measured on what, and every table."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
+from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.table import fact, paragraph, table
 from xgpt.report.words import clean, counted
 from xprofiler.points import left_out
 from xprofiler.profile import DISTURBED_LIMIT, STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.profile_file import AXES
 from xprofiler.profile_timing import learned_factors
-from xprofiler.roofline import bound_by, floor_s, work
-from xprofiler.timing import Operator
 from xprofiler.verdict import SPREAD_LIMIT, judge
 
 MAX_ROWS = 15  # points of a table
-_OPERATORS = frozenset(operator.value for operator in Operator)
 _NOISY = "*"
 _T = TypeVar("_T")
 
 
-class RatedPoint(NamedTuple):
-    """A measured point and, where model and peaks are known, the least time it can take."""
-
-    sample: Sample
-    floor_s: float | None
-    bound_by: str  # "compute", "memory", or nothing
-
-    @property
-    def is_noisy(self) -> bool:
-        return self.sample.spread > SPREAD_LIMIT
-
-    @property
-    def share(self) -> float | None:
-        """The share of the roofline that is reached; over 1 where a cache beats the memory's
-        bandwidth."""
-        if self.floor_s is None or not self.sample.median_s:
-            return None
-        return self.floor_s / self.sample.median_s
-
-
 def profile_tables(profile: Profile) -> str:
     """What the profile is of and how good it is, then a table an operator, degree and link."""
-    facts = profile_facts(profile)
-    if (reason := no_floor_reason(profile)) is not None:
-        facts.append(("roofline", f"no shares of it: {reason}"))
-    head = "\n".join(fact(label, value) for label, value in facts)
+    head = "\n".join(fact(label, value) for label, value in profile_facts(profile))
     tables = [_table_of(profile, key) for key in shown_keys(profile)]
     legend = ("time: median of the samples; spread: between its quartiles, over the median "
               f"({_NOISY} over {SPREAD_LIMIT:.0%})")
-    if reason is None:
-        legend += ("; floor: the least time at the device's peaks, bound by compute or memory; "
-                   "share: floor over time, over 100% where a cache beats the memory")
     return "\n\n".join([head, *tables, paragraph(legend)])
 
 
@@ -110,34 +81,11 @@ def _learned(profile: Profile) -> list[tuple[str, str]]:
         for kind, factor in learned_factors(profile).items()]
 
 
-def no_floor_reason(profile: Profile) -> str | None:
-    """Why nothing can be said of the device's share; None where it can."""
-    if profile.model is None:
-        return "this profile does not carry the model's shape"
-    if profile.peaks is None:
-        return "this profile does not carry the device's peaks"
-    if profile.metadata.dtype not in DTYPE_BYTES:
-        return f"the size of an element of {profile.metadata.dtype} is not known"
-    return None
-
-
 def shown_keys(profile: Profile) -> list[TableKey]:
     """Keys of the tables that have points, operators first, messages after them, by degree."""
     order = {name: place for place, name in enumerate(AXES)}
     return sorted((key for key, points in profile.tables.items() if points),
                   key=lambda key: (order.get(key.name, len(order)), key.tp_degree, key.link))
-
-
-def points_of(profile: Profile, key: TableKey) -> list[RatedPoint]:
-    """The points of a table by y, then x, each with its floor."""
-    samples = sorted(profile.tables[key], key=lambda s: (s.y, s.x))
-    model, peaks = profile.model, profile.peaks
-    if key.name not in _OPERATORS or model is None or peaks is None or no_floor_reason(profile):
-        return [RatedPoint(sample, None, "") for sample in samples]
-    needed = work(model, Operator(key.name), [s.x for s in samples], [s.y for s in samples],
-                  tp_degree=key.tp_degree, item_bytes=DTYPE_BYTES[profile.metadata.dtype])
-    return [RatedPoint(sample, float(floor), str(bound)) for sample, floor, bound in zip(
-        samples, floor_s(needed, peaks), bound_by(needed, peaks), strict=True)]
 
 
 def _spread_out(items: Sequence[_T], most: int) -> list[_T]:
@@ -156,42 +104,40 @@ def title_of(key: TableKey) -> str:
 
 
 def _table_of(profile: Profile, key: TableKey) -> str:
-    points = points_of(profile, key)
+    points = sorted(profile.tables[key], key=lambda p: (p.y, p.x))
     if key.name == STEP_OVERHEAD:
-        return paragraph(f"{title_of(key)}: {format_seconds(points[0].sample.median_s)} a "
+        return paragraph(f"{title_of(key)}: {format_seconds(points[0].median_s)} a "
                          f"micro-batch and stage, spread {_spread(points[0])}")
     shown, (x, y) = _spread_out(points, MAX_ROWS), AXES[key.name]
-    is_2d = any(p.sample.y for p in points)
+    is_2d = any(p.y for p in points)
     title = f"{title_of(key)}: x = {x}" + (f", y = {y}" if is_2d else "")
     if len(shown) < len(points):
         left_out = [p for p in points if p not in shown]
-        noisy = sum(p.is_noisy for p in left_out)
+        noisy = sum(map(_is_noisy, left_out))
         title += f" ({len(shown)} of {counted(len(points), 'point')}"
         title += f", {noisy} of the others noisy)" if noisy else ")"
     return f"{paragraph(title)}\n{_rows(shown, x, is_2d)}"
 
 
-def _rows(points: Sequence[RatedPoint], x: str, is_2d: bool) -> str:
-    """Columns y, x, time, spread and, where there is a floor: floor, share, what bounds."""
-    columns: list[tuple[str, Callable[[RatedPoint], str]]] = [
-        ("y", lambda p: _count(p.sample.y))] * is_2d
-    columns += [("bytes", lambda p: format_bytes(p.sample.x)) if x == "bytes" else
-                ("x", lambda p: _count(p.sample.x)),
-                ("time", lambda p: format_seconds(p.sample.median_s)), ("spread ", _spread)]
+def _rows(points: Sequence[Sample], x: str, is_2d: bool) -> str:
+    """Columns y, x, time, spread and, of messages, 10^9 bytes a second."""
+    columns: list[tuple[str, Callable[[Sample], str]]] = [("y", lambda p: _count(p.y))] * is_2d
+    columns += [("bytes", lambda p: format_bytes(p.x)) if x == "bytes" else
+                ("x", lambda p: _count(p.x)),
+                ("time", lambda p: format_seconds(p.median_s)), ("spread ", _spread)]
     if x == "bytes":
-        columns.append(("GB/s", lambda p: f"{p.sample.x / p.sample.median_s / 1e9:.3g}"
-                        if p.sample.median_s else "-"))
-    elif any(p.floor_s is not None for p in points):
-        columns += [("floor", lambda p: format_seconds(p.floor_s or 0.0)),
-                    ("share", lambda p: "-" if p.share is None else f"{p.share:.0%}"),
-                    ("bound by", lambda p: p.bound_by)]
+        columns.append(("GB/s", lambda p: f"{p.x / p.median_s / 1e9:.3g}" if p.median_s else "-"))
     names = [name for name, _ in columns]
     return table(names, [[cell(point) for _, cell in columns] for point in points],
-                 right=[i for i, name in enumerate(names) if name != "bound by"])
+                 right=range(len(names)))
 
 
-def _spread(point: RatedPoint) -> str:
-    return f"{point.sample.spread:.1%}{_NOISY if point.is_noisy else ' '}"
+def _spread(point: Sample) -> str:
+    return f"{point.spread:.1%}{_NOISY if _is_noisy(point) else ' '}"
+
+
+def _is_noisy(point: Sample) -> bool:
+    return point.spread > SPREAD_LIMIT
 
 
 def _model(profile: Profile) -> str:

@@ -15,7 +15,7 @@ from scipy.interpolate import RegularGridInterpolator
 
 from xgpt.core.cluster import Device
 from xgpt.core.errors import wrong
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.importers.draft import (
@@ -29,8 +29,7 @@ from xprofiler.importers.draft import (
     read_table,
     samples_at,
 )
-from xprofiler.profile import ALL_REDUCE, Profile, Sample, TableKey
-from xprofiler.roofline import floor_s, work
+from xprofiler.profile import ALL_REDUCE, Peaks, Profile, Sample, TableKey
 from xprofiler.timing import Operator
 
 ELEMENT_BYTES = DTYPE_BYTES["bfloat16"]
@@ -266,9 +265,8 @@ def _add_attention(draft: ProfileDraft, table: Table, model: ModelSpec,
         is_encode = operator is Operator.ENCODE_ATTENTION
         x, y = (tokens, queries) if is_encode else (queries, tokens)
         share_s = seconds / queries if is_encode else seconds
-        least = work(model, operator, x, y, tp_degree=degree,
-                     item_bytes=ELEMENT_BYTES)
-        beyond = int((floor_s(least, draft.peaks) > _BEYOND_PEAK * share_s).sum())
+        least_s = _least_s(draft.peaks, model, operator, x, y) / degree
+        beyond = int((least_s > _BEYOND_PEAK * share_s).sum())
         if beyond:
             beyond_peak.append(f"{beyond} of {rows.sum()} at tp {degree}")
             continue
@@ -277,6 +275,19 @@ def _add_attention(draft: ProfileDraft, table: Table, model: ModelSpec,
     if beyond_peak:
         draft.notes.append(f"{operator.value} not taken where points are quicker than the "
                            f"device's peaks allow ({', '.join(beyond_peak)})")
+
+
+def _least_s(peaks: Peaks, model: ModelSpec, operator: Operator, x: IntArray,
+             y: IntArray) -> FloatArray:
+    """What attention of all heads in one layer takes at these peaks: four operations an element of
+    each pair of tokens, and queries, keys, values and result through memory, once."""
+    width, kv = model.num_heads * model.head_dim, model.kv_elements_per_token_layer
+    is_encode = operator is Operator.ENCODE_ATTENTION
+    pairs = x * (x + 1) / 2 if is_encode else x * y
+    moved = x * (2 * width + kv * (1 if is_encode else y))
+    least: FloatArray = np.maximum(4 * pairs * width / peaks.flops_per_s,
+                                   moved * ELEMENT_BYTES / peaks.bandwidth_bytes_per_s)
+    return least
 
 
 def _completed(table: list[Sample]) -> list[Sample]:
