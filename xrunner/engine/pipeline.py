@@ -115,7 +115,7 @@ class Neighbours:
         """The next step, or the start; None when told to stop. Encoder output that arrives before
         it is taken up meanwhile."""
         assert self.route.steps_from is not None, f"{self.route = }"
-        sources = {self.route.steps_from, *self._encoder()}
+        sources = {self.route.steps_from, *self.route.encoded_from}
         while True:
             message, tensor = self._comm.receive(*sources)
             if isinstance(message, StopMessage):
@@ -130,7 +130,7 @@ class Neighbours:
     def await_encoded(self, executor: Executor, group: int | None = None) -> None:
         """Returns when all inputs of `group` (None: of every group) are encoded."""
         while executor.awaits_encoded(group):
-            message, tensor = self._comm.receive(*self._encoder())
+            message, tensor = self._comm.receive(*self.route.encoded_from)
             assert isinstance(message, EncodedMessage) and tensor is not None, f"{message = }"
             executor.take_encoded(message.group, tensor)
 
@@ -147,9 +147,6 @@ class Neighbours:
 
     def flush(self) -> None:
         self._comm.flush()
-
-    def _encoder(self) -> tuple[int, ...]:
-        return () if self.route.encoded_from is None else (self.route.encoded_from,)
 
 
 def await_start(neighbours: Neighbours, executor: Executor) -> None:
@@ -192,7 +189,7 @@ class Route:
     following: tuple[int, ...] = ()  # take this rank's outputs; none on the last stage
     tokens_from: int | None = None  # of the head: the last stage's first rank; None: itself
     tokens_to: int | None = None  # of the last stage's first rank: the head; None: itself
-    encoded_from: int | None = None  # whose encoder output it takes; None: its own
+    encoded_from: tuple[int, ...] = ()  # whose encoder output it takes; none: its own
     encoded_to: tuple[int, ...] = ()  # of the last stage: who take the encoder's output from it
 
 
@@ -219,8 +216,8 @@ def _of_pool(pool: Pool) -> dict[int, Route]:
                 following=() if is_last else _takers(group, index, groups[place + 1]),
                 tokens_from=groups[last][0] if is_head and last > 0 else None,
                 tokens_to=head if is_last and index == 0 and last > 0 else None,
-                encoded_from=(_sender(groups[last], index) if works_both and not is_last
-                              else None),
+                encoded_from=((_sender(groups[last], index),) if works_both and not is_last
+                              else ()),
                 encoded_to=tuple(taker for other in groups[:last]
                                  for taker in _takers(group, index, other))
                 if works_both and is_last else ())

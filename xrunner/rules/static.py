@@ -6,18 +6,11 @@ several parts. Nobody leaves early: rows that are done keep decoding, and their 
 
 import math
 from collections import deque
-from typing import NamedTuple
 
 from xgpt.core.controls import StaticControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Step, StepKind
-
-
-class _Waiting(NamedTuple):
-    query: int
-    input_tokens: int
-    output_tokens: int  # at most
+from xrunner.rules.steps import Step, StepKind, Waiting
 
 
 class _Batch:
@@ -35,17 +28,17 @@ class _Batch:
     def reserved_tokens(self) -> int:
         return sum(self._group_tokens(group, self._output) for group in range(len(self.groups)))
 
-    def add(self, group: int, new: _Waiting) -> bool:
+    def add(self, group: int, new: Waiting) -> bool:
         """Take `new` into `group`; False if some group would then reserve more than its share."""
-        output = max(self._output, new.output_tokens)
-        own = self._group_tokens(group, output) + new.input_tokens + output
+        output = max(self._output, new.reserve - new.tokens)
+        own = self._group_tokens(group, output) + new.tokens + output
         others = range(len(self.groups)) if output > self._output else ()
         if own > self._group_kv_tokens or any(
                 self._group_tokens(other, output) > self._group_kv_tokens for other in others):
             return False
         self.groups[group].append(new.query)
         self.unfinished.add(new.query)
-        self._inputs[group] += new.input_tokens
+        self._inputs[group] += new.tokens
         self._output = output
         return True
 
@@ -75,7 +68,7 @@ class StaticRule:
         self.encode_micro_batches = encode_micro_batches
         self.group_max_active = math.ceil(encode_batch / num_groups)
         self.group_kv_tokens = kv_tokens // num_groups
-        self.waiting: deque[_Waiting] = deque()
+        self.waiting: deque[Waiting] = deque()
         self._batch = _Batch(num_groups, self.group_kv_tokens)
         self._phase = -1  # number of the batch
         self._iteration = 0  # 0: encoding
@@ -94,7 +87,7 @@ class StaticRule:
         assert reserve_tokens >= input_tokens >= 0, f"{reserve_tokens = } {input_tokens = }"
         if reserve_tokens > self.group_kv_tokens:
             return False
-        self.waiting.append(_Waiting(query, input_tokens, reserve_tokens - input_tokens))
+        self.waiting.append(Waiting(query, reserve_tokens, input_tokens))
         return True
 
     def next_group(self) -> int | None:
