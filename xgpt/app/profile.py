@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -124,31 +124,14 @@ def local_profile(wanted: WantedProfile, tell: Teller, *, again: bool = False) -
     """The cached profile; measured, or gone on with, where points of the skeleton are missing.
     Raises StoppedEarly when interrupted: what was measured is kept, and the same command goes
     on."""
-    def is_enough(profile: Profile) -> bool:
-        return not again and _is_whole(profile, wanted)
-
-    session = _Measurement(why="every size that jobs usually have", again=again)
-    return _profile(wanted, tell, session, is_enough)
+    return _profile(wanted, tell, _Measurement(again=again))
 
 
 def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
     """The cached profile; where it lacks sizes that this job needs, or has them with repeats that
     disagree, or disturbed, these are measured briefly, each so often at most as `worth_again` says.
     Raises StoppedEarly as `local_profile`."""
-    def is_enough(profile: Profile) -> bool:
-        points = wanted.points
-        if wanted.is_lacked_by(profile):
-            return False
-        if profile.learned:  # runs have told what its times are worth
-            return True
-        again = {degree: worth_again(profile, degree, points) for degree in wanted.degrees}
-        share = max((own[0].apart for degree, own_points in again.items()
-                     if (own := disturbed(profile, degree, own_points))), default=0.0)
-        # what is measured beside as much else is no better
-        return not any(again.values()) or (share > 0 and _is_as_busy(share))
-
-    session = _Measurement(is_quick=True, why="the sizes that this job has")
-    return _profile(wanted, tell, session, is_enough)
+    return _profile(wanted, tell, _Measurement(is_quick=True))
 
 
 def _is_as_busy(missing: float) -> bool:
@@ -160,15 +143,9 @@ def _is_as_busy(missing: float) -> bool:
     return share is not None and share >= min(missing, LARGE_SHARE)
 
 
-def _is_whole(profile: Profile, wanted: WantedProfile) -> bool:
-    """Whether it has every point of the skeleton."""
-    return not any(missing(profile, degree, wanted.needs) for degree in wanted.degrees)
-
-
 class _Measurement(NamedTuple):
-    """What is measured in one go, and why: see xprofiler.measure.worker.MeasureRequest."""
+    """What is measured in one go: see xprofiler.measure.worker.MeasureRequest."""
 
-    why: str
     is_quick: bool = False
     again: bool = False  # anew, whatever is cached
 
@@ -181,27 +158,39 @@ class _Measurement(NamedTuple):
     @property
     def words(self) -> str:
         """How long it takes, and why."""
-        briefly = "briefly, " if self.is_quick else ""
-        return (f"{briefly}once: {self.why}; up to {format_seconds(self.patience_s)} more where "
-                "other programs disturb it")
+        why = ("briefly, once: the sizes that this job has" if self.is_quick else
+               "once: every size that jobs usually have")
+        return (f"{why}; up to {format_seconds(self.patience_s)} more where other programs disturb "
+                "it")
 
-
-def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
-             is_enough: Callable[[Profile], bool]) -> Profile:
-    """The cached profile if it is enough; else the session adds to it."""
-    path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
-
-    def serves(profile: Profile) -> bool:
+    def adds_to(self, profile: Profile, wanted: WantedProfile) -> bool:
+        """Whether there is something to measure besides what the profile has."""
         # messages between nodes may not have been timed; then the rest of it is gone on with
         has_messages = wanted.metadata.nodes == 1 or bool(
             profile.table(TRANSFER, link=wanted.problem.cluster.inter_link.name))
-        return has_messages and profile.model is not None and is_enough(profile)
+        if not has_messages or profile.model is None or self.again:
+            return True
+        if not self.is_quick:
+            return any(missing(profile, degree, wanted.needs) for degree in wanted.degrees)
+        if wanted.is_lacked_by(profile):
+            return True
+        if profile.learned:  # runs have told what its times are worth
+            return False
+        again = {degree: worth_again(profile, degree, wanted.points) for degree in wanted.degrees}
+        share = max((own[0].apart for degree, points in again.items()
+                     if (own := disturbed(profile, degree, points))), default=0.0)
+        # what is measured beside as much else is no better
+        return any(again.values()) and not (share > 0 and _is_as_busy(share))
 
-    if (profile := _sufficient(path, serves, tell)) is not None:
+
+def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement) -> Profile:
+    """The cached profile if it is enough; else the session adds to it."""
+    path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
+    if (profile := _sufficient(path, wanted, session, tell)) is not None:
         return profile
     with alone(path.parent, wanted.job.output, tell, wanted.engine.name):
         # another process may have measured it while this one waited
-        if (profile := _sufficient(path, serves, tell, is_again=True)) is not None:
+        if (profile := _sufficient(path, wanted, session, tell, is_again=True)) is not None:
             return profile
         target = path.with_suffix(".again.json") if session.again else path
         is_new = _cached(target, tell if session.again else None) is None
@@ -214,35 +203,32 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
         profile = load_profile(path)
     tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
              f"{judge(profile).brief}")
-    for warning in _warnings(profile, wanted, contention.others_share()):
+    if (warning := _warning(profile, wanted, contention.others_share())) is not None:
         tell.say(f"profile: {warning}")
     return profile
 
 
-def _warnings(profile: Profile, wanted: WantedProfile, others_share: float | None) -> list[str]:
+def _warning(profile: Profile, wanted: WantedProfile, others_share: float | None) -> str | None:
     """What is doubtful about what was just measured, and what to do about it."""
-    points = wanted.points
-    found = noise_words([one for degree in wanted.degrees
-                         for one in noisy(profile, degree, points)])
-    others = in_words(others_share)
-    marked = disturbed_words([one for degree in wanted.degrees
-                              for one in disturbed(profile, degree, points)])
-    if found is None and marked is not None:
-        return [marked if others is None else f"{marked} ({others})"]
-    if found is None:
-        return [] if others is None else [
-            f"{others} (then measure it anew with `xgpt profile --again`)"]
-    cause = "" if others is None else f" ({others})"
-    return [f"WARNING: {found}{cause}. The schedule may be a poor one. End what else runs here and "
-            "repeat the command: it measures these sizes again"]
+    points, others = wanted.points, in_words(others_share)
+    beside = "" if others is None else f" ({others})"
+    found, marked = (words([one for degree in wanted.degrees
+                            for one in of(profile, degree, points)])
+                     for words, of in ((noise_words, noisy), (disturbed_words, disturbed)))
+    if found is not None:
+        return (f"WARNING: {found}{beside}. The schedule may be a poor one. End what else runs "
+                "here and repeat the command: it measures these sizes again")
+    if marked is not None:
+        return f"{marked}{beside}"
+    return others and f"{others} (then measure it anew with `xgpt profile --again`)"
 
 
-def _sufficient(path: Path, is_enough: Callable[[Profile], bool], tell: Teller, *,
+def _sufficient(path: Path, wanted: WantedProfile, session: _Measurement, tell: Teller, *,
                 is_again: bool = False) -> Profile | None:
     """The cached profile, if nothing is to be added to it. is_again: what is wrong with it was
     told."""
     profile = _cached(path, None if is_again else tell)
-    if profile is None or not is_enough(profile):
+    if profile is None or session.adds_to(profile, wanted):
         return None
     judgement = judge(profile)
     anew = "; `xgpt profile JOB --again` measures it anew, best on a quiet machine" if (
