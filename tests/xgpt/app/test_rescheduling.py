@@ -103,7 +103,7 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(plann
         after.figures.encode_batch,
         after.figures.decode_iterations,
     )
-    assert told.controls.group_max_active <= own.slots
+    assert told.controls.group_max_active <= own.rooms[0].slots
     assert told.controls.group_kv_tokens >= own.decider.followed.longest
     assert own.update() is False, "once"
     write_state(session, outputs_of(mean, seed=2), first=960)
@@ -129,7 +129,7 @@ def test_waa_is_told_what_a_redeployment_would_bring(tmp_path):
     session = session_of(tmp_path, schedule="policy: waa-c, encode_chunk: 0")
     schedule = plan_job(session, timing_of(session)).schedule
     own = follow(session, schedule)
-    assert own.slots == 0
+    assert own.rooms[0].slots == 0
     lengths = outputs_of(60)
     finished = [(i, 20 + i % 40, n) for i, n in enumerate(lengths[:400])]
     (session.job.output / OBSERVED_FILE).write_text(json.dumps(

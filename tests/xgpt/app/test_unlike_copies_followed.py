@@ -212,13 +212,14 @@ def test_lengths_change_no_shape_but_rra_s(planned):
 def test_every_shape_has_room_for_its_own_changes(planned, tmp_path):
     session, schedule = planned
     own, requests = follow(session, schedule), session.requests
-    (other,) = own.other_rooms
-    assert own.slots > 0 and other[0] > 0 and own.slots != other[0]
+    first, other = own.rooms
+    assert first.slots > 0 and other.slots > 0 and first.slots != other.slots
     assert requests is not None
     session = replace(session, job=replace(session.job, output=tmp_path), files=ModelFiles(
         directory=tmp_path, spec=session.problem.model, served_by="test"))
-    plan = replace(plan_for_ranks(session, schedule, requests), other_rooms=own.other_rooms)
-    assert load_plan(plan.save()).other_rooms == (other,)
+    rooms = ((other.slots, other.kv_tokens),)
+    plan = replace(plan_for_ranks(session, schedule, requests), other_rooms=rooms)
+    assert load_plan(plan.save()).other_rooms == rooms
     assert plan.fingerprint == replace(plan, other_rooms=()).fingerprint, "it decides no answer"
 
 
@@ -267,6 +268,6 @@ def test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula(
     assert figures.steady_latency_s == pytest.approx(figures.estimated_latency_s, rel=0.05)
     assert len(figures.utilisation) == 3 and min(figures.utilisation) > 0.5
     assert figures.kv_peak_tokens <= figures.kv_tokens
-    assert simulated.to_dict()["replay"]["estimated_latency_s"] == figures.estimated_latency_s
+    assert simulated.to_dict()["replay"].estimated_latency_s == figures.estimated_latency_s
     words = " ".join(str(simulated).split())
     assert "of the slowest copy (the estimate says" in words

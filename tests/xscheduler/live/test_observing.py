@@ -140,7 +140,7 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(begun):
     session, schedule = begun
     in_rows = replace(session, job=replace(session.job, run=replace(
         session.job.run, kv_layout="rows")))
-    small = followed_by(in_rows, schedule, encode_batch=1).slots
+    small = followed_by(in_rows, schedule, encode_batch=1).rooms[0].slots
     assert small > 8 * most_active(schedule.estimate.changed(encode_batch=1, decode_batch=1.0))
     estimate = schedule.estimate
     per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.deployment.stages)
@@ -149,7 +149,7 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(begun):
     assert weights + held <= 1.001 * estimate.figures.memory_capacity_bytes
     assert slots_for(estimate, session.problem, 259, math.inf) >= small
     # in blocks, as on GPUs, slots cost nothing, and the tokens are what there is memory for
-    in_blocks = followed_by(session, schedule, encode_batch=1)
+    in_blocks = followed_by(session, schedule, encode_batch=1).rooms[0]
     assert in_blocks.slots >= small
     tokens = in_blocks.kv_tokens * estimate.deployment.num_groups
     assert tokens >= estimate.deployment.kv_tokens
@@ -179,7 +179,7 @@ class Followed:
 
     def replayed(self) -> ReplayResult:
         rule = rra_rule(self.estimate)
-        rule.make_room(self.own.slots)
+        rule.make_room(self.own.rooms[0].slots)
         for phase, controls in self.changes:
             rule.change(controls, phase=phase)
         known = self.session.problem.queries
@@ -194,7 +194,7 @@ class Followed:
             self.write(now_s)
             if self.own.update() and (found := self.own.decisions[-1].schedule) is not None:
                 self.changes.append(
-                    (phase + 1, phase_controls(found.estimate, slots=self.own.slots)))
+                    (phase + 1, phase_controls(found.estimate, slots=self.own.rooms[0].slots)))
                 self.changed_s.append(now_s)
                 self.result = self.replayed()
             phase += 1
@@ -231,7 +231,7 @@ def test_a_job_settles_early_and_keeps_the_bound(begun):
     assert not job.own.decider.is_observing, "settled, and watching for drift"
     told = load_change_order(session.job.output)
     assert told is not None and told.revision == len(job.changes) >= 1
-    assert all(controls.group_max_active <= job.own.slots for _, controls in job.changes)
+    assert all(controls.group_max_active <= job.own.rooms[0].slots for _, controls in job.changes)
 
 
 def at(own: Rescheduler, lengths: list[int]) -> bool:

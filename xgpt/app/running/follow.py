@@ -67,17 +67,9 @@ class Rescheduler:
         self._turns = self._decided()
 
     @property
-    def slots(self) -> int:
-        return self.decider.followed.slots
-
-    @property
-    def kv_tokens(self) -> int:
-        return self.decider.followed.kv_tokens
-
-    @property
-    def other_rooms(self) -> tuple[tuple[int, int], ...]:
-        """(slots, kv_tokens) of the other shapes of copies."""
-        return tuple((room.slots, room.kv_tokens) for room in self.decider.followed.other_rooms)
+    def rooms(self) -> tuple[Room, ...]:
+        """What the caches of each shape of copies are to have room for."""
+        return self.decider.followed.rooms
 
     def update(self) -> bool:
         """Looks at what the run has written, and plans; or passes a plan's decision on, and returns
@@ -146,10 +138,10 @@ class Rescheduler:
         self._changed |= {place for place, (old, new) in enumerate(
             zip(before.shapes, now.shapes, strict=True)) if differ(old, new)}
         own = tuple(changes_of(shape, slots=room.slots, kv_tokens=room.kv_tokens or None)
-                    if place in self._changed else None for place, (shape, room) in enumerate(
-                        zip(now.shapes, self.decider.followed.rooms, strict=True)))
-        return OfShapes(own) if len(own) > 1 else changes_of(
-            now, slots=self.slots, kv_tokens=self.kv_tokens or None)
+                    if place in self._changed or len(self.rooms) == 1 else None
+                    for place, (shape, room) in enumerate(
+                        zip(now.shapes, self.rooms, strict=True)))
+        return own[0] if len(own) == 1 and own[0] is not None else OfShapes(own)
 
 
 class _Thresholds(NamedTuple):

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -250,8 +250,9 @@ class Run:
         opened, schedule, model = self.opened, self.schedule, self.opened.problem.model
         plan = with_what_was_read(going_on(self.plan, schedule) or self.plan, self.tell)
         if (own := rescheduler_of(opened, self.timing, schedule)) is not None:
-            plan = replace(plan, is_watched=True, slots=own.slots, kv_tokens=own.kv_tokens,
-                           other_rooms=own.other_rooms)
+            (slots, kv_tokens), *others = map(astuple, own.rooms)
+            plan = replace(plan, is_watched=True, slots=slots, kv_tokens=kv_tokens,
+                           other_rooms=tuple(others))
         self.plan, self._rescheduler = plan, own
         if StopRequest(self.output).is_made:  # while the job was profiled and planned
             raise _stopped("asked to stop before the ranks were started; the same command goes on",
