@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from xgpt.core.errors import XgptError
-from xrunner.backends.vllm.row import LORA, engine_arguments
+from xrunner.backends.vllm.row import LORA, QUIET, engine_arguments
 from xrunner.query import Sampling, TokenLikelihood
 
 _LOOK_S = 0.001  # between looks whether a form is compiled
@@ -110,9 +110,6 @@ SCHEDULER = "xrunner.backends.vllm.scheduler.StepScheduler"
 # Tokens of one pass at most: a step of more goes through the model in several. vLLM tries its
 # largest pass when it starts, and keeps memory for it.
 MOST_TOKENS = 4096
-# What vLLM reads when it is imported: errors alone are told, and nothing to nobody.
-QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
-         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
 PREFIX = "filled-"  # of requests whose inputs count as encoded already (filled.py)
 _GIB = 2**30
 

