@@ -34,7 +34,7 @@ from xsimulator.convex_steps import ConvexSteps
 from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageKinds, StageTimes, at_least, stage_kinds
 
-REFERENCE_QUERIES = 16  # chosen: of an encode and of a decode step
+REFERENCE_QUERIES = 32  # chosen: of an encode and of a decode step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -77,9 +77,9 @@ class SharedDevices:
         """([sizes] rows n, p(n), w(n), then E and the seconds to encode the query that the limit is
         for), lower bounds for one degree."""
         steps = self._pool(self._whole(degree)).steps
-        path_s = steps.of_share(0.0).at(steps.of_share(0.0).path_s, ROWS[::2])
+        path_s = steps.of_share(0.0).at(steps.of_share(0.0).path_s, ROWS[::4])
         # of a step between two sizes: the rows of the larger, the time of the quicker
-        rows, path_s = ROWS[2::2], np.minimum(path_s[:-1], path_s[1:])
+        rows, path_s = ROWS[4::4], np.minimum(path_s[:-1], path_s[1:])
         return rows, path_s, degree * path_s, degree / steps.most_encode_qps, steps.own_s
 
     def _rows_held(self) -> float:
