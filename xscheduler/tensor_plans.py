@@ -3,7 +3,7 @@
 A tensor-parallel group lies within a node. Groups over several whole nodes are searched only if the
 job asks for them (`schedule.tp_degree`) or the weights do not fit otherwise, since their sums cross
 the network. All values of tp_gpus are searched, because neither memory nor throughput is monotone
-in it. From MANY_NODES nodes on, groups take none of them, one, or 1/4, 1/2, 3/4 or all."""
+in it. From MANY_NODES nodes on, groups take none of them, one, half, 3/4 or all."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -47,7 +47,7 @@ def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
 def _likely(plans: Sequence[TensorPlan], cluster: Cluster) -> Sequence[TensorPlan]:
     """The plans that are searched on so many nodes; all if none covers whole nodes."""
     each, nodes = cluster.devices_per_node, cluster.num_nodes
-    few = {0, each, *(each * round(nodes * share / 4) for share in range(1, 5))}
+    few = {0, each, each * (nodes // 2), each * (3 * nodes // 4), cluster.num_devices}
     whole = [plan for plan in plans if plan.tp_gpus in few]
     return whole if whole and nodes >= MANY_NODES else plans
 

@@ -35,6 +35,7 @@ from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageKinds, StageTimes, at_least, stage_kinds
 
 REFERENCE_QUERIES = 32  # chosen: of an encode and of a decode step
+DIVISIONS = 32  # chosen: divisions of a cluster into two pools, at most about so many
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,10 +147,11 @@ class StagePlans:
         return self._known[key]
 
     def pairs(self, tp_degree: int, tp_gpus: int) -> PoolPairs:
-        """See PlanSource."""
+        """See PlanSource. On many devices only every second or fourth division, and so on."""
         cluster, model = self.problem.cluster, self.problem.model
         return PoolPairs(self, (tp_degree, tp_gpus), {
             count: ranks for count in range(1, cluster.num_devices)
+            if count % max(cluster.num_devices // DIVISIONS, 1) == 0
             if (ranks := pool_ranks(cluster, count, tp_degree, tp_gpus)) is not None
             and can_hold(model, *ranks)})
 

@@ -51,7 +51,14 @@ class Pace:
 
     @classmethod
     def of(cls, times: StageTimes, workload: Workload) -> Pace:
-        """The step times of one pool."""
+        """The step times of one pool. The workload keeps them for all formulas."""
+        if times not in workload.paces:
+            workload.paces[times] = cls._made(times, workload)
+        found: Pace = workload.paces[times]
+        return found
+
+    @classmethod
+    def _made(cls, times: StageTimes, workload: Workload) -> Pace:
         kinds = stage_kinds(times)
         number, own = np.bincount(kinds.kind_of), kinds.times
         nodes = np.maximum(NODES, 1e-3)
@@ -109,7 +116,7 @@ class Pace:
 
     def _at(self, table: int, sizes: FloatArray) -> Seconds:
         """Linear interpolation; infinite if a neighbouring node is."""
-        place = np.clip(np.searchsorted(NODES, sizes, side="right") - 1, 0, len(NODES) - 2)
+        place = np.searchsorted(NODES[1:-1], sizes, side="right")  # the last node at most `sizes`
         beyond = np.minimum(sizes, NODES[place + 1]) - NODES[place]
         which = self._which
         if np.ndim(which) and np.ndim(sizes) > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,6 +79,7 @@ class Workload:
         # D of the query that the latency limit is for
         self.watched = max(self.outputs.quantile(bound.quantile) - self.fewer, 0)
         self.phase = cache(self._find_phase)
+        self.paces: dict[Any, Any] = {}  # stage times -> Pace, see Pace.of
 
     def charged_context(self, rows: FloatArray, *, is_padded: bool) -> FloatArray:
         """[...] context tokens that a row costs if so many are decoded together: the mean, or the
