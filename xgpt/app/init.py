@@ -358,5 +358,4 @@ def _scalar(text: str) -> str:
     """A text as YAML, quoted where it would be read as something else."""
     if _PLAIN.fullmatch(text) and yaml.safe_load(text) == text:
         return text
-    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{quoted}"'
+    return json.dumps(text, ensure_ascii=False)
