@@ -10,11 +10,9 @@ from typing import Literal, NamedTuple
 
 from xprofiler.points import OWN_TABLE, Kind, Point
 from xprofiler.profile import DISTURBED_LIMIT, NOISE_LIMIT, Profile, Sample
-from xprofiler.profile_timing import errors_along
 from xprofiler.timing import Operator
 
 SPREAD_LIMIT = 0.10  # a point whose quartiles lie further apart is called noisy
-ERROR_LIMIT = 0.05  # an interval whose middle may be off by more is called coarse
 # What makes up a step. Messages scatter by nature (waiting ranks sleep between looks), embedding
 # and compaction are microseconds beside the rest.
 _JUDGED = frozenset(op.value for op in Operator) - {
@@ -36,7 +34,6 @@ class Judgement:
     points: int
     unknown: int  # points of a sample or two: nothing is known of their noise
     noisy: int  # quartiles further apart than SPREAD_LIMIT of the median
-    coarse: int  # intervals whose middle may be off by more than ERROR_LIMIT
 
     @property
     def sentence(self) -> str:
@@ -45,7 +42,6 @@ class Judgement:
             return "nothing measured yet"
         doubts = (
             (self.unknown, "of {} the spread is unknown, they have a sample or two"),
-            (self.coarse, "{} places where the curve bends between points"),
             (self.grade == "noisy", "is something else running here?"))
         return "; ".join([self.brief, *(words.format(count) for count, words in doubts if count)])
 
@@ -60,17 +56,14 @@ class Judgement:
 
 def judge(profile: Profile) -> Judgement:
     """Counts what is doubtful in `profile`, among the operators that make up a step."""
-    judged = {key: table for key, table in profile.tables.items() if key.name in _JUDGED}
-    points = [p for table in judged.values() for p in table]
+    points = [p for key, table in profile.tables.items() if key.name in _JUDGED for p in table]
     noisy = sum(p.spread > SPREAD_LIMIT for p in points)
     unknown = sum(len(p.samples_s) < 3 for p in points)
-    coarse = sum(int((errors / 4 > ERROR_LIMIT).sum()) for key, table in judged.items()
-                 for errors in errors_along(key, table, 0))
     share = noisy / len(points) if points else 1.0
     grade: Literal["good", "usable", "noisy"] = (
         "noisy" if share > 0.20 else
         "usable" if share > 0.05 or unknown * 2 >= len(points) else "good")
-    return Judgement(grade=grade, points=len(points), unknown=unknown, noisy=noisy, coarse=coarse)
+    return Judgement(grade=grade, points=len(points), unknown=unknown, noisy=noisy)
 
 
 class NoisyPoint(NamedTuple):

@@ -26,7 +26,7 @@ from xprofiler.source_errors import (
     student_quantile,
 )
 from xprofiler.timing import MessageKind, Operator
-from xprofiler.verdict import ERROR_LIMIT, SPREAD_LIMIT, judge, noise_words, noisy
+from xprofiler.verdict import SPREAD_LIMIT, judge, noise_words, noisy
 
 DECODE, REST = Point(Kind.DECODE, 9, 130), Point(Kind.REST, 260)
 
@@ -53,33 +53,16 @@ def apart(share: float) -> Sample:
     return sample(1, 1 - 9 * width, 1 - width, 1.0, 1 + width, 1 + 9 * width)
 
 
-def bent(share: float) -> list[Sample]:
-    """Points whose middle lies off their line by so much that a quarter is this share of the
-    limit."""
-    return [quiet(1, 1.0), quiet(2, 2 / (1 + 4 * ERROR_LIMIT * share)), quiet(3, 3.0)]
-
-
-NOTHING = dict.fromkeys(("noisy", "coarse"), 0)
-SQUARES = [quiet(x, 1e-6 * x * x, y=1) for x in (5, 20, 80)]
-
-
 @pytest.mark.parametrize(("tables", "counts", "words"), [
-    ({"layer_rest": steady(10), "head": steady(9)}, NOTHING, "good: 19 of 19 points within 10%"),
+    ({"layer_rest": steady(10), "head": steady(9)}, {"noisy": 0}, "good: 19 of 19 points within"),
     ({}, {}, "nothing measured"),
     ({"head": [apart(0.98)]}, {"noisy": 0}, "good"),
     ({"head": [apart(1.02)]}, {"noisy": 1}, "noisy"),
-    # bends, in each row of a table alone; a whole input's attention bends as a power does
-    ({"layer_rest": bent(0.9)}, {"coarse": 0}, ""),
-    ({"layer_rest": bent(1.1)}, {"coarse": 1}, "the curve bends between points"),
-    ({"decode_attention": [quiet(x, 1e-3 * x * y, y=y) for y in (1, 5) for x in (1, 2, 3)]},
-     {"coarse": 0}, ""),
-    ({"encode_attention": SQUARES}, {"coarse": 0}, ""),
-    ({"layer_rest": [quiet(s.x, s.median_s) for s in SQUARES]}, {"coarse": 1}, ""),
     ({"layer_rest": [sample(x, 1e-3 * x) for x in (1, 2)]}, {}, "of 2 the spread is unknown")])
 def test_what_is_counted_and_said_of_points(tables, counts, words):
     got = judge(profile(**tables))
     assert {name: getattr(got, name) for name in counts} == counts
-    assert words in got.sentence and ("curve" in got.sentence) == (got.coarse > 0)
+    assert words in got.sentence
     assert (got.grade == "good") <= bool(tables)
 
 
