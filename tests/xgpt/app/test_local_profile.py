@@ -125,13 +125,17 @@ def _kept(wanted: WantedProfile, change: Callable[[Profile], Profile]) -> None:
     save_profile(change(load_profile(path)), path)
 
 
-def test_a_cached_profile_that_cannot_be_read_is_told_of_once(wanted, measured):
+def test_a_cached_profile_that_cannot_be_read_is_told_of_once_and_measured_whole(wanted, measured):
     path = cached_profile_path(app.cache_dir() / "profiles", wanted.metadata)
     path.parent.mkdir(parents=True)
     path.write_text("{")
     tell = Told()
     quick_profile(wanted, tell)
     assert measured and sum("left aside" in text for text in tell.lines) == 1
+    quick_profile(wanted, LogTeller())
+    whole = local_profile(wanted, LogTeller())
+    assert set(measured) == set(skeleton(TOY, wanted.needs)), "and no more"
+    assert left_out(whole, 1) == [] and max(measured.values()) == 1
 
 
 def test_a_profile_that_runs_have_added_to_is_measured_no_further(wanted, measured):
@@ -188,13 +192,6 @@ def test_on_a_machine_that_is_never_quiet_measuring_comes_to_an_end(wanted, meas
     assert measured - before == Counter({place: MOST_TRIES - 1}), "once it had been before"
     kept = next(p for p in profile.table(key.name) if (p.x, p.y) == (place.x, place.y))
     assert (kept.missing, kept.tries) == (0.4, MOST_TRIES), "the best stays"
-
-
-def test_measuring_a_profile_measures_it_whole(wanted, measured):
-    quick_profile(wanted, LogTeller())
-    whole = local_profile(wanted, LogTeller())
-    assert set(measured) == set(skeleton(TOY, wanted.needs)), "and no more"
-    assert left_out(whole, 1) == [] and max(measured.values()) == 1
 
 
 def test_a_job_of_few_queries_is_measured_at_what_its_fixed_schedule_keeps_present():

@@ -138,7 +138,6 @@ while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2" && : > "$AT_WORK"; shift; done
 sleep 600
 """
 
-
 @pytest.mark.parametrize(("cluster", "is_compiled"), [("local", True), ("a40-4", False)])
 def test_operators_are_compiled_beside_the_beginning_of_a_run_on_this_machine(
         tmp_path, monkeypatch, cluster, is_compiled):
@@ -178,14 +177,6 @@ while not Path({str(at_work)!r}).exists():
     assert _are_gone(int(done.stdout)), "its compilers too"
     assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".lock"]
     assert not list((tmp_path / "tmp").iterdir())
-
-
-def test_one_that_is_not_interrupted_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", "/bin/false")
-    process = compiling.start_compiling(tmp_path)
-    assert process.wait(30) == 1
-    compiling._end(process)  # what has ended already is nobody's
-    assert process.returncode != -signal.SIGTERM
 
 
 def _are_gone(group: int) -> bool:

@@ -65,7 +65,8 @@ def test_hosts_make_a_cluster_of_as_many_nodes_which_share_the_ranks(tmp_path):
     assert two.device.name == one.device.name, "a host's cores are divided by its own ranks"
 
 
-def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(tmp_path, monkeypatch):
+def test_mpiexec_is_told_of_the_hosts_and_of_no_more_ranks_than_whole_replicas(
+        tmp_path, monkeypatch):
     monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
     argument, launcher = tmp_path / "run.json", fake_ssh(tmp_path)
     module = [sys.executable, "-m", "mpi4py", "-m", "worker", str(argument)]
@@ -83,6 +84,13 @@ def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(tmp_path, monk
     assert "-iface ib0" in over and "-genv FI_TCP_IFACE ib0" in over
     assert "UCX_NET_DEVICES" not in over, "the user's own word"
     assert "mpiexec" not in LocalLauncher().command(one)
+    monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
+    ranks = RankProgram(module="worker", argument=tmp_path / "run.json", count=6, per_node=3)
+    of_hosts = HostsLauncher(names=("h1", "h2"), ranks_each=4, threads_per_rank=1, program=None,
+                             source=Path("job.yaml")).command(ranks)
+    assert of_hosts[of_hosts.index("-ppn") + 1] == "3"
+    of_slurm = SlurmLauncher(spec=SlurmSpec(), ranks_each=4, environ={}).command(ranks)
+    assert {"--nodes=2", "--ntasks=6", "--ntasks-per-node=3"} <= set(of_slurm)
 
 
 @pytest.mark.parametrize(("replicas", "each", "per_node"), [
@@ -107,17 +115,6 @@ def copies(count: int, each: int) -> Estimate:
     return replace(problems.estimate_of(
         problems.toy_problem(), encode_batch=2, decode_iterations=4), deployment=Deployment(
         pools=(pool,), tp_degree=each, tp_gpus=each, replicas=count))
-
-
-def test_nodes_get_no_more_ranks_than_whole_replicas(tmp_path, monkeypatch):
-    """Six ranks, three a node, of nodes with four devices."""
-    monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
-    ranks = RankProgram(module="worker", argument=tmp_path / "run.json", count=6, per_node=3)
-    of_hosts = HostsLauncher(names=("h1", "h2"), ranks_each=4, threads_per_rank=1, program=None,
-                             source=Path("job.yaml")).command(ranks)
-    assert of_hosts[of_hosts.index("-ppn") + 1] == "3"
-    of_slurm = SlurmLauncher(spec=SlurmSpec(), ranks_each=4, environ={}).command(ranks)
-    assert {"--nodes=2", "--ntasks=6", "--ntasks-per-node=3"} <= set(of_slurm)
 
 
 def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path):
