@@ -246,7 +246,7 @@ PLACES = (
     Place("surroundings", "idle allocations are requeued", "xgpt/launch/slurm_jobs.py",
           "idle=$((idle + 1)); else", "idle=0; else", "tests/xgpt/launch/test_batch_script.py::"
           "test_two_allocations_without_an_answer_end_the_job"),
-    Place("surroundings", "a home is taken for granted", "xgpt/cli/surroundings.py",
+    Place("surroundings", "a home is taken for granted", "xgpt/cli/main.py",
           "    has_home = os.path.isabs(home)", "    return None",
           "tests/xgpt/cli/test_json_errors.py::"
           "test_a_user_without_a_home_has_a_folder_that_is_nobody_elses"),

@@ -1,10 +1,16 @@
 """The analytic roofline as a `TimingSource`, for planning on a laptop (paper section 3 measures
-instead; docs/profile.md says what a sum of operators misses)."""
+instead; docs/profile.md says what a sum of operators misses).
+
+The times of kernels, collectives and messages are those of one rank's 1 / tp_degree shard. Every
+time grows with its size, and the time per token never grows: the search relies on both. Waves and
+tiles therefore enter as their smooth envelope."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,12 +18,295 @@ from numpy.typing import ArrayLike
 from xgpt.core.cluster import Device, Link
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
-from xgpt.core.model import ModelSpec
-from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, INT8
-from xprofiler.constants import RooflineConstants, engine_constants, engine_errors
-from xprofiler.kernels import AttentionKernels, Kernels, LinkTimes, RowKernels
+from xgpt.core.model import ModelSpec, kv_elements_of_rank
+from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, INT8, WEIGHT_BYTES
+from xprofiler.constants import (
+    BRIDGE_BYTES_PER_S,
+    BRIDGE_LATENCY_S,
+    FAST_LINK_BYTES_PER_S,
+    NETWORK_LATENCY_S,
+    LinkConstants,
+    PerDegree,
+    RooflineConstants,
+    engine_constants,
+    engine_errors,
+)
 from xprofiler.source_errors import SourceErrors, with_products_of
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
+
+
+class Kernels:
+    """What one device does, whatever the model."""
+
+    def __init__(self, device: Device, dtype: str, constants: RooflineConstants,
+                 weight_dtype: str = "", kv_dtype: str = "") -> None:
+        """`weight_dtype`: as what the layers' weights are held and multiplied, `kv_dtype`: as what
+        the cache's entries are held; "": as `dtype`."""
+        self.constants = constants
+        self.item_bytes = DTYPE_BYTES[dtype]
+        self.kv_item_bytes = WEIGHT_BYTES[kv_dtype or dtype]
+        self.flops_per_s = device.peak_flops_per_s(dtype)
+        self._rates = dict(device.flops_per_s)
+        self._weights = weight_dtype or dtype
+        self._bandwidth = device.bandwidth_bytes_per_s
+
+    def gemm_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike,
+               weight_bytes: int | None = None) -> FloatArray:
+        """One matrix product, [rows, k] x [k, n]. Compute and memory overlap but for a part: the
+        p-norm of the two lies between their maximum and their sum. `weight_bytes`: of each weight
+        as it is read; None: as the rest is."""
+        c = self.constants
+        m, n, k = (np.asarray(size, float) for size in (rows, n, k))
+        # rows / (rows / (rows + half)) = rows + half, and so with columns and depth
+        padded = (m + c.gemm_half_rows) * (n + c.gemm_half_columns) * (k + c.gemm_half_depth)
+        compute_s = 2 * padded / (self.flops_per_s * c.gemm_flops_share)
+        weights = n * k * (weight_bytes or self.item_bytes)
+        memory_s = self.streamed_s(weights + m * (n + k) * self.item_bytes)
+        return joined(compute_s, memory_s, c.gemm_overlap) + c.gemm_launch_s
+
+    def layer_product_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
+        """A product of a layer, whose weights may be held as fp8 or int8: half the bytes, and the
+        rate of that type where the device multiplies it. Products of int8 are taken to come as near
+        to their rate as those of fp8: nothing that was measured tells."""
+        if self._weights not in EIGHT_BITS:
+            return self.gemm_s(rows, n, k)
+        if self._weights not in self._rates:  # they are widened on their way to the multipliers
+            return self.gemm_s(rows, n, k, weight_bytes=1)
+        c = self.constants
+        m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
+        padded = (m + c.fp8_half_rows) * (n + _own(c.fp8_half_columns, c.gemm_half_columns)) * (
+            k + _own(c.fp8_half_depth, c.gemm_half_depth))
+        compute_s = 2 * padded / (self._rates[self._weights] * c.fp8_flops_share)
+        moved = n * k + m * (k + n * self.item_bytes)
+        memory_s = moved / (self._bandwidth * _own(c.fp8_bytes_share, c.gemm_bytes_share))
+        return joined(compute_s, memory_s, _own(c.fp8_overlap, c.gemm_overlap)) + c.fp8_launch_s
+
+    def streamed_s(self, num_bytes: FloatArray) -> FloatArray:
+        """A large kernel's operands and result through memory."""
+        return num_bytes / (self._bandwidth * self.constants.gemm_bytes_share)
+
+    def copied_s(self, num_bytes: FloatArray) -> FloatArray:
+        """An elementwise kernel's reads and writes, without its launch."""
+        return num_bytes / (self._bandwidth * self.constants.elementwise_bytes_share)
+
+    def cache_read_s(self, num_bytes: FloatArray) -> FloatArray:
+        """Decode attention's reading of the KV cache."""
+        return num_bytes / (self._bandwidth * self.constants.decode_attention_bytes_share)
+
+
+def _own(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+def joined(a: FloatArray, b: FloatArray, p: float) -> FloatArray:
+    """The p-norm of two times that overlap in part: their sum at 1, the longer at infinity. Not a
+    plain power, which would leave the floats' range."""
+    longer, shorter = np.maximum(a, b), np.minimum(a, b)
+    total: FloatArray = longer * (1 + (shorter / longer) ** p) ** (1 / p)
+    return total
+
+
+class RowKernels:
+    """What takes time by the number of rows: layers without attention, embedding, output head."""
+
+    def __init__(self, model: ModelSpec, kernels: Kernels) -> None:
+        self._model, self._kernels, self._constants = model, kernels, kernels.constants
+        self._width = model.num_heads * model.head_dim
+
+    def layer_rest_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
+        """A decoder layer, of an encoder-decoder model without the cross-attention's key and value
+        projections (done once, at encode)."""
+        if not self._model.is_encoder_decoder:
+            return self.block_s(tokens, tp_degree)
+        query_s = self._kernels.layer_product_s(tokens, self._width / tp_degree,
+                                                self._model.hidden_size)
+        return self.block_s(tokens, tp_degree, attentions=2) + query_s
+
+    def block_s(self, tokens: FloatArray, tp_degree: int, attentions: int = 1) -> FloatArray:
+        """A layer, of one attention an encoder layer: one self-attention's projections, every
+        attention's output projection, the MLP, and the elementwise kernels around them."""
+        model, gemm_s = self._model, self._kernels.layer_product_s
+        hidden, width = model.hidden_size, self._width / tp_degree
+        inner = model.mlp_columns / tp_degree
+        products = self._inputs_s(tokens, tp_degree) + attentions * gemm_s(tokens, hidden, width)
+        for product_s in self._mlp_s(tokens, tp_degree):
+            products = products + product_s
+        # elements touched per token: norms and residual adds on every rank, the rest sharded
+        elements = 5 * hidden * (attentions + 1) + 4 * attentions * width + 3 * inner
+        elementwise_s = self._kernels.copied_s(tokens * elements * self._kernels.item_bytes)
+        launches = 2 * (attentions + 1) + 3  # norm and add per block, rotary, activation, append
+        return products + elementwise_s + launches * self._constants.elementwise_launch_s
+
+    def _inputs_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
+        """What goes into attention. Compressed queries, keys and values are projected down on every
+        rank, and up to its own heads."""
+        model, gemm_s = self._model, self._kernels.layer_product_s
+        hidden, latent = model.hidden_size, model.decoder.latent
+        if latent is None:
+            columns = self._width / tp_degree + kv_elements_of_rank(model, tp_degree)
+            return gemm_s(tokens, columns, hidden)
+        heads = model.num_heads / tp_degree
+        queries = heads * (latent.nope_dim + latent.rope_dim)
+        down = model.kv_elements_per_token_layer + (latent.query_rank or 0)
+        up_s = gemm_s(tokens, heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+        return gemm_s(tokens, down, hidden) + up_s + gemm_s(
+            tokens, queries, latent.query_rank or hidden)
+
+    def _mlp_s(self, tokens: FloatArray, tp_degree: int) -> tuple[FloatArray, ...]:
+        """The MLP's products. Of a mixture of experts: the router's, and those of the experts that
+        the tokens go to in the mean, each with its even share of them, launched as one."""
+        model, gemm_s = self._model, self._kernels.layer_product_s
+        hidden, joint, experts = (model.hidden_size, 2 if model.is_gated_mlp else 1,
+                                  model.decoder.experts)
+        if experts is None:
+            inner = model.intermediate_size / tp_degree
+            return gemm_s(tokens, inner * joint, hidden), gemm_s(tokens, hidden, inner)
+        inner, hit = experts.inner / tp_degree, np.maximum(experts.hit(tokens), 1e-9)
+        rows, launch_s = tokens * experts.per_token / hit, self._constants.gemm_launch_s
+        each = (gemm_s(rows, inner * joint, hidden) + gemm_s(rows, hidden, inner) - 2 * launch_s)
+        found = [gemm_s(tokens, experts.count, hidden), hit * each + 2 * launch_s]
+        found += self._plain_s(tokens, experts.shared / tp_degree)
+        if not experts.dense_layers:
+            return tuple(found)
+        dense = experts.dense_layers / model.num_layers  # layers are taken as their mean
+        return (*((1 - dense) * one for one in found),
+                *(dense * one for one in self._plain_s(tokens, experts.dense_inner / tp_degree)))
+
+    def _plain_s(self, tokens: FloatArray, inner: float) -> tuple[FloatArray, ...]:
+        """A gated MLP of so many columns on a rank; nothing of none."""
+        if not inner:
+            return ()
+        gemm_s, hidden = self._kernels.layer_product_s, self._model.hidden_size
+        return gemm_s(tokens, 2 * inner, hidden), gemm_s(tokens, hidden, inner)
+
+    def cross_kv_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
+        """The encoder's output as one decoder layer's keys and values."""
+        kv = self._model.kv_elements_per_token_layer / tp_degree
+        return self._kernels.gemm_s(tokens, kv, self._model.hidden_size)
+
+    def head_s(self, queries: FloatArray, tp_degree: int) -> FloatArray:
+        """Final norm, output head and sampling."""
+        model, c = self._model, self._constants
+        product = self._kernels.gemm_s(queries, model.vocab_size / tp_degree, model.hidden_size)
+        return product + c.elementwise_launch_s + c.sampling_s
+
+    def embed_s(self, tokens: FloatArray, _tp_degree: int) -> FloatArray:
+        """A lookup on every rank: one row read and written per token (and its position's row)."""
+        touched = 3 * self._model.hidden_size * self._kernels.item_bytes
+        return self._kernels.copied_s(tokens * touched) + self._constants.elementwise_launch_s
+
+
+class AttentionKernels:
+    """What takes time by the number of queries and their context."""
+
+    def __init__(self, model: ModelSpec, kernels: Kernels) -> None:
+        self._model, self._kernels, self._constants = model, kernels, kernels.constants
+        self._width = model.num_heads * model.head_dim
+        self._flops_per_s = kernels.flops_per_s * self._constants.encode_attention_flops_share
+        # asked for thousands of times
+        self._held, self._latent = cache(partial(kv_elements_of_rank, model)), model.decoder.latent
+        self._kv_heads = model.kv_heads
+
+    def encode_s(self, tokens: FloatArray, together: FloatArray, tp_degree: int) -> FloatArray:
+        """One query's share of a batch of `together`: its own work, and of what the batch does
+        once (launch, the last tiles' pass over their keys) its part."""
+        model, c = self._model, self._constants
+        width, latent = self._width / tp_degree, self._latent
+        pairs = 1.0 if model.is_encoder_decoder else 0.5  # causal attention skips half of them
+        keys = width if latent is None else (
+            model.num_heads * (latent.nope_dim + latent.rope_dim) / tp_degree)
+        # tokens^2 / (tokens / (tokens + half)) = tokens * (tokens + half): linear when short
+        flops = 2 * pairs * (keys + width) * tokens * (tokens + c.encode_attention_half_tokens)
+        held = self._held(tp_degree) if latent is None else keys + width
+        elements = tokens * (width + keys + held)
+        memory_s = self._kernels.streamed_s(elements * self._kernels.item_bytes)
+        once_s = c.encode_attention_launch_s + tokens * c.encode_attention_tail_s
+        return (np.maximum(flops / self._flops_per_s, memory_s)
+                + once_s / np.maximum(together, 1.0))
+
+    def cache_s(self, queries: FloatArray, context: FloatArray, tp_degree: int) -> FloatArray:
+        """Queries of one token each against a cache of `context` tokens each. A latent cache is
+        read whole by every rank; heads multiply the compressed vectors themselves."""
+        c, latent = self._constants, self._latent
+        pairs = queries * (context + c.decode_attention_extra_tokens)
+        kv_bytes = pairs * self._held(tp_degree) * self._kernels.kv_item_bytes
+        width, items = 2 * self._width, self._kv_heads / tp_degree
+        if latent is not None:
+            width, items = self._model.num_heads * (2 * latent.kv_rank + latent.rope_dim), 1.0
+        compute_s = 2 * pairs * width / tp_degree / self._flops_per_s
+        fixed_s = c.decode_attention_launch_s + c.decode_attention_item_s * queries * items
+        return joined(fixed_s, np.maximum(self._kernels.cache_read_s(kv_bytes), compute_s),
+                      c.decode_attention_overlap)
+
+    def compaction_s(self, moved: FloatArray, tokens: FloatArray, tp_degree: int) -> FloatArray:
+        """Cache rows copied within a rank: read and written once."""
+        elements = moved * tokens * self._held(tp_degree)
+        copy_s = self._kernels.copied_s(2 * elements * self._kernels.item_bytes)
+        return copy_s + self._constants.elementwise_launch_s
+
+
+def link_kind(link: Link) -> str:
+    """Name of the RooflineConstants field that speaks of this link, by what a Link says of
+    itself."""
+    is_bridge = (link.bandwidth_bytes_per_s >= BRIDGE_BYTES_PER_S
+                 and link.latency_s <= BRIDGE_LATENCY_S)
+    if is_bridge or link.bandwidth_bytes_per_s >= FAST_LINK_BYTES_PER_S:
+        return "nvlink"
+    if link.latency_s >= NETWORK_LATENCY_S:
+        return "network"
+    return "pcie_peer" if link.has_peer_access else "pcie"
+
+
+class LinkTimes:
+    """Seconds of messages between the devices whose kernels these are."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels, self._constants = kernels, kernels.constants
+
+    def collective_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
+        """All-reduce between ranks that start together, what nccl-tests measures: a ring moves
+        2 (t - 1) / t of the bytes; the quicker of two protocols, each latency plus bytes. Over
+        nodes it is one inside each, and one between them, to which every device of a node brings
+        its part of the bytes at once."""
+        volume = np.asarray(num_bytes, float)
+        if tp_degree == 1:
+            return np.zeros_like(volume)
+        if link.inside is not None:
+            assert tp_degree % link.per_node == 0, f"{tp_degree = } {link = }"
+            return (self.collective_s(volume, link.per_node, link.inside) + self.collective_s(
+                volume, tp_degree // link.per_node, replace(link, inside=None, per_node=1)))
+        c = self._of(link)
+        rate = link.bandwidth_bytes_per_s * _at_degree(c.all_reduce_shares, tp_degree)
+        moved = 2 * (tp_degree - 1) / tp_degree * volume
+        small_launch_s = c.launch_s + 2 * (tp_degree - 1) * c.hop_share * link.latency_s
+        seconds: FloatArray = np.minimum(small_launch_s + moved / (rate * c.small_ratio),
+                                         c.large_launch_s + moved / rate)
+        return seconds
+
+    def synchronisation_s(self, tp_degree: int) -> float:
+        """Skew of a group's ranks at one all-reduce (docs/profile.md)."""
+        return 0.0 if tp_degree == 1 else _at_degree(self._constants.synchronisation_s, tp_degree)
+
+    def transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
+        """One message between consecutive stages: latency plus bytes over bandwidth."""
+        rate = link.bandwidth_bytes_per_s * self._of(link).transfer_share
+        return link.latency_s + np.asarray(num_bytes, float) / rate
+
+    def handover_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
+        """A transfer, and the copies that gather entries at one end and scatter them at the
+        other (each reads and writes them once)."""
+        return (self.transfer_s(num_bytes, link) + 2 * self._constants.elementwise_launch_s
+                + self._kernels.copied_s(4 * np.asarray(num_bytes, float)))
+
+    def _of(self, link: Link) -> LinkConstants:
+        return getattr(self._constants, link_kind(link))  # type: ignore[no-any-return]
+
+
+@cache
+def _at_degree(values: PerDegree, tp_degree: int) -> float:
+    """Linear in the degree's logarithm, constant beyond the ends."""
+    degrees, of_degree = zip(*values, strict=True)
+    return float(np.interp(np.log2(tp_degree), np.log2(degrees), of_degree))
 
 
 class Roofline:

@@ -16,7 +16,7 @@ from xgpt.core.lengths import IntArray, synthetic_lengths
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules.order import run_order, window_of
+from xrunner.rules.batch_sizer import run_order, window_of
 from xscheduler.copies import problem_for
 from xscheduler.replays import Replays
 from xsimulator.plans import Plans

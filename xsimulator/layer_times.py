@@ -19,7 +19,7 @@ from xgpt.core.model import ModelSpec, active_layer_params, input_projection_par
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import MessageKind, Operator, TimingSource
-from xrunner.rules.buckets import MOST_CAPTURED
+from xrunner.rules.batch_sizer import MOST_CAPTURED
 from xsimulator.fixed_sizes import KeptOfFixed
 
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attention adds one

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from xgpt.core.problem import Problem
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import Operator, TimingSource
-from xrunner.rules.buckets import MOST_CAPTURED
+from xrunner.rules.batch_sizer import MOST_CAPTURED
 
 
 class Presented(NamedTuple):

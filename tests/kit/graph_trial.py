@@ -15,7 +15,7 @@ from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights
 from xrunner.ops.contexts import DecodeContext, Places
-from xrunner.rules.buckets import MOST_CAPTURED
+from xrunner.rules.batch_sizer import MOST_CAPTURED
 
 STEPS_OFF = 4  # tolerances of one operator (cuda_check) that a step of many may be off
 _TOKEN_STEP = 7919  # from one row's token to the next one's: a prime

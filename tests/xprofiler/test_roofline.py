@@ -12,8 +12,7 @@ from xgpt.core.errors import UnknownNameError
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import FP8, INT8
 from xprofiler.constants import GPU, LINK_FIELDS, RooflineConstants, changed, engine_constants
-from xprofiler.kernels import link_kind
-from xprofiler.roofline import Roofline
+from xprofiler.roofline import Roofline, link_kind
 from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import MessageKind, Operator
 

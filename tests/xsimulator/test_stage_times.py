@@ -13,8 +13,7 @@ from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.model import ModelSpec
-from xprofiler.kernels import link_kind
-from xprofiler.roofline import Roofline
+from xprofiler.roofline import Roofline, link_kind
 from xprofiler.timing import MessageKind, Operator
 from xscheduler.copies import problems_of_copies
 from xscheduler.tensor_plans import tensor_plans

@@ -24,7 +24,7 @@ from xrunner.backends.engine import Engine, engine_of
 from xrunner.checkpoint.source import cache_dir
 from xrunner.ops.build import why_no_kernels, why_not_native
 
-# no more queries than decode steps are captured for (xrunner.rules.buckets)
+# no more queries than decode steps are captured for (xrunner.rules.batch_sizer)
 _GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=500, tokens=8240)
 _KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
 _LEAST_QUERIES = 9

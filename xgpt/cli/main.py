@@ -5,15 +5,17 @@ import io
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 import click
 
 from xgpt.cli.options import print_json
-from xgpt.cli.surroundings import settle
 from xgpt.cli.terminal import open_what_is_closed, say, show
 from xgpt.core.engines import load_row
 from xgpt.core.errors import (
@@ -28,6 +30,49 @@ from xgpt.core.errors import (
     shorten,
 )
 from xgpt.launch.asked import TO_STOP, warned_in_good_order
+
+
+def settle() -> str | None:
+    """Prepares the process and what it starts: file names are UTF-8 whatever the locale, and there
+    is a home or a folder that serves as one. Returns a note on the latter. Begins the process anew
+    if Python reads file names by another code. Raises XgptError if no folder can be written to."""
+    if sys.getfilesystemencoding() != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    os.environ.pop("PYTHONIOENCODING", None)  # what is started speaks to us
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    home, cache = os.path.expanduser("~"), os.environ.get("XDG_CACHE_HOME")
+    if cache:
+        os.environ["XDG_CACHE_HOME"] = os.path.abspath(cache)
+    has_home = os.path.isabs(home)
+    if has_home and (cache or _takes_files(Path(home, ".cache"))):
+        return None
+    folder = _folder_of_user()
+    if not has_home:  # nor a name, for which libraries ask
+        os.environ.update(HOME=folder, USER=os.environ.get("USER") or f"uid{os.getuid()}")
+    os.environ.setdefault("XDG_CACHE_HOME", f"{folder}/.cache")
+    why = f"{home} cannot be written to" if has_home else "this user has no home"
+    return f"note: {why}; {folder} serves instead (XDG_CACHE_HOME names another cache)"
+
+
+def _takes_files(folder: Path) -> bool:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def _folder_of_user() -> str:
+    """In the temporary folder, where others may have taken its name: the user's alone, or refused
+    by an XgptError."""
+    folder = Path(tempfile.gettempdir(), f"xgpt-{os.geteuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077 or folder.is_symlink():
+        raise XgptError(f"there is no home that can be written to, and {folder} is not this user's "
+                        "alone: set HOME or XDG_CACHE_HOME to another folder")
+    return str(folder)
+
 
 SHOWN_LENGTH = 500  # characters of a mistake's list or mapping that `--json` prints
 

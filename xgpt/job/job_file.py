@@ -23,15 +23,19 @@ from xgpt.core.hf.values import gguf_in
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.core.units import parse_seconds
 from xgpt.job import typed
-from xgpt.job.inline_cluster import (
+from xgpt.job.job import Job, LengthSpec, RunSpec, WorkloadSpec, check_run
+from xgpt.job.plan_sections import (
+    AUTO,
     AnyCluster,
+    ConstraintSection,
     InlineCluster,
     Price,
     built_cluster,
     cluster_names,
+    constraint_of,
+    schedule_of,
+    section_kind,
 )
-from xgpt.job.job import Job, LengthSpec, RunSpec, WorkloadSpec, check_run
-from xgpt.job.plan_sections import AUTO, ConstraintSection, constraint_of, schedule_of, section_kind
 from xgpt.job.requests_section import (
     AnyRequests,
     Results,

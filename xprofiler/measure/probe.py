@@ -24,7 +24,7 @@ from xprofiler.profile import Peaks
 from xrunner.engine.graphs import Capture, Captured, CaptureError, DecodeGraphs, why_not
 from xrunner.engine.group import StageGroup
 from xrunner.models.stage_model import StageModel
-from xrunner.rules.buckets import bucket_of
+from xrunner.rules.batch_sizer import bucket_of
 
 _SIDE = 2048  # of a square matrix product: 17 GFLOP
 _BYTES = 256 * 2**20  # past every cache

@@ -1,4 +1,4 @@
-"""Decode steps captured as CUDA graphs, one for each batch size of xrunner.rules.buckets.
+"""Decode steps captured as CUDA graphs, one for each batch size of xrunner.rules.batch_sizer.
 
 A decode step of a small model is a few hundred kernels of microseconds each, and launching them one
 by one takes the host longer than the GPU works. A captured step is launched at once. It reads its
@@ -30,7 +30,7 @@ from xrunner.ops.contexts import Cache, DecodeContext, Places
 from xrunner.ops.cuda import cuda_modules
 from xrunner.ops.cuda.kernels import MAX_DIM
 from xrunner.ops.cuda.launch import DTYPES
-from xrunner.rules.buckets import MOST_CAPTURED, bucket_of
+from xrunner.rules.batch_sizer import MOST_CAPTURED, bucket_of
 
 NO_SLOT = -1
 # Of a GPU's memory, for what captured steps keep: half of what plans leave free

@@ -29,7 +29,7 @@ from xrunner.files.sink import STARTING, RunSink, Tally, write_progress
 from xrunner.plan import OWN_ALONE, RunPlan
 from xrunner.query import PreparedQuery
 from xrunner.rank.world import World
-from xrunner.rules.order import in_run_order
+from xrunner.rules.batch_sizer import in_run_order
 
 
 def to_the_end(plan: RunPlan, join: Callable[[], World],

@@ -1,7 +1,13 @@
-"""How many of the waiting queries make one encode batch (paper section 5.2)."""
+"""Sizes of batches: of an encode batch (paper section 5.2), of the decode steps that a GPU
+captures, and of the windows within which the order of queries is random.
 
-from collections.abc import Sequence
+Inputs that are sorted or grouped make neighbouring batches unlike. Results are written in the
+input's order, so the order is random within windows only, not over the whole job."""
+
+import random
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from xgpt.core.controls import Adjustment, EvenBatches
 
@@ -85,3 +91,51 @@ def share_of(asked: Adjustment) -> float:
 def sizer_of(even: EvenBatches) -> BatchSizer:
     """The sizer of a schedule's encode batches."""
     return BatchSizer(mean_input=even.mean_input_tokens, adjustment=even.adjustment)
+
+
+_POWERS = 8  # up to here sizes are powers of two
+_FINE, _COARSE = 8, 16  # from one size to the next, up to and beyond _FINE_UNTIL
+_FINE_UNTIL = 128
+MOST_CAPTURED = 512
+
+
+def bucket_of(queries: int) -> int | None:
+    """The least captured size that holds so many queries; None where there is none."""
+    assert queries >= 1, f"{queries = }"
+    if queries > MOST_CAPTURED:
+        return None
+    if queries <= _POWERS:
+        return 1 << (queries - 1).bit_length()
+    step = _FINE if queries <= _FINE_UNTIL else _COARSE
+    return -(-queries // step) * step
+
+
+WINDOW_BATCHES = 16  # encode batches in a window of the usual size
+LEAST_WINDOW = 64
+
+
+def window_of(asked: bool | int, encode_batch: int) -> int:
+    """Queries of a window: as many as are asked for, or (True) the usual; 1 for none."""
+    if isinstance(asked, bool):
+        return max(WINDOW_BATCHES * encode_batch, LEAST_WINDOW) if asked else 1
+    return max(asked, 1)
+
+
+def run_order(count: int, window: int, seed: int, *, first: int = 0,
+              without: Collection[int] = frozenset()) -> list[int]:
+    """Places in the input, of those from `first` on and not `without` (the others are answered), in
+    the order in which they are taken up. No place leaves its window."""
+    return list(in_run_order(count, window, seed, first=first, without=without))
+
+
+def in_run_order(count: int, window: int, seed: int, *, first: int = 0,
+                 without: Collection[int] = frozenset()) -> Iterator[int]:
+    """Yields the same places, a window's in memory at once."""
+    places = (place for place in range(first, count) if place not in without)
+    source = random.Random(seed)
+    if window <= 1:
+        yield from places
+        return
+    while part := list(islice(places, window)):
+        source.shuffle(part)
+        yield from part

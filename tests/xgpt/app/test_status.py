@@ -27,7 +27,7 @@ from xgpt.run_folder.state import run_status
 from xrunner.files.lock import StopRequest, is_locked, output_lock
 from xrunner.files.results import Answered
 from xrunner.files.sink import RunSink, write_progress
-from xrunner.rules.order import run_order
+from xrunner.rules.batch_sizer import run_order
 
 SCREENS = Path(__file__).with_name("screens.txt")
 
@@ -201,7 +201,7 @@ from xrunner.files.lock import output_lock
 from xrunner.files.sink import RunSink
 from xrunner.files.results import answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.order import run_order
+from xrunner.rules.batch_sizer import run_order
 
 out, kill_after = Path(sys.argv[1]), int(sys.argv[2])
 with output_lock(out):

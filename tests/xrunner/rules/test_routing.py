@@ -15,8 +15,8 @@ from xgpt.core.controls import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
 from xrunner.engine.head import FromSpool
 from xrunner.engine.roster import Roster
 from xrunner.query import PreparedQuery
-from xrunner.rules import order
-from xrunner.rules.order import LEAST_WINDOW, in_run_order, run_order
+from xrunner.rules import batch_sizer as order
+from xrunner.rules.batch_sizer import LEAST_WINDOW, in_run_order, run_order
 from xrunner.rules.routing import (
     LEAST_WAITING,
     Load,

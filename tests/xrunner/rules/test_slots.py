@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xrunner.rules.buckets import MOST_CAPTURED, bucket_of
+from xrunner.rules.batch_sizer import MOST_CAPTURED, bucket_of
 from xrunner.rules.slots import Departures, GroupSlots, SlotUse
 
 

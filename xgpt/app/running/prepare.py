@@ -47,7 +47,7 @@ from xrunner.plan import (
     saved_fingerprint,
     saved_model,
 )
-from xrunner.rules.order import window_of
+from xrunner.rules.batch_sizer import window_of
 from xrunner.rules.steps import kv_budget, rules_for
 
 _RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries
