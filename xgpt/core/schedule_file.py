@@ -17,7 +17,7 @@ from xgpt.core.policies import Policy, policies, policy
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.system.whole_file import read_text, write_atomically
 
-SCHEDULE_VERSION = 5  # older ones are no longer read
+SCHEDULE_VERSION = 6  # older ones are no longer read
 
 
 def save_schedule(schedule: Schedule, path: Path) -> None:
