@@ -26,8 +26,8 @@ from xgpt.core.units import DTYPE_BYTES, format_seconds
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.resolve import resolve_cluster
 from xgpt.job.slurm_section import SlurmSpec, time_of
+from xgpt.launch.exports import Exported, render_jobset, render_skypilot
 from xgpt.launch.launcher import Allocation, node_names
-from xgpt.launch.manifests import Exported, render_jobset, render_skypilot
 from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, hand_in, quoted, render_sbatch
 from xgpt.report.table import WIDTH
 from xgpt.report.words import counted

@@ -9,9 +9,14 @@ from xgpt.core.errors import XgptError, wrong
 from xgpt.job.sweep_file import SWEEP_FOLDER
 from xgpt.report import figures
 from xgpt.report.chart import Chart, write_image
-from xgpt.report.comparison import comparison_charts, read_runs, write_comparison
 from xgpt.report.output import read_output
-from xgpt.report.page import run_charts, write_report
+from xgpt.report.page import (
+    comparison_charts,
+    read_runs,
+    run_charts,
+    write_comparison,
+    write_report,
+)
 from xgpt.report.results_file import write_results
 from xgpt.report.sweep_page import sweep_charts, write_sweep_page
 from xgpt.report.sweep_rows import SWEEP_FILE, read_sweep

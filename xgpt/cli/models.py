@@ -1,19 +1,22 @@
 """`xgpt models`: what the catalog knows; with `--check`, what xgpt can do with a model; with
-`--accuracy`, how far computed times are off."""
+`--accuracy`, how far computed times are off. `xgpt doctor`: what this machine has; with `--gpu`,
+how the CUDA kernels do on its card."""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from xgpt.app.doctor import Remedy, compare_on_gpu, examine, remedies
 from xgpt.app.models import UnsupportedModel, check_model_named, of_own_loops, published_errors
 from xgpt.cli.options import json_option, print_json
 from xgpt.cli.terminal import show
 from xgpt.core import catalog
 from xgpt.core.units import format_bytes
-from xgpt.report.table import paragraph, shown_width, table
+from xgpt.report.table import fact, paragraph, shown_width, table
 
 
 @click.command()
@@ -121,3 +124,37 @@ def _task(name: str) -> tuple[str, ...]:
     t = catalog.task_row(name)
     return (name, t.description, *(f"{lengths.mean:g}, {lengths.std:g}, {lengths.max}"
                                    for lengths in (t.input_tokens, t.output_tokens)))
+
+
+@click.command()
+@click.option("--gpu", is_flag=True, help="Compare every CUDA kernel with torch on this machine's "
+              "GPU, time it, and write xgpt-doctor-CARD.json.")
+@json_option
+def doctor(gpu: bool, as_json: bool) -> None:
+    """What this machine has of what xgpt can use, and what mends the rest."""
+    if not gpu:
+        found = examine()
+        missing = remedies(found)
+        if as_json:
+            print_json({**found, "missing": [asdict(remedy) for remedy in missing]})
+        else:
+            show("\n".join(fact(label, words) for label, words in found.items()))
+            show("\n" + _verdict(missing))
+        return
+    file = compare_on_gpu(Path.cwd())
+    if as_json:
+        print_json({"file": file})
+    else:
+        show(paragraph(f"all kernels agree with torch. {file.name} is written; please send it to "
+                       "the project: it is how kernels get known to work on a card"))
+
+
+def _verdict(missing: Sequence[Remedy]) -> str:
+    """What to do; a command is never broken, so that it can be copied."""
+    needed = [remedy for remedy in missing if remedy.is_needed]
+    lines = ["Jobs run here: xgpt init writes one for your prompts." if not needed else
+             "No job runs here yet."]
+    for group, title in ((needed, "Needed"), ([r for r in missing if not r.is_needed], "Better")):
+        for remedy in group:
+            lines += ["", fact(title, remedy.why), f"    {remedy.command}"]
+    return "\n".join(lines)

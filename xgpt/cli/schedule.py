@@ -1,5 +1,6 @@
-"""`xgpt schedule`: the best schedule within the bound, and what was proved about it; `xgpt export`:
-a job as a file for another scheduler."""
+"""`xgpt schedule`: the best schedule within the bound, and what was proved about it; `xgpt
+simulate`: a given schedule's Estimate, and a replay that checks it; `xgpt export`: a job as a file
+for another scheduler."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,8 +9,9 @@ import click
 
 from xgpt.app.hand_in import FORMATS
 from xgpt.app.hand_in import export as export_job
-from xgpt.app.opened import open_job
-from xgpt.app.schedule import default_horizon
+from xgpt.app.opened import open_file, open_job
+from xgpt.app.schedule import default_horizon, settled
+from xgpt.app.simulate import simulate_job
 from xgpt.app.what_if import answers_for
 from xgpt.cli.options import (
     check_writable,
@@ -20,13 +22,14 @@ from xgpt.cli.options import (
 )
 from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.engines import VLLM
-from xgpt.core.errors import InfeasibleError
+from xgpt.core.errors import InfeasibleError, MissingExtraError
 from xgpt.core.schedule_file import load_schedule, plain, save_schedule
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import parse_share
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_file import load_job
-from xgpt.launch.engine_commands import vllm_command
+from xgpt.launch.exports import vllm_command
+from xgpt.report.chart import SUFFIXES, can_draw
 from xscheduler.planner import Horizon, PlanOptions
 
 
@@ -126,3 +129,44 @@ def export(job_file: Path, overrides: tuple[str, ...], as_json: bool, to: str, i
         print_json({"to": to, "text": text, "file": out})
     elif out is None:
         show(text, nl=False)
+
+
+@click.command()
+@job_arguments
+@click.option("--schedule", "schedule_file", type=click.Path(path_type=Path), metavar="FILE",
+              help="A schedule.json; default: the control variables of the job's `schedule:`.")
+@click.option("--timeline", "timeline_file", type=click.Path(path_type=Path), metavar="FILE",
+              help="Draw the replay's steady state: FILE.html, .svg, .png or .pdf; and "
+              "FILE.trace.json.gz for Perfetto.")
+@within_seconds
+def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
+             schedule_file: Path | None, timeline_file: Path | None,
+             max_seconds: float | None) -> None:
+    """Estimate a given schedule: throughput, latency, memory; replayed as a check."""
+    pictures = [] if timeline_file is None else _picture_files(timeline_file)
+    for path in pictures if timeline_file is None else [timeline_file, *pictures]:
+        check_writable(path, "--timeline")
+    given = None if schedule_file is None else load_schedule(schedule_file).estimate
+    opened, timing = settled(open_file(
+        job_file, with_seconds(overrides, max_seconds), Terminal()), given)
+    simulation = simulate_job(opened, timing, given)
+    if pictures:
+        simulation.draw(*pictures)
+    if as_json:
+        print_json(simulation.to_dict())
+        return
+    show(str(simulation))
+    for path in pictures:
+        say(f"written: {path}")
+
+
+def _picture_files(path: Path) -> list[Path]:
+    """[picture, trace] of `--timeline FILE`: a page where the name does not say otherwise, and
+    FILE.trace.json.gz, whatever dots FILE has."""
+    if path.suffix in SUFFIXES and not can_draw():
+        raise MissingExtraError("matplotlib", "report", f"drawing a {path.suffix} (a name that "
+                                "ends in .html needs jinja2 alone)")
+    is_named = path.suffix in (*SUFFIXES, ".html")
+    stem = path.stem if is_named else path.name
+    return [path if is_named else path.with_name(f"{stem}.html"),
+            path.with_name(f"{stem}.trace.json.gz")]

@@ -1,18 +1,28 @@
-"""What one asks of a run that is going on: `xgpt status`, how far it is, from the files it writes,
-whether it is alive, and what Slurm says of it; `xgpt top`, the same live; `xgpt stop`, its end."""
+"""What one asks of a run's folder: `xgpt status`, how far the run is, from the files it writes,
+whether it is alive, and what Slurm says of it; `xgpt top`, the same live; `xgpt stop`, its end;
+`xgpt report`, its page, a sweep's, or that of several runs."""
 
 import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import click
 
+from xgpt.app.report import Form, write_reports, write_tables
 from xgpt.app.telling import progress_line, time_left_s
 from xgpt.app.top import NowAndThen, follow, glance, stop_job
-from xgpt.cli.options import JOB_FILE, print_json, run_arguments
+from xgpt.cli.options import (
+    JOB_FILE,
+    check_folder,
+    check_writable,
+    job_options,
+    print_json,
+    run_arguments,
+)
 from xgpt.cli.terminal import show
-from xgpt.core.errors import XgptError
+from xgpt.core.errors import XgptError, wrong
 from xgpt.report.table import paragraph
 from xgpt.run_folder.files import doing, place_of
 from xgpt.run_folder.state import State, age_s, are_silent, job_status, signs_of_life
@@ -79,3 +89,30 @@ def top(where: Path) -> None:
     if last is None:
         raise XgptError(f"{place.output}: no run has started there")
     show(str(last))
+
+
+@click.command()
+@click.argument("where", nargs=-1, required=True, type=click.Path(path_type=Path),
+                metavar="DIR|JOB.yaml ...")
+@click.option("--format", "form", type=click.Choice(get_args(Form)), default="html",
+              help="A page (the default), or pictures.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
+              help="Where to write (pictures: a folder); default: report.html in the folder, and "
+              "for several ./compare.html.")
+@job_options
+def report(where: tuple[Path, ...], form: Form, out: Path | None, overrides: tuple[str, ...],
+           as_json: bool) -> None:
+    """Report what lies in a run's or a sweep's folder; compare several runs."""
+    places = [place_of(one, overrides) for one in where]
+    if out is not None and form == "png":
+        if out.exists() and not out.is_dir():
+            raise wrong("command line", "--out", str(out), "a folder: there is a picture a chart")
+        check_folder(out, "--out")
+    elif out is not None:
+        check_writable(out, "--out")
+    paths = [*write_reports([place.output for place in places], form, out), *write_tables(places)]
+    if as_json:
+        print_json({"report": paths[0], "files": paths})
+    else:
+        for path in paths:
+            show(str(path))

@@ -16,7 +16,7 @@ from job_folder import xgpt
 from jobs import job_file
 from xgpt.cli.main import cli
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
-from xgpt.launch.manifests import Exported, render_jobset, render_skypilot
+from xgpt.launch.exports import Exported, render_jobset, render_skypilot
 from xgpt.run_folder.files import KEPT_FILE, load_record
 
 SCHEDULE = "{policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 0, tp_degree: 1}"

@@ -15,7 +15,7 @@ from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError, MissingExtraError, XgptError
 from xgpt.job.job import Job
 from xgpt.report.chart import can_draw
-from xgpt.report.comparison import differences, figure_rows, headline, read_runs
+from xgpt.report.page import differences, figure_rows, headline, read_runs
 from xgpt.report.words import tight
 from xgpt.requests.spool import Record
 from xgpt.run_folder.files import place_of

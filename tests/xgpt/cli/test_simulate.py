@@ -14,8 +14,7 @@ from jobs import job_file
 from xgpt.app.opened import open_file
 from xgpt.app.schedule import executable, plan_job
 from xgpt.app.telling import LogTeller
-from xgpt.cli.schedule import schedule
-from xgpt.cli.simulate import simulate
+from xgpt.cli.schedule import schedule, simulate
 from xgpt.core.policies import policy as row_of
 from xgpt.core.schedule_file import to_json
 

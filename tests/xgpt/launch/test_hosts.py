@@ -22,7 +22,7 @@ from xgpt.job.resolve import resolve, resolve_cluster
 from xgpt.job.slurm_section import SlurmSpec
 from xgpt.launch import launcher as local
 from xgpt.launch import standby as launch
-from xgpt.launch.engine_commands import EngineCommand, vllm_command
+from xgpt.launch.exports import EngineCommand, vllm_command
 from xgpt.launch.launcher import (
     HostsLauncher,
     LocalLauncher,

@@ -6,8 +6,7 @@ import shutil
 import pytest
 from fake_run import HOSTILE_TEXTS, write_fake_run, write_fake_sweep
 
-from xgpt.report.comparison import write_comparison
-from xgpt.report.page import write_report
+from xgpt.report.page import write_comparison, write_report
 from xgpt.report.sweep_page import write_sweep_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (dev)")
