@@ -59,13 +59,9 @@ class Grid:
             filled = within_neighbours(filled, known)
         self.xs, self.ys = xs, ys
         self.values = growing(filled, along_x=shape.grows_with_x, along_y=shape.grows_with_y)
-        self._extend(self.values)
-
-    def _extend(self, grown: FloatArray) -> None:
-        """The table that is looked up: with a column at REFUSED_BEYOND times the last x, a row at
-        as much of the last y, and a column of no work."""
-        shape, xs, ys = self._shape, self.xs, self.ys
-        table = continued(xs, grown, REFUSED_BEYOND, axis=1, is_power=shape.is_power,
+        # the table that is looked up: with a column at REFUSED_BEYOND times the last x, a row at as
+        # much of the last y, and a column of no work
+        table = continued(xs, self.values, REFUSED_BEYOND, axis=1, is_power=shape.is_power,
                           starts_at_zero=shape.through_zero)
         self._xs, self._ys = np.append(xs, REFUSED_BEYOND * xs[-1]), ys
         if len(ys) > 1 and shape.grows_with_y:

@@ -48,7 +48,7 @@ class Kernels:
         self.flops_per_s = device.peak_flops_per_s(dtype)
         self._rates = dict(device.flops_per_s)
         self._weights = weight_dtype or dtype
-        self._bandwidth = device.bandwidth_bytes_per_s
+        self.bandwidth = device.bandwidth_bytes_per_s
 
     def gemm_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike,
                weight_bytes: int | None = None) -> FloatArray:
@@ -78,20 +78,16 @@ class Kernels:
             k + _own(c.fp8_half_depth, c.gemm_half_depth))
         compute_s = 2 * padded / (self._rates[self._weights] * c.fp8_flops_share)
         moved = n * k + m * (k + n * self.item_bytes)
-        memory_s = moved / (self._bandwidth * _own(c.fp8_bytes_share, c.gemm_bytes_share))
+        memory_s = moved / (self.bandwidth * _own(c.fp8_bytes_share, c.gemm_bytes_share))
         return joined(compute_s, memory_s, _own(c.fp8_overlap, c.gemm_overlap)) + c.fp8_launch_s
 
     def streamed_s(self, num_bytes: FloatArray) -> FloatArray:
         """A large kernel's operands and result through memory."""
-        return num_bytes / (self._bandwidth * self.constants.gemm_bytes_share)
+        return num_bytes / (self.bandwidth * self.constants.gemm_bytes_share)
 
     def copied_s(self, num_bytes: FloatArray) -> FloatArray:
         """An elementwise kernel's reads and writes, without its launch."""
-        return num_bytes / (self._bandwidth * self.constants.elementwise_bytes_share)
-
-    def cache_read_s(self, num_bytes: FloatArray) -> FloatArray:
-        """Decode attention's reading of the KV cache."""
-        return num_bytes / (self._bandwidth * self.constants.decode_attention_bytes_share)
+        return num_bytes / (self.bandwidth * self.constants.elementwise_bytes_share)
 
 
 def _own(value: float | None, otherwise: float) -> float:
@@ -235,7 +231,8 @@ class AttentionKernels:
             width, items = self._model.num_heads * (2 * latent.kv_rank + latent.rope_dim), 1.0
         compute_s = 2 * pairs * width / tp_degree / self._flops_per_s
         fixed_s = c.decode_attention_launch_s + c.decode_attention_item_s * queries * items
-        return joined(fixed_s, np.maximum(self._kernels.cache_read_s(kv_bytes), compute_s),
+        read_s = kv_bytes / (self._kernels.bandwidth * c.decode_attention_bytes_share)
+        return joined(fixed_s, np.maximum(read_s, compute_s),
                       c.decode_attention_overlap)
 
     def compaction_s(self, moved: FloatArray, tokens: FloatArray, tp_degree: int) -> FloatArray:

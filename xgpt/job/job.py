@@ -21,7 +21,7 @@ from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
 from xgpt.job import typed
 from xgpt.job.slurm_section import SlurmSpec
-from xgpt.requests.keys import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
+from xgpt.requests.keys import KEYS, MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from xgpt.requests.request_files import RequestFiles
 
 LOCAL_CLUSTER = "local"
@@ -34,20 +34,6 @@ STEP_TIMES = 0.15  # run.step_times: auto
 # no option of ssh or mpiexec, no list within a list
 _HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
 _INTERFACE = r"[A-Za-z0-9][\w.:-]{0,14}"  # Linux's names have no more
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    texts = value if isinstance(value, list) else [value]
-    if len(texts) <= MAX_STOPS and all(
-            isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in texts):
-        return tuple(texts)
-    raise ValueError
-
-
-def _cuda_graphs(value: Any) -> bool:
-    if value in ("auto", "off") or value is False:  # YAML 1.1 reads `off` as false
-        return bool(value == "auto")
-    raise ValueError
 
 
 def _share(usual: float, of: str) -> typed.Of:
@@ -82,9 +68,10 @@ class RunSpec:
     top_k: Annotated[int, typed.whole(1, MAX_INT)] | None = None
     top_p: Annotated[float, typed.number("above 0 and at most 1", gt=0, le=1)] = 1.0
     # strings that end the answers of requests that name none
-    stop: Annotated[tuple[str, ...], typed.Of(
-        _stops, f"a text, or a list of at most {MAX_STOPS}, of 1 to {MAX_STOP_CHARS} characters "
-        "each")] = ()
+    stop: Annotated[tuple[str, ...], typed.that(
+        KEYS["stop"].values.has, f"a text, or a list of at most {MAX_STOPS}, of 1 to "
+        f"{MAX_STOP_CHARS} characters each",
+        lambda value: tuple(value if isinstance(value, list) else [value]))] = ()
     threads_per_rank: Annotated[int, typed.whole(1, 4096)] | None = None
     ignore_eos: typed.Flag = False
     # random: of the model's shape, for performance work
@@ -108,8 +95,9 @@ class RunSpec:
     step_times: Annotated[float | None, _share(STEP_TIMES, "of the time of a step")] = STEP_TIMES
     engine: Annotated[str, typed.choice(engine_names)] = OWN_ENGINE
     # on GPUs: decode steps captured, where they can be
-    cuda_graphs: Annotated[bool, typed.Of(
-        _cuda_graphs, "auto or off", enum=["auto", "off", False])] = True
+    cuda_graphs: Annotated[bool, typed.that(
+        lambda value: value in ("auto", "off") or value is False,  # YAML 1.1 reads `off` as false
+        "auto or off", lambda value: value == "auto", enum=["auto", "off", False])] = True
     # the interpreter of another engine; None: this one
     engine_python: Annotated[str | None, typed.text(
         "the Python of an environment that has the engine, such as /opt/vllm/bin/python")] = None

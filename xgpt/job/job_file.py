@@ -87,12 +87,7 @@ def _file(allowed: str) -> typed.InFolder:
 
 
 def _words(*words: str) -> typed.Of:
-    def value_of(value: Any) -> str:
-        if isinstance(value, str) and value in words:
-            return value
-        raise ValueError
-
-    return typed.Of(value_of, enum=[*words])
+    return typed.that(lambda value: isinstance(value, str) and value in words, enum=[*words])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -55,6 +55,7 @@ from xgpt.job.typed import (
     is_one_of,
     number,
     read,
+    that,
     whole,
 )
 
@@ -138,13 +139,10 @@ def cluster_names() -> list[str]:
 AnyCluster = Annotated[Any, _or_mapping(InlineCluster, cluster_names, str)]
 
 
-def _built(part: Any) -> Any:
-    return part.built() if isinstance(part, (_OwnDevice, _OwnLink)) else part
-
-
 def built_cluster(own: InlineCluster, reading: typed.Reading) -> Cluster:
     """The cluster that is described under the key `cluster`."""
-    device, intra, inter = map(_built, (own.device, own.intra_link, own.inter_link))
+    device, intra, inter = (part.built() if isinstance(part, (_OwnDevice, _OwnLink)) else part
+                            for part in (own.device, own.intra_link, own.inter_link))
     if inter is None and own.num_nodes > 1:
         reading.reject("cluster.inter_link", "required: what joins the nodes: "
                        f"{', '.join(catalog.names('link'))}, or a mapping")
@@ -254,8 +252,10 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
         ("policies", Annotated[tuple[str, ...], Field(alias="policy"), Of(_policies, anyOf=[
             {"enum": [AUTO, *names]},
             {"type": "array", "minItems": 1, "items": {"enum": names}}])], ()),
-        ("replicas", Annotated[int | None, Of(
-            _replicas, f"auto, or a whole number of copies from 1 to {MOST_PARTS}")], None),
+        ("replicas", Annotated[int | None, that(
+            lambda value: value == AUTO or (is_one_of(value, int) and 1 <= value <= MOST_PARTS),
+            f"auto, or a whole number of copies from 1 to {MOST_PARTS}",
+            lambda value: None if value == AUTO else value)], None),  # None: as many as are best
         ("tp_degree", Annotated[int, whole(1, MOST_PARTS)] | None, None),
         ("tp_gpus", Annotated[int, whole(0, MOST)] | None, None),  # 0: no groups
         *((name, Annotated[int, range_] | None, None) for name, range_ in variables.items()),
@@ -264,8 +264,10 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
             parse_share, lambda x: 0 <= x < 1,
             "a share of an encode batch's mean input tokens, '10%' or 0.1; 0 for none")], None),
         ("routing", Annotated[str, choice(ROUTINGS)], LEAST_TOKENS),
-        ("shuffle", Annotated[bool | int, Of(
-            _shuffle, f"true, false, or the queries of a window, 2 to {MOST}")], False),
+        ("shuffle", Annotated[bool | int, that(
+            lambda value: isinstance(value, bool) or (
+                isinstance(value, int) and 2 <= value <= MOST),
+            f"true, false, or the queries of a window, 2 to {MOST}")], False),
     ], frozen=True, kw_only=True, namespace={"__pydantic_config__": CONFIG})
 
 
@@ -282,21 +284,6 @@ def _policies(value: Any) -> tuple[str, ...]:
     which = f", where {shown!r} is none" if shown.isidentifier() else ""
     raise ValueError(nearest(shown, (AUTO, *names)).replace("known:", "allowed:") + (
         f", or several of these in a list{which}" if isinstance(value, list) else ""))
-
-
-def _replicas(value: Any) -> int | None:
-    """Copies of the model; None for as many as are best."""
-    if value == AUTO:
-        return None
-    if is_one_of(value, int) and 1 <= value <= MOST_PARTS:
-        return cast(int, value)
-    raise ValueError
-
-
-def _shuffle(value: Any) -> bool | int:
-    if isinstance(value, bool) or (isinstance(value, int) and 2 <= value <= MOST):
-        return value
-    raise ValueError
 
 
 def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) -> tuple[

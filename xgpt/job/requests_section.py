@@ -40,19 +40,6 @@ def files_of(value: Any, folder: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(path for name in texts for path in found[name]))
 
 
-def _columns(value: Any) -> tuple[str, ...]:
-    texts = typed.texts_of(value)
-    if len(set(texts)) == len(texts):
-        return texts
-    raise ValueError
-
-
-def _delimiter(value: Any) -> str:
-    if isinstance(value, str) and len(value) == 1 and value not in '"\r\n':
-        return value
-    raise ValueError
-
-
 _Column = Annotated[str, typed.text("the name of a column")]
 
 
@@ -66,11 +53,13 @@ class Requests:
     prompt: _Column | None = None
     messages: _Column | None = None
     id: _Column | None = None
-    delimiter: Annotated[str | None, typed.Of(
-        _delimiter, "one character, for example ';' or \"\\t\"", type="string")] = None
+    delimiter: Annotated[str | None, typed.that(
+        lambda value: isinstance(value, str) and len(value) == 1 and value not in '"\r\n',
+        "one character, for example ';' or \"\\t\"", type="string")] = None
     options: typed.Flag = True
-    carry: Annotated[tuple[str, ...] | None, typed.Of(
-        _columns, "a list of columns; [] carries none")] = None
+    carry: Annotated[tuple[str, ...] | None, typed.that(
+        lambda value: len(set(texts := typed.texts_of(value))) == len(texts),
+        "a list of columns; [] carries none", typed.texts_of)] = None
 
 
 AnyRequests = Annotated[Any, typed.OrMapping(

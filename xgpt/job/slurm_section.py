@@ -30,13 +30,8 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 def _texts(allowed: str, is_allowed: Callable[[str], object] = bool) -> typed.Of:
     """A list of texts, or a single one."""
-    def value_of(value: Any) -> tuple[str, ...]:
-        texts = typed.texts_of(value)
-        if all(map(is_allowed, texts)):
-            return texts
-        raise ValueError
-
-    return typed.Of(value_of, allowed)
+    return typed.that(lambda value: all(map(is_allowed, typed.texts_of(value))), allowed,
+                      typed.texts_of)
 
 
 def _mail_types(value: Any) -> tuple[str, ...]:
@@ -44,18 +39,6 @@ def _mail_types(value: Any) -> tuple[str, ...]:
     if set(types) <= {*MAIL_TYPES}:
         return types
     raise ValueError
-
-
-def _env(value: Any) -> tuple[tuple[str, str], ...]:
-    if isinstance(value, dict) and all(
-            _VARIABLE.fullmatch(name) and typed.is_one_of(own, str, int, float)
-            and str(own).isprintable() for name, own in value.items()):
-        return tuple((name, str(own)) for name, own in value.items())
-    raise ValueError
-
-
-def _venv(value: Any, folder: Path) -> str:
-    return str(folder / Path(typed.text_of(value)).expanduser())
 
 
 Nodes = Annotated[int, typed.whole(1, 100_000)]
@@ -93,9 +76,14 @@ class SlurmSpec:
         "a list of whole options of sbatch, such as '--comment=x'", _OPTION.fullmatch)] = ()
     modules: Annotated[tuple[str, ...], _texts("a list of names")] = ()
     venv: Annotated[str | None, typed.InFolder(  # absolute
-        _venv, "the folder of a virtual environment on the nodes", type="string")] = None
-    env: Annotated[tuple[tuple[str, str], ...], typed.Of(
-        _env, "a mapping of variables to text, {UCX_NET_DEVICES: ib0}", type="object")] = ()
+        lambda value, folder: str(folder / Path(typed.text_of(value)).expanduser()),
+        "the folder of a virtual environment on the nodes", type="string")] = None
+    env: Annotated[tuple[tuple[str, str], ...], typed.that(
+        lambda value: isinstance(value, dict) and all(
+            _VARIABLE.fullmatch(name) and typed.is_one_of(own, str, int, float)
+            and str(own).isprintable() for name, own in value.items()),
+        "a mapping of variables to text, {UCX_NET_DEVICES: ib0}",
+        lambda value: tuple((name, str(own)) for name, own in value.items()), type="object")] = ()
     prologue: Annotated[tuple[str, ...], _texts("a list of lines of bash")] = ()
     # words before the command of every rank
     container: Annotated[tuple[str, ...], _texts(

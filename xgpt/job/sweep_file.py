@@ -20,7 +20,7 @@ from xgpt.core.policies import policy_names
 from xgpt.core.units import parse_share
 from xgpt.job.job import Job
 from xgpt.job.job_file import SWEEP_KEYS, job_of, job_tree
-from xgpt.job.typed import CONFIG, Flag, Of, Reading, Text, any_keys, choice, read, text
+from xgpt.job.typed import CONFIG, Flag, Reading, Text, any_keys, choice, read, text, that
 from xgpt.job.yaml_tree import (
     Field,
     apply_override,
@@ -81,12 +81,6 @@ class AxisValue:
 Setting = dict[SweepAxis, list[AxisValue]]
 
 
-def _cases_of(value: Any) -> list[Any]:
-    if isinstance(value, list) and value:
-        return value
-    raise ValueError
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPoint:
     """One combination. `values`: of each axis that the sweep sets, as rows show it. `share`: of the
@@ -119,8 +113,8 @@ class SweepFile:
     name: Annotated[str | None, text("a name of printable characters")] = None
     base: Any = None
     grid: Annotated[Any, any_keys("a mapping of axes to lists")] = None
-    cases: Annotated[Any, Of(_cases_of, "a list of mappings, for example [{model: opt-13b, "
-                             "cluster: a40-4}]")] = None
+    cases: Annotated[Any, that(lambda value: isinstance(value, list) and value, "a list of "
+                               "mappings, for example [{model: opt-13b, cluster: a40-4}]")] = None
     horizon: Annotated[Horizon, choice(get_args(Horizon))] = "steady"
     output: Text | None = None
     margin: Flag = True
@@ -229,9 +223,9 @@ def _points(settings: Sequence[Setting], base: Field, base_path: Path,
 def _point(tree: Field, base_path: Path, chosen: Mapping[SweepAxis, AxisValue],
            mistakes: list[Mistake]) -> SweepPoint:
     for axis in chosen:
-        for keys in (key.split(".") for key in REPLACES.get(axis.key, ())):
-            if _has(tree, keys):
-                tree = with_value(tree, keys, Field(value=None, file="", line=None))
+        for key in REPLACES.get(axis.key, ()):
+            if Reading(tree, mistakes).has(key):
+                tree = with_value(tree, key.split("."), Field(value=None, file="", line=None))
     for axis, value in chosen.items():
         tree = with_value(tree, axis.key.split("."), value.field)
     own = list[Mistake]()  # what is wrong of one point hides nothing of another
@@ -244,14 +238,6 @@ def _point(tree: Field, base_path: Path, chosen: Mapping[SweepAxis, AxisValue],
     return SweepPoint(job=job,
                       values={axis.name: value.shown for axis, value in chosen.items()},
                       share=None if bound is None else bound.share)
-
-
-def _has(tree: Field, keys: Sequence[str]) -> bool:
-    for key in keys:
-        if not isinstance(tree.value, dict) or key not in tree.value:
-            return False
-        tree = tree.value[key]
-    return True
 
 
 def axis_of(name: str) -> SweepAxis | None:

@@ -123,15 +123,21 @@ def text(allowed: str) -> Of:
     return Of(text_of, allowed, type="string", minLength=1)
 
 
-def matching(pattern: str, allowed: str, flags: int = 0, **schema: Any) -> Of:
-    """A text, or a whole number, all of which the pattern matches."""
-    def value_of(value: Any) -> str:
-        if is_one_of(value, str, int) and str(value).isascii() and re.fullmatch(
-                pattern, str(value), flags):
-            return str(value)
+def that(is_allowed: Callable[[Any], object], allowed: str = "",
+         made: Callable[[Any], Any] = lambda value: value, **schema: Any) -> Of:
+    """What is `made` of a value for which `is_allowed` holds."""
+    def value_of(value: Any) -> Any:
+        if is_allowed(value):
+            return made(value)
         raise ValueError
 
     return Of(value_of, allowed, **schema)
+
+
+def matching(pattern: str, allowed: str, flags: int = 0, **schema: Any) -> Of:
+    """A text, or a whole number, all of which the pattern matches."""
+    return that(lambda value: is_one_of(value, str, int) and str(value).isascii() and re.fullmatch(
+        pattern, str(value), flags), allowed, str, **schema)
 
 
 def choice(names: Sequence[str] | Callable[[], Sequence[str]]) -> Of:
@@ -157,9 +163,7 @@ def amount(parse: Callable[[Any], float], is_allowed: Callable[[float], bool],
             raise ValueError
         try:
             number = parse(value)
-        except OverflowError:
-            raise ValueError from None
-        except ValueError:
+        except (OverflowError, ValueError):
             raise ValueError from None
         if largest < number < math.inf:
             raise ValueError(f"{allowed}; at most {largest:g}")
@@ -191,12 +195,7 @@ Text = Annotated[str, text("text")]
 
 def any_keys(allowed: str) -> Of:
     """A mapping whose keys somebody else knows."""
-    def value_of(value: Any) -> dict[str, Any]:
-        if isinstance(value, dict):
-            return value
-        raise ValueError
-
-    return Of(value_of, allowed, type="object")
+    return that(lambda value: isinstance(value, dict), allowed, type="object")
 
 
 @cache

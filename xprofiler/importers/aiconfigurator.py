@@ -26,6 +26,7 @@ from xprofiler.importers.draft import (
     Source,
     Table,
     fail,
+    in_order,
     read_table,
     samples_at,
 )
@@ -56,12 +57,12 @@ def read_gemms(path: Path) -> dict[str, Table]:
             for dtype in np.unique(table["gemm_dtype"]).tolist()}
 
 
-def read_gemm(path: Path, dtype: str = "bfloat16") -> Table:
-    """The rows of one dtype."""
+def read_gemm(path: Path) -> Table:
+    """The rows of bfloat16."""
     tables = read_gemms(path)
-    if dtype not in tables:
-        raise wrong(path, "gemm_dtype", dtype, f"one of {', '.join(tables)}")
-    return tables[dtype]
+    if "bfloat16" not in tables:
+        raise wrong(path, "gemm_dtype", "bfloat16", f"one of {', '.join(tables)}")
+    return tables["bfloat16"]
 
 
 def read_context_attention(path: Path) -> Table:
@@ -313,7 +314,7 @@ def _add_all_reduce(draft: ProfileDraft, table: Table, link: str) -> None:
         rows = table["num_gpus"] == degree
         if rows.any():
             skew_s = draft.roofline.links.synchronisation_s(degree)
-            draft.add_messages(TableKey(ALL_REDUCE, degree, link), samples_at(
+            draft.tables[TableKey(ALL_REDUCE, degree, link)] = in_order(samples_at(
                 table["num_bytes"][rows], table["latency"][rows] + skew_s))
     if any(key.name == ALL_REDUCE for key in draft.tables):
         draft.notes.append("all_reduce with the skew of this engine's ranks added")

@@ -242,10 +242,6 @@ class ProfileDraft:
         if samples := in_order(table):
             self.tables[TableKey(operator.value, degree)] = samples
 
-    def add_messages(self, key: TableKey, table: Iterable[Sample]) -> None:
-        """A table of messages over a link."""
-        self.tables[key] = in_order(table)
-
     def calm(self, operator: Operator, table: Sequence[Sample]) -> list[Sample]:
         """An attention table without its disturbed points, which are counted."""
         kept = undisturbed(table, grows_with_y=operator is not Operator.ENCODE_ATTENTION)

@@ -64,7 +64,7 @@ class LayerBench:
                  weight_dtype: torch.dtype | None = None) -> None:
         """`weight_dtype`: as which weights are multiplied; None: as `dtype`.
         `tp_degree`: of a shard whose products nothing sums, or the shard."""
-        shard = shard_of(tp_degree)
+        shard = Shard(degree=tp_degree) if isinstance(tp_degree, int) else tp_degree
         layer_bytes = spec.decoder_layer_params * dtype.itemsize // shard.degree
         most = max(MAX_WEIGHT_BYTES // (2 if spec.is_encoder_decoder else 1) // layer_bytes, 1)
         self.num_layers, encoder_layers = (min(math.ceil(count / num_stages), most) for count in (
@@ -171,8 +171,7 @@ class LayerBench:
 
     def layer_kv_bytes(self, queries: int, capacity: int) -> int:
         """One layer's cache of so many queries of `capacity` tokens."""
-        return kv_shape(self.spec, self.dtype, slots=queries, capacity=capacity, num_layers=1,
-                        kv_heads=self.model.kv_heads).num_bytes
+        return self._shape(queries, capacity)._replace(num_layers=1).num_bytes
 
     def _executor(self, queries: int, capacity: int, layers: int) -> StageExecutor:
         executor = StageExecutor(self.model)
@@ -218,11 +217,6 @@ def bench_cache(shape: KvShape, device: torch.device) -> KvCache:
         cache.layers = layers_of(cache.store)
     cache.store[:1 if is_shared else None].fill_(_ENTRY)
     return cache
-
-
-def shard_of(tp_degree: int | Shard) -> Shard:
-    """The first of so many, unless it is given."""
-    return Shard(degree=tp_degree) if isinstance(tp_degree, int) else tp_degree
 
 
 def around(queries: int, mean: int) -> list[int]:

@@ -104,15 +104,16 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 class StepParts(NamedTuple):
-    """Seconds of one step. `rest_s`, `attention_s`, `cross_s` (cross-attention) and `cross_kv_s`
-    are of one layer, the mean over the layers. `captured_rest_s`: of a decode step that is taken
-    captured, which then all but `rest_s` is of; None: of one that is launched kernel by kernel."""
+    """Seconds of one step; 0 of what was not timed. `rest_s`, `attention_s`, `cross_s`
+    (cross-attention) and `cross_kv_s` are of one layer, the mean over the layers.
+    `captured_rest_s`: of a decode step that is taken captured, which then all but `rest_s` is of;
+    None: of one that is launched kernel by kernel."""
 
-    whole_s: float
-    rest_s: float
-    attention_s: float
-    embed_s: float
-    head_s: float
+    whole_s: float = 0.0
+    rest_s: float = 0.0
+    attention_s: float = 0.0
+    embed_s: float = 0.0
+    head_s: float = 0.0
     cross_s: float = 0.0
     cross_kv_s: float = 0.0
     captured_rest_s: float | None = None
@@ -122,26 +123,6 @@ class StepParts(NamedTuple):
         rest_s = self.rest_s if self.captured_rest_s is None else self.captured_rest_s
         layers_s = num_layers * (rest_s + self.attention_s + self.cross_s)
         return max(self.whole_s - layers_s - self.embed_s - self.head_s, 0.0)
-
-
-class LayerParts(NamedTuple):
-    """Seconds of what comes before a step's head, as in StepParts."""
-
-    rest_s: float
-    attention_s: float
-    embed_s: float
-    cross_s: float = 0.0
-    cross_kv_s: float = 0.0
-
-    def times(self, factor: float) -> LayerParts:
-        return LayerParts(*(factor * part_s for part_s in self))
-
-
-class Ends(NamedTuple):
-    """Seconds of a whole step, and of its head."""
-
-    whole_s: float
-    head_s: float
 
 
 class Spans:
@@ -170,14 +151,16 @@ class Spans:
         if then:
             self._before = then, end
 
-    def parts(self, clock: Clock, num_layers: int, cross_layers: int = 1) -> LayerParts:
-        """Of marks whose distance is known; `cross_layers`: that keep an encoder's output."""
+    def parts(self, clock: Clock, num_layers: int, cross_layers: int = 1,
+              factor: float = 1.0) -> StepParts:
+        """What comes before a step's head, `factor` times as long as between its marks, whose
+        distances are known; `cross_layers`: that keep an encoder's output."""
         # a large encode step goes through the layers in pieces
         passed = len(self._spans["attention"])
         assert passed and passed % num_layers == 0, f"{passed = } {num_layers = }"
-        total = {part: sum(clock.seconds(*span) for span in spans)
+        total = {part: factor * sum(clock.seconds(*span) for span in spans)
                  for part, spans in self._spans.items()}
-        return LayerParts(
+        return StepParts(
             rest_s=(total.get("rest", 0.0) + total.get("shared", 0.0)) / num_layers,
             attention_s=total["attention"] / num_layers, embed_s=total.get("embed", 0.0),
             cross_s=total.get("cross", 0.0) / num_layers,
@@ -206,18 +189,18 @@ class Probe:
         """Runs `step` once, through so many layers (None: all that decode)."""
         ends, cross_layers = self.ends(step), len(self._model.layers)
         parts = self._spans.parts(self._clock, num_layers or cross_layers, cross_layers)
-        return StepParts(whole_s=ends.whole_s, head_s=ends.head_s, **parts._asdict())
+        return parts._replace(whole_s=ends.whole_s, head_s=ends.head_s)
 
-    def ends(self, step: Callable[[], object]) -> Ends:
-        """Runs `step` once; of its other parts nothing need be marked."""
+    def ends(self, step: Callable[[], object]) -> StepParts:
+        """Runs `step` once: the whole and its head; of its other parts nothing need be marked."""
         self._spans.clear()
         start = self._clock.mark()
         step()
         end = self._clock.mark()
         self._clock.settle()
         head = self._spans.head
-        return Ends(self._clock.seconds(start, end),
-                    0.0 if head is None else self._clock.seconds(head, end))
+        return StepParts(whole_s=self._clock.seconds(start, end),
+                         head_s=0.0 if head is None else self._clock.seconds(head, end))
 
     @contextmanager
     def marked_by(self, clock: Clock | None) -> Iterator[Spans]:
@@ -323,7 +306,7 @@ class TimedCapture:
 
         return Captured(replay, plain.out)
 
-    def parts(self, num_layers: int) -> LayerParts:
+    def parts(self, num_layers: int) -> StepParts:
         """Of the step that was replayed last: it is replayed once more, with marks."""
         assert self._marked is not None and self._span is not None, "nothing was replayed"
         captured, spans, inner = self._marked
@@ -332,7 +315,7 @@ class TimedCapture:
         end = self._clock.mark()
         self._clock.settle()
         factor = self._clock.seconds(*self._span) / self._clock.seconds(begin, end)
-        return spans.parts(inner, num_layers).times(factor)
+        return spans.parts(inner, num_layers, factor=factor)
 
 
 def captured_step(model: StageModel, group: StageGroup, queries: int,

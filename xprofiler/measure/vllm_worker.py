@@ -29,7 +29,6 @@ import torch
 from xgpt.core.errors import XgptError
 from xgpt.core.model import model_from_dict
 from xgpt.core.units import DTYPE_BYTES
-from xprofiler.measure.bench import DRAWN, GREEDY
 from xprofiler.measure.probe import StepParts
 from xprofiler.measure.ranks import connect
 from xprofiler.measure.worker import MeasureRequest, Measuring, messages_between
@@ -64,7 +63,7 @@ class VllmBench:
         queries = len(contexts)
 
         def measured() -> StepParts:
-            base_s, head_s = self._base_s(queries), self.head_s(queries)
+            base_s, head_s = self._decoded_apart(queries)
             whole_s = self._decoded_s(contexts)
             return self._parts(whole_s, whole_s - base_s, head_s)
 
@@ -87,10 +86,6 @@ class VllmBench:
     def head_s(self, queries: int) -> float:
         """Seconds that `queries` next tokens take, after the layers."""
         return self._decoded_apart(queries)[1]
-
-    def _base_s(self, queries: int) -> float:
-        """A decode step of so many queries that hold next to nothing."""
-        return self._decoded_apart(queries)[0]
 
     def _decoded_apart(self, queries: int) -> tuple[float, float]:
         """(seconds of a decode step of so many queries that hold next to nothing, those of them
@@ -178,16 +173,13 @@ class _OfVllm(Measuring):
 
     def bench_of(self, degree: int) -> Any:
         request = self.request
-        needs, drawn = Needs(**request.needs), request.metadata["sampling"] == "drawn"
-        settings = settings_of(request, needs, degree)
+        settings = settings_of(request, Needs(**request.needs), degree)
         started_s = time.monotonic()
         self.close()
         self._core = core = EngineCore(settings)
-        sampling = DRAWN if drawn else GREEDY
         self.begin_s += time.monotonic() - started_s  # to load it is not to measure
-        spec = model_from_dict(request.model)
-        return VllmBench(core, spec.num_layers, sampling,
-                         head_share=spec.head_params / spec.num_params)
+        return VllmBench(core, self._spec.num_layers, self._sampling,
+                         head_share=self._spec.head_params / self._spec.num_params)
 
     def close(self) -> None:
         """Ends what the core has started, if there is one."""

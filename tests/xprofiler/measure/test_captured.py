@@ -15,7 +15,7 @@ import cpu_cuda  # noqa: E402
 
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xprofiler.measure.bench import LayerBench  # noqa: E402
-from xprofiler.measure.probe import Capturing, LayerParts, Probe, StepParts, TimedCapture  # noqa: E402  # noqa: E402
+from xprofiler.measure.probe import Capturing, Probe, StepParts, TimedCapture  # noqa: E402
 from xrunner.engine.graphs import Captured, CaptureError  # noqa: E402
 
 SPEC = ModelSpec(name="llama", family="llama", num_layers=3, hidden_size=48, num_heads=6,
@@ -125,7 +125,7 @@ def test_parts_are_those_of_the_marked_step_scaled_to_the_one_without_marks():
     takes["step"] = 10
     captured.replay()
     takes["step"] = 15  # marks cost something
-    assert timed.parts(2) == LayerParts(rest_s=10 * (4 + 6) + 10 * 2 / 2, attention_s=10 * 3,
+    assert timed.parts(2) == StepParts(rest_s=10 * (4 + 6) + 10 * 2 / 2, attention_s=10 * 3,
                                         embed_s=10 * 5)
     assert capture.replays == {True: 1, False: 1}
     assert len(capture.inner) == 1 and len(capture.inner[0].marks) == 2 * (2 + 2 * 2)
