@@ -36,7 +36,7 @@ from xsimulator.rough.ranges import MOST_QUERIES, crossed, grid_of
 from xsimulator.rough.workload import Workload
 from xsimulator.stage_times import HandoverCost
 
-ROUNDS = 7  # chosen: of bisection
+ROUNDS = 10  # chosen: of bisection
 SPARE = 2.0  # chosen: chunks in stock beyond those taken between two encode steps
 
 
