@@ -61,7 +61,7 @@ def test_the_paper_s_sweep_is_twenty_scenarios_under_four_bounds_by_every_policy
     assert spec.output == JOBS.parent / "out" / "paper-scenarios" and not spec.has_margin
     assert len(spec.points) == 20 * 4 * len(policy_names())
     assert len({tuple(point.values.items()) for point in spec.points}) == len(spec.points)
-    assert len({point.values[:3] for point in spec.points}) == 20
+    assert len({tuple(point.values.values())[:3] for point in spec.points}) == 20
     assert all(point.job.run.dtype == "float16" for point in spec.points)
 
 
