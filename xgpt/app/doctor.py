@@ -11,14 +11,20 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from xgpt.core.errors import XgptError
 from xgpt.core.system.lifeline import without_other_launchers
-from xgpt.core.system.machine import available_memory_bytes, gpus_here, usable_cores, why_no_torch
+from xgpt.core.system.machine import (
+    available_memory_bytes,
+    gpus_here,
+    installed,
+    usable_cores,
+    why_no_torch,
+)
 from xgpt.core.units import format_bytes
 from xgpt.launch.process import own_modules
+from xgpt.report.words import counted
 from xrunner.checkpoint.source import cache_dir, hub_address, is_offline, why_silent
 from xrunner.ops.build import BuildError, find_compiler
 
@@ -55,17 +61,6 @@ def remedies(found: Mapping[str, str]) -> list[Remedy]:
     return sorted(known, key=lambda remedy: not remedy.is_needed)
 
 
-def extras_in_words() -> str:
-    """Packages that some commands need, and which are there."""
-    return ", ".join(_version(package) or f"no {package} (the extra `{extra}`; for {purpose})"
-                     for package, (extra, purpose) in _OPTIONAL.items())
-
-
-def engines_in_words() -> str:
-    """Other engines than our own."""
-    return ", ".join(_version(name) or f"no {name}" for name in ("deepspeed", "vllm"))
-
-
 def hub_in_words() -> str:
     """Whether models can be fetched, and from where."""
     if is_offline():
@@ -86,14 +81,11 @@ def cache_in_words() -> str:
             pass
     except OSError as cause:
         return f"{folder} cannot be written to ({cause.strerror})"
-    return f"{folder}, {format_bytes(shutil.disk_usage(there).free)} of room; {_models_words()}"
-
-
-def _models_words() -> str:
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     count = len(list(hub.glob("models--*"))) + len(list((cache_dir() / "models").glob("*")))
-    return f"{count} model{'' if count == 1 else 's'} fetched"
+    return (f"{folder}, {format_bytes(shutil.disk_usage(there).free)} of room; "
+            f"{counted(count, 'model')} fetched")
 
 
 def _of_packages(found: Mapping[str, str]) -> Iterator[Remedy]:
@@ -149,14 +141,6 @@ def _cuda_major() -> str:
     return "13" if match is not None and int(match.group(1)) >= 13 else "12"
 
 
-def _version(package: str) -> str | None:
-    """The name and version of a package; None where it is not installed."""
-    try:
-        return f"{package} {metadata.version(package)}"
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _printed(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """What the command prints. Raises XgptError with why it does not."""
     try:
@@ -178,7 +162,10 @@ def examine() -> dict[str, str]:
     return found | {
         "compiler": _compiler(), "gpus": gpus or "none that nvidia-smi shows", "cupy": _cupy(),
         "slurm": _slurm(),
-        "engines": engines_in_words(), "packages": extras_in_words(),
+        "engines": ", ".join(installed(name) or f"no {name}" for name in ("deepspeed", "vllm")),
+        "packages": ", ".join(
+            installed(package) or f"no {package} (the extra `{extra}`; for {purpose})"
+            for package, (extra, purpose) in _OPTIONAL.items()),
         "hub": hub_in_words(), "cache": cache_in_words()}
 
 
@@ -236,7 +223,7 @@ def _compiler() -> str:
 
 
 def _cupy() -> str:
-    found = filter(None, map(_version, ("cupy-cuda13x", "cupy-cuda12x", "cupy")))
+    found = filter(None, map(installed, ("cupy-cuda13x", "cupy-cuda12x", "cupy")))
     return next(found, "not installed (the extra `cuda12` or `cuda13` has it; only GPUs need it)")
 
 

@@ -148,11 +148,6 @@ def _first(files: RequestFiles, bad: Sequence[RequestError]) -> str:
         ". If a line is a prompt, say `requests: {file: ..., format: text}`" if is_text else "")
 
 
-def _place(files: RequestFiles | None, request: Request) -> str:
-    assert files is not None, "a request came of them"
-    return f"{files.place(request.file, request.line)} of {files}"
-
-
 class _Model:
     """Finds the model's files when the first requests need them: what is wrong with the file of
     requests comes before what is wrong with the model."""
@@ -216,10 +211,12 @@ class _Model:
         workload = self._job.workload
         texts = [request for request in requests if request.tokens is None]
         if self._is_random and texts:
+            assert workload.requests is not None, "a request came of them"
             raise wrong(
                 self._job.source, "run.weights", "random",
                 "needs requests of tokens, or {count: N}: random weights come without a tokenizer, "
-                f"and {_place(workload.requests, texts[0])} is text")
+                f"and {workload.requests.place(texts[0].file, texts[0].line)} of "
+                f"{workload.requests} is text")
         self._is_needed |= bool(texts) and workload.input_tokens.kind == "from_requests"
         if self._is_sought and texts and self.files() is None and self._estimate is None:
             self._seek()

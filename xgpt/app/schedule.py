@@ -238,8 +238,10 @@ class JobPlanner:
             if is_rough:
                 timing = self._planner(layout).timing
                 options = replace(options, has_margin=False, is_brief=True, is_rough=True)
-            self._planners[layout, is_rough] = planner_of(
-                job, timing or timing_of(job), options, self._watch)
+            self._planners[layout, is_rough] = Planner(
+                job.problem, timing or timing_of(job),
+                replace(options, untimed=engine_of(job.job).note), tell=job.tell.say,
+                watch=self._watch)
         return self._planners[layout, is_rough]
 
     def _tried(self, layout: Layout, latency_bound_s: float | None, *,
@@ -335,18 +337,10 @@ def _misfits(problem: Problem, estimate: Estimate, source: Path) -> Iterator[Mis
                           allowed="more than 0: it says which copies get how many of the queries")
 
 
-def planner_of(opened: OpenedJob, timing: TimingSource,
-               options: PlanOptions | None = None, watch: Watch | None = None) -> Planner:
-    """The planner of a job that is executable. watch: see Planner."""
-    options = replace(options or PlanOptions(), untimed=engine_of(opened.job).note)
-    return Planner(opened.problem, timing, options, tell=opened.tell.say, watch=watch)
-
-
 def plan_job(opened: OpenedJob, timing: TimingSource | None = None,
              options: PlanOptions | None = None) -> Plan:
     """The plan of a job, the very one that `xgpt submit` runs where its horizon is the job. Raises
     InfeasibleError."""
-    options = options or PlanOptions(horizon=default_horizon(opened.job))
     return JobPlanner(opened, options, timing).plan()
 
 

@@ -18,7 +18,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_seconds
 from xgpt.report import run_charts as timeline
-from xgpt.report.chart import SUFFIXES, Chart, write_image
+from xgpt.report.chart import SUFFIXES, write_image
 from xgpt.report.figures import middle_window, percent, plain
 from xgpt.report.html_page import write_chart_page
 from xgpt.report.table import estimate_table, fact
@@ -34,7 +34,7 @@ from xsimulator.replay.copies import replay_steady, replayer_of
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace
 from xsimulator.replay.predict import checked_queries, sample_job
-from xsimulator.replay.records import PoolRecords, ReplayResult
+from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import SteadyFigures, enough_queries, of_unlike, steady_figures
 from xsimulator.rough.figures import EXTRAPOLATED, fixed_point
 from xsimulator.rough.forms import fixed_estimate
@@ -87,13 +87,17 @@ class Simulation:
     def draw(self, picture: Path, trace: Path) -> None:
         """Draws the steady state, as a page or as what else the suffix says, and writes the whole
         replay as a trace for Perfetto."""
-        chart = steady_timeline(self.problem, self.estimate, self.replay)
+        names = timeline.stage_names(self.estimate.all_pools, "GPU" if (
+            self.problem.cluster.device.kind == "gpu") else "worker")
+        window = middle_window(  # a few periods
+            timeline.replay_lanes(self.replay), 3 * self.estimate.figures.period_s)
+        chart = timeline.draw(self.replay, *(window or (0.0, self.replay.makespan_s)), names)
         if picture.suffix in SUFFIXES:
             write_image([chart], picture)
         else:
             title = policy(self.estimate.policy).title
             write_chart_page([chart], picture, f"Steady state of {title}")
-        write_trace(self.replay, trace, _stage_names(self.problem, self.estimate))
+        write_trace(self.replay, trace, names)
 
 
 def simulate_job(opened: OpenedJob, timing: TimingSource,
@@ -154,8 +158,8 @@ def _too_large(opened: OpenedJob, reasons: Sequence[str]) -> InputError:
 
 
 def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
-                  num_queries: int | None = None,
-                  ) -> tuple[ReplayResult, SteadyFigures | None, float]:
+             num_queries: int | None = None,
+             ) -> tuple[ReplayResult, SteadyFigures | None, float]:
     """A replay of `num_queries` (the job's own, with their input lengths where those are known),
     or by one copy of the model (of unlike ones by all) of enough for a steady state; the steady
     state in it; and the estimate's latency of the copy that has the latency of that."""
@@ -182,23 +186,12 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
     return result, steady, slowest.figures.latency_s
 
 
-def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) -> Chart:
-    """A few periods from the middle of a replay."""
-    window = middle_window(timeline.replay_lanes(result), 3 * estimate.figures.period_s)
-    return timeline.draw(result, *(window or (0.0, result.makespan_s)),
-                         _stage_names(problem, estimate))
-
-
-def _stage_names(problem: Problem, estimate: Estimate) -> list[str]:
-    kind = "GPU" if problem.cluster.device.kind == "gpu" else "worker"
-    return timeline.stage_names(estimate.all_pools, kind)
-
-
 def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: float,
              copies: int) -> ReplayFigures:
     """Of a replay by one of so many copies, which all do the same."""
     p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
-    fullest = max((pool for pool in result.pools if pool.role != "encode"), key=_share_held)
+    fullest = max((pool for pool in result.pools if pool.role != "encode"), key=lambda pool: (
+        pool.memory_tokens.max(initial=0) / max(pool.kv_tokens, 1)))
     count, wall_s = len(result.latency_s), result.makespan_s
     return ReplayFigures(
         queries=copies * count, throughput_qps=copies * count / wall_s, wall_s=wall_s,
@@ -209,10 +202,6 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: fl
         utilisation=tuple((steady.utilisation if steady else result.utilisation()).tolist()),
         estimated_latency_s=estimated_s, kv_peak_tokens=int(fullest.memory_tokens.max(initial=0)),
         kv_tokens=fullest.kv_tokens, preemptions=result.preemptions)
-
-
-def _share_held(pool: PoolRecords) -> float:
-    return float(pool.memory_tokens.max(initial=0) / max(pool.kv_tokens, 1))
 
 
 def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:

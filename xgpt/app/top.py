@@ -4,7 +4,7 @@ on a screen that rich draws (the extra `top`); and its end in good order, for `x
 import importlib.util
 import json
 import math
-import os
+import shutil
 import textwrap
 import time
 from collections.abc import Callable, Iterable
@@ -19,13 +19,7 @@ from xgpt.core.units import format_seconds
 from xgpt.launch.slurm_jobs import SlurmJob, take_back
 from xgpt.report.table import fact, shown_width, table
 from xgpt.run_folder.files import Place, SlurmRecord, doing, last_messages
-from xgpt.run_folder.state import (
-    JobStatus,
-    State,
-    are_silent,
-    job_status,
-    signs_of_life,
-)
+from xgpt.run_folder.state import State, are_silent, job_status, signs_of_life
 from xrunner.files.beat import RankState, read_beats
 from xrunner.files.lock import StopRequest
 from xrunner.files.sink import Progress
@@ -183,13 +177,9 @@ def glance(place: Place, before: Glance | None = None,
         progress=progress, bound_s=place.bound_s,
         tokens_per_s=_pace(progress, None if before is None else before.progress),
         queries=_in_system(ranks), ranks=ranks, doing=doing(output),
-        slurm=(status.in_words or "").removeprefix("Slurm: "), remark=_remark(status),
+        slurm=(status.in_words or "").removeprefix("Slurm: "),
+        remark=(None if status.is_active else status.run.next_step) or status.cause or "",
         messages=tuple(last_messages(output, _MESSAGES)))
-
-
-def _remark(status: JobStatus) -> str:
-    next_step = None if status.is_active else status.run.next_step
-    return next_step or status.cause or ""
 
 
 def _pace(now: Progress | None, before: Progress | None) -> float | None:
@@ -252,21 +242,14 @@ def screen(now: Glance) -> Any:
     from rich.panel import Panel
     from rich.text import Text
 
-    lines, p = now.lines(_most_ranks()), now.progress
+    most_ranks = max(shutil.get_terminal_size((80, 36)).lines - 20, 4)  # there are lines for
+    lines, p = now.lines(most_ranks), now.progress
     if p is not None and p.total:
         lines.insert(0, fact("progress", bar(p.done, p.total)))
     title = Text(visible(f"{now.name}: {now.state}"),
                  style=f"bold {_COLOURS.get(now.state, 'cyan')}")
     return Panel(Text(visible("\n".join(lines)), no_wrap=True, overflow="ellipsis"), title=title,
                  subtitle="Ctrl-C leaves; the job goes on")
-
-
-def _most_ranks() -> int:
-    """Ranks that the terminal has lines for."""
-    try:
-        return max(os.get_terminal_size().lines - 20, 4)
-    except OSError:
-        return 16
 
 
 def stop_job(output: Path) -> str:

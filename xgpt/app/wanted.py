@@ -13,7 +13,7 @@ from xgpt.core.cluster import Device
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.problem import Problem
-from xgpt.core.system.machine import core_clock, usable_cores
+from xgpt.core.system.machine import core_clock, installed, usable_cores
 from xgpt.core.units import DTYPE_BYTES
 from xgpt.job.job import Job
 from xgpt.launch.launcher import Launcher, launcher_of, threads_per_rank
@@ -120,19 +120,11 @@ def _kernels(job: Job, device: Device) -> str:
 
 def _libraries(device: Device) -> str:
     """Versions of what decides the kernels and the messages."""
-    versions = [f"{name} {version}" for name in ("torch", "mpi4py", "mpich")
-                if (version := _version(name)) is not None]
+    versions = [*filter(None, map(installed, ("torch", "mpi4py", "mpich")))]
     if device.kind == "gpu":
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         versions.append("driver " + (_first_line(command) or "unknown"))
     return ", ".join(versions)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str:

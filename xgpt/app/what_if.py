@@ -41,10 +41,16 @@ class Answers:
 
     def __str__(self) -> str:
         parts = [] if self.plan is None else [str(self.plan)]
-        if self.ways is not None:
-            parts.append(reschedule_table(self.ways))
+        if (ways := self.ways) is not None:
+            parts.append("\n".join([
+                "From the schedule that is deployed", fact("keep", _way(ways.keep)),
+                fact("adjust", _way(ways.adjust)),
+                fact("redeploy", _way(ways.redeploy) + _cost(ways)),
+                fact("advice", ways.sentence)]))
         if self.offers is not None:
-            parts.append(offers_table(self.offers))
+            parts.append("\n".join(["What more would bring", *(textwrap.fill(
+                offer.sentence, shown_width(), initial_indent="  ", subsequent_indent="    ",
+                break_on_hyphens=False) for offer in self.offers)]))
         if self.drift is not None:
             parts.append(drift_table(self.drift, self.opened.problem.constraint))
         return "\n\n".join(parts)
@@ -112,23 +118,6 @@ def _drift(planner: Planner, plan: Plan) -> Sequence[DriftRow]:
     return drift_rows(
         planner.problem, planner.timing, plan.schedule.estimate,
         search=lambda problem: planner.without_margin(problem).estimate)
-
-
-_INDENT = "  "
-
-
-def offers_table(offers: Sequence[Offer]) -> str:
-    """What a little more of each limit would bring."""
-    return "\n".join(["What more would bring", *(
-        textwrap.fill(offer.sentence, shown_width(), initial_indent=_INDENT, break_on_hyphens=False,
-                      subsequent_indent=2 * _INDENT) for offer in offers)])
-
-
-def reschedule_table(ways: Reschedule) -> str:
-    """The three ways to go on from a deployed schedule, and which is recommended."""
-    lines = [fact("keep", _way(ways.keep)), fact("adjust", _way(ways.adjust)),
-             fact("redeploy", _way(ways.redeploy) + _cost(ways)), fact("advice", ways.sentence)]
-    return "\n".join(["From the schedule that is deployed", *lines])
 
 
 def _way(way: Way) -> str:

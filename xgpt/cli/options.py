@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 
 from xgpt.core.engines import load_row
 from xgpt.core.errors import wrong
-from xgpt.core.system.whole_file import why_no_file, why_no_folder
+from xgpt.core.system.whole_file import why_no_file
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -81,12 +81,6 @@ def check_writable(path: Path, option: str) -> None:
     """Checks `path` before anything is computed for it, and makes its folder. Raises InputError
     where no file can be written there."""
     if (allowed := why_no_file(path)) is not None:
-        raise wrong("command line", option, str(path), allowed)
-
-
-def check_folder(path: Path, option: str) -> None:
-    """The same of a folder of files."""
-    if (allowed := why_no_folder(path)) is not None:
         raise wrong("command line", option, str(path), allowed)
 
 

@@ -15,7 +15,6 @@ from xgpt.app.telling import progress_line, time_left_s
 from xgpt.app.top import NowAndThen, follow, glance, stop_job
 from xgpt.cli.options import (
     JOB_FILE,
-    check_folder,
     check_writable,
     job_options,
     print_json,
@@ -23,6 +22,7 @@ from xgpt.cli.options import (
 )
 from xgpt.cli.terminal import show
 from xgpt.core.errors import XgptError, wrong
+from xgpt.core.system.whole_file import why_no_folder
 from xgpt.report.table import paragraph
 from xgpt.run_folder.files import doing, place_of
 from xgpt.run_folder.state import State, age_s, are_silent, job_status, signs_of_life
@@ -105,9 +105,10 @@ def report(where: tuple[Path, ...], form: Form, out: Path | None, overrides: tup
     """Report what lies in a run's or a sweep's folder; compare several runs."""
     places = [place_of(one, overrides) for one in where]
     if out is not None and form == "png":
-        if out.exists() and not out.is_dir():
-            raise wrong("command line", "--out", str(out), "a folder: there is a picture a chart")
-        check_folder(out, "--out")
+        allowed = "a folder: there is a picture a chart" if out.exists() and not out.is_dir() else (
+            why_no_folder(out))
+        if allowed is not None:
+            raise wrong("command line", "--out", str(out), allowed)
     elif out is not None:
         check_writable(out, "--out")
     paths = [*write_reports([place.output for place in places], form, out), *write_tables(places)]

@@ -189,11 +189,10 @@ _TIMEOUT_S = 60.0
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL",
           "DEADLINE", "PREEMPTED", "REVOKED")
-_OTHERS = ("reason", "elapsed", "limit", "start", "nodes", "exit_code")
 _NOTHING = ("", "None", "(null)", "N/A", "Unknown", "UNLIMITED", "Partition_Limit")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SlurmJob:
     """What Slurm says of a job; None for what it does not. `state` is Slurm's word, in capitals."""
 
@@ -277,8 +276,7 @@ def _from_memory(job_id: str, where: Sequence[str]) -> SlurmJob | None:
 def _job(values: Sequence[str]) -> SlurmJob:
     """The state ("CANCELLED by 1000" too), and the others in the order of SlurmJob's fields."""
     known = [None if text.strip() in _NOTHING else text.strip() for text in values]
-    return SlurmJob(state=(known[0] or "").partition(" ")[0],
-                    **dict(zip(_OTHERS, known[1:], strict=False)))
+    return SlurmJob((known[0] or "").partition(" ")[0], *known[1:])
 
 
 def _call(command: Sequence[str], environment: dict[str, str] | None = None,

@@ -20,7 +20,10 @@ _T = TypeVar("_T")
 def profile_tables(profile: Profile) -> str:
     """What the profile is of and how good it is, then a table an operator, degree and link."""
     head = "\n".join(fact(label, value) for label, value in profile_facts(profile))
-    tables = [_table_of(profile, key) for key in shown_keys(profile)]
+    order = {name: place for place, name in enumerate(AXES)}  # operators first, messages after them
+    keys = sorted((key for key, points in profile.tables.items() if points),
+                  key=lambda key: (order.get(key.name, len(order)), key.tp_degree, key.link))
+    tables = [_table_of(profile, key) for key in keys]
     legend = ("time: median of the samples; spread: between its quartiles, over the median "
               f"({_NOISY} over {SPREAD_LIMIT:.0%})")
     return "\n\n".join([head, *tables, paragraph(legend)])
@@ -79,13 +82,6 @@ def _learned(profile: Profile) -> list[tuple[str, str]]:
         f"{own.date} x {own.factor:.3f} (quartiles {own.spread:.0%} apart, {own.steps:,} steps)"
         for own in profile.learned if own.kind == kind))
         for kind, factor in learned_factors(profile).items()]
-
-
-def shown_keys(profile: Profile) -> list[TableKey]:
-    """Keys of the tables that have points, operators first, messages after them, by degree."""
-    order = {name: place for place, name in enumerate(AXES)}
-    return sorted((key for key, points in profile.tables.items() if points),
-                  key=lambda key: (order.get(key.name, len(order)), key.tp_degree, key.link))
 
 
 def _spread_out(items: Sequence[_T], most: int) -> list[_T]:

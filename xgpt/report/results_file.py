@@ -47,7 +47,8 @@ def write_results(output: Path, path: Path, quote_formulas: bool = False) -> str
     file or the new one, whole. `quote_formulas`: texts of CSV and TSV that a spreadsheet would take
     for formulas get an apostrophe in front. Raises XgptError."""
     columns = Columns(output)
-    names = names_in_results(carried_names(columns))
+    names = names_in_results(list(dict.fromkeys(
+        name for segment in columns.segments for name in segment.names())))
     write = _write_parquet if format_of(path) == "parquet" else partial(
         _write_text, cell=_unformulated if quote_formulas else _cell)
     try:
@@ -239,14 +240,6 @@ def names_in_results(carried: Sequence[str]) -> dict[str, str]:
         names[name] = new
         taken.add(new)
     return names
-
-
-def carried_names(columns: Columns) -> list[str]:
-    """The columns that are taken over, in the order in which they came."""
-    names: dict[str, None] = {}
-    for segment in columns.segments:
-        names |= dict.fromkeys(segment.names())
-    return list(names)
 
 
 def chunks_of(output: Path, columns: Columns) -> Iterator[AnswerRows]:

@@ -138,17 +138,17 @@ def failure(output: Path) -> str | None:
 
 def last_messages(output: Path, count: int) -> list[str]:
     """The last lines that were said."""
-    try:
-        text = (output / MESSAGES_FILE).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return text.splitlines()[-count:]
+    return _text(output / MESSAGES_FILE).splitlines()[-count:]
 
 
 def doing(output: Path) -> str:
     """What takes a while at present; empty where nothing does that tells of itself."""
+    return _text(output / DOING_FILE).strip()
+
+
+def _text(path: Path) -> str:
     try:
-        return (output / DOING_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

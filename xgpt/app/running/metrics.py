@@ -131,7 +131,10 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule | None,
             "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "wall_s", "load_s", "overhead_share")
     job, cluster = opened.job, opened.problem.cluster
     assert opened.files is not None
-    planned = dict(enumerate(_kv_bytes(opened.problem, schedule) if schedule else ()))
+    # what each rank of a stage may hold of KV entries by the schedule
+    planned = dict(enumerate(
+        int(held) for pool in (schedule.estimate.all_pools if schedule else ())
+        for held in kv_bytes(opened.problem, pool.stages, pool.kv_tokens)))
     return {
         "version": 1, "name": job.name, "status": measured["state"], "engine": job.run.engine,
         "queries": measured["queries_before"] + measured["queries"],
@@ -153,13 +156,6 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule | None,
         "stages": [{**stage, "kv_planned_bytes": planned.get(stage["stage"])}
                    for stage in measured["stages"]],
     }
-
-
-def _kv_bytes(problem: Problem, schedule: Schedule) -> list[int]:
-    """What each rank of a stage may hold of KV entries by the schedule, for the stages of all
-    replicas."""
-    return [int(held) for pool in schedule.estimate.all_pools
-            for held in kv_bytes(problem, pool.stages, pool.kv_tokens)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -312,3 +313,11 @@ def children_s(process: int) -> float:
     except OSError:
         return 0.0
     return sum(used_s(int(child)) for child in names.split())
+
+
+def installed(package: str) -> str | None:
+    """The name and version of a package; None where it is not installed."""
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return None
