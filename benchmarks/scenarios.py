@@ -29,6 +29,7 @@ from paper_scenarios import Scenario, bounds_of, ft_plan, scenarios
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
+from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xscheduler.search_planner import SearchPlanner
 from xsimulator.rough.forms import Formulas
@@ -219,7 +220,8 @@ def _collectives(row: Row) -> float:
                       large_launch_s=0.0, all_reduce_shares=((2, math.inf),))
         for kind in ("nvlink", "pcie")})
     own, without = (Formulas(problem, times).of("ft").of_estimate(row.ft)["period_s"]
-                    for times in (timing, timing.with_constants(free)))
+                    for times in (timing, Roofline(problem.model, problem.cluster.device,
+                                                   problem.dtype, free)))
     return 1 - without / own
 
 

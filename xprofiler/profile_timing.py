@@ -91,8 +91,14 @@ class ProfileTiming:
         self._learned = Factors(learned, leaves_unseen=True) if learned else None
         self.facts = TimingFacts(
             step_overhead_s=self._step_overhead_s(), is_padded=profile.metadata.is_padded,
-            sharing=self._sharing, sends_in_groups=self._is_of_our_ranks(),
-            tp_degrees=frozenset(d for d in profile.tp_degrees if self._can_reduce(d)),
+            sharing=self._sharing,
+            # of the runner under xgpt: others' tables say what their engines do in a step as one
+            sends_in_groups=not profile.metadata.origin.startswith("imported") and any(
+                key.name == MessageKind.TRANSFER.value for key in profile.tables),
+            # those whose all-reduces were measured, or can be had elsewhere
+            tp_degrees=frozenset(degree for degree in profile.tp_degrees if any((
+                degree == 1, fallback is not None,
+                *(key[:2] == (MessageKind.ALL_REDUCE.value, degree) for key in self._grids)))),
             captured_degrees=frozenset(key.tp_degree for key in profile.tables
                                        if key.name == Operator.DECODE_REST.value))
 
@@ -121,17 +127,6 @@ class ProfileTiming:
         if overhead:
             return overhead[0].median_s * self._sharing
         return 0.0 if self._fallback is None else self._fallback.facts.step_overhead_s
-
-    def _is_of_our_ranks(self) -> bool:
-        """Whether it is of the runner under xgpt, whose messages it has: others' tables say what
-        their engines do in a step as one."""
-        return not self.profile.metadata.origin.startswith("imported") and any(
-            key.name == MessageKind.TRANSFER.value for key in self.profile.tables)
-
-    def _can_reduce(self, tp_degree: int) -> bool:
-        """Whether all-reduces of this degree were measured, or can be had elsewhere."""
-        return tp_degree == 1 or self._fallback is not None or any(
-            key[:2] == (MessageKind.ALL_REDUCE.value, tp_degree) for key in self._grids)
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
         grid = self._grid(operator, tp_degree)
@@ -310,7 +305,7 @@ class Retimed:
 
     def __init__(self, source: TimingSource, factors: Mapping[str, Factor]) -> None:
         """`factors`: by kind of step, at least one."""
-        self.source, self.factors = source, Factors(factors)
+        self.source, self.factors, self.reach = source, Factors(factors), source.reach
 
     def of_role(self, role: Role) -> TimingSource:
         """What steps of a pool of this role take (xprofiler.timing.of_role)."""
@@ -332,10 +327,6 @@ class Retimed:
         """See TimingSource. All-reduces are part of steps, other messages are not."""
         seconds = self.source.message_s(kind, num_bytes, link, tp_degree=tp_degree)
         return seconds * self.factors.decode if kind is MessageKind.ALL_REDUCE else seconds
-
-    def reach(self, operator: Operator, tp_degree: int) -> Reach:
-        """See TimingSource."""
-        return self.source.reach(operator, tp_degree)
 
     def provenance(self) -> str:
         """See TimingSource."""

@@ -317,7 +317,7 @@ class Roofline:
                  weight_dtype: str = "", kv_dtype: str = "") -> None:
         assert dtype in DTYPE_BYTES, f"{dtype = }"
         self._of = (model, device, dtype)
-        self._engine, self._held_as = engine, (weight_dtype, kv_dtype)
+        self._engine, self._weight_dtype = engine, weight_dtype
         self._kind = "analytic" if constants is None else "calibrated"
         self.constants = constants or engine_constants(device, engine)
         self.kernels = Kernels(device, dtype, self.constants, weight_dtype, kv_dtype)
@@ -335,11 +335,6 @@ class Roofline:
             Operator.KV_COMPACTION: attention.compaction_s}
         # kernels read each query's own context; a device's rates are its share already
         self.facts = TimingFacts(step_overhead_s=self.constants.step_overhead_s, is_padded=False)
-
-    def with_constants(self, constants: RooflineConstants) -> Roofline:
-        """The same model on the same device, with other constants."""
-        return Roofline(*self._of, constants, engine=self._engine,
-                        weight_dtype=self._held_as[0], kv_dtype=self._held_as[1])
 
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> FloatArray:
@@ -370,11 +365,11 @@ class Roofline:
     def errors(self) -> SourceErrors:
         """How far off these times are, by group of operators."""
         errors = engine_errors(self._of[1], self._engine)
-        return with_products_of(INT8, errors) if self._held_as[0] == INT8 else errors
+        return with_products_of(INT8, errors) if self._weight_dtype == INT8 else errors
 
     def provenance(self) -> str:
         """One line for reports."""
         model, device, dtype = self._of
         of = "" if self._engine == OWN_ENGINE else f" as {self._engine} takes it"
-        weights = f", weights {self._held_as[0]}" if self._held_as[0] in EIGHT_BITS else ""
+        weights = f", weights {self._weight_dtype}" if self._weight_dtype in EIGHT_BITS else ""
         return f"{self._kind} roofline of {model.name} on {device.name}{of}, {dtype}{weights}"

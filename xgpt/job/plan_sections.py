@@ -141,8 +141,9 @@ AnyCluster = Annotated[Any, _or_mapping(InlineCluster, cluster_names, str)]
 
 def built_cluster(own: InlineCluster, reading: typed.Reading) -> Cluster:
     """The cluster that is described under the key `cluster`."""
-    device, intra, inter = (part.built() if isinstance(part, (_OwnDevice, _OwnLink)) else part
-                            for part in (own.device, own.intra_link, own.inter_link))
+    parts: list[Any] = [part.built() if isinstance(part, (_OwnDevice, _OwnLink)) else part
+                        for part in (own.device, own.intra_link, own.inter_link)]
+    device, intra, inter = parts
     if inter is None and own.num_nodes > 1:
         reading.reject("cluster.inter_link", "required: what joins the nodes: "
                        f"{', '.join(catalog.names('link'))}, or a mapping")

@@ -100,24 +100,18 @@ def _query_lengths(requests: Requests | None, most_outputs: int,
 
 def resolve_cluster(job: Job) -> Cluster:
     """The job's cluster, or as much of it as `run.ranks` leaves, at the job's price."""
-    cluster = _resolved_cluster(job)
+    ranks = job.run.ranks
+    if job.cluster == LOCAL_CLUSTER:
+        cluster = local.detect(1 if job.run.engine in ONE_PROCESS and ranks is None else ranks,
+                               len(job.run.hosts) or 1)
+    else:
+        cluster = job.cluster if isinstance(job.cluster, Cluster) else catalog.cluster(job.cluster)
+        cluster = cluster if ranks is None else _part_of(cluster, ranks, job.source)
+    cluster = limited(cluster, job.constraint)
     if (price := job.price_per_hour) is None:
         return cluster
     return replace(cluster, device=replace(
         cluster.device, price_per_hour=price, price_source="the job file"))
-
-
-def _resolved_cluster(job: Job) -> Cluster:
-    if isinstance(job.cluster, Cluster):
-        cluster = job.cluster
-    elif job.cluster == LOCAL_CLUSTER:
-        ranks = 1 if job.run.engine in ONE_PROCESS and job.run.ranks is None else job.run.ranks
-        return limited(local.detect(ranks, len(job.run.hosts) or 1), job.constraint)
-    else:
-        cluster = catalog.cluster(job.cluster)
-    if job.run.ranks is not None:
-        cluster = _part_of(cluster, job.run.ranks, job.source)
-    return limited(cluster, job.constraint)
 
 
 def limited(cluster: Cluster, constraint: Constraint) -> Cluster:

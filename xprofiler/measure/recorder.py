@@ -106,19 +106,15 @@ class Recorder:
 
     def profile(self, *, spent_s: float) -> Profile:
         """The profile of everything so far."""
-        tables = {key: _samples(places) for key, places in sorted(self._tables.items())
-                  if key.name != STEP_OVERHEAD}
+        tables = {key: tuple(replace(point, samples_s=_ordered(point.samples_s))
+                             for _, point in sorted(places.items(), key=lambda one: one[0][::-1]))
+                  for key, places in sorted(self._tables.items()) if key.name != STEP_OVERHEAD}
         besides = [s for key, places in self._tables.items() if key.name == STEP_OVERHEAD
                    for point in places.values() for s in point.samples_s]
         known = [s for p in self._profile.table(STEP_OVERHEAD) for s in p.samples_s]
         if samples_s := [*known, *_ordered(besides)]:
             tables[TableKey(STEP_OVERHEAD)] = (Sample(x=0, samples_s=_ordered(samples_s)),)
         return replace(self._profile, tables=tables, spent_s=spent_s)
-
-
-def _samples(places: Mapping[tuple[float, float], Sample]) -> tuple[Sample, ...]:
-    return tuple(replace(point, samples_s=_ordered(point.samples_s))
-                 for _, point in sorted(places.items(), key=lambda item: item[0][::-1]))
 
 
 def _ordered(values: Sequence[float]) -> tuple[float, ...]:

@@ -103,7 +103,7 @@ class Measuring:
         refused = {**known.refused, **{int(k): v for k, v in request.refused.items()}}
         known = replace(known, refused=refused)
         self._spec, self._dtype = spec, getattr(torch, metadata.dtype)
-        self._weight_dtype = getattr(torch, metadata.weight_dtype or metadata.dtype)
+        self._weight_dtype = getattr(torch, metadata.weight_dtype)
         self._device = own_device(metadata.device, ranks)
         self._known, self._recorder = known, Recorder(known)
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
@@ -125,10 +125,7 @@ class Measuring:
                 if not self._recorder.has(p, d) or p in again[d]]
         self._total = self._left = sum(effort(p) for _, p in todo)
         self._worked_s = 0.0  # seconds at points of the skeleton
-        for degree in degrees:
-            bench = self.bench_of(degree)
-            if not self._measure_degree(bench, degree, [p for d, p in todo if d == degree]):
-                break
+        self._measure_points(todo)
         self._save(force=True)
 
     def bench_of(self, degree: int) -> LayerBench:
@@ -144,17 +141,18 @@ class Measuring:
             bench.capturing = Capturing(CudaCapture(self._device))
         return bench
 
-    def _measure_degree(self, bench: LayerBench, degree: int, points: Sequence[Point]) -> bool:
-        """False when asked to stop."""
-        for point in points:
-            if self._is_stopped():
-                return False
-            begin_s = time.monotonic()
-            self._measure(bench, degree, point)
-            self._worked_s += time.monotonic() - begin_s
-            self._left -= effort(point)
-            self._save()
-        return True
+    def _measure_points(self, todo: Sequence[tuple[int, Point]]) -> None:
+        """The points of each degree, one degree after the other, until asked to stop."""
+        for degree in self.request.degrees:
+            bench = self.bench_of(degree)
+            for point in [point for own, point in todo if own == degree]:
+                if self._ranks.agree(Path(self.request.stop).exists()):
+                    return
+                begin_s = time.monotonic()
+                self._measure(bench, degree, point)
+                self._worked_s += time.monotonic() - begin_s
+                self._left -= effort(point)
+                self._save()
 
     def _measure(self, bench: LayerBench, degree: int, point: Point) -> None:
         if point.kind is Kind.COMPACTION:
@@ -221,17 +219,10 @@ class Measuring:
         self._saved_s = now
         spent_s = self._known.spent_s + now - self.begin_s
         save_profile(self._recorder.profile(spent_s=spent_s), Path(self.request.target))
-        share, left_s = self._outlook()
-        Path(self.request.progress).write_text(f"{share:.3f} {left_s:.1f}\n", encoding="utf-8")
-
-    def _outlook(self) -> tuple[float, float]:
-        """(share done, seconds left) of the points."""
         done = 1 - self._left / self._total if self._total else 1.0
         # stopped before the first: nobody knows what the others take
-        return done, self._worked_s * (1 / done - 1) if done > 0 else 0.0
-
-    def _is_stopped(self) -> bool:
-        return self._ranks.agree(Path(self.request.stop).exists())
+        left_s = self._worked_s * (1 / done - 1) if done > 0 else 0.0
+        Path(self.request.progress).write_text(f"{done:.3f} {left_s:.1f}\n", encoding="utf-8")
 
 
 def _points(request: MeasureRequest, spec: ModelSpec) -> list[Point]:
