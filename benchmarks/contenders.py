@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import floor
 from workload import Query, write_job
 
-from xgpt.launch.contention import Contention
+from xgpt.core.system.machine import Contention
 
 DRIVERS = Path(__file__).resolve().parent / "peers"
 XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]

@@ -108,12 +108,15 @@ class ModelCheck:
         facts += [fact("not used", self.not_used)] if self.not_used else []
         rows = [(row.dtype, format_bytes(row.weight_bytes), format_bytes(row.kv_bytes))
                 for row in self.memory]
-        here = available_memory_bytes()
+        cluster = detect()
+        gpus = ", which has no GPU" if cluster.device.kind != "gpu" else (
+            f", and {cluster.num_devices} x {cluster.device.name} of "
+            f"{format_bytes(cluster.device.memory_bytes)}")
         return "\n".join([
             *facts, "",
             table(("held as", "weights", f"cache of {_TOKENS:,} tokens"), rows, right=(1, 2)),
-            "", fact("here", f"{format_bytes(here)} of memory are free on this machine"
-                         f"{_gpu_words()}")])
+            "", fact("here", f"{format_bytes(available_memory_bytes())} of memory are free on this "
+                         f"machine{gpus}")])
 
 
 class UnsupportedModel(XgptError):
@@ -248,14 +251,6 @@ def _shape_words(spec: ModelSpec) -> str:
     positions = "" if spec.max_positions is None else f", {spec.max_positions:,} positions"
     return (f"{spec.family}, {parameters_in_words(spec)}, {layers} of width "
             f"{spec.hidden_size:,}, vocabulary of {spec.vocab_size:,}{positions}")
-
-
-def _gpu_words() -> str:
-    cluster = detect()
-    if cluster.device.kind != "gpu":
-        return ", which has no GPU"
-    return (f", and {cluster.num_devices} x {cluster.device.name} of "
-            f"{format_bytes(cluster.device.memory_bytes)}")
 
 
 def published_errors() -> dict[str, Any]:

@@ -19,9 +19,8 @@ from xgpt.app.telling import Teller, tell_share, told_while
 from xgpt.app.wanted import WantedProfile, profile_metadata, wanted_profile, why_no_operators
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, XgptError, wrong
-from xgpt.core.system.machine import Layout, why_no_torch
+from xgpt.core.system.machine import LARGE_SHARE, Contention, Layout, contention_words, why_no_torch
 from xgpt.core.units import format_seconds
-from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.leftovers import passing_folder
 from xgpt.run_folder.state import is_asked_to_stop
@@ -210,7 +209,7 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement) -> Prof
 
 def _warning(profile: Profile, wanted: WantedProfile, others_share: float | None) -> str | None:
     """What is doubtful about what was just measured, and what to do about it."""
-    points, others = wanted.points, in_words(others_share)
+    points, others = wanted.points, contention_words(others_share)
     beside = "" if others is None else f" ({others})"
     found, marked = (words([one for degree in wanted.degrees
                             for one in of(profile, degree, points)])

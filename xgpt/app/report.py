@@ -42,8 +42,12 @@ def write_reports(folders: Sequence[Path], form: Form = "html", out: Path | None
         raise wrong("command line", "DIR", str(sweeps[0]), "the folder of a run: sweeps are "
                     "reported one by one")
     if form == "png":
-        return _pictures(_charts(folders), out or (
-            Path("compare") if others else first / "report-pictures"))
+        folder = out or (Path("compare") if others else first / "report-pictures")
+        folder.mkdir(parents=True, exist_ok=True)
+        pictures = {folder / f"{chart.name}.png": chart for chart in _charts(folders)}
+        for path, chart in pictures.items():
+            write_image([chart], path)
+        return list(pictures)
     if others:
         return [write_comparison(folders, out or Path("compare.html"))]
     return [(write_sweep_page if _is_sweep(first) else write_report)(first, out)]
@@ -80,11 +84,3 @@ def _charts(folders: Sequence[Path]) -> list[Chart]:
         return sweep_charts(read_sweep(folders[0]).rows)
     output = read_output(folders[0], 0)
     return run_charts(output, figures.metrics_of(output))
-
-
-def _pictures(charts: Sequence[Chart], folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{chart.name}.png" for chart in charts]
-    for chart, path in zip(charts, paths, strict=True):
-        write_image([chart], path)
-    return paths

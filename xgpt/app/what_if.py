@@ -89,6 +89,12 @@ def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = F
     except InfeasibleError as why:
         infeasible = why
     opened, planner = plans.of(plan)
+    drift: Sequence[DriftRow] | None = None
+    if with_drift and plan is not None:
+        plan.opened.tell.say(
+            "replaying the schedule, and the best one, on 13 changed distributions ...")
+        drift = drift_rows(planner.problem, planner.timing, plan.schedule.estimate,
+                           search=lambda problem: planner.without_margin(problem).estimate)
     offers: Sequence[Offer] | None = None
     if with_price:
         offers = price(planner.problem, planner.of)
@@ -97,8 +103,7 @@ def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = F
     return Answers(
         hint="" if infeasible is None else hint(opened.problem, planner.timing), opened=opened,
         horizon=options.horizon, plan=plan, infeasible=infeasible, offers=offers,
-        ways=None if deployed is None else _ways(planner, deployed),
-        drift=_drift(planner, plan) if with_drift and plan is not None else None)
+        ways=None if deployed is None else _ways(planner, deployed), drift=drift)
 
 
 def _ways(planner: Planner, deployed: Schedule) -> Reschedule:
@@ -110,14 +115,6 @@ def _ways(planner: Planner, deployed: Schedule) -> Reschedule:
         planner.problem.constraint.latency_s / steady.margin.factor)
     return reschedule(deployed, planner.problem, planner.timing, best=steady,
                       latency_limit_s=limit_s)
-
-
-def _drift(planner: Planner, plan: Plan) -> Sequence[DriftRow]:
-    plan.opened.tell.say(
-        "replaying the schedule, and the best one, on 13 changed distributions ...")
-    return drift_rows(
-        planner.problem, planner.timing, plan.schedule.estimate,
-        search=lambda problem: planner.without_margin(problem).estimate)
 
 
 def _way(way: Way) -> str:

@@ -65,7 +65,9 @@ def init(job_file: Path, prompts: Path | None, column: str | None, model: str | 
     assert check.spec is not None
     cap = max_tokens or _max_tokens(usual_max_tokens(check.spec, look), look, asks)
     if latency_s is None:
-        latency_s = _ask_latency() if asks else math.inf
+        latency_s = math.inf if not asks else float(click.prompt(
+            "How long may one answer take (30s, 2min; inf: it does not matter)",
+            err=True, default="inf", value_proc=_latency))
     write_new_job(NewJob(path=job_file, model=check.name, check=check, look=look, max_tokens=cap,
                          latency_s=latency_s))
     if as_json:
@@ -161,11 +163,6 @@ def _max_tokens(usual: int, look: PromptsLook, asks: bool) -> int:
         return min(usual, look.most_cap)  # every prompt names its own
     return int(click.prompt("Most tokens of an answer (256: some 190 words)", err=True,
                             type=click.IntRange(min=1), default=usual))
-
-
-def _ask_latency() -> float:
-    return float(click.prompt("How long may one answer take (30s, 2min; inf: it does not matter)",
-                              err=True, default="inf", value_proc=_latency))
 
 
 def _latency(text: str) -> float:

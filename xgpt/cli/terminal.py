@@ -25,16 +25,13 @@ def show(text: str, *, err: bool = False, nl: bool = True) -> None:
 def say(message: str) -> None:
     """A progress or log line: stderr, so that stdout holds only what was asked for."""
     shown = visible(message)
-    show(to_fit(shown) if is_terminal() else shown, err=True)
-
-
-def to_fit(message: str) -> str:
-    """`message` with its long lines broken between words, to the width of the terminal."""
-    columns = shutil.get_terminal_size((80, 24)).columns
-    return "\n".join(
-        line if len(line) <= columns else textwrap.fill(
-            line, columns, break_long_words=False, break_on_hyphens=False)
-        for line in message.split("\n"))
+    if is_terminal():  # long lines are broken between words
+        columns = shutil.get_terminal_size((80, 24)).columns
+        shown = "\n".join(
+            line if len(line) <= columns else textwrap.fill(
+                line, columns, break_long_words=False, break_on_hyphens=False)
+            for line in shown.split("\n"))
+    show(shown, err=True)
 
 
 def open_what_is_closed() -> None:

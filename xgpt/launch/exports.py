@@ -153,7 +153,9 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str,
     that vLLM has no flags for."""
     estimate, deployment = schedule.estimate, schedule.deployment
     pool, controls = _only_pool(schedule), estimate.controls
-    notes = [_figures(schedule), _source(times_of)]
+    notes = [_figures(schedule), f"These are by the times of {VLLM}." if times_of == VLLM else (
+        f"These are by the times of {times_of}, not of {VLLM}: without a profile `--set "
+        f"plan.engine={VLLM}` plans for those.")]
     words = ["vllm", "serve", model, "--tensor-parallel-size", str(_degree(deployment)),
              "--pipeline-parallel-size", str(len(pool.stages))]
     if model == problem.model.name and "/" not in model:
@@ -220,13 +222,6 @@ def _figures(schedule: Schedule) -> str:
     limit = "" if math.isinf(bound.limit_s) else f", of {bound.limit_s:.3g} s allowed"
     return (f"Expected: {figures.throughput_qps:.3g} queries/s, latency "
             f"{figures.latency_s:.3g} s{limit}.")
-
-
-def _source(times_of: str) -> str:
-    if times_of == VLLM:
-        return f"These are by the times of {VLLM}."
-    return (f"These are by the times of {times_of}, not of {VLLM}: without a profile `--set "
-            f"plan.engine={VLLM}` plans for those.")
 
 
 def _unsaid(schedule: Schedule, pool: Pool) -> list[str]:

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from xgpt.core.system.machine import children_of
+
 _LOOKS_TO_FIND = 10  # after the first ranks are there, where their number is not known
 _GONE_S = 5.0  # chosen: from a rank's end to its launcher's takes less
 _NONE_S = 30.0  # chosen: until there are ranks, a launcher takes its time on a busy machine
@@ -120,24 +122,18 @@ class FirstEnd:
 
 def _ranks_below(pid: int) -> Iterator[tuple[int, int]]:
     """(rank, process) of each; what a rank started itself is none."""
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        children: list[str] = []
-        with suppress(OSError):
-            children = path.read_text().split()
-        for child in map(int, children):
-            number = _rank_of(child)
-            if number is None:
-                yield from _ranks_below(child)
-            else:
-                yield number, child
+    for child in children_of(pid):
+        number = _rank_of(child)
+        if number is None:
+            yield from _ranks_below(child)
+        else:
+            yield number, child
 
 
 def _is_idle(pid: int) -> bool:
     """Whether the process, or one below it, is of MPICH's launcher and has not started anything."""
-    children: list[int] = []
+    children = children_of(pid)
     with suppress(OSError):
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            children += map(int, path.read_text().split())
         program = Path(os.readlink(f"/proc/{pid}/exe"))
         if not children and program.name.startswith(_LAUNCHERS):
             return program.with_name(_PROXY).exists()

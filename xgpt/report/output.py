@@ -141,11 +141,11 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
     if not directory.is_dir():
         raise wrong(directory, "output", None, "a folder that `xgpt submit` or `xgpt run` wrote")
     remarks: list[str] = []
-    job = _read_object(directory / "job.json", remarks) or {}
+    job = _read(_object, directory / "job.json", remarks) or {}
     queries, answers = _read_results(directory / "results.jsonl", max_answers, remarks)
     prompts = _read_prompts(directory, max(answers, default=-1) + 1, remarks)
     # the page says at its top what a missing metrics.json means
-    metrics = _read_object(directory / "metrics.json", remarks, is_optional=True)
+    metrics = _read(_object, directory / "metrics.json", remarks, is_optional=True)
     return Output(
         directory=directory, job=job, metrics=metrics,
         schedule=_read(load_schedule, directory / "schedule.json", remarks),
@@ -164,7 +164,7 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
 def _queries_before(directory: Path, metrics: Mapping[str, Any] | None) -> int:
     """As a run that came to its end says, or one that did not as it went on."""
     before = number(metrics, "queries_before") if metrics is not None else number(
-        _read_object(directory / "progress.json", [], is_optional=True), "done_before")
+        _read(_object, directory / "progress.json", [], is_optional=True), "done_before")
     return int(before) if before is not None and math.isfinite(before) else 0
 
 
@@ -200,18 +200,10 @@ def _is_there(path: Path, remarks: list[str], is_optional: bool = False) -> bool
     return path.exists()
 
 
-def _read_object(path: Path, remarks: list[str], is_optional: bool = False,
-                 ) -> dict[str, Any] | None:
-    if not _is_there(path, remarks, is_optional):
-        return None
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as cause:
-        remarks.append(f"{path.name} cannot be read: {cause}.")
-        return None
+def _object(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
-        remarks.append(f"{path.name} holds no JSON object.")
-        return None
+        raise ValueError("it holds no JSON object")
     return value
 
 
@@ -221,7 +213,7 @@ def _read(load: Callable[[Path], _T], path: Path, remarks: list[str], is_optiona
         return None
     try:
         return load(path)
-    except InputError as cause:
+    except (InputError, OSError, ValueError, RecursionError) as cause:
         remarks.append(f"{path.name} cannot be read: {cause}.")
         return None
 

@@ -78,6 +78,7 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
 def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
              ) -> dict[str, Any]:
     check, schedule = check_bound(output), output.schedule
+    decisions = metrics.get("rescheduling")
     return {
         "name": text_at(output.job, "name") or output.directory.name,
         "headline": words.headline(output, metrics),
@@ -99,7 +100,8 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
         "plots": [chart for chart in drawn if not chart.is_wide],
         "timelines": [chart for chart in drawn if chart.is_wide],
         "next_steps": next_steps(output, metrics, check),
-        "changes": changes_told(metrics),
+        "changes": [said for row in (decisions if isinstance(decisions, list) else ())
+                    if (said := text_at(row, "sentence")) is not None],
         "run_facts": _run_facts(output, metrics),
         "profile_facts": profile_facts(output.profile) if output.profile else (),
         "answers": output.answers,
@@ -148,13 +150,6 @@ def _run_facts(output: Output, metrics: Mapping[str, Any]) -> list[tuple[str, st
     facts += [(str(key).replace("_", " "), str(value)) for key, value in (
         machine.items() if isinstance(machine, Mapping) else ()) if value is not None]
     return [(label, value) for label, value in facts if value is not None]
-
-
-def changes_told(metrics: Mapping[str, Any]) -> list[str]:
-    """What was decided while it ran: the sentence of each decision in metrics.json."""
-    decisions = metrics.get("rescheduling")
-    rows = decisions if isinstance(decisions, list) else []
-    return [said for row in rows if (said := text_at(row, "sentence")) is not None]
 
 
 _MATTERS = 0.05  # share of the time or throughput that is worth a change

@@ -6,7 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -271,8 +271,8 @@ def paragraph(text: str, width: int | None = None) -> str:
     return textwrap.fill(_ascii(text), width or shown_width(), break_on_hyphens=False)
 
 
-def fact(label: str, value: str, width: int | None = None) -> str:
-    return textwrap.fill(_ascii(value), width or shown_width(),
+def fact(label: str, value: str) -> str:
+    return textwrap.fill(_ascii(value), shown_width(),
                          initial_indent=label.ljust(_LEFT_OF_FACTS),
                          subsequent_indent=" " * _LEFT_OF_FACTS, break_on_hyphens=False)
 
@@ -287,8 +287,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     if excess > 0 and last not in right and widths[last] - excess >= _LEAST_WRAPPED:
         widths[last] -= excess
     elif excess > 0:
-        least = [max(_LEAST_CELL, min(_longest_word(row[i] for row in cells), _LEAST_WRAPPED))
-                 for i in range(len(header))]
+        words_of = [[len(word) for row in cells for word in row[i].split()]
+                    for i in range(len(header))]
+        least = [max(_LEAST_CELL, min(max(own, default=0), _LEAST_WRAPPED)) for own in words_of]
         excess = _narrowed(widths, least, [i for i in range(len(header)) if i not in right], excess)
     head = len(_wrapped(cells[0], widths, right))
     cells = [line for row in cells for line in _wrapped(row, widths, right)]
@@ -308,10 +309,6 @@ def _narrowed(widths: list[int], least: Sequence[int], columns: Sequence[int],
         widths[max(over, key=lambda column: widths[column])] -= 1
         excess -= 1
     return excess
-
-
-def _longest_word(cells: Iterable[str]) -> int:
-    return max((len(word) for cell in cells for word in cell.split()), default=0)
 
 
 def _wrapped(row: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> list[list[str]]:

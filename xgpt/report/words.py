@@ -141,10 +141,12 @@ def layers_of(stage: StageAssignment) -> str:
     """`layers 0-14`, with the encoder's layers apart where there are any."""
     parts = []
     if stage.num_encoder_layers:
-        parts.append(f"encoder {_span(stage.first_encoder_layer, stage.num_encoder_layers)}")
+        first = stage.first_encoder_layer
+        parts.append(f"encoder {ranges(range(first, first + stage.num_encoder_layers))}")
     if stage.num_layers:
         name = "decoder" if stage.num_encoder_layers else "layers"
-        parts.append(f"{name} {_span(stage.first_layer, stage.num_layers)}")
+        first = stage.first_layer
+        parts.append(f"{name} {ranges(range(first, first + stage.num_layers))}")
     return ", ".join(parts) or "no layers"
 
 
@@ -153,14 +155,14 @@ def ranks_of(stage: StageAssignment) -> str:
     return f"{'rank' if len(stage.ranks) == 1 else 'ranks'} {ranges(stage.ranks)}"
 
 
-def ranges(ranks: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """(0, 1, 2, 5) -> '0-2, 5'."""
     runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+    for one in sorted(numbers):
+        if runs and one == runs[-1][1] + 1:
+            runs[-1][1] = one
         else:
-            runs.append([rank, rank])
+            runs.append([one, one])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
@@ -190,10 +192,6 @@ def _place(output: Output, metrics: Mapping[str, Any]) -> str:
     name = cluster if isinstance(cluster, str) else text_at(output.job, "cluster", "name")
     where = "this machine" if name in (None, "local") else str(name)
     return where if ranks is None else f"{counted(ranks, 'rank')} of {where}"
-
-
-def _span(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
 def loading_words(metrics: Mapping[str, Any]) -> str | None:

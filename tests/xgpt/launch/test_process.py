@@ -16,9 +16,10 @@ import pytest
 from faults import TOGETHER_S, alive, wait
 
 from xgpt.core.errors import StoppedEarly
-from xgpt.launch import contention, isolated, process
+from xgpt.core.system import machine
+from xgpt.core.system.machine import Contention
+from xgpt.launch import isolated, process
 from xgpt.launch.asked import warned_in_good_order
-from xgpt.launch.contention import Contention
 from xgpt.launch.first_end import FirstEnd
 from xgpt.launch.leftovers import passing_folder, remove_leftovers
 from xgpt.launch.process import RanksFailed, own_modules, run_watched, start, watch_to_end
@@ -140,8 +141,8 @@ def test_what_is_neither_idle_nor_ours_is_others(tmp_path, monkeypatch):
     stat, ticks, cores = tmp_path / "stat", os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
     clock, own = iter([100.0, 110.0]), iter([5.0, 5.0 + 4.0])
     with monkeypatch.context() as patch:
-        patch.setattr(contention.time, "monotonic", lambda: next(clock))
-        patch.setattr(contention, "_own_s", lambda: next(own))
+        patch.setattr(machine.time, "monotonic", lambda: next(clock))
+        patch.setattr(machine, "_own_s", lambda: next(own))
         write_stat(stat, 1000 * ticks)
         meter = Contention(stat)
         write_stat(stat, 1010 * ticks)  # ten busy seconds, four of them ours, in ten seconds

@@ -23,9 +23,9 @@ from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import plain, write_json
+from xgpt.core.system.machine import NOTICEABLE_SHARE, contention_words
 from xgpt.core.system.whole_file import read_object
 from xgpt.core.units import INT8
-from xgpt.launch.contention import NOTICEABLE_SHARE, in_words
 from xgpt.launch.launcher import RankProgram, launcher_of, threads_per_rank
 from xgpt.report.figures import check_bounds, kept_facts, was_changed
 from xgpt.report.output import Output, read_output
@@ -81,7 +81,7 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
     tell.say(summary_table(metrics, tuple(_ends(opened, left))))
     if left.remarks:
         tell.say(paragraph(f"note: {' '.join(left.remarks)} Nothing is told of what stood there."))
-    if (warning := in_words(metrics["others_cpu_share"])) is not None:
+    if (warning := contention_words(metrics["others_cpu_share"])) is not None:
         tell.say(f"note: {warning}")
     tell.say(report)
     if opened.job.results is not None and metrics["status"] == "done":

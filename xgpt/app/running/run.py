@@ -45,9 +45,9 @@ from xgpt.app.telling import KeptTeller, Teller, tell_run, troubles_told
 from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
+from xgpt.core.system.machine import Contention
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.job.job import Job
-from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import RankProgram, allocation_here, launcher_of, ranks_per_node
 from xgpt.launch.process import RanksFailed
 from xgpt.launch.standby import Standby

@@ -1,4 +1,5 @@
-"""`cluster: local`: this machine's GPUs, or CPU workers where there are none. Free of torch.
+"""`cluster: local`: this machine's GPUs, or CPU workers where there are none; and how much of its
+cores others use. Free of torch.
 
 A CPU worker's figures are rough constants per core, and so are an unknown GPU's: enough for a first
 schedule; the measured profile is what a run is planned with.
@@ -9,9 +10,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import resource
 import subprocess
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -307,12 +311,17 @@ def used_s(process: int) -> float:
 
 def children_s(process: int) -> float:
     """The same of its living children alone."""
-    try:
-        tasks = list(Path(f"/proc/{process}/task").iterdir())  # any thread may have started one
-        names = " ".join((task / "children").read_text(encoding="utf-8") for task in tasks)
-    except OSError:
-        return 0.0
-    return sum(used_s(int(child)) for child in names.split())
+    return sum(map(used_s, children_of(process)))
+
+
+def children_of(process: int) -> list[int]:
+    """The processes that it, or a thread of it, has started, and that live; none where it has
+    ended, or the system does not say."""
+    found: list[int] = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text(encoding="utf-8").split())
+    return found
 
 
 def installed(package: str) -> str | None:
@@ -321,3 +330,47 @@ def installed(package: str) -> str | None:
         return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
         return None
+
+
+NOTICEABLE_SHARE = 0.10  # below it times are off by less than profiles' own points scatter
+LARGE_SHARE = 0.30  # above it nothing tells by how much times are off
+
+
+class Contention:
+    """How much of the cores others used meanwhile: the usual reason why a run on CPU ranks is
+    slower than its prediction. It counts from when it is made. The time of child processes that
+    have been waited for counts as ours, and that of `alive`, which tells those that are there
+    without having been."""
+
+    def __init__(self, stat: Path = Path("/proc/stat"),
+                 alive: Callable[[], Iterable[int]] = lambda: ()) -> None:
+        self._stat, self._alive = stat, alive
+        self._busy_s, self._start_s = busy_s(stat), time.monotonic()
+        self._own_s = self._used_by_us_s()
+
+    def others_share(self) -> float | None:
+        """Share of all cores that was neither idle nor ours (a host's other guests included); None
+        where the system does not say."""
+        now_s, elapsed_s = busy_s(self._stat), time.monotonic() - self._start_s
+        if now_s is None or self._busy_s is None or elapsed_s <= 0:
+            return None
+        others_s = now_s - self._busy_s - (self._used_by_us_s() - self._own_s)
+        return max(others_s, 0.0) / elapsed_s / (os.cpu_count() or 1)
+
+    def _used_by_us_s(self) -> float:
+        return _own_s() + sum(used_s(child) for child in self._alive())
+
+
+def contention_words(share: float | None) -> str | None:
+    """A sentence where others were noticeable."""
+    if share is None or share < NOTICEABLE_SHARE:
+        return None
+    text = f"other processes used {share:.0%} of the cores meanwhile; times measured here "
+    if share >= LARGE_SHARE:
+        return f"{text}mean little unless the machine is quiet"
+    return f"{text}may be up to {share / (1 - share):.0%} longer than on a quiet machine"
+
+
+def _own_s() -> float:
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in spent)
