@@ -12,9 +12,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.model import ModelSpec, model_from_dict
 from xgpt.core.system.whole_file import read_text, write_atomically
+from xprofiler.points import judge
 from xprofiler.profile import LearnedSteps, Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.timing import Operator
-from xprofiler.verdict import judge
 
 PROFILE_VERSION = 5  # older ones are no longer read
 

@@ -13,6 +13,7 @@ from profiles import metadata
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
+from xprofiler.points import judge
 from xprofiler.profile import (
     Peaks,
     Profile,
@@ -31,7 +32,6 @@ from xprofiler.profile_file import (
 )
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
-from xprofiler.verdict import judge
 
 METADATA = metadata(ranks=2, sampling="drawn", is_padded=False, origin="measured",
                     clock="1980 MHz", date="2026-11-21", commit="abc")

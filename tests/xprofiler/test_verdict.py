@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 from xgpt.core import catalog
 from xprofiler.constants import engine_errors
-from xprofiler.points import Kind, Point
+from xprofiler.points import SPREAD_LIMIT, Kind, Point, judge, noise_words, noisy
 from xprofiler.profile import NOISE_LIMIT, Sample, TableKey
 from xprofiler.profile_timing import MOST_NOISE, ProfileTiming
 from xprofiler.roofline import Roofline
@@ -26,7 +26,6 @@ from xprofiler.source_errors import (
     student_quantile,
 )
 from xprofiler.timing import MessageKind, Operator
-from xprofiler.verdict import SPREAD_LIMIT, judge, noise_words, noisy
 
 DECODE, REST = Point(Kind.DECODE, 9, 130), Point(Kind.REST, 260)
 

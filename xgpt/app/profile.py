@@ -24,20 +24,21 @@ from xgpt.core.units import format_seconds
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.leftovers import passing_folder
 from xgpt.run_folder.state import is_asked_to_stop
-from xprofiler.points import OWN_TABLE, missing
+from xprofiler.points import (
+    OWN_TABLE,
+    disturbed,
+    disturbed_words,
+    judge,
+    missing,
+    noise_words,
+    noisy,
+    worth_again,
+)
 from xprofiler.profile import TRANSFER, Profile, cached_profile_path, match
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
-from xprofiler.verdict import (
-    disturbed,
-    disturbed_words,
-    judge,
-    noise_words,
-    noisy,
-    worth_again,
-)
 from xrunner.backends.engine import engine_of, program_of
 from xrunner.checkpoint.source import cache_dir, model_at_hand
 from xrunner.files.lock import Taken, output_lock

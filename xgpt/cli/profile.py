@@ -19,9 +19,9 @@ from xgpt.core.errors import wrong
 from xgpt.job.job import DTYPES
 from xgpt.report.profile_table import profile_tables
 from xprofiler.importers import IMPORTERS, import_folder
+from xprofiler.points import judge
 from xprofiler.profile import Profile
 from xprofiler.profile_file import load_profile, save_profile
-from xprofiler.verdict import judge
 
 
 class JobOrCommand(click.Group):

@@ -6,11 +6,10 @@ from typing import TypeVar
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.table import fact, paragraph, table
 from xgpt.report.words import clean, counted
-from xprofiler.points import left_out
+from xprofiler.points import SPREAD_LIMIT, judge, left_out
 from xprofiler.profile import DISTURBED_LIMIT, STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.profile_file import AXES
 from xprofiler.profile_timing import learned_factors
-from xprofiler.verdict import SPREAD_LIMIT, judge
 
 MAX_ROWS = 15  # points of a table
 _NOISY = "*"

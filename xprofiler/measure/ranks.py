@@ -24,8 +24,8 @@ import torch
 
 from xgpt.core.system.machine import busy_s, children_s
 from xprofiler.measure.probe import StepParts
+from xprofiler.points import SPREAD_LIMIT
 from xprofiler.profile import DISTURBED_LIMIT, NOISE_LIMIT
-from xprofiler.verdict import SPREAD_LIMIT
 from xrunner import devices
 from xrunner.comm.exchange import all_gather, broadcast
 from xrunner.comm.point_to_point import wait_politely

@@ -37,7 +37,7 @@ from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.probe import Capturing, measure_peaks
 from xprofiler.measure.ranks import Disturbance, Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
-from xprofiler.points import Kind, Needs, Point, quick_points, skeleton
+from xprofiler.points import Kind, Needs, Point, quick_points, skeleton, worth_again
 from xprofiler.profile import (
     ALL_REDUCE,
     TRANSFER,
@@ -48,7 +48,6 @@ from xprofiler.profile import (
 )
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.timing import Operator
-from xprofiler.verdict import worth_again
 from xrunner.devices import has_own_gpu_each
 from xrunner.engine.graphs import CudaCapture
 

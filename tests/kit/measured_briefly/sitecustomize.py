@@ -13,7 +13,7 @@ if sys.orig_argv[-3:-1] == ["-m", "xprofiler.measure.worker"] and "-n" not in sy
     from xprofiler.measure import network, ranks, recorder
     from xprofiler.measure import probe as clock
     from xprofiler.measure import ranks as disturbance
-    from xprofiler.verdict import MOST_TRIES
+    from xprofiler.points import MOST_TRIES
 
     assert ranks._MAX_STEPS > 10 and ranks._ATTEMPTS > 1, "else this saves nothing"
     ranks._MAX_STEPS = int(os.environ.get("MOST_STEPS", "5"))

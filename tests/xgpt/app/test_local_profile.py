@@ -28,12 +28,11 @@ from xgpt.core.schedule import Schedule
 from xgpt.launch.launcher import RankProgram
 from xprofiler.measure import probe as clock
 from xprofiler.measure import ranks, worker
-from xprofiler.points import Kind, Needs, Point, left_out, quick_points, skeleton
+from xprofiler.points import MOST_TRIES, Kind, Needs, Point, left_out, quick_points, skeleton
 from xprofiler.profile import LearnedSteps, Profile, TableKey, cached_profile_path
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
-from xprofiler.verdict import MOST_TRIES
 from xrunner.files.beat import ToldStep
 from xscheduler.live.pace import Ratios
 
@@ -57,7 +56,7 @@ class Here:
 def measured(monkeypatch, tmp_path):
     """How often each point was measured. None is noisy or disturbed, however busy the machine
     is."""
-    monkeypatch.setattr("xprofiler.verdict.NOISE_LIMIT", math.inf)
+    monkeypatch.setattr("xprofiler.points.NOISE_LIMIT", math.inf)
     monkeypatch.setattr("xprofiler.measure.ranks.missing_share", lambda *_: 0.0)
     counts: Counter[Point] = Counter()
     measure = worker.Measuring._measure
