@@ -118,10 +118,9 @@ def nearest(name: str, known: Sequence[str], *, elsewhere: str | None = None) ->
 
 def shorten(value: object, limit: int = 60) -> str:
     """`value` as messages show it: on one line, without control characters, its end left off."""
-    text = repr(value[:limit]) if isinstance(value, str) and len(value) > limit else repr(value)
-    if isinstance(value, str) and len(value) > limit:
-        return text[: limit - 3] + "..."
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    is_long = isinstance(value, str) and len(value) > limit  # of which repr would take long
+    text = repr(str(value)[:limit] if is_long else value)
+    return f"{text[:limit - 3]}..." if is_long or len(text) > limit else text
 
 
 # C0 controls but tab and newline, DEL and C1 controls, what turns the direction of text or hides in

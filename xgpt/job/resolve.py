@@ -62,7 +62,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
         kv_dtype=_resolve_kv_dtype(job, dtype, cluster),
         num_queries=job.workload.count if requests is None else len(requests),
         default_max_tokens=most_outputs, adjustment=job.adjustment,
-        queries=_query_lengths(requests, most_outputs, shape),
+        queries=query_lengths(requests, most_outputs, shape),
         is_synthetic=requests is None and job.workload.count is not None, seed=job.run.seed,
         observes=job.workload.output_tokens.kind == "observe",
         is_revised=job.run.reschedule is not None,
@@ -81,8 +81,8 @@ def _as_the_engine_leaves_it(cluster: Cluster, job: Job) -> Cluster:
     return replace(cluster, device=replace(cluster.device, reserved_bytes=reserved))
 
 
-def _query_lengths(requests: Requests | None, most_outputs: int,
-                   model: ModelSpec) -> QueryLengths | None:
+def query_lengths(requests: Requests | None, most_outputs: int,
+                  model: ModelSpec) -> QueryLengths | None:
     """Lengths of the job's own queries; None where the requests were not tokenised. No query takes
     more positions than the model has; what becomes an error record whatever the schedule, since its
     input alone or its forced output takes more, or it has no tokens of the model's, has no output

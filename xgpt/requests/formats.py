@@ -8,7 +8,7 @@ import csv
 import importlib
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from xgpt.core.errors import MissingExtraError, wrong
 from xgpt.requests.chat import BadRecord
 from xgpt.requests.file_rows import (
     MAX_CELL_CHARS,
+    NO_OTHERS,
     RepeatedKeyError,
     Roles,
     Row,
@@ -38,18 +39,21 @@ _SKIPPED_BYTES = 2**20
 
 def read_jsonl(stream: IO[bytes], files: RequestFiles) -> Iterator[Row]:
     """Yields a row a line."""
-    for number, line in _lines(stream):
-        try:
-            yield Row(number, *of_object(_object(_whole(line)), files))
-        except BadRecord as cause:
-            yield Row(number, str(cause))
+    return _rows(_lines(stream), lambda line: of_object(_object(line), files))
 
 
 def read_text(stream: IO[bytes]) -> Iterator[Row]:
     """Yields a prompt a line, without what ends it."""
-    for number, line in _lines(stream):
+    return _rows(_lines(stream), lambda line: (
+        {"prompt": _decoded(line).removesuffix("\r")}, NO_OTHERS))
+
+
+def _rows(entries: Iterable[tuple[int, Any]],
+          taken: Callable[[Any], tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Iterator[Row]:
+    """Yields a row of each numbered entry, with what is `taken` of it, or why nothing is."""
+    for number, entry in entries:
         try:
-            yield Row(number, {"prompt": _decoded(_whole(line)).removesuffix("\r")})
+            yield Row(number, *taken(entry))
         except BadRecord as cause:
             yield Row(number, str(cause))
 
@@ -73,18 +77,16 @@ def read_array(stream: IO[bytes], files: RequestFiles, path: Path) -> Iterator[R
     if not isinstance(items, list):
         raise unreadable(path, "its JSON is no array: [{\"prompt\": ...}, ...] is wanted, or one "
                          "object a line, whose format is jsonl")
-    for number, item in enumerate(items, start=1):
+
+    def taken(item: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         if isinstance(item, str):
-            yield Row(number, {"prompt": item})
-        elif isinstance(item, RepeatedKeyError):
-            yield Row(number, str(item))
-        elif not isinstance(item, dict):
-            yield Row(number, "neither a JSON object nor a text")
-        else:
-            try:
-                yield Row(number, *of_object(item, files))
-            except BadRecord as cause:
-                yield Row(number, str(cause))
+            return {"prompt": item}, NO_OTHERS
+        if isinstance(item, dict):
+            return of_object(item, files)
+        raise item if isinstance(item, RepeatedKeyError) else BadRecord(
+            "neither a JSON object nor a text")
+
+    yield from _rows(enumerate(items, start=1), taken)
 
 
 def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
@@ -103,20 +105,16 @@ def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
             yield number, line
 
 
-def _whole(line: bytes | None) -> bytes:
+def _decoded(line: bytes | None) -> str:
     if line is None:
         raise BadRecord(_TOO_LONG)
-    return line
-
-
-def _decoded(line: bytes) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as cause:
         raise BadRecord(f"not UTF-8: {cause.reason} at byte {cause.start}") from None
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _object(line: bytes | None) -> dict[str, Any]:
     try:
         record = parsed(_decoded(line))
     except ValueError as cause:  # JSONDecodeError, or a number of more than 4,300 digits

@@ -6,21 +6,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
-
 from xgpt.app.models import not_used_words
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
 from xgpt.core.cluster import Cluster
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, Mistake, wrong
-from xgpt.core.problem import has_room, output_room
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import write_json
 from xgpt.core.system.machine import detect, usable_cores, why_no_torch
 from xgpt.core.system.whole_file import sync_folder, why_no_file, why_no_folder
 from xgpt.job.job import LOCAL_CLUSTER, Job
-from xgpt.job.resolve import open_weight_dtypes
+from xgpt.job.resolve import open_weight_dtypes, query_lengths
 from xgpt.launch.launcher import allocation_here, threads_per_rank
 from xgpt.report.table import paragraph
 from xgpt.requests.formats import arrow
@@ -214,10 +211,10 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
     query_tokens, most_input = (0, 0) if estimate is None else (
         estimate.longest_query, estimate.longest_input)
     # what no request needs decides nothing: a run may go on by another schedule
-    if (longest := _longest(opened, requests)) is not None:
-        longest_input, longest_reserve = longest
-        query_tokens = min(query_tokens, longest_reserve)
-        most_input = 0 if most_input >= longest_input else most_input
+    queries = query_lengths(requests, opened.problem.default_max_tokens, opened.problem.model)
+    if queries is not None:
+        query_tokens = min(query_tokens, int(queries.reserves.max(initial=1)))
+        most_input = 0 if most_input >= queries.inputs.max(initial=1) else most_input
     state = files_state(files.directory)
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
@@ -244,20 +241,6 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
         engine_args=dict(job.run.engine_args),
         deterministic=job.run.deterministic, private=job.run.private,
         sync_s=job.run.sync_s)
-
-
-def _longest(opened: OpenedJob, requests: Requests) -> tuple[int, int] | None:
-    """The most tokens that the input of any request has that can be answered, and the most that any
-    reserves; None where lengths are not known. The other requests become error records whatever the
-    schedule is."""
-    if (inputs := requests.input_tokens) is None:
-        return None
-    room = output_room(opened.problem.model, inputs)
-    reserves = inputs + np.minimum(
-        requests.output_caps(opened.problem.default_max_tokens), room)
-    fits = has_room(opened.problem.model, inputs, requests.forced)
-    fits[list(requests.unusable)] = False
-    return int(inputs[fits].max(initial=1)), int(reserves[fits].max(initial=1))
 
 
 def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
