@@ -73,7 +73,12 @@ class Grid:
         if shape.through_zero and xs[0] > 0 and not shape.is_power:
             self._xs, table = np.append(0.0, self._xs), np.pad(table, ((0, 0), (1, 0)))
         self._at = np.log(self._xs) if shape.is_power else self._xs  # what is linear between them
-        self._cells = _Cells(table, self._at, self._ys, shape.is_power)
+        widths, self._columns = np.diff(self._at), len(self._at) - 1
+        rises = np.diff(np.log(np.maximum(table, LEAST_S)) if shape.is_power else table, axis=1)
+        self._start = table[:, :-1].ravel()
+        # none where the only point is at 0
+        self._slope = (rises / np.where(widths > 0, widths, 1.0)).ravel()
+        self._heights = np.repeat(np.diff(self._ys), self._columns)
 
     def __call__(self, x: ArrayLike, y: ArrayLike = 0.0) -> FloatArray:
         """Seconds at (x, y), broadcast."""
@@ -85,18 +90,28 @@ class Grid:
             at = np.maximum(at, self._xs[0])  # a message smaller than the smallest costs as much
         cell, along_x = _located(self._at, at)
         if len(self._ys) == 1:
-            seconds = self._cells.in_row(cell, along_x)
+            seconds = self._in_row(cell, along_x)
         else:
             # below the first y as there; shares stay beyond the last as they are there
             row, along_y = _located(self._ys, np.clip(y, self._ys[0], self._ys[-1]))
-            cell = cell + row * self._cells.columns
-            seconds = self._cells.between_rows(cell, along_x, along_y)
+            cell = cell + row * self._columns
+            low, high = self._in_row(cell, along_x), self._in_row(cell + self._columns, along_x)
+            seconds = low + along_y / self._heights.take(cell) * (high - low)
         if self._shape.is_power:
             seconds = seconds * np.minimum(x / self.xs[0], 1.0)
         if self._shape.through_zero and not self._is_within(x, y):
             seconds = np.where(self._is_refused(x, y), np.inf, seconds)
         result: FloatArray = np.asarray(seconds)
         return result if result.shape == shape else np.broadcast_to(result, shape)
+
+    def _in_row(self, cell: IndexArray, along_x: FloatArray) -> FloatArray:
+        """Seconds in a cell of the table, so far from its first point: by a line or a power."""
+        rise = self._slope.take(cell)
+        rise *= along_x
+        if self._shape.is_power:
+            return np.asarray(np.exp(rise) * self._start.take(cell))
+        rise += self._start.take(cell)
+        return rise
 
     def _is_within(self, x: FloatArray, y: FloatArray) -> bool:
         """Nothing is refused: what holds nearly always, and is seen quickly."""
@@ -115,35 +130,6 @@ def _located(points: FloatArray, at: FloatArray) -> tuple[IndexArray, FloatArray
     the last but one where there is none."""
     index = points[1:-1].searchsorted(at, side="right")
     return index, at - points.take(index)
-
-
-class _Cells:
-    """Times between the corners of a cell: along x a line or a power, along y a line."""
-
-    def __init__(self, table: FloatArray, at: FloatArray, ys: FloatArray, is_power: bool) -> None:
-        """`table` [y, x]; `at` what x is linear in: of a power its logarithms."""
-        self.columns, self._is_power = len(at) - 1, is_power
-        widths = np.diff(at)
-        rises = np.diff(np.log(np.maximum(table, LEAST_S)) if is_power else table, axis=1)
-        self._start = table[:, :-1].ravel()
-        # none where the only point is at 0
-        self._slope = (rises / np.where(widths > 0, widths, 1.0)).ravel()
-        self._heights = np.repeat(np.diff(ys), self.columns)
-
-    def in_row(self, cell: IndexArray, along_x: FloatArray) -> FloatArray:
-        """`along_x`: from the point before."""
-        rise = self._slope.take(cell)
-        rise *= along_x
-        if self._is_power:
-            return np.asarray(np.exp(rise) * self._start.take(cell))
-        rise += self._start.take(cell)
-        return rise
-
-    def between_rows(self, cell: IndexArray, along_x: FloatArray,
-                     along_y: FloatArray) -> FloatArray:
-        """`along_y`: from the row before."""
-        low, high = self.in_row(cell, along_x), self.in_row(cell + self.columns, along_x)
-        return np.asarray(low + along_y / self._heights.take(cell) * (high - low))
 
 
 def interpolation_errors(x: Sequence[float], seconds: Sequence[float], *,

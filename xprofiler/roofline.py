@@ -102,12 +102,17 @@ def joined(a: FloatArray, b: FloatArray, p: float) -> FloatArray:
     return total
 
 
-class RowKernels:
-    """What takes time by the number of rows: layers without attention, embedding, output head."""
+class ModelKernels:
+    """What takes time by the number of rows: layers without attention, embedding, output head; and
+    by the number of queries and their context: attention."""
 
     def __init__(self, model: ModelSpec, kernels: Kernels) -> None:
         self._model, self._kernels, self._constants = model, kernels, kernels.constants
         self._width = model.num_heads * model.head_dim
+        self._flops_per_s = kernels.flops_per_s * self._constants.encode_attention_flops_share
+        # asked for thousands of times
+        self._held, self._latent = cache(partial(kv_elements_of_rank, model)), model.decoder.latent
+        self._kv_heads = model.kv_heads
 
     def layer_rest_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """A decoder layer, of an encoder-decoder model without the cross-attention's key and value
@@ -190,18 +195,6 @@ class RowKernels:
         """A lookup on every rank: one row read and written per token (and its position's row)."""
         touched = 3 * self._model.hidden_size * self._kernels.item_bytes
         return self._kernels.copied_s(tokens * touched) + self._constants.elementwise_launch_s
-
-
-class AttentionKernels:
-    """What takes time by the number of queries and their context."""
-
-    def __init__(self, model: ModelSpec, kernels: Kernels) -> None:
-        self._model, self._kernels, self._constants = model, kernels, kernels.constants
-        self._width = model.num_heads * model.head_dim
-        self._flops_per_s = kernels.flops_per_s * self._constants.encode_attention_flops_share
-        # asked for thousands of times
-        self._held, self._latent = cache(partial(kv_elements_of_rank, model)), model.decoder.latent
-        self._kv_heads = model.kv_heads
 
     def encode_s(self, tokens: FloatArray, together: FloatArray, tp_degree: int) -> FloatArray:
         """One query's share of a batch of `together`: its own work, and of what the batch does
@@ -322,17 +315,17 @@ class Roofline:
         self.constants = constants or engine_constants(device, engine)
         self.kernels = Kernels(device, dtype, self.constants, weight_dtype, kv_dtype)
         self.links = LinkTimes(self.kernels)
-        rows, attention = RowKernels(model, self.kernels), AttentionKernels(model, self.kernels)
+        own = ModelKernels(model, self.kernels)
         self._rows: dict[Operator, Callable[[FloatArray, int], FloatArray]] = {
-            Operator.LAYER_REST: rows.layer_rest_s, Operator.DECODE_REST: rows.layer_rest_s,
-            Operator.ENCODER_REST: rows.block_s,
-            Operator.CROSS_KV: rows.cross_kv_s, Operator.HEAD: rows.head_s,
-            Operator.EMBED: rows.embed_s}
+            Operator.LAYER_REST: own.layer_rest_s, Operator.DECODE_REST: own.layer_rest_s,
+            Operator.ENCODER_REST: own.block_s,
+            Operator.CROSS_KV: own.cross_kv_s, Operator.HEAD: own.head_s,
+            Operator.EMBED: own.embed_s}
         self._attention: dict[Operator, Callable[[FloatArray, FloatArray, int], FloatArray]] = {
-            Operator.ENCODE_ATTENTION: attention.encode_s,
-            Operator.DECODE_ATTENTION: attention.cache_s,
-            Operator.CROSS_ATTENTION: attention.cache_s,
-            Operator.KV_COMPACTION: attention.compaction_s}
+            Operator.ENCODE_ATTENTION: own.encode_s,
+            Operator.DECODE_ATTENTION: own.cache_s,
+            Operator.CROSS_ATTENTION: own.cache_s,
+            Operator.KV_COMPACTION: own.compaction_s}
         # kernels read each query's own context; a device's rates are its share already
         self.facts = TimingFacts(step_overhead_s=self.constants.step_overhead_s, is_padded=False)
 
