@@ -55,11 +55,6 @@ def resolve_lengths(job: Job, model: ModelSpec, requests: Requests | None) -> Jo
     return lengths
 
 
-def default_max_tokens(job: Job, lengths: JointLengths) -> int:
-    """Cap on the output of a request that names none: the job's, else the longest planned for."""
-    return job.workload.max_tokens or lengths.outputs.max
-
-
 def _joint_of_file(spec: LengthSpec) -> JointLengths:
     assert spec.path is not None, f"{spec = }"
     pairs = read_lengths(spec.path, "input", "output")
@@ -167,15 +162,13 @@ def _caps(job: Job, requests: Requests) -> IntArray:
 def _check_positions(job: Job, model: ModelSpec, lengths: JointLengths) -> None:
     if model.max_positions is None:
         return
-    together = ""
     if model.is_encoder_decoder:
         longest = max(lengths.inputs.max, lengths.outputs.max)
     elif lengths.pairs is not None:
         longest = int(lengths.pairs.sum(axis=1).max())
     else:
         longest = lengths.inputs.max + lengths.outputs.max
-    if not model.is_encoder_decoder:
-        together = f", together {longest}"
+    together = "" if model.is_encoder_decoder else f", together {longest}"
     if longest > model.max_positions:
         raise wrong(job.source, "workload", None,
                     f"the longest input and output ({lengths.inputs.max} and {lengths.outputs.max} "

@@ -27,7 +27,7 @@ from xgpt.core.system.machine import (
 )
 from xgpt.core.units import DTYPE_BYTES, FP8, INT8
 from xgpt.job.job import LOCAL_CLUSTER, Job
-from xgpt.job.job_lengths import default_max_tokens, resolve_lengths
+from xgpt.job.job_lengths import resolve_lengths
 from xgpt.requests.request import Requests
 
 
@@ -53,7 +53,8 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
     if requests is not None and job.run.stop:  # whose outputs may end before they are as long
         requests = replace(requests, may_stop=np.ones(len(requests), bool))
     lengths = resolve_lengths(job, shape, requests)
-    most_outputs = default_max_tokens(job, lengths)
+    # of a request that names none: the job's, else the longest planned for
+    most_outputs = job.workload.max_tokens or lengths.outputs.max
     dtype = resolve_dtype(job.run.dtype, cluster.device)
     return Problem(
         model=shape, cluster=cluster, lengths=lengths, constraint=job.constraint,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -255,18 +255,12 @@ _POINT_S = 0.4  # a size is measured for about so long, and never fewer times th
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 21
 
 
-class GroupOfRanks(Protocol):
-    """What sums (xrunner.comm.collective)."""
-
-    def all_reduce(self, tensor: Tensor) -> Tensor: ...
-
-
 class Sums:
     """Stands where a shard's products are summed: over the group that is there now, or not at
     all."""
 
     def __init__(self) -> None:
-        self.group: GroupOfRanks | None = None
+        self.group: MpiGroup | TorchGroup | None = None
         self.count = 0  # of sums asked for
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -282,13 +276,13 @@ def summing_bench(spec: ModelSpec, dtype: torch.dtype, degree: int, sums: Sums, 
                       weight_dtype=weight_dtype)
 
 
-def seconds_of_sums(comm: Any, group: GroupOfRanks, bench: LayerBench, sums: Sums,
+def seconds_of_sums(comm: Any, group: MpiGroup | TorchGroup, bench: LayerBench, sums: Sums,
                     rows: int) -> list[float]:
     """Seconds that each sum of `rows` hidden states adds to a step, round by round; every rank of
     `comm`, whose `group` it is, calls it with a like bench."""
     step = _step(bench, rows)
 
-    def timed(one: GroupOfRanks | None) -> float:
+    def timed(one: MpiGroup | TorchGroup | None) -> float:
         sums.group, sums.count = one, 0
         comm.Barrier()
         return step().whole_s
@@ -303,7 +297,7 @@ def seconds_of_sums(comm: Any, group: GroupOfRanks, bench: LayerBench, sums: Sum
 def _step(bench: LayerBench, rows: int) -> Callable[[], StepParts]:
     """A step of so many rows: as usual few are decoded, many are of inputs."""
     layers, most = layers_for(rows), bench.spec.max_positions
+    if rows > DECODE_ROWS_UP_TO:
+        return bench.encode(ordinary_inputs(rows, most), most_layers=layers)
     context = STEP_CONTEXT if most is None else min(STEP_CONTEXT, most - 1)
-    contexts = around(rows, context - 1) if rows <= DECODE_ROWS_UP_TO else []
-    return (bench.decode(contexts, most_layers=layers) if contexts
-            else bench.encode(ordinary_inputs(rows, most), most_layers=layers))
+    return bench.decode(around(rows, context - 1), most_layers=layers)
