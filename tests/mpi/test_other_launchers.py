@@ -9,7 +9,7 @@ from job_folder import SUPPORT, read_lines  # noqa: E402
 from surroundings import LEFT, OWN  # noqa: E402
 
 from xgpt.app import doctor  # noqa: E402
-from xgpt.job.slurm_section import SlurmSpec  # noqa: E402
+from xgpt.job.sections import SlurmSpec  # noqa: E402
 from xgpt.launch.launcher import (
     LocalLauncher,  # noqa: E402
     RankProgram,  # noqa: E402

@@ -25,7 +25,7 @@ from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import DTYPE_BYTES, format_seconds
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.resolve import resolve_cluster
-from xgpt.job.slurm_section import SlurmSpec, time_of
+from xgpt.job.sections import SlurmSpec, time_of
 from xgpt.launch.exports import Exported, render_jobset, render_skypilot
 from xgpt.launch.launcher import Allocation, node_names
 from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, hand_in, quoted, render_sbatch

@@ -20,7 +20,7 @@ from xgpt.core.controls import Adjustment, FixedSchedule
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
 from xgpt.job import typed
-from xgpt.job.slurm_section import SlurmSpec
+from xgpt.job.sections import SlurmSpec
 from xgpt.requests.keys import KEYS, MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from xgpt.requests.request_files import RequestFiles
 

@@ -36,15 +36,16 @@ from xgpt.job.plan_sections import (
     schedule_of,
     section_kind,
 )
-from xgpt.job.requests_section import (
+from xgpt.job.sections import (
     AnyRequests,
     Results,
+    SlurmSpec,
     absolute,
+    check_slurm,
     is_file,
     requests_of,
     results_of,
 )
-from xgpt.job.slurm_section import SlurmSpec, check_slurm
 from xgpt.job.yaml_tree import Field, apply_override, read_tree
 from xgpt.requests.request import Terms
 from xgpt.requests.request_files import format_of

@@ -20,7 +20,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, devices_of_copies
 from xgpt.core.system.machine import usable_cores
 from xgpt.job.job import Job
-from xgpt.job.slurm_section import SlurmSpec
+from xgpt.job.sections import SlurmSpec
 from xgpt.launch.isolated import TRANSPORTS
 from xgpt.launch.leftovers import remove_leftovers
 from xgpt.launch.process import Started, run_watched, start, watch_to_end

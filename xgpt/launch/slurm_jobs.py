@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xgpt.core.errors import EXIT_FAILED, EXIT_RESUMABLE, XgptError, wrong
-from xgpt.job.slurm_section import SlurmSpec
+from xgpt.job.sections import SlurmSpec
 
 _SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _IN_QUOTES = re.compile(r'([\\"$`])')

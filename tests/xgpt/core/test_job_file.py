@@ -17,7 +17,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.policies import policy_names
 from xgpt.job.job import LengthSpec, RunSpec
 from xgpt.job.job_file import load_job
-from xgpt.job.slurm_section import SlurmSpec
+from xgpt.job.sections import SlurmSpec
 from xgpt.job.sweep_file import load_sweep
 
 MINIMAL = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"

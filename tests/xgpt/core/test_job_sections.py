@@ -10,7 +10,7 @@ from jobs import job
 from xgpt.core import catalog
 from xgpt.job.job_file import load_job
 from xgpt.job.resolve import resolve_cluster
-from xgpt.job.slurm_section import SlurmSpec, seconds_of, time_of
+from xgpt.job.sections import SlurmSpec, seconds_of, time_of
 from xgpt.requests.reader import read_requests
 from xgpt.requests.request import Request
 from xgpt.requests.request_files import STDIN, RequestFiles

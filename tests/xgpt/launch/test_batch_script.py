@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from screens import check_screen
 
 from xgpt.core.errors import InputError
-from xgpt.job.slurm_section import SlurmSpec
+from xgpt.job.sections import SlurmSpec
 from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, quoted, render_sbatch
 
 GOLDEN = Path(__file__).with_name("golden_slurm.sh")

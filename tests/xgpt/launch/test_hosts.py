@@ -19,7 +19,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.system.lifeline import READY
 from xgpt.job.job import Job
 from xgpt.job.resolve import resolve, resolve_cluster
-from xgpt.job.slurm_section import SlurmSpec
+from xgpt.job.sections import SlurmSpec
 from xgpt.launch import launcher as local
 from xgpt.launch import standby as launch
 from xgpt.launch.exports import EngineCommand, vllm_command
