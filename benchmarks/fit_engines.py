@@ -21,13 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from published.compared import Compared, errors_of, joined
-from published.runs import (
-    of_fastertransformer,
-    of_serving,
-    of_splitwise,
-    played,
-    serving_points,
-)
+from published.runs import of_fastertransformer, of_serving, of_splitwise, played, serving_points
 from published.tables import Timed, all_reduces, attention, products
 from scipy.optimize import least_squares
 

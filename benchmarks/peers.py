@@ -40,14 +40,7 @@ from typing import Any
 import floor
 import torch
 import yaml
-from contenders import (
-    Contender,
-    FailedRun,
-    Quiet,
-    Setting,
-    peer_contenders,
-    xgpt_contenders,
-)
+from contenders import Contender, FailedRun, Quiet, Setting, peer_contenders, xgpt_contenders
 from runner import machine as machine_line
 from runner import options, today, write
 from workload import Query, read_or_draw, write_workload

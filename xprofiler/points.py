@@ -8,7 +8,7 @@ at the sizes between, which are what a run meets. Input lengths lie on both side
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -263,10 +263,7 @@ def noisy(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyP
     clock."""
     rest = profile.table(Operator.LAYER_REST.value, degree)
     found = []
-    for point in points:
-        own = _own(profile, degree, point)
-        if own is None or point.kind is Kind.COMPACTION:
-            continue
+    for point, own in _timed(profile, degree, points):
         layer_s, apart = (own.median_s, own.spread) if point.kind is Kind.REST else (
             _layer(point, own, rest))
         if apart > NOISE_LIMIT and layer_s >= _SHORT_S:
@@ -277,9 +274,8 @@ def noisy(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyP
 def disturbed(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyPoint]:
     """Those of the points that `profile` has from times when more of the machine was missing than
     DISTURBED_LIMIT, the worst first; `apart` is that share."""
-    found = [NoisyPoint(point, own.missing) for point in points
-             if point.kind is not Kind.COMPACTION and (own := _own(profile, degree, point)) is not (
-                 None) and own.is_disturbed]
+    found = [NoisyPoint(point, own.missing) for point, own in _timed(profile, degree, points)
+             if own.is_disturbed]
     return sorted(found, key=lambda one: -one.apart)
 
 
@@ -288,8 +284,7 @@ def worth_again(profile: Profile, degree: int, points: Iterable[Point]) -> set[P
     is never quiet is to be lived with."""
     every = list(points)
     bad = {one.point for found in (noisy, disturbed) for one in found(profile, degree, every)}
-    return {point for point in bad if (own := _own(profile, degree, point)) is not None
-            and own.tries < MOST_TRIES}
+    return {point for point, own in _timed(profile, degree, bad) if own.tries < MOST_TRIES}
 
 
 def disturbed_words(found: Sequence[NoisyPoint]) -> str | None:
@@ -308,9 +303,13 @@ def _named(found: Sequence[NoisyPoint]) -> str:
     return ", ".join(one.words for one in found[:_NAMED]) + more
 
 
-def _own(profile: Profile, degree: int, point: Point) -> Sample | None:
-    return next((one for one in profile.table(OWN_TABLE[point.kind].value, degree)
-                 if (one.x, one.y) == (point.x, point.y)), None)
+def _timed(profile: Profile, degree: int,
+           points: Iterable[Point]) -> Iterator[tuple[Point, Sample]]:
+    """Yields those of the points that the profile has, but for compactions, with their samples."""
+    for point in points:
+        for one in profile.table(OWN_TABLE[point.kind].value, degree):
+            if (one.x, one.y) == (point.x, point.y) and point.kind is not Kind.COMPACTION:
+                yield point, one
 
 
 def noise_words(found: Sequence[NoisyPoint]) -> str | None:

@@ -19,23 +19,9 @@ from xgpt.core.policies import Role
 from xgpt.core.system.machine import Layout
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
 from xprofiler.points import Needs, left_out
-from xprofiler.profile import (
-    HANDOVER,
-    HANDOVER_DIRECT,
-    STEP_OVERHEAD,
-    Profile,
-    Sample,
-    TableKey,
-)
+from xprofiler.profile import HANDOVER, HANDOVER_DIRECT, STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.source_errors import IMPORTED
-from xprofiler.timing import (
-    MessageKind,
-    Operator,
-    Reach,
-    TimingFacts,
-    TimingSource,
-    of_role,
-)
+from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource, of_role
 
 # a query's share of a batch settles as the batch grows
 _SHARES = Shape(grows_with_x=False, grows_with_y=False, is_power=True)

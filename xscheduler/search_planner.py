@@ -30,11 +30,7 @@ from xscheduler.copies import sizes_of
 from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
 from xscheduler.feasibility import Feasibility
-from xscheduler.labels import (
-    configuration,
-    point_words,
-    why_not,
-)
+from xscheduler.labels import configuration, point_words, why_not
 from xscheduler.margin import Margins
 from xscheduler.partition import division_of
 from xscheduler.progress import Watch

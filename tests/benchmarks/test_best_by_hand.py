@@ -3,14 +3,7 @@
 import math
 
 import pytest
-from best_by_hand import (
-    Judged,
-    Row,
-    line_of,
-    page,
-    planned,
-    replayed,
-)
+from best_by_hand import Judged, Row, line_of, page, planned, replayed
 from hand_problems import SCENARIOS, HandScenario
 
 

@@ -24,12 +24,7 @@ from xprofiler.profile import (
     match,
     model_shape,
 )
-from xprofiler.profile_file import (
-    AXES,
-    PROFILE_VERSION,
-    load_profile,
-    save_profile,
-)
+from xprofiler.profile_file import AXES, PROFILE_VERSION, load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
 

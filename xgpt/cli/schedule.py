@@ -13,13 +13,7 @@ from xgpt.app.opened import open_file, open_job
 from xgpt.app.schedule import default_horizon, settled
 from xgpt.app.simulate import simulate_job
 from xgpt.app.what_if import answers_for
-from xgpt.cli.options import (
-    check_writable,
-    job_arguments,
-    print_json,
-    with_seconds,
-    within_seconds,
-)
+from xgpt.cli.options import check_writable, job_arguments, print_json, with_seconds, within_seconds
 from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.engines import VLLM
 from xgpt.core.errors import InfeasibleError, MissingExtraError

@@ -13,13 +13,7 @@ import click
 from xgpt.app.report import Form, write_reports, write_tables
 from xgpt.app.telling import progress_line, time_left_s
 from xgpt.app.top import NowAndThen, follow, glance, stop_job
-from xgpt.cli.options import (
-    JOB_FILE,
-    check_writable,
-    job_options,
-    print_json,
-    run_arguments,
-)
+from xgpt.cli.options import JOB_FILE, check_writable, job_options, print_json, run_arguments
 from xgpt.cli.terminal import show
 from xgpt.core.errors import XgptError, wrong
 from xgpt.core.system.whole_file import why_no_folder

@@ -16,21 +16,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from xgpt.core import catalog
-from xgpt.core.cluster import (
-    HOST_BYTES_PER_S,
-    SSD_BYTES_PER_S,
-    Cluster,
-    Device,
-    Link,
-)
-from xgpt.core.constraint import (
-    Bound,
-    BoundKind,
-    Constraint,
-    Metric,
-    Objective,
-    latency_constraint,
-)
+from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster, Device, Link
+from xgpt.core.constraint import Bound, BoundKind, Constraint, Metric, Objective, latency_constraint
 from xgpt.core.controls import LEAST_TOKENS, ROUTINGS, Adjustment, FixedSchedule
 from xgpt.core.errors import nearest
 from xgpt.core.policies import (

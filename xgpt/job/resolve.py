@@ -18,13 +18,7 @@ from xgpt.core.hf.config import read_shape
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem, QueryLengths, has_room, output_room
 from xgpt.core.system import machine as local
-from xgpt.core.system.machine import (
-    MAX_DEFAULT_WORKERS,
-    Layout,
-    gpus_here,
-    layouts,
-    usable_cores,
-)
+from xgpt.core.system.machine import MAX_DEFAULT_WORKERS, Layout, gpus_here, layouts, usable_cores
 from xgpt.core.units import DTYPE_BYTES, FP8, INT8
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_lengths import resolve_lengths

@@ -12,14 +12,7 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
 from xgpt.report.lanes import Lane
-from xgpt.report.output import (
-    Output,
-    QueryColumns,
-    ends_since_first,
-    number,
-    text_at,
-    told,
-)
+from xgpt.report.output import Output, QueryColumns, ends_since_first, number, text_at, told
 
 # A prediction within 15 % is what the project promises of itself.
 GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30

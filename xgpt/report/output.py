@@ -22,14 +22,7 @@ from xgpt.core.errors import InputError, wrong
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
-from xgpt.report.lanes import (
-    EXPECTED_FILE,
-    KINDS,
-    Expected,
-    Lane,
-    read_expected,
-    stage_label,
-)
+from xgpt.report.lanes import EXPECTED_FILE, KINDS, Expected, Lane, read_expected, stage_label
 from xgpt.requests.choices import parts
 from xgpt.requests.keys import MAX_INT
 from xgpt.requests.spool import Spool

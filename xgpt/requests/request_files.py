@@ -152,10 +152,6 @@ def opened(path: Path, files: RequestFiles, see: See, stdin: IO[bytes] | None = 
                          "copy it again") from None
 
 
-def _buffered(raw: io.RawIOBase) -> io.BufferedReader:
-    return io.BufferedReader(raw, _CHUNK_BYTES)
-
-
 def unreadable(path: Path, why: str) -> InputError:
     return wrong("standard input" if path == STDIN else path, "requests", None,
                  f"cannot be read: {why}")
@@ -170,9 +166,9 @@ def _told(file: IO[bytes], path: Path, files: RequestFiles, see: See) -> tuple[I
         file.seek(0)
         return file, "parquet"
     file.seek(0)
-    stream = _buffered(_Seen(file, see))
+    stream = io.BufferedReader(_Seen(file, see), _CHUNK_BYTES)
     if stream.peek(2)[:2] == _GZIP:
-        stream = _buffered(cast(io.RawIOBase, gzip.GzipFile(fileobj=stream)))
+        stream = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=stream)), _CHUNK_BYTES)
     start = stream.peek(2)
     if start[:2] in _UTF_16:
         raise unreadable(path, "it is UTF-16: save it as UTF-8 (in Excel: 'CSV UTF-8')")

@@ -38,14 +38,7 @@ from xprofiler.measure.probe import Capturing, measure_peaks
 from xprofiler.measure.ranks import Disturbance, Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
 from xprofiler.points import Kind, Needs, Point, quick_points, skeleton, worth_again
-from xprofiler.profile import (
-    ALL_REDUCE,
-    TRANSFER,
-    Peaks,
-    Profile,
-    ProfileMetadata,
-    TableKey,
-)
+from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.timing import Operator
 from xrunner.devices import has_own_gpu_each

@@ -22,14 +22,7 @@ from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 from xrunner.rules.chunks import PhaseChunks
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import (
-    Admitted,
-    KvBudget,
-    Step,
-    StepKind,
-    Waiting,
-    kind_of,
-)
+from xrunner.rules.steps import Admitted, KvBudget, Step, StepKind, Waiting, kind_of
 
 UNEVEN = EvenBatches()  # batches as queries come
 

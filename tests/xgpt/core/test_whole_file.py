@@ -13,24 +13,13 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import (
-    estimate_from_flat,
-    estimate_of,
-    schedule_from_flat,
-    schedule_of,
-    toy_problem,
-)
+from problems import estimate_from_flat, estimate_of, schedule_from_flat, schedule_of, toy_problem
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.hf.values import load_json
 from xgpt.core.schedule import Rejected, Schedule
-from xgpt.core.schedule_file import (
-    from_json,
-    load_schedule,
-    save_schedule,
-    to_json,
-)
+from xgpt.core.schedule_file import from_json, load_schedule, save_schedule, to_json
 from xgpt.core.system import whole_file
 from xgpt.job.yaml_tree import MAX_FILE_BYTES, Field, apply_override, parse_tree, read_tree
 from xprofiler.profile_file import load_profile

@@ -25,13 +25,7 @@ from xgpt.report.figures import (
     why_not_predicted,
 )
 from xgpt.report.lanes import Lane
-from xgpt.report.output import (
-    Output,
-    QueryColumns,
-    QueryFigures,
-    read_output,
-    told,
-)
+from xgpt.report.output import Output, QueryColumns, QueryFigures, read_output, told
 from xgpt.requests.spool import Record
 
 

@@ -22,13 +22,7 @@ from torch import Tensor
 
 from xrunner.comm.messages import StartMessage
 from xrunner.engine import graphs
-from xrunner.engine.graphs import (
-    MEMORY_SHARE,
-    Captured,
-    CaptureError,
-    capture_steps,
-    sizes_up_to,
-)
+from xrunner.engine.graphs import MEMORY_SHARE, Captured, CaptureError, capture_steps, sizes_up_to
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.stage_model import StageModel

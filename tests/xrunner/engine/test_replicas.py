@@ -13,12 +13,7 @@ from xgpt.core.controls import FIXED
 from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.replicas import ToReplicas
-from xrunner.files.launcher_link import (
-    ChangeOrder,
-    LauncherLink,
-    load_change_order,
-    read_observed,
-)
+from xrunner.files.launcher_link import ChangeOrder, LauncherLink, load_change_order, read_observed
 from xrunner.rules.changes import OfShapes
 from xrunner.rules.rra import PhaseControls
 

@@ -11,12 +11,7 @@ import pytest
 import toys
 from examples import some
 from replays import answers_of, generated
-from toy_runs import (
-    ranks_of,
-    run_waa_in_process,
-    toy_waa_rules,
-    waa_pools,
-)
+from toy_runs import ranks_of, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import generate, random_queries, spec_of
 
 FAMILIES = ("llama", "opt", "gpt2", "t5")

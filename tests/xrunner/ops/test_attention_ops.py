@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
 from torch import Tensor
 
-from xrunner.ops.attention import (
-    Scoring,
-    decode_attention,
-    encode_attention,
-    packed_attention,
-)
+from xrunner.ops.attention import Scoring, decode_attention, encode_attention, packed_attention
 from xrunner.ops.contexts import BlockTable, DistanceBias, decode_context, encode_context
 from xrunner.rules.slots import Span
 

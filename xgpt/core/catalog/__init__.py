@@ -10,13 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from xgpt.core.cluster import (
-    HOST_BYTES_PER_S,
-    SSD_BYTES_PER_S,
-    Cluster,
-    Device,
-    Link,
-)
+from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster, Device, Link
 from xgpt.core.errors import UnknownNameError
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.model import ModelSpec, model_from_dict
@@ -147,8 +141,7 @@ def cluster(name: str) -> Cluster:
 
 @cache
 def engine(name: str) -> EngineRow:
-    row = _row("engine", name)
-    return EngineRow(**{"name": name, **row})
+    return EngineRow(name=name, **_row("engine", name))
 
 
 def task_row(name: str) -> TaskRow:

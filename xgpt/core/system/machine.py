@@ -65,8 +65,7 @@ def detect(num_workers: int | None = None, num_hosts: int = 1) -> Cluster:
     gpus = gpus_here()
     each = None if num_workers is None else max(num_workers // num_hosts, 1)
     node = gpu_cluster(gpus, each) if gpus else cpu_cluster(each)
-    return node if num_hosts == 1 else replace(
-        replace(node, num_nodes=num_hosts), inter_link=_NETWORK)
+    return node if num_hosts == 1 else replace(node, num_nodes=num_hosts, inter_link=_NETWORK)
 
 
 def gpus_here() -> list[SmiGpu]:

@@ -12,15 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from xrunner.ops.cuda.launch import (
-    KV_COMPACT,
-    KV_PACK,
-    Launch,
-    Launcher,
-    Struct,
-    filled,
-    numbers,
-)
+from xrunner.ops.cuda.launch import KV_COMPACT, KV_PACK, Launch, Launcher, Struct, filled, numbers
 from xrunner.rules.slots import Move
 
 _THREADS = 256
