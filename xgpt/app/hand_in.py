@@ -18,7 +18,7 @@ from xgpt.app.running.finished import done_already
 from xgpt.app.running.prepare import check_model, make_folder, refuse_what_no_machine_runs
 from xgpt.app.schedule import Plan, executable, plan_job
 from xgpt.app.telling import Teller
-from xgpt.core.errors import InputError, Mistake, XgptError, wrong
+from xgpt.core.errors import InputError, Mistake, XgptError, refuse, wrong
 from xgpt.core.schedule_file import to_json
 from xgpt.core.system import machine as local
 from xgpt.core.system.whole_file import write_atomically
@@ -67,18 +67,16 @@ def layout_of(job: Job) -> NodeLayout:
     assert job.slurm is not None, "only a job for Slurm has a layout"
     if job.cluster != LOCAL_CLUSTER:
         return _of_cluster(job, job.slurm)
-    spec, mistakes = job.slurm, []
+    spec = job.slurm
     nodes, ranks = spec.nodes or 1, job.run.ranks
     each = spec.ntasks_per_node or spec.gpus_each or (ranks or 0) // nodes
     if not each:
-        mistakes.append(mistake(job, "slurm.ntasks_per_node", None, (
+        raise InputError([mistake(job, "slurm.ntasks_per_node", None, (
             "required with `cluster: local`, or slurm.gpus_per_node (one rank a GPU), or "
-            "run.ranks: what the nodes have is not known here")))
-    elif ranks is not None and ranks != nodes * each:
-        mistakes.append(mistake(job, "run.ranks", ranks, (
-            f"{nodes * each} ({each} on each of slurm.nodes = {nodes}), or left out")))
-    if mistakes:
-        raise InputError(mistakes)
+            "run.ranks: what the nodes have is not known here"))])
+    if ranks is not None and ranks != nodes * each:
+        raise InputError([mistake(job, "run.ranks", ranks, (
+            f"{nodes * each} ({each} on each of slurm.nodes = {nodes}), or left out"))])
     return NodeLayout(nodes=nodes, ranks_each=each, gpus_per_node=spec.gpus_per_node)
 
 
@@ -99,8 +97,7 @@ def _of_cluster(job: Job, spec: SlurmSpec) -> NodeLayout:
     if is_gpu and spec.gpus_each is not None and spec.gpus_each < each:
         mistakes.append(mistake(job, "slurm.gpus_per_node", spec.gpus_per_node,
                                  f"at least {each}, {name}, or left out"))
-    if mistakes:
-        raise InputError(mistakes)
+    refuse(mistakes)
     # a site's own way of asking for GPUs
     is_asked = any(option.startswith(("--gres", "--gpus", "-G")) for option in spec.extra)
     return NodeLayout(nodes=nodes, ranks_each=each, gpus_per_node=spec.gpus_per_node or (
@@ -190,9 +187,8 @@ def draft(wanted: Sequence[Wanted], tell: Teller, *, fetches: bool) -> Draft:
     nodes share; they often have no network. Raises InputError, and InfeasibleError where a bound
     cannot be met."""
     jobs = [job for job, _ in wanted]
-    if without := [job for job in jobs if job.slurm is None]:
-        raise InputError([mistake(job, "slurm", None, "a section, as the other job files have: "
-                                  "together they are one array") for job in without])
+    refuse(mistake(job, "slurm", None, "a section, as the other job files have: together they are "
+                   "one array") for job in jobs if job.slurm is None)
     first, layout = jobs[0], _common_layout(jobs)
     assert first.slurm is not None
     plans = tuple(_plan(job, tell, fetches=fetches) for job in jobs)
@@ -251,8 +247,7 @@ def _common_layout(jobs: Sequence[Job]) -> NodeLayout:
                 "together they are one array")
         for job, layout in zip(jobs[1:], layouts[1:], strict=True)
         if (job.slurm, layout) != (jobs[0].slurm, layouts[0])]
-    if mistakes := [*mistakes, *shared_folders(jobs)]:
-        raise InputError(mistakes)
+    refuse([*mistakes, *shared_folders(jobs)])
     return layouts[0]
 
 
@@ -361,8 +356,7 @@ def _check(job: Job, to: str, nodes: int) -> None:
     if to == "skypilot" and nodes > 1:
         mistakes.append(mistake(job, "cluster", nodes, "one node: those of SkyPilot share no file "
                                 "system, which ranks on several hosts need"))
-    if mistakes:
-        raise InputError(mistakes)
+    refuse(mistakes)
 
 
 def _name(text: str) -> str:

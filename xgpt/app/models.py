@@ -45,15 +45,6 @@ OPERATORS = {"TPOT": "tpot_s", "TTFT": "ttft_s", "request": "latency_s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryRow:
-    """Bytes of a model whose weights are held as `dtype`; of KV cache for 1,000 tokens."""
-
-    dtype: str
-    weight_bytes: int
-    kv_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCheck:
     """What is known of a model. `spec`: None where its config.json is not supported, for the
     `mistakes`. `weights`: why it cannot be executed as it is there; empty where it can be, or where
@@ -78,7 +69,8 @@ class ModelCheck:
         return self.is_planned and not self.weights and any(not why for _, why in self.engines)
 
     @property
-    def memory(self) -> tuple[MemoryRow, ...]:
+    def memory(self) -> tuple[dict[str, Any], ...]:
+        """Bytes of the model whose weights are held as `dtype`; of KV cache for 1,000 tokens."""
         return () if self.spec is None else tuple(_memory(self.spec))
 
     def to_dict(self) -> dict[str, object]:
@@ -106,7 +98,7 @@ class ModelCheck:
                                              if self.is_fetched else "")))
         facts += [fact("", f"not by {name}: {why}") for name, why in self.engines if why]
         facts += [fact("not used", self.not_used)] if self.not_used else []
-        rows = [(row.dtype, format_bytes(row.weight_bytes), format_bytes(row.kv_bytes))
+        rows = [(row["dtype"], format_bytes(row["weight_bytes"]), format_bytes(row["kv_bytes"]))
                 for row in self.memory]
         cluster = detect()
         gpus = ", which has no GPU" if cluster.device.kind != "gpu" else (
@@ -224,7 +216,7 @@ def _job(engine: str, spec: ModelSpec) -> Job:
         run=RunSpec(engine=engine, ranks=1), source=Path("command line"))
 
 
-def _memory(spec: ModelSpec) -> Iterator[MemoryRow]:
+def _memory(spec: ModelSpec) -> Iterator[dict[str, Any]]:
     """By the dtypes that weights are held as. int8: layers and head; embedding and cache stay
     bfloat16."""
     layers = (spec.num_layers * spec.decoder_layer_params
@@ -233,10 +225,9 @@ def _memory(spec: ModelSpec) -> Iterator[MemoryRow]:
         if dtype == INT8 and spec.is_encoder_decoder:
             continue
         own = DTYPE_BYTES.get(dtype, DTYPE_BYTES["bfloat16"])
-        yield MemoryRow(
-            dtype=dtype,
-            weight_bytes=layers * WEIGHT_BYTES[dtype] + spec.embedding_params * own,
-            kv_bytes=_TOKENS * spec.num_layers * spec.kv_elements_per_token_layer * own)
+        yield {"dtype": dtype,
+               "weight_bytes": layers * WEIGHT_BYTES[dtype] + spec.embedding_params * own,
+               "kv_bytes": _TOKENS * spec.num_layers * spec.kv_elements_per_token_layer * own}
 
 
 def parameters_in_words(spec: ModelSpec) -> str:

@@ -18,7 +18,15 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller, tell_share, told_while
 from xgpt.app.wanted import WantedProfile, profile_metadata, wanted_profile, why_no_operators
 from xgpt.core.engines import OWN_ENGINE
-from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, XgptError, wrong
+from xgpt.core.errors import (
+    InputError,
+    MissingExtraError,
+    Mistake,
+    StoppedEarly,
+    XgptError,
+    refuse,
+    wrong,
+)
 from xgpt.core.system.machine import LARGE_SHARE, Contention, Layout, contention_words, why_no_torch
 from xgpt.core.units import format_seconds
 from xgpt.launch.launcher import RankProgram
@@ -111,9 +119,8 @@ def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> Prof
     profile, wanted = load_profile(path), profile_metadata(opened.job, opened.problem)
     refusals, marks = match(profile.metadata, wanted, is_here=opened.is_local,
                             is_cpu=opened.problem.cluster.device.kind == "cpu")
-    if refusals:
-        raise InputError([Mistake(file=str(path), line=None, key="profile", value=None, allowed=why)
-                          for why in refusals])
+    refuse(Mistake(file=str(path), line=None, key="profile", value=None, allowed=why)
+           for why in refusals)
     opened.tell.say(f"profile: {path}, {judge(profile).brief}")
     for mark in marks:
         opened.tell.say(f"WARNING: the profile is not of what will run: {mark}")

@@ -46,7 +46,7 @@ def write_reports(folders: Sequence[Path], form: Form = "html", out: Path | None
         folder.mkdir(parents=True, exist_ok=True)
         pictures = {folder / f"{chart.name}.png": chart for chart in _charts(folders)}
         for path, chart in pictures.items():
-            write_image([chart], path)
+            write_image(chart, path)
         return list(pictures)
     if others:
         return [write_comparison(folders, out or Path("compare.html"))]

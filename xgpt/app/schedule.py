@@ -11,7 +11,7 @@ from pathlib import Path
 from xgpt.app.opened import OpenedJob
 from xgpt.app.profile import timing_cost_s, timing_of
 from xgpt.app.telling import told_while
-from xgpt.core.errors import InfeasibleError, InputError, Mistake, XgptError, wrong
+from xgpt.core.errors import InfeasibleError, InputError, Mistake, XgptError, refuse, wrong
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.system.machine import Layout, usable_cores
@@ -311,8 +311,7 @@ def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
         raise wrong(source, "others", len(schedule.estimate.others),
                     f"shapes of which every copy lies within a node of {each} devices, "
                     "or on whole nodes")
-    if mistakes := list(_misfits(opened.problem, schedule.estimate, source)):
-        raise InputError(mistakes)
+    refuse(_misfits(opened.problem, schedule.estimate, source))
     opened = executable(opened, schedule)
     return Plan(schedule=schedule, opened=opened, timing=timing_of(opened), horizon="job")
 

@@ -93,7 +93,7 @@ class Simulation:
             timeline.replay_lanes(self.replay), 3 * self.estimate.figures.period_s)
         chart = timeline.draw(self.replay, *(window or (0.0, self.replay.makespan_s)), names)
         if picture.suffix in SUFFIXES:
-            write_image([chart], picture)
+            write_image(chart, picture)
         else:
             title = policy(self.estimate.policy).title
             write_chart_page([chart], picture, f"Steady state of {title}")

@@ -22,7 +22,7 @@ from xgpt.app.running.resume import goes_on, taken_over
 from xgpt.app.running.run import Run, at_work, open_to_run
 from xgpt.app.schedule import Plan, plan_job, to_run
 from xgpt.app.telling import Teller
-from xgpt.core.errors import EXIT_RESUMABLE, InputError, StoppedEarly, XgptError
+from xgpt.core.errors import EXIT_RESUMABLE, StoppedEarly, XgptError, refuse
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.system.machine import why_no_torch
 from xgpt.job.job import LOCAL_CLUSTER, Job
@@ -124,8 +124,7 @@ def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> 
     """Plans and runs the jobs that are not done, each in its turn, and tells a line of each at the
     end; what `--json` prints. Raises InputError for jobs that would share a folder or are executed
     nowhere, SomeNotDone where one failed or all were stopped."""
-    if mistakes := shared_folders(jobs):
-        raise InputError(mistakes)
+    refuse(shared_folders(jobs))
     for job in jobs:
         refuse_what_no_machine_runs(job)
     turns, ranks = [Turn(job=job) for job in jobs], Standby(say=tell.say)

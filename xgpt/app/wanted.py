@@ -104,18 +104,14 @@ def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
         model=problem.model.name, model_shape=model_shape(problem.model), device=device.name,
         dtype=problem.dtype, weight_dtype=problem.weight_dtype, ranks=problem.cluster.num_devices,
         nodes=problem.cluster.num_nodes, threads_per_rank=threads, sharing=sharing,
-        kernels=_kernels(job, device) if identity is None else identity(job),
+        # on GPUs decode steps are captured unless the job asks
+        kernels=identity(job) if identity is not None else kernels_fingerprint() + (
+            ", no CUDA graphs" if device.kind != "cpu" and not job.run.cuda_graphs else ""),
         libraries=_libraries(device),
         sampling="drawn" if job.run.temperature > 0 else "greedy",
         is_padded=identity is None and bool(
             why_no_operators() if device.kind == "cpu" else why_no_kernels()),
         clock=core_clock(), date=date.today().isoformat(), commit=_commit())
-
-
-def _kernels(job: Job, device: Device) -> str:
-    """Fingerprint of what computes; on GPUs decode steps are captured unless the job asks."""
-    is_launched = device.kind != "cpu" and not job.run.cuda_graphs
-    return kernels_fingerprint() + (", no CUDA graphs" if is_launched else "")
 
 
 def _libraries(device: Device) -> str:

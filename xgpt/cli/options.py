@@ -77,10 +77,10 @@ def with_seconds(overrides: tuple[str, ...], max_seconds: float | None) -> tuple
         *overrides, f"search.max_seconds={max_seconds:g}")
 
 
-def check_writable(path: Path, option: str) -> None:
-    """Checks `path` before anything is computed for it, and makes its folder. Raises InputError
-    where no file can be written there."""
-    if (allowed := why_no_file(path)) is not None:
+def check_writable(path: Path | None, option: str) -> None:
+    """Checks the path, if one is given, before anything is computed for it, and makes its folder.
+    Raises InputError where no file can be written there."""
+    if path is not None and (allowed := why_no_file(path)) is not None:
         raise wrong("command line", option, str(path), allowed)
 
 

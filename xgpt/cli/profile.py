@@ -72,8 +72,7 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
             "`local`: a profile is measured on the machine itself (--set cluster=local); other "
             "clusters are planned from a profile file (`profile: FILE`) or from the roofline of "
             "their device")
-    if out is not None:
-        check_writable(out, "--out")
+    check_writable(out, "--out")
     # of the layouts that a job leaves open, the one of fewest ranks
     opened = next(iter(on_open_layouts(opened).values()))
     folder = None if opened.files is None else opened.files.directory

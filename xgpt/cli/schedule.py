@@ -73,8 +73,7 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
              max_nodes: int | None, max_seconds: float | None, horizon: Horizon | None,
              engine: str | None) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
-    if out is not None:
-        check_writable(out, "--out")
+    check_writable(out, "--out")
     deployed = None if from_file is None else load_schedule(from_file)
     job = load_job(job_file, with_seconds(overrides, max_seconds))
     options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job))
@@ -113,8 +112,7 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
 def export(job_file: Path, overrides: tuple[str, ...], as_json: bool, to: str, image: str,
            claim: str, out: Path | None) -> None:
     """Print the job as a Kubernetes JobSet or a SkyPilot task, by its schedule."""
-    if out is not None:
-        check_writable(out, "--out")
+    check_writable(out, "--out")
     text = export_job(load_job(job_file, overrides), overrides, Terminal(), to=to, image=image,
                       claim=claim)
     if out is not None:

@@ -103,7 +103,7 @@ def report(where: tuple[Path, ...], form: Form, out: Path | None, overrides: tup
             why_no_folder(out))
         if allowed is not None:
             raise wrong("command line", "--out", str(out), allowed)
-    elif out is not None:
+    else:
         check_writable(out, "--out")
     paths = [*write_reports([place.output for place in places], form, out), *write_tables(places)]
     if as_json:

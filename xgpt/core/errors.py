@@ -66,6 +66,12 @@ def wrong(file: object, key: str, value: object, allowed: str,
     return InputError([Mistake(file=str(file), line=line, key=key, value=value, allowed=allowed)])
 
 
+def refuse(mistakes: Iterable[Mistake]) -> None:
+    """Raises InputError with all of them, if there are any."""
+    if found := list(mistakes):
+        raise InputError(found)
+
+
 class UnknownNameError(XgptError):
     """A catalog lookup that failed; the message lists the known names, nearest first."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from xgpt.core.errors import InputError, MissingExtraError, Mistake, XgptError, wrong
+from xgpt.core.errors import MissingExtraError, Mistake, XgptError, refuse, wrong
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, devices_of_copies
 from xgpt.core.system.machine import usable_cores
@@ -210,11 +210,8 @@ def check_hosts(hosts: HostsLauncher, argument: Path) -> None:
                     "no such program on this machine")
     with ThreadPoolExecutor(max_workers=min(len(hosts.names), 32)) as pool:
         reasons = list(pool.map(lambda name: _refusal(hosts, name, argument), hosts.names))
-    mistakes = [Mistake(file=str(hosts.source), line=None, key="run.hosts", value=name,
-                        allowed=reason)
-                for name, reason in zip(hosts.names, reasons, strict=True) if reason is not None]
-    if mistakes:
-        raise InputError(mistakes)
+    refuse(Mistake(file=str(hosts.source), line=None, key="run.hosts", value=name, allowed=reason)
+           for name, reason in zip(hosts.names, reasons, strict=True) if reason is not None)
 
 
 def _refusal(hosts: HostsLauncher, name: str, argument: Path) -> str | None:

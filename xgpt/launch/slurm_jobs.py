@@ -53,10 +53,6 @@ class BatchJob:
     def is_array(self) -> bool:
         return len(self.tasks) > 1
 
-    @property
-    def log_name(self) -> str:
-        return "slurm-%A_%a.log" if self.is_array else "slurm-%j.log"
-
 
 def quoted(text: str) -> str:
     """The text as one word, of a line of bash or of an `#SBATCH` line."""
@@ -83,10 +79,11 @@ def render_sbatch(job: BatchJob) -> str:
 
 def _options(job: BatchJob) -> list[str]:
     spec, folder = job.spec, str(job.tasks[0].output)
+    log_name = "slurm-%A_%a.log" if job.is_array else "slurm-%j.log"
     at_once = "" if spec.at_once is None else f"%{spec.at_once}"
     own = {
         "job-name": job.name, "chdir": folder,
-        "output": f"{folder.replace('%', '%%')}/{job.log_name}", "open-mode": "append",
+        "output": f"{folder.replace('%', '%%')}/{log_name}", "open-mode": "append",
         "array": f"0-{len(job.tasks) - 1}{at_once}" if job.is_array else None,
         "signal": f"B:USR1@{spec.warning_s}", "partition": spec.partition,
         "account": spec.account, "qos": spec.qos, "constraint": spec.constraint,

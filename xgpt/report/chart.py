@@ -6,7 +6,6 @@ of the page's variables (style.html.j2)."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ Kind = Literal["line", "steps", "dots", "line+dots", "bars", "boxes"]
 Value = float | str | None  # None breaks a line
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PALETTE = ("decode", "encode", "good", "bad", "violet", "teal", "muted", "fair", "ink")
 KIND_COLOURS = {"encode": "encode", "decode": "decode", "mixed": "violet"}  # of a step
@@ -142,38 +140,20 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def write_image(charts: Sequence[Chart], path: Path, columns: int = 1) -> None:
-    """Draws the charts into one picture of the kind that `path`'s suffix names. Raises
-    MissingExtraError without matplotlib."""
-    path.write_bytes(image(charts, path.suffix.removeprefix("."), columns))
-
-
-def image(charts: Sequence[Chart], kind: str, columns: int = 1) -> bytes:
-    """The charts as a picture: "svg", "png" or "pdf"."""
+def write_image(chart: Chart, path: Path) -> None:
+    """Draws the chart as a picture of the kind that `path`'s suffix names: .svg, .png or .pdf.
+    Raises MissingExtraError without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingExtraError("matplotlib", "report", f"drawing a .{kind}") from None
-    rows = math.ceil(len(charts) / columns)
-    width = _WIDE if columns == 1 and any(chart.is_wide for chart in charts) else _NARROW * columns
-    heights = [max(chart.height for chart in charts[row * columns:(row + 1) * columns])
-               for row in range(rows)]
+        raise MissingExtraError("matplotlib", "report", f"drawing a {path.suffix}") from None
+    dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    width = _WIDE if chart.is_wide else _NARROW
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width / _PIXELS, sum(heights) / _PIXELS), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flatten()
-        for chart, on in zip(charts, axes, strict=False):
-            _draw(chart, on)
-        for empty in axes[len(charts):]:
-            empty.remove()
-        return _bytes(figure, kind)
-
-
-def _bytes(figure: Figure, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    figure.savefig(buffer, format=kind, dpi=150, metadata=dates.get(kind))
-    return buffer.getvalue()
+        figure = Figure(figsize=(width / _PIXELS, chart.height / _PIXELS), layout="constrained")
+        _draw(chart, figure.subplots())
+        figure.savefig(path, dpi=150, metadata=dates.get(path.suffix))
 
 
 def _draw(chart: Chart, axes: Axes) -> None:

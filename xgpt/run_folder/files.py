@@ -16,7 +16,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError, wrong
+from xgpt.core.errors import Mistake, StoppedEarly, XgptError, refuse, wrong
 from xgpt.core.schedule_file import write_json
 from xgpt.core.system.whole_file import read_object, temporary_of
 from xgpt.job.job import Job
@@ -79,18 +79,6 @@ def is_intact(output: Path) -> bool:
     """Whether the spool is there, and errors.jsonl as it says."""
     spool = spool_of(output)
     return spool is not None and count_errors(output / "errors.jsonl") == spool.num_errors
-
-
-def asked_then(output: Path) -> dict[str, Any] | None:
-    """What was asked of the run; None where that is not known."""
-    asked = read_object(output / "job.json").get("asked")
-    return asked if isinstance(asked, dict) else None
-
-
-def is_told_done(output: Path) -> bool:
-    """Whether the folder tells of a run that is done, and of what: who asks for another job then
-    has it run."""
-    return whole_metrics(output) is not None and "model" in read_object(output / "job.json")
 
 
 def free_path(path: Path, moment_s: float) -> Path:
@@ -181,10 +169,8 @@ def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
         if (begun := _begun(own)) is None or any(map(_hides_which_run, mistakes)):
             raise in_order(mistakes)
         return begun
-    if overrides:
-        raise InputError([Mistake(file=OVERRIDE_FILE, line=None, key=override.partition("=")[0],
-                                  value=None, allowed="goes with a job file, not with a folder")
-                          for override in overrides])
+    refuse(Mistake(file=OVERRIDE_FILE, line=None, key=override.partition("=")[0], value=None,
+                   allowed="goes with a job file, not with a folder") for override in overrides)
     return _of_folder(Path(os.path.abspath(where)))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.errors import XgptError
+from xgpt.core.system.whole_file import read_object
 from xgpt.core.units import format_seconds
 from xgpt.launch.slurm_jobs import SlurmJob
 from xgpt.requests.spool import num_queries
@@ -17,8 +18,8 @@ from xgpt.run_folder.files import (
     RESULTS_FILE,
     SlurmRecord,
     failure,
-    is_told_done,
     load_record,
+    whole_metrics,
 )
 from xrunner.files.beat import RankState, read_beats
 from xrunner.files.lock import StopRequest, is_locked
@@ -134,7 +135,9 @@ def state_left(output: Path) -> State:
         return State.NONE
     if total is None or found.total < total:
         return State.STOPPED
-    return State.DONE if is_told_done(output) else State.COMPLETE
+    # whether the folder tells of what, too: who asks for another job then has it run
+    is_told = whole_metrics(output) is not None and "model" in read_object(output / "job.json")
+    return State.DONE if is_told else State.COMPLETE
 
 
 def is_asked_to_stop(output: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core.errors import XgptError, shorten
 from xgpt.core.schedule_file import plain
+from xgpt.core.system.whole_file import read_object
 from xgpt.job.job import Job
 from xgpt.report.results_file import write_results
 from xgpt.report.table import paragraph
@@ -22,7 +23,6 @@ from xgpt.requests.request_files import STDIN
 from xgpt.run_folder.files import (
     OF_A_RUN,
     RESULTS_FILE,
-    asked_then,
     free_path,
     kept,
     standard_input,
@@ -61,8 +61,8 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
             tell.say("(a run that is stopped goes on without `--again`, which begins anew)")
         return None
     metrics = whole_metrics(job.output)
-    asked = None if metrics is None else asked_then(job.output)
-    if metrics is None or asked is None:
+    asked = None if metrics is None else read_object(job.output / "job.json").get("asked")
+    if metrics is None or not isinstance(asked, dict):
         return None
     if changed := sorted([*_differences(asked, asked_of(job)), *_model_changes(job)]):
         tell.say(paragraph(

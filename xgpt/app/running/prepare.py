@@ -11,7 +11,7 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
 from xgpt.core.cluster import Cluster
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
-from xgpt.core.errors import InputError, Mistake, wrong
+from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import write_json
 from xgpt.core.system.machine import detect, usable_cores, why_no_torch
@@ -88,9 +88,7 @@ def refuse_what_cannot_run(job: Job, tell: Teller) -> None:
     machine = detect() if job.cluster == LOCAL_CLUSTER else None
     gpus = machine if machine is not None and machine.device.kind == "gpu" else None
     engine = engine_of(job)
-    mistakes = [*_refusals(job, gpus), *_ours_alone(job), *engine.refusals(job)]
-    if mistakes:
-        raise InputError(mistakes)
+    refuse([*_refusals(job, gpus), *_ours_alone(job), *engine.refusals(job)])
     if gpus is not None and (job.run.ranks or 1) > gpus.num_devices:
         tell.say(f"note: {job.run.ranks} ranks share {gpus.num_devices} x {gpus.device.name}: each "
                  "has a part of a GPU's memory and waits for the others' turns, which is no faster "
@@ -100,9 +98,7 @@ def refuse_what_cannot_run(job: Job, tell: Teller) -> None:
 
 def refuse_what_no_machine_runs(job: Job) -> None:
     """Raises InputError for a job that is executed nowhere, by its file alone."""
-    mistakes = [*_without_requests(job), *_ours_alone(job), *engine_of(job).refusals(job)]
-    if mistakes:
-        raise InputError(mistakes)
+    refuse([*_without_requests(job), *_ours_alone(job), *engine_of(job).refusals(job)])
 
 
 def _without_requests(job: Job) -> Iterator[Mistake]:

@@ -30,6 +30,7 @@ from xgpt.core.errors import (
     Mistake,
     StoppedEarly,
     XgptError,
+    refuse,
     wrong,
 )
 from xgpt.core.schedule_file import write_json
@@ -276,8 +277,7 @@ def _check_runs(spec: SweepSpec, tell: Teller) -> None:
             refuse_what_cannot_run(point.job, tell)
         except InputError as refusal:
             mistakes.update(dict.fromkeys(refusal.mistakes))
-    if mistakes:
-        raise InputError(list(mistakes))
+    refuse(mistakes)
 
 
 def _run_points(points: Mapping[str, SweepPoint], rows: dict[str, Row], folder: Path,
