@@ -85,14 +85,6 @@ def test_lengths_to_be_observed_begin_with_the_quickest_where_nothing_keeps_the_
         plan(replace(problem, is_revised=False), roofline_of(problem))
 
 
-def test_what_only_the_number_of_queries_forbids_is_planned_with_a_note():
-    problem = job_of(3, policies=("rra",), encode_batch=8, decode_iterations=4)
-    said: list[str] = []
-    schedule = plan(problem, roofline_of(problem), tell=said.append)
-    assert schedule.estimate.figures.encode_batch == 8
-    assert len(said) == 1 and "the job has 3 queries" in said[0]
-
-
 def test_one_planner_answers_for_many_bounds_and_for_problems_like_its_own():
     problem = job_of(None, 12.0, policies=("rra",))
     planner = Planner(problem, roofline_of(problem))
@@ -165,21 +157,15 @@ NO_TIME_S = 1e-9
 WHOLE = FixedSchedule(encode_chunk=0)
 
 
-def test_a_search_cut_short_stays_below_what_there_is_and_below_its_own_bound():
+def test_a_search_cut_short_stays_below_what_there_is_and_enough_time_is_as_no_limit():
     problem = toy_problem(num_queries=200, fixed=WHOLE)
     timing = roofline_of(problem)
     best = plan(problem, timing, STEADY)
-    cut = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=NO_TIME_S))
+    cut, limited = (plan(problem, timing, PlanOptions(horizon="steady", max_seconds=seconds))
+                    for seconds in (NO_TIME_S, 1e9))
     assert cut.proof.status == Status.LIMIT and best.proof.status != Status.LIMIT
     assert cut.figures.throughput_qps <= best.figures.throughput_qps <= cut.proof.bound_qps
-
-
-def test_with_time_enough_the_schedule_is_the_one_without_a_limit():
-    problem = toy_problem(fixed=WHOLE)
-    timing = roofline_of(problem)
-    limited = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=1e9))
-    assert limited.proof.status != Status.LIMIT
-    assert limited.estimate == plan(problem, timing, STEADY).estimate
+    assert limited.proof.status != Status.LIMIT and limited.estimate == best.estimate
 
 
 def test_a_plan_without_time_keeps_its_bound_with_its_margin():
