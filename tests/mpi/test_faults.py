@@ -21,7 +21,7 @@ from mpi_runs import injected
 from soak import SHAPES, one_job, undisturbed
 
 from xgpt.launch.launcher import find_mpiexec
-from xgpt.run_folder.state import run_status
+from xgpt.run_folder.state import oldest_s, run_status
 
 pytestmark = pytest.mark.mpi
 
@@ -46,8 +46,7 @@ def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path):
     os.kill(own["rank"][-1], signal.SIGSTOP)
 
     def silent_s() -> float:
-        status = run_status(job.output)
-        return (status and status.silent_s) or 0.0
+        return oldest_s(run_status(job.output).ranks) or 0.0
 
     wait(lambda: silent_s() > 2, "status says how old the last sign of life is", 60)
     facts = end(process, own)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
@@ -198,19 +198,18 @@ def _records(stream: Any, known: str, path: Path) -> Iterator[dict[str, Any]]:
             yield dict.fromkeys(reader.fieldnames or ())
         text.detach()
     elif known == "json":
-        value = _or_nothing(lambda: json.loads(stream.read()))
+        value = _parsed(stream.read())
         yield from (item for item in value or () if isinstance(item, dict))
     else:
         for line in itertools.islice(stream, _MOST_SAMPLED):
-            item = _or_nothing(lambda line=line: json.loads(line))  # type: ignore[misc]
-            if isinstance(item, dict):
+            if isinstance(item := _parsed(line), dict):
                 yield item
 
 
-def _or_nothing(read: Callable[[], Any]) -> Any:
-    """What was read; None of what is no JSON: who reads the requests says why."""
+def _parsed(text: bytes) -> Any:
+    """None of what is no JSON: who reads the requests says why."""
     try:
-        return read()
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
 

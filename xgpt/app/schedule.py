@@ -99,8 +99,7 @@ def _on_size(opened: OpenedJob, devices: int) -> OpenedJob:
     if devices == opened.problem.cluster.num_devices:
         return opened
     job = replace(opened.job, run=replace(opened.job.run, ranks=devices))
-    return replace(opened, job=job, problem=replace(
-        opened.problem, cluster=resolve_cluster(job)))
+    return replace(opened, job=job, problem=replace(opened.problem, cluster=resolve_cluster(job)))
 
 
 def _on(opened: OpenedJob, layout: Layout, *, is_one_of_many: bool = False) -> OpenedJob:

@@ -79,8 +79,7 @@ class KeptTeller:
         if now - self._written_s >= _INTERVAL_S:
             self._written_s = now
             with suppress(OSError):
-                write_atomically(self._output / DOING_FILE, line + "\n",
-                                 is_durable=False)
+                write_atomically(self._output / DOING_FILE, line + "\n", is_durable=False)
 
     def end_progress(self) -> None:
         self._tell.end_progress()
@@ -160,8 +159,7 @@ def bar(done: int, total: int) -> str:
 def time_left_s(progress: Progress, output: Path) -> float | None:
     """Seconds until the run in `output` is done; None where it is not running, nothing is known
     yet, or what was expected is over while some are still to come."""
-    if (progress.state != "running" or progress.elapsed_s <= 0
-            or progress.done >= progress.total):
+    if progress.state != "running" or progress.elapsed_s <= 0 or progress.done >= progress.total:
         return None
     path, done_here = output / EXPECTED_FILE, progress.done - progress.done_before
     curve = _expected(path, path.stat().st_mtime_ns) if path.is_file() else None

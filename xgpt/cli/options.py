@@ -45,14 +45,12 @@ def _keys(properties: Mapping[str, Any], within: str = "") -> Iterator[tuple[str
 
 def job_arguments(command: F) -> F:
     """JOB.yaml, --set key.path=value (repeatable), --json."""
-    return click.argument("job_file", type=JOB_FILE, metavar="JOB.yaml")(
-        job_options(command))
+    return click.argument("job_file", type=JOB_FILE, metavar="JOB.yaml")(job_options(command))
 
 
 def run_arguments(command: F) -> F:
     """JOB.yaml or an output folder, --set, --json."""
-    return click.argument("where", type=JOB_FILE, metavar="DIR|JOB.yaml")(
-        job_options(command))
+    return click.argument("where", type=JOB_FILE, metavar="DIR|JOB.yaml")(job_options(command))
 
 
 def job_options(command: F) -> F:
@@ -73,8 +71,7 @@ def within_seconds(command: F) -> F:
 
 def with_seconds(overrides: tuple[str, ...], max_seconds: float | None) -> tuple[str, ...]:
     """The overrides of a command, with what its --max-seconds asks for."""
-    return overrides if max_seconds is None else (
-        *overrides, f"search.max_seconds={max_seconds:g}")
+    return overrides if max_seconds is None else (*overrides, f"search.max_seconds={max_seconds:g}")
 
 
 def check_writable(path: Path | None, option: str) -> None:

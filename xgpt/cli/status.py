@@ -19,7 +19,7 @@ from xgpt.core.errors import XgptError, wrong
 from xgpt.core.system.whole_file import why_no_folder
 from xgpt.report.table import paragraph
 from xgpt.run_folder.files import doing, place_of
-from xgpt.run_folder.state import State, age_s, are_silent, job_status, signs_of_life
+from xgpt.run_folder.state import State, age_s, are_silent, job_status, oldest_s, signs_of_life
 
 
 @click.command()
@@ -36,7 +36,7 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         print_json({"output": output, **asdict(run.progress), "state": status.state,
                     "is_alive": run.is_alive, "results": output / "results.jsonl",
                     "num_results": run.answered.written, "num_held": len(run.answered.held),
-                    "sign_of_life_s": run.silent_s, "ranks": [
+                    "sign_of_life_s": oldest_s(run.ranks), "ranks": [
                         {**asdict(rank), "sign_of_life_s": age_s(rank)} for rank in run.ranks],
                     "slurm": status.to_dict()})
         return

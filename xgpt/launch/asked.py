@@ -40,8 +40,7 @@ def warned_in_good_order(*, ends_process: bool = False) -> Iterator[None]:
     if _before or threading.current_thread() is not threading.main_thread():
         yield
         return
-    _before.update({number: signal.getsignal(number) or signal.SIG_DFL
-                    for number in to_be_heard()})
+    _before.update({number: signal.getsignal(number) or signal.SIG_DFL for number in to_be_heard()})
     for number in _before:
         signal.signal(number, _stop)
     try:

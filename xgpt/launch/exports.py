@@ -153,9 +153,13 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str,
     that vLLM has no flags for."""
     estimate, deployment = schedule.estimate, schedule.deployment
     pool, controls = _only_pool(schedule), estimate.controls
-    notes = [_figures(schedule), f"These are by the times of {VLLM}." if times_of == VLLM else (
-        f"These are by the times of {times_of}, not of {VLLM}: without a profile `--set "
-        f"plan.engine={VLLM}` plans for those.")]
+    limit_s = schedule.bound.limit_s
+    limit = "" if math.isinf(limit_s) else f", of {limit_s:.3g} s allowed"
+    notes = [f"Expected: {schedule.figures.throughput_qps:.3g} queries/s, latency "
+             f"{schedule.figures.latency_s:.3g} s{limit}.",
+             f"These are by the times of {VLLM}." if times_of == VLLM else
+             f"These are by the times of {times_of}, not of {VLLM}: without a profile `--set "
+             f"plan.engine={VLLM}` plans for those."]
     words = ["vllm", "serve", model, "--tensor-parallel-size", str(_degree(deployment)),
              "--pipeline-parallel-size", str(len(pool.stages))]
     if model == problem.model.name and "/" not in model:
@@ -179,8 +183,7 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str,
     words += ["--max-model-len", str(_longest(problem))]
     if problem.dtype in ("float32", "bfloat16", "float16"):
         words.append(f"--dtype={problem.dtype}")
-    return EngineCommand(engine=VLLM, words=tuple(words),
-                         notes=(*notes, *_unsaid(schedule, pool)))
+    return EngineCommand(engine=VLLM, words=tuple(words), notes=(*notes, *_unsaid(schedule, pool)))
 
 
 def _only_pool(schedule: Schedule) -> Pool:
@@ -215,13 +218,6 @@ def _longest(problem: Problem) -> int:
                                                problem.default_max_tokens)
     most = problem.model.max_positions
     return longest if most is None else min(longest, most)
-
-
-def _figures(schedule: Schedule) -> str:
-    figures, bound = schedule.figures, schedule.bound
-    limit = "" if math.isinf(bound.limit_s) else f", of {bound.limit_s:.3g} s allowed"
-    return (f"Expected: {figures.throughput_qps:.3g} queries/s, latency "
-            f"{figures.latency_s:.3g} s{limit}.")
 
 
 def _unsaid(schedule: Schedule, pool: Pool) -> list[str]:

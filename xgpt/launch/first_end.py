@@ -38,8 +38,7 @@ class FirstEnd:
     none, and says nothing. `count`: of ranks that there should be, 0 where that is not known;
     `first`: who ended first, in words."""
 
-    def __init__(self, pid: int, count: int = 0,
-                 now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pid: int, count: int = 0, now: Callable[[], float] = time.monotonic) -> None:
         self._pid, self._count, self._looks = pid, count, 0
         self._found: dict[int, _Rank] = {}  # by the descriptors that tell of their end
         self._ended: list[_Rank] = []

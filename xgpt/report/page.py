@@ -75,8 +75,7 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
     return [chart for chart in made if chart is not None]
 
 
-def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
-             ) -> dict[str, Any]:
+def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart]) -> dict[str, Any]:
     check, schedule = check_bound(output), output.schedule
     decisions = metrics.get("rescheduling")
     return {

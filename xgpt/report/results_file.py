@@ -37,7 +37,6 @@ _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", *"\uff1d\uff0b\uff0d\uff20") 
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", re.ASCII)
 COUNTS = ("input_tokens", "output_tokens")
 TIMES = ("latency_s", "encode_start_s", "ttft_s", "tpot_s")
-TEXTS = ("text", "finish_reason", "error")
 ANSWER = ("text", "finish_reason", *COUNTS, "error", *TIMES)
 _ROWS_AT_A_TIME = 1024
 

@@ -46,8 +46,7 @@ def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
     the bound and the margin cost, memory, and what the search proved."""
     e, proof = schedule.estimate, schedule.proof
     is_for_job = proof.status == Status.JOB and schedule.explanation
-    cost = [(words.PROSPECTS[one.metric], words.prospect_words(one))
-            for one in schedule.prospects]
+    cost = [(words.PROSPECTS[one.metric], words.prospect_words(one)) for one in schedule.prospects]
     cost.append(("this job", schedule.explanation[0]) if is_for_job else
                 ("the bound", _bound_cost(schedule)))
     is_of_others = math.isinf(schedule.bound.limit_s) and schedule.prospects  # with their margins
@@ -301,8 +300,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     return "\n".join(lines)
 
 
-def _narrowed(widths: list[int], least: Sequence[int], columns: Sequence[int],
-              excess: int) -> int:
+def _narrowed(widths: list[int], least: Sequence[int], columns: Sequence[int], excess: int) -> int:
     """Makes the widest of the columns that are over their least narrower, again and again; returns
     what is left to save."""
     while excess > 0 and (over := [i for i in columns if widths[i] > least[i]]):

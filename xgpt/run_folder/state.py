@@ -66,11 +66,6 @@ class RunStatus:
         return self.counted or answered_by_last_line(self.output / RESULTS_FILE)
 
     @property
-    def silent_s(self) -> float | None:
-        """Seconds since the last sign of life of the rank that gave none for longest."""
-        return oldest_s(self.ranks)
-
-    @property
     def next_step(self) -> str | None:
         """What a person does next, in words; None where the run needs nothing."""
         if self.is_alive is False and self.state is State.COMPLETE:
@@ -251,9 +246,9 @@ def age_s(state: RankState, now: float | None = None) -> float | None:
         (time.time() if now is None else now) - state.at_s, 0.0)
 
 
-def oldest_s(states: Sequence[RankState], now: float | None = None) -> float | None:
+def oldest_s(states: Sequence[RankState]) -> float | None:
     """The longest of these; None of none."""
-    return max((age for state in states if (age := age_s(state, now)) is not None), default=None)
+    return max((age for state in states if (age := age_s(state)) is not None), default=None)
 
 
 def are_silent(states: Sequence[RankState]) -> bool:

@@ -34,8 +34,7 @@ from xrunner.plan import saved_model
 
 DONE = "already done"  # the status that `--json` prints
 # keys that decide nothing of answers
-_LABELS = ("name", "source", "output", "slurm", "results", "quote_formulas",
-           "max_search_s")
+_LABELS = ("name", "source", "output", "slurm", "results", "quote_formulas", "max_search_s")
 _GUARDS = ("sync_s", "restarts", "stall_timeout_s", "verify")  # of the section run
 
 

@@ -224,8 +224,7 @@ class Run:
     """A schedule that is executed in its job's folder, whose `lock` the caller holds."""
 
     def __init__(self, planned: Plan, lock: int) -> None:
-        self.opened, self.timing, self.schedule = (
-            planned.opened, planned.timing, planned.schedule)
+        self.opened, self.timing, self.schedule = planned.opened, planned.timing, planned.schedule
         self.output, self.tell, self._lock = self.opened.job.output, self.opened.tell, lock
         self._requests, self._spool = requests_of(self.opened)
         self.plan = plan_for_ranks(self.opened, self.schedule, self._requests)
@@ -351,8 +350,7 @@ def _stopped(why: str, details: Mapping[str, Any]) -> StoppedEarly:
     return stop
 
 
-def _predicted(opened: OpenedJob, timing: TimingSource,
-               schedule: Schedule) -> JobPrediction | None:
+def _predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> JobPrediction | None:
     """What the run is expected to measure, one replay of it left in the folder; None where what is
     expected is not what the job is left with, or nothing is known of the engine's times."""
     expected = opened.job.output / EXPECTED_FILE
