@@ -21,8 +21,6 @@ its kernels come to the peaks, what launches cost it, which all-reduce it has. R
 benchmarks/fit_engines.py. A generation that an engine was never measured on takes the constants of
 the nearest one that it was: shares of a peak carry over better than seconds do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal

@@ -5,8 +5,6 @@ The times of kernels, collectives and messages are those of one rank's 1 / tp_de
 time grows with its size, and the time per token never grows: the search relies on both. Waves and
 tiles therefore enter as their smooth envelope."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -14,8 +14,6 @@ well they hold: benchmarks/validated.py.
 At the end: a source made of another one, of which a table's times are longer. It shows how much a
 figure rests on the table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

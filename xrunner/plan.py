@@ -1,7 +1,5 @@
 """What the launcher hands to the ranks: `run.json`, beside the schedule it executes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

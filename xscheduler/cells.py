@@ -1,8 +1,6 @@
 """The cells of a problem: every policy under every tensor plan, on every number of devices that a
 copy of the model may have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

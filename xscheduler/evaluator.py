@@ -1,8 +1,6 @@
 """Figures of a schedule on its own stages, by the rough formula or by replay, and the prediction
 for a finite job."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property

@@ -4,8 +4,6 @@ Each configuration has its own margin. Margins take time, so one is computed onl
 keeps the limit with the least margin that any configuration has. Points without a replay are
 judged by the latest margin of their cell."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from xgpt.core.constraint import Constraint, Metric

@@ -1,7 +1,5 @@
 """Configurations in words."""
 
-from __future__ import annotations
-
 from xgpt.core.policies import policy
 from xgpt.core.schedule import NOT_SURE, Estimate
 from xscheduler.space import Cell, Point

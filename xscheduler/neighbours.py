@@ -1,7 +1,5 @@
 """Neighbours of a point, for the local search."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from xscheduler.space import Cell, Point

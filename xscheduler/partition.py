@@ -6,8 +6,6 @@
 The best division of d devices follows from the best ones of fewer (dynamic programming), so that
 every division counts: n devices and m sizes take n m steps, or n m k for exactly k parts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

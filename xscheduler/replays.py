@@ -1,7 +1,5 @@
 """Replays of configurations on one part of the cluster, all of the same random queries."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable
 from typing import NamedTuple

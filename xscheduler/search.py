@@ -8,8 +8,6 @@
    goes from each to better neighbours.
 5. Among the finalists the longest replay decides."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

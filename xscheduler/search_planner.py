@@ -2,8 +2,6 @@
 gap, the best of every other policy and tensor-parallel degree, the cost of the limit and of the
 safety margin."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ each control variable. A rough formula says what a point does. A replay of a poi
 factor the formula is wrong there. Elsewhere the formula is corrected by the factors of the nearest
 replayed points, or by the mean factor of similar cells."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

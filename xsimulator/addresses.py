@@ -1,7 +1,5 @@
 """Addresses of numpy arrays, for calls into csrc."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

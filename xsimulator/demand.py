@@ -1,8 +1,6 @@
 """Mean demand of a problem's queries, which every schedule has to serve. Symbols as in
 xsimulator.bound."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import numpy as np

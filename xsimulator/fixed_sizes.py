@@ -1,7 +1,5 @@
 """Cache of times by read-only arrays of sizes: many plans' tables ask for the same sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sizes of a configuration beyond those that the timing source measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

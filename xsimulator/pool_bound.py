@@ -1,7 +1,5 @@
 """Upper bound on the throughput of one pool of stages. Symbols as in xsimulator.bound."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache, cached_property

@@ -13,8 +13,6 @@ and lambda the throughput in queries/s. Then
 By linear duality no q satisfies all three if there are prices a, b >= 0 such that for every n
 w / n + a p + b (p - T / d) / n  >  (M / lambda - E) / D + a N / (lambda D)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

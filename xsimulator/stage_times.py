@@ -9,8 +9,6 @@ An encoder's output goes from the last stage to every stage: one transfer each. 
 tensor-parallel groups the first rank sends each step to the others and receives the best tokens of
 their shares of the vocabulary (TimingFacts.sends_in_groups): one transfer each way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Lower bounds on the step times of one pool, as convex functions of the mean number of rows, for
 xsimulator.bound."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, cached_property
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Which layers of a model lie on which devices: stages, the pools that they form, and copies of the
 model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from xgpt.core.policies import Role

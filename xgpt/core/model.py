@@ -3,8 +3,6 @@
 Counts are per layer unless named otherwise. A decoder-only model has `num_encoder_layers == 0`
 and encodes (prefills) with its decoder layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

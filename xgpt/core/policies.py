@@ -4,8 +4,6 @@ A row says in words what the policy is, which control variables it has, what poo
 needs, what it is able to do, and where its parts are. A package outside of xgpt adds a row through
 the entry point group `xgpt.policies`: an object of type Policy under the policy's name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache

@@ -4,8 +4,6 @@ its section `run`.
 Building a Job has no side effect (no directory, no clock, no seed, no download). `load_job` in
 xgpt.job.job_file reads one; xgpt.job.resolve resolves it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

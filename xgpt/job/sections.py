@@ -3,8 +3,6 @@ Slurm, in its own words; what Slurm itself would refuse only after a wait in the
 here. `workload.requests` and `results`: where requests are, how they are written, and in which file
 their results are wanted besides results.jsonl."""
 
-from __future__ import annotations
-
 import glob
 import math
 import os

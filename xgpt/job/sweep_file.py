@@ -4,8 +4,6 @@ with every mistake at once. A job file is a sweep of itself, over the axes that 
 A sweep varies axes by a short name or by the dotted key of a job file. A value is a Field of the
 file that gives it, so that whatever is wrong with it names its place."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -5,8 +5,6 @@ What is allowed is the field's description; without one it follows from the type
 wrong counts as not given from then on, so that what depends on it is checked all the same; the
 caller discards what it built when there are mistakes."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@ mpiexec's own message names any of those that it ended itself. And of a rank tha
 has met the others (it lacks a library, or was ended as it began) MPICH's mpiexec says nothing at
 all: the others wait for it for ever, and so does mpiexec where it could not start all of them."""
 
-from __future__ import annotations
-
 import os
 import select
 import socket

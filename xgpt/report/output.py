@@ -4,8 +4,6 @@ Every file may be missing and the last line of a `.jsonl` may be torn; each such
 sentence in `Output.remarks`. Texts of results are kept for the first `max_answers` queries only,
 and the figures of all in columns, so that those of ten million take 410 MB."""
 
-from __future__ import annotations
-
 import json
 import math
 from array import array

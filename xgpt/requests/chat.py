@@ -2,8 +2,6 @@
 take them: OpenAI's forms, of which we know text. `passed_of`: what a request asks of an engine's
 own sampler, which ours does not have (output held to a form, some changes of the logits)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias

@@ -1,8 +1,6 @@
 """What every format's reader yields, and which part of a row is what: the request's content, its
 id, its options, and the others, which go into the results as they are."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

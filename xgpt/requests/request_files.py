@@ -1,8 +1,6 @@
 """Where a job's requests are and how they are written: what a job file says of them, and what the
 names of files tell of their format; and such a file opened, its bytes shown to who digests them."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -166,7 +164,7 @@ def _told(file: IO[bytes], path: Path, files: RequestFiles, see: See) -> tuple[I
         file.seek(0)
         return file, "parquet"
     file.seek(0)
-    stream = io.BufferedReader(_Seen(file, see), _CHUNK_BYTES)
+    stream = io.BufferedReader(cast(io.RawIOBase, _Seen(file, see)), _CHUNK_BYTES)
     if stream.peek(2)[:2] == _GZIP:
         stream = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=stream)), _CHUNK_BYTES)
     start = stream.peek(2)

@@ -5,8 +5,6 @@ every row of the input, bad ones included, in its order.
     spool/columns/NNN.jsonl      a JSON object a row: of every format without types
     spool/columns/NNN.arrow      an Arrow stream, with the types of a Parquet file"""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

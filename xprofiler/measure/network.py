@@ -10,8 +10,6 @@ early waits, sleeps and is woken. So steps of a shard's layers are executed on a
 group, with their sums and without in turns, and what the sums add is divided among them
 (docs/profile.md)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

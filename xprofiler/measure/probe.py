@@ -9,8 +9,6 @@ to the host, so nothing can be marked in it while it is replayed. A second captu
 tells what its parts take: it has events among its kernels that the graph records at each replay.
 Its times are scaled to those of the first, which has none and is what a run replays."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator

@@ -9,8 +9,6 @@ Over torch.distributed (NCCL between GPUs that no two ranks share, where tensors
 devices; gloo, on CPUs, serves tests alone) sums are taken in the tensor's own dtype and in the
 backend's order: every rank has the same ones, but they are not those of MPI."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any, Literal
 

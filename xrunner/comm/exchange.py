@@ -4,8 +4,6 @@ Nothing is ever built of what a message names: the types are the receiver's own,
 every value against them, and what does not fit raises ForeignMessage. (A pickle would run what its
 sender likes.) Where there is a `comm`, it is mpi4py's, and the call is collective."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

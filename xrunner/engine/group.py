@@ -1,7 +1,5 @@
 """One group of queries on one stage: who sits in which slot, and the caches of their entries."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace

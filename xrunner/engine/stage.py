@@ -2,8 +2,6 @@
 gives a token of each query, and what is asked for beside it; or, of queries that are scored, how
 likely the model finds their targets; or, of those that are embedded, their embeddings."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate

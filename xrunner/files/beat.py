@@ -2,8 +2,6 @@
 by a thread beside its work. A rank that is stopped, or lost, tells nothing any more; one that is
 stuck at a step tells of that (xgpt.app.running.follow)."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

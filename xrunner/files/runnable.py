@@ -1,7 +1,5 @@
 """Which of a job's requests a schedule can run, and why the others cannot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

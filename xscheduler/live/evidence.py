@@ -1,7 +1,5 @@
 """Evidence for re-planning: output lengths, or step times, that differ from the plan."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

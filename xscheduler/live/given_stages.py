@@ -3,8 +3,6 @@
 The planner's search (xscheduler.search) runs over one cell: the stages are those of a schedule, and
 the points are those that its caches hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

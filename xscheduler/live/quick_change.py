@@ -6,8 +6,6 @@ the limit itself, the best of TRIES configurations with no larger batch (RRA) or
 (other policies) is taken at once. It is planned for limit / margin, though the margin at the new
 times is not known yet. A full plan follows beside the run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

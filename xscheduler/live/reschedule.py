@@ -17,8 +17,6 @@ The drain before and the ramp-up after a change are not counted.
 variables are searched on the given stages (`given_stages.py`) within the limit and its confidence,
 as for the first schedule."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -7,8 +7,6 @@ Each shape gets its share of the remaining queries by its throughput; all have t
 sizes of the copies stay, since others would need other layers on every rank. Equal copies are the
 case of one shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

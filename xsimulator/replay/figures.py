@@ -1,7 +1,5 @@
 """Steady-state figures of a replay without records of its steps."""
 
-from __future__ import annotations
-
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource

@@ -2,8 +2,6 @@
 
 Seconds count from the start of the job. Arrays of a pool are per step, in order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

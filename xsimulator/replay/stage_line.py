@@ -1,7 +1,5 @@
 """The stages of one pool, which work its steps in order."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

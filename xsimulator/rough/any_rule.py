@@ -1,8 +1,6 @@
 """Rough formula for any one-pool rule, such as those of other packages: each query that ends is
 replaced at once, up to what the groups hold. The replay shows what the rule really does."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

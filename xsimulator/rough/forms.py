@@ -1,7 +1,5 @@
 """The rough formulas of one problem, by policy."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -9,8 +9,6 @@ RRA (paper section 4.1): period = encoding of B_E queries + N_D cycles with fall
 latency(d) = (c(d) - 1) periods + encoding + the cycles of the last phase. With chunks B_E / N_D
 queries are encoded in each cycle, beside decoding."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from functools import cache

@@ -1,7 +1,5 @@
 """Memory of a pool's ranks as a linear function of cache and step sizes (xsimulator.memory)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from xgpt.core.lengths import FloatArray

@@ -1,7 +1,5 @@
 """Grids over the ranges of control variables."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

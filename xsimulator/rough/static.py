@@ -4,8 +4,6 @@ decoding.
 
     period = encoding + M cycles, M = mean of the largest D of B queries; qps = B / period"""
 
-from __future__ import annotations
-
 import numpy as np
 
 from xgpt.core.controls import Controls, StaticControls

@@ -10,8 +10,6 @@ One encode batch joins in each iteration, so B S queries should decode:
 With encode_chunk the decode pool encodes the inputs that the encode pool has no time for, up to a
 chunk in each step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial

@@ -4,8 +4,6 @@ Symbols: D = decode iterations of a query (output tokens, minus one if encoding 
 S(k) = P(D >= k), N_D = decode iterations of a phase of RRA, c(D) = ceil(D / N_D) = phases that a
 query stays."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 """A job that is done: told from the files its run left, without planning it anew. What is asked of
 a job decides, not how it came about: the machine, the hosts, or Slurm."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ A CPU worker's figures are rough constants per core, and so are an unknown GPU's
 schedule; the measured profile is what a run is planned with.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

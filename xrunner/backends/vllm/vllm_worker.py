@@ -3,8 +3,6 @@ interpreter that has vLLM. One process, whatever vLLM starts itself (of a tensor
 others); it decides by the schedule's rule, steps vLLM, and writes what every engine's first
 rank writes."""
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before what takes seconds to import
     from xgpt.core.system.lifeline import begin_rank
 
