@@ -1,7 +1,5 @@
 """Schemas of dataclasses and NamedTuples, from their annotations."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
