@@ -120,7 +120,8 @@ main()
 
 @pytest.mark.parametrize(("first", "command", "module"), [
     (signal.SIGINT, "submit", "xgpt.cli.run"), (signal.SIGTERM, "submit", "xgpt.app.schedule"),
-    (signal.SIGHUP, "sweep", "xgpt.app.sweeps.sweep")])
+    (signal.SIGINT, "submit", "xgpt.app.schedule"), (signal.SIGHUP, "sweep",
+                                                     "xgpt.app.sweeps.sweep")])
 def test_signals_after_the_first_change_nothing(first, command, module, tmp_path):
     job = job_file(tmp_path, model="opt-125m", cluster="local")
     program = STORM.format(first=int(first), command=command, module=module, job=str(job))
