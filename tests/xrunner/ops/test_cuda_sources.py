@@ -1,6 +1,9 @@
 """The launches of the CUDA kernels: what goes in one, what is refused, what is written nowhere.
 What they compute is seen where the other operators are (kit/implementations.py)."""
 
+import ctypes
+from itertools import accumulate
+from typing import Any
 
 import cpu_cuda
 import cuda_check
@@ -14,8 +17,10 @@ from xrunner.ops import attention
 from xrunner.ops.attention import encode_attention
 from xrunner.ops.contexts import encode_context
 from xrunner.ops.cpu import native
+from xrunner.ops.cuda import cuda_kv
 from xrunner.ops.cuda.kernels import CudaOps
-from xrunner.rules.slots import Span
+from xrunner.ops.cuda.launch import Launch
+from xrunner.rules.slots import Move, Span
 
 SENTINEL = 77.0  # what a buffer holds where nothing may be written
 
@@ -65,6 +70,48 @@ def test_a_token_outside_the_cache_is_written_nowhere(ops):
     ops.place(drawn(1, 4, 24), None, (keys, values), torch.tensor([-1, 2, 0, 1]),
               torch.tensor([0, 0, 3, -1]))
     assert bool((keys == SENTINEL).all()) and bool((values == SENTINEL).all())
+
+
+MANY, MOST_BLOCKS = 70_000, 65_535  # spans or slots; blocks along y or z of a launch's grid
+
+
+def launched_in_parts(work: Any, count: str, *members: str) -> list[list[int]]:
+    """What the launches' arguments hold in these members, `count` of each, one launch after the
+    other; every launch is one that a GPU can take."""
+    found: list[list[int]] = [[] for _ in members]
+
+    def take(launch: Launch) -> None:
+        assert all(0 < size <= MOST_BLOCKS for size in launch.grid[1:])
+        numbers = ctypes.c_int64 * getattr(launch.arguments, count)
+        for values, member in zip(found, members, strict=True):
+            values += numbers.from_address(getattr(launch.arguments, member))
+
+    work(take)
+    return found
+
+
+def test_spans_beyond_those_of_a_launch_go_into_the_next():
+    spans = [Span(i, i % 3, 1 + i % 2, True) for i in range(MANY)]
+    step = encode_context(spans)
+    query, cache = torch.zeros(len(step.positions), 1, 2), torch.zeros(MANY, 1, 5, 2)
+    found = launched_in_parts(
+        lambda take: CudaOps(take, 132).encode_attention(query, (cache, cache), step, 1.0),
+        "spans", "blocks", "first", "tokens_of", "starts")
+    assert found == [[*range(MANY)], step.first.tolist(), step.tokens.tolist(),
+                     step.starts.tolist()]
+
+
+def test_slots_beyond_those_of_a_launch_go_into_the_next():
+    store = torch.zeros(1, 2, 2 * MANY, 1, 3, 2)
+    slots, lengths = list(range(MANY)), [1 + i % 3 for i in range(MANY)]
+    packed = [slots, lengths, [*accumulate(lengths, initial=0)][:-1]]
+    for work in (lambda take: cuda_kv.gather(take, store, slots, lengths),
+                 lambda take: cuda_kv.scatter(take, store, slots, lengths, store[:, :, 0])):
+        assert launched_in_parts(work, "queries", "slots", "lengths", "starts") == packed
+    targets = [MANY + slot for slot in slots]
+    moves = [Move(*pair) for pair in zip(slots, targets, strict=True)]
+    assert launched_in_parts(lambda take: cuda_kv.compact(take, store, moves, lengths),
+                             "moves", "sources", "targets", "lengths") == [slots, targets, lengths]
 
 
 @pytest.mark.parametrize(("words", "call"), [

@@ -8,6 +8,7 @@ checked slots, lengths and blocks.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def scatter(launch: Launcher, store: Tensor, slots: Sequence[int], lengths: Sequ
 def _pack(launch: Launcher, kernel: str, store: Tensor,
           queries: tuple[Sequence[int], Sequence[int]], block: Tensor) -> None:
     slots, lengths = queries
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    starts = list(accumulate(lengths, initial=0))[:-1]
     for at in range(0, len(slots), _MAX_GRID):
         part = slice(at, at + _MAX_GRID)
         table = numbers(store.device, list(slots[part]), list(lengths[part]), starts[part])
