@@ -30,7 +30,7 @@ def _native(level: str) -> Implementation:
         lib = native.library()
         assert lib is not None
         before = lib.xgpt_level()
-        native.use_level(level)
+        native.check(lib.xgpt_use_level(native.LEVELS.index(level)))
         try:
             yield
         finally:

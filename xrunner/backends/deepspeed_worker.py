@@ -122,7 +122,9 @@ def join_ranks() -> dict[str, str]:
     collective call. mpiexec sets none of it, and without LOCAL_SIZE DeepSpeed's all-reduce through
     shared memory ends in a segmentation fault."""
     rank, size, local_rank, local_size = 0, 1, 0, 1
-    address, port = _free_address()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address, port = probe.getsockname()
     if "mpi4py" in sys.modules:
         from mpi4py import MPI
 
@@ -179,12 +181,6 @@ def _forget_shared_memory() -> None:
     names = "deepspeed_allreduce_buffer_*_{MASTER_ADDR}_{MASTER_PORT}_*".format(**os.environ)
     for path in Path("/dev/shm").glob(names):
         path.unlink(missing_ok=True)
-
-
-def _free_address() -> tuple[str, int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", int(probe.getsockname()[1])
 
 
 @dataclass(slots=True)

@@ -36,9 +36,10 @@ def result_line(result: FinishedQuery, model: str, token_text: TokenText) -> dic
     if query.is_openai:
         return _openai_line(result, model, times, token_text)
     if query.sampling.pooled:
+        vector = [_short(value) for value in result.embedding] if result.error is None else []
         return {"id": query.id, "index": query.index, "text": "", "output_ids": [],
                 "input_tokens": len(query.input_ids), "output_tokens": 0,
-                "finish_reason": result.finish_reason, **times, "embedding": _vector(result),
+                "finish_reason": result.finish_reason, **times, "embedding": vector,
                 **({} if result.error is None else {"error": result.error})}
     return {"id": query.id, "index": query.index, "text": result.text,
             "output_ids": list(result.output_ids), "input_tokens": len(query.input_ids),
@@ -134,10 +135,6 @@ def _embedding_body(result: FinishedQuery, model: str) -> dict[str, Any]:
         "object": "embedding", "index": 0, "embedding": [
             _short(value / length) for value in result.embedding]}],
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
-
-
-def _vector(result: FinishedQuery) -> list[float]:
-    return [_short(value) for value in result.embedding] if result.error is None else []
 
 
 def _short(value: float) -> float:

@@ -277,7 +277,7 @@ def start_token(directory: Path) -> int:
 def _configured(directory: Path, key: str) -> Iterator[tuple[Path, Any]]:
     """What each of the model's files says of `key`, with the file, the one that counts first."""
     for path in (directory / "generation_config.json", directory / "config.json"):
-        if (value := _read_json(path).get(key)) is not None:
+        if path.is_file() and (value := load_json(path).get(key)) is not None:
             yield path, value
 
 
@@ -304,7 +304,3 @@ def _read(copy: Path) -> tuple[Any, dict[str, Any]]:
     backend.no_truncation()
     backend.encode_special_tokens = said["splits_special_tokens"]
     return backend, said
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return load_json(path) if path.is_file() else {}

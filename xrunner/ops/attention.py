@@ -66,17 +66,14 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext,
     out, lib = query.new_empty(n, heads * dim), library()
     assert lib is not None
     table, width, center = _addresses(bias)
+    # threads divide all queries' entries evenly, wherever that cuts a query's; one cuts none
+    num_threads = 1 if invariant.is_asked() else threads()
     check(lib.xgpt_decode_attention(
         dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
         keys.data_ptr(), values.data_ptr(), step.blocks.data_ptr(), step.blocks.shape[1],
         step.lengths.data_ptr(), n, heads, kv_heads, dim, num_blocks, size, scale,
-        table, width, center, _decode_threads()))
+        table, width, center, num_threads))
     return out
-
-
-def _decode_threads() -> int:
-    """Threads divide all queries' entries evenly, wherever that cuts a query's; one cuts none."""
-    return 1 if invariant.is_asked() else threads()
 
 
 def _window_bias(heads: int, window: int, longest: int, device: torch.device) -> DistanceBias:

@@ -74,7 +74,7 @@ def test_every_level_can_be_used_and_none_beyond():
     before = lib.xgpt_level()
     try:
         for name in native.levels():
-            native.use_level(name)
+            native.check(lib.xgpt_use_level(native.LEVELS.index(name)))
             assert native.LEVELS[lib.xgpt_level()] == name and name in native.describe()
         with pytest.raises(ValueError, match="lacks the instruction set"):
             native.check(lib.xgpt_use_level(len(native.LEVELS)))

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from xgpt.core.deployment import Deployment
 from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.policies import policies, policy
@@ -243,8 +242,9 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
     devices = problem.cluster.num_devices
     if schedule is not None:
         estimate = schedule.estimate
-        is_one = not estimate.others and _is_one_group(estimate.deployment, devices)
-        if not is_one or not runs_here(estimate.policy):
+        deployment = estimate.deployment
+        if (estimate.others or deployment.num_devices != devices or len(deployment.stages) != 1
+                or deployment.stages[0].tp_degree != devices or not runs_here(estimate.policy)):
             mistakes.append(mistake(job, "schedule", estimate.policy, "a policy of one pool on one "
                                     f"tensor-parallel group of {devices} (run.ranks): the engine "
                                     "vllm is one instance"))
@@ -254,11 +254,6 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
     able = [row.name for row in policies() if runs_here(row.name) and row.is_searched]
     named = fixed.policies or tuple(able)
     return as_one_group(problem, named)
-
-
-def _is_one_group(deployment: Deployment, devices: int) -> bool:
-    return (deployment.num_devices == devices and len(deployment.stages) == 1
-            and deployment.stages[0].tp_degree == devices)
 
 
 def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:

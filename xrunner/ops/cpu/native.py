@@ -119,13 +119,6 @@ def levels() -> tuple[str, ...]:
     return () if lib is None else LEVELS[lib.xgpt_least_level():lib.xgpt_best_level() + 1]
 
 
-def use_level(name: str) -> None:
-    """Calls run on this instruction set from now on. Raises ValueError where it is not here."""
-    lib = library()
-    assert lib is not None, f"{name = } of no library"
-    check(lib.xgpt_use_level(LEVELS.index(name)))
-
-
 @contextmanager
 def left_aside() -> Iterator[None]:
     """Torch serves meanwhile: to compare the two."""
