@@ -11,7 +11,6 @@ from click.testing import CliRunner
 
 from jobs import job as job_of
 from xgpt.app import doctor
-from xgpt.app import doctor as remedying
 from xgpt.app import profile as timing
 from xgpt.app.doctor import cache_in_words, hub_in_words, remedies
 from xgpt.app.opened import open_file
@@ -89,11 +88,11 @@ GPU = SmiGpu(index=0, uuid="GPU-0", name="NVIDIA Toy 40", memory_bytes=None)
 
 def having(monkeypatch: pytest.MonkeyPatch, *, without: tuple[str, ...] = (),
            gpus: tuple[SmiGpu, ...] = (), smi: str = "") -> None:
-    monkeypatch.setattr(remedying.importlib.util, "find_spec",
+    monkeypatch.setattr(doctor.importlib.util, "find_spec",
                         lambda name: None if name in without else object())
-    monkeypatch.setattr(remedying, "gpus_here", lambda: list(gpus))
-    monkeypatch.setattr(remedying, "why_no_torch", lambda kind: "it was built without CUDA")
-    monkeypatch.setattr(remedying.subprocess, "run", lambda *_, **how: SimpleNamespace(
+    monkeypatch.setattr(doctor, "gpus_here", lambda: list(gpus))
+    monkeypatch.setattr(doctor, "why_no_torch", lambda kind: "it was built without CUDA")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **how: SimpleNamespace(
         stdout=smi, stderr="", returncode=0))
 
 
@@ -112,7 +111,7 @@ NO_COMPILER = {"compiler": "no C++ compiler is on the PATH", "native": "none, to
     ((), NO_COMPILER | {"native": "avx512, from the wheel"}, [])])
 def test_what_is_missing_has_one_command_that_mends_it(monkeypatch, without, found, said):
     having(monkeypatch, without=without)
-    monkeypatch.setattr(remedying.shutil, "which", lambda name: name == "dnf" or None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name == "dnf" or None)
     assert len(commands(**found)) == len(said)
     assert all(words in command for words, command in zip(said, commands(**found), strict=True))
     if without:

@@ -150,10 +150,8 @@ def test_a_schedule_runs_on_the_ranks_it_was_found_for_or_is_refused_in_words(
         assert again.opened.job.run.ranks == ranks == again.schedule.deployment.num_devices
         assert again.opened.job.run.threads_per_rank == 2 // ranks
         assert settled(opened, plan.schedule.estimate)[0].problem.cluster.num_devices == ranks
-    Machine(monkeypatch, 2, amdahl(1.0))
-    opened = on_ranks(job_of(tmp_path), 2)
+    one, opened = on_ranks(opened, 1), on_ranks(opened, 2)
     schedule = plan_job(opened).schedule
-    one = on_ranks(job_of(tmp_path), 1)
     alone = plan_job(one).schedule.estimate.one_copy
     both = alone.beside((alone.changed(throughput_qps=0.0),))
     stage = alone.deployment.pools[0].stages[0]

@@ -25,7 +25,7 @@ from xgpt.app import telling
 from xgpt.app import top as live
 from xgpt.app.running.follow import RanksHang, StallWatch
 from xgpt.app.telling import KeptTeller, LogTeller, tell_run, time_left_s, told_while
-from xgpt.app.top import Glance, NowAndThen, glance
+from xgpt.app.top import NowAndThen, glance
 from xgpt.cli.main import cli
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.schedule_file import write_json
@@ -47,14 +47,9 @@ def place(tmp_path):
     return Place(name="nightly", output=tmp_path, bound_s=2.0)
 
 
-def looked(place: Place, before: Glance | None = None) -> Glance:
-    now = glance(place, before)
-    return now
-
-
 def test_a_running_job_at_a_glance_is_as_its_screen_and_its_speed_that_since_the_last_look(place):
     with output_lock(place.output):
-        now = looked(place)
+        now = glance(place)
     path = r"\n? *".join(map(re.escape, str(place.output)))  # a long one goes over two lines
     text = re.sub(rf"\s+{path}", " FOLDER", str(now))
     assert now.is_active and now.state == "running" and now.queries == 24
@@ -63,10 +58,10 @@ def test_a_running_job_at_a_glance_is_as_its_screen_and_its_speed_that_since_the
     check_screen(Path(__file__).with_name("screens.txt"), "top, running", without_figures(
         re.sub(r"-{3,}", "---", text)))
     with output_lock(place.output):
-        before = looked(place)
+        before = glance(place)
         write_progress(place.output / "progress.json",
                        replace(RUNNING, output_tokens=5000, elapsed_s=62.0))
-        assert looked(place, before).tokens_per_s == pytest.approx(100.0)
+        assert glance(place, before).tokens_per_s == pytest.approx(100.0)
 
 
 def test_who_waits_for_a_silent_rank_has_no_time_left(place):
@@ -74,7 +69,7 @@ def test_who_waits_for_a_silent_rank_has_no_time_left(place):
     state = json.loads(path.read_text())
     path.write_text(json.dumps({**state, "at_s": state["at_s"] - 42}))
     with output_lock(place.output):
-        now = looked(place)
+        now = glance(place)
         plain = CliRunner().invoke(cli, ["status", str(place.output)], catch_exceptions=False)
     assert now.left_s is None and "left" not in str(now) and "left" not in plain.stdout
     for text in (str(now), plain.stdout):
@@ -87,12 +82,12 @@ def test_before_the_ranks_start_it_says_what_is_done(tmp_path):
     with output_lock(tmp_path):
         teller = KeptTeller(LogTeller(), tmp_path)
         teller.progress("profiling 43%, 20.0 s left")
-        now = looked(place_of(tmp_path))
+        now = glance(place_of(tmp_path))
         assert now.state == "starting" and "profiling 43%, 20.0 s left" in str(now)
         plain = CliRunner().invoke(cli, ["status", str(tmp_path)], catch_exceptions=False).stdout
         assert plain.splitlines()[-1] == "profiling 43%, 20.0 s left"
         teller.end_progress()
-        assert "profiling" not in str(looked(place_of(tmp_path)))
+        assert "profiling" not in str(glance(place_of(tmp_path)))
 
 
 def test_a_job_that_has_ended_shows_its_last_state_and_its_ranks(place):
@@ -101,7 +96,7 @@ def test_a_job_that_has_ended_shows_its_last_state_and_its_ranks(place):
         path.unlink()
     (place.output / "measured.json").write_text(json.dumps({"wall_s": 60.0, "ranks": [
         {"rank": 0, "stage": 0, "pool": "all", "busy_s": 54.0}]}))
-    now = looked(place)
+    now = glance(place)
     assert not now.is_active and "90%" in str(now) and "the same command goes on" in (
         " ".join(str(now).split()))
     assert "in the system" not in str(now)
@@ -142,7 +137,7 @@ def test_piped_it_prints_one_state_and_without_rich_it_names_the_command(
 def test_the_screen_fits(place, width):
     console = pytest.importorskip("rich.console", reason="the screen needs the extra `top`").Console
     with output_lock(place.output):
-        now = looked(place)
+        now = glance(place)
     file = StringIO()
     console(file=file, width=width, force_terminal=True).print(
         live.screen(now))

@@ -51,7 +51,6 @@ def test_as_planned_or_at_the_end_of_a_job_nothing_happens(planned):
             3000, np.random.default_rng(phases)).tolist(), phases=phases)
         assert own.update() is False
     assert not own.decisions and load_change_order(session.job.output) is None
-    session, schedule = planned
     own = follow(session, schedule)
     lengths = session.problem.lengths.outputs.sample(3000, np.random.default_rng(7)).tolist()
     write_state(session, lengths, first=400, phases=20)
@@ -62,7 +61,6 @@ def test_as_planned_or_at_the_end_of_a_job_nothing_happens(planned):
     assert own.update() is False
     path.write_text(json.dumps({**state, "first": 0}))
     assert own.update() is True, "which would have been drift"
-    session, schedule = planned
     own = follow(session, schedule, num_queries=1000)
     write_state(session, outputs_of(45))  # 960 of them admitted
     assert own.update() is False and not own.decisions

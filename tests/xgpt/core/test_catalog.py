@@ -150,7 +150,6 @@ def test_pairs_are_neighbours_and_the_bus_joins_them_and_equal_parts(tmp_path):
             ] == ["nvlink3-bridge", "nvlink3-bridge", "pcie4-x16", "ib-100g", "nvlink3-bridge"]
     assert cluster.link_of((2, 3)).name == "nvlink3-bridge"
     assert cluster.link_of((0, 1, 2, 3)).name == "pcie4-x16", "its ring crosses the bus"
-    cluster = _cluster(tmp_path, "nvlink3-bridge: 2")
     assert cluster.equal_part(2).link_between(0, 1).name == "nvlink3-bridge"
     three = cluster.equal_part(3)
     assert [three.link_between(0, rank).name for rank in (1, 2)] == ["nvlink3-bridge", "pcie4-x16"]

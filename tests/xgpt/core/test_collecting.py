@@ -5,64 +5,35 @@ import gc
 import os
 import subprocess
 import sys
-import weakref
-from collections.abc import Callable
 
 import pytest
 
-from xscheduler import planner as collecting
 from xscheduler.planner import uncollected
 
+# In a process of its own: the tests' own objects are frozen.
+LOOKS = """
+import gc, weakref
+from xscheduler.planner import uncollected
 
 class Node:
-    """Refers to itself."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         self.own = self
 
+found = []
+gc.callbacks.append(lambda phase, info: found.append(phase))
+with uncollected():
+    made = [[number] for number in range(2 * gc.get_threshold()[0])]
+    gone = weakref.ref(Node())
+    assert not found and gone() is not None
+assert gc.isenabled() and gc.get_freeze_count() == 0
+gc.collect()
+assert found and gone() is None
+"""
 
-@pytest.fixture
-def melted(monkeypatch):
-    """The tests' own objects are frozen otherwise."""
-    monkeypatch.setattr(collecting, "_others_froze", False)
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
-def looks(work: Callable[[], None]) -> int:
-    """How often garbage is looked for while the work is done."""
-    found: list[str] = []
-
-    def told(phase: str, info: dict[str, int]) -> None:
-        found.append(phase)
-
-    gc.callbacks.append(told)
-    try:
-        work()
-    finally:
-        gc.callbacks.remove(told)
-    return found.count("start")
-
-
-def test_nothing_is_looked_for_meanwhile_and_what_refers_to_itself_found_afterwards(melted):
-    def work() -> None:
-        with uncollected():
-            make()
-        kept.append([])
-
-    def make() -> None:
-        kept.extend([number] for number in range(2 * gc.get_threshold()[0]))
-
-    kept: list[list[int]] = []
-    assert looks(make) > 0
-    assert looks(work) == 0
-    assert gc.isenabled() and gc.get_freeze_count() == 0
-    with uncollected():
-        gone = weakref.ref(Node())
-    assert gone() is not None
-    gc.collect()
-    assert gone() is None
+def test_nothing_is_looked_for_meanwhile_and_what_refers_to_itself_found_afterwards():
+    done = subprocess.run([sys.executable, "-c", LOOKS], capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_others_have_frozen_stays_so_and_who_has_it_off_keeps_it_off():

@@ -142,7 +142,6 @@ def test_a_bootstrap_scatters_as_the_sample_does_repeats_and_reaches_beyond():
     first, second = (bootstrap(before, np.random.default_rng(5), 5000) for _ in range(2))
     assert (first.pairs == second.pairs).all() and len(first.pairs) == 2000
     assert correlation(first) == pytest.approx(correlation(before), abs=0.05)
-    before = observed_pairs()
     rng = np.random.default_rng(6)
     drawn = [bootstrap(before, rng, 5000).outputs for _ in range(20)]
     assert np.mean([d.max for d in drawn]) > before.outputs.max

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from job_folder import xgpt
 
-from jobs import job, job_file
+from jobs import job
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
 from xgpt.core.hf.config import PLANNED_TYPES, from_hf_config, read_shape
@@ -142,12 +141,6 @@ def test_a_wrong_config_is_refused_by_its_keys(tmp_path, config, keys, said):
     found = refused(tmp_path, {**BASES.get(base, {}), **json.loads(changes)})
     assert list(dict.fromkeys(key for key, _, _ in found)) == keys.split(", "), found
     assert all(words in str(found) for words in said.split(" / ")), found
-
-
-def test_the_command_refuses_a_job_with_it(tmp_path):
-    refused(tmp_path, {**LLAMA, "hidden_size": None, "num_attention_heads": "12"})
-    done = xgpt("schedule", job_file(tmp_path, model=str(tmp_path)))
-    assert done.returncode == 2 and "num_attention_heads" in done.stderr
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}

@@ -84,7 +84,6 @@ def test_mpiexec_is_told_of_the_hosts_and_of_no_more_ranks_than_whole_replicas(
     assert "-iface ib0" in over and "-genv FI_TCP_IFACE ib0" in over
     assert "UCX_NET_DEVICES" not in over, "the user's own word"
     assert "mpiexec" not in LocalLauncher().command(one)
-    monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
     ranks = RankProgram(module="worker", argument=tmp_path / "run.json", count=6, per_node=3)
     of_hosts = HostsLauncher(names=("h1", "h2"), ranks_each=4, threads_per_rank=1, program=None,
                              source=Path("job.yaml")).command(ranks)

@@ -104,7 +104,6 @@ def test_each_chart_has_its_place_its_data_as_a_table_and_one_clock(text, page):
     assert len(ids) == len(set(ids))
     colours = set(re.findall(r'"color":"([^"]*)"', own_part(text)))
     assert colours and colours <= set(re.findall(r"(--\w+):", text))
-    figures = figures_of(text)
     boxes = [trace for trace in figures["timeline"]["data"] if trace["type"] == "bar"]
     first_s: dict[str, float] = {}
     for trace in boxes:
@@ -216,9 +215,6 @@ def test_the_pages_policy_names_its_own_scripts_and_lets_nothing_else_in(text):
               for script in scripts}
     assert scripts and set(rules["script-src"].split()) == hashes
     assert not re.search(r"<script[^>]+src|<link|<iframe|<object|\son\w+=\"", text)
-
-
-pytest.importorskip("jinja2", reason="the report needs jinja2 (extra: run)")
 
 
 def page_of(folder: Path, **metrics: Any) -> str:

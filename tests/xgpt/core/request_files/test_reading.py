@@ -121,11 +121,9 @@ def test_cells_given_twice_or_never_closed_cost_their_rows_and_of_contents_the_f
                     '"[{""role"": ""user"", ""content"": ""a""}]"\n')
     requests, errors = read(path)
     assert len(requests) == 1 and "the key 'content' is given twice" in errors[0].error
-    path = tmp_path / "r.csv"
     path.write_text("tokens,messages,prompt\n17,[],Hi\n")
     requests, errors = read(path)
     assert not errors and requests[0].prompt == "Hi" and requests[0].tokens is None
-    path = tmp_path / "r.csv"
     path.write_text("id,prompt\na,x\nb,\"open\nc,y\nd,z\n")
     requests, errors = read(path)
     assert [r.id for r in requests] == ["a"] and [e.line for e in errors] == [3]
