@@ -44,16 +44,9 @@ def test_a_schedule_keeps_its_stages_under_other_lengths(policy):
     assert after.figures.latency_s > before.figures.latency_s
     for shown in (before, after):
         assert (shown.controls, shown.deployment) == (estimate.controls, estimate.deployment)
-
-
-@pytest.mark.parametrize("policy", ["rra", "waa-c"])
-def test_what_is_shown_is_within_the_formulas_error(policy):
-    own = evaluator()
-    variables = {"decode_iterations": 4} if policy == "rra" else {"decode_micro_batches": 2}
-    estimate = estimate_of(own.problem, policy, encode_batch=8, **variables)
-    shown = own.shown(estimate).figures
-    assert shown.throughput_qps == pytest.approx(estimate.figures.throughput_qps, rel=0.15)
-    assert shown.latency_s == pytest.approx(own.seconds(estimate, "latency"), rel=0.15)
+    for name in ("throughput_qps", "latency_s"):  # within the formulas' error
+        assert getattr(before.figures, name) == pytest.approx(
+            getattr(estimate.figures, name), rel=0.15)
 
 
 def test_copies_answer_as_many_times_the_queries_of_one():

@@ -264,7 +264,7 @@ CONTROLS = {  # by policy: of a generator's sizes
     "rra": lambda size: {"encode_batch": size(30), "decode_iterations": size(40),
                          "encode_chunk": 0},
     "chunks": lambda size: {"encode_batch": size(30), "decode_iterations": size(40),
-                            "encode_chunk": size(90)},
+                            "encode_chunk": size(80) + 10},
     "orca": lambda size: {"max_active": size(60) + 3},
     "vllm": lambda size: {"max_active": size(60) + 3, "token_budget": size(300) + 320},
     "waa-c": lambda size: {"encode_batch": size(4), "decode_micro_batches": size(3)}}
@@ -286,7 +286,7 @@ def test_figures_without_steps_are_those_of_the_records(monkeypatch, policy):
         model = "t5-11b" if seed % 3 == 2 and policy not in ("orca", "vllm", "sarathi") else (
             "opt-13b")
         problem, timing, estimate, queries = drawn(
-            rng, model, name, (9, 300) if seed < 2 else (300, 500),
+            rng, model, name, (9, 200) if seed < 2 else (200, 300),
             plans=[(1, 0)] if "waa" in policy else None,
             **CONTROLS[policy](lambda most, rng=rng: int(rng.integers(1, most + 1))))
         kind = ("sequence", "queries")[seed % 2]
