@@ -83,8 +83,11 @@ class Glance:
             facts.append(("speed", f"{now}{mean:,.0f} output tokens/s on average over "
                           f"{format_seconds(p.elapsed_s)}"))
         if p.latency_p99_s is not None and p.latency_p50_s is not None:
+            verb = "OVER" if p.latency_p99_s > self.bound_s else "within"
+            bound = "no bound" if math.isinf(self.bound_s) else (
+                f"{verb} the bound of {format_seconds(self.bound_s)}")
             facts.append(("latency", f"{format_seconds(p.latency_p50_s)} for half of the queries, "
-                          f"{format_seconds(p.latency_p99_s)} for 99 %; {self.bound_words}"))
+                          f"{format_seconds(p.latency_p99_s)} for 99 %; {bound}"))
         return facts
 
     @property
@@ -108,18 +111,6 @@ class Glance:
             rows.append((str(rank.rank), *place, str(rank.stage), rank.pool, present[0],
                          f"{mean:.0%}", present[1]))
         return rows
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the 99th percentile of the latency is over the bound."""
-        p = self.progress
-        return p is not None and p.latency_p99_s is not None and p.latency_p99_s > self.bound_s
-
-    @property
-    def bound_words(self) -> str:
-        if math.isinf(self.bound_s):
-            return "no bound"
-        return f"{'OVER' if self.is_late else 'within'} the bound of {format_seconds(self.bound_s)}"
 
     def lines(self, most_ranks: int | None = None) -> list[str]:
         """All of it but its name and state. `most_ranks`: of so many at most."""

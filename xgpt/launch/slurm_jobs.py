@@ -243,7 +243,10 @@ def ask(job_id: str, cluster: str | None = None) -> SlurmJob | None:
     lines = [line for line in queued.stdout.splitlines() if line.count("|") == 5]
     if lines:
         return _job(lines[0].split("|"))
-    return _from_accounts(job_id, where) or _from_memory(job_id, where)
+    done = _call(["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}",
+                  "--format=State,Reason,Elapsed,Timelimit,Start,NodeList,ExitCode", *where])
+    lines = [] if done is None or done.returncode != 0 else done.stdout.splitlines()
+    return _job(lines[-1].split("|")) if lines else _from_memory(job_id, where)
 
 
 def take_back(job_id: str, cluster: str | None = None) -> None:
@@ -252,13 +255,6 @@ def take_back(job_id: str, cluster: str | None = None) -> None:
     if done is None or done.returncode != 0:
         raise XgptError("scancel failed: "
                         + ("there is none on this machine" if done is None else _said(done)))
-
-
-def _from_accounts(job_id: str, where: Sequence[str]) -> SlurmJob | None:
-    done = _call(["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}",
-                  "--format=State,Reason,Elapsed,Timelimit,Start,NodeList,ExitCode", *where])
-    lines = [] if done is None or done.returncode != 0 else done.stdout.splitlines()
-    return _job(lines[-1].split("|")) if lines else None
 
 
 def _from_memory(job_id: str, where: Sequence[str]) -> SlurmJob | None:

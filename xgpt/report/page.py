@@ -45,15 +45,11 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
 def write_page(output: Output, path: Path | None = None) -> Path:
     """The same of what was read with MAX_ANSWERS answers."""
     path = path or output.directory / REPORT_NAME
-    write_atomically(path, render(output))
-    return path
-
-
-def render(output: Output) -> str:
-    """The page's HTML."""
     metrics = figures.metrics_of(output)
     drawn = run_charts(output, metrics)
-    return render_page("report.html.j2", REPORT_NAME, drawn, **_context(output, metrics, drawn))
+    write_atomically(path, render_page(
+        "report.html.j2", REPORT_NAME, drawn, **_context(output, metrics, drawn)))
+    return path
 
 
 def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:

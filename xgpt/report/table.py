@@ -59,8 +59,10 @@ def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
     if proof.covers:
         search.append(("proved of", proof.covers))
     # above it the peak rates that were measured are too low, and a share of them says nothing
-    if proof.hardware_qps and schedule.figures.throughput_qps <= proof.hardware_qps:
-        search.append(("devices", words.hardware_words(schedule)))
+    most, own = proof.hardware_qps, schedule.figures.throughput_qps
+    if most and own <= most:
+        search.append(("devices", f"{percent(own / most, 0)} of the {plain(most)} queries/s that "
+                       "products at the peak rate and KV entries at full bandwidth would allow"))
     if proof.pruned:
         search.append(("ruled out", words.pruned_words(schedule)))
     return _facts("chosen", e, schedule.bound, cost, search)

@@ -97,14 +97,6 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
 
 
-def hardware_words(schedule: Schedule) -> str:
-    """The share of what the devices could do at all."""
-    most = schedule.proof.hardware_qps
-    assert most is not None, "asked of a plan"
-    return (f"{percent(schedule.figures.throughput_qps / most, 0)} of the {plain(most)} queries/s "
-            "that products at the peak rate and KV entries at full bandwidth would allow")
-
-
 def margin_words(schedule: Schedule) -> str:
     """What was planned for, why, and what it cost in throughput, where that is known: not of what
     was chosen for a job's own queries by their time."""

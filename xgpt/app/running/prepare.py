@@ -211,32 +211,28 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
     if queries is not None:
         query_tokens = min(query_tokens, int(queries.reserves.max(initial=1)))
         most_input = 0 if most_input >= queries.inputs.max(initial=1) else most_input
-    state = files_state(files.directory)
+    run = job.run
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
         served_by=files.served_by, requests=str(job.workload.requests or "synthetic"),
-        requests_digest=requests.digest,
-        model_files=model_files(files.directory), model_state=state,
-        weights_whole=weights_whole(files.directory) if job.run.verify else {},
+        requests_digest=requests.digest, model_files=model_files(files.directory),
+        model_state=files_state(files.directory),
+        weights_whole=weights_whole(files.directory) if run.verify else {},
         is_chat=job.workload.chat, max_tokens=opened.problem.default_max_tokens,
         chat_template_kwargs=dict(job.workload.chat_template_kwargs),
-        dtype=opened.problem.dtype, weight_dtype=opened.problem.weight_dtype, seed=job.run.seed,
-        temperature=job.run.temperature,
-        top_k=job.run.top_k, top_p=job.run.top_p, stop=job.run.stop,
-        ignore_eos=job.run.ignore_eos,
-        threads_per_rank=threads_per_rank(job, opened.problem),
-        query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
+        dtype=opened.problem.dtype, weight_dtype=opened.problem.weight_dtype, seed=run.seed,
+        temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, stop=run.stop,
+        ignore_eos=run.ignore_eos, threads_per_rank=threads_per_rank(job, opened.problem),
+        query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=run.engine,
         shuffle_window=1 if estimate is None else window_of(
             job.adjustment.shuffle, estimate.figures.encode_batch),
         routing=job.adjustment.routing,
         mean_output_tokens=opened.problem.lengths.outputs.mean,
         device_kind=opened.problem.cluster.device.kind,
         kv_in_blocks=estimate is not None and lies_in_blocks(opened, estimate),
-        cuda_graphs=job.run.cuda_graphs,
+        cuda_graphs=run.cuda_graphs, engine_args=dict(run.engine_args),
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
-        engine_args=dict(job.run.engine_args),
-        deterministic=job.run.deterministic, private=job.run.private,
-        sync_s=job.run.sync_s)
+        deterministic=run.deterministic, private=run.private, sync_s=run.sync_s)
 
 
 def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
