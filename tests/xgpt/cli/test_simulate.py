@@ -74,6 +74,16 @@ def test_the_timeline_is_drawn_and_traced(job, tmp_path):
     assert len(threads) == 4, "one for each stage"
 
 
+@pytest.mark.parametrize("policy", [pytest.param("ft", marks=pytest.mark.slow), "waa-c"])
+def test_a_policy_without_variables_is_the_best_within_the_bound(job, policy):
+    best = json.loads(run(job, "--json", policy=policy).stdout)["estimate"]["figures"]
+    assert best["latency_s"] <= 11.5 and best["fits"]
+    for batch in (5, 40, 200):
+        other = json.loads(run(job, "--json", policy=policy, encode_batch=batch,
+                               decode_micro_batches=4).stdout)["estimate"]["figures"]
+        assert other["throughput_qps"] <= best["throughput_qps"] or other["latency_s"] > 11.5
+
+
 @pytest.mark.parametrize(("controls", "engine", "policy"), [
     ("", "xgpt", None), ("policy: ft", "xgpt", "ft"), ("", "deepspeed", "ft"),
     pytest.param("policy: rra", "xgpt", "rra", marks=pytest.mark.slow),
