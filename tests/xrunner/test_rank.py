@@ -104,8 +104,6 @@ def test_a_stage_is_as_busy_as_its_busiest_rank_and_reads_what_its_ranks_read(tm
         (0, 0, 0.0), (0, 0, 1.0), (1, 2, 0.0), (1, 2, 1.0)]
 
 
-
-
 def test_ranks_of_a_group_that_took_different_steps_are_our_own_mistake(tmp_path):
     with pytest.raises(AssertionError, match="ranks 0 and 1 of stage 0"):
         write(tmp_path, [report(0, 0), report(1, 0, iterations=3)])
@@ -243,26 +241,22 @@ class Machine:
             self.threads.look()
 
 
-@pytest.mark.parametrize(("most", "cores"), [(4, 4), (1, 0)])
-def test_nothing_changes_while_nobody_disturbs_or_there_is_one_thread(most, cores):
-    machine = Machine(cores)
-    machine.start(most)
-    machine.work(200)
-    assert machine.applied == []
+BACK = int(HOLD_S / LOOK_S) + 2  # looks until a core that came back is taken
 
 
-def test_a_taken_core_costs_a_thread_and_comes_back():
-    machine = Machine(cores=4)
-    threads = machine.start(4)
-    machine.cores = 3
-    machine.work(2)
-    assert machine.applied == [3], "two looks, one after the other"
-    machine.cores = 4
-    machine.work(int(HOLD_S / LOOK_S) + 2)
-    assert machine.applied == [3, 4] and threads.count == 4
-    machine.cores = 0  # several are taken, and never all
-    machine.work(8)
-    assert machine.applied == [3, 4, 3, 2, 1] and threads.count == 1
+@pytest.mark.parametrize(("most", "course", "applied"), [
+    (4, [(4, 200)], []),  # nobody disturbs
+    (1, [(0, 200)], []),  # there is one thread
+    (2, [(1, 1), (2, 1)] * 20, []),  # one interval of waiting is none
+    (4, [(3, 2), (4, BACK)], [3, 4]),  # a taken core comes back
+    (4, [(0, 8)], [3, 2, 1])])  # several are taken, and never all
+def test_a_taken_core_costs_a_thread_and_comes_back(most, course, applied):
+    """`course`: cores, and how often it looks."""
+    machine = Machine(most)
+    threads = machine.start(most)
+    for machine.cores, looks in course:
+        machine.work(looks)
+    assert machine.applied == applied and threads.count == [most, *applied][-1]
 
 
 def test_tries_in_vain_become_seldom():
@@ -274,14 +268,6 @@ def test_tries_in_vain_become_seldom():
     machine.cores = 4
     machine.work(int(40 / LOOK_S))
     assert machine.applied[-1] == 4
-
-
-def test_one_interval_of_waiting_is_none():
-    machine = Machine(cores=2)
-    machine.start(2)
-    for machine.cores in 20 * [1, 2]:
-        machine.work(1)
-    assert machine.applied == []
 
 
 def test_answers_in_float32_do_not_depend_on_what_else_the_machine_does():

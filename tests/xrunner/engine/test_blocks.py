@@ -198,9 +198,6 @@ QUERIES = random_queries(12)
 LONGEST = max(query.reserve_tokens for query in QUERIES)
 
 
-
-
-
 def rra(*, groups: int = 1, chunk: int = 0, kv_tokens: int = 200) -> RraRule:
     return RraRule(encode_batch=4, decode_iterations=5, num_groups=groups, max_active=12,
                    kv_tokens=kv_tokens * groups, encode_chunk=chunk)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from xrunner.comm.messages import StartMessage
 from xrunner.engine import graphs
-from xrunner.engine.graphs import MEMORY_SHARE, Captured, CaptureError, capture_steps, sizes_up_to
+from xrunner.engine.graphs import MEMORY_SHARE, Captured, CaptureError, capture_steps
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.stage_model import StageModel
@@ -172,12 +172,6 @@ def test_a_cache_of_few_entries_has_steps_of_few_queries(made, blocks, size, siz
         _, said = capture_steps(model, [cache], 100, capture)
     assert sorted(capture.sizes) == sizes
     assert said.startswith("no CUDA graphs: the caches") == (not sizes)
-
-
-def test_sizes_are_those_that_batches_of_a_group_are_filled_up_to():
-    assert sizes_up_to(1) == [1]
-    assert sizes_up_to(11) == [1, 2, 4, 8, 16]
-    assert max(sizes_up_to(10_000)) == 512 and len(sizes_up_to(10_000)) == 43
 
 
 @pytest.mark.parametrize(("family", "shard", "why"), [

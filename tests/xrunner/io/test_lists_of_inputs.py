@@ -262,7 +262,6 @@ def test_one_without_an_answer_leaves_the_request_without(tmp_path):
 pytest.importorskip("openai", reason="its types are in the extra `dev`")
 
 
-
 def test_every_line_is_what_openai_promises(tmp_path):
     model, out, requests = tmp_path / "model", tmp_path / "out", tmp_path / "requests.jsonl"
     out.mkdir()

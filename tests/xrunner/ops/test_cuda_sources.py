@@ -11,7 +11,6 @@ import cuda_reference as reference
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from xrunner.ops import attention
 from xrunner.ops.attention import encode_attention
@@ -167,12 +166,3 @@ def test_long_inputs_in_half_precision_are_left_to_torch(monkeypatch, spans, pai
         is_ours, out = by_kernel(launcher, spans, dtype)
         assert is_ours == is_kept
         torch.testing.assert_close(out.float(), expected.float(), atol=0.02, rtol=0.02)
-
-
-def test_what_flash_attention_is_told_of_a_chunk_is_its_mask():
-    generator = torch.Generator().manual_seed(5)
-    query, key, value = (torch.randn(1, 2, rows, WIDTH, generator=generator) for rows in (5, 9, 9))
-    mask = attention._causal(torch.arange(9), 4, 5, attention.PLAIN, torch.float32)
-    by_numbers, in_a_word = (scaled_dot_product_attention(query, key, value, attn_mask=of)
-                             for of in (mask, attention.in_a_word(5, 9)))
-    torch.testing.assert_close(in_a_word, by_numbers)

@@ -1,6 +1,5 @@
 """Products of bfloat16 pairs by our own operator: those of float32 sums rounded once."""
 
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -33,7 +33,6 @@ def phases_of(steps: list[Any]) -> dict[int, tuple[int, int]]:
     return found
 
 
-
 @pytest.mark.parametrize(("groups", "chunk", "other_chunk"), [(2, 0, 0), (1, 16, 16), (2, 16, 48)])
 def test_a_change_holds_from_its_phase_on(groups, chunk, other_chunk):
     rule = holding(rule_of("rra", groups=groups, batch=40, encode=4, iterations=6, chunk=chunk),
