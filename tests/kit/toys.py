@@ -1,7 +1,7 @@
 """Toy models of random weights as Hugging Face directories, and what transformers answers."""
 
 import json
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -180,20 +180,34 @@ def generate(model: Any, query: PreparedQuery) -> list[int]:
     weights."""
     key = (_digest(model), query.input_ids, query.max_new_tokens, query.is_forced)
     if key not in _ANSWERS:
-        _ANSWERS[key] = _generated(model, query)
+        _ANSWERS[key] = greedily(model, query.input_ids, query.max_new_tokens, pad_token_id=0,
+                                 eos_token_id=None if query.is_forced else EOS)
     return [*_ANSWERS[key]]
 
 
-def _generated(model: Any, query: PreparedQuery) -> list[int]:
-    inputs = torch.tensor([query.input_ids])
+def greedily(model: Any, tokens: Sequence[int], most: int, **own: Any) -> list[int]:
+    """What transformers' generate answers to the tokens, with at most so many, greedily. `own`:
+    its other arguments."""
+    inputs = torch.tensor([list(tokens)])
     with torch.no_grad():
         out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
-                             max_new_tokens=query.max_new_tokens,
-                             eos_token_id=None if query.is_forced else EOS, pad_token_id=0)
+                             max_new_tokens=most, **own)
     # an encoder-decoder model's answer begins with the token its decoder is fed first
-    before = 1 if model.config.is_encoder_decoder else len(query.input_ids)
+    before = 1 if model.config.is_encoder_decoder else len(tokens)
     answer: list[int] = out[0, before:].tolist()
     return answer
+
+
+def reference_of(folder: Path) -> Any:
+    """transformers' own instance of a model's folder, in float32."""
+    import transformers
+
+    spec = spec_of(folder)
+    kind = "Seq2SeqLM" if spec.is_encoder_decoder else "CausalLM"
+    # its other ways of attention leave soft-capping out
+    own = {"attn_implementation": "eager"} if spec.decoder.attention_cap else {}
+    return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
+        folder, dtype=torch.float32, **own).eval()
 
 
 LAYERS, WINDOW, POSITIONS = 5, 7, 128

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import toys
 from click.testing import CliRunner
 from toy_runs import run_in_process
@@ -38,16 +37,6 @@ def toy(tmp_path_factory):
     return make
 
 
-def theirs(folder: Path, *, is_pair: bool, is_eager: bool) -> list[int]:
-    import transformers
-
-    of = transformers.AutoModelForSeq2SeqLM if is_pair else transformers.AutoModelForCausalLM
-    # the others leave soft-capping out
-    model = of.from_pretrained(folder, dtype=torch.float32,
-                               attn_implementation="eager" if is_eager else None)
-    return toys.generate(model.eval(), query())
-
-
 def query() -> Any:
     return dataclasses.replace(max(toys.random_queries(8), key=lambda q: len(q.input_ids)),
                                index=0, max_new_tokens=12)
@@ -69,8 +58,7 @@ def holds(folder: Path, family: str, config: dict[str, Any], key: str) -> str:
         assert key in said, f"{key} of {family}: {said}"
         return "refused"
     sink, _ = run_in_process(folder, [query()], degrees=(1,))
-    expected = theirs(folder, is_pair=family in toys.ENCODER_DECODER_FAMILIES,
-                      is_eager=family == "gemma2")
+    expected = toys.generate(toys.reference_of(folder), query())
     assert list(sink.results[0].output_ids) == expected, f"{family} {key} {config.get(key)}"
     return "executed"
 

@@ -83,14 +83,8 @@ def tokens(folder: Path) -> list[list[int]]:
 
 
 def transformers_tokens(folder: Path) -> list[list[int]]:
-    import transformers
-
-    of = toys.spec_of(folder)
-    kind = "Seq2SeqLM" if of.is_encoder_decoder else "CausalLM"
-    model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
-        folder, dtype=torch.float32, **({"attn_implementation": "eager"} if of.decoder.attention_cap
-                                        else {}))
-    return [toys.generate(model.eval(), query) for query in toys.random_queries(3)]
+    model = toys.reference_of(folder)
+    return [toys.generate(model, query) for query in toys.random_queries(3)]
 
 
 TIED = {"llama-tied": "model.embed_tokens.weight", "opt": "model.decoder.embed_tokens.weight",

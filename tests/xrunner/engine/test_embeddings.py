@@ -116,13 +116,10 @@ def test_what_is_told_of_chosen_tokens_is_transformers_own(llama, degrees):
 
 def _generated(model: Any, query: PreparedQuery) -> list[int]:
     """As transformers, which bars the end from the first `min_new_tokens`."""
-    inputs = torch.tensor([QUERIES[query.index].input_ids])
-    least = min(7, query.max_new_tokens) if query.sampling.barred else 0
-    with torch.no_grad():
-        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
-                             max_new_tokens=query.max_new_tokens, min_new_tokens=least,
-                             eos_token_id=toys.EOS, pad_token_id=0)
-    return out[0, inputs.shape[1]:].tolist()
+    return toys.greedily(
+        model, QUERIES[query.index].input_ids, query.max_new_tokens, pad_token_id=0,
+        min_new_tokens=min(7, query.max_new_tokens) if query.sampling.barred else 0,
+        eos_token_id=toys.EOS)
 
 
 def scored(count: int = 12) -> list[PreparedQuery]:

@@ -199,15 +199,9 @@ def queries(smollm2):
 @pytest.fixture(scope="module")
 def expected(smollm2, queries):
     directory, model = smollm2
-    answers = {}
-    for query in queries:
-        ids = torch.tensor([query.input_ids])
-        with torch.no_grad():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                                 max_new_tokens=query.max_new_tokens,
-                                 eos_token_id=sorted(eos_ids(directory)), pad_token_id=2)
-        answers[query.index] = out[0, len(query.input_ids):].tolist()
-    return answers
+    return {query.index: toys.greedily(
+        model, query.input_ids, query.max_new_tokens, eos_token_id=sorted(eos_ids(directory)),
+        pad_token_id=2) for query in queries}
 
 
 # toys have every number of stages; the real model is large

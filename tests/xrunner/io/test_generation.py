@@ -2,10 +2,8 @@
 it, or refused by key."""
 
 import json
-from typing import Any
 
 import pytest
-import torch
 import toy_runs
 import toys
 from holding import rule_of
@@ -19,14 +17,6 @@ from xrunner.query import FinishedQuery, PreparedQuery
 FIRST = 7
 INPUTS = (3, 8, 30, 17, 5, 32)  # of 32 positions, of which an output takes none
 MOST = (14, 1, 20, 9, 2, 32)
-
-
-def greedy(model: Any, tokens: list[int], most: int, least: int | None) -> list[int]:
-    inputs = torch.tensor([tokens])
-    with torch.no_grad():
-        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
-                             max_new_tokens=most, min_new_tokens=least)
-    return out[0, 1:].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
@@ -51,7 +41,8 @@ def test_what_a_models_files_say_is_as_generate_has_it(tmp_path, family, degrees
     results = {result.query.index: result for result in sink.results}
     for place, (tokens, most) in enumerate(zip(inputs, MOST, strict=True)):
         found = list(results[place].output_ids)
-        assert found == greedy(model, tokens, most, 4 if place == 5 else None), f"{place = }"
+        assert found == toys.greedily(model, tokens, most,
+                                      min_new_tokens=4 if place == 5 else None), f"{place = }"
         assert found[0] == (FIRST if most > 1 else toys.EOS)
         assert (results[place].finish_reason == "length") == (len(found) == most)
         assert len(found) < most or found[-1] == toys.EOS
@@ -123,16 +114,9 @@ def answered(request, tmp_path_factory):
     assert not errors
     queries = list(SpooledQueries(spool, plan))
     assert any(len(query.input_ids) == 1 for query in queries)
-    yield tmp_path, queries, {query.index: generated(model, query) for query in queries}
+    yield tmp_path, queries, {query.index: toys.greedily(
+        model, query.input_ids, query.max_new_tokens) for query in queries}
     given_tokens.cache_clear()
-
-
-def generated(model: Any, query: PreparedQuery) -> list[int]:
-    inputs = torch.tensor([list(query.input_ids)])
-    with torch.no_grad():
-        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
-                             max_new_tokens=query.max_new_tokens)
-    return out[0, inputs.shape[1]:].tolist()
 
 
 def tokens_of(results: list[FinishedQuery], queries: list[PreparedQuery]) -> dict[int, list[int]]:

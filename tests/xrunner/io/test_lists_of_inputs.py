@@ -11,19 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai_batch  # noqa: E402
+import openai_batch
 import pytest
-import torch
 import toy_runs
 import toys
-from given_runs import given, toy_plan  # noqa: E402
+from given_runs import given, toy_plan
 from job_folder import read_lines
 from plans import open_writer, plan_of, spooled, written
-from replayed import problem_of  # noqa: E402
-from replays import (
-    answers_of,
-    estimated,  # noqa: E402
-)
+from replayed import problem_of
+from replays import answers_of, estimated
 from schemas import faults
 
 from xgpt.report.output import read_output
@@ -37,9 +33,9 @@ from xrunner.files.intake import SpooledQueries, hand_on, take_in
 from xrunner.files.result_line import result_line
 from xrunner.files.results import HELD_FILE, Answered, answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank.loading import Shelf  # noqa: E402
-from xrunner.rank.worker import work  # noqa: E402
-from xrunner.rank.world import connect  # noqa: E402
+from xrunner.rank.loading import Shelf
+from xrunner.rank.worker import work
+from xrunner.rank.world import connect
 
 types = pytest.importorskip("openai.types", reason="its types are in the extra `dev`")
 A, B = [7, 8, 9], [20, 21]
@@ -155,12 +151,8 @@ def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_sa
     sink, _ = toy_runs.run_in_process(tmp_path, list(SpooledQueries(spool, plan)), degrees=(1,))
     found = answers_of(sink)
     given_tokens.cache_clear()
-    inputs = torch.tensor([A])
     for index, penalty in enumerate((1.3, 1.0, 1.6)):
-        with torch.no_grad():
-            out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
-                                 max_new_tokens=20, repetition_penalty=penalty)
-        assert found[index] == out[0, 3:].tolist()
+        assert found[index] == toys.greedily(model, A, 20, repetition_penalty=penalty)
     assert found[0] != found[1] != found[2]
 
 
