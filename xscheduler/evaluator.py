@@ -14,7 +14,7 @@ from xgpt.core.lengths import IntArray, synthetic_lengths
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules.batch_sizer import run_order, window_of
+from xrunner.rules import batch_sizer
 from xscheduler.copies import problem_for
 from xscheduler.replays import Replays
 from xsimulator.plans import Plans
@@ -170,5 +170,5 @@ def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntAr
 
 def in_run_order(problem: Problem, estimate: Estimate, count: int) -> list[int]:
     """Indices of `count` queries in the order of a run."""
-    window = window_of(problem.adjustment.shuffle, estimate.figures.encode_batch)
-    return run_order(count, window, problem.seed)
+    window = batch_sizer.window_of(problem.adjustment.shuffle, estimate.figures.encode_batch)
+    return list(batch_sizer.in_run_order(count, window, problem.seed))

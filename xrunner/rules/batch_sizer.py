@@ -121,16 +121,11 @@ def window_of(asked: bool | int, encode_batch: int) -> int:
     return max(asked, 1)
 
 
-def run_order(count: int, window: int, seed: int, *, first: int = 0,
-              without: Collection[int] = frozenset()) -> list[int]:
-    """Places in the input, of those from `first` on and not `without` (the others are answered), in
-    the order in which they are taken up. No place leaves its window."""
-    return list(in_run_order(count, window, seed, first=first, without=without))
-
-
 def in_run_order(count: int, window: int, seed: int, *, first: int = 0,
                  without: Collection[int] = frozenset()) -> Iterator[int]:
-    """Yields the same places, a window's in memory at once."""
+    """Yields places in the input, of those from `first` on and not `without` (the others are
+    answered), in the order in which they are taken up. No place leaves its window; a window's are
+    in memory at once."""
     places = (place for place in range(first, count) if place not in without)
     source = random.Random(seed)
     if window <= 1:

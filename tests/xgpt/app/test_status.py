@@ -27,7 +27,7 @@ from xgpt.run_folder.state import run_status
 from xrunner.files.lock import StopRequest, is_locked, output_lock
 from xrunner.files.results import Answered
 from xrunner.files.sink import RunSink, write_progress
-from xrunner.rules.batch_sizer import run_order
+from xrunner.rules.batch_sizer import in_run_order
 
 SCREENS = Path(__file__).with_name("screens.txt")
 
@@ -201,7 +201,7 @@ from xrunner.files.lock import output_lock
 from xrunner.files.sink import RunSink
 from xrunner.files.results import answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.batch_sizer import run_order
+from xrunner.rules.batch_sizer import in_run_order
 
 out, kill_after = Path(sys.argv[1]), int(sys.argv[2])
 with output_lock(out):
@@ -210,8 +210,8 @@ with output_lock(out):
     plan = SimpleNamespace(output=out, model_name="toy", model_dir=None, sync_s=5.0,
                            aside=())
     sink = RunSink(plan, num_queries=400, before=before)
-    for count, index in enumerate(run_order(400, 64, 3, first=before.written,
-                                            without=before.held)):
+    for count, index in enumerate(in_run_order(400, 64, 3, first=before.written,
+                                               without=before.held)):
         if count == kill_after:
             sink.progress(1e9, 0)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -230,7 +230,7 @@ def test_killed_with_results_held_back_no_line_is_lost_or_doubled(job, out):
 
     assert run(130) == -9
     found = state(job)
-    answered = run_order(400, 64, 3)[:130]
+    answered = list(in_run_order(400, 64, 3))[:130]
     whole = next(i for i in range(400) if i not in answered)
     assert whole < 130, "some were held back"
     assert (found["state"], found["done"], found["num_results"], found["num_held"]) == (

@@ -16,7 +16,7 @@ from xrunner.engine.head import FromSpool
 from xrunner.engine.roster import Roster
 from xrunner.query import PreparedQuery
 from xrunner.rules import batch_sizer as order
-from xrunner.rules.batch_sizer import LEAST_WINDOW, in_run_order, run_order
+from xrunner.rules.batch_sizer import LEAST_WINDOW, in_run_order
 from xrunner.rules.routing import (
     LEAST_WAITING,
     Load,
@@ -179,19 +179,19 @@ def test_every_query_is_begun_once_however_answers_cross(count, replicas, window
        share=st.floats(0, 1))
 def test_every_query_is_taken_once_within_its_window(count, window, seed, share):
     first = int(share * count)
-    order = run_order(count, window, seed, first=first)
+    order = list(in_run_order(count, window, seed, first=first))
     assert sorted(order) == list(range(first, count))
-    assert order == run_order(count, window, seed, first=first)
+    assert order == list(in_run_order(count, window, seed, first=first))
     assert all((place - first) // window == at // window for at, place in enumerate(order))
     held = set(random.Random(seed).sample(order, len(order) // 3))
-    assert sorted(run_order(count, window, seed, first=first, without=held)) == sorted(
+    assert sorted(in_run_order(count, window, seed, first=first, without=held)) == sorted(
         set(order) - held)
 
 
 def test_a_window_is_shuffled_and_the_seed_decides_how():
-    orders = {tuple(run_order(100, 50, seed)) for seed in range(5)}
+    orders = {tuple(in_run_order(100, 50, seed)) for seed in range(5)}
     assert len(orders) == 5 and tuple(range(100)) not in orders
-    assert run_order(5, 1, 3) == [0, 1, 2, 3, 4]
+    assert list(in_run_order(5, 1, 3)) == [0, 1, 2, 3, 4]
 
 
 def test_the_usual_window_is_of_some_batches():
@@ -221,7 +221,7 @@ def test_queries_come_in_their_order_and_no_more_wait_than_need_to():
         return True
 
     head: Any = SimpleNamespace(roster=roster, submit=submit)
-    order = run_order(count, 100, 3)
+    order = list(in_run_order(count, 100, 3))
     supply = FromSpool(queries, in_run_order(count, 100, 3), count,
                        least=10, begin=told.extend)
     taken, most = [], 0

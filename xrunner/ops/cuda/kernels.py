@@ -50,13 +50,13 @@ class CudaOps:
         self._multiprocessors = multiprocessors
 
     def decode_attention(self, query: Tensor, cache: tuple[Tensor, Tensor], blocks: Tensor,
-                         lengths: Tensor, scale: float, bias: DistanceBias | None = None,
-                         parts: int | None = None) -> Tensor:
+                         lengths: Tensor, scale: float,
+                         bias: DistanceBias | None = None) -> Tensor:
         """One new token of each of n queries against its own context.
 
         query [n, h, d], its rows anywhere; cache: keys and values; blocks [n, most], lengths [n]
-        int64; a length of 0 gives zeros. `parts` that a context is split into; None: as many as
-        fill the GPU. Returns [n, h, d].
+        int64; a length of 0 gives zeros. A context is split into as many parts as fill the GPU.
+        Returns [n, h, d].
         """
         n, heads, dim = query.shape
         kv_heads, sizes = _check_cache(query, cache, blocks)
@@ -78,10 +78,9 @@ class CudaOps:
         by_tiles = wide and _may_tile(query, sizes)
         together = _TILE_HEADS if by_tiles else 1 if group == 1 else 2 if group == 2 else 4
         at_work = n * kv_heads * -(-group // together)  # blocks of threads
-        if parts is None:
-            wanted = -(-_BLOCKS_EACH * self._multiprocessors // at_work)
-            longest = sizes["most_blocks"] * sizes["block_size"]
-            parts = max(1, min(wanted, longest // 128, _MOST_PARTS))
+        wanted = -(-_BLOCKS_EACH * self._multiprocessors // at_work)
+        longest = sizes["most_blocks"] * sizes["block_size"]
+        parts = max(1, min(wanted, longest // 128, _MOST_PARTS))
         work = torch.empty((n, heads, parts, dim + 2), dtype=torch.float32,
                            device=query.device) if parts > 1 else None
         arguments = filled(
