@@ -1,6 +1,8 @@
 """Places of the code that hold a promise of docs/reliability.md or docs/security.md, how each would
 be broken, and the test that is to see it (benchmarks/broken.py)."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 

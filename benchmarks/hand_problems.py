@@ -4,6 +4,8 @@ distributions of lengths, four latency bounds each.
 Bounds are 1.5, 3 and 10 times the least latency that any tensor plan gives one query alone, and
 none; where an issue or a paper names a bound, that one stands in place of the nearest."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 

@@ -1,6 +1,8 @@
 """Ways to spoil an input, for benchmarks/fuzz.py: of bytes, of words of a text, of the values of a
 JSON document. Each draws from the generator that it is given, and from nothing else."""
 
+from __future__ import annotations
+
 import json
 import random
 from typing import Any

@@ -10,6 +10,8 @@ Bounds: FT's latencies at batches of 4, 8, 12 ... up to memory's limit, one micr
 a sequence of the 99th percentile; the 10th, 30th and 70th percentile of these latencies, and none.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
 

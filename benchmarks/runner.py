@@ -1,5 +1,7 @@
 """What the benchmarks share: their options, the machine and the date, and pages of results."""
 
+from __future__ import annotations
+
 import argparse
 import datetime
 import json

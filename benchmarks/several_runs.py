@@ -5,6 +5,8 @@ by one command, in order, with times that were measured into a cache of their ow
     FOLDER/NAME-03        the third run of a job: job.yaml, out/schedule.json, out/metrics.json
 """
 
+from __future__ import annotations
+
 import json
 import os
 import shutil

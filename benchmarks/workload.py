@@ -4,6 +4,8 @@ exactly its number of tokens; and the job file with which xgpt runs them.
 A workload file has lines {"input_ids": [...], "output_len": N}.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,6 +4,8 @@ Sphinx because it is the best kept of its kind, and takes the pages as they are 
 The source is the whole tree: pages link results of benchmarks, and files, which become downloads.
 Nothing is fetched, neither when the site is built nor when it is read."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -4,6 +4,8 @@ Each shows when one answer to the questions of a schedule wins, as the planner f
 sheets of the devices: throughput of the best schedule of each answer, without a margin. A picture
 says its data in words; a slow test plans all of it anew."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections.abc import Mapping

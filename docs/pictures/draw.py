@@ -4,6 +4,8 @@ Each policy's picture is a replay of the same sixteen queries (toy.yaml) on two 
 carries a digest of what it shows, but for figures, on which processors do not agree to the last
 digit: these it says in words, or their mean. A test makes the data anew and compares."""
 
+from __future__ import annotations
+
 import hashlib
 import html
 import io

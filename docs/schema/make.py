@@ -4,6 +4,8 @@ A job file's comes from the dataclasses that it is checked by, those of schedule
 progress from their types, the others from the tables here. Tests make them anew, and hold real
 files to them."""
 
+from __future__ import annotations
+
 import json
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Schemas of dataclasses and NamedTuples, from their annotations."""
 
+from __future__ import annotations
+
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
