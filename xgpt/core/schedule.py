@@ -15,7 +15,7 @@ from pydantic_core import core_schema
 from xgpt.core.constraint import Bound, Prospect
 from xgpt.core.controls import Controls, max_in_system
 from xgpt.core.deployment import Deployment, Pool
-from xgpt.core.policies import policies
+from xgpt.core.policies import policies, policy
 from xgpt.core.units import Amount, Count, Flag, Gap, Positive, Unbounded
 
 _Part = TypeVar("_Part")
@@ -210,9 +210,10 @@ class Rejected:
 
     @property
     def name(self) -> str:
-        """What it is the best of."""
-        kind = "policy" if self.kind == "unsearched" else self.kind
-        return f"{kind} {self.subject}".strip()
+        """What it is the best of: policies by their titles."""
+        if self.kind in ("policy", "unsearched"):
+            return ", ".join(policy(name).title for name in self.subject.split(", "))
+        return f"{self.kind} {self.subject}".strip()
 
     @property
     def label(self) -> str:

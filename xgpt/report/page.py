@@ -215,7 +215,7 @@ def _of_the_choice(schedule: Schedule) -> Iterator[Hint]:
         name = row.subject
         if row.kind == "policy" and row.throughput_qps is not None and (
                 row.throughput_qps >= (1 - _NEAR) * schedule.figures.throughput_qps):
-            yield Hint(f"{name} is expected to be as good within {percent(_NEAR)}. Measure it:",
+            yield Hint(f"{row.name} is expected to be as good within {percent(_NEAR)}. Measure it:",
                        f"submit JOB.yaml --set schedule.policy={name} --set output=out/{name}")
     yield Hint("What a little more latency, another device or more memory would bring:",
                "schedule JOB.yaml --price")

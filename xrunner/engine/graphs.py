@@ -242,7 +242,8 @@ class CapturedStep:
         self.context = DecodeContext(
             slots=none(size), blocks=none(size, graphs.width), positions=zeros[0],
             places=Places(none(size), zeros[1]), lengths=zeros[2],
-            longest=graphs.layers[0][0].shape[2] * graphs.width, width=size)
+            longest=graphs.layers[0][0].shape[2] * graphs.width, width=size,
+            in_blocks=graphs.width > 1)
         self.captured, self.count = None, 0
 
     def take(self, inputs: Tensor, step: DecodeContext) -> None:

@@ -104,6 +104,16 @@ def test_another_job_is_run_and_the_change_is_named(job, change, said):
     assert f"finished results of another job (changed since: {said})" in told
 
 
+def test_keys_of_another_version_are_no_change(job):
+    saved = job.parent / "out" / "job.json"
+    asked = json.loads(saved.read_text())["asked"]
+    asked["job"]["run"]["gone"] = 1
+    for bound in asked["job"]["constraint"]["bounds"]:
+        bound["until"] = ""
+    write_json(saved, {"asked": asked})
+    assert xgpt("submit", job).returncode == 0
+
+
 @pytest.mark.parametrize("spoil", [
     lambda out: (out / "metrics.json").unlink(),
     lambda out: (out / "metrics.json").write_text("{"),

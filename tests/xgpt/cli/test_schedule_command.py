@@ -52,7 +52,7 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job):
     found = json.loads(run(job, "--json").stdout)
     labels = [line[:13].strip() for line in done.stdout.splitlines()]
     others = {"rra", "waa-c", "waa-m"} - {found["policy"]}
-    assert all(f"\npolicy {name} " in done.stdout for name in others)
+    assert all(f"\n{name.upper()} " in done.stdout for name in others)
     assert {"why", "margin", "search", "ruled out"} <= set(labels)
     assert len(found["explanation"]) == 3 and found["explanation"][0].split()[0].lower() == (
         found["policy"])

@@ -11,6 +11,7 @@ from implementations import IMPLEMENTATIONS
 from torch import Tensor
 
 from xrunner.ops import kv_entries as kv
+from xrunner.ops.cpu import native
 from xrunner.rules.slots import Move
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -163,3 +164,19 @@ def test_a_block_of_another_shape_and_a_slot_named_twice_are_refused(implementat
         kv.scatter(store, [0], [3], torch.zeros(2, 2, 2, 4, 8))
     with implementation.using(), pytest.raises(ValueError, match="a block"):
         kv.scatter(store, [1, 1], [2, 2], torch.zeros(2, 2, 2, 4, 8))
+
+
+def test_a_large_block_has_the_memory_of_the_last_unless_that_is_in_use():
+    store = torch.arange(2 * 4 * 1024 * 600.).view(1, 2, 4, 1, 1024, 600)
+    first = kv.gather(store, [0, 1], [1024, 1024])
+    kept, address = first[:, :, :, 5:], first.data_ptr()
+    del first
+    other = kv.gather(store, [2, 3], [1024, 1024])
+    assert other.data_ptr() != address
+    assert torch.equal(kept[0, :, 0], torch.cat([store[0, :, 0, 0], store[0, :, 1, 0]], 1)[:, 5:])
+    del kept
+    again = kv.gather(store, [3], [1024])
+    if native.library() is not None:
+        assert again.data_ptr() == address
+    assert torch.equal(again[0, :, 0], store[0, :, 3, 0])
+    assert torch.equal(other[0, :, 0, 1024:], store[0, :, 3, 0])

@@ -109,8 +109,17 @@ def _of_keys(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> It
         before, after = then[key], now[key]
         if isinstance(before, dict) and isinstance(after, dict) and key != "cluster":
             yield from _of_keys(before, after, f"{prefix}{key}.")
-        elif before != after:
+        elif _common(before, after) != _common(after, before):
             yield f"{prefix}{key}"
+
+
+def _common(value: Any, other: Any) -> Any:
+    """The value; of lists of objects, such as the bounds, the keys that both sides have."""
+    if not (isinstance(value, list) and isinstance(other, list) and len(value) == len(other)):
+        return value
+    return [{key: one[key] for key in one.keys() & two.keys()}
+            if isinstance(one, dict) and isinstance(two, dict) else one
+            for one, two in zip(value, other, strict=True)]
 
 
 def _model_changes(job: Job) -> list[str]:
