@@ -9,10 +9,11 @@ from functools import cache, cached_property, lru_cache
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
+from xsimulator.rough.ranges import MOST_QUERIES
 from xsimulator.stage_times import StageKinds
 
 AN_OCTAVE = 32  # chosen: sizes of the grid in an octave
-MOST_ROWS = 2.0**20  # chosen: largest size of the grid; the smallest is its inverse
+MOST_ROWS = float(MOST_QUERIES)  # largest size of the grid; the smallest is its inverse
 RATIO, HALVINGS = 1.01, 12  # chosen: of sizes for which bounds are computed; of bisection
 ROWS: FloatArray = RATIO ** np.arange(np.log(MOST_ROWS) / np.log(RATIO))
 

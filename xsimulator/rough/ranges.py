@@ -7,7 +7,7 @@ import numpy as np
 
 from xgpt.core.lengths import IntArray
 
-MOST_QUERIES = 1 << 20  # chosen: limit of a grid if the job has no number of queries
+MOST_QUERIES = 1 << 20  # chosen: limit of grids if the job has no number of queries
 
 
 def grid_of(most: int, given: int | None, ratio: float, *, least: int = 1) -> list[int]:
