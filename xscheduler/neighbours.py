@@ -11,7 +11,8 @@ STEPS = (1.3, 1.1, 1.03)  # chosen: ratios of a variable's values
 def neighbours(cell: Cell, point: Point, likely: float = LIKELY) -> list[Point]:
     """Points that differ from `point` in one variable or two by one of STEPS, or by one step of the
     grid. Only variables with several values change. Left out are points that do not fit, and those
-    that lose more than a share `likely` of the throughput by the formula."""
+    that by the formula lose more than a share `likely` of the point's throughput, which is the
+    replayed one if the formula is above it."""
     values = [np.unique(column) for column in cell.points.T]
     places = [place for place, own in enumerate(values) if len(own) > 1]
     ways = [(one, 0) for one in places] + [(one, other) for one in places for other in places
@@ -35,8 +36,10 @@ def neighbours(cell: Cell, point: Point, likely: float = LIKELY) -> list[Point]:
     if not found:
         return []
     points, rough = cell.with_room(np.array(found, np.int64))
-    own = cell.formula.rough(cell.plan, np.array([point], np.int64))
-    are_likely = rough.throughput_qps > (1 - likely) * own.throughput_qps[0]
+    own_qps = cell.formula.rough(cell.plan, np.array([point], np.int64)).throughput_qps[0]
+    if point in cell.replayed:  # the formula may be too high at the point itself
+        own_qps = min(own_qps, cell.replayed[point].throughput_qps)
+    are_likely = rough.throughput_qps > (1 - likely) * own_qps
     return [tuple(one) for one in points[are_likely].tolist()]
 
 
