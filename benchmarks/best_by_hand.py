@@ -106,7 +106,7 @@ def replayed(problem: Problem, timing: TimingSource, chosen: Estimate) -> Judged
 
 
 def judged(replays: Replays, estimate: Estimate, least_qps: float = 0.0) -> float:
-    """Queries/s of one copy in the longest replay; 0 without a steady state, beyond the bound, or
+    """Requests/s of one copy in the longest replay; 0 without a steady state, beyond the bound, or
     where a shorter replay shows no more than `least_qps`."""
     queries, bound_s = checked_queries(replays.problem, estimate), (
         replays.problem.constraint.latency_s)
@@ -195,7 +195,7 @@ def page(rows: Sequence[Row], count: int) -> list[str]:
     """The summary and the table."""
     ratios = [row.ratio for row in rows if math.isfinite(row.ratio)] or [math.nan]
     seconds = [row.seconds for row in rows]
-    header = ("problem", "bound s", "chosen", "queries/s", "upper bound", "best drawn", "queries/s",
+    header = ("problem", "bound s", "chosen", "requests/s", "upper bound", "best drawn", "its rate",
               "replayed", "ratio", "s")
     return ["# Best by hand", "", *about(__doc__).splitlines(), "",
             f"- {len(rows)} of {4 * len(SCENARIOS)} problems, {count:,} configurations drawn of "

@@ -245,7 +245,7 @@ def table(rows: list[Row], asked: Asked, peak_bytes_per_s: float) -> str:
         f"# Latency bounds, {asked.model} ({first['model_source']}), {first['machine']['device']}, "
         f"{first['ranks']} rank{'s' * (first['ranks'] > 1)}, {first['dtype']}", "",
         f"{first['date'][:10]}. {what}", "",
-        "| bound (s) | policy | configuration | predicted queries/s | measured, each run | median |"
+        "| bound (s) | policy | configuration | requests/s predicted | measured, each | median |"
         f" predicted P99 | measured P99 of each run | {last} |", "|" + 9 * "---|",
         *(row(one, asked.model, peak_bytes_per_s) for one in rows), ""]
     return "\n".join([*lines, *(f"- {_verdict([one for one in rows if one.bound_s == bound_s])}"

@@ -123,7 +123,7 @@ def page(rows: Sequence[Row]) -> list[str]:
         if own:
             lines += [summary(f"{label} with the margin", [row.margin_s for row in own]),
                       summary(f"{label} without", [row.bare_s for row in own])]
-    header = ("problem", "bound s", "s", "s without margin", "queries/s", "chosen", "gap")
+    header = ("problem", "bound s", "s", "s without margin", "requests/s", "chosen", "gap")
     return [*lines, "", *table(header), *map(line_of, rows), "",
             f"One thread of {cpu()}, {today()}."]
 

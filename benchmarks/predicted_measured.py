@@ -158,7 +158,7 @@ def table(found: list[tuple[Case, list[dict[str, Any]]]]) -> str:
         f"# Predicted against measured, {first['machine']['device']}, bfloat16", "",
         f"{QUERIES} queries, inputs of {INPUTS['mean']} and outputs of {OUTPUTS['mean']} tokens in "
         f"the mean; {first['date'][:10]}. Ratios are measured / predicted, one figure a run.", "",
-        "| model | ranks | schedule | queries/s | throughput | P99 latency | lengths | step times |"
+        "| model | ranks | schedule | request/s | throughput | P99 latency | lengths | step times |"
         " rest | others |", "|---|---|---|---|---|---|---|---|---|---|"]
     lines += [row(case, runs) for case, runs in found]
     for key, allowed in (("throughput_qps", WORST_THROUGHPUT), ("latency_p99_s", WORST_LATENCY)):

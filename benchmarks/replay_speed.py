@@ -119,10 +119,10 @@ def main() -> None:
     problem = resolve(load_job(JOB))
     lines = [f"# Speed of the replay ({today()})", "",
              f"OPT-13B, a40-4, task S, {arguments.queries} queries, one core, medians of "
-             f"{arguments.runs} runs. Wanted: {WANTED_QPS} queries/s, {WANTED_ITERATIONS} "
+             f"{arguments.runs} runs. Wanted: {WANTED_QPS} requests/s, {WANTED_ITERATIONS} "
              "query-iterations/s.", "",
-             *table(("schedule", "queries/s", "query-iterations/s", "steps/s", "rows a step",
-                     "tables, once", "the rule alone, queries/s"))]
+             *table(("schedule", "requests/s", "query-iterations/s", "steps/s", "rows a step",
+                     "tables, once", "the rule alone, requests/s"))]
     figures = {}
     for name in SCHEDULES:
         row = measure(name, problem, arguments.queries, arguments.runs)

@@ -68,7 +68,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Means over replays: queries/s of all copies, and seconds of the slowest copy; nan where a
+    """Means over replays: requests/s of all copies, and seconds of the slowest copy; nan where a
     replay has no steady state."""
 
     throughput_qps: float
@@ -315,7 +315,7 @@ def main() -> None:
                         help="those whose model/cluster/task contains one of these")
     asked = parser.parse_args()
     older, rows = OtherCommit(asked.against), list[Row]()
-    lines = ["| problem | bound s | older | this tree | queries/s | ratio | bound kept "
+    lines = ["| problem | bound s | older | this tree | requests/s | ratio | bound kept "
              "| planning s | claimed gap |", f"|{'---|' * 9}"]
     print("\n".join(lines), flush=True)
     try:

@@ -128,7 +128,7 @@ def row_of(scenario: Scenario, timing: TimingSource, bound_s: float) -> Row:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    lines = ["| model, cluster, task | bound s | policy | B_E | N_D | G | TP | queries/s "
+    lines = ["| model, cluster, task | bound s | policy | B_E | N_D | G | TP | requests/s "
              "| latency s | FT | gain | FT at its best | gain | s | nodes |",
              "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"]
     return lines + [_line_of(row) for row in rows]

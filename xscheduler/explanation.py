@@ -40,7 +40,7 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
         f"{_and(absent)} {'have' if absent[1:] else 'has'} no schedule within the limits")
     if not slower:
         return f"{start} is the only policy that can be used: {none}."
-    answers = f"{start} answers {own_qps:.4g} queries/s"
+    answers = f"{start} answers {own_qps:.4g} requests/s"
     return f"{answers}, {_and(slower)}; {none}." if none else f"{answers}, {_and(slower)}."
 
 
@@ -71,8 +71,8 @@ def _compared(schedule: Schedule, row: Rejected) -> str:
     most = schedule.proof.left_open(row.subject, row.throughput_qps)
     best = "best" if most is None else "best seen"
     if most is not None:
-        point = f"{point}; no more than {most:.4g} queries/s" if point else (
-            f"no more than {most:.4g} queries/s")
+        point = f"{point}; no more than {most:.4g} requests/s" if point else (
+            f"no more than {most:.4g} requests/s")
     than = "as many as" if abs(more) < 5e-4 else f"{more:.1%} more than" if more > 0 else (
         f"{-more:.1%} less than")
     point += f"{'; ' if point else ''}{NOT_SURE}" * row.is_unsure
@@ -215,11 +215,11 @@ def _cost_of_bound(schedule: Schedule) -> str:
     if free is None:
         return ""
     if _costs_nothing(schedule):
-        return f"; without a latency bound it would be no more than {free:.4g} queries/s"
+        return f"; without a latency bound it would be no more than {free:.4g} requests/s"
     row = next((row for row in schedule.rejected if row.kind == "without a latency bound"), None)
     at = "" if row is None or row.latency_s is None else f" at {format_seconds(row.latency_s)}"
     lost = 1 - schedule.figures.throughput_qps / free
-    return (f"; the bound costs {lost:.0%} of the {free:.4g} queries/s that there would be without "
+    return (f"; the bound costs {lost:.0%} of the {free:.4g} requests/s there would be without "
             f"one{at}")
 
 

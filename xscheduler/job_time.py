@@ -154,7 +154,7 @@ def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: i
              "comes, with them, to sizes that the times say nothing of")
     note = (f"Chosen for this job's {count} queries: they should take {format_seconds(wall_s)} "
             f"from the first to the last, the least of {replayed} schedules that were simulated. "
-            f"What is fastest in a job without end ({before.throughput_qps:.4g} queries/s by "
+            f"What is fastest in a job without end ({before.throughput_qps:.4g} requests/s by "
             f"{words}) {of_it}.")
     row = Rejected(kind="highest in steady state", words=words, latency_s=before.latency_s,
                    throughput_qps=before.throughput_qps,

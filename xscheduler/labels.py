@@ -27,5 +27,5 @@ def why_not(qps: float, chosen_qps: float, most_qps: float | None = None) -> str
     lost = 1 - qps / chosen_qps
     if lost > 0:
         return f"lower throughput by {lost:.1%}" + (
-            "" if most_qps is None else f": no more than {most_qps:.4g} queries/s")
+            "" if most_qps is None else f": no more than {most_qps:.4g} requests/s")
     return "no better" if lost == 0 else f"quicker by {-lost:.1%}, but {NOT_SURE}"

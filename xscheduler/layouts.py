@@ -35,7 +35,7 @@ class LaidOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Layouts compared by queries/s, 0 for one without a schedule. is_for_job: over the whole job,
+    """Layouts compared by requests/s, 0 for one without a schedule. is_for_job: over the whole job,
     with ramp-up and drain."""
 
     tried: Sequence[LaidOut]
@@ -71,7 +71,7 @@ class Compared:
             return best.planned
         of = (f"is expected to answer the {best.problem.num_queries} queries in "
               f"{format_seconds(self.seconds(best))}" if self.is_for_job else
-              f"answers {self.queries_per_s[best.layout]:.4g} queries/s in steady state")
+              f"answers {self.queries_per_s[best.layout]:.4g} requests/s in steady state")
         others = [one for one in self.tried if one is not best]
         note = "; ".join([f"{LAYOUT_NOTE}{best.layout.words} {of}", *(
             f"{one.layout.words} {self._beside(one, best)}" for one in others)])
@@ -84,7 +84,7 @@ class Compared:
                     else "cannot run it")
         ratio = self.queries_per_s[best.layout] / rate
         return (f"would take {about}{format_seconds(self.seconds(one))} (+{ratio - 1:.0%})"
-                if self.is_for_job else f"{about}{rate:.4g} queries/s (-{1 - 1 / ratio:.0%})")
+                if self.is_for_job else f"{about}{rate:.4g} requests/s (-{1 - 1 / ratio:.0%})")
 
 
 def compared(tried: Sequence[LaidOut], *, is_steady: bool) -> Compared:

@@ -1,6 +1,6 @@
-"""The division of a cluster into copies of several sizes that has the most queries/s.
+"""The division of a cluster into copies of several sizes that has the most requests/s.
 
-    qps_of  {number of devices: queries/s of one copy on as many}
+    qps_of  {number of devices: requests/s of one copy on as many}
     best    largest sum over all multisets of sizes that fit the cluster
 
 The best division of d devices follows from the best ones of fewer (dynamic programming), so that
@@ -13,7 +13,7 @@ from xgpt.core.problem import Problem
 
 
 class Division(NamedTuple):
-    """Devices of each copy, the largest first, and the queries/s of all copies together."""
+    """Devices of each copy, the largest first, and the requests/s of all copies together."""
 
     throughput_qps: float
     sizes: tuple[int, ...]
@@ -25,13 +25,13 @@ NOTHING = Division(0.0, ())
 def best_division(qps_of: Mapping[int, float], devices: int,
                   parts: int | None = None) -> Division | None:
     """The best division of at most `devices` into `parts` copies (None: any number), of equals the
-    one of fewest copies; None if no sizes add up to `parts`. A size without queries/s is unused."""
+    one of fewest copies; None if no sizes add up to `parts`. A size of no requests/s is unused."""
     return _of_rooms(qps_of, devices, parts)[devices]
 
 
 def division_of(problem: Problem, qps_of: Mapping[int, float]) -> Division | None:
     """The best division of the problem's cluster into copies, equal or not, each on devices of one
-    node or on whole nodes; None if there is none. qps_of: queries/s of a copy by its devices."""
+    node or on whole nodes; None if there is none. qps_of: requests/s of a copy by its devices."""
     cluster, copies = problem.cluster, problem.fixed.replicas
     each, nodes = cluster.devices_per_node, cluster.num_nodes
     if copies is not None:

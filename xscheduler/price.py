@@ -54,7 +54,7 @@ class Offer:
         """The offer in words."""
         if self.throughput_qps is None:
             return f"{self.what}: {self.reason}"
-        offered = f"{self.what}: {self.throughput_qps:.4g} queries/s"
+        offered = f"{self.what}: {self.throughput_qps:.4g} requests/s"
         if self.gain is None:
             return f"{offered}, where there is no schedule now"
         changed = f" ({', '.join(map(str, self.changes))})" if self.changes else ""

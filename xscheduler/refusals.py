@@ -95,7 +95,7 @@ def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: Fe
         f"no schedule was found that satisfies the bound of {format_seconds(bound_s)} for a query "
         f"of {longest} output tokens (quantile {constraint.quantile:g}). The tightest that can be "
         f"met is {tightest} s{margin}, by policy {best.cell.policy}, "
-        f"{point_words(best.cell, best.point)} ({qps:.3g} queries/s): {_binding(best)}"
+        f"{point_words(best.cell, best.point)} ({qps:.3g} requests/s): {_binding(best)}"
         f"{remedy and '. '}{remedy}", float(tightest))
 
 

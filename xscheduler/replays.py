@@ -32,7 +32,7 @@ class Replayed(NamedTuple):
 
     @property
     def throughput_qps(self) -> float:
-        """Queries/s of one copy."""
+        """Requests/s of one copy."""
         return 0.0 if self.figures is None else self.figures.throughput_qps
 
     @property

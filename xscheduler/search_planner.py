@@ -151,7 +151,7 @@ class SearchPlanner:
     def _upper_bound(self, latency_bound_s: float, keeps: Feasibility,
                      qps: float) -> tuple[float, tuple[tuple[str, float], ...]]:
         """(upper bound on the throughput of any division of the devices, (policy, upper bound on
-        its throughput) with the highest first), queries/s. Every schedule has at least the least
+        its throughput) with the highest first), requests/s. Every schedule has at least the least
         margin."""
         kinds: dict[Kind, dict[int, float]] = {"one pool": {}, "two pools": {}}
         for size, cells in self.search.cells.items():
@@ -173,7 +173,7 @@ class SearchPlanner:
 
     def _bound_of(self, part: Problem, plans: Sequence[tuple[int, int]], kind: Kind,
                   limit_s: float) -> float:
-        """Upper bound, queries/s, on one copy on this part of the cluster by any of the plans."""
+        """Upper bound, requests/s, on one copy on this part of the cluster by any of the plans."""
         key = part.cluster.num_devices, plans, kind, limit_s
         if key not in self._upper:
             bound: UpperBound = self._bounds(part)
@@ -294,7 +294,7 @@ def _qps_of(one: Found) -> float:
 def _row(kind: AlternativeKind, subject: str, one: Found | None, qps: float,
          bound_qps: float | None) -> Rejected:
     if one is None:
-        most = "" if bound_qps is None else f"; no more than {bound_qps:.4g} queries/s"
+        most = "" if bound_qps is None else f"; no more than {bound_qps:.4g} requests/s"
         return Rejected(kind=kind, subject=subject,
                         reason=f"none was found within the limits{most}")
     own = _qps_of(one)

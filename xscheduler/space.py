@@ -63,7 +63,7 @@ class Alike(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The best point of a cell (None: it has none), its queries/s over all copies, and whether a
+    """The best point of a cell (None: it has none), its requests/s over all copies, and whether a
     replay shows them."""
 
     throughput_qps: float = 0.0

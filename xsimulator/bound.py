@@ -1,4 +1,4 @@
-"""Upper bound, in queries/s, on the throughput of one copy of the model (docs/bound.md derives it).
+"""Upper bound, in requests/s, on the throughput of one replica (docs/bound.md derives it).
 
 Symbols. Means over queries: L = input tokens, D = decode iterations, c = context tokens of a
 decoded row. d = decode iterations of the query that the latency limit T is for (xsimulator.demand).
@@ -52,7 +52,7 @@ class UpperBound:
 
     def of_plan(self, plan: tuple[int, int], kind: Kind, latency_s: float | None = None, *,
                 cutoff_qps: float = 0.0) -> float:
-        """Upper bound, queries/s, on schedules of this (tp_degree, tp_gpus), at least `cutoff_qps`.
+        """Upper bound, requests/s, on schedules of this (tp_degree, tp_gpus); `cutoff_qps` or more.
         A plan that model or cluster refuse adds nothing. latency_s: limit in place of the
         problem's."""
         limit_s = self.problem.constraint.latency_s if latency_s is None else latency_s
@@ -73,7 +73,7 @@ class UpperBound:
         return cutoff_qps
 
     def of_two_pools(self, degrees: Iterable[int], latency_s: float) -> float:
-        """Upper bound, queries/s, on two pools over all divisions of devices and layers, with
+        """Upper bound, requests/s, on two pools over all divisions of devices and layers, with
         groups of these degrees. Quicker and looser than one bound for each division."""
         return self._shared.qps(tuple(sorted(set(degrees))), latency_s)
 

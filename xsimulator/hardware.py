@@ -3,7 +3,7 @@
     work of a query   FLOPs: matmuls of its rows with every weight, and attention
                       bytes: its KV cache, written once and read at every iteration
     least_s           max(FLOPs / peak rate, bytes / bandwidth), mean over the lengths
-    limit             devices / least_s   queries/s
+    limit             devices / least_s   requests/s
 
 Reading of weights, messages, embeddings and activations are not counted, since many queries may
 share them. Published offline engines reach 59 to 90 % of such a limit on one GPU."""
@@ -55,7 +55,7 @@ def work_of_a_query(problem: Problem) -> QueryWork:
 
 
 def most_queries_per_s(problem: Problem) -> float:
-    """Roofline limit, queries/s, of all devices of the problem."""
+    """Roofline limit, requests/s, of all devices of the problem."""
     work, device = work_of_a_query(problem), problem.cluster.device
     peak = dict(device.flops_per_s).get(  # without units for the type, weights are widened
         problem.weight_dtype, device.peak_flops_per_s(problem.dtype))

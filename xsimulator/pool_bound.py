@@ -44,7 +44,7 @@ class PoolBound:
         self._pace_s = self._constraint.limit_s("tpot")
 
     def alone_qps(self, limit_s: float) -> float:
-        """Upper bound, queries/s, on schedules of this pool alone with a latency up to
+        """Upper bound, requests/s, on schedules of this pool alone with a latency up to
         `limit_s`."""
         low, high = self._rows
         if not len(low) or not self._keeps_first():
@@ -73,7 +73,7 @@ class PoolBound:
 
     @cached_property
     def most_decode_qps(self) -> float:
-        """Upper bound, queries/s, if the pool only decodes."""
+        """Upper bound, requests/s, if the pool only decodes."""
         return float(self.curve(0.0).qps.max(initial=0.0))
 
     def _keeps_first(self) -> bool:

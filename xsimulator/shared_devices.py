@@ -4,7 +4,7 @@ A decode step of n rows takes p(n) seconds through all layers and w(n) device-se
 groups of several degrees lie between the values of these degrees. Let q be the shares of tokens by
 the size n of their step, M the devices, N the rows that the caches hold, E the least device-seconds
 to encode a query, D the decode iterations of a query, d those of the query that the limit T is for,
-and lambda the throughput in queries/s. Then
+and lambda the throughput in requests/s. Then
 
     lambda (E + D sum q w(n) / n) <= M        device time
     lambda D sum q p(n) <= N                  rows in the system (Little's law)
@@ -39,7 +39,7 @@ class SharedDevices:
         self._of_degree = cache(self._find)
 
     def qps(self, degrees: tuple[int, ...], latency_s: float) -> float:
-        """Upper bound, queries/s, for groups of these degrees within a latency limit."""
+        """Upper bound, requests/s, for groups of these degrees within a latency limit."""
         found = [self._of_degree(degree) for degree in degrees]
         rows, path_s, work_s = (np.concatenate([own[kind] for own in found]) for kind in range(3))
         encode_s, own_s = min(own[3] for own in found), min(own[4] for own in found)

@@ -103,7 +103,7 @@ class PoolSteps:
 
     @cached_property
     def most_encode_qps(self) -> float:
-        """Upper bound, queries/s, if the pool only encodes."""
+        """Upper bound, requests/s, if the pool only encodes."""
         huge = np.array([MOST_ROWS])  # fixed costs are negligible
         return float(MOST_ROWS / self.encode_s(huge)[0][0])
 

@@ -39,7 +39,7 @@ class Choice:
     workload: Mapping[str, object]
     lines: Mapping[str, Mapping[str, object]]
     across: tuple[float, ...]
-    has_log: bool = False  # of queries/s
+    has_log: bool = False  # of requests/s
 
 
 def _of_policies(*names: str) -> dict[str, dict[str, object]]:
@@ -84,7 +84,7 @@ CHOICES = {
 
 
 def data(name: str) -> Data:
-    """Queries/s of each line's best schedule; None where there is none."""
+    """Requests/s of each line's best schedule; None where there is none."""
     choice = CHOICES[name]
     return {label: _planned(choice, fixed) for label, fixed in choice.lines.items()}
 
@@ -114,7 +114,7 @@ def words_of(name: str, found: Data) -> str:
     lines = "; ".join(f"{label}: " + ", ".join(
         f"{'none' if qps is None else f'{qps:g}'} at {at:g} s"
         for at, qps in zip(choice.across, own, strict=True)) for label, own in found.items())
-    return (f"Predicted queries/s of the best schedule, by data sheets: {choice.words}. {lines}.")
+    return (f"Predicted requests/s of the best schedule, by data sheets: {choice.words}. {lines}.")
 
 
 def draw_choice(name: str) -> str:
@@ -125,7 +125,7 @@ def draw_choice(name: str) -> str:
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour,
                       label=label)
-    axes.set(xlabel="bound on the latency of a query (s)", ylabel="queries/s", xscale="log",
+    axes.set(xlabel="bound on the latency of a query (s)", ylabel="requests/s", xscale="log",
              xticks=choice.across, xticklabels=[f"{at:g}" for at in choice.across])
     axes.set(**{"yscale": "log"} if choice.has_log else {"ylim": (0, None)})
     axes.minorticks_off()

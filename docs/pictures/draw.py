@@ -62,7 +62,7 @@ def replay(policy: str) -> ReplayResult:
 
 
 def trade_off(policy: str, bounds_s: tuple[float, ...] = TRADE_OFF_BOUNDS_S) -> list[float | None]:
-    """Queries/s of a policy's best schedule under each bound; None where none keeps it."""
+    """Requests/s of a policy's best schedule under each bound; None where none keeps it."""
     with tempfile.TemporaryDirectory() as folder:
         swept = xgpt.sweep(TRADE_OFF_JOB, bounds_s, over={"policy": [policy]}, out=folder)
     return [None if row["throughput_qps"] is None else round(row["throughput_qps"], 2)
@@ -140,7 +140,7 @@ def draw_trade_off() -> str:
     for (policy, name), colour in zip(TRADE_OFF_POLICIES.items(), LINES, strict=True):
         points = [(b, q) for b, q in zip(TRADE_OFF_BOUNDS_S, data[policy], strict=True) if q]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=name)
-    axes.set(xlabel="bound on the latency of a query (s)", ylabel="queries/s", ylim=(0, None),
+    axes.set(xlabel="bound on the latency of a query (s)", ylabel="requests/s", ylim=(0, None),
              xlim=(0, None))
     axes.grid(color="#e2e4e6")
     axes.legend(frameon=False, fontsize=8)

@@ -16,7 +16,7 @@ def stored() -> Planned:
 
 
 def row(own: Planned | None = None, *, qps: float = 30.0, latency_s: float = 1.0) -> Row:
-    """The stored schedule at 30 queries/s and 1 s, beside this tree's at these figures."""
+    """The stored schedule at 30 requests/s and 1 s, beside this tree's at these figures."""
     own = own or stored()
     return Row(name="p", bound_s=BOUND_S, older=stored(), own=own,
                older_replay=Replayed(throughput_qps=30.0, latency_s=1.0),

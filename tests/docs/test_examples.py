@@ -55,7 +55,7 @@ def test_a_planning_command_of_the_tutorial_runs(folder, command):
 
 
 def rows_of(printed: str) -> list[list[str]]:
-    """(bound, policy, queries/s) of each row of a sweep's table, and their titles."""
+    """(bound, policy, requests/s) of each row of a sweep's table, and their titles."""
     rows = [re.split(r"  +", line.strip())[:3] for line in printed.splitlines()]
     return [row for row in rows if len(row) == 3 and (row[0] in ("bound", "none") or (
         row[0].endswith(" s")))]

@@ -52,7 +52,7 @@ def sentences(given=BOUND, *, rejected=ROWS, unbounded_qps=None, policy_bounds=(
      "less than the best of WAA-C (encode_batch 3; not sure enough to keep the bound)"),
     (0, {"rejected": ROWS[:1], "policy_bounds": (("rra", 101.0), ("waa-c", 95.0))},
      "more than the best seen of WAA-C (encode_batch 3, decode_micro_batches 2; no more than 95 "
-     "queries/s)"),
+     "requests/s)"),
     (0, {"rejected": ROWS[:1], "policy_bounds": (("rra", 101.0), ("waa-c", 80.4))},
      "more than the best of WAA-C"),
     (0, {"rejected": ()}, "no other policy was compared"),
@@ -71,7 +71,7 @@ def sentences(given=BOUND, *, rejected=ROWS, unbounded_qps=None, policy_bounds=(
     (1, {"decode_micro_batches": 5}, "one to work on, 1 more waits its turn"),
     (1, {"decode_micro_batches": 8}, "one to work on, 4 more wait their turn"),
     # what the bound costs, and what limits the speed
-    (2, {"unbounded_qps": 200.0}, "the bound costs 50% of the 200 queries/s"),
+    (2, {"unbounded_qps": 200.0}, "the bound costs 50% of the 200 requests/s"),
     (2, {"unbounded_qps": 200.0}, "at 7.00 s"), (2, {"unbounded_qps": 100.1}, "no more than 100.1"),
     (2, {"given": {}}, "there is no latency bound"),
     (2, {"unbounded_qps": 200.0, **FULL}, "The latency bound and memory limit the speed"),

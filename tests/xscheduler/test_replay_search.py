@@ -41,7 +41,7 @@ def test_no_random_configuration_is_much_better(model, device, devices, lengths,
 
 
 def test_one_copy_may_leave_a_device_idle():
-    """One on five of the six devices: of two on three each there are 9.1 queries/s."""
+    """One on five of the six devices: of two on three each there are 9.1 requests/s."""
     problem = uniform_problem("qwen2.5-32b", "A100-80", 6, EVEN, 16.94)
     schedule = found(problem)
     assert schedule.figures.throughput_qps >= 0.98 * 12.35
@@ -50,7 +50,7 @@ def test_one_copy_may_leave_a_device_idle():
 
 def test_one_odd_point_does_not_tell_of_a_whole_cell():
     """The first that is replayed without tensor parallelism has a fifth less than its formula says;
-    others have as much, 41 queries/s: with tensor parallelism there are 34."""
+    others have as much, 41 requests/s: with tensor parallelism there are 34."""
     problem = uniform_problem("opt-13b", "A40", 4, catalog.task("S"), 12.0, FixedSchedule(
         policies=("sarathi",), replicas=1), link="pcie4-x16-p2p")
     schedule = found(problem)

@@ -164,7 +164,7 @@ def uniform(*given: Any) -> tuple[Problem, Roofline]:
 
 
 def test_it_holds_where_queries_are_evicted():
-    """Bounds that ignored preemption claimed 3.21 queries/s of this problem as its optimum."""
+    """Bounds that ignored preemption claimed 3.21 requests/s of this problem as its optimum."""
     problem, timing = uniform("llama-2-13b", "A100-40", 3, JointLengths(
         inputs=truncated_normal(60, 25, 150), outputs=truncated_normal(1000, 400, 2000)), 222.0)
     config = FixedSchedule(max_active=232, token_budget=150, tp_degree=2, tp_gpus=2)
@@ -178,7 +178,7 @@ def test_it_holds_where_queries_are_evicted():
 
 
 def test_it_is_of_one_copy_on_as_many_devices_as_are_asked_about():
-    """WAA-M on five of six devices answers 12.35 queries/s within this latency."""
+    """WAA-M on five of six devices answers 12.35 requests/s within this latency."""
     problem, timing = uniform("qwen2.5-32b", "A100-80", 5, JointLengths(
         inputs=truncated_normal(300, 100, 600), outputs=truncated_normal(300, 100, 600)), 16.94)
     assert upper_bound(problem, timing, tensor_plans(problem, timing), ["two pools"]) >= 12.35

@@ -334,7 +334,7 @@ def export(job: Job, overrides: Sequence[str], tell: Teller, *, to: str, image: 
     # its own machine is what the job runs on there
     own = ["cluster=local", f"run.ranks={num_devices}", "slurm=null"]
     said = f"chosen: {plan.schedule.estimate.policy}, " + (
-        f"{plan.schedule.figures.throughput_qps:.3g} queries/s in steady state by the times of "
+        f"{plan.schedule.figures.throughput_qps:.3g} requests/s in steady state by the times of "
         f"{cluster.name}; planned anew where it runs.")
     remarks = [f"{job.source.name} for {to}, made by `xgpt export`.",
                _REMARK[to].format(claim=claim, folder=job.source.parent), said]

@@ -206,14 +206,14 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: fl
 
 def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
     """The figures as lines of at most 80 columns."""
-    lines = [("replay", f"{replay.queries} queries: {plain(replay.throughput_qps)} queries/s, "
+    lines = [("replay", f"{replay.queries} queries: {plain(replay.throughput_qps)} requests/s, "
               f"{plain(replay.output_tokens_per_s)} tokens/s, start and end included; latency p50 "
               f"{format_seconds(replay.latency_p50_s)}, p99 "
               f"{format_seconds(replay.latency_p99_s)}; {format_seconds(replay.wall_s)} in all")]
     if replay.steady_throughput_qps is None:
         lines.append(("steady", "the job is too short to have a steady state"))
     else:
-        text = (f"{plain(replay.steady_throughput_qps)} queries/s "
+        text = (f"{plain(replay.steady_throughput_qps)} requests/s "
                 f"({_against(estimate.figures.throughput_qps, replay.steady_throughput_qps)})")
         if replay.steady_latency_s is not None:
             of = " of the slowest copy" if estimate.others else ""

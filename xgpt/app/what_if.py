@@ -121,7 +121,7 @@ def _way(way: Way) -> str:
     if way.estimate is None:
         return way.reason or "-"
     e = way.estimate
-    text = (f"{plain(e.figures.throughput_qps)} queries/s, latency "
+    text = (f"{plain(e.figures.throughput_qps)} requests/s, latency "
             f"{format_seconds(e.figures.latency_s)}: {variables(e)}")
     return text if way.reason is None else f"not admissible, {way.reason} ({text})"
 
@@ -144,7 +144,7 @@ def drift_table(rows: Sequence[DriftRow], constraint: Constraint) -> str:
              _known(row.kept.queries_s, format_seconds), _kept(row.keeps_queries),
              _known(row.kept.sequence_s, format_seconds), _kept(row.keeps_sequence))
             for row in rows]
-    text = table(("changed", "by", "queries/s", "best", "all", "", "one query", ""), body,
+    text = table(("changed", "by", "requests/s", "best", "all", "", "one query", ""), body,
                  right=(1, 2, 3, 4, 6))
     share = f"{constraint.quantile * 100:g} %"
     words = (f"Replayed as it is, while output lengths differ. best: the best schedule for those "

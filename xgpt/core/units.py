@@ -3,6 +3,7 @@ what the numbers of a schedule may be, for pydantic to check its file by."""
 
 import math
 import re
+from itertools import pairwise
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -10,8 +11,9 @@ from pydantic import BeforeValidator, Field
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 _BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
                "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 2**40}
-_SECOND_UNITS = {"US": 1e-6, "MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0}
-_NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*$")
+_SECOND_UNITS = {"US": 1e-6, "MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+_WRITTEN_OUT = {"SEC": "S", "SECOND": "S", "MINUTE": "MIN", "HR": "H", "HOUR": "H", "DAY": "D"}
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INT8 = "int8"
@@ -35,7 +37,8 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def parse_seconds(text: str | int | float) -> float:
-    """`"90 s"`, `"2 min"`, `"inf"` -> seconds; a bare number is seconds. Raises ValueError."""
+    """`"90 s"`, `"2 hours"`, `"1 h 30 min"`, `"inf"` -> seconds; a bare number is seconds. Raises
+    ValueError."""
     if isinstance(text, str) and text.strip().lower() in ("inf", ".inf", "infinity"):
         return math.inf
     return _parse(text, _SECOND_UNITS, "seconds", default="S")
@@ -52,11 +55,18 @@ def _parse(text: str | int | float, units: dict[str, int] | dict[str, float], wh
            default: str) -> float:
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         return float(text)
-    match = _NUMBER.match(str(text))
-    unit = (match.group(2).upper() or default) if match else ""
-    if match is None or unit not in units:
+    parts = [(number, _unit(name) or default) for number, name in _NUMBER.findall(str(text))]
+    is_sum = all(one in units and other in units and units[one] > units[other]
+                 for (_, one), (_, other) in pairwise(parts))  # 1 h 30 min, not 30 min 1 h
+    if _NUMBER.sub("", str(text)) or not parts or not is_sum or parts[0][1] not in units:
         raise ValueError(f"{text!r} is not an amount of {what}; units: {', '.join(units)}")
-    return float(match.group(1)) * units[unit]
+    return math.fsum(float(number) * units[unit] for number, unit in parts)
+
+
+def _unit(name: str) -> str:
+    """`"seconds"`, `"sec"` and `"s"` -> `"S"`."""
+    upper = name.upper()
+    return _WRITTEN_OUT.get(upper) or _WRITTEN_OUT.get(upper.removesuffix("S"), upper)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -77,12 +87,13 @@ def seconds_up(seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.00123 -> '1.23 ms'; inf -> 'inf'."""
+    """0.00123 -> '1.23 ms'; 7261 -> '2 h 1 min'; inf -> 'inf'."""
     if math.isinf(seconds):
         return "inf"
     if seconds >= 120:
         minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
     if seconds >= 1:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -47,7 +47,7 @@ from xgpt.job.typed import (
 )
 
 ONE_KIND = ("one kind of device: a job is not planned for several. Give each kind a job of its "
-            "own, with a share of the requests (by the queries/s that `xgpt schedule` predicts)")
+            "own, with a share of the requests (by the requests/s that `xgpt schedule` predicts)")
 _NEIGHBOURS = "a number of neighbours (2: pairs), which divides devices_per_node"
 Price = Annotated[float, typed.number("what one device costs in an hour, a number > 0", gt=0)]
 _Bandwidth = Annotated[float, typed.amount(

@@ -155,7 +155,7 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str,
     pool, controls = _only_pool(schedule), estimate.controls
     limit_s = schedule.bound.limit_s
     limit = "" if math.isinf(limit_s) else f", of {limit_s:.3g} s allowed"
-    notes = [f"Expected: {schedule.figures.throughput_qps:.3g} queries/s, latency "
+    notes = [f"Expected: {schedule.figures.throughput_qps:.3g} requests/s, latency "
              f"{schedule.figures.latency_s:.3g} s{limit}.",
              f"These are by the times of {VLLM}." if times_of == VLLM else
              f"These are by the times of {times_of}, not of {VLLM}: without a profile `--set "

@@ -17,7 +17,7 @@ from xgpt.report.output import Output, QueryColumns, ends_since_first, number, t
 # A prediction within 15 % is what the project promises of itself.
 GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30
 MEASURES = {  # key of metrics.json -> (label, unit)
-    "throughput_qps": ("Throughput", "queries/s"),
+    "throughput_qps": ("Throughput", "requests/s"),
     "output_tokens_per_s": ("Output tokens", "tokens/s"),
     "latency_p50_s": ("Latency P50", "s"), "latency_p99_s": ("Latency P99", "s"),
     "ttft_p50_s": ("First token P50", "s"), "ttft_p99_s": ("First token P99", "s"),

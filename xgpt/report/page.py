@@ -205,7 +205,7 @@ def _of_the_choice(schedule: Schedule) -> Iterator[Hint]:
     lost = lost_to_bound(schedule)
     if lost is not None and lost >= _MATTERS and schedule.proof.unbounded_qps:
         yield Hint(f"The latency bound costs {percent(lost)} of the throughput "
-                   f"({plain(schedule.proof.unbounded_qps)} queries/s without it). See what lies "
+                   f"({plain(schedule.proof.unbounded_qps)} requests/s without it). See what lies "
                    "between:", "sweep JOB.yaml")
     if schedule.margin.cost >= _MATTERS:
         yield Hint(f"The margin costs {percent(schedule.margin.cost)} of the throughput. Where a "
@@ -280,13 +280,13 @@ def headline(runs: Sequence[Run]) -> str:
         return text
     first, second, *_ = sorted(rates, key=lambda name: -rates[name])
     ratio, slowest = rates[first] / rates[second], min(rates.values())
-    shown = f"{quantity(rates[first], 'queries/s')} against {quantity(rates[second], 'queries/s')}"
+    shown = " against ".join(quantity(rates[one], "requests/s") for one in (first, second))
     if ratio - 1 < _AS_FAST:
         return f"{text}: {first} and {second} are as fast within {percent(_AS_FAST)}, {shown}"
     if len(runs) == 2:
         return f"{first} is {ratio:.2f} times as fast as {second}: {shown}"
     return (f"{text}: {first} is the fastest, {shown} of the next, {second}, and "
-            f"{quantity(slowest, 'queries/s')} of the slowest")
+            f"{quantity(slowest, 'requests/s')} of the slowest")
 
 
 def figure_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

@@ -54,7 +54,7 @@ def _context(sweep: SweepRows, drawn: Sequence[Chart]) -> dict[str, Any]:
     best = max((row for row in rows if row.get("status") == OK), default={},
                key=lambda row: number_of(row, "throughput_qps") or 0.0)
     rate = number_of(best, "throughput_qps")
-    tiles = [("Best throughput", "-" if rate is None else f"{plain(rate)} queries/s",
+    tiles = [("Best throughput", "-" if rate is None else f"{plain(rate)} requests/s",
               f"{title_of(str(best.get('chosen') or best.get('policy')))} on "
               f"{best.get('gpus') or '?'} devices, bound: {bound_words(bound_of(best))}"
               if best else ""),
@@ -113,13 +113,13 @@ def _quantities(rows: Sequence[Row], place_of_none: float) -> tuple[list[Quantit
               Quantity("devices", of("gpus")), Quantity("copies of the model", of("replicas")),
               Quantity("time of the job, seconds", of("makespan_s")),
               Quantity("device-seconds a query", of("gpu_s_per_query"))]
-    up = [Quantity("queries/s", of("throughput_qps")),
+    up = [Quantity("requests/s", of("throughput_qps")),
           Quantity("output tokens/s", of("output_tokens_per_s")),
           Quantity("device-seconds a query", of("gpu_s_per_query")),
           Quantity("time of the job, seconds", of("makespan_s")),
           Quantity("memory of the fullest rank, GiB", of("memory_bytes", 1 / GIB)),
           Quantity("expected latency, seconds", of("latency_s")),
-          Quantity("queries/s, measured", of("measured_qps")),
+          Quantity("requests/s, measured", of("measured_qps")),
           Quantity("latency P99, seconds, measured", of("measured_latency_p99_s"))]
     differ = [q for q in across if len({q.of(row) for row in rows} - {None}) > 1]
     return differ or across[:1], [q for q in up if any(q.of(row) is not None for row in rows)]

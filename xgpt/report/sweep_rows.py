@@ -40,7 +40,7 @@ class SweepColumn:
 
 
 # by the end of a column's name; of `gap` and `margin_cost` it is the whole
-_UNITS = {"tokens_per_s": "tokens/s", "_qps": "queries/s", "_bytes": "bytes", "_s": "s",
+_UNITS = {"tokens_per_s": "tokens/s", "_qps": "requests/s", "_bytes": "bytes", "_s": "s",
           "_s_per_query": "s", "gap": "share", "margin_cost": "share"}
 
 
@@ -190,7 +190,7 @@ def bound_of(row: Row) -> float:
 
 
 class Winner(NamedTuple):
-    """The best policy of a scenario under a bound. `others`: what the others reach, in queries/s;
+    """The best policy of a scenario under a bound. `others`: what the others reach, in requests/s;
     `why`: where it is another than under the tighter bound."""
 
     scenario: str
@@ -241,7 +241,7 @@ def _rate(row: Row) -> float:
 
 
 def _shown_rate(row: Row) -> str:
-    """Queries/s, and what its run measured, if it has one that did not fail."""
+    """Requests/s, and what its run measured, if it has one that did not fail."""
     measured = number_of(row, "measured_qps")
     return plain(_rate(row)) + ("" if measured is None else f" (measured {plain(measured)})")
 
@@ -252,7 +252,7 @@ def _why(first: str, before: Mapping[str, float], now: Mapping[str, float], lack
     policy that no point asked for has no figure, and is not one without a schedule."""
     if not before or first == (last := next(iter(before))):
         return ""
-    new = (f"{first} rises from {plain(before[first])} to {plain(now[first])} queries/s"
+    new = (f"{first} rises from {plain(before[first])} to {plain(now[first])} requests/s"
            if first in before else f"{first} keeps no tighter bound" if first in lacked
            else f"{first} was not compared at the tighter bound")
     old = (f"{last} from {plain(before[last])} to {plain(now[last])}" if last in now else
@@ -272,7 +272,7 @@ def headline(rows: Sequence[Row]) -> str:
     is_best += "".join(f", {other} in {times}" for other, times in others)
     if num_scenarios > 1:
         return f"{', '.join(said)}: {is_best}"
-    rates = f"{best[0].throughput} queries/s {_within(best[0])}"
+    rates = f"{best[0].throughput} requests/s {_within(best[0])}"
     if len(best) > 1:
         rates = f"from {rates} to {best[-1].throughput} {_within(best[-1])}"
     return f"{is_best}: {rates}"
@@ -305,7 +305,7 @@ def sweep_text(rows: Sequence[Row]) -> str:
     lines = [paragraph(headline(rows))]
     if best:
         lines.append(table(
-            ("scenario", "bound", "best", "queries/s", "latency", "others, queries/s")[first:end],
+            ("scenario", "bound", "best", "requests/s", "latency", "others, requests/s")[first:end],
             [winner[first:end] for winner in best[:_MOST_LINES]], right=(3 - first, 4 - first)))
     lines += [paragraph(f"no schedule: {policies} at {bounds}: {why}")
               for _, policies, bounds, why in without[:_MOST_REASONS]]

@@ -61,7 +61,7 @@ def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
     # above it the peak rates that were measured are too low, and a share of them says nothing
     most, own = proof.hardware_qps, schedule.figures.throughput_qps
     if most and own <= most:
-        search.append(("devices", f"{percent(own / most, 0)} of the {plain(most)} queries/s that "
+        search.append(("devices", f"{percent(own / most, 0)} of the {plain(most)} requests/s that "
                        "products at the peak rate and KV entries at full bandwidth would allow"))
     if proof.pruned:
         search.append(("ruled out", words.pruned_words(schedule)))
@@ -102,14 +102,14 @@ def choice_table(schedule: Schedule) -> str:
     """Why it was chosen, the best of each other policy and degree, and what the bound excluded."""
     why = _lines([("why" if index == 0 else "", sentence)
                   for index, sentence in enumerate(schedule.explanation)])
-    others = table(("alternative", "queries/s", "less", "latency", "configuration"), [
+    others = table(("alternative", "requests/s", "less", "latency", "configuration"), [
         (row.name, *compared(row, schedule), _configuration(row)) for row in schedule.rejected],
         right=(1, 2, 3)) if schedule.rejected else ""
     return "\n".join(filter(None, (why, others)))
 
 
 def compared(row: Rejected | CopiesTried, schedule: Schedule) -> tuple[str, str, str]:
-    """Its queries/s, how much less that is, and its latency."""
+    """Its requests/s, how much less that is, and its latency."""
     qps, latency_s = row.throughput_qps, row.latency_s
     return ("-" if qps is None else plain(qps),
             "-" if qps is None else percent(1 - qps / schedule.figures.throughput_qps, 1),
@@ -135,7 +135,7 @@ def copies_table(schedule: Schedule) -> str:
             cells = plain(own.throughput_qps), "chosen", format_seconds(own.latency_s)
         body.append((str(row.replicas), sum_of(row.devices or (row.devices_per_replica,)), *cells,
                      plain(row.bound_qps) if row.bound_qps > 0 else "-", row.words))
-    return table(("copies", "devices", "queries/s", "less", "latency", "at most", "by"), body,
+    return table(("copies", "devices", "requests/s", "less", "latency", "at most", "by"), body,
                  right=(0, 1, 2, 3, 4, 5)) if body else ""
 
 
@@ -162,7 +162,7 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
         *(("beside", _beside(other, count)) for other, count in Counter(e.others).items()),
         *(("layout", note.removeprefix(LAYOUT_NOTE)) for note in e.notes
           if note.startswith(LAYOUT_NOTE)),
-        ("throughput", f"{plain(figures.throughput_qps)} queries/s, "
+        ("throughput", f"{plain(figures.throughput_qps)} requests/s, "
                        f"{plain(figures.output_tokens_per_s)} output tokens/s in steady state"),
         ("latency", _latency(figures.latency_s, bound)),
         *cost,
@@ -212,7 +212,7 @@ def _beside(other: Estimate, count: int) -> str:
         f" of {words.counted(len(deployment.stages), 'stage')}")
     nodes = f"on each of {count} nodes " if count > 1 else ""
     return (f"{nodes}{stages or _parallel(other)}: {controls_line(other)}; "
-            f"{plain(count * figures.throughput_qps)} of the queries/s, latency "
+            f"{plain(count * figures.throughput_qps)} of the requests/s, latency "
             f"{format_seconds(figures.latency_s)}")
 
 
@@ -233,14 +233,14 @@ def _bound_cost(schedule: Schedule) -> str:
         return "its cost was not computed"
     if not lost:
         return "costs nothing"
-    return f"costs {percent(lost, 1)} of the throughput ({plain(free)} queries/s without it)"
+    return f"costs {percent(lost, 1)} of the throughput ({plain(free)} requests/s without it)"
 
 
 def _status(schedule: Schedule) -> str:
     proof = schedule.proof
     if proof.status == Status.JOB:
         return proof.status if math.isinf(proof.bound_qps) else (
-            f"{proof.status} (the steady state gives at most {plain(proof.bound_qps)} queries/s)")
+            f"{proof.status} (the steady state gives at most {plain(proof.bound_qps)} requests/s)")
     if not math.isfinite(proof.gap):
         return f"{proof.status}, no gap proved"
     if proof.status != Status.WITHIN_GAP:

@@ -14,7 +14,7 @@ from xgpt.report.figures import percent, plain
 from xgpt.report.output import Output, number, text_at
 
 # a number and its unit stay on one line
-_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ms|us|s|[KMGT]iB|B|queries/s|tokens/s)(?:\W|$))")
+_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ms|us|s|[KMGT]iB|B|requests/s|tokens/s)(?:\W|$))")
 _FENCED = re.compile(r"(```.*?(?:```|\Z))", re.DOTALL)  # the last one may be open
 MAX_TEXT = 20_000
 
@@ -68,7 +68,7 @@ def headline(output: Output, metrics: Mapping[str, Any]) -> str:
     # the time and the speed are of this run, of the others they are not known
     of = counted(queries - before, "query") + f" of {queries:,.0f}" * bool(before)
     took = f" in {format_seconds(wall_s)}" if wall_s is not None else ""
-    speed = f", {plain(rate)} queries a second" if rate is not None else ""
+    speed = f", {plain(rate)} requests a second" if rate is not None else ""
     rest = f", after {before:,.0f} by earlier runs" if before else ""
     return f"{of} through {model} on {where}{took}{speed}{rest}"
 
@@ -78,7 +78,7 @@ def bare_gap(schedule: Schedule) -> str:
     proof, to = schedule.proof, "to schedules with no margin of their own"
     if proof.bare_gap is None or proof.bare_qps is None:
         return to
-    return (f"{to}: the best seen of those has {plain(proof.bare_qps)} queries/s, which leaves "
+    return (f"{to}: the best seen of those has {plain(proof.bare_qps)} requests/s, which leaves "
             f"{percent(proof.bare_gap, 2)} open; the rest is the margin")
 
 
@@ -87,7 +87,7 @@ def bounds_words(schedule: Schedule) -> str:
     policies: dict[str, list[str]] = {}
     for name, qps in schedule.proof.policy_bounds:
         policies.setdefault(plain(qps), []).append(policy(name).title)
-    parts = [f"{qps}{' queries/s' * (index == 0)} by {listed(names)}"
+    parts = [f"{qps}{' requests/s' * (index == 0)} by {listed(names)}"
              for index, (qps, names) in enumerate(policies.items())]
     return f"{', '.join(parts)}. These are bounds, not schedules"
 

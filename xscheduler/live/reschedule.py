@@ -128,13 +128,13 @@ def _recommend(ways: Reschedule) -> Reschedule:
                   f"after {math.ceil(ways.break_even_queries)} queries, and {left:.0f} are left")
     if adjust <= keep * (1 + NOTHING):
         return replace(ways, choice="keep", sentence=(
-            f"Keep the schedule: under these lengths it answers {keep:.4g} queries/s within the "
+            f"Keep the schedule: under these lengths it answers {keep:.4g} requests/s within the "
             f"bound, and no other batch sizes bring more than {NOTHING:.1%}{unless}."))
     gain = (f"{adjust / keep - 1:.1%} more than now" if keep
             else f"while the current one no longer serves ({ways.keep.reason})")
     assert ways.adjust.estimate is not None
     return replace(ways, choice="adjust", sentence=(
-        f"Change the batch sizes to {variables(ways.adjust.estimate)}: {adjust:.4g} queries/s, "
+        f"Change the batch sizes to {variables(ways.adjust.estimate)}: {adjust:.4g} requests/s, "
         f"{gain}, and no layer moves{unless}."))
 
 
@@ -143,7 +143,7 @@ def _redeploy_words(ways: Reschedule) -> str:
     best = max(ways.keep.qps, ways.adjust.qps)
     loaded = (f"{format_bytes(ways.loading.total_bytes)} are loaded in "
               f"{format_seconds(ways.cost_s)}")
-    start = f"Redeploy as {variables(ways.redeploy.estimate)}: {ways.redeploy.qps:.4g} queries/s"
+    start = f"Redeploy as {variables(ways.redeploy.estimate)}: {ways.redeploy.qps:.4g} requests/s"
     if not best:
         return (f"{start}; {loaded}. Without moving layers no schedule is admissible "
                 f"({ways.adjust.reason}).")
@@ -195,7 +195,7 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
             f"if not with a confidence of {bound.confidence:g}"))
     if keep.qps and best.qps <= keep.qps * (1 + LEAST_GAIN):
         return stays(f"other batch sizes bring no more than {LEAST_GAIN:.0%}")
-    gain = (f"{best.qps / keep.qps - 1:.0%} more queries/s" if keep.qps
+    gain = (f"{best.qps / keep.qps - 1:.0%} more requests/s" if keep.qps
             else f"as it was it no longer serves: {keep.reason}")
     return Revised(keep=keep, estimate=best.estimate, reason=gain, is_kept=True)
 

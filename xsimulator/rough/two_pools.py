@@ -145,7 +145,7 @@ class TwoPools:
         cycle = partial(_cycle_s, decoding, points)
         rows, taken = _decoding(work, points, batch / between_s, cycle)
         cycle_s = cycle(rows, taken)
-        of_chunks = taken / (work.inputs.mean * cycle_s)  # queries/s that the decode pool encodes
+        of_chunks = taken / (work.inputs.mean * cycle_s)  # requests/s that the decode pool encodes
         # at most as many queries end as are encoded
         qps = np.minimum(rows / (work.iterations * cycle_s), batch / between_s + of_chunks)
         share = of_chunks / np.maximum(qps, 1e-300)

@@ -80,7 +80,7 @@ def test_the_wait_is_told_each_minute_with_who_holds_the_lock(tmp_path, monkeypa
     assert len(tell.lines) == 3
     assert all(f"(process {pid} on {socket.gethostname()}), since 20" in said
                and said.endswith("job.yaml") for said in tell.lines)
-    assert "waiting, 2m0" in tell.lines[2]
+    assert "waiting, 2 min" in tell.lines[2]
 
 
 def test_another_engine_does_not_wait_nor_another_host(tmp_path):

@@ -47,13 +47,13 @@ def test_runs_and_the_fastest_are_named_by_what_tells_them_apart_and_differences
     assert set(told) == {"constraint.latency_s", "model", "workload.requests"}
     rows = dict(figure_rows(read))
     assert rows["Queries"] == ["8", "12"] and rows["Policy"] == ["RRA", "RRA"]
-    assert all("(predicted 2.05 queries/s)" in cell for cell in rows["Throughput"])
+    assert all("(predicted 2.05 requests/s)" in cell for cell in rows["Throughput"])
     first, second = read_runs(runs)
     half = dict(first.metrics) | {"throughput_qps": {"measured": 1.0}}
     twice = dict(second.metrics) | {"throughput_qps": {"measured": 2.5}}
     both = [first._replace(metrics=half), second._replace(metrics=twice)]
-    assert headline(both) == ("b/out is 2.50 times as fast as a/out: 2.50 queries/s against "
-                              "1.00 queries/s")
+    assert headline(both) == ("b/out is 2.50 times as fast as a/out: 2.50 requests/s against "
+                              "1.00 requests/s")
     assert headline([first._replace(metrics={}), second]) == "2 runs beside one another"
 
 

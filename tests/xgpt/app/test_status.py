@@ -178,7 +178,7 @@ def test_asking_does_not_keep_a_run_from_starting(tmp_path):
 
 def test_the_time_left_is_that_of_this_run_and_none_of_what_should_be_over(tmp_path):
     resumed = replace(RUNNING, done=200, done_before=190)  # 10 queries in a minute
-    assert "20m00s left" in progress_line(resumed, 5.0, time_left_s(resumed, tmp_path))
+    assert "20 min 0 s left" in progress_line(resumed, 5.0, time_left_s(resumed, tmp_path))
     plan: Any = SimpleNamespace(output=tmp_path, model_name="toy", model_dir=None, sync_s=5.0,
                                 aside=())
     sink = RunSink(plan, num_queries=400, before=Answered(190, frozenset()))

@@ -214,13 +214,13 @@ def test_every_help_fits(words):
 
 def test_a_last_column_of_words_goes_on_below_and_loses_none():
     words = "188 at a time, 219 tokens, 2 groups, TP 8 on 16, and " + "more " * 20
-    shown = table(("policy", "queries/s", "configuration"), [("Sarathi", "4.96", words),
+    shown = table(("policy", "requests/s", "configuration"), [("Sarathi", "4.96", words),
                                                              ("FT", "2.1", "")], right=(1,))
     check_width(shown)
     lines = shown.splitlines()
-    assert " ".join(line[20:] for line in lines[2:-1]).split() == words.split()
-    assert lines[2].startswith("Sarathi ") and lines[3].startswith(" " * 20)
-    assert lines[-1] == "FT             2.1"
+    assert " ".join(line[21:] for line in lines[2:-1]).split() == words.split()
+    assert lines[2].startswith("Sarathi ") and lines[3].startswith(" " * 21)
+    assert lines[-1] == "FT              2.1"
     check_width(table(("a", "b"), [("x" * 90, "y")], right=(0,)))
 
 
@@ -245,5 +245,5 @@ def test_tables_fit_a_narrow_terminal_and_keep_80_columns_elsewhere(columns, mon
     assert max(map(len, fact("why", words).splitlines())) <= min(columns, 80), "but for COLUMNS"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for text in (fact("why", words), paragraph(words), table(
-            ("policy", "queries/s", "words"), [("RRA", "1.5", words)], right=(1,))):
+            ("policy", "requests/s", "words"), [("RRA", "1.5", words)], right=(1,))):
         assert max(map(len, text.splitlines())) <= min(columns, 80), text

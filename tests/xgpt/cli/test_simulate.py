@@ -46,7 +46,7 @@ def test_every_policy_agrees_with_its_replay_and_stays_within_80_columns(job, po
     done = run(job, policy=policy, **CONTROLS[policy])
     assert done.exit_code == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert f"{row_of(policy).title}: " in done.stdout and "queries/s" in done.stdout
+    assert f"{row_of(policy).title}: " in done.stdout and "requests/s" in done.stdout
     found = json.loads(run(job, "--json", policy=policy, **CONTROLS[policy]).stdout)
     estimate, replayed = found["estimate"], found["replay"]
     assert estimate["controls"]["policy"] == policy

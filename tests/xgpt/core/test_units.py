@@ -19,12 +19,13 @@ from xgpt.core.units import (
         ("48 GiB", 48 * GIB), ("80GB", 80 * 10**9), ("1.5 kb", 1500), ("7", 7), (1024, 1024),
         ("1e9 B", 10**9))),
     *((parse_seconds, text, pytest.approx(seconds)) for text, seconds in (
-        ("90 s", 90), ("2 min", 120), ("1.5h", 5400), ("250 ms", 0.25), ("10 us", 1e-5),
+        ("90 s", 90), ("30 seconds", 30), ("1 h 30 min", 5400), ("2 min", 120),
+        ("250 ms", 0.25), ("10 us", 1e-5),
         (11.5, 11.5), ("3", 3), ("inf", math.inf), (".inf", math.inf), (" Infinity ", math.inf),
         (math.inf, math.inf))),
     *((format_seconds, *row) for row in (
         (math.inf, "inf"), (3.2e-6, "3.2 us"), (0.00123, "1.23 ms"), (1.5, "1.50 s"),
-        (59.94, "59.9 s"), (125, "2m05s"), (7261, "2h01m"))),
+        (59.94, "59.9 s"), (125, "2 min 5 s"), (7261, "2 h 1 min"))),
     *((format_bytes, *row) for row in (
         (0, "0 B"), (1536, "1.5 KiB"), (48 * GIB, "48 GiB"), (-2048, "-2 KiB"))),
     # to serve as a bound
