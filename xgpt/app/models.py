@@ -138,7 +138,8 @@ def check_model_named(name: str) -> ModelCheck:
     if "/" not in name or name.startswith((".", "/", "~")):
         raise wrong("command line", "model", name,
                     "neither a folder with config.json nor in the catalog: "
-                    f"{nearest(name, catalog.names('model'))}; or a hub id owner/name")
+                    f"{nearest(name, catalog.names('model'), is_sized=True)}; or a hub id "
+                    "owner/name")
     folder, why = config_from_hub(name)
     if folder is None:
         raise XgptError(f"{name!r}: no folder, not in the catalog, and the hub did not serve its "

@@ -128,11 +128,12 @@ class Plan:
         problem, cluster = self.opened.problem, self.opened.problem.cluster
         head = paragraph(f"{problem.model.name} on {cluster.name} ({cluster.num_devices} x "
                          f"{cluster.device.name}), {problem.dtype}")
+        assumed = paragraph(f"links: assumed {cluster.assumed}") if cluster.assumed else ""
         times = paragraph(f"times: {self.timing.provenance()}")
         count = problem.num_queries
         horizon = fact("horizon", f"this job's {counted(count, 'query')}"
                        if self.horizon == "job" and count else "steady state, a job without end")
-        tables = (head, times, horizon, schedule_table(self.schedule),
+        tables = (head, assumed, times, horizon, schedule_table(self.schedule),
                   choice_table(self.schedule), copies_table(self.schedule),
                   stage_table(self.schedule))
         return "\n".join(filter(None, tables))

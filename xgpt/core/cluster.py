@@ -85,6 +85,7 @@ class Cluster:
     host_bytes_per_s: float = HOST_BYTES_PER_S
     island_link: Link | None = None
     island_size: int = 1
+    assumed: str = ""  # links that nobody stated, in words; "": all are
 
     @property
     def num_devices(self) -> int:

@@ -79,7 +79,8 @@ class UnknownNameError(XgptError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         self.kind, self.name, self.known = kind, name, sorted(known)
-        super().__init__(f"unknown {kind} {name!r}: {nearest(name, self.known)}")
+        meant = nearest(name, self.known, is_sized=kind in ("model", "device"))
+        super().__init__(f"unknown {kind} {name!r}: {meant}")
 
 
 class InfeasibleError(XgptError):
@@ -113,10 +114,14 @@ class StoppedEarly(XgptError):
     exit_code = EXIT_RESUMABLE
 
 
-def nearest(name: str, known: Sequence[str], *, elsewhere: str | None = None) -> str:
+def nearest(name: str, known: Sequence[str], *, elsewhere: str | None = None,
+            is_sized: bool = False) -> str:
     """'did you mean X? known: A, B, C' for an unknown `name`. `elsewhere`: a name that is not among
-    the known and may be meant as well."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    the known and may be meant as well. `is_sized`: names that differ in a number, or in more than a
+    letter or two, are other models or devices, and never proposed."""
+    alike = [one for one in known
+             if not is_sized or re.findall("[0-9]+", one) == re.findall("[0-9]+", name)]
+    close = difflib.get_close_matches(name, alike, n=1, cutoff=0.8 if is_sized else 0.6)
     meant = [repr(one) for one in (elsewhere, *close) if one is not None]
     hint = f"did you mean {' or '.join(meant)}? " if meant else ""
     return f"{hint}known: {', '.join(known)}"

@@ -31,7 +31,7 @@ from xgpt.job.plan_sections import (
     InlineCluster,
     Price,
     built_cluster,
-    cluster_names,
+    cluster_words,
     constraint_of,
     schedule_of,
     section_kind,
@@ -71,7 +71,8 @@ def _model(value: Any, folder: Path) -> str:
     if name.startswith((".", "/", "~")):
         raise ValueError(f"no config.json in {local}")
     if "/" not in name:
-        raise ValueError(f"unknown model; {nearest(name, known)}; or a folder, or a hub id a/b")
+        raise ValueError(f"unknown model; {nearest(name, known, is_sized=True)}; or a folder, or a "
+                         "hub id a/b")
     if not _HUB_ID.fullmatch(name):
         raise ValueError("neither a folder with config.json nor a hub id owner/name")
     return name
@@ -223,7 +224,7 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
     schedule, adjustment = schedule_of(reading, _places)
     for key, words in (
             ("model", f"required: {_MODEL}"),
-            ("cluster", f"required: {', '.join(cluster_names())}, or a mapping"),
+            ("cluster", f"required: {cluster_words()}"),
             ("workload", "required: a mapping with requests and lengths")):
         if not reading.has(key):
             reading.reject(key, words)

@@ -19,7 +19,7 @@ from xgpt.core import catalog
 from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster, Device, Link
 from xgpt.core.constraint import Bound, BoundKind, Constraint, Metric, Objective, latency_constraint
 from xgpt.core.controls import LEAST_TOKENS, ROUTINGS, Adjustment, FixedSchedule
-from xgpt.core.errors import nearest
+from xgpt.core.errors import UnknownNameError, XgptError, nearest
 from xgpt.core.policies import (
     Policy,
     able_policies,
@@ -123,7 +123,31 @@ def cluster_names() -> list[str]:
     return [*catalog.names("cluster"), LOCAL_CLUSTER]
 
 
-AnyCluster = Annotated[Any, _or_mapping(InlineCluster, cluster_names, str)]
+def cluster_words() -> str:
+    return f"{', '.join(cluster_names())}, so many GPUs (8xH100), or a mapping"
+
+
+def _cluster_of(value: Any) -> str:
+    """The name of a cluster of the catalog, or of one like `8xH100`. Raises ValueError."""
+    if isinstance(value, list):
+        raise ValueError(ONE_KIND)
+    name = value if isinstance(value, str) else ""
+    if name == LOCAL_CLUSTER:
+        return name
+    try:
+        return catalog.cluster(name).name
+    except UnknownNameError as unknown:
+        if unknown.kind == "device":
+            raise ValueError(str(unknown)) from None
+        known = nearest(name, cluster_names()).replace("known:", "allowed:")
+        raise ValueError(f"{known}, so many GPUs (8xH100), or a mapping") from None
+    except XgptError as refused:
+        raise ValueError(str(refused)) from None
+
+
+AnyCluster = Annotated[Any, OrMapping(InlineCluster, Of(_cluster_of, anyOf=lambda: [
+    {"enum": cluster_names()},
+    {"type": "string", "pattern": f"^{catalog.SIZED.pattern}$"}]), cluster_words)]
 
 
 def built_cluster(own: InlineCluster, reading: typed.Reading) -> Cluster:

@@ -94,6 +94,18 @@ def test_the_papers_links_join_its_clusters():
     assert a100.link_between(7, 8).bandwidth_bytes_per_s * 8 == pytest.approx(1.6e12)
 
 
+@pytest.mark.parametrize(("name", "nodes", "each", "inside"), [
+    ("8xH100", 1, 8, "nvlink4"), ("16xA100", 2, 8, "nvlink3"), ("64xh200", 8, 8, "nvlink4"),
+    ("4 x RTX 4090", 1, 4, "pcie4-x16")])
+def test_so_many_gpus_are_nodes_of_eight_with_links_that_are_said(tmp_path, name, nodes, each,
+                                                                  inside):
+    cluster = resolve_cluster(job(tmp_path, cluster=name))
+    assert (cluster.num_nodes, cluster.devices_per_node) == (nodes, each)
+    assert (cluster.intra_link.name, cluster.inter_link.name) == (inside, "ib-400g")
+    assert inside in cluster.assumed and ("ib-400g" in cluster.assumed) == (nodes > 1)
+    assert not catalog.cluster("h100-8").assumed
+
+
 def test_clusters_say_how_quickly_weights_are_loaded_or_leave_it_to_the_defaults():
     stated, default = (catalog.cluster(name) for name in ("a40-48", "h100-8"))
     assert (stated.ssd_bytes_per_s, stated.host_bytes_per_s) == (7e9, 5e9)

@@ -2,6 +2,7 @@
 
 A lookup is exact and its error lists the known names. A new row is all that a new variant needs."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,11 +12,15 @@ from typing import Any, Literal
 import yaml
 
 from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster, Device, Link
-from xgpt.core.errors import UnknownNameError
+from xgpt.core.errors import UnknownNameError, XgptError
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.model import ModelSpec, model_from_dict
 
 Kind = Literal["model", "device", "link", "cluster", "task", "wheel", "engine"]
+
+SIZED = re.compile(r"([0-9]{1,5}) ?[xX] ?([A-Za-z].*)")  # the name of a cluster of so many GPUs
+NODE_SIZE = 8  # chosen: as DGX, HGX and the clouds' machines have
+NETWORK = "ib-400g"  # chosen: between nodes of such a cluster
 
 # The C parser where libyaml is there: the model table costs 40 ms without it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -129,6 +134,9 @@ def link(name: str) -> Link:
 
 @cache
 def cluster(name: str) -> Cluster:
+    """The cluster of a row, or of so many GPUs: `8xH100`. Raises UnknownNameError or XgptError."""
+    if (sized := SIZED.fullmatch(name)) is not None:
+        return gpu_cluster(int(sized[1]), sized[2])
     row = _row("cluster", name)
     islands = {"island_link": link(row["island_link"]),
                "island_size": row["island_size"]} if "island_link" in row else {}
@@ -137,6 +145,41 @@ def cluster(name: str) -> Cluster:
                    inter_link=link(row["inter_link"]), **islands,
                    ssd_bytes_per_s=row.get("ssd_gb_per_s", SSD_BYTES_PER_S / 1e9) * 1e9,
                    host_bytes_per_s=row.get("host_gb_per_s", HOST_BYTES_PER_S / 1e9) * 1e9)
+
+
+def gpu_cluster(count: int, device_name: str) -> Cluster:
+    """`count` GPUs in nodes of eight, joined by links that such nodes are sold with; `assumed` says
+    which. Raises UnknownNameError for an unknown device, XgptError for a count that fills no
+    nodes."""
+    own = device_named(device_name)
+    inside, between = link(_row("device", own.name)["intra_link"]), link(NETWORK)
+    nodes, rest = divmod(count, NODE_SIZE)
+    if rest and nodes or not count:
+        raise XgptError(f"{count} GPUs: 1 to {NODE_SIZE}, or a multiple of {NODE_SIZE}; other "
+                        "nodes are described by a mapping: {device: "
+                        f"{own.name}, num_nodes: 3, devices_per_node: 4, intra_link: "
+                        f"{inside.name}, inter_link: {between.name}}}")
+    words = f"{inside.name} ({inside.bandwidth_bytes_per_s / 1e9:g} GB/s) inside a node"
+    if nodes > 1:
+        words += (f" of {NODE_SIZE}, {between.name} "
+                  f"({between.bandwidth_bytes_per_s / 1e9:g} GB/s) between nodes")
+    return Cluster(name=f"{count}x{own.name}", device=own, num_nodes=max(nodes, 1),
+                   devices_per_node=min(count, NODE_SIZE), intra_link=inside, inter_link=between,
+                   assumed=f"{words}; a mapping under `cluster` describes other links")
+
+
+def device_named(text: str) -> Device:
+    """The device of that name, however its letters and dashes are written (`rtx4090`), or of a
+    short name (`A100`). Raises UnknownNameError."""
+    wanted = _bare(text)
+    for name, row in _rows("device").items():
+        if wanted in map(_bare, (name, *row.get("also", ()))):
+            return device(name)
+    raise UnknownNameError("device", text, names("device"))
+
+
+def _bare(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
 
 
 @cache
