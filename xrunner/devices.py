@@ -1,7 +1,6 @@
-"""The device a rank works on: the CPU, or one of its host's GPUs; and what differs between the two.
-
-The ranks of a host take its GPUs in turn. Where there are more ranks than GPUs they share them:
-each has its own part of the memory, and messages between them go through the host's."""
+"""A rank's device: the CPU, or one of its host's GPUs. The ranks of a host take its GPUs in turn.
+More ranks than GPUs share them: each has its own part of the memory, and messages between them go
+through host memory."""
 
 import gc
 import resource
@@ -20,7 +19,8 @@ CPU = torch.device("cpu")
 
 
 def local_rank(world: Any) -> int:
-    """This rank's place among those of its host. `world`: of mpi4py; collective."""
+    """This rank's number among the ranks of its host. `world`: a communicator of mpi4py;
+    collective."""
     from mpi4py import MPI
 
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -30,7 +30,8 @@ def local_rank(world: Any) -> int:
 
 
 def own_device(kind: Kind, place: int) -> torch.device:
-    """The device of the rank at `place` of its host, made the current one. Raises XgptError."""
+    """Selects and returns the device of the host's rank number `place`. Raises XgptError without
+    GPU."""
     # TF32 keeps 10 bits of a factor: float32 tokens would not be those of the same model elsewhere
     torch.set_float32_matmul_precision("highest")
     if kind == "cpu":
@@ -47,16 +48,17 @@ def own_device(kind: Kind, place: int) -> torch.device:
 
 
 def gpu_of(place: int, kinds: Sequence[Hashable]) -> int:
-    """Which of a host's GPUs its rank at `place` takes: of the largest group of equal ones, as
-    xgpt.core.system.machine counts them, in turn. `kinds`: of all its GPUs."""
+    """Index of the GPU for the host's rank number `place`. Ranks take the GPUs of the most frequent
+    kind in turn, as xgpt.core.system.machine counts them. `kinds`: the kind of each GPU of the
+    host."""
     commonest = Counter(kinds).most_common(1)[0][0]
     equal = [index for index, kind in enumerate(kinds) if kind == commonest]
     return equal[place % len(equal)]
 
 
 def has_own_gpu_each(comm: Any, device: torch.device) -> bool:
-    """Whether every rank of `comm` has a GPU to itself: NCCL refuses two on one. By the GPU's own
-    name, since a launcher may show each rank its own as number 0. Collective."""
+    """Whether every rank of `comm` has a GPU to itself: NCCL refuses two on one. Collective.
+    Compares UUIDs, since a launcher may show each rank its own GPU as number 0."""
     if device.type != "cuda":
         return False
     names = all_gather(comm, str(torch.cuda.get_device_properties(device).uuid), str)
@@ -64,45 +66,43 @@ def has_own_gpu_each(comm: Any, device: torch.device) -> bool:
 
 
 def settle(device: torch.device) -> None:
-    """Returns when what was asked of the device has happened: a GPU works on after a call."""
+    """Waits until the device has executed all work queued so far."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def host_buffer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Host memory for a message; where this process uses a GPU, pinned, so that the GPU copies
-    without a detour."""
+    """Empty tensor in host memory; pinned if this process uses a GPU, for direct copies."""
     is_pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=is_pinned)
 
 
 def on_device(numbers: Tensor | Sequence[int] | Sequence[Sequence[int]],
               device: torch.device) -> Tensor:
-    """What the host has (whole numbers as int64) on the device, for work that is asked of it from
-    now on: nobody waits. A GPU takes it from pinned memory of its own; from any other memory it
-    would first finish all that it was asked before."""
+    """Copies host numbers (integers as int64) to the device without waiting for it. Copies from
+    pinned memory: from other memory a GPU would first finish all queued work."""
     held = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
     if held.device == device or held.device.type != "cpu":
         return held.to(device)
-    # a stretch of pinned memory torch would first put together in memory that is not
+    # torch would copy a strided pinned view through unpinned memory
     if not held.is_pinned() or not held.is_contiguous():
         held = host_buffer(held.shape, held.dtype).copy_(held)
     return held.to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The tensor in host memory, complete; itself where it is there."""
+    """The complete tensor in host memory; the tensor itself if it is there already."""
     return Arriving(tensor).wait()
 
 
 class Arriving:
-    """A tensor on its way into the host's memory; the device works on meanwhile."""
+    """A copy of a tensor on its way to host memory, while the device goes on working."""
 
     def __init__(self, tensor: Tensor, then: Callable[[], None] = lambda: None) -> None:
-        """`tensor` may be written to by what is asked of its device afterwards. `then`: is called
-        when somebody has waited for it."""
+        """Starts the copy. Work queued later may overwrite `tensor`. `then`: called once the copy
+        has been waited for."""
         self._then = then
-        self._event: torch.cuda.Event | None = None  # after the copy; None: there is none to make
+        self._event: torch.cuda.Event | None = None  # recorded after the copy; None on a CPU
         self._copy = tensor
         if tensor.device.type == "cpu":
             return
@@ -114,12 +114,12 @@ class Arriving:
 
     @property
     def is_here(self) -> bool:
-        """Whether nobody would have to wait for it: on a CPU it always is."""
+        """Whether the copy is complete, so that `wait` returns at once; always true on a CPU."""
         return self._event is None or bool(
             self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
-        """The tensor, complete."""
+        """Waits for the copy, calls `then`, and returns the tensor."""
         if self._event is not None:
             self._event.synchronize()
         self._then()
@@ -127,8 +127,7 @@ class Arriving:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What a GPU has left for this process; None of a CPU, whose pages are taken as they are
-    written."""
+    """Bytes a GPU has left for this process; None for a CPU."""
     if device.type != "cuda":
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -136,14 +135,13 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def release() -> None:
-    """Gives back what a run that is over held: its parts know each other, and the caches of one
-    that was not collected leave the next no memory."""
+    """Frees the memory of a finished run, whose objects refer to each other in cycles."""
     gc.collect()
     torch.cuda.empty_cache()  # nothing, where no GPU was used
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most this process has held at once, on its device."""
+    """Most bytes this process has held at once on its device (CPU: peak resident size)."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""What the launcher hands to the ranks: `run.json`, beside the schedule it executes."""
+"""The plan of a run: `run.json`, which the launcher writes for the ranks beside schedule.json."""
 
 import hashlib
 import json
@@ -16,15 +16,15 @@ from xgpt.core.system.whole_file import read_object, write_atomically
 from xrunner.checkpoint.identity import changed_files
 
 PLAN_VERSION = 3
-# Of what decides the answers, what a schedule holds: which requests can run follows from it alone.
+# answers' keys that follow from the schedule: they decide which requests can run at all
 _HELD_BY_SCHEDULE = ("query_kv_tokens", "most_input_tokens")
-OWN_ALONE = 0o077  # the umask of a private run
-AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.rank.agreement)
+OWN_ALONE = 0o077  # umask of a private run
+AGREEMENT_FILE = "agreement.json"  # in runs with 8-bit products (xrunner.rank.agreement)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What decides the answers: a stopped run goes on only if all of it is the same."""
+    """Settings that decide the answers: a stopped run resumes only if all of them are equal."""
 
     is_chat: bool
     max_tokens: int
@@ -35,21 +35,21 @@ class Answers:
     top_k: int | None
     top_p: float
     ignore_eos: bool
-    query_kv_tokens: int  # what the schedule holds for one query: decides which requests can run
-    most_input_tokens: int = 0  # that the schedule can encode at a time; 0: any input
+    query_kv_tokens: int  # the schedule's room for one request; longer requests cannot run
+    most_input_tokens: int = 0  # longest input that the schedule can encode; 0: no limit
     requests_digest: str = ""
     model_files: Mapping[str, str] = field(default_factory=dict)  # xrunner.checkpoint.identity
     engine: str = OWN_ENGINE
-    engine_version: str = ""  # of another engine, where its own numbers decide the answers
-    engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
+    engine_version: str = ""  # set where the version of another engine decides the answers
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # another engine's arguments
     deterministic: bool = False  # xrunner.ops.invariant
-    # what the chat template is told besides
+    # arguments of the chat template
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()  # strings that end the answers of requests that name none
+    stop: tuple[str, ...] = ()  # end the answers of requests without `stop`
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that stand for it."""
+        """Hash of all these settings, 16 hexadecimal digits."""
         decisive = {key: value if isinstance(value, dict) else str(value)
                     for key, value in asdict(self).items() if key in _DECISIVE}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
@@ -60,43 +60,44 @@ _DECISIVE = tuple(one.name for one in fields(Answers))
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How the work is shared out, and in which order: no token depends on it."""
+    """How the work is divided, and in which order it is done: no token depends on it."""
 
     threads_per_rank: int
-    device_kind: Literal["cpu", "gpu"] = "cpu"  # what a rank works on
-    is_watched: bool = False  # the launcher follows lengths and steps, and may change the schedule
-    slots: int = 0  # queries that a group's cache has room for, for such changes; 0: as planned
-    kv_in_blocks: bool = False  # entries that a rule reserves tokens for (RRA, WAA), else in rows
-    kv_tokens: int = 0  # that a group has blocks for, for such changes; 0: as planned
-    other_rooms: tuple[tuple[int, int], ...] = ()  # (slots, kv_tokens) of the copies' other shapes
-    shuffle_window: int = 1  # queries that are taken in random order among themselves
-    routing: str = LEAST_TOKENS  # of queries to replicas
-    mean_output_tokens: float = 0.0  # that are expected of a query, for that; 0: as many as allowed
-    cuda_graphs: bool = False  # decode steps are captured where they can be
-    aside: tuple[int, ...] = ()  # queries that this run leaves out (xgpt.app.running.run)
+    device_kind: Literal["cpu", "gpu"] = "cpu"  # device of each rank
+    is_watched: bool = False  # the launcher watches lengths and steps, and may replan
+    slots: int = 0  # requests a group's cache has room for; 0: as planned
+    kv_in_blocks: bool = False  # for rules that reserve tokens (RRA, WAA); else in rows
+    kv_tokens: int = 0  # tokens in a group's KV blocks; 0: as planned
+    other_rooms: tuple[tuple[int, int], ...] = ()  # (slots, kv_tokens) of replicas' other shapes
+    shuffle_window: int = 1  # requests within a window are shuffled; 1: none
+    routing: str = LEAST_TOKENS  # how requests are divided among replicas
+    mean_output_tokens: float = 0.0  # expected of a request, for routing; 0: its max_tokens
+    cuda_graphs: bool = False  # capture decode steps as CUDA graphs where possible
+    aside: tuple[int, ...] = ()  # indices that this run leaves out (xgpt.app.running.run)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """Where a run's files are, by absolute paths, and how they are written."""
+    """Absolute paths of a run's files, and how they are written."""
 
     name: str
     output: Path
     model_dir: Path
     model_name: str
     served_by: str
-    requests: str  # where they came from
-    model_state: str = ""  # of the model's files before they were read: identity.files_state
-    weights_whole: Mapping[str, str] = field(default_factory=dict)  # where every byte was read
-    private: bool = False  # what is written is the user's alone to read
-    sync_s: float = 5.0  # between two times that results are put on the disk
+    requests: str  # where the requests came from
+    model_state: str = ""  # of the model's files before loading (identity.files_state)
+    weights_whole: Mapping[str, str] = field(default_factory=dict)  # full hashes of weights
+    private: bool = False  # only the user may read what is written
+    sync_s: float = 5.0  # seconds between two fsyncs of the results
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(Answers, Execution, RunFiles):
-    """Everything a rank needs besides schedule.json."""
+    """All settings that a rank needs besides schedule.json."""
 
     def save(self) -> Path:
+        """Writes run.json into the output folder and returns its path."""
         path = self.output / "run.json"
         content = {"version": PLAN_VERSION, "fingerprint": self.fingerprint, **asdict(self)}
         write_atomically(path, json.dumps(content, indent=1, default=str) + "\n")
@@ -104,8 +105,8 @@ class RunPlan(Answers, Execution, RunFiles):
 
 
 def weights_key(plan: RunPlan, schedule: Schedule) -> dict[str, str]:
-    """What the ranks hold in memory before the first query, by what may differ, in words: two runs
-    of which it is equal can be had from the same ranks, one after the other."""
+    """Names and values of all that determines the ranks' memory before the first request. Two runs
+    with equal keys can use the same loaded ranks one after the other."""
     files, deployments = plan.model_files, [shape.deployment for shape in schedule.estimate.shapes]
     return {"model": json.dumps(files, sort_keys=True) if files else str(plan.model_dir),
             "engine": plan.engine, "dtype": plan.dtype, "weight_dtype": plan.weight_dtype,
@@ -118,6 +119,7 @@ def weights_key(plan: RunPlan, schedule: Schedule) -> dict[str, str]:
 
 
 def load_plan(path: Path) -> RunPlan:
+    """Reads a run.json. Asserts that this version of xgpt wrote it."""
     raw = json.loads(path.read_text(encoding="utf-8"))
     assert raw.pop("version") == PLAN_VERSION, f"{path} is of another version of xgpt"
     raw.pop("fingerprint")
@@ -125,14 +127,14 @@ def load_plan(path: Path) -> RunPlan:
 
 
 def saved_fingerprint(output: Path) -> str | None:
-    """Fingerprint of the run that last wrote into `output`; None if there was none."""
+    """Fingerprint of the last run that wrote into `output`; None if there was none."""
     value = read_object(output / "run.json").get("fingerprint")
     return None if value is None else str(value)
 
 
 def saved_differences(plan: RunPlan) -> list[str]:
-    """The keys that decide the answers and are others than in the run that last wrote into the
-    plan's folder; the model's files are not among them."""
+    """Names of answer-deciding settings that differ from the last run in the plan's folder. The
+    model's files are left out: `SavedModel.changed` compares them."""
     saved = read_object(plan.output / "run.json")
     now = json.loads(json.dumps(asdict(plan), default=str))
     return [key for key in _DECISIVE if key != "model_files"
@@ -140,8 +142,8 @@ def saved_differences(plan: RunPlan) -> list[str]:
 
 
 def as_begun(plan: RunPlan) -> RunPlan:
-    """The plan for the very requests that the run which last wrote into its folder took for ones
-    that can run, where the two differ in nothing else that decides the answers; else the plan."""
+    """Returns `plan` with the last run's limits on runnable requests, if only these differ.
+    Otherwise returns `plan` unchanged. The last run is the one in the plan's folder."""
     saved = read_object(plan.output / "run.json")
     limits: dict[str, Any] = {key: saved.get(key) for key in _HELD_BY_SCHEDULE}
     if not all(isinstance(value, int) for value in limits.values()):
@@ -151,22 +153,23 @@ def as_begun(plan: RunPlan) -> RunPlan:
 
 
 class SavedModel(NamedTuple):
-    """Where a run's model lay, and its files (xrunner.checkpoint.identity)."""
+    """Folder, file hashes and weight type of the model of an earlier run."""
 
     directory: Path
     files: Mapping[str, str]
-    weights_whole: Mapping[str, str]  # empty where not every byte was read
+    weights_whole: Mapping[str, str]  # empty if only samples of the weights were hashed
     weight_dtype: str | None
 
     def changed(self, files: Mapping[str, str], weights_whole: Mapping[str, str]) -> list[str]:
-        """The names of files that are others now, as far as both sides were read."""
+        """Sorted names of files whose hashes differ; a file that one side did not hash is left
+        out."""
         common = self.weights_whole.keys() & weights_whole.keys()
         return sorted({*changed_files(self.files, files), *(
             name for name in common if self.weights_whole[name] != weights_whole[name])})
 
 
 def saved_model(output: Path) -> SavedModel | None:
-    """The model of that run; None where it is not known."""
+    """The model of the last run in `output`; None if run.json does not say."""
     values = read_object(output / "run.json")
     directory, files = values.get("model_dir"), values.get("model_files")
     whole, dtype = values.get("weights_whole"), values.get("weight_dtype")

@@ -1,4 +1,4 @@
-"""A query as it comes to the runner and as it leaves it; free of torch, as the launcher is."""
+"""A request as the runner receives it, and its answer; free of torch, as the launcher is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,19 +9,24 @@ _GREEDY_BELOW = 1e-5  # logits divided by less overflow float32; the draw is the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one query's tokens are chosen, and what is told of them. temperature 0: greedy.
+    """How one request's tokens are chosen, and what is reported with them.
 
-    top_logprobs: with each token come its log-likelihood and the likeliest so many; None: the token
-    alone. targets: tokens that are scored instead, of which all but the last end the input
-    (`xgpt score`). pooled: its embedding is told instead, the "last" of its last hidden states or
-    their "mean"; "": it is not. barred: tokens that are not chosen at a position before
-    `barred_until`. passed: what another engine's sampler is told besides (xgpt.requests.chat);
-    where that is a form of the output, `barred` are the tokens that may end it. fixed:
-    (position, token) of what is given whatever the model finds, of one position the last.
-    unrepeated: so many tokens in a row are not said twice, 0: may be; repetition_penalty: the
-    logit of a token that was said is divided by it where it is above 0, else multiplied. `said`
-    are the tokens that both begin with: the input, or what an encoder-decoder model's decoder
-    is fed first; () where neither asks."""
+    `temperature`: 0 is greedy.
+    `top_logprobs`: number of likeliest tokens reported with each token, besides its own
+      log-likelihood (None: neither).
+    `targets`: tokens to score instead of generating (`xgpt score`); all but the last end the input.
+    `barred`: tokens that may not be chosen before position `barred_until`. With a grammar of
+    another
+      engine, the tokens that may end its output.
+    `passed`: options of another engine's sampler, as JSON (xgpt.requests.chat).
+    `fixed`: (position, token) that are output whatever the model computes; the last of one position
+      counts.
+    `unrepeated`: length of token sequences that may not occur twice (0: any may).
+    `repetition_penalty`: divides the logit of a token that occurred if positive, else multiplies
+    it.
+    `said`: tokens that count as having occurred from the start: the input or, with an
+      encoder-decoder model, the decoder's first tokens. () where neither rule above applies.
+    `pooled`: "last" or "mean" hidden state to return as an embedding; "": no embedding."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -40,10 +45,11 @@ class Sampling:
 
     @property
     def is_drawn(self) -> bool:
+        """Whether tokens are drawn at random; else the likeliest one is taken."""
         return self.temperature > _GREEDY_BELOW
 
     def is_barred(self, position: int) -> bool:
-        """Whether some tokens may not be chosen after so many."""
+        """Whether `barred` applies to the output token at `position`, from 0."""
         return bool(self.barred) and position < self.barred_until
 
     @property
@@ -52,17 +58,17 @@ class Sampling:
 
     @property
     def minds_said(self) -> bool:
-        """Whether the next token depends on which were said, and not on logits alone."""
+        """Whether the next token depends on earlier tokens, and not on logits alone."""
         return bool(self.unrepeated) or self.is_penalised
 
     def fixed_at(self, position: int) -> int | None:
-        """The token that is given after so many."""
+        """The fixed output token at `position`, from 0; None if the model chooses it."""
         return dict(self.fixed).get(position)
 
 
 class TokenLikelihood(NamedTuple):
-    """The natural logarithm of a token's probability by the model alone, before temperature, top-k
-    and top-p; and (token, the same of it) of the likeliest ones, in that order."""
+    """Natural logarithm of a token's probability, before temperature, top-k and top-p. `top`:
+    (token, log-probability) of the likeliest tokens, likeliest first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -70,31 +76,31 @@ class TokenLikelihood(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedQuery:
-    """A query tokenised and checked. `index` is its place among the job's valid requests."""
+    """A request, tokenised and checked. `index`: its place among the job's valid requests."""
 
     index: int
     id: str
     input_ids: Sequence[int]
     max_new_tokens: int
-    is_forced: bool = False  # exactly max_new_tokens; end-of-sequence does not end it
+    is_forced: bool = False  # ends at max_new_tokens exactly, not at end-of-sequence
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     is_openai: bool = False
-    is_chat: bool = False  # asked as messages: answered as one
-    sample: int = 0  # which of several answers to one request it is
-    tools: str = ""  # that a chat may call, as JSON
-    choices: int = 1  # answers that stand in one line of results
+    is_chat: bool = False  # the request is a list of messages, and so is its answer
+    sample: int = 0  # which of several answers to one request
+    tools: str = ""  # tools that a chat may call, as JSON
+    choices: int = 1  # answers in one line of results
     asked: int = 0  # which input of its line it answers
 
     @property
     def reserve_tokens(self) -> int:
-        """KV entries it may need at most, as the planner counts them. (A decoder-only model's last
-        token leaves none; an encoder-decoder model's first is fed a token of its own.)"""
+        """Most tokens it may need in the KV cache, as the planner counts them. A decoder-only model
+        does not store its last token; an encoder-decoder model stores a start token."""
         return len(self.input_ids) + self.max_new_tokens
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool that an answer makes; its arguments are JSON."""
+    """A tool call in an answer; `arguments` is JSON."""
 
     name: str
     arguments: str
@@ -102,22 +108,22 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedQuery:
-    """One line of results.jsonl, before it is written."""
+    """One answer, as a line of results.jsonl shows it. Times: seconds since the run's start."""
 
     query: PreparedQuery
     output_ids: tuple[int, ...]
     finish_reason: str  # "stop" | "length" | "error"
     text: str
-    encode_start_s: float  # seconds since the run's start, as the following
+    encode_start_s: float  # when its prefill began
     first_token_s: float
     last_token_s: float
     arrival_s: float = 0.0
-    error: str | None = None  # why it has no answer, or no more of one
-    replica: int | None = None  # which answered it, where there are several
-    # of each output token (xrunner.ops.likelihoods); of a query that is scored, of each target
+    error: str | None = None  # why there is no answer, or only a part of one
+    replica: int | None = None  # the replica that answered it, if there are several
+    # of each output token (xrunner.ops.likelihoods) or, when scoring, of each target
     likelihoods: tuple[TokenLikelihood, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
-    embedding: tuple[float, ...] = ()  # where it is asked for: [H]
+    embedding: tuple[float, ...] = ()  # [H], where asked for
 
     @property
     def latency_s(self) -> float:
@@ -125,11 +131,11 @@ class FinishedQuery:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token, waiting for its turn included."""
+        """Time to first token in seconds, queueing included."""
         return self.first_token_s - self.arrival_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None of one token alone."""
+        """Mean seconds per output token after the first; None if there is one token only."""
         after = len(self.output_ids) - 1
         return (self.last_token_s - self.first_token_s) / after if after > 0 else None

@@ -1,15 +1,15 @@
-"""What is written of every step that a stage executes."""
+"""Records of executed steps, a line each in the files of a run."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class StepRecord(NamedTuple):
-    """One executed step, times in seconds since the run's common start.
+    """One executed step. Times in seconds since the run's common start.
 
-    What its time depends on besides `tokens`, the rows in all: how many of them were `decoded`, the
-    tokens of context that these had in the mean and at most, and how long an input of all equal
-    ones would be that attended to as many pairs of tokens as what was encoded."""
+    `tokens`: rows in all, prefill and decode. `decoded`: rows that decode. `context_tokens`: their
+    mean context; `longest_context`: their longest. `input_tokens`: length of equal inputs with as
+    many attention pairs as the encoded ones."""
 
     kind: str
     group: int
@@ -30,7 +30,7 @@ class StepRecord(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """The last four fields of a StepRecord."""
+    """Sizes that determine a step's time: the last four fields of a StepRecord."""
 
     decoded: int = 0
     context_tokens: float = 0.0
@@ -42,14 +42,14 @@ NO_SIZES = StepSizes()
 
 
 def decoded_sizes(contexts: Sequence[int]) -> StepSizes:
-    """Of rows that are decoded. `contexts`: tokens of each, the new one included."""
+    """Sizes of a decode step. `contexts`: tokens of each request, the new one included."""
     count = len(contexts)
     return StepSizes(count, sum(contexts) / count, max(contexts)) if count else NO_SIZES
 
 
 def even_input(spans: Sequence[tuple[int, int]]) -> float:
-    """Tokens of each of equal inputs that attend to as many pairs as these (first token, tokens)
-    and are as many tokens together; 0 without any."""
+    """Tokens of each of equal inputs with as many tokens and attention pairs as `spans`, together.
+    `spans`: (first token, number of tokens) of each encoded part. 0 without any."""
     tokens = sum(count for _, count in spans)
     pairs = sum((first + count) ** 2 - first**2 for first, count in spans)
     return pairs / tokens if tokens else 0.0

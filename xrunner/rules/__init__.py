@@ -1,4 +1,3 @@
-"""Batching rules: which queries are encoded when, and when to decode. Free of torch and MPI.
-
-One rule object per policy is driven by XRunner with real queries and by XSimulator's replay with
-sampled ones, so that both make the same decisions (docs/running.md)."""
+"""Batching rules: which requests are encoded (prefill) when, and when to decode. Free of torch and
+MPI. XRunner drives the rules with real requests and XSimulator's replay with sampled ones; planner
+and profiler may import them too (docs/running.md)."""

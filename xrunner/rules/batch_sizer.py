@@ -1,8 +1,6 @@
-"""Sizes of batches: of an encode batch (paper section 5.2), of the decode steps that a GPU
-captures, and of the windows within which the order of queries is random.
-
-Inputs that are sorted or grouped make neighbouring batches unlike. Results are written in the
-input's order, so the order is random within windows only, not over the whole job."""
+"""Batch sizes: encode batches (paper section 5.2), captured decode steps, shuffle windows. Sorted
+or grouped inputs make neighbouring batches unequal. Results are written in the input's order, so
+requests are shuffled within windows only, not over the whole job."""
 
 import random
 from collections.abc import Collection, Iterator, Sequence
@@ -11,41 +9,41 @@ from itertools import islice
 
 from xgpt.core.controls import Adjustment, EvenBatches
 
-# Small enough that uneven batches no longer hold up a pipeline, large enough that most batches of
-# ordinary size are left as they are.
+# chosen: small enough that uneven batches do not hold up a pipeline, and large enough that most
+# batches of ordinary size are left alone
 ADJUSTMENT = 0.1
-# Of fewer, one more or less is too coarse: short inputs would bring more, long ones hardly fewer.
+# chosen: in smaller batches one request more or less is too coarse a correction
 LEAST_ADJUSTED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizer:
-    """Keeps a batch's input tokens near what such a batch has in the mean: where they leave that by
-    more than a share `adjustment`, as many queries are taken as come nearest to it, never more than
-    twice the plan. Nearest, and not next below: the mean over batches must stay what was planned.
-    0, or a batch of few: the number is kept, whatever the tokens.
+    """Keeps the input tokens of each encode batch near their planned mean.
 
-    A decode batch that has left its mean is led back within the same band: by more queries only as
-    far as the latency was charged for, and by no fewer than that, since batches cut short at one
-    side alone would bring the mean down."""
+    A batch whose tokens differ from the mean by more than the share `adjustment` gets the number of
+    requests whose tokens are nearest to it, at most twice the plan. Nearest, not next below: the
+    mean over batches must stay as planned. With adjustment 0, or few requests, the number is kept.
+
+    A decode batch that has left its mean is corrected within the same band, up and down: cutting on
+    one side alone would lower the mean."""
 
     mean_input: float
     adjustment: float = 0.0
 
     def most(self, batch: int) -> int:
-        """Queries of the largest batch."""
+        """Requests in the largest batch, for a planned number of `batch`."""
         is_adjusted = self.adjustment > 0 and batch >= LEAST_ADJUSTED
         return 2 * batch if is_adjusted else batch
 
     def lean(self, away: float, mean: float) -> int:
-        """Queries more (fewer, where negative) that the next batch should take where the decode
-        batch is `away` from what it should be, and `mean` is its mean: none below the threshold."""
+        """Requests to add to the next batch (negative: to leave out); 0 within the threshold.
+        `away`: active requests beyond their mean. `mean`: that mean."""
         return 0 if abs(away) <= self.adjustment * mean else -round(away)
 
     def count(self, inputs: Sequence[int], batch: int, lean: int = 0) -> int:
-        """How many of `inputs` (tokens, in order, the first `most` at least if there are as many)
-        are taken where `batch` is the plan. `lean`: as many more (fewer) as are wanted, as far as
-        the tokens stay within the share of their mean."""
+        """Number of requests to take from the front of `inputs`. `inputs`: input tokens of the
+        waiting requests in order, `most(batch)` of them if there are as many. `batch`: the planned
+        number. `lean`: requests to add, as far as tokens stay within the band."""
         count = self._nearest(inputs, batch)
         is_led = lean != 0 and self.most(batch) > batch and len(inputs) >= batch
         return self._led(inputs, batch, count, lean) if is_led else count
@@ -84,7 +82,7 @@ class BatchSizer:
 
 
 def share_of(asked: Adjustment) -> float:
-    """The share that a job asks for, or the usual one."""
+    """The job's adjustment share, or the default."""
     return ADJUSTMENT if asked.share is None else asked.share
 
 
@@ -93,14 +91,14 @@ def sizer_of(even: EvenBatches) -> BatchSizer:
     return BatchSizer(mean_input=even.mean_input_tokens, adjustment=even.adjustment)
 
 
-_POWERS = 8  # up to here sizes are powers of two
-_FINE, _COARSE = 8, 16  # from one size to the next, up to and beyond _FINE_UNTIL
+_POWERS = 8  # sizes up to this one are powers of two
+_FINE, _COARSE = 8, 16  # distance between sizes up to _FINE_UNTIL and beyond
 _FINE_UNTIL = 128
 MOST_CAPTURED = 512
 
 
 def bucket_of(queries: int) -> int | None:
-    """The least captured size that holds so many queries; None where there is none."""
+    """Smallest captured size that holds `queries` requests; None if there is none."""
     assert queries >= 1, f"{queries = }"
     if queries > MOST_CAPTURED:
         return None
@@ -110,12 +108,12 @@ def bucket_of(queries: int) -> int | None:
     return -(-queries // step) * step
 
 
-WINDOW_BATCHES = 16  # encode batches in a window of the usual size
+WINDOW_BATCHES = 16  # encode batches in a window of default size
 LEAST_WINDOW = 64
 
 
 def window_of(asked: bool | int, encode_batch: int) -> int:
-    """Queries of a window: as many as are asked for, or (True) the usual; 1 for none."""
+    """Requests in a shuffle window: the number asked for, the default (True), or 1 (False)."""
     if isinstance(asked, bool):
         return max(WINDOW_BATCHES * encode_batch, LEAST_WINDOW) if asked else 1
     return max(asked, 1)
@@ -123,9 +121,9 @@ def window_of(asked: bool | int, encode_batch: int) -> int:
 
 def in_run_order(count: int, window: int, seed: int, *, first: int = 0,
                  without: Collection[int] = frozenset()) -> Iterator[int]:
-    """Yields places in the input, of those from `first` on and not `without` (the others are
-    answered), in the order in which they are taken up. No place leaves its window; a window's are
-    in memory at once."""
+    """Yields indices of the unanswered requests in the order in which they are run. Starts at
+    `first`, leaves out `without`, and shuffles within windows. One window is in memory at a
+    time."""
     places = (place for place in range(first, count) if place not in without)
     source = random.Random(seed)
     if window <= 1:

@@ -1,8 +1,8 @@
-"""What of a schedule may change while it runs, by policy, and the rules that take it up.
+"""Settings of a schedule that may change while it runs, by policy.
 
-Caches are sized once, for the schedule that a run begins with. RRA's have room to grow
-(`RraRule.make_room`); the others' limits may fall, and rise again to what they were. Of copies of
-several shapes each shape's rules change by themselves (`OfShapes`)."""
+Caches are sized once, for the schedule a run starts with. RRA's caches have room to grow
+(`RraRule.make_room`); the limits of other policies may only fall and rise again. Replicas of
+several shapes have settings for each shape (`OfShapes`)."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -18,32 +18,34 @@ Changes = PhaseControls | SystemLimits | StepLimits
 
 @dataclass(frozen=True, slots=True)
 class OfShapes:
-    """What holds for the rules of each shape's copies, in the order of their ranks; None: what
-    held when the run began."""
+    """New settings for each shape of replica, in the order of their ranks; None: as at the
+    start."""
 
     own: tuple[Changes | None, ...]
 
 
 def of_shape(changes: Changes | OfShapes, shape: int) -> Changes | None:
-    """What holds for the copies of one shape; for all alike where they are of one."""
+    """New settings of replicas of one shape; None: as at the start of the run."""
     return changes.own[shape] if isinstance(changes, OfShapes) else changes
 
 
 @runtime_checkable
 class Changeable(Protocol):
-    """A rule that takes up other control variables between two phases, or those of all replicas.
-    What it is told is of its policy's kind of Changes."""
+    """A rule that can change its settings between two phases. Its settings are its policy's
+    Changes."""
 
     @property
     def next_phase(self) -> int:
-        """The first phase that a change can still be made for."""
+        """The first phase that a change can still apply to."""
 
+        """Applies `controls` from the start of `phase` on."""
     def change(self, controls: Any, *, phase: int) -> None: ...
 
 
 def changes_of(estimate: Estimate, *, slots: int, kv_tokens: int | None = None) -> Changes:
-    """What turns the rule that runs into that of `estimate`, on the same stages and groups.
-    `slots`: of a group's caches (RRA); `kv_tokens`: for which it has blocks (None: it has rows)."""
+    """Settings that turn a running rule on the same stages and groups into that of `estimate`.
+    `slots`: rows of a group's cache (RRA). `kv_tokens`: tokens in its blocks (None: it has
+    rows)."""
     row = policy(estimate.policy)
     if row.is_changeable:
         return phase_controls(estimate, slots=slots, kv_tokens=kv_tokens)

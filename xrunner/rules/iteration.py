@@ -1,9 +1,9 @@
 """ORCA's batching rule: iteration-level scheduling (paper section 2; ORCA, OSDI '22).
 
-Every step advances all active queries of a group by one token and encodes at most one waiting
-query with them. There is one group per pipeline stage, several are in flight, and each has an even
-share of the slots and of the KV budget; waiting queries go to groups as their turn comes. KV is
-reserved at admission (input and most output tokens), and a query leaves with its last token."""
+Every step advances all active requests of a group by one token and encodes at most one waiting
+request. There is one group per pipeline stage, each with an even share of slots and KV budget.
+Waiting requests go to groups in turn. KV is reserved at admission, for the input and the most
+output tokens, and a request leaves with its last token."""
 
 from collections import deque
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from xrunner.rules.steps import Admitted, KvBudget, Step, kind_of
 
 
 class Turns:
-    """Groups in turn; those without work are passed over. Counts each group's steps."""
+    """Takes groups in turn, skipping those without work, and counts each group's steps."""
 
     def __init__(self, num_groups: int) -> None:
-        self.group = 0  # whose turn it is
+        self.group = 0  # group whose turn it is
         self._steps = [0] * num_groups
 
     def find(self, has_work: Callable[[int], bool]) -> int | None:
-        """The first group from the current one on that has work; None if none has."""
+        """Moves to the first group from the current one on that has work; None if none has."""
         count = len(self._steps)
         for ahead in range(count):
             group = (self.group + ahead) % count
@@ -34,11 +34,11 @@ class Turns:
 
     @property
     def next_step(self) -> int:
-        """Number of the next step of the group whose turn it is."""
+        """Number of the current group's next step."""
         return self._steps[self.group]
 
     def end(self) -> int:
-        """The current turn is over; number of the group's step, from 0."""
+        """Ends the current turn; returns the number of the group's step, from 0."""
         group = self.group
         self.group = (group + 1) % len(self._steps)
         self._steps[group] += 1
@@ -46,7 +46,7 @@ class Turns:
 
 
 def slot_shares(max_active: int, num_groups: int) -> list[int]:
-    """Slots of each group: as even as can be, `max_active` in all."""
+    """Slots of each group, as even as possible, `max_active` in all."""
     assert max_active >= num_groups >= 1, f"{max_active = } {num_groups = }"
     base, odd = divmod(max_active, num_groups)
     return [base + (group < odd) for group in range(num_groups)]
@@ -54,28 +54,31 @@ def slot_shares(max_active: int, num_groups: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """What of continuous batching can change while it runs: how many queries are at work over all
-    groups, and the tokens of a step (None: without limit), within the caches there are."""
+    """Limits of continuous batching that can change while it runs. `max_active`: requests over all
+    groups. `token_budget`: tokens in a step (None: no limit). Neither may exceed the caches'
+    size."""
 
     max_active: int
     token_budget: int | None = None
 
 
 def step_limits(estimate: Estimate) -> StepLimits:
-    """What turns a rule of the same groups into that of `estimate`."""
+    """Limits that turn a running rule of the same groups into that of `estimate`."""
     controls = estimate.controls
     assert isinstance(controls, ContinuousControls), f"{estimate.policy = }"
     return StepLimits(max_active=controls.max_active, token_budget=controls.token_budget)
 
 
 class ContinuousRule:
-    """What ORCA's rule shares with those over paged KV (xrunner.rules.paged)."""
+    """Groups, slots and waiting requests, shared by ORCA's rule and those of
+    xrunner.rules.paged."""
 
     needs_tokens = True
     slot_use = SlotUse.REUSED
 
     def __init__(self, num_groups: int, max_active: int, token_budget: int = 0) -> None:
-        """`max_active` bounds all groups together, `token_budget` one step (0: nothing does)."""
+        """`max_active`: requests over all groups. `token_budget`: tokens in a step (0: no
+        limit)."""
         self.num_groups, self.token_budget = num_groups, token_budget
         self.turns, self.waiting = Turns(num_groups), deque[tuple[int, int]]()  # (query, tokens)
         self.slots = slot_shares(max_active, num_groups)
@@ -87,12 +90,12 @@ class ContinuousRule:
 
     @property
     def next_phase(self) -> int:
-        """The first step of the group whose turn it is that a change can still be made for."""
+        """The first step of the current group that a change can still apply to."""
         return self.turns.next_step
 
     def change(self, controls: StepLimits, *, phase: int) -> None:
-        """These hold from now on. Queries at work stay: where they are more than may be, none
-        joins until enough have ended. No limit may exceed that of the beginning."""
+        """Applies `controls` at once. Limits may not exceed those of the start. Active requests
+        stay: if there are more than allowed, none joins until enough have ended."""
         budget, most = controls.token_budget or 0, self._most.token_budget or 0
         assert self.num_groups <= controls.max_active <= self._most.max_active, f"{controls = }"
         assert not most or 1 <= budget <= most, f"{controls = } {phase = }"
@@ -101,10 +104,10 @@ class ContinuousRule:
 
 
 class OrcaRule(ContinuousRule):
-    """MIXED steps; ENCODE where no query is active yet, DECODE where none waits or has room."""
+    """ORCA's rule: MIXED steps; ENCODE if no request is active, DECODE if none can join."""
 
     def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int) -> None:
-        """`kv_tokens` bound all groups together."""
+        """`kv_tokens`: KV budget over all groups."""
         super().__init__(num_groups, max_active)
         self.group_kv_tokens = kv_tokens // num_groups
         self._admitted = Admitted(num_groups)
@@ -142,7 +145,7 @@ class OrcaRule(ContinuousRule):
     def _admit(self, group: int) -> tuple[int, ...]:
         if not self.waiting or not self._admitted.admit(
                 group, *self.waiting[0], self.slots[group], self.group_kv_tokens):
-            return ()  # keep the input's order: a smaller query behind does not overtake
+            return ()  # keep the input's order: a smaller request behind does not overtake
         return (self.waiting.popleft()[0],)
 
 

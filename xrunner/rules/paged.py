@@ -1,9 +1,9 @@
-"""Batching rules over paged KV: vLLM (v0's default scheduling) and Sarathi (chunked prefill, as
-vLLM V1 does). Sources: vLLM, SOSP '23; Sarathi-Serve, OSDI '24.
+"""Batching rules over paged KV: prefill-first (vLLM's of 2023) and Sarathi (chunked prefill).
 
-KV lies in blocks, allocated as a query grows; nothing is reserved for its output. Where a group's
-queries need more blocks than are free, the latest admitted is evicted and waits, first in line, to
-be encoded again: its input and what it generated so far. Groups as in xrunner.rules.iteration."""
+Sources: vLLM, SOSP '23; Sarathi-Serve, OSDI '24. KV lies in blocks that are allocated as a request
+grows; nothing is reserved for its output. If a group needs more blocks than are free, the latest
+admitted request is evicted. It waits first in line to be encoded again: its input and its output so
+far. Groups are as in xrunner.rules.iteration."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,28 +15,27 @@ from xrunner.rules.iteration import ContinuousRule
 from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, kind_of
 
 BLOCK_TOKENS = 16
-WATERMARK = 0.01  # share of the blocks that admission leaves free, against evictions right after
+WATERMARK = 0.01  # share of blocks that admission keeps free, so that no eviction follows at once
 
 
 def blocks_of(tokens: int) -> int:
+    """Blocks that hold so many tokens."""
     return -(-tokens // BLOCK_TOKENS)
 
 
 class _PagedGroup:
-    """Blocks and queries of one group.
-
-    All running queries grow together, so a query holds base + clock tokens with a fixed base, and
-    begins a block at every clock of one residue: counting the queries by residue makes a step's
-    need of blocks a look-up."""
+    """Blocks and requests of one group. All running requests grow together, so a request holds base
+    + clock tokens with a fixed base. It needs a new block when that is a multiple of BLOCK_TOKENS.
+    Counting requests by base modulo BLOCK_TOKENS makes a step's need of blocks a look-up."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.left_free = int(WATERMARK * num_blocks)  # by admission
+        self.left_free = int(WATERMARK * num_blocks)  # blocks that admission keeps free
         self.free = num_blocks
-        self.running: dict[int, int] = {}  # query -> base, the latest admitted last
-        self.partial: Part | None = None  # it holds the blocks of all its input
+        self.running: dict[int, int] = {}  # query -> base, latest admitted last
+        self.partial: Part | None = None  # it holds the blocks of its whole input
         self._clock = 0  # decode steps so far
-        self._begins = [0] * BLOCK_TOKENS  # queries by base modulo BLOCK_TOKENS
+        self._begins = [0] * BLOCK_TOKENS  # requests by base modulo BLOCK_TOKENS
 
     @property
     def num_present(self) -> int:
@@ -44,12 +43,11 @@ class _PagedGroup:
 
     @property
     def num_needed(self) -> int:
-        """Blocks that the next decode step begins."""
+        """New blocks that the next decode step needs."""
         return self._begins[-self._clock % BLOCK_TOKENS]
 
     def has_room(self, tokens: int) -> bool:
-        """Whether a new query of so many tokens may join. An empty group takes any that can fit at
-        all."""
+        """Whether a request of `tokens` may join; an empty group takes any that fits at all."""
         left = self.free - blocks_of(tokens)
         return left >= (self.left_free if self.num_present else 0)
 
@@ -62,19 +60,19 @@ class _PagedGroup:
         assert self.free <= self.num_blocks, f"{self.free = } {self.num_blocks = }"
 
     def join(self, query: int, tokens: int) -> None:
-        """A query encoded, whose blocks are held already."""
+        """Starts decoding a request whose input's blocks are held already."""
         base = tokens - self._clock
         self.running[query] = base
         self._begins[base % BLOCK_TOKENS] += 1
 
     def advance(self) -> None:
-        """Every running query grows by one token."""
+        """Lets every running request grow by one token."""
         self.free -= self.num_needed
         self._clock += 1
         assert self.free >= 0, f"{self.free = }"
 
     def leave(self, query: int) -> int:
-        """Frees a running query's blocks; tokens it held."""
+        """Frees a running request's blocks; returns the tokens it held."""
         base = self.running.pop(query)
         self._begins[base % BLOCK_TOKENS] -= 1
         held = base + self._clock
@@ -82,7 +80,8 @@ class _PagedGroup:
         return held
 
     def evict(self) -> tuple[int, int]:
-        """Frees the blocks of the latest admitted: (query, tokens it is to be encoded with)."""
+        """Frees the blocks of the latest admitted request; returns (query, tokens to encode
+        again)."""
         if self.partial is not None:
             partial, self.partial = self.partial, None
             self.release(partial.tokens)
@@ -92,21 +91,21 @@ class _PagedGroup:
 
 
 class PagedRule(ContinuousRule):
-    """Waiting queries and groups of blocks. Inputs are encoded in chunks beside decoding (Sarathi),
-    or whole and alone (vLLM)."""
+    """Continuous batching over groups of KV blocks. Sarathi encodes inputs in chunks beside
+    decoding (`is_chunked`), prefill-first encodes them whole in steps of their own."""
 
     evicts = True
 
     def __init__(self, *, is_chunked: bool, num_groups: int, max_active: int, kv_tokens: int,
                  token_budget: int) -> None:
-        """`kv_tokens` bound all groups together."""
+        """`kv_tokens`: KV budget over all groups."""
         assert token_budget >= 1, f"{token_budget = }"
         super().__init__(num_groups, max_active, token_budget)
         self.is_chunked = is_chunked
         num_blocks = kv_tokens // num_groups // BLOCK_TOKENS
         self.groups = [_PagedGroup(num_blocks) for _ in range(num_groups)]
         self._group_of: dict[int, _PagedGroup] = {}
-        self._held = 0  # blocks, over all groups
+        self._held = 0  # blocks over all groups
 
     @property
     def reserved_tokens(self) -> int:
@@ -140,21 +139,21 @@ class PagedRule(ContinuousRule):
         self._held += free - group.free
 
     def can_admit(self, index: int) -> bool:
-        """Whether the first waiting query may join this group now."""
+        """Whether the first waiting request may join the group now."""
         group = self.groups[index]
         return (bool(self.waiting) and group.num_present < self.slots[index]
                 and group.has_room(self.waiting[0][1]))
 
     def admit(self, group: _PagedGroup) -> tuple[int, int]:
-        """The first waiting query gets the blocks of its input: (query, tokens)."""
+        """Gives the first waiting request the blocks of its input; returns (query, tokens)."""
         query, tokens = self.waiting.popleft()
         group.hold(tokens)
         self._group_of[query] = group
         return query, tokens
 
     def make_room(self, group: _PagedGroup) -> tuple[int, ...]:
-        """Evicts until every query left can grow by a token. One that was encoded in part is named
-        too: its row is free, and it begins at its first chunk again."""
+        """Evicts until every request left can grow by a token; returns the evicted. They include a
+        partly encoded request, which starts at its first chunk again."""
         evicted = []
         while group.num_needed > group.free:
             query, tokens = group.evict()
@@ -165,11 +164,11 @@ class PagedRule(ContinuousRule):
 
 
 def _encode_or_decode(rule: PagedRule, index: int) -> Step | None:
-    """ENCODE as soon as a waiting query has room, with as many as the budget holds; else DECODE of
-    all that run."""
+    """An ENCODE step if a waiting request has room, else a DECODE step of all that run. An ENCODE
+    step takes as many requests as the token budget holds."""
     group, left, joined = rule.groups[index], rule.token_budget, list[int]()
     while rule.can_admit(index):
-        # an input longer than the budget is encoded alone: an evicted query's has grown
+        # an input longer than the budget is encoded alone: eviction makes inputs longer
         if joined and rule.waiting[0][1] > left:
             break
         query, tokens = rule.admit(group)
@@ -188,8 +187,8 @@ def _encode_or_decode(rule: PagedRule, index: int) -> Step | None:
 
 
 def _decode_and_chunks(rule: PagedRule, index: int) -> Step | None:
-    """Every step holds at most the budget's tokens: one of each running query, the rest chunks of
-    waiting inputs. A query's blocks for all its input are held from its first chunk on."""
+    """A step of at most the budget's tokens: one per running request, the rest input chunks. A
+    request holds the blocks of its whole input from its first chunk on."""
     group, number = rule.groups[index], rule.turns.end()
     may_admit = group.num_needed <= group.free
     evicted = rule.make_room(group)
@@ -222,7 +221,8 @@ vllm = partial(PagedRule, is_chunked=False)
 
 
 def sarathi(*, num_groups: int, max_active: int, kv_tokens: int, token_budget: int) -> PagedRule:
-    # a step takes every running query along, so no more run than it holds tokens
+    """A Sarathi rule; arguments as of `PagedRule`."""
+    # each running request adds a token to a step, so no more can run than a step has tokens
     return PagedRule(is_chunked=True, num_groups=num_groups, kv_tokens=kv_tokens,
                      max_active=min(max_active, num_groups * token_budget),
                      token_budget=token_budget)

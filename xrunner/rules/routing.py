@@ -1,14 +1,13 @@
-"""Which replica of a deployment takes which query, and in which order.
+"""Routing of requests to replicas, and its order.
 
-A job's queries are shared out beforehand, in the order in which they are taken up. A replica is
-given its share a few queries at a time (`Window`): enough that its batching rule decides as if it
-saw the whole of it, and no more, for what has not been given out can still go to another. One whose
-share has run dry takes over from the replica with the most queries left. Once all are given out,
-those that wait in a replica that is behind are called back, and given to who begins them sooner
-(`recalls`): a replica gives back what it has not begun, and nobody else decides that.
+Requests are divided among replicas beforehand, in the order in which they are run. A replica gets
+its share a few requests at a time (`Window`): enough for its batching rule to decide as if it saw
+the whole share. The rest can still go to another replica. A replica that runs dry takes from the
+largest share left. Once all requests are given out, those waiting at a slow replica are recalled
+and given to a quicker one (`recalls`). A replica returns only requests that it has not begun.
 
-All of it follows from the calls and their order, without a clock: the replay and the runner, told
-of the same events, give every query to the same replica."""
+All decisions follow from the calls and their order, without a clock. So the replay and the runner
+make the same ones."""
 
 import heapq
 import math
@@ -34,12 +33,12 @@ from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 
-LEAST_WAITING = 2**13  # far more than a rule looks at: a job with fewer is there from the beginning
-_WAITING_SHARE = 4  # of what is active under continuous batching, this part may join in a step
+LEAST_WAITING = 2**13  # chosen: more than any rule looks at; smaller jobs are given out at once
+_WAITING_SHARE = 4  # chosen: at most this share of max_active joins in one step
 
 
 class Load(NamedTuple):
-    """What a replica has: queries that wait for their encoding, and queries at work."""
+    """A replica's requests: waiting for their prefill, and active."""
 
     waiting: int
     active: int
@@ -47,9 +46,9 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What a replica is kept supplied with: so many queries `waiting` for their encoding, and so
-    many `present`, those at work included. It begins them in batches of about `batch`, and has
-    about `at_work` at work (0: unknown)."""
+    """Number of requests that a replica is kept supplied with. `waiting`: those waiting for
+    prefill. `present`: those waiting and active together. `batch`: requests it begins at a time,
+    about. `at_work`: mean active requests (0: unknown)."""
 
     waiting: int
     present: int = 0
@@ -57,18 +56,17 @@ class Window:
     at_work: float = 0.0
 
     def missing(self, load: Load) -> int:
-        """Queries to be given to a replica that has these."""
+        """Requests to give to a replica with this load."""
         return max(self.waiting - load.waiting, self.present - sum(load), 0)
 
     def can_begin(self, load: Load) -> bool:
-        """Whether a replica that has these would begin one more at once: it has nothing to do or,
-        where queries join one by one, room."""
+        """Whether a replica with this load would begin one more request at once."""
         return sum(load) < max(self.present - self.waiting, 1)
 
 
 def window_of(estimate: Estimate) -> Window:
-    """The window of a replica that executes `estimate`: twice what its rule may look at at once,
-    since more comes only after word of what has begun has gone to and fro."""
+    """The window of a replica that executes `estimate`. It holds twice what the rule may look at,
+    since a report of what has begun and the supply that follows take time."""
     return replace(_window_of(estimate), at_work=estimate.figures.decode_batch)
 
 
@@ -78,12 +76,12 @@ def _window_of(estimate: Estimate) -> Window:
         return rra_window(controls.encode_batch, groups, controls.even)
     if isinstance(controls, WaaControls):
         most = sizer_of(controls.even).most(controls.encode_batch)
-        # what is left to the decode pool is given out besides
+        # requests left to the decode pool come on top
         left = math.ceil(controls.stock_tokens / max(controls.even.mean_input_tokens, 1.0))
         return Window(waiting=estimate.deployment.encoding.num_groups * most + left,
                       batch=controls.encode_batch)
     if isinstance(controls, StaticControls):
-        # word comes while the batch before is decoded
+        # the next batch is requested while the one before is decoded
         return Window(waiting=controls.encode_batch, batch=controls.encode_batch)
     if isinstance(controls, ContinuousControls):
         waiting = max(math.ceil(controls.max_active / _WAITING_SHARE), 2 * groups)
@@ -93,29 +91,29 @@ def _window_of(estimate: Estimate) -> Window:
 
 
 def rra_window(encode_batch: int, num_groups: int, even: EvenBatches) -> Window:
-    """RRA's: two rounds at their largest, and a batch behind them, for a rule with less than that
-    waiting takes its queries for the job's last."""
+    """RRA's window: two rounds at their largest, and one batch more. With fewer requests waiting
+    the rule would take them for the job's last ones."""
     most = num_groups * sizer_of(even).most(math.ceil(encode_batch / num_groups))
     return Window(waiting=2 * most + encode_batch, batch=encode_batch)
 
 
-# A replica's pace is told over as many queries as it has at work, and no fewer than so many
-# batches; paces are the same to it from this share of the quickest on, for begins come in bursts.
+# chosen: a replica's pace is averaged over its active requests, and at least so many batches; paces
+# above this share of the quickest count as equal, since requests begin in bursts
 _LEAST_BATCHES, _EVEN = 6, 0.75
 
 
 class Recall(NamedTuple):
-    """Queries wanted back from the replica, one for each of these others."""
+    """Requests to recall from `replica`: one for each replica in `takers`."""
 
     replica: int
     takers: tuple[int, ...]
 
 
 class Paces:
-    """How quickly each replica begins queries, beside the others."""
+    """How quickly each replica begins requests, relative to the others."""
 
     def __init__(self, windows: Sequence[Window], speeds: Sequence[float] = ()) -> None:
-        """`speeds`: as planned; () where all are alike."""
+        """`speeds`: planned requests/s of each replica, () if they are alike."""
         self._memory = sum(max(_LEAST_BATCHES * window.batch, window.at_work)
                            for window in windows)
         planned = speeds or [1.0] * len(windows)
@@ -124,14 +122,14 @@ class Paces:
         self.has_begun = [False] * len(windows)
 
     def note_begun(self, replica: int, count: int) -> None:
-        """So many of the replica's queries have begun."""
+        """Records that the replica has begun `count` more requests."""
         fading = math.exp(-count / self._memory)
         self._begun = [begun * fading for begun in self._begun]
         self._begun[replica] += self._memory * (1 - fading)
         self.has_begun[replica] = True
 
     def times(self) -> list[float]:
-        """Of each replica: queries that all begin while it begins one."""
+        """For each replica, the requests that all replicas begin while it begins one."""
         shares = [begun / usual for begun, usual in zip(self._begun, self._usual, strict=True)]
         even = _EVEN * max(shares)
         return [self._memory / (usual * (max(shares) if share >= even else max(share, 1e-9)))
@@ -140,21 +138,22 @@ class Paces:
 
 def recalls(windows: Sequence[Window], paces: Paces, loads: Sequence[Load],
             coming: Sequence[int], asked: Sequence[bool]) -> list[Recall]:
-    """What is to be called back, nothing being left to be given out. `coming`: queries on their way
-    to each replica from others; `asked`: whose answer is awaited, or who has none to give back.
+    """Recalls to make once every request is given out.
 
-    How long a replica takes for a batch is measured without a clock, in queries that all replicas
-    together begin meanwhile; those begun last count most. A query in the j-th batch of those that
-    wait in a replica at work is expected to begin after j - 1/2 such times; one that comes to a
-    replica that has just begun others, after j, and after j - 1 to one that could begin at once.
-    By Little's law a query is at work as long as its replica takes to begin as many as it has at
-    work. Queries move to where they end sooner: from a replica that is behind to those that are
-    not, and between equal ones only to one that is dry."""
+    `coming`: requests on their way to each replica from others. `asked`: True for a replica whose
+    answer is awaited, or that has nothing to return.
+
+    Time is counted without a clock: in requests that all replicas begin meanwhile, recent ones
+    weighing most. Let T be a replica's time for a batch. A request in its j-th waiting batch is
+    expected to begin after j - 1/2 such times; one that newly arrives after j, or after j - 1 if
+    the replica is idle. By Little's law a request is active for as long as its replica takes to
+    begin as many requests as are active. Requests move to where they end sooner; between equally
+    quick replicas only to an empty one."""
     replicas = range(len(windows))
     lines = [load.waiting + more for load, more in zip(loads, coming, strict=True)]
     free = [window.can_begin(load) and not more
             for window, load, more in zip(windows, loads, coming, strict=True)]
-    # who was given its first queries begins them as soon as it hears of them
+    # a replica that just got its first requests begins them as soon as they arrive
     is_late = [not window.can_begin(Load(0, load.active))
                for window, load in zip(windows, loads, strict=True)]
     each = paces.times()
@@ -163,12 +162,12 @@ def recalls(windows: Sequence[Window], paces: Paces, loads: Sequence[Load],
     takers: dict[int, list[int]] = {}
 
     def would_end(replica: int) -> float:
-        """When one query more would end there."""
+        """Time at which one more request would end there."""
         batches = math.ceil((lines[replica] + 1) / windows[replica].batch)
         return (batches - free[replica]) * times[replica] + lives[replica]
 
     def is_to_end(replica: int) -> float:
-        """When the last that waits there is to end."""
+        """Time at which the last request waiting there ends."""
         batches = math.ceil(lines[replica] / windows[replica].batch)
         return (batches - (0.5 if is_late[replica] else 1.0)) * times[replica] + lives[replica]
 
@@ -192,8 +191,8 @@ def recalls(windows: Sequence[Window], paces: Paces, loads: Sequence[Load],
 
 def expected_tokens(inputs: IntArray, most_outputs: IntArray, mean_output: float,
                     are_exact: BoolArray | None = None) -> FloatArray:
-    """[queries] tokens of input and of the output that is to be expected: `mean_output`, or the
-    most that is allowed where that is less or is known to be the output (`are_exact`)."""
+    """Expected tokens of input and output, [queries]. The output counts as `mean_output`, or as
+    `most_outputs` where that is less or exact. `mean_output`: 0 if unknown."""
     outputs = np.minimum(most_outputs, mean_output) if mean_output > 0 else most_outputs
     if are_exact is not None:
         outputs = np.where(are_exact, most_outputs, outputs)
@@ -202,10 +201,9 @@ def expected_tokens(inputs: IntArray, most_outputs: IntArray, mean_output: float
 
 def deal(tokens: Sequence[float] | FloatArray, replicas: int, routing: str = LEAST_TOKENS,
          speeds: Sequence[float] = ()) -> list[list[int]]:
-    """The share of each replica, as places in `tokens` (of each query, in the order in which they
-    are taken up): in turn, or each query to the replica with the fewest tokens so far, the first
-    one of several, so that all end together. `speeds`: of each replica, where they are not all
-    alike; a replica that is twice as quick is given twice as much."""
+    """The share of each replica, as indices into `tokens`. `tokens`: of each request, in run order.
+    `routing`: in turn, or each request to the replica with the fewest tokens so far. `speeds`:
+    relative to each other (() if alike); twice the speed gets twice the tokens."""
     assert routing in ROUTINGS, f"{routing = }"
     is_equal = len(set(speeds)) < 2
     if routing == ROUND_ROBIN and is_equal:
@@ -213,7 +211,7 @@ def deal(tokens: Sequence[float] | FloatArray, replicas: int, routing: str = LEA
     counted = np.ones(len(tokens)) if routing == ROUND_ROBIN else tokens
     own_speeds = [1.0] * replicas if is_equal else [speed / max(speeds) for speed in speeds]
     shares: list[list[int]] = [[] for _ in range(replicas)]
-    loads = [(0.0, replica) for replica in range(replicas)]  # a heap
+    loads = [(0.0, replica) for replica in range(replicas)]  # a heap of (tokens, replica)
     for place, own in enumerate(counted):
         load, replica = loads[0]
         shares[replica].append(place)
@@ -222,42 +220,40 @@ def deal(tokens: Sequence[float] | FloatArray, replicas: int, routing: str = LEA
 
 
 class Router:
-    """The queries that are not given out yet, by the replica whose share they are, and how quickly
-    each replica begins its own."""
+    """Gives requests out to replicas, and recalls those that another would begin sooner."""
 
     def __init__(self, tokens: Sequence[float] | FloatArray, *, windows: Sequence[Window],
                  routing: str = LEAST_TOKENS, speeds: Sequence[float] = ()) -> None:
-        """`tokens`: of each query, known or expected, in the order in which they are taken up;
-        `windows`: of each replica; `speeds`: queries that each is planned to answer in a second,
-        () where all are alike."""
+        """`tokens`: known or expected, of each request in run order. `windows`: of each replica.
+        `speeds`: planned requests/s of each replica, () if they are alike."""
         assert len(windows) >= 1, f"{windows = }"
-        self.windows = list(windows)  # may be changed while the job runs
+        self.windows = list(windows)  # may change while the job runs
         self._is_fixed = routing == FIXED
         self._shares = [deque(share) for share in deal(tokens, len(windows), routing, speeds)]
-        self._supplied = [False] * len(windows)  # who has had a portion: others take from these
+        self._supplied = [False] * len(windows)  # replicas supplied once: others may take from them
         self._paces = Paces(windows, speeds)
-        self._takers: dict[int, tuple[int, ...]] = {}  # by whom they were called back from
-        self._has_none = [False] * len(windows)  # to give back, until it is given more
+        self._takers: dict[int, tuple[int, ...]] = {}  # recalled from -> for whom
+        self._has_none = [False] * len(windows)  # nothing to return, until it gets more
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left to be given out; what was called back may come."""
+        """Whether all requests are given out; recalled ones may still come back."""
         return not any(self._shares)
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to be given out, and none that was called back is to come."""
+        """Whether all requests are given out, and no recall is unanswered."""
         return self.is_empty and not self._takers
 
     def num_left(self, replica: int) -> int:
-        """Queries of the replica's share that are not given out."""
+        """Requests of the replica's share that are not given out."""
         return len(self._shares[replica])
 
     def top_up(self, replica: int, load: Load) -> list[int]:
-        """The queries, by their places, that are given to a replica that has these: of its own
-        share, else of those of others. To be called before the first step, and
-        whenever queries have begun or ended."""
-        least = self._is_fixed * LEAST_WAITING - load.waiting  # who runs dry takes other steps
+        """Indices of the requests to give to a replica with this load now. They come from its own
+        share, else from those of others. Call it before the first step and whenever requests have
+        begun or ended."""
+        least = self._is_fixed * LEAST_WAITING - load.waiting  # fixed: shares come at once
         missing, own = max(self.windows[replica].missing(load), least), self._shares[replica]
         given = [own.popleft() for _ in range(min(missing, len(own)))]
         self._supplied[replica] = True
@@ -271,12 +267,12 @@ class Router:
         return given
 
     def note_begun(self, replica: int, count: int) -> None:
-        """So many of the replica's queries have begun."""
+        """Records that the replica has begun `count` more requests."""
         self._paces.note_begun(replica, count)
 
     def recalls(self, loads: Sequence[Load]) -> list[Recall]:
-        """What is to be called back now, by what each replica has; each answers by `take_back`.
-        To be called when all have been topped up."""
+        """Recalls to make now, given each replica's load. Call it when all have been topped up.
+        Each replica answers by `take_back`."""
         if self._is_fixed or not self.is_empty:
             return []
         coming = [sum(own.count(replica) for own in self._takers.values())
@@ -287,18 +283,17 @@ class Router:
         return found
 
     def take_back(self, replica: int, places: Sequence[int]) -> None:
-        """The replica has given these back, which it had not begun: the last that waited there, in
-        their order, none where all have begun meanwhile. They are others' to be given out."""
+        """Takes the requests that a replica returns on a recall, and assigns them to its takers.
+        `places`: indices of the last ones waiting there, in order; none if all have begun."""
         takers = self._takers.pop(replica)
         self._has_none[replica] = len(places) < len(takers)
         for place, taker in zip(places, takers, strict=False):
             self._shares[taker].append(place)
 
     def _take_over(self, replica: int, waiting: int, most: int) -> list[int]:
-        """The next queries of the longest share, as many as leave both replicas with equally many
-        that wait: whose share it is has its window's worth of them besides, once it has been
-        supplied. Before that nothing is taken from it, or the first to be supplied, with a window
-        as large as its share, would take what another is to begin with."""
+        """Takes requests of the largest share, so that both replicas have equally many waiting. The
+        owner keeps its window's worth. Shares of replicas that were never supplied are not touched:
+        the first to be supplied could take what another is to begin with."""
         owner = max((other for other, supplied in enumerate(self._supplied) if supplied),
                     key=self.num_left)
         left = self._shares[owner]

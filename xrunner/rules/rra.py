@@ -1,15 +1,15 @@
-"""RRA's batching rule (paper section 4.1): encode `encode_batch` queries, decode
-`decode_iterations` times, repeat; the decode batch is split into `num_groups` micro-batches.
+"""RRA's batching rule (paper section 4.1): encode `encode_batch` requests, decode
+`decode_iterations` times, repeat. The decode batch is split into `num_groups` micro-batches.
 
-Symbols: B_E = encode_batch, N_D = decode_iterations, B_D = mean of the active queries.
-With `encode_chunk` c there is no encode round: the B_E queries of a phase are encoded beside
-decoding, in chunks of at most c tokens that are spread over its N_D iterations, and each joins
-decoding when its last chunk is in (xrunner.rules.chunks).
+Symbols: B_E = encode_batch, N_D = decode_iterations, B_D = mean number of active requests. With
+`encode_chunk` c there is no encode round. The B_E requests of a phase are encoded beside decoding,
+in chunks of at most c tokens spread over its N_D iterations. Each joins decoding when its last
+chunk is in (xrunner.rules.chunks).
 
-B_E queries join a phase; a group whose decode batch has left its mean by more than the workload
-adjustment's threshold takes more or fewer (paper section 5.2), by no more than that adjustment lets
-an encode batch's tokens vary anyway. `max_active` and the KV budget cut off what is far above.
-All of these can change between two phases of a job (`RraRule.change`)."""
+B_E requests join in a phase. A group whose decode batch has left its mean by more than the
+adjustment's threshold takes more or fewer (paper section 5.2), as far as the adjustment lets an
+encode batch's tokens vary. `max_active` and the KV budget are upper limits. All of these can change
+between two phases (`RraRule.change`)."""
 
 import math
 from collections import deque
@@ -24,14 +24,14 @@ from xrunner.rules.chunks import PhaseChunks
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Admitted, KvBudget, Step, StepKind, Waiting, kind_of
 
-UNEVEN = EvenBatches()  # batches as queries come
+UNEVEN = EvenBatches()  # batches as requests come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseControls:
-    """RRA's control variables, and a group's limits, as they hold within a phase. `target_active`:
-    queries still active when a phase begins, to which they are led back (0: they are left as they
-    come). `encode_chunk`: of a rule that encodes in chunks (0: as it was)."""
+    """RRA's settings and a group's limits within a phase. `target_active`: active requests at a
+    phase's start that encode batches aim at (0: no aim). `encode_chunk`: tokens (0: unchanged, or
+    no chunks)."""
 
     encode_batch: int
     decode_iterations: int
@@ -42,33 +42,33 @@ class PhaseControls:
 
 
 class RraRule:
-    """Order within a phase: ENCODE of each group in turn, then N_D rounds of DECODE of each. With
-    chunks: N_D rounds, each step MIXED where it also encodes, ENCODE where nobody decodes yet."""
+    """RRA's rule: ENCODE of each group in turn, then N_D rounds of DECODE of each. With chunks: N_D
+    rounds, MIXED where a step also encodes, ENCODE where nothing decodes."""
 
     needs_tokens = True
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
                  max_active: int, kv_tokens: int, even: EvenBatches = UNEVEN,
                  encode_chunk: int = 0) -> None:
-        """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share.
-        `even`: how what a group encodes in a phase is kept even; what it leads the active queries
-        back to may change. `encode_chunk` may change to another, but not from or to 0."""
+        """`max_active` and `kv_tokens` limit the whole pool; each group gets an equal share.
+        `even`: how batches are kept even; its target may change later. `encode_chunk`: tokens; it
+        may change later, but not from or to 0."""
         assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
         self.num_groups = num_groups
-        self.controls = PhaseControls(  # of this phase
+        self.controls = PhaseControls(  # of the current phase
             encode_batch=encode_batch, decode_iterations=decode_iterations,
             group_max_active=max(math.ceil(max_active / num_groups), 1),
             group_kv_tokens=kv_tokens // num_groups, target_active=even.target_active,
             encode_chunk=encode_chunk)
-        self.group_max_active = self.controls.group_max_active  # in any phase
-        self.kv_reserve = KvBudget(self.controls.group_kv_tokens, 1)  # of a group, likewise
-        # a row that is encoded in part stays where it is, and who joins takes one that is free
+        self.group_max_active = self.controls.group_max_active  # over all phases
+        self.kv_reserve = KvBudget(self.controls.group_kv_tokens, 1)  # of a group, over all phases
+        # a partly encoded row must stay in place, so joining requests take free rows
         self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
         self._chunks = PhaseChunks(encode_chunk, num_groups) if encode_chunk else None
         self.sizer = sizer_of(even)
         self.waiting: deque[Waiting] = deque()
         self._admitted = Admitted(num_groups)
-        self.changes: deque[tuple[int, PhaseControls]] = deque()  # to come: (from phase, new)
+        self.changes: deque[tuple[int, PhaseControls]] = deque()  # to come: (from phase, settings)
         self._phase = 0
         self._first_iteration = int(encode_chunk > 0)  # 0: the encode round of a phase
         self._iteration = self._first_iteration
@@ -80,19 +80,18 @@ class RraRule:
 
     @property
     def next_phase(self) -> int:
-        """The first phase that a change can still be made for."""
+        """The first phase that a change can still apply to."""
         return self._phase + 1
 
     def make_room(self, slots: int, kv_tokens: int = 0) -> None:
-        """A group may come to hold so many queries, and to reserve so many tokens for them, after
-        a change, if that is more than now."""
+        """Raises a group's largest sizes after changes: `slots` requests, `kv_tokens` reserved."""
         self.group_max_active = max(self.group_max_active, slots)
         self.kv_reserve = KvBudget(max(self.kv_reserve.tokens, kv_tokens), 1)
 
     def change(self, controls: PhaseControls, *, phase: int) -> None:
-        """These hold from the beginning of `phase` on. Queries that are active stay, also where
-        they are more than the new limits allow: admission then waits. The KV budget must hold any
-        query that waits. To be called in the order of phases."""
+        """Applies `controls` from the start of `phase` on. Call it in the order of phases. Active
+        requests stay even if they exceed the new limits: admission then waits. The KV budget must
+        hold any waiting request."""
         after = self.changes[-1][0] if self.changes else self._phase
         assert phase > self._phase and phase >= after, f"{phase = } {after = } {self._phase = }"
         assert controls.group_max_active <= self.group_max_active, f"{controls = }"
@@ -126,7 +125,7 @@ class RraRule:
         if kind is StepKind.ENCODE:
             for _ in range(self._wanted(group)):
                 if not self._has_admitted(group, self.waiting[0]):
-                    break  # keep the input's order: a smaller query behind does not overtake
+                    break  # keep the input's order: a smaller request behind does not overtake
                 joined.append(self.waiting.popleft().query)
             has_work = bool(joined)
         step = Step(kind=kind, group=group, phase=self._phase, iteration=self._iteration,
@@ -138,8 +137,8 @@ class RraRule:
         self._admitted.finish(query)
 
     def quota(self, group: int, phase: int) -> int:
-        """Queries `group` encodes in `phase`; sums to encode_batch over the groups, and the odd
-        ones rotate so that groups stay even."""
+        """Requests that `group` encodes in `phase`; they sum to encode_batch over the groups.
+        Remainders rotate so that groups stay even."""
         base, odd = divmod(self.controls.encode_batch, self.num_groups)
         return base + ((group + phase * odd) % self.num_groups < odd)
 
@@ -147,7 +146,7 @@ class RraRule:
         group, iteration = self._group, self._iteration
         if iteration == self._first_iteration and group == 0:
             for each in range(self.num_groups):
-                # who finds no room for one phase's queries is dealt no more of them
+                # a group that found no room for one phase's requests gets no more
                 if len(chunks.waiting(each)) < self.quota(each, self._phase):
                     chunks.deal(each, [self.waiting.popleft() for _ in range(self._wanted(each))])
             chunks.begin_phase(self.controls.decode_iterations)
@@ -164,14 +163,14 @@ class RraRule:
                                     self.controls.group_max_active, self.controls.group_kv_tokens)
 
     def _wanted(self, group: int) -> int:
-        """How many of those who wait the group takes in this phase, if there is room for them."""
+        """Waiting requests that the group takes in this phase, if there is room for them."""
         controls, quota, lean = self.controls, self.quota(group, self._phase), 0
         if not quota:
             return 0
-        # of a job's last queries every group gets its even share
+        # the job's last requests are divided evenly among the groups
         if controls.target_active and len(self.waiting) >= controls.encode_batch:
             carried = controls.target_active / self.num_groups
-            # queries more, or fewer, that would bring the group's decode batch back to its mean
+            # correction towards the mean of the group's decode batch
             lean = self.sizer.lean(len(self._admitted.active[group]) - carried,
                                     carried + controls.encode_batch / self.num_groups)
         first = islice(self.waiting, self.sizer.most(quota))
@@ -206,8 +205,8 @@ def rra_rule(estimate: Estimate) -> RraRule:
 
 def phase_controls(estimate: Estimate, *, slots: int, kv_tokens: int | None = None
                    ) -> PhaseControls:
-    """What turns a rule of the same groups, with room for `slots`, into that of `estimate`.
-    `kv_tokens`: for which a group has blocks (None: its entries lie in rows)."""
+    """Settings that turn a rule with `slots` rows a group into that of `estimate`. `kv_tokens`:
+    tokens in a group's blocks (None: its KV lies in rows)."""
     controls, wanted = _controls(estimate), estimate.deployment.group_kv_tokens
     return PhaseControls(encode_batch=controls.encode_batch,
                          decode_iterations=controls.decode_iterations,
@@ -218,16 +217,14 @@ def phase_controls(estimate: Estimate, *, slots: int, kv_tokens: int | None = No
 
 
 def most_active(estimate: Estimate) -> int:
-    """Most queries of a group.
-
-    They are a sum of independent presences, so their variance is at most their mean: three
-    deviations above it are room for a steady state's spread, and none for drift. Every group can
-    always take one phase's new queries."""
+    """Most requests of a group. Their number is a sum of independent presences, so its variance is
+    at most its mean. Three deviations above the mean suffice for the spread of a steady state, not
+    for drift. Every group can always take one phase's new requests."""
     controls, groups = _controls(estimate), estimate.deployment.num_groups
     mean = estimate.figures.decode_batch / groups
     new = sizer_of(controls.even).most(math.ceil(controls.encode_batch / groups))
     if controls.encode_chunk and controls.even.mean_input_tokens > 0:
-        # one chunk's, and the one that is encoded in part
+        # those of one chunk, and the partly encoded one
         new = 1 + min(new, math.ceil(
             2 * controls.encode_chunk / controls.even.mean_input_tokens))
     return math.ceil(mean + 3 * math.sqrt(mean)) + new

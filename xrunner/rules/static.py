@@ -1,8 +1,8 @@
-"""Static batching, as FasterTransformer (FT) and DeepSpeed-Inference (DSI) do (paper section 2,
-Figure 1): a batch is encoded, then decoded until its longest query is done, then comes the next.
+"""Static batching of FasterTransformer (FT) and DeepSpeed-Inference (DSI), paper section 2, Figure
+1: a batch is encoded and decoded until its longest request is done; then comes the next.
 
-FT splits a batch into the same micro-batches for both phases; DSI encodes each decode group in
-several parts. Nobody leaves early: rows that are done keep decoding, and their contexts grow."""
+FT uses the same micro-batches in both phases; DSI encodes each decode group in several parts. No
+request leaves early: finished rows keep decoding, and their contexts grow."""
 
 import math
 from collections import deque
@@ -14,8 +14,8 @@ from xrunner.rules.steps import Step, StepKind, Waiting
 
 
 class _Batch:
-    """The queries of one batch by group, and the KV entries they reserve: each its input and the
-    most output of any of the batch, since its row is decoded as long as the longest needs."""
+    """Requests of one batch by group, and the KV tokens they reserve. Each reserves its input and
+    the longest output of the batch, since its row is decoded that long."""
 
     def __init__(self, num_groups: int, group_kv_tokens: int) -> None:
         self.groups: list[list[int]] = [[] for _ in range(num_groups)]
@@ -29,7 +29,7 @@ class _Batch:
         return sum(self._group_tokens(group, self._output) for group in range(len(self.groups)))
 
     def add(self, group: int, new: Waiting) -> bool:
-        """Take `new` into `group`; False if some group would then reserve more than its share."""
+        """Adds `new` to `group`; False if a group would then reserve more than its share."""
         output = max(self._output, new.reserve - new.tokens)
         own = self._group_tokens(group, output) + new.tokens + output
         others = range(len(self.groups)) if output > self._output else ()
@@ -47,19 +47,18 @@ class _Batch:
 
 
 class StaticRule:
-    """Order within a batch: the ENCODE steps of each group in turn, then rounds of DECODE of each.
+    """Static batching: ENCODE steps of each group in turn, then rounds of DECODE of each.
 
-    A head learns that a group is done when it takes up its tokens, so the groups before the one
-    with the last token take one step more than needed. The next batch is begun once all tokens
-    of the last are there; it waits for none of those superfluous steps, which the stages work
-    before it."""
+    The head learns from a group's tokens that it is done. So the groups before the one with the
+    last token run one superfluous step. The next batch starts once all tokens of the last are
+    there; stages execute the superfluous steps before it."""
 
     slot_use = SlotUse.KEPT
 
     def __init__(self, *, encode_batch: int, num_groups: int, encode_micro_batches: int,
                  kv_tokens: int) -> None:
-        """`encode_micro_batches`: steps that encode a batch, the same number for each group;
-        `kv_tokens` bounds the whole pool, each group gets an equal share."""
+        """`encode_micro_batches`: steps that encode a batch, a multiple of `num_groups`.
+        `kv_tokens`: KV budget of the whole pool; each group gets an equal share."""
         assert encode_batch >= 1 and num_groups >= 1, f"{encode_batch = } {num_groups = }"
         assert encode_micro_batches >= num_groups and encode_micro_batches % num_groups == 0, (
             f"{encode_micro_batches = } is no multiple of {num_groups = }")
@@ -73,7 +72,7 @@ class StaticRule:
         self._phase = -1  # number of the batch
         self._iteration = 0  # 0: encoding
         self._group = 0
-        self._part = 0  # of the group's ENCODE steps
+        self._part = 0  # number of the group's ENCODE step
 
     @property
     def reserved_tokens(self) -> int:
@@ -100,7 +99,7 @@ class StaticRule:
     def decide(self) -> Step | None:
         group, members = self._group, self._batch.groups[self._group]
         if not self._batch.unfinished:
-            return None  # the tokens just taken up were the batch's last
+            return None  # these tokens were the batch's last
         if self._iteration > 0:
             step = Step(kind=StepKind.DECODE, group=group, phase=self._phase,
                         iteration=self._iteration) if members else None
@@ -113,16 +112,16 @@ class StaticRule:
 
     def finish(self, query: int) -> None:
         self._batch.unfinished.remove(query)
-        if not self._batch.unfinished:  # now, and not before, are all its entries free
+        if not self._batch.unfinished:  # only now is all its KV free
             self._batch = _Batch(self.num_groups, self.group_kv_tokens)
 
     def quota(self, group: int) -> int:
-        """Queries of a full batch that `group` takes; they sum to encode_batch."""
+        """Requests of a full batch that `group` takes; they sum to encode_batch."""
         base, odd = divmod(self.encode_batch, self.num_groups)
         return base + (group < odd)
 
     def _fill_batch(self) -> None:
-        """The next batch, in the input's order; shorter where the KV share does not hold it."""
+        """Forms the next batch in the input's order; a smaller one if the KV share is too small."""
         self._phase, self._iteration, self._group, self._part = self._phase + 1, 0, 0, 0
         for group in range(self.num_groups):
             for _ in range(self.quota(group)):

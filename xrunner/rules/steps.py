@@ -1,4 +1,4 @@
-"""What a batching rule decides: `Step`, the work one group of queries takes through all stages."""
+"""Steps, which batching rules decide: the work of one group of requests through all stages."""
 
 import math
 from collections import deque
@@ -13,13 +13,15 @@ from xrunner.rules.slots import SlotUse
 
 
 class StepKind(Enum):
+    """Kinds of step."""
+
     ENCODE = "encode"
     DECODE = "decode"
-    MIXED = "mixed"  # encodes some queries and decodes the others, in one pass
+    MIXED = "mixed"  # encodes some requests and decodes the others, in one pass
 
 
 def kind_of(is_decode: bool, encoded: Sequence[object]) -> StepKind:
-    """Of a step that advances queries or encodes some, or both."""
+    """Kind of a step that advances active requests (`is_decode`), encodes some, or both."""
     if not encoded:
         return StepKind.DECODE
     return StepKind.MIXED if is_decode else StepKind.ENCODE
@@ -27,7 +29,7 @@ def kind_of(is_decode: bool, encoded: Sequence[object]) -> StepKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Part of a query's input, encoded in one step: `tokens` of it from `first` on."""
+    """Part of a request's input that one step encodes: `tokens` of it from `first` on."""
 
     query: int
     first: int
@@ -38,12 +40,15 @@ class Chunk:
 class Step:
     """One micro-batch's pass through the pipeline.
 
-    `joined` are the queries whose encoding this step ends, in the order of their new slots: they
-    get their first token. A DECODE or MIXED step also advances every query that was active in the
-    group before it by one token, and those `handed` over to the pool, who join with it. `iteration`
-    counts from 1 within a phase and is 0 for ENCODE.
-    `chunks` says which tokens are encoded where that is not the whole input of those who joined;
-    `evicted` loses its KV entries before the step, and is encoded again later."""
+    `joined`: requests whose encoding this step ends, in the order of their new slots; they get
+    their
+      first token.
+    `handed`: requests from the encode pool, which join with it and advance by one token.
+    `chunks`: the tokens encoded, if not the whole inputs of those that join.
+    `evicted`: requests that lose their KV before the step, and are encoded again later.
+    `iteration`: counts from 1 within a phase; 0 for ENCODE.
+
+    A DECODE or MIXED step advances every active request of the group by one token."""
 
     kind: StepKind
     group: int
@@ -56,7 +61,7 @@ class Step:
 
 
 class Waiting(NamedTuple):
-    """A query that is not begun: tokens of KV that it reserves, and of its input."""
+    """A request that is not begun: KV tokens that it reserves, and tokens of its input."""
 
     query: int
     reserve: int
@@ -64,8 +69,8 @@ class Waiting(NamedTuple):
 
 
 class KvBudget(NamedTuple):
-    """What a group's queries hold at most (those of all groups together, where it `is_shared`):
-    `tokens`, each query's counted in whole multiples of `unit`."""
+    """Most KV tokens of a group's requests (of all groups together if `is_shared`). Each request's
+    tokens count in whole multiples of `unit`."""
 
     tokens: int
     unit: int
@@ -73,7 +78,7 @@ class KvBudget(NamedTuple):
 
 
 class Admitted:
-    """The queries that are begun, by group, and the tokens of KV that each reserves."""
+    """Active requests by group, and the KV tokens that each reserves."""
 
     def __init__(self, num_groups: int) -> None:
         self.active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
@@ -82,8 +87,8 @@ class Admitted:
 
     def admit(self, group: int, query: int, reserve: int, most: float = math.inf,
               tokens: float = math.inf) -> bool:
-        """The query is active from now on, if the group then has no more than `most` queries and
-        reserves no more than so many tokens."""
+        """Admits a request if its group stays within `most` requests and `tokens` reserved. Returns
+        whether it did."""
         active = self.active[group]
         if len(active) >= most or self.reserved[group] + reserve > tokens:
             return False
@@ -93,7 +98,7 @@ class Admitted:
         return True
 
     def finish(self, query: int) -> int:
-        """The query is active no more. Returns the tokens that it reserved."""
+        """Removes a finished request; returns the tokens it reserved."""
         group = self.group_of.pop(query)
         reserve = self.active[group].pop(query)
         self.reserved[group] -= reserve
@@ -101,39 +106,38 @@ class Admitted:
 
 
 def kv_budget(rule: "BatchingRule", *, in_blocks: bool = False) -> KvBudget | None:
-    """By how many tokens the rule admits queries, where their KV entries lie in blocks
-    (xrunner.engine.kv). None: in rows, each as long as the longest query.
+    """The budget by which the rule admits requests to KV blocks (xrunner.engine.kv).
 
-    The rules of continuous batching have a `kv_budget`, and their entries lie in blocks always.
-    Those that reserve a query's tokens when they admit it have a `kv_reserve`: their entries lie in
-    rows unless `in_blocks` is asked for. Other rules have neither: they count no tokens."""
+    None: KV lies in rows, each as long as the longest request. Rules of continuous batching have a
+    `kv_budget` and always use blocks. Rules that reserve tokens at admission have a `kv_reserve`
+    and use blocks only if `in_blocks`. Other rules have neither."""
     names = ("kv_budget", "kv_reserve") if in_blocks else ("kv_budget",)
     budgets: list[KvBudget] = [getattr(rule, name) for name in names if hasattr(rule, name)]
     return budgets[0] if budgets else None
 
 
 def may_evict(rule: "BatchingRule") -> bool:
-    """Whether the rule may take back a query that has begun (`Step.evicted`): it has an `evicts`
-    that is true. What such a query has said must be known by then."""
+    """Whether the rule may evict a request that has begun (`Step.evicted`): its `evicts` is true.
+    The request's output so far must be known by then."""
     return bool(getattr(rule, "evicts", False))
 
 
 class BatchingRule(Protocol):
-    """Decides the order of steps. The driver's loop (XRunner's head, the replay) is
+    """Decides the order of steps. The loop of the driver (XRunner's head, or the replay):
 
         while (group := rule.next_group()) is not None:
             if rule.needs_tokens:
-                ... take up the tokens of the group's steps; rule.finish(query) for each done
+                ... read the tokens of the group's steps; rule.finish(query) for each done
             step = rule.decide()
             if step is not None: execute it"""
 
     @property
     def num_groups(self) -> int:
-        """Groups the active queries are split into."""
+        """Groups that active requests are split into."""
 
     @property
     def group_max_active(self) -> int:
-        """Most queries a group ever holds."""
+        """Most requests a group ever holds."""
 
     @property
     def needs_tokens(self) -> bool:
@@ -141,46 +145,44 @@ class BatchingRule(Protocol):
 
     @property
     def slot_use(self) -> SlotUse:
-        """What becomes of the slot of a query that is done."""
+        """Use of the slot of a finished request."""
 
     @property
     def reserved_tokens(self) -> int:
-        """KV entries (tokens) held, over all groups."""
+        """KV tokens held, over all groups."""
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
-        """Queue a query of `input_tokens`, needing `reserve_tokens` of KV at most; False if it can
-        never fit."""
+        """Queues a request; returns False if it can never fit. `reserve_tokens`: most KV tokens it
+        needs. `input_tokens`: tokens of its input."""
 
     def next_group(self) -> int | None:
-        """Group the next step concerns; None while there is nothing to do: every query is done, or
-        those left are with another pool."""
+        """Group of the next step; None if all requests are done or with another pool."""
 
     def decide(self) -> Step | None:
-        """The step for that group, or None if it has nothing to do at this place."""
+        """The group's next step; None if it has nothing to do in this turn."""
 
     def finish(self, query: int) -> None:
-        """An active query has its last token: its slot and tokens are free from now on."""
+        """Frees the slot and tokens of a request that has its last token."""
 
 
 @runtime_checkable
 class EncodingRule(BatchingRule, Protocol):
-    """Decides what a pool that encodes alone hands to one that decodes. `finish` tells it that a
-    query has left its pool."""
+    """Rule of a pool that only encodes. `finish` says that a request has left its pool."""
 
     def release(self, query: int) -> None:
-        """A query is done in the other pool: there is room in the system again."""
+        """Records that the other pool has finished a request: the system has room again."""
 
 
 def taken_back(rule: "BatchingRule", count: int) -> list[int]:
-    """The last `count` of the queries that wait (all of them, where they are fewer) are not the
-    rule's any more: their numbers, in the order in which they came. A rule that gives them up has
-    them in a deque `waiting`, the number the first of each tuple."""
+    """Removes the last `count` waiting requests (all if there are fewer) from the rule. Returns
+    their numbers in their order. A rule that allows this keeps them in a deque `waiting` of tuples
+    that begin with the number."""
     waiting: deque[Any] = getattr(rule, "waiting", deque())
     return [waiting.pop()[0] for _ in range(min(count, len(waiting)))][::-1]
 
 
 def rules_for(estimate: Estimate) -> tuple[BatchingRule, ...]:
-    """The rules that execute `estimate`, as its policy's row says: one per pool, in the order of
-    their stages. Raises UnknownNameError for a policy that no row describes."""
+    """The rules that execute `estimate`, one per pool in the order of their stages. Raises
+    UnknownNameError for an unknown policy."""
     rules = policy(estimate.policy).load("rules")(estimate)
     return rules if isinstance(rules, tuple) else (rules,)

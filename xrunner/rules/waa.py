@@ -1,15 +1,15 @@
 """WAA's batching rules (paper section 4.1): one pool encodes, the other decodes, each at its pace.
 
-Symbols: B_E = encode_batch, B_D = mean of the active queries, N = max_in_system. The pools share
-nothing but messages: queries go from the encode to the decode pool with their KV entries, and word
-comes back of each that is done. The encode pool keeps what it has sent within N queries and within
-the decode pool's KV budget, so the decode pool never has to refuse one: that is the back-pressure,
-which also holds a decode batch that the encode pool could let grow at its mean.
+Symbols: B_E = encode_batch, B_D = mean number of active requests, N = max_in_system. The pools
+share nothing but messages. Requests go from the encode to the decode pool with their KV, and each
+finished one is reported back. The encode pool keeps what it has sent within N requests and the
+decode pool's KV budget. So the decode pool never refuses one: that is the back-pressure. It also
+keeps a growing decode batch at its mean.
 
-With `encode_chunk` the decode pool takes part in encoding while the encode pool is behind: while it
-has fewer queries than planned, the next ones that wait are left to it, as inputs, as far as a whole
-batch of the encode pool's has room besides. Some chunks' tokens lie ready there, since word of what
-has begun is heard only when the encode pool's head has done a step."""
+With `encode_chunk` the decode pool helps to encode while the encode pool is behind. If the decode
+pool has fewer requests than planned, the next waiting ones are left to it as inputs. A whole batch
+of the encode pool must still have room. The decode pool keeps a stock of some chunks' tokens, since
+reports arrive only between steps of the encode pool's head."""
 
 import math
 from collections import deque
@@ -27,12 +27,12 @@ from xrunner.rules.steps import Admitted, KvBudget, Step, StepKind, Waiting, kin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemLimits:
-    """What of WAA can change while it runs, within the caches there are: how many queries are
-    encoded together, how many may be in the system, and what the encode pool does for the decode
-    batch. `target_active`: encode batches lead it back to that (0: they do not); what is encoded
-    together then depends on the clock. Queries are left to the decode pool while it works on fewer
-    than `planned_active`, and while those that it has not begun have fewer tokens than
-    `stock_tokens` (0: never)."""
+    """Limits of WAA that can change while it runs, within the size of the caches.
+
+    `encode_batch`: requests encoded together. `max_in_system`: requests in both pools.
+    `target_active`: decode batch that encode batches aim at (0: no aim); what is encoded together
+    then depends on the clock. `planned_active`: the decode pool gets inputs while it has fewer
+    requests. `stock_tokens`: most tokens of its inputs that are not begun (0: it gets none)."""
 
     encode_batch: int
     max_in_system: int
@@ -42,24 +42,24 @@ class SystemLimits:
 
 
 class WaaEncodeRule:
-    """Encodes a batch of queries whenever they have room in the system. Up to `num_groups`
-    steps are under way, their handover included: the next waits for the one that many before it,
-    so that none pile up in front of a slow stage or a slow link."""
+    """Encodes a batch of requests whenever the system has room for them. At most `num_groups` steps
+    are under way, their handover included, so that none pile up in front of a slow stage or
+    link."""
 
     needs_tokens = True
     slot_use = SlotUse.COMPACTED
 
     def __init__(self, limits: SystemLimits, *, num_groups: int, kv_tokens: int,
                  encode_kv_tokens: int, sizer: BatchSizer) -> None:
-        """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's."""
+        """`kv_tokens`: KV budget of the decode pool. `encode_kv_tokens`: that of this pool."""
         assert limits.encode_batch >= 1 and num_groups >= 1 and limits.max_in_system >= 1
         self.limits = self._most = limits
         self.num_groups, self.sizer = num_groups, sizer
         self.kv_tokens, self.encode_kv_tokens = kv_tokens, encode_kv_tokens
-        self._given: dict[int, int] = {}  # query left to the decode pool, not begun -> its tokens
+        self._given: dict[int, int] = {}  # in the decode pool, not begun: query -> input
         self.waiting: deque[Waiting] = deque()
         self._in_system: dict[int, int] = {}  # query -> reserve
-        self._encoding: dict[int, int] = {}  # query -> input; still in this pool
+        self._encoding: dict[int, int] = {}  # query -> input tokens; still in this pool
         self._held = self._reserved = 0
         self._steps = 0
 
@@ -69,13 +69,13 @@ class WaaEncodeRule:
 
     @property
     def next_phase(self) -> int:
-        """The first encode step that a change can still be made for."""
+        """The first encode step that a change can still apply to."""
         return self._steps
 
     def change(self, controls: SystemLimits, *, phase: int) -> None:
-        """These hold from now on, which is encode step `phase`. Queries that are in the system
-        stay: where they are more than may be, encoding waits. No limit may exceed what caches were
-        sized by, at the beginning."""
+        """Applies `controls` at once; `phase` must be the next encode step. Requests in the system
+        stay: if they exceed the limit, encoding waits. No limit may exceed that of the start, by
+        which caches were sized."""
         assert phase == self._steps, f"{phase = } {self._steps = }"
         assert 1 <= controls.encode_batch <= self._most.encode_batch, f"{controls = }"
         assert 1 <= controls.max_in_system <= self._most.max_in_system, f"{controls = }"
@@ -83,7 +83,7 @@ class WaaEncodeRule:
 
     @property
     def reserved_tokens(self) -> int:
-        """KV entries in this pool: inputs being encoded, or on their way out."""
+        """KV tokens in this pool: inputs being encoded or handed over."""
         return self._held
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
@@ -93,8 +93,8 @@ class WaaEncodeRule:
         return True
 
     def give(self) -> list[Waiting]:
-        """The next queries that wait, as many as the decode pool is to encode: they have room in
-        the system from now on, and the next batch still has."""
+        """The next waiting requests that the decode pool is to encode. They have room in the
+        system, and so does the next batch."""
         given: list[Waiting] = []
         while (self.waiting and sum(self._given.values()) < self.limits.stock_tokens
                and len(self._in_system) - len(self._encoding) - len(self._given)
@@ -108,13 +108,12 @@ class WaaEncodeRule:
         return given
 
     def begun(self, queries: Iterable[int]) -> None:
-        """The decode pool has begun to encode these of the queries left to it; others than those
-        are passed over."""
+        """Records that the decode pool has begun to encode these; other requests are ignored."""
         for query in queries:
             self._given.pop(query, None)
 
     def _has_room(self, first: Waiting) -> bool:
-        """Whether the query has room in the system beside the next batch, which may go alone."""
+        """Whether the system has room for the request beside the next batch."""
         count, wanted, _ = self._next_batch()
         return (len(self._in_system) + count < self.limits.max_in_system
                 and self._reserved + wanted + first.reserve <= self.kv_tokens)
@@ -138,15 +137,15 @@ class WaaEncodeRule:
         return step
 
     def finish(self, query: int) -> None:
-        """It has left this pool: its KV entries are handed over, or it is done already."""
+        """Records that a request has left this pool: its KV is handed over, or it is done."""
         self._held -= self._encoding.pop(query)
 
     def release(self, query: int) -> None:
-        """It is done: there is room in the system again."""
+        """Records that the decode pool has finished a request: the system has room again."""
         self._reserved -= self._in_system.pop(query)
 
     def _batch(self) -> int:
-        """Queries to encode now; 0 until a whole batch (or all that are left) has room."""
+        """Requests to encode now; 0 until a whole batch (or all that are left) has room."""
         count, wanted, tokens = self._next_batch()
         if self._held + tokens > self.encode_kv_tokens:
             return 0
@@ -156,9 +155,9 @@ class WaaEncodeRule:
         return count
 
     def _next_batch(self) -> tuple[int, int, int]:
-        """(queries, KV tokens reserved, input tokens) of the next batch."""
+        """(requests, KV tokens reserved, input tokens) of the next batch."""
         lean, target = 0, self.limits.target_active
-        if target:  # queries more, or fewer, that would bring the decode batch back to its mean
+        if target:  # correction towards the decode batch's mean
             lean = self.sizer.lean(len(self._in_system) - len(self._encoding) - target, target)
         first = list(islice(self.waiting, self.sizer.most(self.limits.encode_batch)))
         count = self.sizer.count([tokens for _, _, tokens in first], self.limits.encode_batch, lean)
@@ -167,7 +166,8 @@ class WaaEncodeRule:
 
 def _trimmed(batch: list[Waiting], kv_tokens: int,
              encode_kv_tokens: int) -> tuple[int, int, int]:
-    """Cuts a batch to what the budgets can ever hold; one query always fits."""
+    """Cuts a batch to what the budgets can ever hold; one request always fits. Returns (requests,
+    KV tokens reserved, input tokens)."""
     wanted = sum(reserve for _, reserve, _ in batch)
     tokens = sum(length for _, _, length in batch)
     while wanted > kv_tokens or tokens > encode_kv_tokens:
@@ -177,41 +177,42 @@ def _trimmed(batch: list[Waiting], kv_tokens: int,
 
 
 class WaaDecodeRule:
-    """Decodes its groups in turn; queries handed over join the group whose turn it is, as long as
-    that one has less than its even share, and so do those whose inputs it encodes itself."""
+    """Decodes its groups in turn. New requests, handed over or encoded here, join the group whose
+    turn it is while it has less than its even share."""
 
     needs_tokens = True
 
     def __init__(self, *, num_groups: int, group_max_active: int, kv_tokens: int,
                  encode_chunk: int = 0, planned_active: int = 0) -> None:
-        """`kv_tokens`: the pool's budget, within which the encode pool keeps what it sends. Groups
-        have even shares of the queries, not of the tokens. `encode_chunk`: tokens of inputs that a
-        step encodes at most (0: this pool encodes none); none is begun while `planned_active` or
-        more are at work (0: without limit)."""
+        """`kv_tokens`: the pool's KV budget, which the encode pool keeps to.
+
+        Groups have even shares of the requests, not of the tokens. `encode_chunk`: most input
+        tokens in a step (0: this pool encodes none). `planned_active`: no input is begun while as
+        many are active (0: no limit)."""
         self.num_groups, self.group_max_active = num_groups, group_max_active
         self.kv_reserve = KvBudget(kv_tokens, 1, is_shared=True)
-        # a row that is encoded in part stays where it is, and who joins takes one that is free
+        # a partly encoded row must stay in place, so joining requests take free rows
         self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
         self.inputs = TakenInputs(encode_chunk, num_groups) if encode_chunk else None
         self.planned = planned_active or math.inf
         self._arrived: deque[tuple[int, int]] = deque()
         self._admitted = Admitted(num_groups)
-        self._reserved = 0  # by these and by those that arrived
+        self._reserved = 0  # by active and arrived requests
         self._turn = 0
 
     @property
     def reserved_tokens(self) -> int:
-        """KV entries of all queries that are here, active or about to join."""
+        """KV tokens of all requests here, active or about to join."""
         return self._reserved
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
-        """The query has been encoded and handed over."""
+        """Takes a request that has been encoded and handed over; always True."""
         self._arrived.append((query, reserve_tokens))
         self._reserved += reserve_tokens
         return True
 
     def take(self, waiting: Waiting) -> None:
-        """This pool encodes the query's input itself."""
+        """Takes a request whose input this pool encodes itself."""
         assert self.inputs is not None, f"{waiting = }: a pool that encodes nothing"
         self.inputs.add(waiting)
         self._reserved += waiting.reserve
@@ -235,7 +236,7 @@ class WaaDecodeRule:
                     handed=tuple(handed))
 
     def _most(self, present: int) -> int:
-        """A group's even share of so many queries."""
+        """A group's even share of `present` requests."""
         return min(-(-present // self.num_groups), self.group_max_active)
 
     def finish(self, query: int) -> None:
@@ -244,7 +245,7 @@ class WaaDecodeRule:
     def _with_chunks(self, inputs: TakenInputs, group: int, phase: int,
                      handed: tuple[int, ...]) -> Step | None:
         admitted = self._admitted
-        # those that wait count here alone: who is handed over leaves room for them in every group
+        # waiting inputs count only here: handed-over requests leave room for them in every group
         most = self._most(len(admitted.group_of) + len(self._arrived) + len(inputs))
 
         def begin(waiting: Waiting) -> bool:
@@ -260,7 +261,7 @@ class WaaDecodeRule:
 
 
 def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
-    """The rules that execute `estimate`."""
+    """The encode and the decode rule that execute `estimate`."""
     controls, deployment = estimate.controls, estimate.deployment
     assert isinstance(controls, WaaControls), f"{estimate.policy = }"
     encoding, groups = deployment.encoding, deployment.num_groups
@@ -274,7 +275,7 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
 
 
 def system_limits(estimate: Estimate) -> SystemLimits:
-    """What turns the encode rule of the same pools into that of `estimate`."""
+    """Limits that turn a running encode rule of the same pools into that of `estimate`."""
     controls = estimate.controls
     assert isinstance(controls, WaaControls), f"{estimate.policy = }"
     is_chunked = controls.encode_chunk > 0
