@@ -341,7 +341,7 @@ PLACES = (
           "tests/xgpt/cli/test_escapes.py"),
     Place("files and secrets", "a private run's files are everybody's",
           "xgpt/app/running/prepare.py",
-          "            os.umask(OWN_ALONE)", "            pass",
+          "            os.umask(PRIVATE_UMASK)", "            pass",
           "tests/xgpt/app/test_private_runs.py::"
           "test_a_private_runs_files_are_its_users_alone_and_hold_no_secret", True),
 

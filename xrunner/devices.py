@@ -29,7 +29,7 @@ def local_rank(world: Any) -> int:
     return place
 
 
-def own_device(kind: Kind, place: int) -> torch.device:
+def select_device(kind: Kind, place: int) -> torch.device:
     """Selects and returns the device of the host's rank number `place`. Raises XgptError without
     GPU."""
     # TF32 keeps 10 bits of a factor: float32 tokens would not be those of the same model elsewhere
@@ -65,7 +65,7 @@ def has_own_gpu_each(comm: Any, device: torch.device) -> bool:
     return len(set(names)) == len(names)
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Waits until the device has executed all work queued so far."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

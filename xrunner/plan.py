@@ -18,7 +18,7 @@ from xrunner.checkpoint.identity import changed_files
 PLAN_VERSION = 3
 # answers' keys that follow from the schedule: they decide which requests can run at all
 _HELD_BY_SCHEDULE = ("query_kv_tokens", "most_input_tokens")
-OWN_ALONE = 0o077  # umask of a private run
+PRIVATE_UMASK = 0o077  # umask of a private run
 AGREEMENT_FILE = "agreement.json"  # in runs with 8-bit products (xrunner.rank.agreement)
 
 
@@ -141,7 +141,7 @@ def saved_differences(plan: RunPlan) -> list[str]:
             and key in saved and saved[key] != now[key]]
 
 
-def as_begun(plan: RunPlan) -> RunPlan:
+def with_earlier_limits(plan: RunPlan) -> RunPlan:
     """Returns `plan` with the last run's limits on runnable requests, if only these differ.
     Otherwise returns `plan` unchanged. The last run is the one in the plan's folder."""
     saved = read_object(plan.output / "run.json")

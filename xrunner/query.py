@@ -57,7 +57,7 @@ class Sampling:
         return self.repetition_penalty != 1
 
     @property
-    def minds_said(self) -> bool:
+    def needs_history(self) -> bool:
         """Whether the next token depends on earlier tokens, and not on logits alone."""
         return bool(self.unrepeated) or self.is_penalised
 

@@ -47,7 +47,7 @@ def decoded_sizes(contexts: Sequence[int]) -> StepSizes:
     return StepSizes(count, sum(contexts) / count, max(contexts)) if count else NO_SIZES
 
 
-def even_input(spans: Sequence[tuple[int, int]]) -> float:
+def equal_input_tokens(spans: Sequence[tuple[int, int]]) -> float:
     """Tokens of each of equal inputs with as many tokens and attention pairs as `spans`, together.
     `spans`: (first token, number of tokens) of each encoded part. 0 without any."""
     tokens = sum(count for _, count in spans)

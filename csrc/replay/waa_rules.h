@@ -203,7 +203,7 @@ private:
         num_active_ += 1;
         group_of_[query] = group;
     }
-    /* TakenInputs.take */
+    /* DecodePoolInputs.take */
     void encode(Decided &step, int64_t group) {
         const int64_t waiting = static_cast<int64_t>(inputs_.size());
         const int64_t most = this->most(num_active_ + num_arrived() + waiting);

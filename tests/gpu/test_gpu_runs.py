@@ -45,7 +45,7 @@ Made = Callable[[str], tuple[Path, Any]]
 
 @pytest.fixture()
 def device():
-    return devices.own_device("gpu", 0)
+    return devices.select_device("gpu", 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

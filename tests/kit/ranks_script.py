@@ -18,7 +18,7 @@ from xrunner.comm.collective import MpiGroup, TorchGroup
 from xrunner.comm.exchange import ForeignMessage, all_gather, broadcast, gather
 from xrunner.comm.messages import TokensMessage
 from xrunner.comm.point_to_point import MpiComm
-from xrunner.devices import CPU, has_own_gpu_each, local_rank, own_device
+from xrunner.devices import CPU, has_own_gpu_each, local_rank, select_device
 
 
 def check_messages(world: MPI.Comm) -> None:
@@ -95,7 +95,7 @@ def check(world: MPI.Comm, over: str) -> None:
         tensor = torch.ones(3)
         assert MpiGroup(own).all_reduce(tensor) is tensor
     elif over == "nccl":
-        device = own_device("gpu", local_rank(world))
+        device = select_device("gpu", local_rank(world))
         assert has_own_gpu_each(world, device)
         group = TorchGroup(world, "nccl")
         check_sums(world, group, (torch.float32,), device)

@@ -27,7 +27,7 @@ from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank.world import replica_of, replicas_of
 from xrunner.rules.routing import Router, window_of
 from xrunner.rules.rra import PhaseControls, RraRule
-from xrunner.rules.steps import Step, rules_for, taken_back
+from xrunner.rules.steps import Step, rules_for, withdraw_waiting
 from xsimulator.replay.flow import submit
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.pool import PoolHead
@@ -140,7 +140,7 @@ class Job:
             while news and news[0].turn == turn:
                 told = news.popleft()
                 if told.wanted:
-                    assert tuple(taken_back(rule, told.wanted)) == told.queries
+                    assert tuple(withdraw_waiting(rule, told.wanted)) == told.queries
                 for index in () if told.wanted else told.queries:
                     submit(queries, index, rule)
             group = head.next_group()
@@ -211,14 +211,14 @@ def record_news(head: Head) -> list[News]:
         news.append(News(turns[0], 0, (query.index,)))
         return submit_(query)
 
-    def taken_back(count: int) -> list[int]:
+    def withdraw_waiting(count: int) -> list[int]:
         indices = take_back(count)
         if indices:
             news.append(News(turns[0], len(indices), tuple(indices)))
         return indices
 
     head.rule.decide, head.submit = counted, submitted  # type: ignore[method-assign]
-    head.take_back = taken_back  # type: ignore[method-assign]
+    head.take_back = withdraw_waiting  # type: ignore[method-assign]
     return news
 
 

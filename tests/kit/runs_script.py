@@ -23,7 +23,7 @@ from xgpt.core.system.lifeline import all_imported
 from xrunner.comm.collective import Group, TorchGroup
 from xrunner.comm.handover import LOOK_S
 from xrunner.comm.point_to_point import MpiComm, wait_politely
-from xrunner.devices import has_own_gpu_each, local_rank, own_device
+from xrunner.devices import has_own_gpu_each, local_rank, select_device
 from xrunner.engine.links import ToDecodePool
 from xrunner.engine.pipeline import Route, routes
 from xrunner.engine.stage import StageExecutor
@@ -40,7 +40,7 @@ def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
              else [toy_runs.pool_of(toy_runs.stages_of(directory, case["degrees"]))])
     pool, stage = next((p, s) for p in pools for s in p.stages if rank in s.ranks)
     index = stage.ranks.index(rank)
-    device = own_device(case.get("device", "cpu"), local_rank(comm))
+    device = select_device(case.get("device", "cpu"), local_rank(comm))
     group = make_group(case, comm.Split(stage.index, index),
                        is_direct=has_own_gpu_each(comm, device))
     shard = (WHOLE if stage.tp_degree == 1 else

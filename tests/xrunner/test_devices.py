@@ -141,16 +141,16 @@ def test_ranks_of_a_host_take_its_gpus_in_turn():
 
 def test_a_rank_without_its_gpu_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert devices.own_device("cpu", 3) == torch.device("cpu")
+    assert devices.select_device("cpu", 3) == torch.device("cpu")
     with pytest.raises(XgptError, match="planned for GPUs.*CUDA_VISIBLE_DEVICES"):
-        devices.own_device("gpu", 0)
+        devices.select_device("gpu", 0)
 
 
 def test_float32_products_are_never_rounded_to_tf32():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        devices.own_device("cpu", 0)
+        devices.select_device("cpu", 0)
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.set_float32_matmul_precision(before)

@@ -140,10 +140,10 @@ def connect(ranks: int, sharing: float = 1.0) -> Ranks:
     return connected
 
 
-def own_device(name: str, ranks: Ranks) -> torch.device:
+def select_device(name: str, ranks: Ranks) -> torch.device:
     """The CPU, or for a profile of GPUs one of them, as in a run."""
     place = 0 if ranks.world is None else devices.local_rank(ranks.world)
-    return devices.own_device("cpu" if name.startswith("cpu") else "gpu", place)
+    return devices.select_device("cpu" if name.startswith("cpu") else "gpu", place)
 
 
 def _spread(steps: Sequence[StepParts]) -> float:

@@ -35,7 +35,7 @@ from xprofiler.measure.bench import (
 )
 from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.probe import Capturing, measure_peaks
-from xprofiler.measure.ranks import Disturbance, Ranks, connect, own_device
+from xprofiler.measure.ranks import Disturbance, Ranks, connect, select_device
 from xprofiler.measure.recorder import Recorder
 from xprofiler.points import Kind, Needs, Point, quick_points, skeleton, worth_again
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
@@ -96,7 +96,7 @@ class Measuring:
         known = replace(known, refused=refused)
         self._spec, self._dtype = spec, getattr(torch, metadata.dtype)
         self._weight_dtype = getattr(torch, metadata.weight_dtype)
-        self._device = own_device(metadata.device, ranks)
+        self._device = select_device(metadata.device, ranks)
         self._known, self._recorder = known, Recorder(known)
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self.begin_s = self._saved_s = time.monotonic()

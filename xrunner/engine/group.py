@@ -37,7 +37,7 @@ class Spoken:
 
     def _minding(self, seat: Joined, position: int) -> Sampling:
         own = seat.sampling
-        if not own.minds_said:
+        if not own.needs_history:
             return own
         known = self._texts.get(seat.query)
         if known is None or known[0] is not seat:  # who was evicted brings what it had said
@@ -174,7 +174,7 @@ class StageGroup:
         """Lets them sit down behind all, to be given their inputs' entries: the first slot, and
         how many tokens each has."""
         lengths = [j.input_tokens for j in joined]
-        self.slots.place(joined)
+        self.slots.fill(joined)
         if self._encoded is None:
             return self.cache.allocate(lengths), lengths
         self.cache.allocate([0] * len(lengths))
@@ -182,7 +182,7 @@ class StageGroup:
 
     def place(self, joined: Sequence[Joined], replaced: Sequence[int]) -> None:
         """Lets them sit down without tokens as yet, the first in the slots `replaced`."""
-        self.slots.place(joined, replaced)
+        self.slots.fill(joined, replaced)
         self.cache.place(len(joined), replaced)
 
     def remove(self, removed: Sequence[int]) -> int:

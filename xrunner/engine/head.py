@@ -20,7 +20,7 @@ from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
 from xrunner.ops.likelihoods import unpacked
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.routing import LEAST_WAITING
-from xrunner.rules.steps import BatchingRule, Step, may_evict, taken_back
+from xrunner.rules.steps import BatchingRule, Step, may_evict, withdraw_waiting
 
 LOOK_S = 0.1  # a head with nothing to do looks at least so often whether it is to stop
 
@@ -157,7 +157,7 @@ class Head:
         """Takes the last `count` of the queries whose encoding has not begun out of the pool, or as
         many as its rule can give up; their indices, in the order in which they came."""
         # an evicted query waits as well, before all that have not begun
-        indices = taken_back(self.rule, min(count, self.roster.num_waiting))
+        indices = withdraw_waiting(self.rule, min(count, self.roster.num_waiting))
         self.roster.remove(indices)
         return indices
 

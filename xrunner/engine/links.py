@@ -125,7 +125,7 @@ class ToDecodePool(PoolLink):
             head.output_tokens += message.output_tokens - self._decoded_tokens
             self._decoded_tokens = message.output_tokens
             if isinstance(self._rule, WaaEncodeRule):
-                self._rule.begun(message.begun)
+                self._rule.note_begun(message.begun)
             for result in message.results:
                 index = result.query.index
                 self._rule.release(index)
@@ -139,7 +139,7 @@ class ToDecodePool(PoolLink):
         """Leaves to the decode pool what it is to encode itself."""
         if self._has_told_to_stop or not isinstance(self._rule, WaaEncodeRule):
             return
-        given = head.roster.leave_to_another([one.query for one in self._rule.give()])
+        given = head.roster.leave_to_another([one.query for one in self._rule.share_inputs()])
         if given:
             self._away.update((query.index, query) for query in given)
             self._comm.send(self._decode_head, LeftMessage(queries=tuple(given)))
@@ -220,7 +220,7 @@ class FromEncodePool(PoolLink):
         assert isinstance(head.rule, WaaDecodeRule), f"{head.rule = }"
         for query in queries:
             head.roster.add(query)
-            head.rule.take(Waiting(query.index, query.reserve_tokens, len(query.input_ids)))
+            head.rule.submit_input(Waiting(query.index, query.reserve_tokens, len(query.input_ids)))
 
     def _arrive(self, head: Head, message: HandedMessage) -> None:
         head.roster.in_vain += message.ended

@@ -23,7 +23,7 @@ from xrunner.engine.head import Head, Supply
 from xrunner.files.sink import RunSink
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank.world import Replica
-from xrunner.rules.changes import Changeable, Changes, OfShapes, of_shape
+from xrunner.rules.changes import Changeable, Changes, ChangesByShape, changes_of_shape
 from xrunner.rules.routing import Load, Router, Window, rra_window
 from xrunner.rules.rra import PhaseControls
 
@@ -140,12 +140,12 @@ class ToReplicas(Supply):
         phase: int = self._rule.next_phase
         return phase
 
-    def change(self, controls: Changes | OfShapes, *, phase: int) -> None:
+    def change(self, controls: Changes | ChangesByShape, *, phase: int) -> None:
         """All replicas are to obey these, and to be supplied by them."""
         launcher, sources = self._sink.launcher, self.sources
         assert launcher is not None, "who changes"
         for replica in self._replicas:
-            number, own = replica.number, of_shape(controls, replica.shape)
+            number, own = replica.number, changes_of_shape(controls, replica.shape)
             if (window := _window(own, replica.estimate)) is not None:
                 before = self.router.windows[number]
                 self.router.windows[number] = replace(window, at_work=before.at_work)

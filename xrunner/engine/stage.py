@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xrunner.comm.handover import EntryReceiver, EntrySender
 from xrunner.comm.messages import StartMessage, StepMessage
-from xrunner.devices import Arriving, on_device, settle, to_host
+from xrunner.devices import Arriving, on_device, synchronize, to_host
 from xrunner.engine.graphs import Capture, capture_steps
 from xrunner.engine.group import LastTokens, Model, Pending, StageGroup, make_groups
 from xrunner.engine.pipeline import Executor
@@ -25,7 +25,7 @@ from xrunner.ops.output_head import WholeScores
 from xrunner.ops.sampling import NOT_FINITE, sample_shards, unless_finite, with_fixed
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
-from xrunner.step_record import NO_SIZES, StepRecord, StepSizes, decoded_sizes, even_input
+from xrunner.step_record import NO_SIZES, StepRecord, StepSizes, decoded_sizes, equal_input_tokens
 
 
 class StageExecutor(Executor):
@@ -59,7 +59,7 @@ class StageExecutor(Executor):
         if self.keeps_tokens:
             for group in self.groups:
                 group.last_tokens = LastTokens(self.model.device, message.slots)
-        settle(self.model.device)
+        synchronize(self.model.device)
 
     @property
     def kv_bytes(self) -> tuple[int, int]:
@@ -158,7 +158,7 @@ class StageExecutor(Executor):
         if self.sender is not None:
             self.sender.hand_over(message, cache, first)
         sizes = decoded_sizes(lengths)._replace(
-            input_tokens=even_input([(span.first, span.tokens) for span in spans]))
+            input_tokens=equal_input_tokens([(span.first, span.tokens) for span in spans]))
         given = [*decoding, *(span.slot for span in spans if span.is_last)]
         out: Tensor | None = hidden
         if model.is_last and pooled:
@@ -180,7 +180,7 @@ class StageExecutor(Executor):
         if message.kind is StepKind.ENCODE:
             new = Pending(*group.join(joined), message)
             return len(joined), self._encoded(model, group, new, inputs), StepSizes(
-                input_tokens=even_input([(0, tokens) for tokens in new.lengths]))
+                input_tokens=equal_input_tokens([(0, tokens) for tokens in new.lengths]))
         if self.receiver is not None:  # another pool has encoded the inputs of those who join
             self.receiver.forget(message.ended)
             if joined:
@@ -249,7 +249,7 @@ def tokens_of_slots(model: Model, group: StageGroup, hidden: Tensor, slots: Sequ
     next token. Returns what `next_tokens` does."""
     seats = [group.slots.seats[slot] for slot in slots]
     choices = [seat.sampling for seat in seats]
-    if not any(choice.minds_said for choice in choices):
+    if not any(choice.needs_history for choice in choices):
         return next_tokens(model, hidden, choices, positions)
     spoken = group.spoken
     tokens = next_tokens(model, hidden, spoken.minding(seats, positions), positions)

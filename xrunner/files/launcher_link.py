@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from xgpt.core.system.whole_file import write_atomically
 from xrunner.comm import exchange as wire
 from xrunner.query import FinishedQuery
-from xrunner.rules.changes import Changeable, Changes, OfShapes, of_shape
+from xrunner.rules.changes import Changeable, Changes, ChangesByShape, changes_of_shape
 
 
 class Kept(NamedTuple):
@@ -45,7 +45,7 @@ class ChangeOrder:
     """What holds from the next phase on. `revision` counts from 1."""
 
     revision: int
-    controls: Changes | OfShapes
+    controls: Changes | ChangesByShape
 
     def save(self, output: Path) -> None:
         write_atomically(output / ADJUST_FILE, wire.to_bytes(self, ChangeOrder).decode() + "\n",
@@ -156,7 +156,7 @@ class LauncherLink:
             return
         self.revision, phase = order.revision, rule.next_phase
         rule.change(order.controls, phase=phase)
-        if (own := of_shape(order.controls, 0)) is not None:
+        if (own := changes_of_shape(order.controls, 0)) is not None:
             self.taken.append({"revision": self.revision, "elapsed_s": elapsed_s, "phase": phase,
                                **asdict(own)})
 

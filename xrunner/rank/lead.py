@@ -26,7 +26,7 @@ from xrunner.engine.pipeline import RankReport
 from xrunner.files.intake import SpooledQueries
 from xrunner.files.results import Answered, answered, count_results
 from xrunner.files.sink import STARTING, RunSink, Tally, write_progress
-from xrunner.plan import OWN_ALONE, RunPlan
+from xrunner.plan import PRIVATE_UMASK, RunPlan
 from xrunner.query import PreparedQuery
 from xrunner.rank.world import World
 from xrunner.rules.batch_sizer import in_run_order
@@ -39,7 +39,7 @@ def to_the_end(plan: RunPlan, join: Callable[[], World],
     world = None
     all_imported()
     if plan.private:
-        os.umask(OWN_ALONE)  # on other hosts the launcher's own does not count
+        os.umask(PRIVATE_UMASK)  # on other hosts the launcher's own does not count
     try:
         world = join()
         work(plan, world)

@@ -14,7 +14,7 @@ from xrunner.comm.collective import Group, MpiGroup, TorchGroup
 from xrunner.comm.exchange import gather
 from xrunner.comm.handover import LOOK_S
 from xrunner.comm.point_to_point import Comm, MpiComm, local_comms, wait_politely
-from xrunner.devices import CPU, Kind, has_own_gpu_each, local_rank, own_device
+from xrunner.devices import CPU, Kind, has_own_gpu_each, local_rank, select_device
 from xrunner.engine.pipeline import RankReport
 
 
@@ -87,11 +87,11 @@ def connect(kind: Kind = "cpu") -> World:
     if "mpi4py" not in sys.modules:
         return World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
                      abort=lambda code: None, split=_alone, duplicate=_alone,
-                     device=own_device(kind, 0))
+                     device=select_device(kind, 0))
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    device = own_device(kind, local_rank(world))
+    device = select_device(kind, local_rank(world))
     is_direct, groups = has_own_gpu_each(world, device), list[Group]()
 
     def barrier() -> None:

@@ -35,30 +35,30 @@ class BatchSizer:
         is_adjusted = self.adjustment > 0 and batch >= LEAST_ADJUSTED
         return 2 * batch if is_adjusted else batch
 
-    def lean(self, away: float, mean: float) -> int:
+    def correction(self, away: float, mean: float) -> int:
         """Requests to add to the next batch (negative: to leave out); 0 within the threshold.
         `away`: active requests beyond their mean. `mean`: that mean."""
         return 0 if abs(away) <= self.adjustment * mean else -round(away)
 
-    def count(self, inputs: Sequence[int], batch: int, lean: int = 0) -> int:
+    def count(self, inputs: Sequence[int], batch: int, correction: int = 0) -> int:
         """Number of requests to take from the front of `inputs`. `inputs`: input tokens of the
         waiting requests in order, `most(batch)` of them if there are as many. `batch`: the planned
-        number. `lean`: requests to add, as far as tokens stay within the band."""
+        number. `correction`: requests to add, as far as tokens stay within the band."""
         count = self._nearest(inputs, batch)
-        is_led = lean != 0 and self.most(batch) > batch and len(inputs) >= batch
-        return self._led(inputs, batch, count, lean) if is_led else count
+        is_led = correction != 0 and self.most(batch) > batch and len(inputs) >= batch
+        return self._led(inputs, batch, count, correction) if is_led else count
 
-    def _led(self, inputs: Sequence[int], batch: int, count: int, lean: int) -> int:
+    def _led(self, inputs: Sequence[int], batch: int, count: int, correction: int) -> int:
         target, tokens = batch * self.mean_input, sum(inputs[:count])
         allowed = self.adjustment * target
-        if lean > 0:
-            for length in inputs[count:min(count + lean, self.most(batch))]:
+        if correction > 0:
+            for length in inputs[count:min(count + correction, self.most(batch))]:
                 tokens += length
                 if tokens > target + allowed:
                     break
                 count += 1
             return count
-        for length in reversed(inputs[max(count + lean, 1):count]):
+        for length in reversed(inputs[max(count + correction, 1):count]):
             tokens -= length
             if tokens < target - allowed:
                 break
@@ -81,7 +81,7 @@ class BatchSizer:
         return max(best[1], 1)
 
 
-def share_of(asked: Adjustment) -> float:
+def adjustment_share(asked: Adjustment) -> float:
     """The job's adjustment share, or the default."""
     return ADJUSTMENT if asked.share is None else asked.share
 

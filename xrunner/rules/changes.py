@@ -2,7 +2,7 @@
 
 Caches are sized once, for the schedule a run starts with. RRA's caches have room to grow
 (`RraRule.make_room`); the limits of other policies may only fall and rise again. Replicas of
-several shapes have settings for each shape (`OfShapes`)."""
+several shapes have settings for each shape (`ChangesByShape`)."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -17,16 +17,16 @@ Changes = PhaseControls | SystemLimits | StepLimits
 
 
 @dataclass(frozen=True, slots=True)
-class OfShapes:
+class ChangesByShape:
     """New settings for each shape of replica, in the order of their ranks; None: as at the
     start."""
 
     own: tuple[Changes | None, ...]
 
 
-def of_shape(changes: Changes | OfShapes, shape: int) -> Changes | None:
+def changes_of_shape(changes: Changes | ChangesByShape, shape: int) -> Changes | None:
     """New settings of replicas of one shape; None: as at the start of the run."""
-    return changes.own[shape] if isinstance(changes, OfShapes) else changes
+    return changes.own[shape] if isinstance(changes, ChangesByShape) else changes
 
 
 @runtime_checkable

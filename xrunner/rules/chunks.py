@@ -16,7 +16,7 @@ from xrunner.rules.steps import Chunk, Waiting
 Encoded = tuple[tuple[Chunk, ...], tuple[int, ...]]  # a step's chunks, requests that end with it
 
 
-class Part(NamedTuple):
+class PartialInput(NamedTuple):
     """A request of whose input `done` tokens are encoded."""
 
     query: int
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     def is_whole(self) -> bool:
         return self.done == self.tokens
 
-    def next(self, most: int) -> tuple[Chunk, Part]:
+    def next(self, most: int) -> tuple[Chunk, PartialInput]:
         """The next chunk, of at most `most` tokens, and the input's state after it."""
         size = min(most, self.tokens - self.done)
         return (Chunk(query=self.query, first=self.done, tokens=size),
@@ -40,9 +40,9 @@ class _Parts:
     def __init__(self, limit: int, num_groups: int) -> None:
         assert limit >= 1, f"{limit = }"
         self.limit = limit
-        self._parts: list[Part | None] = [None] * num_groups
+        self._parts: list[PartialInput | None] = [None] * num_groups
 
-    def num_begun(self, group: int) -> int:
+    def num_partial(self, group: int) -> int:
         """Partly encoded requests of the group: 0 or 1."""
         return int(self._parts[group] is not None)
 
@@ -56,7 +56,7 @@ class _Parts:
                 if not waiting or not begin(waiting[0]):
                     break  # keep the input's order: a smaller query behind does not overtake
                 first = waiting.popleft()
-                part = Part(first.query, first.tokens)
+                part = PartialInput(first.query, first.tokens)
             chunk, part = part.next(left)
             chunks.append(chunk)
             left -= chunk.tokens
@@ -76,21 +76,21 @@ class PhaseChunks(_Parts):
 
     def __init__(self, limit: int, num_groups: int) -> None:
         super().__init__(limit, num_groups)
-        self._dealt: list[deque[Waiting]] = [deque() for _ in range(num_groups)]  # not begun
+        self._assigned: list[deque[Waiting]] = [deque() for _ in range(num_groups)]  # not begun
         self._tokens, self._sizes = [0] * num_groups, [0] * num_groups  # tokens left; largest chunk
         self._every = 1
 
     def waiting(self, group: int | None = None) -> list[Waiting]:
         """Requests assigned to a group (None: to any) that are not begun."""
-        groups = self._dealt if group is None else [self._dealt[group]]
+        groups = self._assigned if group is None else [self._assigned[group]]
         return [query for own in groups for query in own]
 
     def has_waiting(self) -> bool:
-        return any(self._dealt)
+        return any(self._assigned)
 
-    def deal(self, group: int, queries: Sequence[Waiting]) -> None:
+    def assign(self, group: int, queries: Sequence[Waiting]) -> None:
         """Assigns requests to the group, behind those it has."""
-        self._dealt[group] += queries
+        self._assigned[group] += queries
         self._tokens[group] += sum(query.tokens for query in queries)
 
     def begin_phase(self, iterations: int) -> None:
@@ -104,12 +104,12 @@ class PhaseChunks(_Parts):
         """Chunks and completed requests of the group in this iteration, counted from 1."""
         if (iteration - 1) % self._every:
             return (), ()
-        chunks, joined = self._encoded(group, self._sizes[group], self._dealt[group], begin)
+        chunks, joined = self._encoded(group, self._sizes[group], self._assigned[group], begin)
         self._tokens[group] -= sum(chunk.tokens for chunk in chunks)
         return chunks, joined
 
 
-class TakenInputs(_Parts):
+class DecodePoolInputs(_Parts):
     """Inputs that WAA's decode pool encodes, in order; each goes to the group whose turn it is."""
 
     def __init__(self, limit: int, num_groups: int) -> None:

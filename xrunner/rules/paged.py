@@ -10,7 +10,7 @@ from functools import partial
 
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
-from xrunner.rules.chunks import Part
+from xrunner.rules.chunks import PartialInput
 from xrunner.rules.iteration import ContinuousRule
 from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, kind_of
 
@@ -33,7 +33,7 @@ class _PagedGroup:
         self.left_free = int(WATERMARK * num_blocks)  # blocks that admission keeps free
         self.free = num_blocks
         self.running: dict[int, int] = {}  # query -> base, latest admitted last
-        self.partial: Part | None = None  # it holds the blocks of its whole input
+        self.partial: PartialInput | None = None  # it holds the blocks of its whole input
         self._clock = 0  # decode steps so far
         self._begins = [0] * BLOCK_TOKENS  # requests by base modulo BLOCK_TOKENS
 
@@ -202,7 +202,7 @@ def _decode_and_chunks(rule: PagedRule, index: int) -> Step | None:
             if not (may_admit and rule.can_admit(index)):
                 break
             query, tokens = rule.admit(group)
-            group.partial = Part(query, tokens)
+            group.partial = PartialInput(query, tokens)
         chunk, group.partial = group.partial.next(left)
         chunks.append(chunk)
         left -= chunk.tokens

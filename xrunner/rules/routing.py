@@ -199,7 +199,7 @@ def expected_tokens(inputs: IntArray, most_outputs: IntArray, mean_output: float
     return np.asarray(inputs + outputs, float)
 
 
-def deal(tokens: Sequence[float] | FloatArray, replicas: int, routing: str = LEAST_TOKENS,
+def replica_shares(tokens: Sequence[float] | FloatArray, replicas: int, routing: str = LEAST_TOKENS,
          speeds: Sequence[float] = ()) -> list[list[int]]:
     """The share of each replica, as indices into `tokens`. `tokens`: of each request, in run order.
     `routing`: in turn, or each request to the replica with the fewest tokens so far. `speeds`:
@@ -229,7 +229,7 @@ class Router:
         assert len(windows) >= 1, f"{windows = }"
         self.windows = list(windows)  # may change while the job runs
         self._is_fixed = routing == FIXED
-        self._shares = [deque(share) for share in deal(tokens, len(windows), routing, speeds)]
+        self._shares = list(map(deque, replica_shares(tokens, len(windows), routing, speeds)))
         self._supplied = [False] * len(windows)  # replicas supplied once: others may take from them
         self._paces = Paces(windows, speeds)
         self._takers: dict[int, tuple[int, ...]] = {}  # recalled from -> for whom

@@ -97,8 +97,8 @@ class RraRule:
         assert controls.group_max_active <= self.group_max_active, f"{controls = }"
         assert controls.encode_batch >= 1 and controls.decode_iterations >= 1, f"{controls = }"
         assert self._chunks is not None or not controls.encode_chunk, f"{controls = }"
-        dealt = self._chunks.waiting() if self._chunks else []
-        most = max((query.reserve for query in (*self.waiting, *dealt)), default=0)
+        assigned = self._chunks.waiting() if self._chunks else []
+        most = max((query.reserve for query in (*self.waiting, *assigned)), default=0)
         assert most <= controls.group_kv_tokens, f"{controls = } {most = }"
         self.changes.append((phase, controls))
 
@@ -148,9 +148,9 @@ class RraRule:
             for each in range(self.num_groups):
                 # a group that found no room for one phase's requests gets no more
                 if len(chunks.waiting(each)) < self.quota(each, self._phase):
-                    chunks.deal(each, [self.waiting.popleft() for _ in range(self._wanted(each))])
+                    chunks.assign(each, [self.waiting.popleft() for _ in range(self._wanted(each))])
             chunks.begin_phase(self.controls.decode_iterations)
-        is_decode = len(self._admitted.active[group]) > chunks.num_begun(group)
+        is_decode = len(self._admitted.active[group]) > chunks.num_partial(group)
         encoded, joined = chunks.take(group, iteration, partial(self._has_admitted, group))
         step = Step(kind=kind_of(is_decode, encoded), group=group, phase=self._phase,
                     iteration=iteration, joined=joined,
@@ -164,17 +164,18 @@ class RraRule:
 
     def _wanted(self, group: int) -> int:
         """Waiting requests that the group takes in this phase, if there is room for them."""
-        controls, quota, lean = self.controls, self.quota(group, self._phase), 0
+        controls, quota, correction = self.controls, self.quota(group, self._phase), 0
         if not quota:
             return 0
         # the job's last requests are divided evenly among the groups
         if controls.target_active and len(self.waiting) >= controls.encode_batch:
             carried = controls.target_active / self.num_groups
             # correction towards the mean of the group's decode batch
-            lean = self.sizer.lean(len(self._admitted.active[group]) - carried,
-                                    carried + controls.encode_batch / self.num_groups)
+            correction = self.sizer.correction(
+                len(self._admitted.active[group]) - carried,
+                carried + controls.encode_batch / self.num_groups)
         first = islice(self.waiting, self.sizer.most(quota))
-        return self.sizer.count([query.tokens for query in first], quota, lean)
+        return self.sizer.count([query.tokens for query in first], quota, correction)
 
     def _advance(self) -> None:
         self._group += 1

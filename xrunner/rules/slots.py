@@ -94,7 +94,7 @@ class GroupSlots(Generic[T]):
         count = len(joining) if is_reused else 0
         seating = Seating(removed=tuple(removed[count:]), replaced=tuple(removed[:count]))
         self.compact(seating.removed)
-        self.place(joining, seating.replaced)
+        self.fill(joining, seating.replaced)
         return seating
 
     def compact(self, removed: Collection[int]) -> list[Move]:
@@ -105,7 +105,7 @@ class GroupSlots(Generic[T]):
         apply_moves(self.seats, moves, len(removed))
         return moves
 
-    def place(self, joining: Sequence[T], replaced: Sequence[int] = ()) -> int:
+    def fill(self, joining: Sequence[T], replaced: Sequence[int] = ()) -> int:
         """Puts the first of `joining` into the slots `replaced` and appends the others. Returns the
         first appended slot."""
         first = len(self.seats)

@@ -173,7 +173,7 @@ class EncodingRule(BatchingRule, Protocol):
         """Records that the other pool has finished a request: the system has room again."""
 
 
-def taken_back(rule: "BatchingRule", count: int) -> list[int]:
+def withdraw_waiting(rule: "BatchingRule", count: int) -> list[int]:
     """Removes the last `count` waiting requests (all if there are fewer) from the rule. Returns
     their numbers in their order. A rule that allows this keeps them in a deque `waiting` of tuples
     that begin with the number."""

@@ -20,7 +20,7 @@ from itertools import islice
 from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
-from xrunner.rules.chunks import TakenInputs
+from xrunner.rules.chunks import DecodePoolInputs
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Admitted, KvBudget, Step, StepKind, Waiting, kind_of
 
@@ -92,7 +92,7 @@ class WaaEncodeRule:
         self.waiting.append(Waiting(query, reserve_tokens, input_tokens))
         return True
 
-    def give(self) -> list[Waiting]:
+    def share_inputs(self) -> list[Waiting]:
         """The next waiting requests that the decode pool is to encode. They have room in the
         system, and so does the next batch."""
         given: list[Waiting] = []
@@ -107,7 +107,7 @@ class WaaEncodeRule:
             given.append(query)
         return given
 
-    def begun(self, queries: Iterable[int]) -> None:
+    def note_begun(self, queries: Iterable[int]) -> None:
         """Records that the decode pool has begun to encode these; other requests are ignored."""
         for query in queries:
             self._given.pop(query, None)
@@ -156,11 +156,12 @@ class WaaEncodeRule:
 
     def _next_batch(self) -> tuple[int, int, int]:
         """(requests, KV tokens reserved, input tokens) of the next batch."""
-        lean, target = 0, self.limits.target_active
+        extra, target, batch = 0, self.limits.target_active, self.limits.encode_batch
         if target:  # correction towards the decode batch's mean
-            lean = self.sizer.lean(len(self._in_system) - len(self._encoding) - target, target)
-        first = list(islice(self.waiting, self.sizer.most(self.limits.encode_batch)))
-        count = self.sizer.count([tokens for _, _, tokens in first], self.limits.encode_batch, lean)
+            active = len(self._in_system) - len(self._encoding)
+            extra = self.sizer.correction(active - target, target)
+        first = list(islice(self.waiting, self.sizer.most(batch)))
+        count = self.sizer.count([tokens for _, _, tokens in first], batch, extra)
         return _trimmed(first[:count], self.kv_tokens, self.encode_kv_tokens)
 
 
@@ -193,7 +194,7 @@ class WaaDecodeRule:
         self.kv_reserve = KvBudget(kv_tokens, 1, is_shared=True)
         # a partly encoded row must stay in place, so joining requests take free rows
         self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
-        self.inputs = TakenInputs(encode_chunk, num_groups) if encode_chunk else None
+        self.inputs = DecodePoolInputs(encode_chunk, num_groups) if encode_chunk else None
         self.planned = planned_active or math.inf
         self._arrived: deque[tuple[int, int]] = deque()
         self._admitted = Admitted(num_groups)
@@ -211,7 +212,7 @@ class WaaDecodeRule:
         self._reserved += reserve_tokens
         return True
 
-    def take(self, waiting: Waiting) -> None:
+    def submit_input(self, waiting: Waiting) -> None:
         """Takes a request whose input this pool encodes itself."""
         assert self.inputs is not None, f"{waiting = }: a pool that encodes nothing"
         self.inputs.add(waiting)
@@ -242,7 +243,7 @@ class WaaDecodeRule:
     def finish(self, query: int) -> None:
         self._reserved -= self._admitted.finish(query)
 
-    def _with_chunks(self, inputs: TakenInputs, group: int, phase: int,
+    def _with_chunks(self, inputs: DecodePoolInputs, group: int, phase: int,
                      handed: tuple[int, ...]) -> Step | None:
         admitted = self._admitted
         # waiting inputs count only here: handed-over requests leave room for them in every group
@@ -252,7 +253,7 @@ class WaaDecodeRule:
             return len(admitted.group_of) < self.planned and admitted.admit(
                 group, waiting.query, waiting.reserve, most)
 
-        is_decode = len(admitted.active[group]) > inputs.num_begun(group)
+        is_decode = len(admitted.active[group]) > inputs.num_partial(group)
         chunks, joined = inputs.take(group, begin)
         if not is_decode and not chunks:
             return None

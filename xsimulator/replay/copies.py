@@ -13,7 +13,7 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem, QueryLengths, QueryTimes
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules.routing import deal, expected_tokens
+from xrunner.rules.routing import expected_tokens, replica_shares
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.routed import RoutedReplay, replay_routed
@@ -91,7 +91,7 @@ class CopiesReplayer:
         tokens = expected_tokens(
             queries.inputs, queries.most_outputs, self.problem.lengths.outputs.mean,
             queries.outputs == queries.most_outputs)
-        rows = [own for own in deal(tokens, self._copies, self.problem.adjustment.routing)
+        rows = [own for own in replica_shares(tokens, self._copies, self.problem.adjustment.routing)
                 if own]
         results = [self._replayer.run(queries.take(np.array(own))) for own in rows]
         if self.problem.adjustment.routing == FIXED:

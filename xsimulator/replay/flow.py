@@ -98,10 +98,10 @@ class Handover:
         """Passes on the queries that the target encodes itself."""
         if self._giving is None or self._taking is None:
             return
-        given = self._giving.give()
+        given = self._giving.share_inputs()
         for waiting in given:
             self._queries.when_done[waiting.query] = self._release
-            self._taking.take(waiting)
+            self._taking.submit_input(waiting)
         if given:
             self._target.head.note_memory(now)
             self._target.wake(now)
@@ -136,7 +136,7 @@ class Handover:
 
     def _began(self, begun: Sequence[int], now: float) -> None:
         assert self._giving is not None, f"{begun = }"
-        self._giving.begun(begun)
+        self._giving.note_begun(begun)
         self.give(now)
 
 

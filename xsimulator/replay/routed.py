@@ -11,7 +11,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import QueryLengths, QueryTimes
 from xrunner.rules.routing import Load, Router, expected_tokens, window_of
-from xrunner.rules.steps import rules_for, taken_back
+from xrunner.rules.steps import rules_for, withdraw_waiting
 from xsimulator.replay.flow import Handover, submit
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.kernel import ARRIVAL, NEWS, Kernel
@@ -58,7 +58,7 @@ class RoutedCopy:
 
     def take_back(self, count: int) -> list[int]:
         """Takes back and returns the last `count` queries that it has not begun, or fewer."""
-        places = taken_back(self._encoding.rule, min(count, self.load.waiting))
+        places = withdraw_waiting(self._encoding.rule, min(count, self.load.waiting))
         self.given.difference_update(places)
         return places
 

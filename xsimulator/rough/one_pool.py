@@ -23,7 +23,7 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules.batch_sizer import share_of
+from xrunner.rules.batch_sizer import adjustment_share
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
 from xsimulator.plans import PlanSource, StagePlan
@@ -267,7 +267,7 @@ class Rra(OnePool):
     def _controls(self, point: tuple[int, ...], groups: int, found: dict[str, float],
                   ) -> tuple[Controls, float, float]:
         batch, iterations, _, chunk = map(int, point)
-        share = share_of(self.problem.adjustment)
+        share = adjustment_share(self.problem.adjustment)
         steers = share > 0 and self.problem.adjustment.steers is not False
         even = EvenBatches(adjustment=share, mean_input_tokens=self._workload.inputs.mean,
                            target_active=steers * max(found["present"] - batch, 0.0))

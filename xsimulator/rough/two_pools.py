@@ -24,7 +24,7 @@ from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules.batch_sizer import share_of
+from xrunner.rules.batch_sizer import adjustment_share
 from xsimulator import memory
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.rough.figures import Rough, Sizes, assembled, point_of
@@ -59,7 +59,7 @@ class TwoPools:
         self._memory_of = cache(
             lambda pool, encodes: PoolMemory(problem, pool, encodes_alone=encodes))
         self._pools = cache(self._lay_out)
-        self._adjustment = share_of(problem.adjustment)
+        self._adjustment = adjustment_share(problem.adjustment)
 
     def can_lay_out(self, plan: tuple[int, int]) -> bool:
         """Whether the devices can be divided and hold the weights twice."""

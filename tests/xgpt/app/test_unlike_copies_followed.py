@@ -27,7 +27,7 @@ from xrunner.files.beat import BEATS, RankState
 from xrunner.files.launcher_link import load_change_order
 from xrunner.plan import load_plan
 from xrunner.rank.world import replicas_of
-from xrunner.rules.changes import OfShapes
+from xrunner.rules.changes import ChangesByShape
 from xrunner.rules.iteration import StepLimits
 from xrunner.rules.rra import PhaseControls
 from xscheduler.copies import problem_for, problem_on
@@ -96,7 +96,7 @@ class Run:
     @property
     def told(self) -> tuple[object, ...]:
         order = load_change_order(self.output)
-        assert order is not None and isinstance(order.controls, OfShapes)
+        assert order is not None and isinstance(order.controls, ChangesByShape)
         assert order.revision == self.own.decider.revision
         return order.controls.own
 

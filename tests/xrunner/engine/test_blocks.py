@@ -326,7 +326,7 @@ def test_each_query_finds_its_own_entries_after_any_joins_and_leaves(data):
         queries = list(range(next_query, next_query + len(inputs)))
         next_query += len(inputs)
         first = cache.allocate(inputs)
-        assert slots.place(queries) == first
+        assert slots.fill(queries) == first
         for i, (query, length) in enumerate(zip(queries, inputs, strict=True)):
             values = torch.randn(2, 2, 1, length, 4)
             cache.store[:, :, first + i, :, :length] = values

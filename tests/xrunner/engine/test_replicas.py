@@ -14,7 +14,7 @@ from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.replicas import ToReplicas
 from xrunner.files.launcher_link import ChangeOrder, LauncherLink, load_change_order, read_observed
-from xrunner.rules.changes import OfShapes
+from xrunner.rules.changes import ChangesByShape
 from xrunner.rules.rra import PhaseControls
 
 
@@ -141,7 +141,7 @@ def test_each_shape_takes_up_changes_of_its_own(made, tmp_path, at_once, is_both
         head.rule.make_room(12)
         windows.extend([list(others.router.windows), others])
 
-    executors = linked(job, sink, tmp_path, ChangeOrder(revision=1, controls=OfShapes(
+    executors = linked(job, sink, tmp_path, ChangeOrder(revision=1, controls=ChangesByShape(
         (controls(4, 9) if is_both else None, controls(3, 7)))), seen)
     taken = [[change for change in sink.launcher.taken if change.get("replica", 0) == replica]
              for replica in (0, 1)]

@@ -24,13 +24,13 @@ SIZER = BatchSizer(mean_input=MEAN, adjustment=0.1)
 
 
 @given(inputs=st.lists(st.integers(1, 60), min_size=1, max_size=60), batch=st.integers(1, 25),
-       lean=st.integers(-30, 30))
-def test_a_batch_that_leads_stays_within_the_band_or_where_it_was(inputs, batch, lean):
-    usual, led = SIZER.count(inputs, batch), SIZER.count(inputs, batch, lean)
+       correction=st.integers(-30, 30))
+def test_a_batch_that_leads_stays_within_the_band_or_where_it_was(inputs, batch, correction):
+    usual, led = SIZER.count(inputs, batch), SIZER.count(inputs, batch, correction)
     if batch < LEAST_ADJUSTED or len(inputs) < batch:
         assert led == usual, "too few to share out, or the job's last"
     assert 1 <= led <= min(SIZER.most(batch), len(inputs))
-    assert 0 <= (led - usual) * np.sign(lean) <= abs(lean)
+    assert 0 <= (led - usual) * np.sign(correction) <= abs(correction)
     if led != usual:
         assert abs(sum(inputs[:led]) - batch * MEAN) <= 0.1 * batch * MEAN + 1e-9
 

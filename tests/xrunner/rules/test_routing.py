@@ -24,9 +24,9 @@ from xrunner.rules.routing import (
     Recall,
     Router,
     Window,
-    deal,
     expected_tokens,
     recalls,
+    replica_shares,
     window_of,
 )
 from xrunner.rules.rra import RraRule
@@ -35,14 +35,14 @@ from xrunner.rules.slots import SlotUse
 
 def test_in_turn_or_to_who_has_the_fewest_tokens():
     tokens = [100.0, 1.0, 1.0, 1.0, 90.0, 5.0]
-    assert deal(tokens, 2, ROUND_ROBIN) == [[0, 2, 4], [1, 3, 5]]
-    assert deal(tokens, 2, LEAST_TOKENS) == [[0], [1, 2, 3, 4, 5]]
-    assert deal([3.0, 3.0, 3.0], 3) == [[0], [1], [2]]  # of several, the first
+    assert replica_shares(tokens, 2, ROUND_ROBIN) == [[0, 2, 4], [1, 3, 5]]
+    assert replica_shares(tokens, 2, LEAST_TOKENS) == [[0], [1, 2, 3, 4, 5]]
+    assert replica_shares([3.0, 3.0, 3.0], 3) == [[0], [1], [2]]  # of several, the first
 
 
 @given(st.lists(st.integers(1, 500), max_size=200), st.integers(1, 9), st.sampled_from(ROUTINGS))
 def test_every_query_has_one_replica_and_shares_keep_the_order(tokens, replicas, routing):
-    shares = deal([float(t) for t in tokens], replicas, routing)
+    shares = replica_shares([float(t) for t in tokens], replicas, routing)
     assert sorted(place for share in shares for place in share) == list(range(len(tokens)))
     assert all(share == sorted(share) for share in shares)
     if routing == LEAST_TOKENS and tokens:

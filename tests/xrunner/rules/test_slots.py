@@ -21,7 +21,7 @@ def test_a_stage_that_obeys_holds_what_the_head_does(data, is_reused):
         head.vacate(gone)
         removed, replaced = head.seat(joining, is_reused=is_reused)
         moves = stage.compact(removed)
-        stage.place(joining, replaced)
+        stage.fill(joining, replaced)
         present = (present - gone) | set(joining)
         assert head.seats == stage.seats and sorted(head.seats) == sorted(present)
         assert {before[slot] for slot in (*removed, *replaced)} == gone

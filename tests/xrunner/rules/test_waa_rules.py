@@ -80,11 +80,11 @@ class Pools:
         raise AssertionError("no end")
 
     def _give(self) -> None:
-        for waiting in self.encode.give():
+        for waiting in self.encode.share_inputs():
             query = self.queries[waiting.query]
             assert (waiting.reserve, waiting.tokens) == (query.reserve, query.input)
             self.most_decoding = max(self.most_decoding, self.at_work)
-            self.decode.take(waiting)
+            self.decode.submit_input(waiting)
             self.given.append(waiting.query)
             self.in_system.add(waiting.query)
 
@@ -130,7 +130,7 @@ class Pools:
         for part in step.chunks:
             assert part.first == self.encoded.get(part.query, 0)
             self.encoded[part.query] = part.first + part.tokens
-        self.encode.begun([part.query for part in step.chunks if part.first == 0])
+        self.encode.note_begun([part.query for part in step.chunks if part.first == 0])
         self.most_tokens = max(self.most_tokens, sum(part.tokens for part in step.chunks))
         for query in step.joined:
             assert self.encoded[query] == self.queries[query].input
@@ -191,15 +191,15 @@ def test_every_query_that_can_ever_fit_is_encoded_once_in_order_and_ends(
 def test_no_more_lies_ready_than_the_stock_and_none_while_enough_decode():
     rule = holding(encoder(encode_batch=1, max_in_system=99, planned_active=4, stock_tokens=30),
                    20, 30, 20)
-    assert [one.query for one in rule.give()] == [0, 1], "the second exceeds 30 tokens"
-    rule.begun([0])
-    assert [one.query for one in rule.give()] == [2]
-    rule.begun([1, 2])
-    assert [one.query for one in rule.give()] == [3, 4]
-    rule.begun([3])
-    assert rule.give() == [], "four are at work, as planned"
+    assert [one.query for one in rule.share_inputs()] == [0, 1], "the second exceeds 30 tokens"
+    rule.note_begun([0])
+    assert [one.query for one in rule.share_inputs()] == [2]
+    rule.note_begun([1, 2])
+    assert [one.query for one in rule.share_inputs()] == [3, 4]
+    rule.note_begun([3])
+    assert rule.share_inputs() == [], "four are at work, as planned"
     rule.release(0)
-    assert [one.query for one in rule.give()] == [5]
+    assert [one.query for one in rule.share_inputs()] == [5]
 
 
 def test_no_batch_starts_until_all_of_it_has_room_in_the_system():

@@ -27,7 +27,7 @@ from xrunner.backends.engine import engine_of
 from xrunner.files.beat import RankState, read_beats
 from xrunner.files.launcher_link import ChangeOrder, read_observed
 from xrunner.files.lock import StopRequest
-from xrunner.rules.changes import Changes, OfShapes, changes_of
+from xrunner.rules.changes import Changes, ChangesByShape, changes_of
 from xscheduler.fallback import can_settle
 from xscheduler.live.decisions import Decider, Decision, Evidence, Followed
 from xscheduler.live.observations import LEAST_QUERIES
@@ -132,7 +132,7 @@ class Rescheduler:
                 os.getpriority(os.PRIO_PROCESS, thread)))
         found.append(self.decider.decide_at_once(look) or self.decider.decide(look))
 
-    def _changes(self, before: Estimate, now: Estimate) -> Changes | OfShapes:
+    def _changes(self, before: Estimate, now: Estimate) -> Changes | ChangesByShape:
         """What the rules are to obey now: an order takes the place of one that the run may not have
         seen, so it has all shapes that are not as they began."""
         self._changed |= {place for place, (old, new) in enumerate(
@@ -141,7 +141,7 @@ class Rescheduler:
                     if place in self._changed or len(self.rooms) == 1 else None
                     for place, (shape, room) in enumerate(
                         zip(now.shapes, self.rooms, strict=True)))
-        return own[0] if len(own) == 1 and own[0] is not None else OfShapes(own)
+        return own[0] if len(own) == 1 and own[0] is not None else ChangesByShape(own)
 
 
 class _Thresholds(NamedTuple):

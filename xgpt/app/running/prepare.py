@@ -37,12 +37,12 @@ from xrunner.files.lock import StopRequest, is_locked
 from xrunner.files.results import HELD_FILE, answered
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import (
-    OWN_ALONE,
+    PRIVATE_UMASK,
     RunPlan,
-    as_begun,
     saved_differences,
     saved_fingerprint,
     saved_model,
+    with_earlier_limits,
 )
 from xrunner.rules.batch_sizer import window_of
 from xrunner.rules.steps import kv_budget, rules_for
@@ -174,10 +174,10 @@ def make_folder(job: Job) -> None:
     cannot be written to."""
     try:
         if job.run.private:  # from here on, in this process and those it starts
-            os.umask(OWN_ALONE)
+            os.umask(PRIVATE_UMASK)
         job.output.mkdir(parents=True, exist_ok=True)
         if job.run.private:
-            job.output.chmod(0o777 & ~OWN_ALONE)
+            job.output.chmod(0o777 & ~PRIVATE_UMASK)
         (job.output / ".lock").touch()
         stop = StopRequest(job.output)
         if not is_locked(job.output) and not (stop.is_by_user and job.slurm is not None
@@ -198,7 +198,7 @@ def make_folder(job: Job) -> None:
 
 def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Requests) -> RunPlan:
     """What the ranks are told besides the schedule. `requests`: the job's, or those made for it.
-    Without a schedule no rank is told it: it is `as_begun` that tells what was run."""
+    Without a schedule no rank is told it: it is `with_earlier_limits` that tells what was run."""
     job, files = opened.job, opened.files
     assert files is not None, "a run needs the model's files"
     if job.run.weights == "random":
@@ -250,7 +250,7 @@ def going_on(plan: RunPlan, schedule: Schedule) -> RunPlan | None:
     """The plan for the very requests of the unfinished run of this job that is in its folder: a new
     schedule may hold longer ones. None where this schedule does not hold them all. The plan itself
     where there is no such run."""
-    begun = as_begun(plan)
+    begun = with_earlier_limits(plan)
     if begun is plan or state_left(plan.output) is not State.STOPPED:
         return plan
     # where a schedule holds more than query_kv_tokens, that is the longest request

@@ -29,7 +29,7 @@ from xrunner.backends.engine import engine_of
 from xrunner.files.intake import hand_on
 from xrunner.files.results import ResultWriter, answered, count_errors, count_results
 from xrunner.files.sink import TIMES, Progress, percentiles_of, write_progress
-from xrunner.plan import RunPlan, as_begun, saved_fingerprint
+from xrunner.plan import RunPlan, saved_fingerprint, with_earlier_limits
 from xscheduler.evaluator import predict
 
 TAKEN_OVER = ("every query was answered by an earlier run, and not all of its other files are as "
@@ -46,7 +46,7 @@ def is_left_whole(plan: RunPlan) -> bool:
     results.jsonl are put there. For who has the folder's lock."""
     output = plan.output
     results, total = output / "results.jsonl", num_queries(output)
-    if not total or saved_fingerprint(output) != as_begun(plan).fingerprint or (
+    if not total or saved_fingerprint(output) != with_earlier_limits(plan).fingerprint or (
             answered(results).total < total):
         return False
     written = count_results(results)
@@ -127,7 +127,7 @@ def taken_over(opened: OpenedJob) -> dict[str, Any] | None:
         return None
     own, schedule = _schedule_of(opened) or (opened, None)
     requests, spool = requests_of(own)
-    plan = as_begun(plan_for_ranks(own, schedule, requests))
+    plan = with_earlier_limits(plan_for_ranks(own, schedule, requests))
     if not is_intact(output) and saved_fingerprint(output) == plan.fingerprint:
         hand_on(requests, spool, plan, own.problem.model)
     return take_over(own, _times(own), schedule) if is_left_whole(plan) else None

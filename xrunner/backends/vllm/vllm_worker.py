@@ -47,7 +47,7 @@ from xrunner.rules.changes import Changeable
 from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import GroupSlots
 from xrunner.rules.steps import StepKind, rules_for
-from xrunner.step_record import StepSizes, decoded_sizes, even_input
+from xrunner.step_record import StepSizes, decoded_sizes, equal_input_tokens
 
 
 def main(arguments: list[str]) -> int:
@@ -299,7 +299,7 @@ class VllmExecutor(DecoderOnly):
         """What the step's time depends on; what these requests hold is counted on."""
         held = self._held
         sizes = decoded_sizes([held[name] + 1 for name, _ in decoded])._replace(
-            input_tokens=even_input([(held[name], tokens) for name, tokens in encoded]))
+            input_tokens=equal_input_tokens([(held[name], tokens) for name, tokens in encoded]))
         for name, tokens in (*decoded, *encoded):
             held[name] += tokens
         return sizes
