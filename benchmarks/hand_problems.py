@@ -20,7 +20,7 @@ from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xscheduler.replays import Replays
 from xscheduler.tensor_plans import tensor_plans
-from xsimulator.rough.forms import Formulas
+from xsimulator.rough.formulas import Formulas
 
 TIMES = (1.5, 3.0, 10.0)  # the least latency of one query alone
 FEW_QUERIES = 400  # chosen: of the replay that tells it

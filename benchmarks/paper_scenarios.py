@@ -27,7 +27,7 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xscheduler.replays import Replays
 from xsimulator.memory import capacity_bytes
-from xsimulator.rough.forms import Formulas
+from xsimulator.rough.formulas import Formulas
 
 SMALL = (("t5-11b", "a40-8"), ("opt-13b", "a40-4"), ("gpt3-39b", "a40-16"),
          ("gpt3-101b", "a100-16"))

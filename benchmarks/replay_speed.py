@@ -26,7 +26,7 @@ from xgpt.job.resolve import resolve
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import StepKind, rules_for
 from xsimulator.replay.job import Replayer, planned_queries
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "opt-13b-summarise.yaml"
 FEW = 2000

@@ -32,7 +32,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xscheduler.search_planner import SearchPlanner
-from xsimulator.rough.forms import Formulas
+from xsimulator.rough.formulas import Formulas
 
 POLICIES = ("rra", "waa-c", "waa-m")
 # Sections 7.3 and 7.4: mean gain, and its range

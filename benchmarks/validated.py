@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 from published.compared import Compared, errors_of, joined
 from published.page import write_page
-from published.runs import of_fastertransformer, of_serving, of_splitwise, played, serving_points
+from published.runs import of_fastertransformer, of_serving, of_splitwise, serving_points, simulated
 from published.table import chooser_table, validation_table
 from published.tables import of_aiconfigurator, of_vidur
 
 from xgpt.app.models import CONFIDENCE, published_errors
 from xgpt.core import catalog
 from xgpt.core.system.whole_file import write_atomically
-from xsimulator.closed_loop import Served
+from xsimulator.closed_loop import LoopTimes
 from xsimulator.measured_loops import Choices, ServingPoint, choices, margin_of, share_kept
 
 ROOT = Path(__file__).resolve().parent
@@ -86,7 +86,7 @@ def validate(folder: Path) -> Validation:
     points = serving_points(path) if path.is_file() else []
     if not points:
         return Validation(compared=tuple(compared))
-    times = {point: played(point) for point in points}
+    times = {point: simulated(point) for point in points}
     held_out = [point for point in points if not point.is_fitted]
     return Validation(
         compared=(*compared, *of_serving(points, times)),
@@ -96,7 +96,7 @@ def validate(folder: Path) -> Validation:
 
 
 def _choosers(halves: Mapping[str, Sequence[ServingPoint]],
-              times: Mapping[ServingPoint, Served]) -> Iterator[Chooser]:
+              times: Mapping[ServingPoint, LoopTimes]) -> Iterator[Chooser]:
     for half, own in halves.items():
         yield Chooser(half, "none", choices(own, times, lambda _: 1.0))
         yield Chooser(half, f"confidence {CONFIDENCE:g}", choices(

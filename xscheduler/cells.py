@@ -12,15 +12,15 @@ from xscheduler.copies import has_room, most_copies, problem_on, sizes_of
 from xscheduler.replays import Replays
 from xscheduler.space import CHUNK, Cell, chunk_column
 from xscheduler.tensor_plans import MANY_NODES, tensor_plans
-from xsimulator.plans import Plans
-from xsimulator.rough.forms import Formulas
+from xsimulator.plans import PlanCache
+from xsimulator.rough.formulas import Formulas
 from xsimulator.rough.workload import Workload
 
 
 def cells_of(problem: Problem, timing: TimingSource,
-             shared: Plans | None = None) -> Iterator[tuple[Cell, Replays]]:
+             shared: PlanCache | None = None) -> Iterator[tuple[Cell, Replays]]:
     """Yields (cell, replays of its part of the cluster). shared: stage plans by the same times."""
-    shared = shared or Plans(timing)
+    shared = shared or PlanCache(timing)
     workload = Workload(problem)
     names = names_of(problem)
     for part in parts_of(problem):
@@ -33,7 +33,7 @@ def cells_of(problem: Problem, timing: TimingSource,
         for name in names:
             formula = formulas.of(name)
             for plan in plans:
-                if formula.can_lay_out(plan):
+                if formula.can_allocate(plan):
                     for is_chunked in _kinds(name, problem):
                         yield Cell(part, formula, plan, is_chunked), replays
 

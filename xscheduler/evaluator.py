@@ -17,7 +17,7 @@ from xprofiler.timing import TimingSource
 from xrunner.rules import batch_sizer
 from xscheduler.copies import problem_for
 from xscheduler.replays import Replays
-from xsimulator.plans import Plans
+from xsimulator.plans import PlanCache
 from xsimulator.replay.copies import replayer_of
 from xsimulator.replay.predict import (
     MOST_PREDICTED,
@@ -28,7 +28,7 @@ from xsimulator.replay.predict import (
 )
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.step_clock import StepClocks
-from xsimulator.rough.forms import Formulas
+from xsimulator.rough.formulas import Formulas
 
 MOST_REPLAYS, MOST_REPLAYED = 5, 1500  # chosen: replays of a job; queries of these together
 
@@ -44,9 +44,10 @@ class _Part(NamedTuple):
 class Evaluator:
     """Evaluates schedules of one problem under any latency limit; results are kept."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, plans: Plans | None = None) -> None:
+    def __init__(self, problem: Problem, timing: TimingSource,
+                 plans: PlanCache | None = None) -> None:
         """plans: stage plans by the same times, shared with other problems."""
-        self.problem, self.timing, self._plans = problem, timing, plans or Plans(timing)
+        self.problem, self.timing, self._plans = problem, timing, plans or PlanCache(timing)
         self._parts: dict[tuple[int, int], _Part] = {}  # by copies, and devices of each
         self._rough: dict[Estimate, dict[str, float]] = {}
         self._shown: dict[Estimate, Estimate] = {}

@@ -34,7 +34,7 @@ from xscheduler.prospects import judged
 from xscheduler.room import with_room
 from xscheduler.search_planner import SearchPlanner
 from xscheduler.unmeasured_engine import plan_untimed
-from xsimulator.hardware import most_queries_per_s
+from xsimulator.roofline_limit import roofline_limit_qps
 
 Horizon = Literal["job", "steady"]
 
@@ -114,7 +114,7 @@ class Planner:
             schedule = judged(schedule, Margins(problem, self._evaluator), self._tell,
                               is_job=self.options.horizon == "job",
                               has_margin=self.options.has_margin and not self.options.untimed)
-        return _noted(problem, schedule.changed(hardware_qps=most_queries_per_s(problem)))
+        return _noted(problem, schedule.changed(hardware_qps=roofline_limit_qps(problem)))
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
         """The best schedule in steady state that keeps the bound (by default the problem's) with

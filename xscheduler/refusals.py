@@ -20,7 +20,7 @@ from xscheduler.search import Found, Search
 from xscheduler.space import Cell, Point
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.memory import capacity_bytes
-from xsimulator.rough.forms import Formulas
+from xsimulator.rough.formulas import Formulas
 from xsimulator.rough.workload import Workload
 
 # control variables of which larger values take more memory

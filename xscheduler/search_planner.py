@@ -36,7 +36,7 @@ from xscheduler.refusals import check, refusal_of
 from xscheduler.search import Found, Search
 from xscheduler.space import Cell, fresh
 from xsimulator.bound import Kind, UpperBound
-from xsimulator.plans import Plans
+from xsimulator.plans import PlanCache
 
 FEW_DEVICES = 8  # chosen: up to as many devices, each division into two pools has its own bound
 _CLOSED = 1e-9  # a gap below it is rounding
@@ -55,7 +55,7 @@ class SearchPlanner:
         self.problem, self._timing, self._is_brief = problem, timing, is_brief
         self._asked, self._gap = asked or problem.fixed, gap
         self._watch = watch or Watch()
-        shared = Plans(timing)
+        shared = PlanCache(timing)
         self._cells = list(cells_of(problem, timing, shared))
         self._most_replays, self._before = most_replays, 0
         self.search = self._anew()

@@ -19,7 +19,7 @@ from xgpt.core.problem import Problem
 from xscheduler.replays import Replayed
 from xsimulator.memory import capacity_bytes
 from xsimulator.replay.steady import ROUNDING, SteadyFigures
-from xsimulator.rough.figures import Formula, Rough
+from xsimulator.rough.figures import Formula, RoughFigures
 
 Point = tuple[int, ...]
 CHUNK = "encode_chunk"
@@ -84,7 +84,8 @@ class Cell:
     off: dict[Point, Off] = field(default_factory=dict)
     is_coarse: bool = True  # only points of the grid were evaluated so far
     num_points: int = 0  # evaluated by the formula
-    _fine: dict[int, tuple[IntArray, Rough]] = field(default_factory=dict)  # around grid points
+    # around grid points
+    _fine: dict[int, tuple[IntArray, RoughFigures]] = field(default_factory=dict)
     num_noted: int = 0
     misses: int = 0  # replays that missed a limit which they were expected to keep
     sure: set[Point] = field(default_factory=set)  # points with a longest replay
@@ -118,28 +119,28 @@ class Cell:
         return self._grid[0]
 
     @cached_property
-    def rough(self) -> Rough:
+    def rough(self) -> RoughFigures:
         """The rough figures of `points`."""
         return self._grid[1]
 
     @cached_property
-    def _grid(self) -> tuple[IntArray, Rough]:
+    def _grid(self) -> tuple[IntArray, RoughFigures]:
         points = self.formula.points(self.plan)
         if self.is_chunked is not None:
             points = points[(points[:, chunk_column(self.policy)] > 0) == self.is_chunked]
         return self.with_room(points)
 
-    def with_room(self, points: IntArray) -> tuple[IntArray, Rough]:
+    def with_room(self, points: IntArray) -> tuple[IntArray, RoughFigures]:
         """The points that fit into memory and have known times, with their rough figures."""
         self.num_points += len(points)
         if not len(points):
-            return points, Rough(**dict.fromkeys(Rough.__slots__, np.empty(0)))
+            return points, RoughFigures(**dict.fromkeys(RoughFigures.__slots__, np.empty(0)))
         rough = self.formula.rough(self.plan, points)
         most = self.problem.num_queries or math.inf
         fits: BoolArray = ((rough.memory_bytes <= capacity_bytes(self.problem.cluster.device))
                            & (rough.throughput_qps > 0) & (rough.present <= most + 0.5))
-        return points[fits], Rough(**{name: getattr(rough, name)[fits]
-                                      for name in Rough.__slots__})
+        return points[fits], RoughFigures(**{name: getattr(rough, name)[fits]
+                                             for name in RoughFigures.__slots__})
 
     def expected(self, limits: Limits, usual: Off, own: Expected) -> Expected:
         """The best point within the limits by the corrected formula. usual: correction by similar
@@ -178,13 +179,13 @@ class Cell:
                 best = Expected(qps, point, True)
         return best
 
-    def _value(self, points: IntArray, rough: Rough, row: int, off: FloatArray) -> Expected:
+    def _value(self, points: IntArray, rough: RoughFigures, row: int, off: FloatArray) -> Expected:
         qps = float(rough.throughput_qps[row] * np.exp(off[row, 0]))
         qps *= 1 if self.off else 1 + OPTIMISM
         point: Point = tuple(points[row].tolist())
         return Expected() if point in self.replayed else Expected(self.copies * qps, point)
 
-    def _best_of(self, points: IntArray, rough: Rough, most_s: float, limits: Limits,
+    def _best_of(self, points: IntArray, rough: RoughFigures, most_s: float, limits: Limits,
                  logarithms: FloatArray) -> int | None:
         if not len(points):
             return None

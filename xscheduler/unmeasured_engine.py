@@ -12,7 +12,7 @@ from xgpt.core.schedule import Estimate, Proof, Schedule, Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.search_planner import SearchPlanner
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 
 def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:

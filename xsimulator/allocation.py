@@ -2,8 +2,8 @@
 
 The first `tp_gpus` devices form groups of `tp_degree`, the others are single. Each group or single
 device is a stage. The split of layers minimises the load of the slowest stage: the time of its
-layers plus, on the first and last, of embedding and output head, for a fixed reference workload. So
-it does not depend on the batch sizes that are searched."""
+layers plus, on the first and last, of embedding and output head. Times are those of a fixed
+reference workload, so the split does not depend on the batch sizes that are searched."""
 
 import heapq
 import itertools
@@ -18,7 +18,7 @@ from xgpt.core.policies import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Reference seconds of one stage: of a layer, and of embedding and head."""
+    """Reference seconds of one stage: of each layer, and of embedding and head (`fixed_s`)."""
 
     layer_s: float
     fixed_s: float
@@ -26,7 +26,7 @@ class StageCost:
 
 
 def refuse_plan(model: ModelSpec, cluster: Cluster, tp_degree: int, tp_gpus: int) -> str | None:
-    """Why (tp_degree, tp_gpus) cannot be allocated on this cluster, or None if it can."""
+    """The reason why (tp_degree, tp_gpus) cannot be allocated on this cluster; None if it can."""
     devices = cluster.num_devices
     if (tp_degree == 1) != (tp_gpus == 0):
         return f"tp_degree {tp_degree} with tp_gpus {tp_gpus}: degree 1 goes with 0 GPUs"
@@ -35,7 +35,7 @@ def refuse_plan(model: ModelSpec, cluster: Cluster, tp_degree: int, tp_gpus: int
     if tp_degree > 1 and (reason := refuse_tp_degree(model, tp_degree)) is not None:
         return reason
     for first in range(0, tp_gpus, tp_degree):
-        if not lies_well(cluster, range(first, first + tp_degree)):
+        if not is_allowed_group(cluster, range(first, first + tp_degree)):
             return (f"a group of {tp_degree} would span parts of nodes of "
                     f"{cluster.devices_per_node} devices: it lies within a node, or on whole ones")
     stages = devices - tp_gpus + tp_gpus // tp_degree
@@ -44,23 +44,23 @@ def refuse_plan(model: ModelSpec, cluster: Cluster, tp_degree: int, tp_gpus: int
     return None
 
 
-def lies_well(cluster: Cluster, group: Sequence[int]) -> bool:
-    """Whether consecutive ranks may form a tensor-parallel group: within a node or on whole
-    nodes."""
+def is_allowed_group(cluster: Cluster, group: Sequence[int]) -> bool:
+    """Whether consecutive ranks may form a tensor-parallel group: in one node or on whole ones."""
     is_split = cluster.node_of(group[0]) != cluster.node_of(group[-1])
     return not is_split or (group[0] % cluster.devices_per_node == 0
                             and len(group) % cluster.devices_per_node == 0)
 
 
 def stage_ranks(num_devices: int, tp_degree: int, tp_gpus: int) -> list[tuple[int, ...]]:
-    """The ranks of each stage, groups first."""
+    """The ranks of each stage: groups of `tp_degree` on the first `tp_gpus` devices, then single
+    devices."""
     groups = [tuple(range(first, first + tp_degree)) for first in range(0, tp_gpus, tp_degree)]
     return groups + [(rank,) for rank in range(tp_gpus, num_devices)]
 
 
 def pool_ranks(cluster: Cluster, encode_devices: int, tp_degree: int, tp_gpus: int,
                ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-    """(ranks of each encode stage, of each decode stage); None if the groups find no place."""
+    """(ranks of each encode stage, of each decode stage); None if groups cannot be placed."""
     devices, groups = cluster.num_devices, tp_gpus // tp_degree
     if (tp_degree == 1) != (tp_gpus == 0) or tp_gpus % tp_degree:
         return None
@@ -68,7 +68,8 @@ def pool_ranks(cluster: Cluster, encode_devices: int, tp_degree: int, tp_gpus: i
     end, first = (groups - decoding) * tp_degree, devices - decoding * tp_degree
     encode, decode = ([tuple(range(rank, rank + tp_degree)) for rank in ranks]
                       for ranks in (range(0, end, tp_degree), range(first, devices, tp_degree)))
-    if end > encode_devices or not all(lies_well(cluster, group) for group in encode + decode):
+    if end > encode_devices or not all(
+            is_allowed_group(cluster, group) for group in encode + decode):
         return None
     return (encode + [(rank,) for rank in range(end, encode_devices)],
             [(rank,) for rank in range(encode_devices, first)] + decode)
@@ -76,7 +77,7 @@ def pool_ranks(cluster: Cluster, encode_devices: int, tp_degree: int, tp_gpus: i
 
 def can_hold(model: ModelSpec, encode: Sequence[tuple[int, ...]],
              decode: Sequence[tuple[int, ...]]) -> bool:
-    """Whether each pool has at most as many stages as layers, and the model allows the degrees."""
+    """Whether each pool has a layer for every stage, and the model allows the degrees."""
     degrees = {len(group) for group in (*encode, *decode)}
     return (len(encode) <= max(pool_layers(model, "encode"))
             and len(decode) <= max(pool_layers(model, "decode"))
@@ -85,9 +86,9 @@ def can_hold(model: ModelSpec, encode: Sequence[tuple[int, ...]],
 
 def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]], costs: Sequence[StageCost],
              role: Role = "both", *, first_index: int = 0) -> tuple[StageAssignment, ...]:
-    """The split of layers whose slowest stage is quickest; every stage has a layer. A pool for one
-    phase holds that phase's layers: encoder or decoder, or all layers of a decoder-only model.
-    first_index: index of the first stage."""
+    """The stages of a pool, with the split of layers whose slowest stage is quickest. Every stage
+    has a layer. A pool for one phase holds that phase's layers: encoder or decoder, or all layers
+    of a decoder-only model. first_index: index of the first stage."""
     layers, encoder_layers = pool_layers(model, role)
     assert len(ranks) == len(costs) <= max(layers, encoder_layers), f"{len(ranks)} for {layers}"
     fixed = [c.fixed_s for c in costs]
@@ -104,7 +105,7 @@ def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]], costs: Sequence
 
 
 def pool_layers(model: ModelSpec, role: Role) -> tuple[int, int]:
-    """(decoder layers, encoder layers) that a pool of that role holds."""
+    """(number of decoder layers, number of encoder layers) that a pool of that role holds."""
     if not model.is_encoder_decoder:
         return model.num_layers, 0
     return (model.num_layers if role != "encode" else 0,
@@ -115,8 +116,8 @@ def _split(layers: int, layer_s: Sequence[float], fixed_s: Sequence[float], *,
            at_least: int) -> list[int]:
     """Counts that sum to `layers` and minimise the largest fixed_s + count * layer_s.
 
-    Giving each layer in turn to the stage that would finish it earliest is optimal for that
-    measure; ties go to the earlier stage."""
+    Giving each layer in turn to the stage that would finish it earliest is optimal. Ties go to the
+    earlier stage."""
     counts = [at_least] * len(layer_s)
     loads = [(fixed + (at_least + 1) * cost, stage)
              for stage, (fixed, cost) in enumerate(zip(fixed_s, layer_s, strict=True))]

@@ -1,10 +1,11 @@
-"""A closed loop of equal requests on one tensor-parallel group, as serving benchmarks run it.
+"""Simulation of a closed loop of equal requests on one tensor-parallel group, as serving benchmarks
+run it.
 
 `concurrency` requests come at the start, and a new one whenever one is done. They are served in
-order of arrival, step by step. An engine that mixes encodes up to a step's tokens beside decoding;
-another one encodes alone while decoding waits. Steps without encoding are taken together up to the
-next end of a request, since only the context changes. With fixed lengths, requests that start
-together stay together, as in such benchmarks."""
+order of arrival, step by step. An engine with mixed steps encodes (prefills) up to a step's tokens
+beside decoding. Another one encodes alone while decoding waits. Steps without encoding are
+simulated together up to the next end of a request, since only the context changes. With fixed
+lengths, requests that start together stay together, as in such benchmarks."""
 
 import bisect
 import heapq
@@ -31,11 +32,14 @@ _MOST_ROWS, _MOST_CONTEXT, _MOST_QUERIES = 2.0**15, 2.0**18, 2.0**11  # chosen: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """The load, and how the engine fills its steps. kv_tokens: capacity of its cache. shortest:
-    lengths are drawn between this share of the stated ones and them. cached: share of each input
-    that the cache holds already (shared prefixes). stream_s: seconds of the front end to send one
-    token, beside the device's work."""
+class ClosedLoop:
+    """The load of a closed loop, and how the engine fills its steps.
+
+    `step_tokens`: most tokens of a step. `mixes`: whether steps encode and decode together.
+    `kv_tokens`: capacity of the KV cache. `shortest`: lengths are drawn between this share of the
+    stated lengths and them. `cached`: share of each input that the cache already holds (shared
+    prefixes). `stream_s`: seconds in which the front end sends one token, beside the device's
+    work."""
 
     concurrency: int
     input_tokens: int
@@ -48,9 +52,9 @@ class Loop:
     stream_s: float = 0.0
 
 
-class Served(NamedTuple):
-    """Means over all requests: TTFT, TPOT, latency, in seconds. shares: of the steps' time, by
-    group of operators."""
+class LoopTimes(NamedTuple):
+    """Means over all requests, in seconds: TTFT, TPOT, latency. shares: {group of operators: share
+    of the time of all steps}."""
 
     ttft_s: float
     tpot_s: float
@@ -69,7 +73,8 @@ class StepParts(NamedTuple):
 
 
 class StepSeconds:
-    """Seconds of one step of a whole model, from tables of its operators."""
+    """Seconds of one step of a whole model on one tensor-parallel group, from tables of its
+    operators."""
 
     def __init__(self, model: ModelSpec, timing: TimingSource, link: Link, dtype: str,
                  tp_degree: int) -> None:
@@ -93,7 +98,7 @@ class StepSeconds:
         self._prompts: dict[tuple[int, int], float] = {}
 
     def encode_attention_s(self, tokens: int, together: int) -> float:
-        """Seconds of all layers' attention for one prompt, encoded with others."""
+        """Seconds of all layers' attention for one prompt, encoded in a batch of `together`."""
         key = (tokens, together)
         if key not in self._prompts:
             self._prompts[key] = self._model.num_layers * float(self._timing.operator_s(
@@ -103,7 +108,7 @@ class StepSeconds:
     def parts(self, encoded: int, prompts: int, decoding: int, context: float,
               encode_attention_s: float) -> StepParts:
         """Seconds of a step that encodes `encoded` tokens, finishes `prompts` prompts, and decodes
-        `decoding` queries with `context` tokens each."""
+        `decoding` requests with `context` tokens each."""
         ends_s = self._heads(prompts + decoding) if prompts + decoding else 0.0
         return StepParts(
             products=self._rows(encoded + decoding) + ends_s, encode_attention=encode_attention_s,
@@ -133,25 +138,26 @@ class _Line:
 
 
 class _Request:
-    """A request: arrival, first token, lengths, and tokens of its prompt that are left."""
+    """One request: arrival, first token, lengths, and tokens of its prompt that are not yet
+    encoded."""
 
-    __slots__ = ("came_s", "first_s", "input_tokens", "left", "output_tokens")
+    __slots__ = ("arrival_s", "first_s", "input_tokens", "left", "output_tokens")
 
-    def __init__(self, came_s: float, input_tokens: int, output_tokens: int, left: int) -> None:
-        self.came_s, self.first_s = came_s, 0.0
+    def __init__(self, arrival_s: float, input_tokens: int, output_tokens: int, left: int) -> None:
+        self.arrival_s, self.first_s = arrival_s, 0.0
         self.input_tokens, self.left = input_tokens, left
         self.output_tokens = output_tokens
 
 
-def served(loop: Loop, steps: StepSeconds) -> Served:
-    """Simulates ROUNDS requests per unit of concurrency."""
-    return _Play(loop, steps).run(ROUNDS * loop.concurrency)
+def simulate_loop(loop: ClosedLoop, steps: StepSeconds) -> LoopTimes:
+    """The mean times of a closed loop of ROUNDS requests per unit of concurrency."""
+    return _Simulation(loop, steps).run(ROUNDS * loop.concurrency)
 
 
-class _Play:
+class _Simulation:
     """State of the loop. Decode steps are numbered; a decoding request is kept by its last step."""
 
-    def __init__(self, loop: Loop, steps: StepSeconds) -> None:
+    def __init__(self, loop: ClosedLoop, steps: StepSeconds) -> None:
         self._loop, self._steps = loop, steps
         self._now_s, self._step, self._num_first = 0.0, 0, 0
         self._rng = np.random.default_rng(_SEED)
@@ -159,19 +165,19 @@ class _Play:
         self._encoding: deque[_Request] = deque()
         self._running: list[tuple[int, int, _Request]] = []  # by the step that is its last
         self._context = 0  # tokens of all that run
-        self._held = 0.0  # entries of the cache that running and encoding queries need
+        self._held = 0.0  # tokens of KV cache that running and encoding requests need
         self._done: list[tuple[float, float]] = []  # (time to first token, time per token after)
         self._spent = [0.0] * len(StepParts._fields)  # seconds of all steps, by group
 
-    def run(self, requests: int) -> Served:
+    def run(self, requests: int) -> LoopTimes:
         while len(self._done) < requests:
-            pieces = self._taken()
+            pieces = self._next_pieces()
             if pieces:
                 self._encode(pieces)
             else:
                 self._decode_on()
         ttft_s, tpot_s = np.array(self._done[:requests]).mean(axis=0).tolist()
-        return Served(
+        return LoopTimes(
             ttft_s, tpot_s, ttft_s + tpot_s * (self._loop.output_tokens - 1),
             {OperatorGroup(name): spent / sum(self._spent)
              for name, spent in zip(StepParts._fields, self._spent, strict=True)})
@@ -184,7 +190,7 @@ class _Play:
         return _Request(self._now_s, inputs, max(int(loop.output_tokens * shares[1]), 1),
                         max(inputs - int(loop.cached * inputs), 1))
 
-    def _taken(self) -> list[int]:
+    def _next_pieces(self) -> list[int]:
         """Tokens that the next step encodes, of each request in turn."""
         loop = self._loop
         room = loop.step_tokens - (len(self._running) if loop.mixes else 0)
@@ -194,16 +200,16 @@ class _Play:
                 if not self._waiting or not self._has_room(self._waiting[0]):
                     break
                 request = self._waiting.popleft()
-                self._held += _entries(request)
+                self._held += _cache_tokens(request)
                 self._encoding.append(request)
             pieces.append(min(self._encoding[len(pieces)].left, room))
             room -= pieces[-1]
         return pieces
 
     def _has_room(self, request: _Request) -> bool:
-        """Whether the cache holds the request beside the others; one alone is always admitted."""
+        """Whether the cache has room for the request; one alone is always admitted."""
         is_alone = not self._running and not self._encoding
-        return is_alone or self._held + _entries(request) <= self._loop.kv_tokens
+        return is_alone or self._held + _cache_tokens(request) <= self._loop.kv_tokens
 
     def _encode(self, pieces: list[int]) -> None:
         decoding = len(self._running) if self._loop.mixes else 0
@@ -243,14 +249,13 @@ class _Play:
         self._advance(steps)
 
     def _work(self, steps: int, tokens: int, parts: StepParts) -> None:
-        """Takes equal steps, each of which sends `tokens`."""
-        self._now_s += steps * self._sent_on_s(tokens, sum(parts))
+        self._now_s += steps * self._with_streaming_s(tokens, sum(parts))
         for index, seconds in enumerate(parts):
             self._spent[index] += steps * seconds
 
-    def _sent_on_s(self, tokens: int, step_s: float) -> float:
-        """Seconds of a step and of sending its tokens, which mostly overlap: the longer counts, and
-        19 % more if both are equal."""
+    def _with_streaming_s(self, tokens: int, step_s: float) -> float:
+        """Seconds of a step and of sending its tokens, which mostly overlap. The longer one counts,
+        and 19 % more if both are equal."""
         sent_s = tokens * self._loop.stream_s
         return float((step_s**_OVERLAP + sent_s**_OVERLAP) ** (1 / _OVERLAP))
 
@@ -264,12 +269,13 @@ class _Play:
 
     def _end(self, request: _Request) -> None:
         gaps = max(request.output_tokens - 1, 1)
-        self._held -= _entries(request)
-        self._done.append((request.first_s - request.came_s,
+        self._held -= _cache_tokens(request)
+        self._done.append((request.first_s - request.arrival_s,
                            (self._now_s - request.first_s) / gaps))
         self._waiting.append(self._arrival())
 
 
-def _entries(request: _Request) -> float:
-    """Mean cache entries of a request: engines admit by actual, not by reserved entries."""
+def _cache_tokens(request: _Request) -> float:
+    """Mean tokens of KV cache that a request holds. Engines admit by actual, not by reserved
+    tokens."""
     return request.input_tokens + request.output_tokens / 2

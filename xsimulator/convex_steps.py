@@ -1,6 +1,8 @@
 """Convex functions below the step times of a plan. By Jensen's inequality they bound the mean time
-of any mix of steps from below. They also hold for times that are not monotone, since they lie below
-the largest function that rises with the size while its ratio to the size falls."""
+of any mix of steps from below.
+
+They also hold for times that are not monotone. They lie below the largest function that rises with
+the size while its ratio to the size falls."""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ ROWS: FloatArray = RATIO ** np.arange(np.log(MOST_ROWS) / np.log(RATIO))
 
 
 class ConvexSteps:
-    """Convex functions below the times of one plan's steps, for each kind of stage."""
+    """Convex functions below the times of one plan's steps, one for each kind of stage."""
 
     def __init__(self, kinds: StageKinds) -> None:
-        """kinds: stages with lower bounds on their times (xsimulator.stage_times.at_least)."""
+        """kinds: stages with lower bounds on their times (xsimulator.stage_times.least_times)."""
         self._times, self.last = kinds.times, kinds.kind_of[-1]
         self.rows = [_below(seconds) for seconds in self._times.encode_rows_s(_sizes()).T]
         self.head = _below(self._times.ends_s(_sizes()))
@@ -31,7 +33,7 @@ class ConvexSteps:
 
     @cached_property
     def decode_rows(self) -> list[ConvexTimes]:
-        """[kinds] functions for steps that only decode, with the head."""
+        """[kinds] functions for steps that only decode, with the output head."""
         seconds = self._times.decode_rows_s(_sizes())
         seconds[..., self.last] += self._times.first_tokens_s(_sizes())
         return [_below(own) for own in seconds.T]
@@ -45,7 +47,7 @@ def _sizes() -> FloatArray:
 
 
 def _below(seconds: FloatArray) -> ConvexTimes:
-    """The function below `seconds`, which are given at the grid."""
+    """The convex function below `seconds`, which are given at the grid of sizes."""
     sizes = _sizes()
     rising = np.minimum.accumulate(seconds[::-1])[::-1]
     falling = sizes * np.minimum.accumulate(seconds / sizes)
@@ -54,16 +56,17 @@ def _below(seconds: FloatArray) -> ConvexTimes:
 
 @lru_cache(maxsize=256)
 def _of_these(seconds: bytes) -> ConvexTimes:
-    """The function for these seconds, kept: many plans have stages with equal times."""
+    """The convex function for these seconds, kept, since many plans have stages with equal
+    times."""
     return ConvexTimes(_sizes(), np.frombuffer(seconds))
 
 
 class ConvexTimes:
-    """A convex function: the maximum of tangents to step times at a few slopes."""
+    """A convex function of the step size: the maximum of tangents to step times at a few slopes."""
 
     def __init__(self, sizes: FloatArray, seconds: FloatArray) -> None:
-        """seconds: of steps of `sizes`, rising, with a falling ratio to the size; infinite without
-        a known time."""
+        """seconds: of steps of `sizes`; they rise, their ratio to the size falls, and they are
+        infinite without a known time."""
         is_timed = np.isfinite(seconds)
         self._sizes, self._seconds = sizes[is_timed], seconds[is_timed]
         if not len(self._sizes):
@@ -85,14 +88,15 @@ class ConvexTimes:
         return np.asarray(offsets[place] + slopes[place] * sizes)
 
     def whole_s(self, size: FloatArray, pieces: FloatArray) -> FloatArray:
-        """Lower bound on the seconds of `size` in total, in at least so many pieces."""
+        """Lower bound on the seconds of work of `size` in total, done in at least so many
+        pieces."""
         return np.asarray(pieces * self.mean_s(size / pieces))
 
 
 def highest_lines(slopes: FloatArray,
                   offsets: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Upper envelope of lines with rising slopes over sizes from 0 on: (slopes, offsets, sizes from
-    which on each line after the first is the highest)."""
+    """Upper envelope of lines with rising slopes over sizes from 0 on, as (slopes, offsets,
+    begins). begins: [lines - 1] size from which on each line after the first is the highest."""
     kept: list[tuple[float, float]] = []
     begins: list[float] = []
     for slope, offset in zip(slopes.tolist(), offsets.tolist(), strict=True):

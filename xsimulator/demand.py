@@ -1,4 +1,4 @@
-"""Mean demand of a problem's queries, which every schedule has to serve. Symbols as in
+"""Mean demand of a problem's requests, which every schedule has to serve. Symbols as in
 xsimulator.bound."""
 
 from functools import cached_property
@@ -9,11 +9,12 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xsimulator.replay.steady import ROUNDING
 
-BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # grid of batch sizes
+BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # chosen: grid of batch sizes
 
 
 class Demand:
-    """Mean sizes of a query, and sizes of the query that the latency limit is for."""
+    """Mean sizes of a request, and sizes of a request of the latency limit's quantile
+    (`watched`)."""
 
     def __init__(self, problem: Problem) -> None:
         lengths, constraint = problem.lengths, problem.constraint
@@ -23,12 +24,13 @@ class Demand:
         pmf, given = lengths.outputs.pmf, lengths.mean_input_given_output()
         mean = float(pmf @ self._needed)
         self.iterations = max(mean, ROUNDING)  # D; 0 in jobs that decode nothing
-        steps = pmf * self._needed / mean if mean > 0 else pmf  # decode steps by the query's length
+        # share of the decode steps by the request's output length
+        steps = pmf * self._needed / mean if mean > 0 else pmf
         inputs = float(steps @ given)
         # c: tokens of context of a decoded row
         self.context = inputs + float(steps @ (self._needed + 1)) / 2
         self.contexts = 2.0, float(lengths.inputs.max + self._needed.max() + 1)
-        # at least half of the queries above this quantile keep a limit on a share of all
+        # at least half of the requests above this quantile keep a limit on a share of all
         quantile = constraint.quantile if constraint.kind == "sequence" else (
             2 * constraint.quantile - 1)
         length = lengths.outputs.quantile(max(quantile, 1e-9))
@@ -36,9 +38,9 @@ class Demand:
         is_long = np.arange(1, len(pmf) + 1) >= length
         long_inputs, others = (float(pmf[own] @ given[own] / pmf[own].sum()) if pmf[own].sum() > 0
                                else self.inputs for own in (is_long, ~is_long))
-        # if long outputs are few, the replay that checks the limit gives other queries that length
+        # if long outputs are few, the replay that checks the limit gives other requests that length
         self.watched_inputs = min(long_inputs, others)
-        # rows that a query of that length displaces, since it needs more memory
+        # rows that a request of that length displaces, since it needs more memory
         most = problem.default_max_tokens
         self.excess = max((long_inputs + (self.watched + 1) / 2) / self.context,
                           (long_inputs + most) / (inputs + most)) - 1
@@ -46,20 +48,20 @@ class Demand:
 
     @cached_property
     def turnover(self) -> float:
-        """Lower bound on the number of queries, per place, that begin while a query decodes d
-        iterations: half of the first ones, if all began together, and by Wald's equation at least
-        d / D - 1 that take the place of others."""
+        """Lower bound on the number of requests, per slot, that begin while a request decodes d
+        iterations. If all slots were filled together, half of the first fillings count. Wald's
+        equation adds at least d / D - 1 that take the place of others."""
         return max(self.watched / self.iterations - 0.5, 0.0)
 
     def in_batches(self, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(queries, iterations until the longest is done, at most d) of batches that are decoded to
-        their end with `rows` rows a step in the mean."""
+        """(requests, iterations until the longest is done, at most d) of batches that are decoded
+        to their end, with a mean of `rows` rows per step."""
         of_rows, queries, iterations = self._batches
         return np.interp(rows, of_rows, queries), np.interp(rows, of_rows, iterations)
 
     @cached_property
     def _batches(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """[BATCHES] mean rows, queries, and iterations (at most d)."""
+        """[BATCHES] (mean rows of a step, requests, iterations, at most d)."""
         below = np.cumsum(self.lengths.outputs.pmf)[:-1]  # P(length <= k)
         below = np.minimum(below, 1.0)
         longer = 1 - below[None, :] ** BATCHES[:, None]

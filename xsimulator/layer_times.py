@@ -1,7 +1,7 @@
-"""Seconds of one layer for one encode or decode micro-batch, from a TimingSource.
+"""Seconds of one layer for one encode (prefill) or decode micro-batch, from a TimingSource.
 
-Encoder-decoder models: keys and values of the cross-attention are projected once, when a query is
-encoded. The context of a decode step is input plus output so far; cross-attention reads the mean
+Encoder-decoder models: keys and values of the cross-attention are projected once, when a request is
+encoded. The context of a decode step is input plus output so far. Cross-attention reads the mean
 input, self-attention the rest."""
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import MessageKind, Operator, TimingSource
 from xrunner.rules.batch_sizer import MOST_CAPTURED
-from xsimulator.fixed_sizes import KeptOfFixed
+from xsimulator.size_cache import SizeCache
 
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attention adds one
-# chosen: queries of an encode micro-batch for which the attention of one is tabulated
+# chosen: requests of an encode micro-batch for which the attention of one is tabulated
 TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)
 _TOGETHER = np.array(TOGETHER, float)
 
 
 class LayerTimes:
     """Seconds of one layer by the degree of its tensor-parallel group and, for all-reduces, by the
-    link (None: the node's). inputs: lengths of the queries' inputs."""
+    link (None: the node's). inputs: distribution of the requests' input lengths."""
 
     def __init__(self, model: ModelSpec, timing: TimingSource, link: Link, dtype: str,
                  inputs: Lengths, head_rows: float = 1.0, *, has_head: bool = True) -> None:
-        """link: within a node. head_rows: rows of each input that go through the end of the last
-        layer and the head. has_head: False for models without a head."""
+        """link: within a node. head_rows: rows of each input that pass the end of the last layer
+        and the head. has_head: False for models without a head."""
         self.model, self.timing, self.head_rows = model, timing, head_rows
         self.has_head = has_head
         self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
         self._link, self._inputs, self._mean_input = link, inputs, inputs.mean
         self._captured_degrees, self._is_least = timing.facts.captured_degrees, False
-        self._shares: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
-        self._kept = KeptOfFixed()  # many plans' tables ask for the same sizes
+        self._mean_attention: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
+        self._kept = SizeCache()  # many plans' tables ask for the same sizes
 
     @classmethod
     def of(cls, problem: Problem, timing: TimingSource) -> LayerTimes:
@@ -51,53 +51,55 @@ class LayerTimes:
                    problem.lengths.inputs, problem.head_rows, has_head=problem.has_head)
 
     @cached_property
-    def at_least(self) -> LayerTimes:
-        """Lower bounds: every row takes the shorter of its times in encode and in decode steps. The
-        times themselves if both are equal."""
+    def least_times(self) -> LayerTimes:
+        """Lower bounds on these times. Every row takes the shorter of its times in encode and in
+        decode steps; where both are equal, this object itself is returned."""
         if not self._captured_degrees:
             return self
         least = copy(self)
-        least._is_least, least._kept = True, KeptOfFixed()
+        least._is_least, least._kept = True, SizeCache()
         return least
 
     @property
     def cross_context(self) -> float:
-        """Context tokens of a decode step that self-attention does not read."""
+        """Context tokens of a decode step that self-attention does not read; 0 for decoder-only
+        models."""
         return self._mean_input if self.model.is_encoder_decoder else 0.0
 
     @property
     def after_attention(self) -> float:
-        """The share of a decoder-only layer's parameters after its attention."""
+        """Share of a decoder-only layer's parameters that lie after its attention."""
         model = self.model
         return 1 - input_projection_params(model) / active_layer_params(model)
 
     def encode_rest_s(self, tokens: ArrayLike, degree: int,
                       link: Link | None = None) -> FloatArray:
-        """Seconds to encode `tokens` in a layer without attention: an encoder layer if the model
-        has them, else a decoder layer."""
+        """Seconds to encode `tokens` in a layer without attention: in an encoder layer if the model
+        has them, else in a decoder layer."""
         operator = Operator.ENCODER_REST if self.model.is_encoder_decoder else Operator.LAYER_REST
         return self._rest_s(operator, tokens, degree, ALL_REDUCES_PER_LAYER, link)
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike,
                            degree: int) -> FloatArray:
-        """Seconds of attention of one query of each length, in a batch of `together` queries."""
+        """Seconds of attention of one request of each length, in a batch of `together` requests."""
         return self.timing.operator_s(Operator.ENCODE_ATTENTION, lengths, together,
                                       tp_degree=degree)
 
     def mean_attention_s(self, queries: ArrayLike, degree: int) -> FloatArray:
-        """Mean seconds of attention of one query in a batch of `queries`."""
-        if degree not in self._shares:
-            self._shares[degree] = self._inputs.pmf @ self.encode_attention_s(
+        """Mean seconds of attention of one request in a batch of `queries` requests."""
+        if degree not in self._mean_attention:
+            self._mean_attention[degree] = self._inputs.pmf @ self.encode_attention_s(
                 self._inputs.support[:, None], _TOGETHER, degree)
         return np.asarray(np.interp(np.asarray(queries, float), _TOGETHER,
-                                    self._shares[degree]))
+                                    self._mean_attention[degree]))
 
     def cross_kv_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
-        """Seconds of a decoder layer to project the encoder's output to keys and values."""
+        """Seconds in which a decoder layer projects `tokens` of the encoder's output to keys and
+        values."""
         return self.timing.operator_s(Operator.CROSS_KV, tokens, tp_degree=degree)
 
     def decode_rest_s(self, rows: ArrayLike, degree: int, link: Link | None = None) -> FloatArray:
-        """Seconds of a decode iteration in a layer without self-attention."""
+        """Seconds of a decode iteration of `rows` in a layer without self-attention."""
         if not self.model.is_encoder_decoder:
             if degree not in self._captured_degrees:
                 return self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER, link)
@@ -113,19 +115,19 @@ class LayerTimes:
         return rest_s + cross_s
 
     def decode_attention_s(self, queries: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
-        """Seconds of a layer's self-attention in a decode iteration."""
+        """Seconds of a layer's self-attention in a decode iteration of `queries` requests."""
         if self.model.is_encoder_decoder:
             context = np.maximum(np.asarray(context, float) - self.cross_context, 0.0)
         return self.timing.operator_s(Operator.DECODE_ATTENTION, queries, context, tp_degree=degree)
 
     def compaction_s(self, rows: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
-        """Seconds to move `rows` of the KV cache of `context` tokens each; 0 if not measured."""
+        """Seconds to move `rows` of the KV cache with `context` tokens each; 0 if not measured."""
         if not is_compaction_timed(self.timing, degree):
             return np.zeros(np.broadcast_shapes(np.shape(rows), np.shape(context)))
         return self.timing.operator_s(Operator.KV_COMPACTION, rows, context, tp_degree=degree)
 
     def head_s(self, queries: ArrayLike, degree: int) -> FloatArray:
-        """Seconds of the head for so many tokens; 0 for a model without one."""
+        """Seconds of the output head for `queries` tokens; 0 for a model without a head."""
         if not self.has_head:
             return np.zeros(np.shape(queries))
         return self._kept.of((Operator.HEAD, degree), queries, lambda: self.timing.operator_s(
@@ -133,7 +135,6 @@ class LayerTimes:
 
     def _rest_s(self, operator: Operator, rows: ArrayLike, degree: int, all_reduces: int,
                 link: Link | None) -> FloatArray:
-        """Seconds of a layer without its attention, with its all-reduces."""
         return self._kept.of((operator, degree, all_reduces, link), rows, lambda: self._rest_of(
             operator, rows, degree, all_reduces, link))
 
@@ -152,7 +153,7 @@ class LayerTimes:
 
 
 def is_compaction_timed(timing: TimingSource, degree: int) -> bool:
-    """Whether the source has times of compaction for this degree."""
+    """Whether the timing source knows times of compaction for this tensor-parallel degree."""
     try:
         timing.reach(Operator.KV_COMPACTION, degree)
     except XgptError:
@@ -161,12 +162,12 @@ def is_compaction_timed(timing: TimingSource, degree: int) -> bool:
 
 
 def embed_s(layers: LayerTimes, rows: ArrayLike, degree: int) -> FloatArray:
-    """Seconds of the embedding of so many tokens."""
+    """Seconds of the embedding of `rows` tokens."""
     return layers._kept.of((Operator.EMBED, degree), rows, lambda: layers.timing.operator_s(
         Operator.EMBED, rows, tp_degree=degree))
 
 
 def onward_s(layers: LayerTimes, rows: ArrayLike, row_bytes: int, link: Link) -> FloatArray:
-    """Seconds of a message of so many rows to the next stage."""
+    """Seconds of a message of `rows`, of `row_bytes` each, to the next stage."""
     return layers._kept.of((MessageKind.TRANSFER, row_bytes, link), rows, lambda: (
         layers.timing.message_s(MessageKind.TRANSFER, np.asarray(rows, float) * row_bytes, link)))

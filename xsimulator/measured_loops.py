@@ -1,6 +1,6 @@
 """Measured closed loops, one's own or published, compared with their prediction.
 
-A file of one's own has the columns model, device, engine, weight_dtype, tp_degree, concurrency,
+A user's file has the columns model, device, engine, weight_dtype, tp_degree, concurrency,
 input_tokens, output_tokens, ttft_ms and tpot_ms (docs/accuracy.md).
 
 `choices` tests whether predictions choose the right one of several measured configurations under a
@@ -27,7 +27,7 @@ from xprofiler.constants import RooflineConstants, engine_errors
 from xprofiler.importers.draft import Column, Fault, fail, read_table
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import sizes_of
-from xsimulator.closed_loop import Loop, Served, StepSeconds, served
+from xsimulator.closed_loop import ClosedLoop, LoopTimes, StepSeconds, simulate_loop
 
 LINKS = {"H100": "nvlink4", "H200": "nvlink4", "A100-80": "nvlink3"}
 _COUNTS = ("tp_degree", "concurrency", "input_tokens", "output_tokens")
@@ -49,7 +49,7 @@ class Errors(NamedTuple):
 
 
 def errors_of(predicted_s: ArrayLike, measured_s: ArrayLike) -> Errors:
-    """The statistics of some pairs; NaN without any."""
+    """The statistics of pairs of predicted and measured seconds; NaN without any."""
     off = np.asarray(predicted_s, float) / np.asarray(measured_s, float) - 1
     if not len(off):
         return Errors(0, *(float("nan"),) * 5)
@@ -61,7 +61,7 @@ def errors_of(predicted_s: ArrayLike, measured_s: ArrayLike) -> Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPoint:
-    """One measured closed loop."""
+    """One measured closed loop: configuration, workload, TTFT and TPOT in seconds."""
 
     source: str
     model: str
@@ -80,7 +80,7 @@ class ServingPoint:
 
     @property
     def row(self) -> str:
-        """Name of the engine in the catalog, of this version if it has an entry of its own."""
+        """Name of the engine in the catalog; of this version if it has an entry of its own."""
         own = f"{self.engine}-{'.'.join(self.version.split('.')[:2])}"
         return own if own in catalog.names("engine") else self.engine
 
@@ -90,8 +90,8 @@ class ServingPoint:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether constants may be fitted to the point: one half of the points, by the parity of a
-        SHA-256."""
+        """Whether constants may be fitted to the point. One half of the points may, by the parity
+        of a SHA-256."""
         text = "|".join(str(part) for part in (
             self.model, self.device, self.engine, self.weight_dtype, self.tp_degree,
             self.concurrency, self.input_tokens, self.output_tokens))
@@ -122,9 +122,9 @@ def own_points(path: Path) -> list[ServingPoint]:
 
 
 def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
-              stream_s: float | None = None, model: ModelSpec | None = None) -> Served:
-    """The simulated closed loop of a point. constants, stream_s, model: in place of those of the
-    point's engine and of the catalog. Cache entries have the type of the weights, as engines serve
+              stream_s: float | None = None, model: ModelSpec | None = None) -> LoopTimes:
+    """The simulated closed loop of a point. constants, stream_s, model: replace those of the
+    point's engine and of the catalog. The KV cache has the type of the weights, as engines serve
     fp8 checkpoints."""
     row, model = catalog.engine(point.row), model or catalog.model(point.model)
     device, kv_dtype = catalog.device(point.device), point.weight_dtype if row.fp8_cache else ""
@@ -137,7 +137,7 @@ def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
     room = device.memory_bytes * row.memory_share - row.reserve_gb * 1e9 - weights
     per_token = (model.num_layers * model.kv_elements_per_token_layer * entries
                  / point.tp_degree)
-    return served(Loop(
+    return simulate_loop(ClosedLoop(
         concurrency=point.concurrency, input_tokens=point.input_tokens,
         output_tokens=point.output_tokens, step_tokens=row.step_tokens, mixes=row.mixes,
         kv_tokens=max(room, 0.0) / per_token, shortest=point.shortest, cached=point.cached,
@@ -145,24 +145,24 @@ def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
         StepSeconds(model, timing, link, "bfloat16", point.tp_degree))
 
 
-def margin_of(point: ServingPoint, played: Served, confidence: float) -> float:
-    """The safety margin on a point's predicted latency at this confidence, a factor."""
+def margin_of(point: ServingPoint, simulated: LoopTimes, confidence: float) -> float:
+    """Safety margin on a point's predicted latency at this confidence, a factor."""
     errors = engine_errors(catalog.device(point.device), point.row)
-    return errors.factor(played.shares, confidence,
+    return errors.factor(simulated.shares, confidence,
                          sizes_of(point.input_tokens, point.output_tokens))
 
 
-def share_kept(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served],
+def share_kept(points: Sequence[ServingPoint], times: Mapping[ServingPoint, LoopTimes],
                confidence: float) -> float:
-    """Share of the measured latencies within prediction x margin; NaN without points."""
+    """Share of the measured latencies that are at most prediction x margin; NaN without points."""
     kept = [point.latency_s <= times[point].latency_s * margin_of(point, times[point], confidence)
             for point in points]
     return float(np.mean(kept)) if kept else float("nan")
 
 
 class Choices(NamedTuple):
-    """Shares of the cases: no choice; limit missed (of the choices); the measured best chosen.
-    regret: mean share of the best throughput that choices within the limit lose."""
+    """Shares of the cases: no choice possible; limit exceeded (of the choices made); the measured
+    best chosen. regret: mean share of the best throughput that choices within the limit lose."""
 
     cases: int
     none: float
@@ -171,7 +171,7 @@ class Choices(NamedTuple):
     regret: float
 
 
-def choices(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served],
+def choices(points: Sequence[ServingPoint], times: Mapping[ServingPoint, LoopTimes],
             margin_of: Callable[[ServingPoint], float]) -> Choices:
     """The outcome of all cases. margin_of: safety margin of a point, a factor."""
     workloads: dict[tuple[str, ...], list[ServingPoint]] = defaultdict(list)
@@ -207,5 +207,5 @@ def choices(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served]
 
 
 def throughput(point: ServingPoint, latency_s: float) -> float:
-    """Requests per second and GPU of a closed loop."""
+    """Requests per second and GPU of a closed loop with this mean latency."""
     return point.concurrency / latency_s / point.tp_degree

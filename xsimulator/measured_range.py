@@ -1,4 +1,4 @@
-"""Sizes of a configuration beyond those that the timing source measured."""
+"""Sizes of a configuration that lie beyond those the timing source measured."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -9,27 +9,29 @@ from xprofiler.timing import Operator, TimingSource
 from xrunner.rules.batch_sizer import MOST_CAPTURED
 
 
-class Presented(NamedTuple):
-    """The largest sizes that a configuration asks times for; 0 for none."""
+class LargestSizes(NamedTuple):
+    """The largest sizes of steps and requests for which times are needed, or are measured; 0 for
+    none."""
 
     encode_tokens: float = 0.0  # at once
     encode_queries: float = 0.0
     decode_queries: float = 0.0
-    context: float = 0.0  # tokens of a query that decodes
-    input_tokens: float = 0.0  # of one query
+    context: float = 0.0  # tokens of a request that decodes
+    input_tokens: float = 0.0  # of one request
 
 
 def beyond_measured(problem: Problem, timing: TimingSource, degrees: Iterable[int],
-                    presented: Presented) -> list[str]:
-    """The sizes, in words, that exceed what was measured at one of these degrees."""
+                    needed: LargestSizes) -> list[str]:
+    """Words for each of the `needed` sizes that exceeds what was measured at one of these
+    tensor-parallel degrees."""
     return sorted({f"up to {size:.0f} {words}, measured up to {measured:.0f}"
                    for degree in degrees
-                   for words, size, measured in zip(_WORDS, presented, _reach(
+                   for words, size, measured in zip(_WORDS, needed, _reach(
                        problem, timing, degree), strict=True) if size > measured})
 
 
-def _reach(problem: Problem, timing: TimingSource, degree: int) -> Presented:
-    """The largest sizes measured at that degree."""
+def _reach(problem: Problem, timing: TimingSource, degree: int) -> LargestSizes:
+    """The largest sizes measured at that tensor-parallel degree."""
     reach = timing.reach
     encode = (Operator.ENCODER_REST if problem.model.is_encoder_decoder else Operator.LAYER_REST)
     head, attention = reach(Operator.HEAD, degree).x, reach(Operator.DECODE_ATTENTION, degree)
@@ -38,7 +40,7 @@ def _reach(problem: Problem, timing: TimingSource, degree: int) -> Presented:
         captured = reach(Operator.DECODE_REST, degree).x
         if captured * REFUSED_BEYOND < MOST_CAPTURED:  # larger steps are not captured
             queries = min(queries, captured)
-    return Presented(reach(encode, degree).x, head, decode_queries=queries, context=attention.y,
+    return LargestSizes(reach(encode, degree).x, head, decode_queries=queries, context=attention.y,
                      input_tokens=reach(Operator.ENCODE_ATTENTION, degree).x)
 
 

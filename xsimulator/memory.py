@@ -1,6 +1,6 @@
 """Memory of a rank in bytes (docs/paper.md): weights, KV cache, activations.
 
-The runner reserves input + most output tokens of a query when it admits it. The KV cache is sized
+The runner reserves input + most output tokens of a request when it admits it. The KV cache is sized
 for a high quantile of the reserved tokens. Each decode micro-batch has an equal share of it."""
 
 from collections.abc import Sequence
@@ -28,15 +28,15 @@ LIVE_MLP_COPIES = 2  # fused up (gate) projection and its activation
 
 
 def capacity_bytes(device: Device) -> int:
-    """Bytes of a device's memory to plan with."""
+    """Bytes of a device's memory that a plan may use."""
     return int(device.memory_bytes * USABLE_SHARE) - device.reserved_bytes
 
 
 def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str,
                  weight_dtype: str | None = None) -> FloatArray:
     """[stages] bytes of weights on each rank of a stage. The embedding lies whole, as `dtype`, on
-    every rank of the first stage; layers and the head are sharded, and held as `weight_dtype`
-    (None: as `dtype`)."""
+    every rank of the first stage. Layers and the head are sharded and held as `weight_dtype` (None:
+    as `dtype`)."""
     decoder, encoder = model.decoder_layer_params, model.encoder_layer_params
     elements = np.array([(s.num_layers * decoder + s.num_encoder_layers * encoder) / s.tp_degree
                          for s in stages])
@@ -47,7 +47,7 @@ def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str
 
 
 def least_weight_bytes(problem: Problem) -> float:
-    """Bytes of the weights of one copy on one device."""
+    """Bytes of the weights of one replica on a single device."""
     model = problem.model
     whole = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=model.num_layers,
                             num_encoder_layers=model.num_encoder_layers)
@@ -61,14 +61,14 @@ class StageBytes:
         self._problem, self._stages = problem, stages
 
     def kv(self, tokens: ArrayLike) -> FloatArray:
-        """[..., stages] bytes of KV cache for so many tokens, inputs and outputs together (in an
-        encoder-decoder model: cross-attention and self-attention)."""
+        """[..., stages] bytes of KV cache for `tokens`, inputs and outputs together. In an
+        encoder-decoder model they count for cross-attention and self-attention."""
         return np.asarray(np.asarray(tokens, float)[..., None] * self._of_token)
 
     def step(self, rows: ArrayLike, heads: ArrayLike) -> FloatArray:
-        """[..., stages] bytes of one step: activations of its rows in a layer, logits of `heads` of
-        them on the last stage, and, if attention is not fused (CPU, windows, capped scores), the
-        scores of the longest input."""
+        """[..., stages] bytes of one step: activations of its rows in a layer, and logits of
+        `heads` of them on the last stage. If attention is not fused (CPU, windows, capped scores),
+        also the scores of the longest input."""
         of_row, scores = self._of_step
         held: FloatArray = np.asarray(rows, float)[..., None] * of_row
         if scores is not None:
@@ -86,7 +86,7 @@ class StageBytes:
 
     @cached_property
     def _of_step(self) -> tuple[FloatArray, FloatArray | None]:
-        """([stages] bytes of a row, bytes of the longest input's scores or None)."""
+        """([stages] bytes of a row, bytes of the longest input's attention scores or None)."""
         problem, model = self._problem, self._problem.model
         degrees = np.array([stage.tp_degree for stage in self._stages], float)
         width = (LIVE_HIDDEN_COPIES * model.hidden_size
@@ -101,12 +101,12 @@ class StageBytes:
 
 def kv_bytes(problem: Problem, stages: Sequence[StageAssignment],
              kv_tokens: ArrayLike) -> FloatArray:
-    """See StageBytes.kv."""
+    """[..., stages] bytes of KV cache on each rank for `kv_tokens`."""
     return StageBytes(problem, stages).kv(kv_tokens)
 
 
 def largest_rows(inputs: Lengths, encode: FloatArray) -> FloatArray:
-    """Tokens of an encode step of so many queries, at a quantile that is practically never
+    """Tokens of an encode step of `encode` requests, at a quantile that is practically never
     exceeded."""
     tokens = encode * inputs.mean + ACTIVATION_QUANTILE_Z * inputs.std * np.sqrt(encode)
     return np.asarray(np.minimum(tokens, encode * inputs.max))

@@ -1,5 +1,5 @@
-"""The library of the native replays (csrc/replay/replay.cpp, xsimulator.replay.native_replay): from
-an installed wheel, or compiled once, which takes a second or two. Without it, or with
+"""The library of the native replays (csrc/replay/replay.cpp, xsimulator.replay.native_replay). It
+comes with an installed wheel, or is compiled once, in a second or two. Without it, or with
 `XGPT_NATIVE=off`, Python replays give the same results."""
 
 import contextlib
@@ -31,7 +31,7 @@ TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
 class Native:
-    """A loaded library with the replays."""
+    """A loaded library with the native replays."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Raises AttributeError if the library lacks them."""
@@ -68,9 +68,11 @@ def native() -> Native | None:
 
 
 class Blocks:
-    """A table whose rows are computed in blocks of `size` on first use. find(rows of a block):
-    [size, columns]. block(number): rows from number x size on. row(number): one row as a list,
-    which must not be changed."""
+    """A table whose rows are computed in blocks of `size` on first use.
+
+    `find` takes the row numbers of a block and returns [size, columns]. `block(number)` returns the
+    rows from number x size on. `row(number)` returns one row as a list, which must not be
+    changed."""
 
     def __init__(self, size: int, find: Callable[[IntArray], FloatArray]) -> None:
         self._size = size
@@ -79,10 +81,11 @@ class Blocks:
         self.row: Callable[[int], list[float]] = cache(lambda row: self.array(row).tolist())
 
     def array(self, row: int) -> FloatArray:
+        """One row as an array [columns]."""
         return np.asarray(self.block(row // self._size)[row % self._size])
 
 
-class Fetched:
+class NativeTables:
     """Tables whose blocks csrc asks for through `function` on first use."""
 
     def __init__(self, tables: Sequence[Blocks]) -> None:
@@ -98,7 +101,7 @@ class Fetched:
         self.function, self._failures = FETCH(fetch), failures
 
     def raise_failure(self) -> None:
-        """Raises the exception of a failed block, if there was one."""
+        """Raises the exception of a block that could not be computed, if there was one."""
         if self._failures:
             raise self._failures.pop()
 
@@ -109,7 +112,7 @@ class NativeClock:
     def __init__(self, tables: Sequence[Blocks], numbers: IntArray, figures: FloatArray) -> None:
         library = native()
         assert library is not None
-        self.fetched, self._read = Fetched(tables), (numbers, figures)
+        self.fetched, self._read = NativeTables(tables), (numbers, figures)
         self.address: int = library.clock(self.fetched.function, address_of(numbers),
                                           address_of(figures))
         finalize(self, library.forget_clock, self.address)

@@ -1,4 +1,5 @@
-"""Stage plans: where the layers lie under each tensor plan of a problem, with times and weights.
+"""Stage plans: the layers of each stage under each tensor plan of a problem, with times and
+weights.
 
 The split of layers is balanced for a reference workload of ordinary batch sizes, with the problem's
 ratio of encoding to decoding. It depends on the tensor plan, not on the batch sizes searched."""
@@ -32,7 +33,7 @@ from xsimulator.allocation import (
 )
 from xsimulator.convex_steps import ConvexSteps
 from xsimulator.layer_times import LayerTimes
-from xsimulator.stage_times import StageKinds, StageTimes, at_least, stage_kinds
+from xsimulator.stage_times import StageKinds, StageTimes, least_times, stage_kinds
 
 REFERENCE_QUERIES = 32  # chosen: of an encode and of a decode step
 DIVISIONS = 32  # chosen: divisions of a cluster into two pools, at most about so many
@@ -54,38 +55,38 @@ class StagePlan:
     @cached_property
     def convex_steps(self) -> ConvexSteps:
         """Lower bounds on the mean time of steps of mixed sizes."""
-        times = at_least(self.times)
+        times = least_times(self.times)
         return ConvexSteps(self.kinds if times is self.times else stage_kinds(times))
 
 
 class PlanSource(Protocol):
-    """Source of stage plans for the rough formulas. `StagePlans` balances layers; others give the
-    stages of a schedule."""
+    """Source of stage plans for the rough formulas. `StagePlans` balances layers; other sources
+    take the stages of a schedule."""
 
     problem: Problem
 
     def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
-        """The pool of all devices that encodes and decodes."""
+        """The pool of all devices for both phases. Raises InputError for an impossible plan."""
 
     def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> StagePlan:
-        """The pool on these ranks, for one phase or both."""
+        """The pool on these ranks, for one phase or both. first_index: index of its first stage."""
 
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
         """The pool of these stages."""
 
     def pairs(self, tp_degree: int, tp_gpus: int) -> PoolPairs:
-        """All divisions into an encode pool and a decode pool."""
+        """All divisions of the devices into an encode pool and a decode pool."""
 
 
 class _DegreeCost(NamedTuple):
-    """Reference costs of a group: of a middle stage, and what embedding and head add."""
+    """Reference costs of a group: of a middle stage, and seconds of embedding and head."""
 
     middle: StageCost
     embed_s: float
     head_s: float
 
 
-class Plans:
+class PlanCache:
     """Stage plans of several problems with the same times, such as parts of a cluster. Layer times
     are shared, since they do not depend on the number of devices."""
 
@@ -113,10 +114,11 @@ class Plans:
 class StagePlans:
     """Stage plans of one problem, kept."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, shared: Plans | None = None) -> None:
-        """shared: plans of problems with the same times."""
+    def __init__(self, problem: Problem, timing: TimingSource,
+                 shared: PlanCache | None = None) -> None:
+        """shared: plans of other problems with the same times."""
         self.problem, self.timing = problem, timing
-        self._shared = shared or Plans(timing)
+        self._shared = shared or PlanCache(timing)
         self.layers = self._shared.layers(problem, timing)
         fewer = 0 if problem.model.is_encoder_decoder else 1
         # at least one: the split needs some decoding to balance
@@ -126,7 +128,7 @@ class StagePlans:
 
     def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
         """One pool over all devices for both phases, the first `tp_gpus` in groups of `tp_degree`.
-        Raises InputError for a plan that model or cluster refuse."""
+        Raises InputError for a plan that the model or the cluster refuses."""
         key = (tp_degree, tp_gpus)
         if key not in self._known:
             problem = self.problem
@@ -147,7 +149,8 @@ class StagePlans:
         return self._known[key]
 
     def pairs(self, tp_degree: int, tp_gpus: int) -> PoolPairs:
-        """See PlanSource. On many devices only every second or fourth division, and so on."""
+        """All divisions into an encode pool and a decode pool. On many devices only every second or
+        fourth division is taken, and so on."""
         cluster, model = self.problem.cluster, self.problem.model
         return PoolPairs(self, (tp_degree, tp_gpus), {
             count: ranks for count in range(1, cluster.num_devices)
@@ -224,25 +227,26 @@ class PoolPairs:
     4.1), by the number of encode devices.
 
     The first devices encode, the others decode. Groups of `tp_degree` are formed in the decode pool
-    first, from the last device backwards, since every token of a query waits for that pool. The
-    rest of `tp_gpus` forms groups in the encode pool, from the first device on. Only numbers of
-    encode devices are allowed for which every group lies within a node or on whole nodes."""
+    first, from the last device backwards, since every token of a request waits for that pool. The
+    rest of `tp_gpus` forms groups in the encode pool, from the first device on. A number of encode
+    devices is allowed only if every group then lies within a node or on whole nodes."""
 
     def __init__(self, plans: PlanSource, plan: tuple[int, int],
                  ranks: Mapping[int, tuple[Ranks, Ranks]]) -> None:
-        """ranks: {number of encode devices: (ranks of the encode stages, of the decode stages)}."""
+        """ranks: {number of encode devices: (ranks of the encode stages, ranks of the decode
+        stages)}."""
         self._plans, self._ranks, self.tp_degree = plans, ranks, plan[0]
         self.encode_devices: IntArray = np.array(list(ranks), np.int64)
         self.pair = cache(self._pair)
 
     def _pair(self, encode_devices: int) -> tuple[StagePlan, StagePlan]:
-        """(encode pool, decode pool); the decode stages are numbered after the encode stages."""
+        """(encode pool, decode pool); decode stages are numbered after encode stages."""
         encode, decode = self._ranks[encode_devices]
         return (self._plans.pool(encode, "encode"),
                 self._plans.pool(decode, "decode", first_index=len(encode)))
 
     def nearest(self, share: FloatArray) -> IntArray:
-        """The allowed numbers of encode devices nearest to shares of all devices (WAA-C)."""
+        """The allowed numbers of encode devices nearest to these shares of all devices (WAA-C)."""
         wanted = np.asarray(share)[..., None] * self._plans.problem.cluster.num_devices
         nearest = np.abs(wanted - self.encode_devices).argmin(axis=-1)
         return np.asarray(self.encode_devices[nearest])

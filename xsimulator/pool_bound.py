@@ -18,7 +18,7 @@ from xsimulator.step_bounds import Lines, PoolSteps
 
 
 class Curve(NamedTuple):
-    """[m] upper bounds on the throughput of schedules whose latency is at most `latency_s`, which
+    """[m] upper bounds, requests/s, on schedules whose latency is at most `latency_s`, which
     rises."""
 
     qps: FloatArray
@@ -30,7 +30,7 @@ class PoolBound:
 
     def __init__(self, plan: StagePlan, problem: Problem, demand: Demand,
                  lines: Callable[[LayerTimes, int], Lines]) -> None:
-        """`lines`: see PoolSteps."""
+        """lines: see PoolSteps."""
         self.demand, self._constraint = demand, problem.constraint
         self.steps = PoolSteps(plan, problem.cluster.num_devices, demand, lines)
         # tokens that fit on the fullest stage beside its weights and a step of one row
@@ -40,11 +40,11 @@ class PoolBound:
         with np.errstate(divide="ignore", invalid="ignore"):
             room = np.where(free > 0, free / held.kv(1.0), 0.0)
         self.room_tokens = float(np.min(room))
-        self.curve = cache(self._find_curve)
+        self.curve = cache(self._make_curve)
         self._pace_s = self._constraint.limit_s("tpot")
 
     def alone_qps(self, limit_s: float) -> float:
-        """Upper bound, requests/s, on schedules of this pool alone with a latency up to
+        """Upper bound, requests/s, on schedules of this pool alone with a latency of at most
         `limit_s`."""
         low, high = self._rows
         if not len(low) or not self._keeps_first():
@@ -57,8 +57,8 @@ class PoolBound:
         qps = high / (self.demand.iterations * cycle_s)
         return float(qps[is_kept].max(initial=0.0))
 
-    def _find_curve(self, share: float) -> Curve:
-        """The curve of a decode pool that encodes this share of the queries."""
+    def _make_curve(self, share: float) -> Curve:
+        """The curve of a decode pool that encodes this share of the requests."""
         low, high = self._rows
         groups, is_met = self._fewest_groups(low, high, share, math.inf)
         if not len(low):
@@ -77,26 +77,26 @@ class PoolBound:
         return float(self.curve(0.0).qps.max(initial=0.0))
 
     def _keeps_first(self) -> bool:
-        """Whether an input of the quantile's length, encoded alone, keeps the limit on TTFT."""
+        """Whether an input of the TTFT limit's quantile, encoded alone, keeps that limit."""
         bound = self._constraint.bound_on("ttft")
-        return bound is None or self.steps.alone_s(float(
+        return bound is None or self.steps.encode_one_s(float(
             self.demand.lengths.inputs.quantile(bound.quantile))) <= bound.limit_s
 
     @cached_property
     def _rows(self) -> tuple[FloatArray, FloatArray]:
-        """([m] least, most) rows of a cycle; empty if no query fits into memory."""
+        """([m] least, [m] most) rows of a cycle; empty if no request fits into memory."""
         most = min(self.room_tokens / self.demand.context, RATIO * ROWS[-1])
         low = ROWS[most >= ROWS]
         return low, np.minimum(low * RATIO, most)
 
     def _fewest_groups(self, low: FloatArray, high: FloatArray, share: float,
                        limit_s: float) -> tuple[FloatArray, BoolArray]:
-        """([m] lower bound on the G at which the stages, not a group's own steps, set the cycle and
+        """[m] (lower bound on the G at which the stages, not a group's own steps, set the cycle and
         the latency is kept; whether there is such a G)."""
         steps = self.steps.of_share(share)
 
-        # fewer rows beside the query that the limit is for make its latency shorter
-        sizes = [low] if not self.demand.excess else [low, self._seen(low)[0]]
+        # fewer rows beside the request that the limit is for make its latency shorter
+        sizes = [low] if not self.demand.excess else [low, self._batch_beside(low)[0]]
 
         def is_met(groups: FloatArray) -> BoolArray:
             enough: BoolArray = np.zeros(len(low), bool)
@@ -118,7 +118,7 @@ class PoolBound:
 
     def _cycle(self, low: FloatArray, high: FloatArray, groups: FloatArray, is_met: BoolArray,
                share: float) -> tuple[FloatArray, FloatArray]:
-        """([m] seconds of a cycle, seconds of a cycle without encoding), lower bounds."""
+        """[m] lower bounds on (seconds of a cycle, seconds of a cycle without encoding)."""
         steps, each = self.steps.of_share(share), np.maximum(low / groups, 1.0)
         path_s = steps.at(steps.path_s, np.maximum(low / high, 1.0))
         busy_s, alone_s = (groups * steps.at(own, each).max(axis=0)
@@ -127,32 +127,33 @@ class PoolBound:
 
     def _latency_s(self, rows: FloatArray, groups: FloatArray, share: float, *,
                    is_phased: bool) -> FloatArray:
-        """[m] lower bound on the latency by the busiest stage."""
-        demand, steps, (seen, queries, together) = (
-            self.demand, self.steps.of_share(share), self._seen(rows))
-        each = np.maximum(seen / groups, 1.0)
+        """[m] lower bound on the latency, from the busiest stage's work."""
+        demand, steps, (present, queries, together) = (
+            self.demand, self.steps.of_share(share), self._batch_beside(rows))
+        each = np.maximum(present / groups, 1.0)
         busy, alone = (groups * steps.at(own, each) for own in (steps.busy_s, steps.alone_s))
-        encode_s = (busy - alone) * demand.iterations / seen  # of a query
-        latency = demand.watched * alone + demand.turnover * (seen - 1) * encode_s
+        encode_s = (busy - alone) * demand.iterations / present  # of a request
+        latency = demand.watched * alone + demand.turnover * (present - 1) * encode_s
         if is_phased:
             latency = np.minimum(latency, (
                 together * alone + (demand.watched - together) * steps.alone_s[:, :1]
                 # half of the others' encoding, at most what falls into the cycles together
-                + np.minimum((queries - 1) / 2, together * seen / demand.iterations) * encode_s))
-        return np.asarray(self.steps.own_s * (share > 0) + latency.max(axis=0))
+                + np.minimum((queries - 1) / 2, together * present / demand.iterations) * encode_s))
+        return np.asarray(self.steps.encode_watched_s * (share > 0) + latency.max(axis=0))
 
     def _path_latency_s(self, rows: FloatArray, groups: FloatArray, *,
                         is_phased: bool) -> FloatArray:
-        """[m] lower bound on the latency by the steps of the query's own group."""
-        steps, (seen, _, together) = self.steps.of_share(0.0), self._seen(rows)
-        path_s = steps.at(steps.path_s, np.maximum(seen / groups, 1.0))
+        """[m] lower bound on the latency, from the steps of the request's own group."""
+        steps, (present, _, together) = self.steps.of_share(0.0), self._batch_beside(rows)
+        path_s = steps.at(steps.path_s, np.maximum(present / groups, 1.0))
         if not is_phased:
             return np.asarray(self.demand.watched * path_s)
-        return np.asarray(self.steps.own_s + together * path_s
+        return np.asarray(self.steps.encode_watched_s + together * path_s
                           + (self.demand.watched - together) * steps.path_s[0])
 
-    def _seen(self, rows: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """([m] rows of the query that the limit is for and those beside it; queries of a batch, and
-        iterations that it spends with others, if batches are decoded to their end)."""
-        seen = np.maximum(rows - self.demand.excess, 1.0)
-        return seen, *self.demand.in_batches(seen)
+    def _batch_beside(self, rows: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """[m] (rows present beside and with a request of the limit's quantile; requests of a batch;
+        iterations that it spends with others). The last two hold if batches are decoded to their
+        end."""
+        present = np.maximum(rows - self.demand.excess, 1.0)
+        return present, *self.demand.in_batches(present)

@@ -1,12 +1,12 @@
-"""Seconds of each stage for one encode or decode micro-batch, and of the handover of KV entries
-from WAA's encode pool to its decode pool.
+"""Seconds of each stage for one encode (prefill) or decode micro-batch, and of the handover of KV
+cache from WAA's encode pool to its decode pool.
 
-The rough formulas, the bound and the replay build tables of these sums (xsimulator.rough.pace,
-xsimulator.convex_steps, xsimulator.replay.step_clock). Arrays broadcast; the last axis of every
-result is the stage.
+The rough formulas, the upper bound and the replay build tables of these sums
+(xsimulator.rough.pace, xsimulator.convex_steps, xsimulator.replay.step_clock). Arrays broadcast;
+the last axis of every result is the stage.
 
 An encoder's output goes from the last stage to every stage: one transfer each. In the runner's own
-tensor-parallel groups the first rank sends each step to the others and receives the best tokens of
+tensor-parallel groups the first rank sends each step to the others. It receives the best tokens of
 their shares of the vocabulary (TimingFacts.sends_in_groups): one transfer each way."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -36,8 +36,8 @@ class StageTimes:
 
     def __init__(self, layers: LayerTimes, cluster: Cluster, stages: Sequence[StageAssignment],
                  links: tuple[Link, ...] | None = None) -> None:
-        """links: of each stage to the next one, of the last one to the first; None: the
-        cluster's."""
+        """links: of each stage to the next, of the last to the first (None: those of the
+        cluster)."""
         self.layers, self._cluster, self.stages = layers, cluster, tuple(stages)
         self._given_links = links
         self._timing = layers.timing
@@ -58,20 +58,22 @@ class StageTimes:
         self._whole_layers[-1] -= self._narrowed
 
     def mean_attention_s(self, queries: ArrayLike) -> PerDegree:
-        """Mean ENCODE_ATTENTION of one query in a micro-batch of `queries`."""
+        """{degree: mean seconds of a layer's encode attention of one request} in a micro-batch of
+        `queries`."""
         return {d: self.layers.mean_attention_s(queries, d) for d in self.degrees}
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike) -> PerDegree:
-        """ENCODE_ATTENTION of queries of these lengths, in micro-batches of `together` queries."""
+        """{degree: seconds of a layer's encode attention of one request of each length} in
+        micro-batches of `together` requests."""
         return {d: self.layers.encode_attention_s(lengths, together, d) for d in self.degrees}
 
     def decode_attention_s(self, queries: ArrayLike, context: ArrayLike) -> PerDegree:
-        """Self-attention of one decode step."""
+        """{degree: seconds of a layer's self-attention} in one decode step."""
         return {d: self.layers.decode_attention_s(queries, context, d) for d in self.degrees}
 
     def encode_s(self, tokens: ArrayLike, queries: ArrayLike, attention_s: PerDegree) -> FloatArray:
-        """[..., stages] seconds to encode micro-batches of `queries` with `tokens` in total.
-        attention_s: {degree: attention of one layer, summed over the queries}."""
+        """[..., stages] seconds to encode micro-batches of `queries` requests with `tokens` in
+        total. attention_s: {degree: attention of one layer, summed over the requests}."""
         work = self.encode_rows_s(tokens) + self.per_stage_s(attention_s, self.encode_layers)
         if not self.is_encoder_decoder:
             work[..., -1] += self.ends_s(queries)
@@ -79,8 +81,8 @@ class StageTimes:
 
     def decode_s(self, queries: ArrayLike, context: ArrayLike, *, moved: ArrayLike = 0.0,
                  ) -> FloatArray:
-        """[..., stages] seconds to decode micro-batches of `queries` with `context` tokens each.
-        moved: rows of the KV cache that compaction moves before."""
+        """[..., stages] seconds to decode micro-batches of `queries` requests with `context` tokens
+        each. moved: rows of the KV cache that compaction moves before."""
         work = self.decode_rows_s(queries) + self.per_stage_s(
             self.decode_attention_s(queries, context), self.decoder_layers)
         if np.any(moved):
@@ -91,8 +93,8 @@ class StageTimes:
         return work
 
     def encode_rows_s(self, tokens: ArrayLike) -> FloatArray:
-        """[..., stages] seconds to encode `tokens`, without attention and without the part for the
-        inputs' last tokens only."""
+        """[..., stages] seconds to encode `tokens`, without attention and without the work that is
+        done for the inputs' last tokens only."""
         if not self.is_encoder_decoder:
             return self._with_ends(self._groups.seconds(
                 self.layers.encode_rest_s, tokens, self._whole_layers), tokens)
@@ -118,15 +120,16 @@ class StageTimes:
             self.layers.decode_rest_s, rows, self.decoder_layers), rows)
 
     def first_tokens_s(self, queries: ArrayLike) -> FloatArray:
-        """Seconds of the last stage's head, and of the tokens' transfer to the first stage."""
+        """Seconds of the last stage's head for `queries` tokens, and of their transfer to the first
+        stage."""
         head = self.layers.head_s(queries, self.stages[-1].tp_degree)
-        head = head + _within_s(self._timing, self._groups.last, BEST_BYTES, queries)
+        head = head + _group_message_s(self._timing, self._groups.last, BEST_BYTES, queries)
         if len(self.stages) == 1:
             return head
         return head + onward_s(self.layers, queries, TOKEN_BYTES, self._links[-1])
 
     def ends_s(self, queries: ArrayLike) -> FloatArray:
-        """Seconds of the last stage for the last tokens of so many inputs, or for all tokens that
+        """Seconds of the last stage for the last tokens of `queries` inputs, or for all tokens that
         are scored: the last layer after its attention, the head, and the transfer back."""
         if self.layers.head_rows != 1:
             queries = np.asarray(queries, float) * self.layers.head_rows
@@ -136,7 +139,8 @@ class StageTimes:
         return self.first_tokens_s(queries) + self._narrowed * rest_s
 
     def per_stage_s(self, of_degree: PerDegree, layers: FloatArray) -> FloatArray:
-        """[..., stages] {degree: seconds of one layer} times the layers of each stage."""
+        """[..., stages] seconds: of_degree {degree: seconds of one layer} times the layers of each
+        stage."""
         return _summed([(of_degree[degree], layers * is_own)
                         for degree, is_own in self._stages_of_degree.items()])
 
@@ -149,13 +153,13 @@ class StageTimes:
             onward[..., index] = onward_s(self.layers, rows, self.layers.row_bytes, link)
         work = work + onward.take(way_of, axis=-1)
         work[..., 0] += embed_s(self.layers, rows, self.stages[0].tp_degree)
-        work[..., 0] += _within_s(self._timing, self._groups.of_stages[0], TOKEN_BYTES, rows)
+        work[..., 0] += _group_message_s(self._timing, self._groups.of_stages[0], TOKEN_BYTES, rows)
         work += self.overhead_s
         return work
 
     @cached_property
     def _onward(self) -> tuple[list[Link], IntArray]:
-        """(distinct links to next stages, [stages] index of each stage's link; the last has
+        """(distinct links to next stages, [stages] index of each stage's link; the last stage has
         none)."""
         ways = list(dict.fromkeys(self._links[:-1]))
         return ways, np.array([*map(ways.index, self._links[:-1]), len(ways)])
@@ -171,8 +175,8 @@ class StageTimes:
 
 
 class StageKinds(NamedTuple):
-    """Stages grouped by equal times: kind_of [stages]; times of the first stage of each kind; names
-    [kinds], equal for equal times in all pools of one role."""
+    """Stages grouped by equal times. kind_of: [stages] index of the kind. times: of the first stage
+    of each kind. names: [kinds] keys that are equal for equal times in all pools of one role."""
 
     kind_of: list[int]
     times: StageTimes
@@ -183,18 +187,19 @@ def _transfer_s(timing: TimingSource, num_bytes: ArrayLike, link: Link) -> Float
     return timing.message_s(MessageKind.TRANSFER, num_bytes, link)
 
 
-def _within_s(timing: TimingSource, group: tuple[int, Link | None], row_bytes: int,
+def _group_message_s(timing: TimingSource, group: tuple[int, Link | None], row_bytes: int,
               rows: ArrayLike) -> FloatArray | float:
-    """Seconds of a message of so many rows between the first rank of a group and the others."""
+    """Seconds of a message of `rows` between the first rank of a group and the others; 0 if none is
+    sent."""
     _, link = group
     if link is None or not timing.facts.sends_in_groups:
         return 0.0
     return _transfer_s(timing, row_bytes * np.asarray(rows, float), link)
 
 
-def at_least(times: StageTimes) -> StageTimes:
-    """Lower bounds on `times` (LayerTimes.at_least)."""
-    layers = times.layers.at_least
+def least_times(times: StageTimes) -> StageTimes:
+    """Lower bounds on `times` (LayerTimes.least_times)."""
+    layers = times.layers.least_times
     return times if layers is times.layers else StageTimes(
         layers, times._cluster, times.stages, times._given_links)
 
@@ -220,7 +225,7 @@ def stage_kinds(times: StageTimes) -> StageKinds:
 
 
 class _Groups:
-    """The tensor-parallel groups of stages by degree and link of their all-reduces."""
+    """The tensor-parallel groups of stages, by degree and by the link of their all-reduces."""
 
     def __init__(self, cluster: Cluster, stages: Sequence[StageAssignment]) -> None:
         own = [(stage.tp_degree, None if stage.tp_degree == 1 else cluster.link_of(stage.ranks))
@@ -238,7 +243,7 @@ class _Groups:
 
 
 def _summed(parts: Sequence[tuple[FloatArray, FloatArray]]) -> FloatArray:
-    """[..., stages] sum over parts of seconds of a layer [...] times layers [stages]."""
+    """[..., stages] sum over `parts` of seconds of a layer [...] times layers [stages]."""
     total: FloatArray | None = None
     for layer_s, layers in parts:
         if layers.all():
@@ -253,15 +258,14 @@ def _summed(parts: Sequence[tuple[FloatArray, FloatArray]]) -> FloatArray:
 
 
 class HandoverCost:
-    """Seconds to hand KV entries from the encode pool to the decode pool (paper section 3,
-    XRunner).
+    """Seconds to hand KV cache from the encode pool to the decode pool (paper section 3, XRunner).
 
-    All stages send at once, each to those that need its layers, so the rank that sends or receives
+    All stages send at once, each to those that need its layers. So the rank that sends or receives
     most decides. An encoder-decoder model sends the encoder's output to every decode stage."""
 
     def __init__(self, problem: Problem, timing: TimingSource, encode: Sequence[StageAssignment],
                  decode: Sequence[StageAssignment]) -> None:
-        """`encode`, `decode`: the stages of the two pools."""
+        """encode, decode: the stages of the two pools."""
         self._timing = timing
         # any rank may send to any other: the slowest link counts
         self._link = problem.cluster.slowest_link([

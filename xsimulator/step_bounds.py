@@ -13,47 +13,47 @@ from xsimulator.demand import Demand
 from xsimulator.layer_times import TOGETHER, LayerTimes
 from xsimulator.plans import StagePlan
 
-POINTS = 32  # chosen: numbers of queries, and contexts, for which decode attention is looked at
+POINTS = 32  # chosen: numbers of requests, and contexts, at which decode attention is sampled
 QUERIES: FloatArray = np.geomspace(1, MOST_ROWS, POINTS)
 _BATCHES: FloatArray = np.array(TOGETHER, float)
 
 
 class Lines(NamedTuple):
-    """max over [lines] of offset + slope x rows: lower bound on the seconds of decode attention."""
+    """Lower bound on the seconds of decode attention: max over [lines] of offset + slope x rows."""
 
     slopes: FloatArray
     offsets: FloatArray
     begins: FloatArray  # [lines - 1] rows from which on each line after the first is the largest
 
     def mean_s(self, rows: FloatArray) -> FloatArray:
-        """Seconds for so many rows."""
+        """Lower bound on the mean seconds of steps with `rows` rows in the mean."""
         place = np.searchsorted(self.begins, rows, side="right")
         return np.asarray(self.offsets[place] + self.slopes[place] * rows)
 
 
 class StepBounds(NamedTuple):
     """Lower bounds on the seconds of a group's steps by the rows that it decodes, at all kinks
-    [nodes] of the convex functions; they are linear in between."""
+    [nodes] of the convex functions. Between kinks they are linear."""
 
     rows: FloatArray
-    busy_s: FloatArray  # [resources, nodes] with the encoding of the queries for these rows
+    busy_s: FloatArray  # [resources, nodes] with the encoding of the requests for these rows
     alone_s: FloatArray  # [resources, nodes] without
     path_s: FloatArray  # [nodes] through all stages, without encoding
 
     def at(self, which: FloatArray, rows: FloatArray) -> FloatArray:
-        """[..., m] the array `which` at so many rows."""
+        """[..., m] values of `which`, one of the arrays here, at these rows."""
         if which.ndim == 1:
             return np.asarray(np.interp(rows, self.rows, which))
         return np.array([np.interp(rows, self.rows, own) for own in which])
 
 
 class PoolSteps:
-    """Step times of one pool. Arrays [resources, ...] are over the kinds of stages and, if ranks
-    share cores, their mean."""
+    """Lower bounds on the step times of one pool. Arrays [resources, ...] are over the kinds of
+    stages and, if ranks share cores, their mean."""
 
     def __init__(self, plan: StagePlan, num_devices: int, demand: Demand,
                  lines: Callable[[LayerTimes, int], Lines]) -> None:
-        """num_devices: of the problem, both pools together. lines: see attention_lines."""
+        """num_devices: devices of the problem, both pools together. lines: see attention_lines."""
         self._demand, self._lines = demand, lines
         self._layers, self._steps = plan.times.layers, plan.convex_steps
         self._number = np.array(self._steps.number, float)
@@ -64,14 +64,14 @@ class PoolSteps:
         self._sharing = self._layers.timing.facts.sharing
         # each kind's share of all devices
         self._weights = self._number * self._steps.degrees / num_devices
-        self.of_share = cache(self._find)
+        self.of_share = cache(self._bounds_of_share)
 
-    def _find(self, share: float) -> StepBounds:
-        """The step times of a pool that encodes this share of the queries that it decodes."""
+    def _bounds_of_share(self, share: float) -> StepBounds:
+        """The step times of a pool that encodes this share of the requests that it decodes."""
         demand, head, head_rows = self._demand, self._steps.head, self._layers.head_rows
-        begun = share / demand.iterations  # queries for a row
-        tokens = 1 + begun * demand.inputs * (not self._is_apart)  # encoded and decoded for a row
-        heads = 1 / head_rows + begun
+        encoded = share / demand.iterations  # requests for a row
+        tokens = 1 + encoded * demand.inputs * (not self._is_apart)  # encoded and decoded for a row
+        heads = 1 / head_rows + encoded
         kinks = [own.lines[2] / by for by, functions in (
             (1.0, self._decode_rows), (tokens, self._decode_rows), (1 / head_rows, [head]),
             (heads, [head])) for own in functions]
@@ -83,10 +83,10 @@ class PoolSteps:
         for kind, (of_rows, layers) in enumerate(zip(
                 self._decode_rows, self._decoder_layers, strict=True)):
             attention_s = layers * self._attention[kind].mean_s(rows)
-            encode_s = rows * begun * self._encode_layers[kind] * self._mean_attention_s[kind]
+            encode_s = rows * encoded * self._encode_layers[kind] * self._mean_attention_s[kind]
             if self._is_apart:  # encoder and decoder layers share no pass
                 token_s = self._steps.rows[kind].lines[0][-1]  # of the largest steps
-                encode_s = encode_s + rows * begun * demand.inputs * token_s
+                encode_s = encode_s + rows * encoded * demand.inputs * token_s
             has_head = kind == self._steps.last and not self._is_apart
             for found, by, head_by, more_s in ((alone, 1.0, 1 / head_rows, 0.0),
                                                (busy, tokens, heads, encode_s)):
@@ -97,7 +97,8 @@ class PoolSteps:
                           self._path_s(work))
 
     def encode_s(self, batches: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """([batches] seconds of an encode step on the busiest stage, through all stages)."""
+        """[batches] (seconds of an encode step on the busiest stage, seconds through all
+        stages)."""
         work = self._encoding(batches * self._demand.inputs, batches, self._mean_attention_s)
         return np.asarray(self._resources(work).max(axis=0)), self._path_s(work)
 
@@ -108,12 +109,12 @@ class PoolSteps:
         return float(MOST_ROWS / self.encode_s(huge)[0][0])
 
     @cached_property
-    def own_s(self) -> float:
-        """Seconds through all stages to encode the query that the limit is for, alone."""
-        return self.alone_s(self._demand.watched_inputs)
+    def encode_watched_s(self) -> float:
+        """Seconds through all stages to encode a request of the latency limit's quantile, alone."""
+        return self.encode_one_s(self._demand.watched_inputs)
 
-    def alone_s(self, inputs: float) -> float:
-        """Seconds through all stages to encode one query of so many tokens, alone."""
+    def encode_one_s(self, inputs: float) -> float:
+        """Seconds through all stages to encode one request of `inputs` tokens, alone."""
         attention_s = np.array([self._layers.encode_attention_s(
             inputs, _BATCHES, degree).min() for degree in self._steps.degrees])
         work = self._encoding(np.array([inputs]), np.ones(1), attention_s)
@@ -129,7 +130,7 @@ class PoolSteps:
         return np.array(work)
 
     def _resources(self, work: FloatArray) -> FloatArray:
-        """[resources, m] of [kinds, m]."""
+        """[resources, m] seconds of work, from [kinds, m]."""
         if self._sharing <= 1:
             return work
         return np.concatenate([work / self._sharing, [self._weights @ work]])
@@ -143,13 +144,14 @@ class PoolSteps:
 
     @cached_property
     def _mean_attention_s(self) -> FloatArray:
-        """[kinds] a layer's encode attention of a query, in whichever batch it is least."""
+        """[kinds] seconds of a layer's encode attention of one request, in the batch size where it
+        is least."""
         return np.array([self._layers.mean_attention_s(_BATCHES, degree).min()
                          for degree in self._steps.degrees])
 
     @cached_property
     def _attention(self) -> list[Lines]:
-        """[kinds] lower bounds on a layer's decode attention."""
+        """[kinds] lower bounds on the seconds of a layer's decode attention."""
         return [self._lines(self._layers, degree) if self._decoder_layers.any() else NO_LINES
                 for degree in self._steps.degrees]
 
@@ -159,9 +161,9 @@ NO_LINES = Lines(np.zeros(1), np.zeros(1), np.empty(0))
 
 def attention_lines(layers: LayerTimes, degree: int, demand: Demand) -> Lines:
     """Lower bound on the mean seconds of a layer's decode attention, over any mix of steps whose
-    mean context is the demand's. It is made of planes below seconds(queries, total tokens), each
-    nearly touching at one number of queries. Rows of evicted queries that are encoded again count
-    too."""
+    mean context is the demand's. It is made of planes below seconds(requests, total tokens), each
+    nearly touching at one number of requests. Rows of evicted requests that are encoded again
+    count, too."""
     low, high = demand.contexts
     contexts = np.sort(np.append(np.geomspace(low, high, POINTS), demand.context))
     seconds = layers.decode_attention_s(QUERIES[:, None], contexts[None, :], degree)

@@ -25,7 +25,7 @@ from xgpt.core.units import FP8
 from xprofiler.constants import RooflineConstants
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator, TimingSource
-from xsimulator.closed_loop import Served
+from xsimulator.closed_loop import LoopTimes
 from xsimulator.layer_times import ALL_REDUCES_PER_LAYER
 from xsimulator.measured_loops import LINKS, ServingPoint, predicted
 
@@ -167,14 +167,14 @@ def _cached(row: Mapping[str, str]) -> float:
     return _CACHED if is_cached else 0.0
 
 
-def played(point: ServingPoint, constants: RooflineConstants | None = None,
-           stream_s: float | None = None) -> Served:
+def simulated(point: ServingPoint, constants: RooflineConstants | None = None,
+           stream_s: float | None = None) -> LoopTimes:
     """The prediction, also of shapes that the catalog has not."""
     model = _QWEN3_32B if point.model == _QWEN3_32B.name else None
     return predicted(point, constants, stream_s, model)
 
 
-def of_serving(points: Iterable[ServingPoint], times: Mapping[ServingPoint, Served]
+def of_serving(points: Iterable[ServingPoint], times: Mapping[ServingPoint, LoopTimes]
                ) -> Iterator[Compared]:
     """TPOT, TTFT and latency of requests, by model, GPU, engine, dtype and half."""
     groups: dict[tuple[str, ...], list[ServingPoint]] = defaultdict(list)

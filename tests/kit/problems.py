@@ -30,7 +30,7 @@ from xsimulator.replay.job import planned_queries
 from xsimulator.replay.predict import checked_queries, with_watched
 from xsimulator.replay.steady import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 if TYPE_CHECKING:
     from xgpt.app.opened import OpenedJob

@@ -18,7 +18,7 @@ from xprofiler.roofline import Roofline
 from xrunner.query import PreparedQuery
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import PoolRecords, ReplayResult
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 Steps = list[tuple[Any, ...]]
 

@@ -33,7 +33,7 @@ from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.pool import PoolHead
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.stage_line import StageLine
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 Made = Callable[[str], tuple[Path, Any]]
 CONFIGS = [("rra", FixedSchedule(encode_batch=2, decode_iterations=4)),

@@ -8,7 +8,7 @@ import scenarios as benchmark
 
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.schedule import Figures
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 OPT = paper_scenarios.Scenario(model="opt-13b", cluster="a40-4", task="S", has_peer_access=True)
 

@@ -22,7 +22,7 @@ from xscheduler.job_sample import levels_of
 from xscheduler.margin import Margins, upper_limit
 from xscheduler.planner import plan
 from xsimulator.replay.job import planned_queries, replay_job
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
 

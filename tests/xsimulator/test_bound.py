@@ -20,11 +20,11 @@ from xprofiler.timing import TimingSource
 from xscheduler.search_planner import SearchPlanner
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.bound import Kind, UpperBound
-from xsimulator.hardware import most_queries_per_s, work_of_a_query
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.roofline_limit import roofline_limit_qps, work_per_request
+from xsimulator.rough.formulas import fixed_estimate
 
 SCATTER = 1.01  # of a replay's throughput over seeds
 KINDS: tuple[Kind, ...] = ("one pool", "two pools")
@@ -235,7 +235,7 @@ def test_none_of_thirty_exceeds_it(seed):
 
 def test_products_and_bytes_of_queries_of_one_length_are_those_counted_by_hand():
     problem = toy_problem(pairs=np.array([[4, 3]]))  # 4 rows encoded, then 2 iterations
-    model, work = TOY, work_of_a_query(problem)
+    model, work = TOY, work_per_request(problem)
     seen = 1 + 2 + 3 + 4 + 5 + 6  # tokens that each row attends to
     flops = 2 * 6 * model.num_layers * model.decoder_layer_params + (
         4 * 1024 * model.num_layers * seen) + 2 * 3 * model.head_params
@@ -248,15 +248,15 @@ def test_weights_of_a_type_without_units_are_multiplied_at_the_runs_own_rate():
     problem = toy_problem(pairs=np.array([[400, 3]]))  # bound by products
     rates = dict(problem.cluster.device.flops_per_s)
     assert "fp8" not in rates and rates["float32"] < rates[problem.dtype]
-    assert most_queries_per_s(replace(problem, weight_dtype="fp8")) == most_queries_per_s(problem)
+    assert roofline_limit_qps(replace(problem, weight_dtype="fp8")) == roofline_limit_qps(problem)
     narrow = replace(problem, weight_dtype="int8")
-    assert most_queries_per_s(narrow) == pytest.approx(
+    assert roofline_limit_qps(narrow) == pytest.approx(
         rates.get("int8", rates[problem.dtype]) / rates[problem.dtype]
-        * most_queries_per_s(problem))
+        * roofline_limit_qps(problem))
 
 
 @pytest.mark.parametrize("model", [TOY, TOY_T5], ids=lambda own: own.name)
 def test_no_schedule_answers_more(model):
     problem = toy_problem(model=model, num_queries=100)
     found = SearchPlanner(problem, roofline_of(problem)).best(math.inf, has_margin=False)
-    assert 0 < found.figures.throughput_qps < most_queries_per_s(problem)
+    assert 0 < found.figures.throughput_qps < roofline_limit_qps(problem)

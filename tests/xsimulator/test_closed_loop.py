@@ -10,12 +10,12 @@ from xprofiler.roofline import Roofline
 from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import Operator
 from xsimulator.addresses import address_of
-from xsimulator.closed_loop import Loop, StepSeconds, served
+from xsimulator.closed_loop import ClosedLoop, StepSeconds, simulate_loop
 
 MODEL, LINK = catalog.model("llama-3.1-8b"), catalog.link("nvlink4")
 TIMING = Roofline(MODEL, catalog.device("H100"), "bfloat16")
 STEPS = StepSeconds(MODEL, TIMING, LINK, "bfloat16", 2)
-LOOP = Loop(concurrency=1, input_tokens=1000, output_tokens=11, step_tokens=8192, mixes=True,
+LOOP = ClosedLoop(concurrency=1, input_tokens=1000, output_tokens=11, step_tokens=8192, mixes=True,
             kv_tokens=1e6)
 
 
@@ -24,7 +24,7 @@ def step_s(*what: float) -> float:
 
 
 def test_one_request_at_a_time_takes_its_own_steps():
-    found = served(LOOP, STEPS)
+    found = simulate_loop(LOOP, STEPS)
     encode_s = step_s(1000, 1, 0, 0.0, STEPS.encode_attention_s(1000, 1))
     decode_s = 10 * step_s(0, 0, 1, 1001 + 4.5, 0.0)
     assert found.ttft_s == pytest.approx(encode_s)
@@ -43,7 +43,7 @@ def test_a_step_is_the_sum_of_its_operators():
 
 @pytest.mark.parametrize("mixes", [True, False])
 def test_more_requests_at_a_time_take_longer_each_and_less_together(mixes):
-    times = [served(replace(LOOP, concurrency=n, output_tokens=100, mixes=mixes), STEPS)
+    times = [simulate_loop(replace(LOOP, concurrency=n, output_tokens=100, mixes=mixes), STEPS)
              for n in (1, 4, 16, 64)]
     latencies = np.array([found.latency_s for found in times])
     assert (np.diff(latencies) > 0).all()
@@ -52,7 +52,7 @@ def test_more_requests_at_a_time_take_longer_each_and_less_together(mixes):
 
 def test_an_engine_that_encodes_first_keeps_its_users_waiting_for_the_first_token():
     loop = replace(LOOP, concurrency=32, output_tokens=128, input_tokens=4096)
-    beside, before = (served(replace(loop, mixes=mixes), STEPS) for mixes in (True, False))
+    beside, before = (simulate_loop(replace(loop, mixes=mixes), STEPS) for mixes in (True, False))
     assert before.ttft_s > beside.ttft_s
     # the work is the same, so that a request takes about as long
     assert before.latency_s == pytest.approx(beside.latency_s, rel=0.2)
@@ -60,12 +60,13 @@ def test_an_engine_that_encodes_first_keeps_its_users_waiting_for_the_first_toke
 
 def test_requests_that_find_no_room_in_the_cache_wait():
     loop = replace(LOOP, concurrency=16, output_tokens=200)
-    roomy, narrow = (served(replace(loop, kv_tokens=tokens), STEPS) for tokens in (1e6, 5000.0))
+    roomy, narrow = (simulate_loop(replace(loop, kv_tokens=tokens), STEPS)
+                     for tokens in (1e6, 5000.0))
     assert narrow.ttft_s > 5 * roomy.ttft_s and narrow.latency_s > roomy.latency_s
 
 
 def test_a_prompt_longer_than_a_step_is_encoded_in_pieces():
-    whole, pieces = (served(replace(LOOP, input_tokens=6000, step_tokens=tokens), STEPS)
+    whole, pieces = (simulate_loop(replace(LOOP, input_tokens=6000, step_tokens=tokens), STEPS)
                      for tokens in (8192, 1024))
     assert pieces.ttft_s > whole.ttft_s
 
@@ -73,15 +74,15 @@ def test_a_prompt_longer_than_a_step_is_encoded_in_pieces():
 def test_what_the_cache_holds_of_an_input_is_not_encoded_but_attended_to():
     """Of an input of 1,000 tokens of which the cache holds 800, 200 are encoded; their rows attend
     to all: 1 - 0.8^2 of the pairs."""
-    found = served(replace(LOOP, cached=0.8), STEPS)
+    found = simulate_loop(replace(LOOP, cached=0.8), STEPS)
     attention_s = (1 - 0.8**2) * STEPS.encode_attention_s(1000, 1)
     assert found.ttft_s == pytest.approx(step_s(200, 1, 0, 0.0, attention_s))
-    assert found.tpot_s == pytest.approx(served(LOOP, STEPS).tpot_s)
+    assert found.tpot_s == pytest.approx(simulate_loop(LOOP, STEPS).tpot_s)
 
 
 def test_a_front_end_that_sends_on_slower_than_the_device_decodes_sets_the_pace():
     loop = replace(LOOP, concurrency=64, output_tokens=200)
-    alone, quick, slow = (served(replace(loop, stream_s=stream_s), STEPS)
+    alone, quick, slow = (simulate_loop(replace(loop, stream_s=stream_s), STEPS)
                           for stream_s in (0.0, 1e-6, 1e-3))
     assert quick.tpot_s == pytest.approx(alone.tpot_s, rel=1e-3)
     assert slow.tpot_s == pytest.approx(64e-3, rel=0.05)
@@ -89,10 +90,10 @@ def test_a_front_end_that_sends_on_slower_than_the_device_decodes_sets_the_pace(
 
 def test_what_is_spent_is_told_by_group_of_operators():
     """One request alone: a step that encodes, then as many as it has tokens left."""
-    found = served(replace(LOOP, concurrency=1), STEPS)
+    found = simulate_loop(replace(LOOP, concurrency=1), STEPS)
     assert sum(found.shares.values()) == pytest.approx(1.0)
     assert min(found.shares.values()) > 0
-    many = served(replace(LOOP, concurrency=64), STEPS)
+    many = simulate_loop(replace(LOOP, concurrency=64), STEPS)
     host = OperatorGroup.HOST
     assert many.shares[host] < found.shares[host]  # shared by 64
 

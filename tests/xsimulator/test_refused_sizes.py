@@ -16,9 +16,9 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator, Reach
 from xscheduler.search_planner import SearchPlanner
-from xsimulator.measured_range import Presented, beyond_measured
+from xsimulator.measured_range import LargestSizes, beyond_measured
 from xsimulator.plans import StagePlans
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 SMALL = {"queries": (1, 3, 8), "tokens": (8, 64, 256), "contexts": (10, 40, 100),
          "lengths": (5, 20, 80), "together": (1, 4)}
@@ -137,17 +137,18 @@ ENDLESS = dict.fromkeys(REACHES, (math.inf, math.inf))
 
 
 @pytest.mark.parametrize(("reaches", "presented", "degrees", "captured", "named"), [
-    (REACHES, Presented(encode_tokens=201.0, input_tokens=41), (1, 1), (), [
+    (REACHES, LargestSizes(encode_tokens=201.0, input_tokens=41), (1, 1), (), [
         "up to 201 tokens encoded at once, measured up to 100",
         "up to 41 tokens of one input, measured up to 40"]),
-    (REACHES, Presented(encode_tokens=200.0), (2,), (), []),
-    (REACHES, Presented(decode_queries=9.0), (1,), (), [  # it needs the head, too
+    (REACHES, LargestSizes(encode_tokens=200.0), (2,), (), []),
+    (REACHES, LargestSizes(decode_queries=9.0), (1,), (), [  # it needs the head, too
         "up to 9 queries decoded at once, measured up to 8"]),
-    (MANY | {Operator.DECODE_REST: (100.0, 1.0)}, Presented(decode_queries=450.0), (1,), (1,), [
+    (MANY | {Operator.DECODE_REST: (100.0, 1.0)}, LargestSizes(decode_queries=450.0), (1,), (1,), [
         "up to 450 queries decoded at once, measured up to 100"]),
     # larger steps than 512 rows are not captured
-    (MANY | {Operator.DECODE_REST: (128.0, 1.0)}, Presented(decode_queries=450.0), (1,), (1,), []),
-    (ENDLESS, Presented(encode_tokens=1e9), (1,), (), [])])
+    (MANY | {Operator.DECODE_REST: (128.0, 1.0)}, LargestSizes(decode_queries=450.0), (1,), (1,),
+     []),
+    (ENDLESS, LargestSizes(encode_tokens=1e9), (1,), (), [])])
 def test_what_exceeds_the_range_is_named_once(reaches, presented, degrees, captured, named):
     def reach(operator, degree):
         x, y = reaches[operator]

@@ -19,9 +19,9 @@ from xscheduler.copies import problems_of_copies
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.convex_steps import AN_OCTAVE, ConvexTimes
 from xsimulator.layer_times import LayerTimes
-from xsimulator.plans import Plans, StagePlans
+from xsimulator.plans import PlanCache, StagePlans
 from xsimulator.replay.step_clock import StepClock, StepSizes
-from xsimulator.stage_times import StageTimes, at_least, stage_kinds
+from xsimulator.stage_times import StageTimes, least_times, stage_kinds
 
 POOLS = [("opt-13b", "a40-4", 1, 0), ("gpt3-39b", "a40-16", 2, 6), ("t5-11b", "a40-8", 4, 4)]
 ONE = StepSizes(spans=[], tokens=0, encoded=0, decoded=0, context=0.0, longest=0.0, moved=0.0,
@@ -55,7 +55,7 @@ def test_encode_steps(plan, lengths):
 
 def test_convex_steps_are_never_above_the_times(plan):
     sizes, convex = np.geomspace(1, 300, 40), plan.convex_steps
-    times = stage_kinds(at_least(plan.times)).times.encode_rows_s(sizes).T
+    times = stage_kinds(least_times(plan.times)).times.encode_rows_s(sizes).T
     for least, usual in zip(convex.rows, times, strict=True):
         # between sizes that are looked at a line may lie above a bend by millionths
         assert (least.mean_s(sizes) <= usual * (1 + 1e-5)).all()
@@ -112,7 +112,7 @@ def test_bounds_take_rows_for_no_slower_than_in_either_kind_of_step():
     problem = problem_of("opt-13b", "a40-4", "S")
     source, sizes = roofline_of(problem), np.array([3.0, 40.0, 500.0])
     usual_times = StagePlans(problem, roofline_of(problem)).both(1, 0).times
-    assert at_least(usual_times) is usual_times
+    assert least_times(usual_times) is usual_times
     source.facts = replace(source.facts, captured_degrees=frozenset({1}))
     usual = source._rows[Operator.LAYER_REST]
     source._rows[Operator.DECODE_REST] = lambda rows, degree: usual(rows, degree) * np.where(
@@ -176,7 +176,7 @@ def test_the_function_is_convex_below_the_times_and_touches_them():
 
 def test_copies_on_parts_of_any_size_share_what_is_asked_of_a_layer():
     problem = toy_problem()
-    plans, kept = Plans(roofline_of(problem)), []
+    plans, kept = PlanCache(roofline_of(problem)), []
     for one in problems_of_copies(problem):
         layers = plans.of(one).layers
         kept.append(layers)

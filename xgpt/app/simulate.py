@@ -37,7 +37,7 @@ from xsimulator.replay.predict import checked_queries, sample_job
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import SteadyFigures, enough_queries, of_unlike, steady_figures
 from xsimulator.rough.figures import EXTRAPOLATED, fixed_point
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 LEAST_QUERIES, MOST_QUERIES = 2000, 50_000
 ROUNDS = 12  # that many times what is in the system at once is enough for a steady state

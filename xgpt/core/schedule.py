@@ -243,7 +243,7 @@ class Proof:
     configuration, `gap` what it is above the schedule's, as a share; `nodes` the configurations
     evaluated; `unbounded_qps` the best throughput with no latency bound; `pruned` the boxes given
     up, by reason; `policy_bounds` what no configuration of each policy exceeds, the highest first;
-    `hardware_qps` what the devices could do at all (xsimulator.hardware); `covers` of which copies
+    `hardware_qps` the devices' roofline limit (xsimulator.roofline_limit); `covers` of which copies
     the bound is, in words, where they may be of several sizes; `bare_qps` the best throughput that
     was seen with no margin of its own, where the schedule's costs any."""
 

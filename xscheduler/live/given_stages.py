@@ -28,8 +28,8 @@ from xscheduler.search import SURE, Search
 from xscheduler.space import CHUNK, Cell, Point
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import PoolPairs, StagePlan, StagePlans
-from xsimulator.rough.figures import Formula, Rough, point_of
-from xsimulator.rough.forms import Formulas
+from xsimulator.rough.figures import Formula, RoughFigures, point_of
+from xsimulator.rough.formulas import Formulas
 
 _PACED: tuple[Metric, ...] = ("latency", "ttft", "tpot")
 _LIMITED = ("max_active", "token_budget")  # may only shrink within given caches
@@ -97,7 +97,7 @@ class WithinCaches:
         self._column = {name: names.index(name) for name in names}
         self._most = {name: limit for name, limit in most.items() if name in names}
 
-    def can_lay_out(self, plan: tuple[int, int]) -> bool:
+    def can_allocate(self, plan: tuple[int, int]) -> bool:
         """See Formula."""
         return True
 
@@ -126,10 +126,10 @@ class WithinCaches:
             free &= points[:, 0] >= self._now.deployment.num_groups
         return free
 
-    def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
+    def rough(self, plan: tuple[int, int], points: IntArray) -> RoughFigures:
         """See Formula. Points that the run cannot change to need infinite memory."""
         if not len(points):
-            return Rough(**{name: np.empty(0) for name in Rough.__slots__})
+            return RoughFigures(**{name: np.empty(0) for name in RoughFigures.__slots__})
         found = self._own.rough(plan, points)
         return replace(found, memory_bytes=np.where(self._are_free(points), found.memory_bytes,
                                                     np.inf))

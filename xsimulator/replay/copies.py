@@ -1,4 +1,4 @@
-"""Replay of a job on several copies of the model. Queries go to copies by the runner's own routing
+"""Replay of a job on several replicas. Requests go to replicas by the runner's own routing
 rule (xrunner.rules.routing)."""
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.routed import RoutedReplay, replay_routed
 from xsimulator.replay.step_clock import StepClocks
 
-APART = 0.02  # chosen: copies whose ends differ by a smaller share end together
+APART = 0.02  # chosen: replicas whose ends differ by a smaller share end together
 
 
 class JobReplayer(Protocol):
@@ -33,7 +33,7 @@ class JobReplayer(Protocol):
 
 def replayer_of(problem: Problem, timing: TimingSource, estimate: Estimate,
                 clocks: StepClocks | None = None, *, has_steps: bool = True) -> JobReplayer:
-    """A replayer of jobs on all copies of the estimate (clocks, has_steps: see Replayer)."""
+    """A replayer of jobs on all replicas of the estimate (clocks, has_steps: see Replayer)."""
     if estimate.others:
         return ShapesReplayer(problem, timing, estimate, clocks)
     replayer = Replayer(problem, timing, estimate, clocks, has_steps=has_steps)
@@ -43,8 +43,8 @@ def replayer_of(problem: Problem, timing: TimingSource, estimate: Estimate,
 
 def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
                   clocks: StepClocks | None = None) -> tuple[list[ReplayResult], ReplayResult]:
-    """(results of each copy, joined result) for steady-state figures. Equal copies are replayed by
-    one of them, whose queries these are; unequal ones together."""
+    """(results of each replica, joined result) for steady-state figures. Equal replicas are
+    replayed by one of them, whose requests these are; unequal ones together."""
     if not estimate.others:
         alone = replay_job(problem, timing, estimate, queries, clocks=clocks)
         return [alone], alone
@@ -53,7 +53,7 @@ def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate, qu
 
 
 class ShapesReplayer:
-    """Replays a job on copies of several shapes together (xsimulator.replay.routed). Shared cores
+    """Replays a job on replicas of several shapes together (xsimulator.replay.routed). Shared cores
     are not modelled here."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
@@ -64,29 +64,29 @@ class ShapesReplayer:
             Replayer(problem, timing, shape.one_copy, known)] * shape.deployment.replicas]
 
     def run(self, queries: QueryLengths) -> ReplayResult:
-        """The copies' results as one: pools and stages are numbered over all copies."""
+        """The replicas' results as one: pools and stages are numbered over all replicas."""
         replay = self.routed(queries)
         return joined(replay.results, replay.rows)
 
     def routed(self, queries: QueryLengths) -> RoutedReplay:
-        """The replay of each copy, in the order of their ranks."""
+        """The replay of each replica, in the order of their ranks."""
         return replay_routed(self._copies, queries, self.problem.adjustment.routing)
 
 
 class CopiesReplayer:
-    """Replays a job on equal copies.
+    """Replays a job on equal replicas.
 
-    The queries are divided as the runner divides them. In a run an idle copy takes queries from the
-    others. Here, if the first replay shows that copies end apart, the last queries of late copies
-    move to early ones by the pace of each, and all is replayed again. Measured against the replay
-    query by query (xsimulator.replay.routed), the end is within 1 % from a few hundred queries a
-    copy on."""
+    The requests are divided as the runner divides them. In a run an idle replica takes requests
+    from the others. Here, if the first replay shows that replicas end apart, the last requests of
+    late replicas move to early ones by the pace of each, and all is replayed again. Measured
+    against the replay request by request (xsimulator.replay.routed), the end is within 1 % from a
+    few hundred requests a replica on."""
 
     def __init__(self, replayer: Replayer, copies: int) -> None:
         self._replayer, self._copies, self.problem = replayer, copies, replayer.problem
 
     def run(self, queries: QueryLengths) -> ReplayResult:
-        """The copies' results as one: pools and stages are numbered over all copies."""
+        """The replicas' results as one: pools and stages are numbered over all replicas."""
         assert queries.outputs is not None
         tokens = expected_tokens(
             queries.inputs, queries.most_outputs, self.problem.lengths.outputs.mean,
@@ -101,12 +101,12 @@ class CopiesReplayer:
                  for own, before, result in zip(moved, rows, results, strict=True)]
         if max(one.makespan_s for one in again) < max(one.makespan_s for one in results):
             return joined(again, moved)
-        return joined(results, rows)  # too few queries to move
+        return joined(results, rows)  # too few requests to move
 
 
 def taken_over(rows: Sequence[list[int]], ends_s: Sequence[float]) -> list[list[int]]:
-    """The copies' queries after early copies have taken some from late ones, so that all end
-    together at their present paces. ends_s: [copies] seconds when each ended before."""
+    """The replicas' requests after early replicas have taken some from late ones, so that all end
+    together at their present paces. ends_s: [replicas] seconds when each ended before."""
     if max(ends_s) <= (1 + APART) * min(ends_s):
         return list(rows)
     paces = [len(own) / end_s for own, end_s in zip(rows, ends_s, strict=True)]
@@ -123,8 +123,8 @@ def taken_over(rows: Sequence[list[int]], ends_s: Sequence[float]) -> list[list[
 
 
 def joined(results: Sequence[ReplayResult], rows: Sequence[Sequence[int]]) -> ReplayResult:
-    """The results of copies as one result of the job. rows: [copies] indices of their queries in
-    the job, in the order of each copy."""
+    """The results of replicas as one result of the job. rows: [replicas] indices of their requests
+    in the job, in the order of each replica."""
     order = np.argsort(np.concatenate([np.asarray(own, np.int64) for own in rows]), kind="stable")
 
     def column(name: str) -> FloatArray:

@@ -10,9 +10,9 @@ from xsimulator.replay.step_clock import StepClocks
 
 def steady_replay(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
                   clocks: StepClocks | None = None) -> SteadyFigures | None:
-    """Steady-state figures of a replay of these queries, with known outputs, on one copy; None
-    without a steady state, or if a step has no known time. Raises XgptError for a query that never
-    fits into the schedule's KV cache.
+    """Steady-state figures of a replay of these requests, with known outputs, on one replica; None
+    without a steady state, or if a step has no known time. Raises XgptError for a request that
+    never fits into the schedule's KV cache.
 
     clocks: tables of step times of this problem and timing, shared with other replays."""
     replayer = Replayer(problem, timing, estimate, clocks)

@@ -1,4 +1,4 @@
-"""One replay of a job: its queries, any number of pools, and how queries come to them, `Arrivals`
+"""One replay of a job: its requests, any number of pools, and how requests come to them, `Arrivals`
 from outside and `Handover` between two.
 
 All of them are processes on one kernel (xsimulator.replay.kernel); the KV budget is kept by the
@@ -24,7 +24,7 @@ from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
 
 class Arrivals:
-    """Arrivals of the queries, given in turn to the pools that encode."""
+    """Arrivals of the requests, given in turn to the pools that encode."""
 
     def __init__(self, kernel: Kernel, queries: Queries, pools: Sequence[PoolProcess],
                  links: Sequence[Handover] = ()) -> None:
@@ -53,13 +53,13 @@ class Arrivals:
 
 
 def submit(queries: Queries, query: int, rule: BatchingRule) -> None:
-    """Submits a query to a pool's rule. Raises XgptError if it can never fit."""
+    """Submits a request to a pool's rule. Raises XgptError if it can never fit."""
     if not rule.submit(query, queries.reserve_tokens[query], queries.inputs[query]):
         raise never_fits(queries.asked, query)
 
 
 class Handover:
-    """The link that moves KV entries from an encode pool to a decode pool, one batch at a time."""
+    """The link that moves KV cache from an encode pool to a decode pool, one batch at a time."""
 
     def __init__(self, plan: HandoverPlan, kernel: Kernel, queries: Queries,
                  pools: dict[str, PoolProcess]) -> None:
@@ -75,7 +75,7 @@ class Handover:
         self._sent: list[tuple[int, float, float]] = []
 
     def send(self, joined: tuple[int, ...], step: int, encoded_s: float) -> float:
-        """Sends queries; returns when they arrive. Those that end with their first token stay."""
+        """Sends requests; returns when they arrive. Those that end with their first token stay."""
         queries, leaving = self._queries, []
         if queries.gives_token:
             queries.give_first_tokens(joined, encoded_s)
@@ -95,7 +95,7 @@ class Handover:
         return end_s
 
     def give(self, now: float) -> None:
-        """Passes on the queries that the target encodes itself."""
+        """Passes on the requests that the target encodes itself."""
         if self._giving is None or self._taking is None:
             return
         given = self._giving.share_inputs()
@@ -142,8 +142,8 @@ class Handover:
 
 def run(queries: Queries, pools: Sequence[PoolPlan],
         handovers: Sequence[HandoverPlan] = ()) -> ReplayResult:
-    """Replays until every query is done. Queries arrive at the pools that encode. Raises XgptError
-    for a query that can never fit."""
+    """Replays until every request is done. Requests arrive at the pools that encode. Raises
+    XgptError for a request that can never fit."""
     found = replay_natively(queries.asked, pools, handovers)
     if found is not None:
         return found.result()

@@ -51,10 +51,10 @@ class Replayer:
     def run(self, queries: QueryLengths, *, arrival_s: ArrayLike = 0.0,
             rules: Sequence[BatchingRule] | None = None,
             clocks: Sequence[PoolClock] | None = None) -> ReplayResult:
-        """The replay of queries with known outputs, in this order if they arrive together.
+        """The replay of requests with known outputs, in this order if they arrive together.
 
-        arrival_s: [queries] arrival times. rules, clocks: one for each pool, in place of the
-        estimate's. Raises XgptError for a query that never fits into the KV cache."""
+        arrival_s: [requests] arrival times. rules, clocks: one for each pool, in place of the
+        estimate's. Raises XgptError for a request that never fits into the KV cache."""
         if not self._has_steps and rules is None and clocks is None and (
                 found := self.native(queries, arrival_s)):
             return found.result()
@@ -127,14 +127,14 @@ def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, queri
 
 
 def planned_queries(problem: Problem, inputs: IntArray, outputs: IntArray) -> QueryLengths:
-    """[queries] of these lengths, which reserve the planned number of output tokens."""
+    """[requests] of these lengths, which reserve the planned number of output tokens."""
     inputs = np.asarray(inputs, np.int64)
     return QueryLengths(inputs=inputs, outputs=np.asarray(outputs, np.int64),
                         most_outputs=np.full(inputs.shape, planned_outputs(problem)))
 
 
 def planned_outputs(problem: Problem) -> int:
-    """Output tokens that a query without its own limit reserves."""
+    """Output tokens that a request without its own limit reserves."""
     return max(problem.lengths.outputs.max, problem.default_max_tokens)
 
 

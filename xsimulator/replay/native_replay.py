@@ -44,8 +44,8 @@ _POOL = [np.int64] * 5 + [np.float64] * 4  # types of the arrays of one pool
 
 
 class _Given(NamedTuple):
-    """Input for csrc from a rule: kind, integer facts, figures, [queries] reserved tokens, further
-    arrays, and [queries] which never fit."""
+    """Input for csrc from a rule: kind, integer facts, figures, [requests] reserved tokens, further
+    arrays, and [requests] which never fit."""
 
     kind: int
     facts: Sequence[int]
@@ -59,7 +59,7 @@ def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence
                     *, has_steps: bool = True) -> NativeReplay | None:
     """The replay of xsimulator.replay.flow.run by the library; None without it, for other rules or
     clocks, or if a step has no known time. has_steps: its steps are kept. Raises XgptError for a
-    query that can never fit."""
+    request that can never fit."""
     library = native()
     timed = [_clock_of(plan.clock, len(plan.stages)) for plan in pools]
     if library is None or None in timed:
@@ -101,7 +101,7 @@ def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence
 
 
 class NativeReplay:
-    """A finished native replay. times: arrival, start, first and last token of each query."""
+    """A finished native replay. times: arrival, start, first and last token of each request."""
 
     def __init__(self, library: Native, found: int, asked: Asked, pools: Sequence[PoolPlan],
                  handovers: Sequence[HandoverPlan] | None, times: FloatArray) -> None:
@@ -151,7 +151,7 @@ def _clock_of(clock: PoolClock, num_stages: int) -> tuple[StepClock, Sequence[fl
 
 
 def _of_alone(asked: Asked, plan: PoolPlan) -> _Given | None:
-    """Input for a single pool whose queries arrive together; None for other rules."""
+    """Input for a single pool whose requests arrive together; None for other rules."""
     rule, lengths, arrival_s = plan.rule, asked.lengths, asked.arrival_s
     if plan.role != "both" or not len(arrival_s) or (arrival_s != arrival_s[0]).any():
         return None
@@ -255,6 +255,6 @@ class _NativeSteps(Sequence[Step]):
 
 
 def never_fits(asked: Asked, query: int) -> XgptError:
-    """The refusal of a query that the schedule's budget can never hold."""
+    """The refusal of a request that the schedule's budget can never hold."""
     return XgptError(f"query {query} reserves {asked.lengths.reserves[query]} tokens of KV cache: "
                      "more than the schedule gives one micro-batch")

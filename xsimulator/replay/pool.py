@@ -13,7 +13,7 @@ import numpy as np
 from xgpt.core.policies import Role
 from xrunner.rules.slots import Departures, SlotUse
 from xrunner.rules.steps import BatchingRule, Step, StepKind
-from xsimulator.native import Fetched
+from xsimulator.native import NativeTables
 from xsimulator.replay.kernel import TURN, Kernel
 from xsimulator.replay.queries import GroupRows, Queries
 from xsimulator.replay.records import PoolRecords
@@ -35,15 +35,15 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverPlan:
-    """The link from pool `source` to pool `target`. seconds: to move the KV entries of so many
+    """The link from pool `source` to pool `target`. seconds: to move the KV cache of so many
     tokens (a number or an array). table: these for csrc, if kept. release: tells the source's rule
-    that a query is done."""
+    that a request is done."""
 
     seconds: Callable[[Any], Any]
     release: Callable[[int], None]
     source: str = "encode"
     target: str = "decode"
-    table: Fetched | None = None
+    table: NativeTables | None = None
 
 
 def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],
@@ -62,15 +62,15 @@ def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],
 
 
 class PoolHead:
-    """The head of a pool: in each turn it collects tokens and decides a step. A query ends when the
-    head collects its last token, as in a run."""
+    """The head of a pool: in each turn it collects tokens and decides a step. A request ends when
+    the head collects its last token, as in a run."""
 
     def __init__(self, plan: PoolPlan, queries: Queries, line: StageLine) -> None:
         self.plan, self.rule, self._queries, self._line = plan, plan.rule, queries, line
-        # (queries, step that ends their encoding, when) -> arrival in the pool that they are handed
-        # over to; None: encoded queries stay
+        # hands over (requests, step that ended their encoding, when), and returns when they arrive
+        # in the other pool; None: encoded requests stay
         self.outlet: Callable[[tuple[int, ...], int, float], float] | None = None
-        # called with queries whose encoding begins, if another pool passes queries on to this one
+        # called with requests whose encoding begins, if another pool passes requests on to this one
         self.inlet: Callable[[Sequence[int], float], None] | None = None
         self._groups: dict[int, GroupRows] = {}
         self._departures = Departures(plan.rule.slot_use)
@@ -173,7 +173,7 @@ class PoolHead:
         return [(0, inputs[query] + made[query]) for query in step.joined]
 
     def _join(self, group: GroupRows, joined: tuple[int, ...], done: list[int]) -> int:
-        """Adds queries to the group, and those without an iteration to go to `done`. Returns their
+        """Adds requests to the group, and those without an iteration to go to `done`. Returns their
         total context."""
         tokens = 0
         self._departures.join(len(joined))

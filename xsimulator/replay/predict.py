@@ -1,6 +1,6 @@
 """Prediction for one finite job, from ramp-up to drain, by replays with sampled lengths.
 
-A schedule's own figures are for steady state; a job of a few hundred queries is mostly ramp-up."""
+A schedule's own figures are for steady state; a job of a few hundred requests is mostly ramp-up."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -17,23 +17,23 @@ from xsimulator.replay.job import planned_outputs
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import enough_queries
 
-# Number of queries of a replay that checks a latency: least, most, as a multiple of those in the
+# Number of requests of a replay that checks a latency: least, most, as a multiple of those in the
 # system; WATCHED of them have the length of the limit's quantile. Measured on twelve schedules of
 # benchmarks/hand_problems.py: latencies scatter by 0.1 to 0.6 % over seeds, and means are within
-# 0.2 % of those of twice as many queries.
+# 0.2 % of those of twice as many requests.
 CHECKED_QUERIES, MOST_CHECKED, CHECKED_ROUNDS, WATCHED = 2500, 50_000, 6, 60
-# Fewer queries are enough if few decode together: so many steps, queries and rounds. Measured on
-# two schedules with 5 and 23 queries in the system: a scatter of 0.1 to 0.2 %, as with 1,500.
+# Fewer requests are enough if few decode together: so many steps, requests and rounds. Measured on
+# two schedules with 5 and 23 requests in the system: a scatter of 0.1 to 0.2 %, as with 1,500.
 CHECKED_STEPS, LEAST_CHECKED, LEAST_ROUNDS = 20_000, 800, 20
-# chosen: of a longer job so many queries, evenly spread, are replayed; the rest goes at the pace of
-# their middle part
+# chosen: of a longer job so many requests, evenly spread, are replayed; the rest is extrapolated at
+# the throughput of their middle part
 MOST_PREDICTED, _MIDDLE = 50_000, (0.2, 0.8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPrediction:
-    """Means over replays; percentiles are over the queries of one job. TTFT counts from the
-    arrival. TPOT is of queries with more than one output token, None without any."""
+    """Means over replays; percentiles are over the requests of one job. TTFT counts from the
+    arrival. TPOT is of requests with more than one output token, None without any."""
 
     throughput_qps: float
     output_tokens_per_s: float
@@ -47,7 +47,7 @@ class JobPrediction:
 
 
 def checked_queries(problem: Problem, estimate: Estimate) -> int:
-    """Number of queries of a replay that checks the limits."""
+    """Number of requests of a replay that checks the limits."""
     usual = enough_queries(estimate, least=CHECKED_QUERIES, rounds=CHECKED_ROUNDS,
                            most=MOST_CHECKED)
     figures, groups = estimate.figures, estimate.deployment.num_groups
@@ -59,7 +59,7 @@ def checked_queries(problem: Problem, estimate: Estimate) -> int:
 
 def with_watched(outputs: IntArray, length: int) -> IntArray:
     """`outputs` with the nearest shorter ones set to `length`: WATCHED of them, or fewer of fewer
-    than CHECKED_QUERIES, so that enough queries have the length of the limit. More would delay the
+    than CHECKED_QUERIES, so that enough requests have the length of the limit. More would delay the
     others of their batches."""
     off = length - outputs
     rows = np.argsort(np.where(off >= 0, off, np.iinfo(np.int64).max), kind="stable")[
@@ -71,7 +71,7 @@ def with_watched(outputs: IntArray, length: int) -> IntArray:
 
 def mean_of(results: Iterable[ReplayResult], num_queries: int | None = None) -> JobPrediction:
     """The mean of replays of one job. num_queries: of the whole job, if the replays are of some of
-    its queries."""
+    its requests."""
     figures = [_figures(result, num_queries) for result in results]
     mean: dict[str, Any] = {name: float(np.mean([of[name] for of in figures]))
                             for name in figures[0]}
@@ -84,8 +84,9 @@ def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generato
                 known: QueryLengths | None = None, replays: int = 5) -> Iterator[ReplayResult]:
     """Yields replays of a job of `num_queries`.
 
-    known: lengths of its queries in the order of the run; unknown ones are sampled. With known
-    outputs there is one replay. Raises XgptError for a query that never fits into the KV cache."""
+    known: lengths of its requests in the order of the run; unknown ones are sampled. With known
+    outputs there is one replay. Raises XgptError for a request that never fits into the KV
+    cache."""
     assert known is None or len(known.inputs) == num_queries, f"{num_queries = }"
     problem = replayer.problem
     is_sampled = known is None or known.outputs is None
@@ -122,7 +123,7 @@ def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, 
 
 def sample_job(lengths: JointLengths, count: int, rng: np.random.Generator,
                inputs: IntArray | None) -> tuple[IntArray, IntArray]:
-    """(inputs, outputs) of a job of `count` queries. If inputs are known and pairs were observed,
+    """(inputs, outputs) of a job of `count` requests. If inputs are known and pairs were observed,
     outputs are drawn given the inputs."""
     if inputs is None:
         return lengths.sample(count, rng)

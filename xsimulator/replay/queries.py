@@ -1,4 +1,4 @@
-"""State of the queries of one replay: lengths, progress and times, and the active rows of a
+"""State of the requests of one replay: lengths, progress and times, and the active rows of a
 group."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from xgpt.core.problem import QueryLengths
 
 
 class Asked(NamedTuple):
-    """Input of a replay: lengths, [queries] arrival times, and whether encoding yields the first
+    """Input of a replay: lengths, [requests] arrival times, and whether encoding yields the first
     output token (decoder-only models)."""
 
     lengths: QueryLengths
@@ -24,13 +24,13 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, lengths: QueryLengths, arrival_s: ArrayLike, gives_token: bool) -> Asked:
-        """arrival_s: one for each query, or one for all."""
+        """arrival_s: one for each request, or one for all."""
         return cls(lengths, np.broadcast_to(np.asarray(arrival_s, float), lengths.inputs.shape),
                    gives_token)
 
     @property
     def left(self) -> IntArray:
-        """[queries] decode iterations that each needs."""
+        """[requests] decode iterations that each needs."""
         assert self.lengths.outputs is not None, "a replay needs to know the outputs"
         left: IntArray = self.lengths.outputs - int(self.gives_token)
         assert left.min(initial=0) >= 0, "an output has at least one token"
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 
 
 class Queries:
-    """State of all queries, by index, shared by the pools of a replay."""
+    """State of all requests, by index, shared by the pools of a replay."""
 
     def __init__(self, lengths: QueryLengths, *, encode_gives_token: bool,
                  arrival_s: ArrayLike = 0.0) -> None:
@@ -58,18 +58,18 @@ class Queries:
         self.first_token_s: list[float | None] = [None] * count
         self.last_token_s: list[float | None] = [None] * count
         self.num_begun = self.num_done = self.preemptions = 0
-        # callbacks for the end of queries that were handed over
+        # callbacks for the end of requests that were handed over
         self.when_done: dict[int, Callable[[int, float], None]] = {}
 
     def begin(self, queries: Iterable[int], now: float) -> None:
-        """Records the start of their encoding, unless a query was evicted and started before."""
+        """Records the start of their encoding, unless a request was evicted and started before."""
         for query in queries:
             if self.start_s[query] is None:
                 self.start_s[query] = now
                 self.num_begun += 1
 
     def give_first_tokens(self, queries: Iterable[int], now: float) -> None:
-        """Records their first tokens, unless a query was evicted and had its own before."""
+        """Records their first tokens, unless a request was evicted and had its own before."""
         for query in queries:
             if self.first_token_s[query] is None:
                 self.first_token_s[query] = now
@@ -86,13 +86,13 @@ class Queries:
                     tell(query, now)
 
     def evict(self, query: int, left: int) -> None:
-        """Records that a query lost its KV entries with `left` iterations to go."""
+        """Records that a request lost its KV cache with `left` iterations to go."""
         self.made[query] += self.gives_token + self.left[query] - left
         self.left[query] = left
         self.preemptions += 1
 
     def enter(self, queries: Iterable[int]) -> list[tuple[int, int, int]]:
-        """[(query, context, iterations to go)] of queries that have all their KV entries now."""
+        """[(request, context, iterations to go)] of requests that have all their KV cache now."""
         inputs, made, left = self.inputs, self.made, self.left
         rows = []
         for query in queries:
@@ -109,22 +109,22 @@ class GroupRows:
 
     def __init__(self) -> None:
         self.iterations = 0  # decode steps so far
-        # steps whose tokens were not collected yet: (ready at, queries with their first token,
-        # queries with their last token)
+        # steps whose tokens were not collected yet: (ready at, requests with their first token,
+        # requests with their last token)
         self.awaited: list[tuple[float, Sequence[int], list[int]]] = []
         self.rows = 0  # active ones, and dead ones of a static batch
         self.fresh: list[int] = []  # joined without a token, not decoded yet
         self._removed = 0  # rows freed since the last decode step, which compaction fills
-        self._members: dict[int, tuple[int, int]] = {}  # query -> (base, iteration of its last)
+        self._members: dict[int, tuple[int, int]] = {}  # request -> (base, iteration of its last)
         self._base = 0  # sum over rows
-        self._ends: dict[int, list[int]] = {}  # iteration -> queries whose last it is
-        self._longest: list[tuple[int, int]] = []  # heap of (-base, query), also of rows gone
+        self._ends: dict[int, list[int]] = {}  # iteration -> requests whose last it is
+        self._longest: list[tuple[int, int]] = []  # heap of (-base, request), also of rows gone
 
     def __contains__(self, query: int) -> bool:
         return query in self._members
 
     def join(self, query: int, context: int, iterations: int) -> None:
-        """Adds a query with `context` tokens that needs `iterations` more steps."""
+        """Adds a request with `context` tokens that needs `iterations` more steps."""
         base, end = context - self.iterations, self.iterations + iterations
         self._members[query] = (base, end)
         self._base += base
@@ -148,14 +148,14 @@ class GroupRows:
         return rows, context, float(top), removed * rows / (rows + removed) if removed else 0.0
 
     def take_done(self) -> list[int]:
-        """The queries that end with the latest iteration; their rows stay until `leave`."""
+        """The requests that end with the latest iteration; their rows stay until `leave`."""
         at = self.iterations
-        # a query that left and came again may be listed twice
+        # a request that left and came again may be listed twice
         return [query for query in dict.fromkeys(self._ends.pop(at, ()))
                 if self._members.get(query, (0, -1))[1] == at]
 
     def leave(self, query: int) -> int:
-        """Frees a query's row; returns the iterations that it still had to go."""
+        """Frees a request's row; returns the iterations that it still had to go."""
         base, end = self._members.pop(query)
         self._base -= base
         self.rows -= 1

@@ -31,12 +31,12 @@ class _Recorded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recording:
-    """A finished run of one copy: its queries in order, by their indices in the job, and the steps
+    """A finished run of one copy: its requests in order, by their indices in the job, and the steps
     of each pool."""
 
     queries: IntArray
-    inputs: IntArray  # [queries] tokens
-    outputs: IntArray  # [queries] tokens
+    inputs: IntArray  # [requests] tokens
+    outputs: IntArray  # [requests] tokens
     pools: tuple[tuple[_Recorded, ...], ...]
     wall_s: float
 
@@ -75,7 +75,7 @@ class RecordedClock:
 
 
 def load_recordings(folder: Path, deployment: Deployment) -> list[Recording]:
-    """The recordings of a run's copies from its output folder. Raises XgptError if the run was
+    """The recordings of a run's replicas from its output folder. Raises XgptError if the run was
     stopped or resumed, or its record is not complete."""
     measured = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
     if measured["state"] != "done" or measured["queries_before"]:
@@ -116,7 +116,7 @@ def _steps(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple
 
 
 class _Result(NamedTuple):
-    """Lengths, copy and start of a query."""
+    """Lengths, replica and start of a request."""
 
     inputs: int
     outputs: int
@@ -126,7 +126,7 @@ class _Result(NamedTuple):
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> _Result:
         """From a line of results, an OpenAI batch response or our own form. Raises XgptError for a
-        failed query, whose tokens are not those of its steps."""
+        failed request, whose tokens are not those of its steps."""
         own = line.get("xgpt", line)
         if line.get("error") is not None:
             raise XgptError(f"query {own['index']} failed: the run's steps are not those of its "

@@ -1,4 +1,4 @@
-"""Results of a replay: steps of each pool, handovers, memory over time, times of the queries.
+"""Results of a replay: steps of each pool, handovers, memory over time, times of the requests.
 
 Seconds count from the start of the job. Arrays of a pool are per step, in order."""
 
@@ -22,7 +22,7 @@ class PoolRecords:
     stages: tuple[int, ...]
     steps: Sequence[Step]
     decoded: IntArray  # rows decoded, with the finished rows of a static batch
-    encoded: IntArray  # queries that get their first token
+    encoded: IntArray  # requests that get their first token
     tokens: IntArray  # input tokens encoded
     context: FloatArray  # mean KV tokens read by a decoded row
     start_s: FloatArray  # [steps, stages]
@@ -34,7 +34,7 @@ class PoolRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HandoverRecords:
-    """Handovers of KV entries from one pool to another, one for each encode step."""
+    """Handovers of KV cache from one pool to another, one for each encode step."""
 
     source: str  # the pools' names
     target: str
@@ -50,17 +50,17 @@ class ReplayResult:
     pools: tuple[PoolRecords, ...]
     handovers: tuple[HandoverRecords, ...]
     times: QueryTimes
-    output_tokens: IntArray  # [queries]
+    output_tokens: IntArray  # [requests]
     preemptions: int
 
     @property
     def latency_s(self) -> FloatArray:
-        """[queries] from the start of a query's encoding to its last token."""
+        """[requests] from the start of a request's encoding to its last token."""
         return self.times.latency_s
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the first query's arrival to the last one's last token."""
+        """Seconds from the first request's arrival to the last one's last token."""
         times = self.times
         if not len(times.arrival_s):
             return 0.0

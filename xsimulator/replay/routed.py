@@ -1,5 +1,5 @@
-"""Replay of a job on several copies together. The runner's routing rule (xrunner.rules.routing)
-gives out queries and calls them back while the copies work. Messages take no time here."""
+"""Replay of a job on several replicas together. The runner's routing rule (xrunner.rules.routing)
+gives out requests and calls them back while the replicas work. Messages take no time here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xsimulator.replay.step_clock import SharedClock
 
 
 class RoutedCopy:
-    """One copy: its pools and the queries given to it."""
+    """One copy: its pools and the requests given to it."""
 
     def __init__(self, replayer: Replayer, lengths: QueryLengths, kernel: Kernel,
                  slow_down: float = 1.0) -> None:
@@ -44,11 +44,11 @@ class RoutedCopy:
         return Load(len(self.given) - begun, begun - self.queries.num_done)
 
     def in_order(self) -> list[int]:
-        """Its queries in the order in which it began them."""
+        """Its requests in the order in which it began them."""
         return sorted(self.given, key=lambda place: (self.queries.start_s[place] or 0.0, place))
 
     def give(self, places: Sequence[int], now: float) -> None:
-        """Gives queries to the copy."""
+        """Gives requests to the replica."""
         self.given.update(places)
         for place in places:
             submit(self.queries, place, self._encoding.rule)
@@ -57,19 +57,19 @@ class RoutedCopy:
         self._encoding.wake(now)
 
     def take_back(self, count: int) -> list[int]:
-        """Takes back and returns the last `count` queries that it has not begun, or fewer."""
+        """Takes back and returns the last `count` requests that it has not begun, or fewer."""
         places = withdraw_waiting(self._encoding.rule, min(count, self.load.waiting))
         self.given.difference_update(places)
         return places
 
 
 class _Supply:
-    """Gives queries to the copies, as rank 0 does (xrunner.engine.replicas)."""
+    """Gives requests to the replicas, as rank 0 does (xrunner.engine.replicas)."""
 
     def __init__(self, router: Router, copies: Sequence[RoutedCopy], kernel: Kernel) -> None:
         self._router, self._copies, self._kernel = router, copies, kernel
         self._begun, self._loads = [0] * len(copies), [Load(-1, -1)] * len(copies)
-        self._news: list[int] = []  # copies that have begun queries, or ended some
+        self._news: list[int] = []  # replicas that have begun requests, or ended some
         self.num_taken_back = 0
 
     def start(self, now: float) -> None:
@@ -77,7 +77,7 @@ class _Supply:
             self._top_up(copy, now)
 
     def look(self, copy: int, now: float) -> None:
-        """Called after a copy's turn, which may have begun or ended queries."""
+        """Called after a replica's turn, which may have begun or ended requests."""
         load = self._copies[copy].load
         if load != self._loads[copy]:
             self._loads[copy] = load
@@ -113,8 +113,8 @@ class _Supply:
 
 def replay_routed(replayers: Sequence[Replayer], lengths: QueryLengths, routing: str,
                   slow_downs: Sequence[float] = ()) -> RoutedReplay:
-    """Replays a job on copies, each with its own replayer's estimate, until every query is done.
-    slow_downs: factor on the step times of each copy, default 1."""
+    """Replays a job on replicas, each with its own replayer's estimate, until every request is
+    done. slow_downs: factor on the step times of each replica, default 1."""
     assert lengths.outputs is not None
     kernel = Kernel()
     copies = [RoutedCopy(replayer, lengths, kernel, slow) for replayer, slow in zip(
@@ -134,7 +134,7 @@ def replay_routed(replayers: Sequence[Replayer], lengths: QueryLengths, routing:
 
 
 class RoutedReplay:
-    """The replay of one job on several copies."""
+    """The replay of one job on several replicas."""
 
     def __init__(self, copies: Sequence[RoutedCopy], num_taken_back: int) -> None:
         self._copies, self.num_taken_back = copies, num_taken_back
@@ -142,7 +142,7 @@ class RoutedReplay:
 
     @property
     def results(self) -> list[ReplayResult]:
-        """The result of each copy for its own queries, in its order."""
+        """The result of each replica for its own requests, in its order."""
         return [_result(copy, np.array(own, np.int64))
                 for copy, own in zip(self._copies, self.rows, strict=True)]
 

@@ -13,14 +13,14 @@ from xgpt.core.schedule import Estimate
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
 ROUNDING = 1e-9  # chosen: times that differ by a smaller share of the last one are equal
-LEAST_COUNTED = 0.5  # chosen: least share of the queries that must count without the drain
-LEAST_NEAR = 30  # chosen: queries of about the limit's output length whose latency is averaged
+LEAST_COUNTED = 0.5  # chosen: least share of the requests that must count without the drain
+LEAST_NEAR = 30  # chosen: requests of about the limit's output length whose latency is averaged
 NEAR, _NEAR_TOKENS = 0.03, 2  # chosen: outputs this near to the length, as a share or in tokens
 
 
 def enough_queries(estimate: Estimate, *, least: int, rounds: int, most: int) -> int:
-    """Number of queries of a replay for steady state: `rounds` times those in the system, between
-    `least` and `most`; for one copy, or for all copies if they are unequal."""
+    """Number of requests of a replay for steady state: `rounds` times those in the system, between
+    `least` and `most`; for one replica, or for all replicas if they are unequal."""
     shapes = estimate.shapes if estimate.others else (estimate.one_copy,)
     return min(most, sum(shape.deployment.replicas * max(least, math.ceil(
         rounds * shape.most_in_system)) for shape in shapes))
@@ -28,15 +28,15 @@ def enough_queries(estimate: Estimate, *, least: int, rounds: int, most: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SteadyFigures:
-    """latency_s: for the kind and quantile of the latency limit, nan if no query counts. ttft_s
-    (from the start of the encoding), tpot_s: quantiles over queries, nan likewise. Throughput and
+    """latency_s: for the kind and quantile of the latency limit, nan if no request counts. ttft_s
+    (from the start of the encoding), tpot_s: quantiles over requests, nan likewise. Throughput and
     in_system: within one window."""
 
     throughput_qps: float
     latency_s: float
     ttft_s: float
     tpot_s: float
-    in_system: float  # queries between the start of their encoding and their last token, mean
+    in_system: float  # requests between the start of their encoding and their last token, mean
     utilisation: FloatArray  # [stages of all pools] share of the window at work
     queries: int  # done within the window
 
@@ -45,8 +45,8 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
                    outputs: Lengths) -> SteadyFigures | None:
     """The steady-state figures of a replay; None if the job is too short.
 
-    The window begins when queries have been coming out for as long as a slow one takes, and ends
-    with the last token before the last encoding starts; both ends are times at which queries come
+    The window begins when requests have been coming out for as long as a slow one takes, and ends
+    with the last token before the last encoding starts; both ends are times at which requests come
     out, so static batches are counted whole."""
     return steady_of(result.times, result.output_tokens, lambda begin_s, end_s: np.concatenate(
         [_busy_s(pool, begin_s, end_s) for pool in result.pools]), constraint, outputs)
@@ -55,7 +55,7 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
 def steady_of(times: QueryTimes, output_tokens: IntArray,
               busy_s: Callable[[float, float], FloatArray], constraint: Constraint,
               outputs: Lengths) -> SteadyFigures | None:
-    """As `steady_figures`, from the queries' times and tokens. busy_s(begin_s, end_s): [stages of
+    """As `steady_figures`, from the requests' times and tokens. busy_s(begin_s, end_s): [stages of
     all pools] seconds at work."""
     start_s, query_latency_s = times.start_s, times.latency_s
     own_end_s = start_s + query_latency_s
@@ -75,7 +75,7 @@ def steady_of(times: QueryTimes, output_tokens: IntArray,
     present = np.clip(np.minimum(own_end_s, end_s) - np.maximum(start_s, begin_s), 0.0, None)
     within = (own_end_s > begin_s + near_s) & (own_end_s <= end_s + near_s)
     counts = (start_s >= begin_s - slow_s - near_s) & (start_s <= end_s + near_s)
-    # queries that begin later meet the drain, whose steps encode nothing
+    # requests that begin later meet the drain, whose steps encode nothing
     undrained = counts & (start_s <= end_s - slow_s + near_s)
     if undrained.sum() >= LEAST_COUNTED * counts.sum():
         counts = undrained
@@ -100,8 +100,8 @@ def steady_of(times: QueryTimes, output_tokens: IntArray,
 
 
 def of_unlike(found: Sequence[SteadyFigures | None]) -> SteadyFigures | None:
-    """The figures of unequal copies together: throughputs add up, and the longest times count,
-    since each copy must keep the limits. None if a copy has no steady state."""
+    """The figures of unequal replicas together: throughputs add up, and the longest times count,
+    since each replica must keep the limits. None if a replica has no steady state."""
     copies = [one for one in found if one is not None]
     if len(copies) < len(found):
         return None
@@ -134,7 +134,7 @@ def quantile(values: FloatArray, share: float) -> float:
 
 
 def _latency_of_length(outputs: IntArray, latency_s: FloatArray, length: int) -> float:
-    """Mean latency of the queries of that output length. If they are few, of the nearest shorter
+    """Mean latency of the requests of that output length. If they are few, of the nearest shorter
     ones too, plus the mean time of the tokens that these lack. Longer ones do not count, since one
     more phase of RRA makes the latency jump."""
     off = length - outputs

@@ -19,7 +19,7 @@ from xgpt.core.policies import Role
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource, of_role
 from xsimulator.layer_times import TOGETHER, LayerTimes
-from xsimulator.native import Blocks, Fetched, NativeClock
+from xsimulator.native import Blocks, NativeClock, NativeTables
 from xsimulator.stage_times import HandoverCost, StageTimes
 
 DENSE_ROWS, ROW_BLOCK = 4096, 256  # chosen
@@ -29,12 +29,12 @@ _ROW_SIZES: FloatArray = np.concatenate([
 _SPARSE: list[float] = _ROW_SIZES[DENSE_ROWS:].tolist()
 _CONTEXT_RATIO, _QUERY_BLOCK = 1.02, 32  # chosen
 MOST_CLOCKS = 16  # chosen
-MOST_TOGETHER = TOGETHER[-1]  # beyond it the attention of one query does not depend on the batch
+MOST_TOGETHER = TOGETHER[-1]  # beyond it the attention of one request does not depend on the batch
 
 
 class StepSizes(NamedTuple):
     """Sizes that decide a step's time. spans: (first token, tokens) of each input or chunk that is
-    encoded. encoded: queries whose encoding ends."""
+    encoded. encoded: requests whose encoding ends."""
 
     spans: list[tuple[int, int]]
     tokens: int  # of all spans
@@ -57,7 +57,7 @@ class StepClock:
     """Step times of one pool, as sums of tabulated parts."""
 
     def __init__(self, times: StageTimes, *, max_context: int) -> None:
-        """max_context: most tokens of a query."""
+        """max_context: most tokens of a request."""
         self._times = times
         # whether each decoded row costs the longest context of its group
         self._is_padded = times.layers.timing.facts.is_padded
@@ -138,16 +138,16 @@ class SharedClock:
 
 
 class Handovers:
-    """Seconds to hand over the KV entries of so many tokens, and their table for csrc."""
+    """Seconds to hand over the KV cache of so many tokens, and their table for csrc."""
 
     def __init__(self, cost: HandoverCost) -> None:
         self.seconds = cost.seconds
         self.fetched = handover_table(cost.seconds)
 
 
-def handover_table(seconds: Callable[[Any], Any]) -> Fetched:
+def handover_table(seconds: Callable[[Any], Any]) -> NativeTables:
     """The table for csrc of these seconds by whole numbers of tokens."""
-    return Fetched([Blocks(ROW_BLOCK, lambda tokens: np.broadcast_to(
+    return NativeTables([Blocks(ROW_BLOCK, lambda tokens: np.broadcast_to(
         seconds(tokens), tokens.shape)[:, None])])
 
 
@@ -164,7 +164,7 @@ class StepClocks:
 
     def of(self, stages: tuple[StageAssignment, ...], max_context: int,
            role: Role = "both") -> StepClock:
-        """The clock of a pool of these stages, for queries of at most `max_context` tokens."""
+        """The clock of a pool of these stages, for requests of at most `max_context` tokens."""
         return self._clocks(stages, max_context, role)
 
     def _clock(self, stages: tuple[StageAssignment, ...], max_context: int,
@@ -191,7 +191,7 @@ class _RowTimes(Blocks):
 
 
 class _GridTimes(Blocks):
-    """Seconds by a whole number of queries and a fractional context."""
+    """Seconds by a whole number of requests and a fractional context."""
 
     def __init__(self, seconds: Callable[[FloatArray, FloatArray], FloatArray],
                  max_context: int) -> None:

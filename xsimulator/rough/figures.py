@@ -15,16 +15,16 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Figures
 from xprofiler.timing import TimingSource
 from xsimulator import memory
-from xsimulator.measured_range import Presented, beyond_measured
+from xsimulator.measured_range import LargestSizes, beyond_measured
 
 EXTRAPOLATED = "extrapolated: "  # begins a note on sizes beyond those measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rough:
-    """[configs] figures within about 15 % of a replay's, for ordering candidates.
+class RoughFigures:
+    """Figures [configs] within about 15 % of a replay's, to order candidates by.
 
-    decode_batch: queries active at the first decode iteration after an encoding. present: queries
+    decode_batch: requests active at the first decode iteration after an encoding. present: requests
     in the system, from the start of their encoding to their last token. Seconds are infinite for
     sizes without known times."""
 
@@ -40,7 +40,8 @@ class Rough:
     memory_bytes: FloatArray
 
     @classmethod
-    def made(cls, throughput_qps: FloatArray, **seconds_and_sizes: FloatArray) -> Rough:
+    def from_columns(cls, throughput_qps: FloatArray,
+                     **seconds_and_sizes: FloatArray) -> RoughFigures:
         """The figures, with throughput 0 and infinite seconds where times are unknown."""
         is_timed = np.isfinite(seconds_and_sizes["latency_s"])
         return cls(throughput_qps=np.where(is_timed, throughput_qps, 0.0), **{
@@ -48,35 +49,35 @@ class Rough:
             for name, values in seconds_and_sizes.items()})
 
     def of(self, row: int) -> dict[str, float]:
-        """{name: figure} of one configuration."""
+        """{name: figure} of the configuration with index `row`."""
         return {name: float(getattr(self, name)[row]) for name in self.__slots__}
 
 
 class Formula(Protocol):
     """The rough formula of one policy on the devices of one problem. A point has one value for each
-    of the policy's control variables, in the order of its row."""
+    of the policy's control variables, in the order of its row. A plan is (tp_degree, tp_gpus)."""
 
     problem: Problem
     policy: str
 
-    def can_lay_out(self, plan: tuple[int, int]) -> bool:
-        """Whether this (tp_degree, tp_gpus) is possible and the weights fit."""
+    def can_allocate(self, plan: tuple[int, int]) -> bool:
+        """Whether the devices can be divided by this plan and the weights fit."""
 
     def points(self, plan: tuple[int, int]) -> IntArray:
-        """[points, variables] a grid over what memory and the job allow."""
+        """[points, variables] a grid over the values that memory and the job allow."""
 
-    def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
-        """The rough figures of points under one tensor plan."""
+    def rough(self, plan: tuple[int, int], points: IntArray) -> RoughFigures:
+        """The rough figures [points] of points under one plan."""
 
     def of_estimate(self, estimate: Estimate) -> dict[str, float]:
-        """{name: rough figure} of an estimate on its own stages."""
+        """{name: rough figure} of an Estimate on its own stages."""
 
     def estimate(self, plan: tuple[int, int], point: tuple[int, ...]) -> Estimate:
-        """The Estimate of a point, with its rough figures."""
+        """The Estimate of one point under one plan, with its rough figures."""
 
 
 def fixed_point(name: str, fixed: FixedSchedule) -> tuple[tuple[int, ...], list[str]]:
-    """(the point that a job fixes, names of variables that it must fix but does not)."""
+    """(values of control variables that a job fixes, names of those that it should fix)."""
     values = {one.name: fixed.value_of(one.name) for one in policy(name).variables}
     missing = [one.name for one in policy(name).variables
                if values[one.name] is None and one.otherwise is None]
@@ -85,14 +86,15 @@ def fixed_point(name: str, fixed: FixedSchedule) -> tuple[tuple[int, ...], list[
 
 
 def point_of(estimate: Estimate) -> tuple[int, ...]:
-    """The values of the policy's control variables, 0 for those that are unset."""
+    """Values of the control variables in the order of the policy's row; 0 for unset ones."""
     return tuple(int(estimate.variables.get(name) or 0)
                  for name in policy(estimate.policy).variable_names)
 
 
 class Sizes(NamedTuple):
-    """Sizes of one configuration: [stages] bytes on each rank, queries encoded together, iterations
-    between two encodings, rows of the largest step, and those of them that get a token."""
+    """Sizes of one configuration: bytes held on a rank of each stage [stages], requests encoded
+    together, decode iterations between two encodings, rows of the largest step, and those of them
+    that yield a token (`heads`)."""
 
     held_bytes: FloatArray
     encode_batch: float
@@ -101,9 +103,11 @@ class Sizes(NamedTuple):
     heads: float
 
 
-def assembled(problem: Problem, timing: TimingSource, controls: Controls, deployment: Deployment,
-              found: dict[str, float], sizes: Sizes, notes: tuple[str, ...] = ()) -> Estimate:
-    """The Estimate of one configuration."""
+def make_estimate(problem: Problem, timing: TimingSource, controls: Controls,
+                  deployment: Deployment, found: dict[str, float], sizes: Sizes,
+                  notes: tuple[str, ...] = ()) -> Estimate:
+    """The Estimate of one configuration. found: {name: rough figure}. notes: shown after those on
+    the source of times and on sizes beyond the measured ones."""
     by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
         deployment.stages, sizes.held_bytes, strict=True) for rank in stage.ranks}
     capacity = memory.capacity_bytes(problem.cluster.device)
@@ -113,7 +117,7 @@ def assembled(problem: Problem, timing: TimingSource, controls: Controls, deploy
         "throughput_qps", "latency_s", "encode_s", "period_s", "ttft_s")}
     lengths = problem.lengths
     notes += tuple(f"{EXTRAPOLATED}{words}" for words in beyond_measured(
-        problem, timing, {stage.tp_degree for stage in deployment.stages}, Presented(
+        problem, timing, {stage.tp_degree for stage in deployment.stages}, LargestSizes(
             sizes.rows, min(sizes.heads, sizes.encode_batch), sizes.heads,
             lengths.inputs.max + outputs.max, lengths.inputs.max)))
     if error := problem.input_error:

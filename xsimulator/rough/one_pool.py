@@ -1,13 +1,15 @@
-"""Rough formulas for policies with one pool: RRA, ORCA, prefill-first (vLLM) and Sarathi.
+"""Rough formulas for policies with one pool: RRA, ORCA, prefill-first (`vllm`) and Sarathi. To
+encode is to prefill.
 
-Symbols: L = mean input, D = mean decode iterations, d = those of the query of the latency limit,
-S = stages, G = groups that take turns, n = queries that a group decodes. By Little's law n / D of
-them end and begin in each step of a group. A cycle is the time between two steps of a group: the
-longer of G times the slowest stage and the way through all stages. All sizes are means.
+Symbols: L = mean input tokens, D = mean decode iterations, d = those of a request of the latency
+limit's quantile, S = stages, G = groups that take turns, n = requests that a group decodes. By
+Little's law n / D of them end and begin in each step of a group. A cycle is the time between two
+steps of a group: the longer of G times the slowest stage and the way through all stages. All sizes
+are means.
 
-RRA (paper section 4.1): period = encoding of B_E queries + N_D cycles with falling rows.
-latency(d) = (c(d) - 1) periods + encoding + the cycles of the last phase. With chunks B_E / N_D
-queries are encoded in each cycle, beside decoding."""
+RRA (paper section 4.1): period = encoding of B_E requests + N_D cycles with fewer and fewer rows.
+latency(d) = (c(d) - 1) periods + encoding + the cycles of the last phase. With chunks, B_E / N_D
+requests are encoded in each cycle, beside decoding."""
 
 import math
 from abc import ABC, abstractmethod
@@ -27,19 +29,19 @@ from xrunner.rules.batch_sizer import adjustment_share
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
 from xsimulator.plans import PlanSource, StagePlan
-from xsimulator.rough.figures import Rough, Sizes, assembled, point_of
+from xsimulator.rough.figures import RoughFigures, Sizes, make_estimate, point_of
 from xsimulator.rough.pace import Pace, Seconds
 from xsimulator.rough.pool_memory import PoolMemory
-from xsimulator.rough.ranges import MOST_QUERIES, crossed, grid_of
+from xsimulator.rough.ranges import MOST_QUERIES, cross_product, grid_of
 from xsimulator.rough.workload import Workload
 
 DEFAULT_TOKEN_BUDGET = 2048  # tokens of a step: vLLM's default
-PHASES = (1, 2, 3, 4, 6)  # chosen: numbers of phases of the query that the limit is for
+PHASES = (1, 2, 3, 4, 6)  # chosen: numbers of phases of the request that the limit is for
 PAGED_FULL = 0.95  # chosen: mean share of the blocks in use
 
 
-class LaidOut(NamedTuple):
-    """A pool with its step times and memory."""
+class TimedPool(NamedTuple):
+    """A pool's stage plan with its step times and memory."""
 
     plan: StagePlan
     pace: Pace
@@ -51,17 +53,17 @@ class LaidOut(NamedTuple):
 
 
 class OnePool(ABC):
-    """One policy on the devices of one problem."""
+    """The rough formula of one policy with one pool. Methods without a docstring are those of
+    Formula."""
 
     def __init__(self, policy: str, problem: Problem, timing: TimingSource, plans: PlanSource,
                  workload: Workload) -> None:
         self.policy, self.problem, self.timing = policy, problem, timing
         self._plans, self._workload = plans, workload
         self._capacity = memory.capacity_bytes(problem.cluster.device)
-        self._pool, self._laid_out = cache(self._lay_out), cache(self._with_paces)
+        self._pool, self._timed_pool = cache(self._make_pool), cache(self._with_paces)
 
-    def can_lay_out(self, plan: tuple[int, int]) -> bool:
-        """Whether the plan is possible and the weights fit."""
+    def can_allocate(self, plan: tuple[int, int]) -> bool:
         try:
             pool = self._pool(*plan)
         except InputError:
@@ -69,27 +71,24 @@ class OnePool(ABC):
         return bool(pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
                     >= self._workload.longest)
 
-    def _lay_out(self, tp_degree: int, tp_gpus: int) -> LaidOut:
-        return self._laid_out(self._plans.both(tp_degree, tp_gpus))
+    def _make_pool(self, tp_degree: int, tp_gpus: int) -> TimedPool:
+        return self._timed_pool(self._plans.both(tp_degree, tp_gpus))
 
-    def _with_paces(self, plan: StagePlan) -> LaidOut:
-        return LaidOut(plan, Pace.of(plan.times, self._workload), PoolMemory(self.problem, plan))
+    def _with_paces(self, plan: StagePlan) -> TimedPool:
+        return TimedPool(plan, Pace.of(plan.times, self._workload), PoolMemory(self.problem, plan))
 
-    def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
-        """See Formula."""
+    def rough(self, plan: tuple[int, int], points: IntArray) -> RoughFigures:
         return self._figures(self._pool(*plan), points.astype(float))
 
-    def _figures(self, pool: LaidOut, points: FloatArray) -> Rough:
+    def _figures(self, pool: TimedPool, points: FloatArray) -> RoughFigures:
         with np.errstate(invalid="ignore"):  # unknown times are infinite
             return self._rough(pool, points)
 
     def of_estimate(self, estimate: Estimate) -> dict[str, float]:
-        """See Formula."""
-        pool = self._laid_out(self._plans.of_stages(estimate.deployment.stages, "both"))
+        pool = self._timed_pool(self._plans.of_stages(estimate.deployment.stages, "both"))
         return self._figures(pool, np.array([point_of(estimate)], float)).of(0)
 
     def estimate(self, plan: tuple[int, int], point: tuple[int, ...]) -> Estimate:
-        """See Formula."""
         pool = self._pool(*plan)
         found = self._figures(pool, np.array([point], float)).of(0)
         groups, sizes = self._groups(pool, point), self._step_sizes(pool, np.array([point], float))
@@ -98,7 +97,7 @@ class OnePool(ABC):
             kv_tokens=int(found["kv_tokens"])),), tp_degree=plan[0], tp_gpus=plan[1])
         controls, encode_batch, iterations = self._controls(point, groups, found)
         rows, heads = (float(own[0]) for own in sizes)
-        return assembled(self.problem, self.timing, controls, deployment, found, Sizes(
+        return make_estimate(self.problem, self.timing, controls, deployment, found, Sizes(
             pool.memory.by_stage(found["kv_tokens"], rows, heads), encode_batch, iterations, rows,
             heads))
 
@@ -109,33 +108,32 @@ class OnePool(ABC):
     def points(self, plan: tuple[int, int]) -> IntArray: ...
 
     @abstractmethod
-    def _rough(self, pool: LaidOut, points: FloatArray) -> Rough: ...
+    def _rough(self, pool: TimedPool, points: FloatArray) -> RoughFigures: ...
 
     @abstractmethod
-    def _groups(self, pool: LaidOut, point: tuple[int, ...]) -> int: ...
+    def _groups(self, pool: TimedPool, point: tuple[int, ...]) -> int: ...
 
     @abstractmethod
-    def _step_sizes(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """[configs] (rows of the largest step, those of them that get a token)."""
+    def _step_sizes(self, pool: TimedPool, points: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """[configs] (rows of the largest step, those of them that yield a token)."""
 
     @abstractmethod
     def _controls(self, point: tuple[int, ...], groups: int, found: dict[str, float],
                   ) -> tuple[Controls, float, float]:
-        """(control variables, queries encoded together, iterations between encodings)."""
+        """(controls, requests encoded together, decode iterations between two encodings)."""
 
 
 class Rra(OnePool):
-    """Points: encode_batch, decode_iterations, decode_micro_batches (0: one a stage),
-    encode_chunk."""
+    """Rough formula of RRA. A point is (encode_batch, decode_iterations, decode_micro_batches,
+    encode_chunk); decode_micro_batches 0 stands for one per stage."""
 
     def points(self, plan: tuple[int, int]) -> IntArray:
-        """See Formula."""
         pool, work, fixed = self._pool(*plan), self._workload, self.problem.fixed
         room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
         most = max(min(int(1.2 * room / (work.reserve_at_work * 1.0)), self._most_queries()), 1)
         given = fixed.value_of("decode_iterations")
         iterations = grid_of(work.most_iterations, given, 1.8)
-        if given is None:  # N_D at which the query of the limit ends with a phase
+        if given is None:  # N_D at which the request of the limit ends with a phase
             iterations = sorted({*iterations, *(-(-max(work.watched, 1) // count)
                                                 for count in PHASES)})
         batches = grid_of(most, fixed.value_of("encode_batch"), 1.5)
@@ -146,13 +144,13 @@ class Rra(OnePool):
         given = fixed.value_of("encode_chunk")
         groups = [0] if pool.stages == 1 else [0, max(pool.stages // 2, 1), 2 * pool.stages]
         wanted = fixed.value_of("decode_micro_batches")
-        return crossed(batches, iterations, groups if wanted is None else [wanted],
-                       sorted(chunks) if given is None else [given])
+        return cross_product(batches, iterations, groups if wanted is None else [wanted],
+                             sorted(chunks) if given is None else [given])
 
-    def _groups(self, pool: LaidOut, point: tuple[int, ...]) -> int:
+    def _groups(self, pool: TimedPool, point: tuple[int, ...]) -> int:
         return int(point[2]) or pool.stages
 
-    def _rough(self, pool: LaidOut, points: FloatArray) -> Rough:
+    def _rough(self, pool: TimedPool, points: FloatArray) -> RoughFigures:
         is_chunked = points[:, 3] > 0
         if not is_chunked.any():
             return self._whole(pool, points)
@@ -161,13 +159,13 @@ class Rra(OnePool):
         whole, chunked = self._whole(pool, points[~is_chunked]), self._chunked(
             pool, points[is_chunked])
         columns = {}
-        for name in Rough.__slots__:
+        for name in RoughFigures.__slots__:
             columns[name] = np.empty(len(points))
             columns[name][~is_chunked] = getattr(whole, name)
             columns[name][is_chunked] = getattr(chunked, name)
-        return Rough(**columns)
+        return RoughFigures(**columns)
 
-    def _whole(self, pool: LaidOut, points: FloatArray) -> Rough:
+    def _whole(self, pool: TimedPool, points: FloatArray) -> RoughFigures:
         work, batch, iterations, groups = self._workload, *self._columns(pool, points)
         each, encodes = batch / groups, np.minimum(groups, batch)
         encode_s = pool.pace.encode(batch * work.inputs.mean / encodes).cycle(encodes)
@@ -194,15 +192,15 @@ class Rra(OnePool):
         means = np.array([(one.mean_phases, one.reserved, one.reserved_variance, one.most_phases)
                           for one in phases])[place].T
         tokens = self._kv_tokens(each, groups, *means[1:])
-        return self._made(pool, points, {
+        return self._finish(pool, points, {
             "throughput_qps": batch / period_s, "encode_s": encode_s, "period_s": period_s,
             "latency_s": before * period_s + encode_s + last_s,
             "iteration_s": (period_s - encode_s) / iterations, "decode_batch": batch * means[0],
             "present": batch * (means[0] + 1 - work.decoding_share), "kv_tokens": tokens})
 
-    def _chunked(self, pool: LaidOut, points: FloatArray) -> Rough:
+    def _chunked(self, pool: TimedPool, points: FloatArray) -> RoughFigures:
         work, batch, iterations, groups = self._workload, *self._columns(pool, points)
-        rate = batch / iterations  # queries that begin in a cycle
+        rate = batch / iterations  # requests that begin in a cycle
         # at most what fixed chunks hold
         if self.problem.fixed.value_of("encode_chunk") is not None:
             rate = np.minimum(rate, points[:, 3] * groups / work.inputs.mean)
@@ -223,23 +221,24 @@ class Rra(OnePool):
                     + work.coming_and_going * work.reserve**2)
         wanted = np.ceil(each * work.reserve_at_work + memory.KV_QUANTILE_Z * np.sqrt(
             each * variance) + work.longest) * groups
-        return self._made(pool, points, {
+        return self._finish(pool, points, {
             "throughput_qps": rate / cycle_s, "latency_s": latency_s, "encode_s": encode_s,
             "period_s": iterations * cycle_s, "iteration_s": cycle_s,
             "decode_batch": rows * groups, "present": each * groups, "kv_tokens": wanted})
 
-    def _made(self, pool: LaidOut, points: FloatArray, found: dict[str, FloatArray]) -> Rough:
-        """The rough figures with TTFT and memory added."""
+    def _finish(self, pool: TimedPool, points: FloatArray,
+                found: dict[str, FloatArray]) -> RoughFigures:
+        """The figures with TTFT and memory added."""
         rows, heads = self._step_sizes(pool, points)
         is_decoded = self.problem.model.is_encoder_decoder  # the first token
-        return Rough.made(
+        return RoughFigures.from_columns(
             ttft_s=found["encode_s"] + (found["iteration_s"] if is_decoded else 0.0),
             memory_bytes=pool.memory.fullest(found["kv_tokens"], rows, heads), **found)
 
     def _kv_tokens(self, each: FloatArray, groups: FloatArray, reserved: FloatArray,
                    variance: FloatArray, most_phases: FloatArray) -> FloatArray:
-        """[configs] KV tokens reserved over all groups: a high quantile, at least the longest
-        query, at most what all possible queries take at their longest."""
+        """[configs] KV tokens reserved over all groups: a high quantile, at least those of the
+        longest request, and at most what the possible requests hold at their longest."""
         longest, queries = self._workload.longest, self.problem.num_queries
         wanted = each * reserved + memory.KV_QUANTILE_Z * np.sqrt(each * variance) + longest
         most = np.ceil(each) * most_phases
@@ -247,7 +246,7 @@ class Rra(OnePool):
             most = np.minimum(most, np.ceil(queries / np.minimum(groups, queries)))
         return np.asarray(np.ceil(np.clip(wanted, longest, np.maximum(most, 1) * longest)) * groups)
 
-    def _step_sizes(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def _step_sizes(self, pool: TimedPool, points: FloatArray) -> tuple[FloatArray, FloatArray]:
         batch, iterations, groups = self._columns(pool, points)
         each = np.ceil(batch / np.minimum(groups, batch))
         means = np.array([self._workload.phase(int(own)).mean_phases for own in iterations])
@@ -260,7 +259,7 @@ class Rra(OnePool):
         return (np.where(is_chunked, chunk + 1.5 * decoded, rows),
                 np.where(is_chunked, 1.5 * decoded + spans, heads))
 
-    def _columns(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, ...]:
+    def _columns(self, pool: TimedPool, points: FloatArray) -> tuple[FloatArray, ...]:
         batch, iterations, groups, _ = points.T
         return batch, iterations, np.where(groups > 0, groups, float(pool.stages))
 
@@ -276,28 +275,28 @@ class Rra(OnePool):
 
 
 class Continuous(OnePool):
-    """ORCA, prefill-first, Sarathi. Points: max_active and, except for ORCA, token_budget."""
+    """Rough formula of ORCA, prefill-first and Sarathi. A point is (max_active, token_budget), for
+    ORCA (max_active,)."""
 
     def points(self, plan: tuple[int, int]) -> IntArray:
-        """See Formula."""
         pool, work, fixed = self._pool(*plan), self._workload, self.problem.fixed
         room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
         each = work.reserve_at_work if self.policy == "orca" else work.context
         most = max(min(int(1.3 * room / max(each, 1.0)), self._most_queries()), 1)
         active = grid_of(most, fixed.value_of("max_active"), 1.25)
         if self.policy == "orca":
-            return crossed(active)
+            return cross_product(active)
         longest = work.inputs.max
         budgets = grid_of(16384, None, 2.0, least=16)
         if self.policy == "vllm":
             budgets = sorted({max(own, longest) for own in budgets})
         given = fixed.value_of("token_budget")
-        return crossed(active, budgets if given is None else [given])
+        return cross_product(active, budgets if given is None else [given])
 
-    def _groups(self, pool: LaidOut, point: tuple[int, ...]) -> int:
+    def _groups(self, pool: TimedPool, point: tuple[int, ...]) -> int:
         return min(pool.stages, int(point[0]))
 
-    def _rough(self, pool: LaidOut, points: FloatArray) -> Rough:
+    def _rough(self, pool: TimedPool, points: FloatArray) -> RoughFigures:
         work = self._workload
         active, budget = points[:, 0], self._budgets(points)
         groups = np.minimum(active, pool.stages)
@@ -312,11 +311,11 @@ class Continuous(OnePool):
         else:
             held = PAGED_FULL * tokens / (work.context + BLOCK_TOKENS / 2)
         each = np.maximum(np.minimum(active / groups, held), 1.0)  # present in a group
-        found = {"orca": self._mixed, "sarathi": self._mixed}.get(self.policy, self._apart)(
+        found = {"orca": self._mixed, "sarathi": self._mixed}.get(self.policy, self._separate)(
             pool, each, budget, groups)
         cycle_s, ended, encode_s, iteration_s = found
         latency_s = encode_s + work.watched * cycle_s
-        return Rough.made(
+        return RoughFigures.from_columns(
             throughput_qps=groups * ended / cycle_s,
             latency_s=latency_s, ttft_s=encode_s, encode_s=encode_s, iteration_s=iteration_s,
             period_s=cycle_s, decode_batch=groups * each, present=groups * each,
@@ -324,10 +323,11 @@ class Continuous(OnePool):
             memory_bytes=np.where(room >= blocks, pool.memory.fullest(tokens * groups, rows, heads),
                                   np.inf))
 
-    def _mixed(self, pool: LaidOut, each: FloatArray, budget: FloatArray,
+    def _mixed(self, pool: TimedPool, each: FloatArray, budget: FloatArray,
                groups: FloatArray) -> tuple[FloatArray, ...]:
-        """(seconds of a cycle, queries ending in a step, seconds to encode a query, seconds of a
-        cycle without encoding), if steps decode and encode together."""
+        """[configs] (seconds of a cycle, requests that end in a step, seconds to encode a request,
+        seconds of a cycle without encoding), if steps decode and encode together. each: requests
+        present in a group."""
         work = self._workload
         mean, stay = work.inputs.mean, work.iterations + 1
         # a step has at most `budget` tokens
@@ -348,12 +348,13 @@ class Continuous(OnePool):
         encode_s = with_chunk.through + (parts - 1) * cycle_s
         return cycle_s, ended, encode_s, alone.cycle(groups)
 
-    def _apart(self, pool: LaidOut, each: FloatArray, budget: FloatArray,
+    def _separate(self, pool: TimedPool, each: FloatArray, budget: FloatArray,
                groups: FloatArray) -> tuple[FloatArray, ...]:
-        """As `_mixed`, for steps that either encode, as soon as a query fits, or decode."""
+        """Figures as of `_mixed`, for steps that either encode, as soon as a request fits, or
+        decode."""
         work = self._workload
         ended = each / work.iterations
-        chance = 1 - np.exp(-ended)  # probability that a query ended in a step
+        chance = 1 - np.exp(-ended)  # probability that a request ended in a step
         tokens = np.maximum(np.minimum(ended / chance * work.inputs.mean, budget),
                             work.inputs.mean)
         encodes = np.maximum(ended * work.inputs.mean / tokens, chance)
@@ -371,7 +372,7 @@ class Continuous(OnePool):
         least = self._workload.inputs.max if self.policy == "vllm" else 0
         return np.where(points[:, 1] > 0, points[:, 1], max(DEFAULT_TOKEN_BUDGET, least))
 
-    def _step_sizes(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def _step_sizes(self, pool: TimedPool, points: FloatArray) -> tuple[FloatArray, FloatArray]:
         slots = np.ceil(points[:, 0] / np.minimum(points[:, 0], pool.stages))
         if self.policy == "orca":
             rows = self._workload.inputs.max + slots
@@ -391,7 +392,8 @@ class Continuous(OnePool):
 
 def _with_long_steps(short: Seconds, long: Seconds, share: FloatArray,
                      groups: FloatArray) -> FloatArray:
-    """[configs] seconds of a cycle, a `share` of whose steps are long and delay all groups."""
+    """[configs] mean seconds of a cycle. share: the part of the steps that are `long` and delay all
+    groups."""
     slowest = share * long.slowest + (1 - share) * short.slowest
     any_long = 1 - (1 - share) ** groups
     through = any_long * long.through + (1 - any_long) * short.through

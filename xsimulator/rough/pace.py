@@ -1,5 +1,5 @@
-"""Step times of a pool by step size, for the slowest stage and through all stages: tables at sizes
-in ratios of NODE_RATIO, linear in between."""
+"""Tables of a pool's step times by step size, for the slowest stage and through all stages. Sizes
+of the tables are in ratios of NODE_RATIO; between them times are linear."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECODE, OF_TOKEN, ENCODE, ROWS = range(4)
 
 
 class Seconds(NamedTuple):
-    """Seconds of steps: on the slowest stage, and through all stages."""
+    """Seconds of steps: on the slowest stage, and through all stages. Both have one shape."""
 
     slowest: FloatArray
     through: FloatArray
@@ -30,22 +30,22 @@ class Seconds(NamedTuple):
         return Seconds(self.slowest + other.slowest, self.through + other.through)
 
     def times(self, factor: FloatArray | float) -> Seconds:
-        """The seconds times `factor`."""
+        """Both seconds multiplied by `factor`."""
         return Seconds(self.slowest * factor, self.through * factor)
 
     def cycle(self, groups: FloatArray) -> FloatArray:
-        """Seconds between two steps of one of `groups` that take turns: each stage works the steps
-        of all groups, and a group's step passes all stages."""
+        """Seconds between two steps of one group, if `groups` take turns. It is the longer of the
+        slowest stage's work for all groups and a step's way through all stages."""
         return np.maximum(groups * self.slowest, self.through)
 
 
 class Pace:
-    """Step times of one pool, or of several pools, with `which` saying the pool of each size."""
+    """Step times of one pool, or of several. which: index of the pool for each size."""
 
     def __init__(self, table: Callable[[int], FloatArray], which: IntArray | int = 0) -> None:
-        """table(kind): [pools, 2, NODES] seconds on the slowest stage and through all, for DECODE
-        steps, one more context token in them (OF_TOKEN), ENCODE steps, and ROWS without
-        attention."""
+        """table(kind): [pools, 2, NODES] seconds on the slowest stage and through all stages.
+        Kinds: DECODE (a decode step at the mean context), OF_TOKEN (one more context token in it),
+        ENCODE, and ROWS (matmuls without attention)."""
         self.table, self._which = cache(table), which
         self._lines = cache(self._line_of)
 
@@ -53,12 +53,12 @@ class Pace:
     def of(cls, times: StageTimes, workload: Workload) -> Pace:
         """The step times of one pool. The workload keeps them for all formulas."""
         if times not in workload.paces:
-            workload.paces[times] = cls._made(times, workload)
+            workload.paces[times] = cls._tabulate(times, workload)
         found: Pace = workload.paces[times]
         return found
 
     @classmethod
-    def _made(cls, times: StageTimes, workload: Workload) -> Pace:
+    def _tabulate(cls, times: StageTimes, workload: Workload) -> Pace:
         kinds = stage_kinds(times)
         number, own = np.bincount(kinds.kind_of), kinds.times
         nodes = np.maximum(NODES, 1e-3)
@@ -87,35 +87,35 @@ class Pace:
         return found
 
     @classmethod
-    def together(cls, paces: Sequence[Pace], which: IntArray) -> Pace:
-        """The step times of several pools."""
+    def concatenated(cls, paces: Sequence[Pace], which: IntArray) -> Pace:
+        """The step times of several pools. which: index of the pool for each size."""
         return cls(lambda kind: np.concatenate([pace.table(kind) for pace in paces]), which)
 
     def decode(self, rows: FloatArray, beyond: FloatArray | float = 0.0) -> Seconds:
-        """Seconds of steps that decode `rows` with contexts `beyond` the mean."""
+        """Seconds of steps that decode `rows`. beyond: context tokens above the mean context."""
         found = self._at(DECODE, rows)
         if np.any(beyond):
             found = found + self._at(OF_TOKEN, rows).times(np.asarray(beyond))
         return found
 
     def encode(self, tokens: FloatArray) -> Seconds:
-        """Seconds of steps that encode so many tokens in total."""
+        """Seconds of steps that encode `tokens` in total."""
         return self._at(ENCODE, tokens)
 
     def both(self, rows: FloatArray, tokens: FloatArray) -> Seconds:
-        """Seconds of steps that decode `rows` and encode `tokens`; the weights are read once."""
-        return self.decode(rows) + self.added(tokens) + self.widened(rows, tokens)
+        """Seconds of steps that decode `rows` and encode `tokens`; weights are read once."""
+        return (self.decode(rows) + self.encode_without_matmuls(tokens)
+                + self.extra_matmuls(rows, tokens))
 
-    def added(self, tokens: FloatArray) -> Seconds:
-        """Seconds to encode so many tokens, without their matmuls with the weights."""
+    def encode_without_matmuls(self, tokens: FloatArray) -> Seconds:
+        """Seconds to encode `tokens` in total, without the matmuls with the weights."""
         return self.encode(tokens) + self._at(ROWS, tokens).times(-1)
 
-    def widened(self, rows: FloatArray, tokens: FloatArray) -> Seconds:
-        """Additional seconds of a step's matmuls for `tokens` beside `rows`."""
+    def extra_matmuls(self, rows: FloatArray, tokens: FloatArray) -> Seconds:
+        """Seconds that the matmuls of a step of `rows` take longer with `tokens` more."""
         return self._at(ROWS, rows + tokens) + self._at(ROWS, rows).times(-1)
 
     def _at(self, table: int, sizes: FloatArray) -> Seconds:
-        """Linear interpolation; infinite if a neighbouring node is."""
         place = np.searchsorted(NODES[1:-1], sizes, side="right")  # the last node at most `sizes`
         beyond = np.minimum(sizes, NODES[place + 1]) - NODES[place]
         which = self._which
@@ -126,7 +126,8 @@ class Pace:
         return Seconds(found[..., 0], found[..., 1])
 
     def _line_of(self, table: int) -> tuple[FloatArray, FloatArray]:
-        """([pools, NODES - 1, 2] seconds at a node, seconds per size up to the next node)."""
+        """([pools, NODES - 1, 2] seconds at each size of the table, and seconds per unit of size up
+        to the next)."""
         seconds = np.moveaxis(self.table(table), 1, 2)
         is_timed = np.isfinite(seconds[:, 1:])
         begin = np.where(is_timed, seconds[:, :-1], np.inf)

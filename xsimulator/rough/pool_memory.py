@@ -10,8 +10,8 @@ from xsimulator.plans import StagePlan
 
 
 class PoolMemory:
-    """[stages] bytes of a rank: fixed, per KV token, per row of the largest step, and per query
-    that gets a token in it."""
+    """[stages] bytes on a rank, in four parts: fixed, per KV token, per row of the largest step,
+    and per row of it that yields a token. encodes_alone: the pool only encodes (WAA)."""
 
     def __init__(self, problem: Problem, pool: StagePlan, *, encodes_alone: bool = False) -> None:
         own = memory.StageBytes(problem, pool.stages)
@@ -26,16 +26,17 @@ class PoolMemory:
         self._kinds = np.unique(self._each, axis=1)  # most stages hold the same
 
     def fullest(self, tokens: FloatArray, rows: FloatArray, heads: FloatArray) -> FloatArray:
-        """[configs] bytes on the fullest rank."""
+        """[configs] bytes on the fullest rank. heads: the rows that yield a token."""
         rest, token, row, head = self._kinds[:, :, None]
         return np.asarray((rest + token * tokens + row * rows + head * heads).max(axis=0))
 
     def by_stage(self, tokens: float, rows: float, heads: float) -> FloatArray:
-        """[stages] bytes on each rank of a stage."""
+        """[stages] bytes on each rank of a stage; arguments as of `fullest`."""
         return np.asarray(np.array([1.0, tokens, rows, heads]) @ self._each)
 
     def most_tokens(self, capacity_bytes: float, rows: FloatArray, heads: FloatArray) -> FloatArray:
-        """[configs] KV tokens that fit beside steps of such a size."""
+        """[configs] KV tokens that fit beside steps of so many rows; infinite without a KV
+        cache."""
         rest, token, row, head = self._kinds[:, :, None]
         left = capacity_bytes - rest - row * rows - head * heads
         with np.errstate(divide="ignore"):

@@ -1,4 +1,4 @@
-"""Grids over the ranges of control variables."""
+"""Grids of values for control variables."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ import numpy as np
 
 from xgpt.core.lengths import IntArray
 
-MOST_QUERIES = 1 << 20  # chosen: limit of grids if the job has no number of queries
+MOST_QUERIES = 1 << 20  # chosen: limit of grids if the job has no number of requests
 
 
 def grid_of(most: int, given: int | None, ratio: float, *, least: int = 1) -> list[int]:
-    """Whole numbers from `least` to `most` in ratios of about `ratio`; [given] if the job fixes the
-    variable."""
+    """Whole numbers from `least` to `most`, each about `ratio` times the one before; [given] if the
+    job fixes the variable."""
     if given is not None:
         return [given]
     sizes = [min(least, most)]
@@ -21,6 +21,6 @@ def grid_of(most: int, given: int | None, ratio: float, *, least: int = 1) -> li
     return sizes
 
 
-def crossed(*values: Sequence[int]) -> IntArray:
-    """[points, variables] all combinations."""
+def cross_product(*values: Sequence[int]) -> IntArray:
+    """[points, variables] every combination of one value of each variable."""
     return np.array(list(itertools.product(*values)), np.int64)

@@ -1,21 +1,23 @@
-"""Rough formula for static batches (FT, DSI; paper section 2, Figure 1): a batch of B queries is
-encoded in parts, then decoded in G groups until its longest query is done. Finished rows go on
+"""Rough formula for static batches (FT, DSI; paper section 2, Figure 1). A batch of B requests is
+encoded in parts, then decoded in G groups until its longest request is done. Finished rows go on
 decoding.
 
-    period = encoding + M cycles, M = mean of the largest D of B queries; qps = B / period"""
+    period = encoding + M cycles, M = mean of the largest D of B requests
+    throughput = B / period"""
 
 import numpy as np
 
 from xgpt.core.controls import Controls, StaticControls
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator import memory
-from xsimulator.rough.figures import Rough
-from xsimulator.rough.one_pool import LaidOut, OnePool
-from xsimulator.rough.ranges import crossed, grid_of
+from xsimulator.rough.figures import RoughFigures
+from xsimulator.rough.one_pool import OnePool, TimedPool
+from xsimulator.rough.ranges import cross_product, grid_of
 
 
 class Static(OnePool):
-    """Points: encode_batch, decode_micro_batches, and for DSI encode_micro_batches."""
+    """Rough formula of FT and DSI. A point is (encode_batch, decode_micro_batches), for DSI also
+    encode_micro_batches."""
 
     def points(self, plan: tuple[int, int]) -> IntArray:
         """See Formula."""
@@ -27,16 +29,16 @@ class Static(OnePool):
         batches = grid_of(most, fixed.value_of("encode_batch"), 1.25)
         groups = groups if given is None else [given]
         if self.policy == "ft":
-            return crossed(batches, groups)
+            return cross_product(batches, groups)
         parts = fixed.value_of("encode_micro_batches")
         found = [(batch, own, own * each if parts is None else parts)
                  for batch in batches for own in groups for each in (1, 3)]
         return np.array(found, np.int64)
 
-    def _groups(self, pool: LaidOut, point: tuple[int, ...]) -> int:
+    def _groups(self, pool: TimedPool, point: tuple[int, ...]) -> int:
         return int(min(point[1], point[0]))
 
-    def _rough(self, pool: LaidOut, points: FloatArray) -> Rough:
+    def _rough(self, pool: TimedPool, points: FloatArray) -> RoughFigures:
         work, (batch, groups, encodes) = self._workload, self._columns(points)
         mean = work.inputs.mean
         encode = pool.pace.encode(batch * mean / encodes)
@@ -59,7 +61,7 @@ class Static(OnePool):
                               largest * inputs.max)
         tokens = (np.maximum(np.ceil(reserved), inputs.max)
                   + largest * (work.longest - inputs.max)) * groups
-        return Rough.made(
+        return RoughFigures.from_columns(
             throughput_qps=batch / period_s,
             latency_s=latency_s, ttft_s=encode_s, encode_s=encode_s,
             iteration_s=decode_s / np.maximum(most, 1.0), period_s=period_s, decode_batch=batch,
@@ -72,7 +74,7 @@ class Static(OnePool):
         parts = np.minimum(parts, np.ceil(batch / groups))
         return batch, groups, np.minimum(groups * parts, batch)
 
-    def _step_sizes(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def _step_sizes(self, pool: TimedPool, points: FloatArray) -> tuple[FloatArray, FloatArray]:
         batch, groups, encodes = self._columns(points)
         encoded, decoded = np.ceil(batch / encodes), np.ceil(batch / groups)
         rows = np.maximum(memory.largest_rows(self._workload.inputs, encoded), decoded)

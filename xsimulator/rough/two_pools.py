@@ -1,10 +1,11 @@
-"""Rough formula for WAA: some devices encode, the others decode (paper sections 4.1 and 6).
+"""Rough formula for WAA: some devices encode (prefill), the others decode (paper sections 4.1 and
+6).
 
 Symbols: B = encode_batch, G = decode groups, S = mean output tokens, D = mean decode iterations,
 T_E = time between two encode steps (slowest stage or handover), C(n) = decode cycle with n rows.
-One encode batch joins in each iteration, so B S queries should decode:
+One encode batch joins in each iteration, so B S requests should decode:
 
-    n = min(B S, D (B / T_E + rate of chunks) C(n)) rows decode;  lambda = n / (D C(n))
+    n = min(B S, D (B / T_E + rate of chunks) C(n)) rows decode;  throughput = n / (D C(n))
     latency(d) = encoding + handover + (d + 1/2) C
 
 With encode_chunk the decode pool encodes the inputs that the encode pool has no time for, up to a
@@ -27,10 +28,10 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import adjustment_share
 from xsimulator import memory
 from xsimulator.plans import PlanSource, StagePlan
-from xsimulator.rough.figures import Rough, Sizes, assembled, point_of
+from xsimulator.rough.figures import RoughFigures, Sizes, make_estimate, point_of
 from xsimulator.rough.pace import Pace
 from xsimulator.rough.pool_memory import PoolMemory
-from xsimulator.rough.ranges import MOST_QUERIES, crossed, grid_of
+from xsimulator.rough.ranges import MOST_QUERIES, cross_product, grid_of
 from xsimulator.rough.workload import Workload
 from xsimulator.stage_times import HandoverCost
 
@@ -39,15 +40,16 @@ SPARE = 2.0  # chosen: chunks in stock beyond those taken between two encode ste
 
 
 class Pools(NamedTuple):
-    """The encode and decode pools of one division, with their memory."""
+    """(encode, decode) stage plans of one division of the devices, and their memory."""
 
     plans: tuple[StagePlan, StagePlan]
     memory: tuple[PoolMemory, PoolMemory]
 
 
 class TwoPools:
-    """WAA-C (devices divided by work) or WAA-M (by memory) on the devices of one problem. Points:
-    encode_batch, decode_micro_batches, encode_chunk."""
+    """Rough formula of WAA-C (devices divided by work) and WAA-M (by memory). A point is
+    (encode_batch, decode_micro_batches, encode_chunk). Public methods without a docstring are those
+    of Formula."""
 
     def __init__(self, policy: str, problem: Problem, timing: TimingSource, plans: PlanSource,
                  workload: Workload) -> None:
@@ -58,29 +60,28 @@ class TwoPools:
         self._pace = cache(lambda pool: Pace.of(pool.times, workload))
         self._memory_of = cache(
             lambda pool, encodes: PoolMemory(problem, pool, encodes_alone=encodes))
-        self._pools = cache(self._lay_out)
+        self._pools = cache(self._make_pool)
         self._adjustment = adjustment_share(problem.adjustment)
 
-    def can_lay_out(self, plan: tuple[int, int]) -> bool:
-        """Whether the devices can be divided and hold the weights twice."""
+    def can_allocate(self, plan: tuple[int, int]) -> bool:
+        """Whether the devices can be divided into two pools and hold the weights twice."""
         return len(self._split(*plan).encode_devices) > 0 and self._room > self._workload.longest
 
     @cached_property
     def _room(self) -> float:
-        """KV tokens that fit beside the weights of both pools, spread evenly."""
+        """KV tokens that fit beside the weights of both pools, if they are spread evenly."""
         whole = self._plans.pool([(0,)], "decode")
         token = float(memory.kv_bytes(self.problem, whole.stages, 1.0)[0])
         free = self.problem.cluster.num_devices * self._capacity - 2 * float(
             whole.weight_bytes[0]) * (1 if not self.problem.model.is_encoder_decoder else 0.5)
         return free / token
 
-    def _lay_out(self, plan: tuple[int, int], encode_devices: int) -> Pools:
+    def _make_pool(self, plan: tuple[int, int], encode_devices: int) -> Pools:
         encode, decode = self._split(*plan).pair(encode_devices)
         return Pools((encode, decode), (
             self._memory_of(encode, True), self._memory_of(decode, False)))
 
     def of_estimate(self, estimate: Estimate) -> dict[str, float]:
-        """See Formula."""
         encode, decode = (self._plans.of_stages(pool.stages, pool.role)
                           for pool in estimate.deployment.pools)
         pools = Pools((encode, decode), (
@@ -89,7 +90,6 @@ class TwoPools:
                              np.array([point_of(estimate)], float))[0].of(0)
 
     def points(self, plan: tuple[int, int]) -> IntArray:
-        """See Formula."""
         if not len(self._split(*plan).encode_devices):
             return np.empty((0, 3), np.int64)
         work, fixed = self._workload, self.problem.fixed
@@ -101,25 +101,24 @@ class TwoPools:
         given = [fixed.value_of(name) for name in ("decode_micro_batches", "encode_chunk")]
         chunks = [0] if self.problem.model.is_encoder_decoder else [
             0, *grid_of(1024, None, 4.0, least=4)]
-        return crossed(grid_of(most, fixed.value_of("encode_batch"), 1.5),
-                       groups if given[0] is None else [given[0]],
-                       chunks if given[1] is None else [given[1]])
+        return cross_product(grid_of(most, fixed.value_of("encode_batch"), 1.5),
+                             groups if given[0] is None else [given[0]],
+                             chunks if given[1] is None else [given[1]])
 
-    def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
-        """See Formula."""
+    def rough(self, plan: tuple[int, int], points: IntArray) -> RoughFigures:
         own = points.astype(float)
         counts, which = np.unique(self._divide(plan, own), return_inverse=True)
         return self._rough([self._pools(plan, int(count)) for count in counts], which, own)[0]
 
     def _divide(self, plan: tuple[int, int], points: FloatArray) -> IntArray:
-        """[points] number of encode devices."""
+        """[points] number of devices that encode. Raises InputError if no division is possible."""
         work, split = self._workload, self._split(*plan)
         if not len(split.encode_devices):
             raise wrong("schedule", "tp_degree, tp_gpus", plan,
                         "one by which the devices can be divided into two pools, groups within one "
                         "node or on whole nodes, a layer for every stage")
         batch, groups, _ = points.T
-        if self.policy == "waa-c":  # in proportion to a query's encode and decode time
+        if self.policy == "waa-c":  # in proportion to a request's encode and decode time
             single = self._pace(self._plans.pool([tuple(range(split.tp_degree))], "both"))
             rows = np.maximum(batch * work.iterations / groups, 1.0)
             encode_s = single.encode(batch * work.inputs.mean).through / batch
@@ -134,28 +133,28 @@ class TwoPools:
 
     @np.errstate(invalid="ignore")  # unknown times are infinite
     def _rough(self, pools: Sequence[Pools], which: IntArray,
-               points: FloatArray) -> tuple[Rough, FloatArray]:
-        """(figures, [points] input tokens in stock for the decode pool). which: [points] index of
-        each point's division."""
+               points: FloatArray) -> tuple[RoughFigures, FloatArray]:
+        """(rough figures [points], input tokens in stock for the decode pool [points]). which:
+        index of each point's division in `pools`."""
         work, (batch, _, chunk) = self._workload, points.T
-        encoding, decoding = (Pace.together([self._pace(one.plans[role]) for one in pools], which)
-                              for role in (0, 1))
+        encoding, decoding = (Pace.concatenated(
+            [self._pace(one.plans[role]) for one in pools], which) for role in (0, 1))
         between_s, encode_s, handover_s = self._encoding_s(pools, which, encoding, batch)
         handed_s = encode_s + handover_s
         cycle = partial(_cycle_s, decoding, points)
         rows, taken = _decoding(work, points, batch / between_s, cycle)
         cycle_s = cycle(rows, taken)
         of_chunks = taken / (work.inputs.mean * cycle_s)  # requests/s that the decode pool encodes
-        # at most as many queries end as are encoded
+        # at most as many requests end as are encoded
         qps = np.minimum(rows / (work.iterations * cycle_s), batch / between_s + of_chunks)
         share = of_chunks / np.maximum(qps, 1e-300)
         parts = np.where(taken > 0, np.ceil(work.inputs.mean / np.maximum(chunk, 1.0)), 0.0)
         taken_s = parts * cycle_s
         first_s = (1 - share) * handed_s + share * taken_s
         inside, stock = _present(work, points, rows, taken, qps * handed_s, between_s / cycle_s)
-        # without known times only the encoded queries count
+        # without known times only the encoded requests count
         present = np.maximum(np.round(np.where(np.isfinite(inside), inside, batch)), 1.0)
-        return Rough.made(
+        return RoughFigures.from_columns(
             throughput_qps=qps, latency_s=first_s + (work.watched + 0.5) * cycle_s,
             ttft_s=np.maximum(handed_s, taken_s), encode_s=encode_s, iteration_s=cycle_s,
             period_s=cycle_s, decode_batch=rows, present=present,
@@ -187,8 +186,8 @@ class TwoPools:
 
     def _sizes(self, points: FloatArray, in_system: FloatArray, stages: int,
                ) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
-        """For each pool, [points] KV tokens, rows of the largest step, and those that get a
-        token."""
+        """For each pool [points]: KV tokens, rows of the largest step, and those of them that yield
+        a token."""
         batch, groups, chunk = points.T
         encoded, decoded = np.ceil(batch * (1 + self._adjustment)), np.ceil(in_system / groups)
         largest = self._largest(batch)
@@ -231,7 +230,7 @@ class TwoPools:
         sizes = self._sizes(points, rough.present, len(encode.stages))
         by_stage = np.concatenate([pool.by_stage(*(float(one[0]) for one in own))
                                    for pool, own in zip(pools.memory, sizes, strict=True)])
-        return assembled(
+        return make_estimate(
             self.problem, self.timing, controls, deployment, found,
             Sizes(by_stage, batch, 1, max(float(own[1][0]) for own in sizes),
                   float(sizes[1][2][0])),
@@ -240,12 +239,13 @@ class TwoPools:
 
 def _cycle_s(decoding: Pace, points: FloatArray, rows: FloatArray,
              tokens: FloatArray) -> FloatArray:
-    """[points] C: seconds of a cycle with `rows` and `tokens` of chunks over all groups."""
+    """[points] C: seconds of a cycle that decodes `rows` and encodes `tokens` of chunks, over all
+    groups."""
     _, groups, chunk = points.T
     each, size = np.maximum(rows / groups, 1.0), np.maximum(chunk, 1.0)
     step = decoding.decode(each)
     if chunk.any():
-        step += (decoding.added(size) + decoding.widened(each, size)).times(
+        step += (decoding.encode_without_matmuls(size) + decoding.extra_matmuls(each, size)).times(
             np.minimum(tokens / groups / size, 1.0))
     return step.cycle(np.minimum(groups, np.maximum(rows, 1.0)))
 
@@ -253,12 +253,12 @@ def _cycle_s(decoding: Pace, points: FloatArray, rows: FloatArray,
 def _decoding(work: Workload, points: FloatArray, encoded_qps: FloatArray,
               cycle: Callable[[FloatArray, FloatArray], FloatArray],
               ) -> tuple[FloatArray, FloatArray]:
-    """([points] n, tokens of chunks in a cycle). Chunks only make up for what the encode pool
-    lacks."""
+    """[points] (n, tokens of chunks in a cycle). Chunks only add what the encode pool cannot
+    encode."""
     batch, groups, chunk = points.T
 
     def joining(rows: FloatArray, tokens: FloatArray) -> FloatArray:
-        """D times the queries that join in a cycle."""
+        """D times the requests that join in a cycle."""
         return work.iterations * (encoded_qps * cycle(rows, tokens) + tokens / work.inputs.mean)
 
     most = chunk * groups
@@ -270,8 +270,8 @@ def _decoding(work: Workload, points: FloatArray, encoded_qps: FloatArray,
 
 def _present(work: Workload, points: FloatArray, rows: FloatArray, taken: FloatArray,
              on_the_way: FloatArray, cycles: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """([points] queries in the system, tokens in stock). on_the_way: queries that are encoded
-    or handed over. cycles: number of them between two encode steps."""
+    """[points] (requests in the system, input tokens in stock). on_the_way: requests that are
+    encoded or handed over. cycles: decode cycles between two encode steps."""
     batch, groups, chunk = points.T
     has = taken > 0
     stock = np.where(has, np.ceil(chunk * groups * (cycles + SPARE)), 0.0)
@@ -282,7 +282,8 @@ def _present(work: Workload, points: FloatArray, rows: FloatArray, taken: FloatA
 
 
 def _least(is_enough: Callable[[FloatArray], BoolArray], most: FloatArray) -> FloatArray:
-    """[points] the least value up to `most` that is enough, `most` if none is, by bisection."""
+    """[points] the least value up to `most` for which `is_enough` holds, by bisection; `most` if
+    none does."""
     low, high = np.zeros(len(most)), most
     for _ in range(ROUNDS):
         middle = (low + high) / 2
@@ -293,7 +294,7 @@ def _least(is_enough: Callable[[FloatArray], BoolArray], most: FloatArray) -> Fl
 
 def _by_division(which: IntArray,
                  found: Callable[[int, BoolArray], FloatArray]) -> FloatArray:
-    """[points] of `found`(index of a division, whether each point has it)."""
+    """[points] values of `found(index of a division, whether each point has it)`."""
     values = np.empty(len(which))
     for number in range(which.max(initial=-1) + 1):
         own = which == number

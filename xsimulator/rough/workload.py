@@ -1,8 +1,9 @@
-"""Length statistics for the rough formulas: how long queries stay in the system and what they hold.
+"""Length statistics for the rough formulas: how long requests stay in the system, and how many KV
+tokens they hold.
 
-Symbols: D = decode iterations of a query (output tokens, minus one if encoding gives the first),
+Symbols: D = decode iterations of a request (output tokens, minus one if encoding yields the first),
 S(k) = P(D >= k), N_D = decode iterations of a phase of RRA, c(D) = ceil(D / N_D) = phases that a
-query stays."""
+request stays."""
 
 import math
 from functools import cache
@@ -17,17 +18,18 @@ BLOCKS = np.array([0.0, 0.08, 0.25, 0.5, 0.75, 1.0])  # chosen: blocks of a phas
 
 
 def expected_maximum_z(count: FloatArray) -> FloatArray:
-    """Expected largest of `count` standard normals (Blom's approximation); 0 for one or fewer."""
+    """Expected largest of `count` standard normal values (Blom's approximation); 0 for one or
+    fewer."""
     many = np.maximum(count, 1.0)
     return np.where(many > 1, ndtri((many - 0.375) / (many + 0.25)), 0.0)
 
 
 class Phase(NamedTuple):
-    """A phase of N_D iterations in steady state, per query encoded in it.
+    """A phase of N_D iterations in steady state (RRA), per request encoded in it.
 
-    widths, active: [blocks] iterations of a block, mean number of active queries. mean_phases:
-    E[c(D)]. reserved, reserved_variance: KV tokens right after encoding. most_phases: phases of the
-    longest query."""
+    widths: [blocks] iterations of each block of the phase. active: [blocks] mean number of active
+    requests in it. mean_phases: E[c(D)]. reserved, reserved_variance: mean and variance of the KV
+    tokens right after encoding. most_phases: phases of the longest request."""
 
     widths: FloatArray
     active: FloatArray
@@ -38,25 +40,25 @@ class Phase(NamedTuple):
 
 
 class Workload:
-    """Statistics of one problem's lengths."""
+    """Length statistics of one problem."""
 
     def __init__(self, problem: Problem) -> None:
         lengths: JointLengths = problem.lengths
         self.inputs, self.outputs = lengths.inputs, lengths.outputs
         self.fewer = 0 if problem.model.is_encoder_decoder else 1
         most_output = max(problem.default_max_tokens, lengths.outputs.max)
-        self.longest = lengths.inputs.max + most_output  # tokens that the longest query reserves
+        self.longest = lengths.inputs.max + most_output  # tokens that the longest request reserves
         pmf, mean = lengths.outputs.pmf, lengths.mean_input_given_output()
         square = lengths.mean_input_given_output(power=2)
         self.survival = np.minimum(self._tail(pmf), 1.0)  # S(k), k = 1 ..
         self.iterations = max(float(self.survival.sum()), 1e-9)  # E[D]
         self.most_iterations = len(self.survival)
-        # variance / mean of the number of queries in the system, if they come one by one
+        # variance / mean of the number of requests in the system, if they come one by one
         self.coming_and_going = float((self.survival * (1 - self.survival)).sum()) / max(
             self.iterations, 1e-9)
-        self.decoding_share = float(self.survival[0])  # share of queries with a decode iteration
+        self.decoding_share = float(self.survival[0])  # share of requests with a decode iteration
         count = np.arange(1, self.most_iterations + 1)
-        # KV tokens that a decoded row reads, summed over all iterations of all queries
+        # KV tokens that a decoded row reads, summed over all iterations of all requests
         read = self._tail(pmf * mean) + self.survival * count
         read_square = (self._tail(pmf * square) + 2 * count * self._tail(pmf * mean)
                        + self.survival * count**2)
@@ -65,30 +67,32 @@ class Workload:
             float(read_square.sum()) / self.iterations - self.context**2, 0.0))
         self._reserve = np.stack([self._tail(pmf * (mean + most_output)), self._tail(pmf * (
             square + 2 * most_output * mean + most_output**2))])
-        # over all queries, also those that end with their first token
+        # over all requests, also those that end with their first token
         self.reserve = float(pmf @ mean) + most_output
         self.reserve_square = float(pmf @ (square + 2 * most_output * mean + most_output**2))
-        # over the queries in the system, where those with long outputs count more
+        # over the requests in the system, where those with long outputs count more
         stay = pmf * np.maximum(lengths.outputs.support - self.fewer, 1e-9)
         self.reserve_at_work = float(stay @ mean / stay.sum()) + most_output
         self._until = np.concatenate([[0.0], np.cumsum(self.survival)])
         self._below = np.minimum(np.concatenate([[0.0], np.cumsum(pmf)])[self.fewer:], 1.0)
         bound = problem.constraint
-        # D of the query that the latency limit is for
+        # D of a request of the latency limit's quantile
         self.watched = max(self.outputs.quantile(bound.quantile) - self.fewer, 0)
         self.phase = cache(self._find_phase)
         self.paces: dict[Any, Any] = {}  # stage times -> Pace, see Pace.of
 
     def charged_context(self, rows: FloatArray, *, is_padded: bool) -> FloatArray:
-        """[...] context tokens that a row costs if so many are decoded together: the mean, or the
-        longest one's if the kernel pads."""
+        """Context tokens that each decoded row costs, in the shape of `rows`, the number decoded
+        together. It is the mean context, or the expected longest one if the kernel pads
+        (is_padded)."""
         if not is_padded:
             return np.full(np.shape(rows), self.context)
         longest = self.context + self.context_std * expected_maximum_z(np.asarray(rows, float))
         return np.minimum(longest, self.inputs.max + self.most_iterations)
 
     def rounds(self, batch: FloatArray, least: int = 0) -> FloatArray:
-        """[configs] mean of the largest D of `batch` queries, one of which has at least `least`."""
+        """[configs] mean of the largest D among `batch` requests, one of which has at least
+        `least`."""
         sizes, place = np.unique(batch, return_inverse=True)
         not_done = 1 - self._below[None, :-1] ** sizes[:, None]
         not_done[:, :least] = 1.0
@@ -101,13 +105,14 @@ class Workload:
         until = self._until[np.minimum(begins + edges.astype(np.int64), self.most_iterations)]
         widths = np.diff(edges)
         active = np.diff(until, axis=1).sum(axis=0) / widths
-        entering = self.survival[begins[:, 0]]  # in the phase of their encoding, and each later
+        entering = self.survival[begins[:, 0]]  # share that is present in each of its phases
         reserve, square = self._reserve[:, begins[:, 0]].copy()
         reserve[0], square[0] = self.reserve, self.reserve_square
         return Phase(widths, active, float(entering.sum()), float(reserve.sum()),
                      max(float((square - reserve**2).sum()), 0.0), phases)
 
     def _tail(self, per_output: FloatArray) -> FloatArray:
-        """[D] sums over all D >= k, for k = 1 .., of values given per output length."""
+        """[D] sums of `per_output` (a value for each output length) over all D >= k, for k = 1
+        ..."""
         tail = np.cumsum(per_output[::-1])[::-1][self.fewer:]
         return tail if tail.size else np.zeros(1)

@@ -35,7 +35,7 @@ from xscheduler.evaluator import Evaluator
 from xscheduler.live.decisions import NOT_RRA
 from xscheduler.live.shapes import differ
 from xscheduler.planner import Planner, PlanOptions
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 DEVICES = (2, 1)  # of a copy of each shape; of the second there are two
 

@@ -33,7 +33,7 @@ from xgpt.launch.launcher import (
     ranks_per_node,
 )
 from xgpt.launch.standby import MEASURES, RUNS, Standby, standby_for
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 
 def local_job(folder: Path, run: str) -> Job:

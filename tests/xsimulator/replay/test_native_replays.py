@@ -29,7 +29,7 @@ from xsimulator.replay.figures import steady_replay
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import steady_figures
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 LONGEST = 320  # tokens of a query with its output
 PLANS = {"a40-4": [(1, 0), (2, 4), (4, 4)], "a40-8": [(1, 0), (2, 4), (4, 8)],

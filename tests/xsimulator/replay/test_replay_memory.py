@@ -14,7 +14,7 @@ from xscheduler.tensor_plans import tensor_plans
 from xsimulator import memory
 from xsimulator.plans import StagePlans
 from xsimulator.replay.job import Replayer, planned_queries
-from xsimulator.rough.forms import Formulas, fixed_estimate
+from xsimulator.rough.formulas import Formulas, fixed_estimate
 
 CASES = [("opt-13b", "a40-4", "S"), ("t5-11b", "a40-4", "C1"), ("opt-13b", "a40-4", "G")]
 LARGEST = {"encode_batch": 4096, "max_active": 20_000}
@@ -116,7 +116,7 @@ def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
         encode_batch=1, decode_iterations=64)).figures.fits
     tried = 0
     for degree, gpus in tensor_plans(problem, roofline_of(problem)):
-        if not formulas.of("waa-c").can_lay_out((degree, gpus)):
+        if not formulas.of("waa-c").can_allocate((degree, gpus)):
             tried += 2
             continue
         found = formulas.of("waa-c").rough((degree, gpus), np.array([[1, 1, 0], [1, 8, 0]]))

@@ -17,7 +17,7 @@ from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.recorded import load_recordings
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.step_clock import SharedClock, StepClocks
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 QUERIES, MOST_CONTEXT = 150, 577  # tokens: task T's longest input and output, and one
 PROBLEM = problem_of("opt-13b", "a40-4", "T")

@@ -13,7 +13,7 @@ from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.job import planned_queries, replay_job, slow_downs
 from xsimulator.replay.records import PoolRecords, ReplayResult
-from xsimulator.rough.forms import fixed_estimate
+from xsimulator.rough.formulas import fixed_estimate
 
 SHARING = 2.0
 

@@ -21,7 +21,7 @@ from xscheduler.tensor_plans import tensor_plans
 from xsimulator import memory
 from xsimulator.replay.predict import checked_queries
 from xsimulator.replay.steady import SteadyFigures
-from xsimulator.rough.forms import Formulas
+from xsimulator.rough.formulas import Formulas
 from xsimulator.rough.workload import Workload
 
 OFF = 0.15  # what the formulas are off by at most, in the median
@@ -53,7 +53,7 @@ def drawn(model: str, name: str) -> list[Point]:
     problem, timing = of_model(model)
     rng = np.random.default_rng(zlib.crc32(f"{model} {name}".encode()))
     formula = Formulas(problem, timing, Workload(problem)).of(name)
-    plans = [plan for plan in tensor_plans(problem, timing) if formula.can_lay_out(plan)]
+    plans = [plan for plan in tensor_plans(problem, timing) if formula.can_allocate(plan)]
     replays, found = Replays(problem, timing), []
     for plan in [plans[row] for row in rng.integers(len(plans), size=POINTS)]:
         points = formula.points(plan)

@@ -1,4 +1,4 @@
-"""Cache of times by read-only arrays of sizes: many plans' tables ask for the same sizes."""
+"""Cache of times by read-only arrays of sizes, since many plans' tables ask for the same sizes."""
 
 from collections.abc import Callable, Hashable
 
@@ -8,13 +8,13 @@ from numpy.typing import ArrayLike
 from xgpt.core.lengths import FloatArray
 
 
-def is_fixed(sizes: ArrayLike) -> bool:
+def is_read_only(sizes: ArrayLike) -> bool:
     """Whether `sizes` is a read-only array that owns its data."""
     return isinstance(sizes, np.ndarray) and not sizes.flags.writeable and sizes.base is None
 
 
-class KeptOfFixed:
-    """Results by a key and the identity of a read-only array of sizes; results are read-only
+class SizeCache:
+    """Results by a key and by the identity of a read-only array of sizes. Results are read-only,
     too."""
 
     def __init__(self) -> None:
@@ -22,8 +22,9 @@ class KeptOfFixed:
         self._kept: dict[Hashable, tuple[ArrayLike, FloatArray]] = {}
 
     def of(self, what: Hashable, sizes: ArrayLike, ask: Callable[[], FloatArray]) -> FloatArray:
-        """The kept result of `ask`; for writable sizes `ask` is called each time."""
-        if not is_fixed(sizes):
+        """The cached result of `ask` for the key `what` and these sizes. For writable sizes `ask`
+        is called each time."""
+        if not is_read_only(sizes):
             return ask()
         key = what, id(sizes)
         if key not in self._kept:

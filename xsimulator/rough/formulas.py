@@ -16,7 +16,7 @@ from xsimulator.rough.workload import Workload
 def fixed_estimate(name: str, problem: Problem, timing: TimingSource,
                    fixed: FixedSchedule) -> Estimate:
     """The Estimate, by the rough formula, of a policy whose control variables are all fixed, on all
-    devices of the problem. Raises InputError for an impossible tensor plan."""
+    devices of the problem. Raises InputError for a (tp_degree, tp_gpus) that is impossible."""
     point, missing = fixed_point(name, fixed)
     assert not missing, f"{missing = }"
     return Formulas(problem, timing).of(name).estimate(
@@ -24,17 +24,17 @@ def fixed_estimate(name: str, problem: Problem, timing: TimingSource,
 
 
 class Formulas:
-    """The formulas of one problem, which share stage plans and length statistics. of(policy name):
-    its formula, kept."""
+    """The formulas of one problem, which share stage plans and length statistics. `of(policy)`
+    returns the policy's Formula and keeps it."""
 
     def __init__(self, problem: Problem, timing: TimingSource, workload: Workload | None = None,
                  plans: PlanSource | None = None) -> None:
         self.problem, self._timing = problem, timing
         self._workload = workload or Workload(problem)
         self._plans = plans or StagePlans(problem, timing)
-        self.of = cache(self._made)
+        self.of = cache(self._make)
 
-    def _made(self, name: str) -> Formula:
-        made: Any = policy(name).load("formula")
-        found: Formula = made(name, self.problem, self._timing, self._plans, self._workload)
+    def _make(self, name: str) -> Formula:
+        make: Any = policy(name).load("formula")
+        found: Formula = make(name, self.problem, self._timing, self._plans, self._workload)
         return found

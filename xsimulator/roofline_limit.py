@@ -1,11 +1,11 @@
 """Roofline limit on the throughput of any schedule on a problem's devices.
 
-    work of a query   FLOPs: matmuls of its rows with every weight, and attention
+    work per request  FLOPs: matmuls of its rows with every weight, and attention
                       bytes: its KV cache, written once and read at every iteration
     least_s           max(FLOPs / peak rate, bytes / bandwidth), mean over the lengths
     limit             devices / least_s   requests/s
 
-Reading of weights, messages, embeddings and activations are not counted, since many queries may
+Reading of weights, messages, embeddings and activations are not counted, since many requests may
 share them. Published offline engines reach 59 to 90 % of such a limit on one GPU."""
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from xgpt.core.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueryWork:
-    """Mean work of a query over all devices."""
+class RequestWork:
+    """Mean work of a request, over all devices together."""
 
     flops: float
     kv_bytes: float  # of its cache, written and read
 
 
-def work_of_a_query(problem: Problem) -> QueryWork:
-    """Mean FLOPs and bytes of a query of the problem's lengths."""
+def work_per_request(problem: Problem) -> RequestWork:
+    """Mean FLOPs and KV cache bytes of a request of the problem's lengths."""
     model, lengths = problem.model, problem.lengths
     outputs = lengths.outputs
     count = outputs.support.astype(float) - (not model.is_encoder_decoder)  # decode iterations
@@ -51,12 +51,12 @@ def work_of_a_query(problem: Problem) -> QueryWork:
         flops = heads + model.num_layers * (
             2 * active_layer_params(model) * (tokens + steps) + 4 * width * (causal + read))
     entry = model.num_layers * model.kv_elements_per_token_layer * problem.kv_item_bytes
-    return QueryWork(flops=flops, kv_bytes=entry * (tokens + steps + read))
+    return RequestWork(flops=flops, kv_bytes=entry * (tokens + steps + read))
 
 
-def most_queries_per_s(problem: Problem) -> float:
+def roofline_limit_qps(problem: Problem) -> float:
     """Roofline limit, requests/s, of all devices of the problem."""
-    work, device = work_of_a_query(problem), problem.cluster.device
+    work, device = work_per_request(problem), problem.cluster.device
     peak = dict(device.flops_per_s).get(  # without units for the type, weights are widened
         problem.weight_dtype, device.peak_flops_per_s(problem.dtype))
     least_s = np.maximum(work.flops / peak, work.kv_bytes / device.bandwidth_bytes_per_s)
