@@ -1,1 +1,1 @@
-"""XProfiler: what one layer costs (paper section 3), measured or from the analytic roofline."""
+"""XProfiler: seconds of a layer's operators, measured or computed; for planner, simulator, app."""

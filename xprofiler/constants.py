@@ -1,7 +1,7 @@
-"""Every constant of the analytic roofline, and where it comes from. Rates are shares of a peak.
+"""Constants of the analytic roofline, and the source of each. Rates are shares of a peak.
 
-Read off public measurements; `benchmarks/results/roofline.md` compares them with these and with
-tables that no constant was fit to (A40, H200, the other models). In-sample are, of GPUs:
+They are fitted to public measurements; `benchmarks/results/roofline.md` compares both, and adds
+tables that no constant was fitted to (A40, H200, the other models). Fitted to, of GPUs:
 
 - matrix products: A100 tables of aiconfigurator (vLLM, TensorRT-LLM) and Vidur's Llama-2 on A100
 - attention: A100 tables of aiconfigurator (prefill: both engines, decode: vLLM) and Vidur's
@@ -9,17 +9,16 @@ tables that no constant was fit to (A40, H200, the other models). In-sample are,
 - collectives: aiconfigurator's NCCL table of A100 (NVLink); four sizes a degree of Vidur's A40
   table (PCIe)
 - synchronisation, step overhead: whole-model latencies of GPT-20B (FasterTransformer's guide).
-  Among values that the kernel tables hardly tell apart, these latencies chose as well: the
-  matrix products' share and half rows, and decode attention's extra tokens
+  They also chose among values that the kernel tables hardly tell apart: the matrix products'
+  share and half rows, and decode attention's extra tokens
 
 The other tables were in view while form and rounding were chosen, so they are not blind tests.
 
 CPU figures are torch 2.13 on a two-core AVX-512 machine. A measured profile replaces all.
 
-A row of catalog/engines.yaml says what an engine does otherwise on a generation of GPUs: how near
-its kernels come to the peaks, what launches cost it, which all-reduce it has. Rows are fitted by
-benchmarks/fit_engines.py. A generation that an engine was never measured on takes the constants of
-the nearest one that it was: shares of a peak carry over better than seconds do."""
+A row of catalog/engines.yaml overrides constants for one engine on one generation of GPUs: shares
+of the peaks, launch costs, all-reduce. benchmarks/fit_engines.py fits the rows. A generation that
+has none takes that of the nearest one: shares of a peak carry over better than seconds do."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,8 +34,8 @@ PerDegree = tuple[tuple[int, float], ...]  # (tensor-parallel degree, value), as
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConstants:
-    """How collectives and messages use one kind of link. A small all-reduce takes the protocol of
-    low latency, a large one that of high bandwidth (NCCL's LL and Simple): the quicker counts."""
+    """Costs of collectives and messages over one kind of link. An all-reduce takes the quicker of
+    two protocols: one of low latency, one of high bandwidth (NCCL's LL and Simple)."""
 
     launch_s: float  # small all-reduce: fixed cost
     hop_share: float  # of the link's latency, for each of the ring's 2 (degree - 1) hops
@@ -48,7 +47,8 @@ class LinkConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineConstants:
-    """How far one kind of device stays below its data sheet."""
+    """Shares of the data sheet's peaks that kernels reach, and their fixed costs, for one kind of
+    device."""
 
     gemm_flops_share: float  # reached by a large matrix product
     gemm_half_rows: float  # rows at which a product reaches half of that share
@@ -60,7 +60,7 @@ class RooflineConstants:
     fp8_flops_share: float = 0.70  # of the fp8 peak, reached by a large product of fp8 operands
     fp8_half_rows: float = 48.0  # as gemm_half_rows
     fp8_launch_s: float = 4.4e-6  # of one such product
-    fp8_half_columns: float | None = None  # as those of gemm; None: these themselves
+    fp8_half_columns: float | None = None  # as the gemm fields; None: the gemm field's value
     fp8_half_depth: float | None = None
     fp8_bytes_share: float | None = None
     fp8_overlap: float | None = None
@@ -84,7 +84,7 @@ class RooflineConstants:
     network: LinkConstants  # links of NETWORK_LATENCY_S or more
 
 
-# What tells the kinds of link apart: NVLink 1 had 80 GB/s a direction; NCCL's cost model gives
+# Limits between the kinds of link: NVLink 1 had 80 GB/s a direction; NCCL's cost model gives
 # NVLink 3.4, PCIe 5.7 and networks 14 us.
 FAST_LINK_BYTES_PER_S = 80e9
 BRIDGE_BYTES_PER_S, BRIDGE_LATENCY_S = 40e9, 4e-6  # or both: NVLink bridges of four lanes (A40)
@@ -175,12 +175,12 @@ _NEAREST = {
 
 
 def engine_constants(device: Device, engine: str = OWN_ENGINE) -> RooflineConstants:
-    """Constants of `engine` on `device`; those of its kind where the engine's row has none.
-    Raises UnknownNameError."""
+    """Constants of `engine` on `device`; the defaults of the device's kind where the engine has no
+    row. Raises UnknownNameError for an unknown engine."""
     base = BY_KIND[device.kind]
     if device.kind != "gpu":
         return base
-    for name in _with_those_it_is_like(engine):
+    for name in _engine_and_its_bases(engine):
         constants = catalog.engine(name).constants
         generation = _nearest(device.generation, constants)
         if generation is not None:
@@ -189,9 +189,9 @@ def engine_constants(device: Device, engine: str = OWN_ENGINE) -> RooflineConsta
 
 
 def engine_errors(device: Device, engine: str = OWN_ENGINE) -> SourceErrors:
-    """How far off what is computed with these constants is: the errors of the engine's own row, or
-    of the one that it is like. Raises UnknownNameError."""
-    rows = [row for name in _with_those_it_is_like(engine)
+    """Errors of times computed by `engine_constants`: those of the engine's row, or of the row
+    that it is `like`. Raises UnknownNameError for an unknown engine."""
+    rows = [row for name in _engine_and_its_bases(engine)
             if (row := catalog.engine(name)).errors]
     if device.kind != "gpu" or not rows:
         return UNCALIBRATED
@@ -203,8 +203,8 @@ def engine_errors(device: Device, engine: str = OWN_ENGINE) -> SourceErrors:
 
 
 def changed(constants: RooflineConstants, row: Mapping[str, Any]) -> RooflineConstants:
-    """`constants` with the fields of a row of the catalog put in; values by degree are mappings
-    there, those of a link mappings of its fields."""
+    """`constants` with the fields of a catalog row put in. In the row, values per tensor-parallel
+    degree and fields of a link are mappings."""
     values: dict[str, Any] = {}
     for name, value in row.items():
         if name in LINK_FIELDS:
@@ -216,12 +216,13 @@ def changed(constants: RooflineConstants, row: Mapping[str, Any]) -> RooflineCon
 
 
 def _nearest(generation: str, rows: Mapping[str, Any]) -> str | None:
-    """The generation among the rows that stands in for this one: itself, if it is there."""
+    """The generation among `rows` that stands in for this one: itself if present, else the
+    nearest; None if there is none."""
     return next((g for g in (generation, *_NEAREST.get(generation, ())) if g in rows), None)
 
 
-def _with_those_it_is_like(engine: str) -> list[str]:
-    """Names of the rows whose constants hold, the engine's own last."""
+def _engine_and_its_bases(engine: str) -> list[str]:
+    """Names of the rows whose constants apply, in the order to apply them, `engine` last."""
     found: list[str] = []
     name: str | None = engine
     while name is not None:

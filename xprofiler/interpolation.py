@@ -1,4 +1,4 @@
-"""Measured points as a function of (x, y): piecewise linear, vectorised, monotone where wanted."""
+"""Interpolates measured points (x, y): piecewise linear, vectorised, monotone where wanted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +11,18 @@ from xgpt.core.lengths import BoolArray, FloatArray
 IndexArray = NDArray[np.intp]
 
 REFUSED_BEYOND = 4.0  # times the largest measured size: nothing is said about more than that
-LEAST_S = 1e-12  # what takes less counts as this, where a logarithm or a ratio is taken
-_LEAST_POWER, _MOST_POWER = 1.0, 2.0  # of the length, that attention over an input takes in time
+LEAST_S = 1e-12  # shorter times count as this where a logarithm or a ratio is taken
+_LEAST_POWER, _MOST_POWER = 1.0, 2.0  # exponents of prefill attention's time in the input's length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The shape is what physics says of a table.
+    """Known properties of a table's times.
 
-    `grows_with_y`: more of y never takes less time, and beyond the last y the line goes on; else
-    the values are shares that settle, and stay as they are beyond it. `through_zero`: no work
-    takes no time (an operator), or there is a fixed cost (a message). `is_power`: between two x,
-    and beyond the last, time is a power of x (attention over a whole input, between linear and
-    quadratic: a chord would lie far above it), not a line. `grows_with_x`: more of x never takes
-    less time (attention over a whole input may: a longer one takes other tiles)."""
+    `grows_with_x`: more of x never takes less time. Prefill attention may: longer inputs take other
+    tiles. `grows_with_y`: more of y never takes less time, and times rise beyond the last y; else
+    they stay. `through_zero`: no work takes no time (operators); else there is a fixed cost
+    (messages). `is_power`: time between two x and beyond the last is a power of x, not a line."""
 
     grows_with_x: bool = True
     grows_with_y: bool = True
@@ -33,17 +31,17 @@ class Shape:
 
 
 class Grid:
-    """Seconds over (x) or (x, y): exact at the points, except where one lies below another of less
-    work: both then get their mean, for the search rests on times that grow with work. Between 0 and
-    the first x a time falls to 0 with x, as the expected time of a step that only sometimes
-    happens does. Beyond the last point it goes on as it rose since half of it; an operator's beyond
-    `REFUSED_BEYOND` times it is infinite (a message's goes on)."""
+    """Seconds as a function of x, or of (x, y), exact at the measured points. Where a point lies
+    below one of less work both get their mean, as the search needs times that grow with work.
+
+    Between 0 and the first x times fall to 0 with x, like the expected time of a step that happens
+    only sometimes. Beyond the last point they rise with the slope since half of it; an operator's
+    beyond `REFUSED_BEYOND` times the last point are infinite."""
 
     def __init__(self, x: ArrayLike, y: ArrayLike, seconds: ArrayLike,
                  shape: Shape | None = None) -> None:
-        """`x`, `y`, `seconds` [points]; cells of the grid that were not measured are filled
-        (`fill`). Raises ValueError where there is no point, two at one place, or a
-        power of no size."""
+        """`x`, `y`, `seconds` [points]; `fill` fills the grid's other cells. Raises ValueError for
+        no points, for two at one place, and for a power of x at x = 0."""
         self._shape = shape = Shape() if shape is None else shape
         xs, column = np.unique(np.asarray(x, float), return_inverse=True)
         ys, row = np.unique(np.asarray(y, float), return_inverse=True)
@@ -59,8 +57,8 @@ class Grid:
             filled = within_neighbours(filled, known)
         self.xs, self.ys = xs, ys
         self.values = growing(filled, along_x=shape.grows_with_x, along_y=shape.grows_with_y)
-        # the table that is looked up: with a column at REFUSED_BEYOND times the last x, a row at as
-        # much of the last y, and a column of no work
+        # the lookup table adds a column at REFUSED_BEYOND times the last x, a row at as many times
+        # the last y, and a column of no work
         table = continued(xs, self.values, REFUSED_BEYOND, axis=1, is_power=shape.is_power,
                           starts_at_zero=shape.through_zero)
         self._xs, self._ys = np.append(xs, REFUSED_BEYOND * xs[-1]), ys
@@ -72,7 +70,7 @@ class Grid:
         table[-1:] = growing(table[-1:], along_x=shape.grows_with_x, along_y=False)
         if shape.through_zero and xs[0] > 0 and not shape.is_power:
             self._xs, table = np.append(0.0, self._xs), np.pad(table, ((0, 0), (1, 0)))
-        self._at = np.log(self._xs) if shape.is_power else self._xs  # what is linear between them
+        self._at = np.log(self._xs) if shape.is_power else self._xs  # the axis to be linear in
         widths, self._columns = np.diff(self._at), len(self._at) - 1
         rises = np.diff(np.log(np.maximum(table, LEAST_S)) if shape.is_power else table, axis=1)
         self._start = table[:, :-1].ravel()
@@ -81,7 +79,7 @@ class Grid:
         self._heights = np.repeat(np.diff(self._ys), self._columns)
 
     def __call__(self, x: ArrayLike, y: ArrayLike = 0.0) -> FloatArray:
-        """Seconds at (x, y), broadcast."""
+        """Seconds at (x, y), broadcast against each other."""
         x, y = np.asarray(x, float), np.asarray(y, float)
         shape = x.shape if x.shape == y.shape else np.broadcast_shapes(x.shape, y.shape)
         x, y = _once(x), _once(y)
@@ -105,7 +103,7 @@ class Grid:
         return result if result.shape == shape else np.broadcast_to(result, shape)
 
     def _in_row(self, cell: IndexArray, along_x: FloatArray) -> FloatArray:
-        """Seconds in a cell of the table, so far from its first point: by a line or a power."""
+        """Seconds at the distance `along_x` from the first point of a table's cell."""
         rise = self._slope.take(cell)
         rise *= along_x
         if self._shape.is_power:
@@ -114,7 +112,7 @@ class Grid:
         return rise
 
     def _is_within(self, x: FloatArray, y: FloatArray) -> bool:
-        """Nothing is refused: what holds nearly always, and is seen quickly."""
+        """Whether no size is refused: a quick test, which nearly always holds."""
         return bool(x.max(initial=0.0) <= REFUSED_BEYOND * self.xs[-1] and (
             len(self._ys) == 1 or y.max(initial=0.0) <= REFUSED_BEYOND * self.ys[-1]))
 
@@ -126,16 +124,16 @@ class Grid:
 
 
 def _located(points: FloatArray, at: FloatArray) -> tuple[IndexArray, FloatArray]:
-    """(index of the point at or before, distance from there) along ascending points; the first and
-    the last but one where there is none."""
+    """(index of the point at or before, distance from it) along ascending points; the index is at
+    least 0 and at most the last but one."""
     index = points[1:-1].searchsorted(at, side="right")
     return index, at - points.take(index)
 
 
 def interpolation_errors(x: Sequence[float], seconds: Sequence[float], *,
                          is_power: bool = False) -> FloatArray:
-    """[points] how far each point lies from the line (`is_power`: the power of x) between its
-    neighbours, relative; 0 at the ends. A quarter of it estimates the error in the middle of an
+    """Relative distance of each point from the line (`is_power`: the power of x) between its
+    neighbours, [points]; 0 at both ends. A quarter of it estimates the error in the middle of an
     interval beside the point."""
     xs, values = np.asarray(x, float), np.maximum(np.asarray(seconds, float), LEAST_S)
     errors = np.zeros(len(xs))
@@ -148,19 +146,19 @@ def interpolation_errors(x: Sequence[float], seconds: Sequence[float], *,
 
 
 def _once(values: FloatArray) -> FloatArray:
-    """`values` without its repetitions along axes it was broadcast along."""
+    """`values` with axes that were broadcast cut to length 1."""
     if 0 not in values.strides:
         return values
     return values[tuple(slice(0, 1) if step == 0 else slice(None) for step in values.strides)]
 
 
-# A table made whole: gaps filled, noise smoothed, continued beyond its end. `values` [y, x] are
+# Completing a table: gaps filled, noise smoothed, continued beyond its end. `values` [y, x] are
 # seconds; NaN stands for a cell that was not measured.
 
 def fill(xs: FloatArray, ys: FloatArray, values: FloatArray) -> FloatArray:
-    """Cells that were not measured. Rows known from the first to the last x follow the fullest of
-    them, in the ratio that the measured cells show. What those rows say of another y, by lines
-    between them, is what the other rows follow, in the same way."""
+    """`values` [y, x] with its NaN cells filled. Rows measured at the first and the last x follow
+    the fullest of them, in the ratio that measured cells show. Other rows follow, in the same way,
+    an interpolation in y between those rows."""
     filled, known = values.copy(), np.isfinite(values)
     if known.all():
         return filled
@@ -180,8 +178,8 @@ def fill(xs: FloatArray, ys: FloatArray, values: FloatArray) -> FloatArray:
 
 
 def within_neighbours(filled: FloatArray, known: BoolArray) -> FloatArray:
-    """Filled cells kept between the measured ones of less and of more work: a guess must not move
-    what was measured. For tables whose times grow along both axes."""
+    """`filled` [y, x] with each cell that is not `known` clipped between the known cells of less
+    and of more work: a guess must not move a measurement. Times must grow along both axes."""
     below = np.where(known, filled, -np.inf)
     above = np.where(known, filled, np.inf)
     for axis in (0, 1):
@@ -191,7 +189,7 @@ def within_neighbours(filled: FloatArray, known: BoolArray) -> FloatArray:
 
 
 def growing(values: FloatArray, *, along_x: bool, along_y: bool) -> FloatArray:
-    """`values`, never falling along these axes: where they do, both neighbours get their mean
+    """`values` [y, x] made never to fall along the chosen axes: neighbours that do get their mean
     (isotonic regression of the logarithms)."""
     axes = [axis for axis, grows in ((1, along_x), (0, along_y)) if grows]
     grown = values
@@ -205,9 +203,11 @@ def growing(values: FloatArray, *, along_x: bool, along_y: bool) -> FloatArray:
 
 def continued(sizes: FloatArray, values: FloatArray, factor: float, *, axis: int, is_power: bool,
               starts_at_zero: bool) -> FloatArray:
-    """`values` with one more row or column, at `factor` times the last of `sizes`. The slope is
-    that from half the last size on: two points close together say nothing of what lies far off.
-    `is_power`: a power of the size, between linear and quadratic, instead of a line."""
+    """`values` with one more row or column, extrapolated to `factor` times the last of `sizes`.
+
+    The slope is taken from half the last size on, as close points extrapolate badly. `is_power`: a
+    power of the size between 1 and 2 instead of a line. `starts_at_zero`: with no point at or below
+    half, times grow in proportion to the size; else they stay."""
     half = int(np.searchsorted(sizes, sizes[-1] / 2, side="right")) - 1
     if is_power and len(sizes) > 1:
         half = max(half, 0)  # a power is kept within its limits, however close the points
@@ -236,8 +236,8 @@ def _isotonic(line: FloatArray) -> FloatArray:
 
 
 def _pooled(values: Sequence[float]) -> FloatArray:
-    """The nearest values that never fall: whatever falls behind its neighbour is pooled with it.
-    (scipy has the same, in a module that takes longer to import than a profile to read.)"""
+    """The nearest values that never fall, by pooling neighbours that do. (scipy's version takes
+    longer to import than a profile to read.)"""
     sums: list[float] = []
     counts: list[int] = []
     for value in values:
@@ -250,8 +250,8 @@ def _pooled(values: Sequence[float]) -> FloatArray:
 
 
 def _following(xs: FloatArray, measured: FloatArray, guide: FloatArray) -> FloatArray:
-    """`measured` [x], with its gaps filled from `guide` in the ratio of the two, which changes with
-    the magnitude of x."""
+    """`measured` [x] with its gaps filled from `guide` [x] times the ratio of the two, which is
+    interpolated along log(1 + x)."""
     known, size = np.isfinite(measured), np.log1p(xs)
     ratio = measured[known] / np.maximum(guide[known], LEAST_S)
     return np.where(known, measured, guide * np.interp(size, size[known], ratio))

@@ -1,9 +1,8 @@
-"""Which points to measure: a skeleton that spans the sizes a job needs. And how far those that
-were can be trusted: which have repeats that disagree by so much that nothing is to be planned by
-them. Torch-free.
+"""Points to measure: a skeleton that spans the sizes of a job. And the noise of measured points:
+which have repeats that disagree too much to plan by. Torch-free.
 
 Sizes are kept off the powers of two: kernels tile by them and are up to a tenth quicker there than
-at the sizes between, which are what a run meets. Input lengths lie on both sides of every tile."""
+at the sizes between, which a run meets. Input lengths lie on both sides of every tile."""
 
 from __future__ import annotations
 
@@ -21,17 +20,17 @@ DECODE_ROWS_UP_TO = 66  # rows of LAYER_REST that are timed in decode steps; mor
 STEP_CONTEXT = 130  # context of a decode step that is measured for its rows alone
 MEAN_INPUT = 70  # tokens of an average query in an encode step measured for its rows alone
 _TOGETHER = 4  # queries of one length encoded together, against one alone
-# Attention of a whole input works in tiles, and its time jumps from one multiple to the next: by a
-# sixth to a quarter on CPUs, where torch's kernel takes tiles of 32 queries, of 64 from 192 tokens
-# on and of 256 from 768 on; on GPUs the tiles are of 64 and 128.
+# Attention of a whole input works in tiles, and its time jumps from one multiple to the next, on
+# CPUs by a sixth to a quarter. There torch's kernel takes tiles of 32 tokens, of 64 from 192 tokens
+# on and of 256 from 768 on; on GPUs tiles have 64 and 128.
 _SMALL_TILE, _LARGE_TILE, _CHANGES, _TILED_UP_TO = 32, 64, (192, 768), 1024
-_QUICK_BATCHES, _QUICK_LENGTHS = (1, 9, 33), (5, 20, 64, 192)  # of a quick profile; the largest
-_MANY_QUERIES = 260  # of a GPU's decode step: then one between them and 33, too
-_QUICK_ROWS = 260  # and more: fewer are seen in decode steps
+_QUICK_BATCHES, _QUICK_LENGTHS = (1, 9, 33), (5, 20, 64, 192)  # chosen; and always the largest
+_MANY_QUERIES = 260  # in a decode step: a quick profile then has a batch between them and 33
+_QUICK_ROWS = 260  # least rows of a quick profile's encode steps: decode steps show fewer
 
 
 class Kind(Enum):
-    """What is executed to measure a point; x, y of the Point."""
+    """Kind of step that is executed to measure a point, and the meaning of its x and y."""
 
     DECODE = "decode"  # x = queries, y = the longest context
     # an encode step of few layers, for its attention alone: x = tokens of each query, y = queries
@@ -43,7 +42,7 @@ class Kind(Enum):
     CROSS = "cross"  # a decoder step: x = queries, y = encoder tokens each
 
 
-# The table that a kind of point belongs to, whose (x, y) are the point's.
+# The table that a kind of point is stored in, at the point's own (x, y).
 OWN_TABLE = {
     Kind.DECODE: Operator.DECODE_ATTENTION, Kind.ENCODE: Operator.ENCODE_ATTENTION,
     Kind.REST: Operator.LAYER_REST, Kind.COMPACTION: Operator.KV_COMPACTION,
@@ -52,7 +51,7 @@ OWN_TABLE = {
 
 
 class Point(NamedTuple):
-    """One thing to measure."""
+    """A step to measure: its kind and sizes."""
 
     kind: Kind
     x: int
@@ -61,16 +60,16 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Sizes a profile is to cover (it answers up to four times as much)."""
+    """Largest sizes a profile has to cover (it answers up to four times as much)."""
 
     input_tokens: int = 520
     context_tokens: int = 520
     queries: int = 130
-    tokens: int = 2080  # of one encode step
-    moves_rows: bool = True  # queries that end leave holes in rows, which others' rows fill
+    tokens: int = 2080  # in one encode step
+    moves_rows: bool = True  # whether the KV cache is compacted when requests end
 
     def within(self, model: ModelSpec) -> Needs:
-        """Cut to the positions the model has."""
+        """Needs cut to the positions that `model` has."""
         most = model.max_positions
         if most is None:
             return self
@@ -79,7 +78,7 @@ class Needs:
 
 
 def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
-    """The points without which there is no profile."""
+    """The points that a complete profile of `model` needs."""
     needs = needs.within(model)
     batches = _ladder((1, 3, 9, 33, 130), needs.queries)
     contexts = _ladder((17, 130, 520), needs.context_tokens)
@@ -88,7 +87,7 @@ def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
     encode = Kind.ENCODER if model.is_encoder_decoder else Kind.ENCODE
     points = [Point(decode, n, context) for n in batches for context in contexts]
     points += [Point(encode, length, 1) for length in lengths]
-    # a query's share of a batch, against its time alone, rises slowly to one
+    # time per request in a batch, against its time alone, rises slowly to one
     points += [Point(encode, length, _TOGETHER) for length in lengths
                if length in (5, 20, 64, 192, lengths[-1]) and length * _TOGETHER <= needs.tokens]
     if needs.moves_rows:
@@ -100,8 +99,8 @@ def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
 
 
 def quick_points(model: ModelSpec, needs: Needs, own: Needs) -> list[Point]:
-    """Those of the skeleton without which a job has no profile. `own`: the sizes of the job itself;
-    of the skeleton's, those are left out that lie beyond the first that is as large."""
+    """The few skeleton points that a quick profile measures. `own`: the job's own sizes; of each
+    size the skeleton's values are kept up to the first that is at least as large."""
     points, own = skeleton(model, needs), own.within(model)
     decode = [p for p in points if p.kind in (Kind.DECODE, Kind.CROSS)]
     batches = _reaching({p.x for p in decode}, own.queries)
@@ -119,22 +118,22 @@ def quick_points(model: ModelSpec, needs: Needs, own: Needs) -> list[Point]:
     return [p for p in points if p.x in kept[p.kind][0] and p.y in kept[p.kind][1]]
 
 
-def lacking(profile: Profile, degree: int, points: Iterable[Point]) -> list[Point]:
-    """Those of the points that `profile` does not have."""
+def missing_points(profile: Profile, degree: int, points: Iterable[Point]) -> list[Point]:
+    """The `points` that `profile` lacks at this tensor-parallel degree."""
     places = {kind: {(p.x, p.y) for p in profile.table(operator.value, degree)}
               for kind, operator in OWN_TABLE.items()}
     return [point for point in points if (point.x, point.y) not in places[point.kind]]
 
 
-def missing(profile: Profile, degree: int, needs: Needs) -> list[Point]:
-    """Points of the skeleton that `profile`, whose model must be known, does not have."""
+def missing_skeleton(profile: Profile, degree: int, needs: Needs) -> list[Point]:
+    """The skeleton points that `profile` lacks; its model must be known."""
     assert profile.model is not None, "a measured profile knows its model"
-    return lacking(profile, degree, skeleton(profile.model, needs))
+    return missing_points(profile, degree, skeleton(profile.model, needs))
 
 
 def sizes_in(profile: Profile, degree: int) -> Needs | None:
-    """The largest sizes that `profile` has itself; None of others' profiles, of which nothing is
-    known, and where a table is missing."""
+    """The largest sizes that `profile` measured; None for an imported profile, and where a table
+    is missing."""
     rows = profile.table(Operator.LAYER_REST.value, degree)
     encode = profile.table(Operator.ENCODE_ATTENTION.value, degree)
     decode = profile.table(Operator.DECODE_ATTENTION.value, degree)
@@ -148,25 +147,26 @@ def sizes_in(profile: Profile, degree: int) -> Needs | None:
         moves_rows=bool(profile.table(Operator.KV_COMPACTION.value, degree)))
 
 
-def left_out(profile: Profile, degree: int) -> list[Point]:
-    """Points of the skeleton up to the sizes that `profile` has itself: what was measured briefly
-    lacks some."""
+def skipped_points(profile: Profile, degree: int) -> list[Point]:
+    """The skeleton points below the profile's largest sizes that it lacks, as a quick profile
+    does; none for an imported profile."""
     own = sizes_in(profile, degree)
     if own is None:
         return []
-    return inside(missing(profile, degree, own), own)
+    return points_inside(missing_skeleton(profile, degree, own), own)
 
 
-def inside(points: Iterable[Point], own: Needs) -> list[Point]:
-    """Those of the points that lie below the largest sizes of a profile: these are there, whether
-    the skeleton of a larger profile has them or not."""
+def points_inside(points: Iterable[Point], own: Needs) -> list[Point]:
+    """The `points` whose x lies below the profile's largest sizes `own`. Points at those sizes are
+    in the profile, whether or not a larger skeleton has them."""
     return [point for point in points
             if point.x < (own.tokens if point.kind is Kind.REST else own.input_tokens)
             or point.kind not in (Kind.REST, Kind.ENCODE, Kind.ENCODER)]
 
 
 def _tiled_lengths(top: int) -> list[int]:
-    """Input lengths at and after every multiple of a tile, where they lie close; then thinner."""
+    """Input lengths up to `top`: at and after every multiple of a tile up to _TILED_UP_TO, then
+    each half as long again."""
     tiles = [*range(_SMALL_TILE, _CHANGES[0], _SMALL_TILE),
              *range(_CHANGES[0], _TILED_UP_TO + 1, _LARGE_TILE)]
     lengths = {5, 9, 14, 20, *tiles, *(t + 1 for t in tiles), *(c - 1 for c in _CHANGES), top}
@@ -177,13 +177,13 @@ def _tiled_lengths(top: int) -> list[int]:
 
 
 def _reaching(sizes: Iterable[int], most: int) -> list[int]:
-    """Sizes in ascending order, up to the first that is at least `most`."""
+    """`sizes` in ascending order, up to the first that is at least `most`."""
     ascending = sorted(sizes)
     return ascending[:1 + sum(size < most for size in ascending)]
 
 
 def _ladder(steps: tuple[int, ...], top: int) -> list[int]:
-    """`steps` up to `top`, then on by threes to it; `top` itself is the last."""
+    """`steps` below `top`, then each three times the one before, and last `top` itself."""
     ladder = [s for s in steps if s < top]
     while ladder and top > 4 * ladder[-1]:
         ladder.append(ladder[-1] * 3)
@@ -193,22 +193,22 @@ def _ladder(steps: tuple[int, ...], top: int) -> list[int]:
 
 
 SPREAD_LIMIT = 0.10  # a point whose quartiles lie further apart is called noisy
-# What makes up a step. Messages scatter by nature (waiting ranks sleep between looks), embedding
-# and compaction are microseconds beside the rest.
+# The operators that make up a step. Messages scatter by nature (waiting ranks sleep between looks),
+# embedding and compaction are microseconds beside the rest.
 _JUDGED = frozenset(op.value for op in Operator) - {
     Operator.EMBED.value, Operator.KV_COMPACTION.value}
-MOST_TRIES = 3  # sessions that measure a point anew; then the best of them stays
+MOST_TRIES = 3  # chosen: sessions that measure a point again; then the best of them stays
 _NAMED = 3  # points that a sentence names
-_SHORT_S = 5e-4  # of a layer: shorter ones scatter by what the system does between them
-_WORDS = {Kind.DECODE: "decoding {0} queries of up to {1} tokens",
-          Kind.CROSS: "decoding {0} queries over {1} input tokens",
+_SHORT_S = 5e-4  # chosen: shorter layers scatter by what the system does between them
+_WORDS = {Kind.DECODE: "decoding {0} requests of up to {1} tokens",
+          Kind.CROSS: "decoding {0} requests over {1} input tokens",
           Kind.ENCODE: "encoding {1} x {0} tokens", Kind.ENCODER: "encoding {1} x {0} tokens",
           Kind.REST: "encoding {0} tokens in all"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The grade of a profile, and the counts behind it."""
+    """Grade of a profile, and the counts of points behind it."""
 
     grade: Literal["good", "usable", "noisy"]
     points: int
@@ -217,17 +217,17 @@ class Judgement:
 
     @property
     def sentence(self) -> str:
-        """All of it in words."""
+        """The grade with its counts and doubts, as one line."""
         if not self.points:
             return "nothing measured yet"
         doubts = (
-            (self.unknown, "of {} the spread is unknown, they have a sample or two"),
+            (self.unknown, "{} have too few samples to tell their spread"),
             (self.grade == "noisy", "is something else running here?"))
         return "; ".join([self.brief, *(words.format(count) for count, words in doubts if count)])
 
     @property
     def brief(self) -> str:
-        """The grade alone, for where nobody is about to measure again."""
+        """The grade and how many points agree with it."""
         if not self.points:
             return "nothing measured yet"
         good = self.points - self.noisy - self.unknown
@@ -235,7 +235,7 @@ class Judgement:
 
 
 def judge(profile: Profile) -> Judgement:
-    """Counts what is doubtful in `profile`, among the operators that make up a step."""
+    """The Judgement of `profile`, from the operators that make up a step."""
     points = [p for key, table in profile.tables.items() if key.name in _JUDGED for p in table]
     noisy = sum(p.spread > SPREAD_LIMIT for p in points)
     unknown = sum(len(p.samples_s) < 3 for p in points)
@@ -247,20 +247,21 @@ def judge(profile: Profile) -> Judgement:
 
 
 class NoisyPoint(NamedTuple):
-    """`apart`: the distance of its repeats' quartiles, as a share of the step's median."""
+    """A point to doubt. `apart`: distance between the quartiles of its repeats as a share of the
+    step's median; of a disturbed point, share of the machine that others used."""
 
     point: Point
     apart: float
 
     @property
     def words(self) -> str:
+        """The point's sizes and `apart`, as in "encoding 700 tokens in all (59%)"."""
         return f"{_WORDS[self.point.kind].format(self.point.x, self.point.y)} ({self.apart:.0%})"
 
 
-def noisy(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyPoint]:
-    """Those of the points that `profile` has with repeats further apart than NOISE_LIMIT of the
-    step's time, the worst first: what is long counts, beside the rest of a step and by the
-    clock."""
+def noisy_points(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyPoint]:
+    """The `points` whose repeats lie further apart than NOISE_LIMIT of a layer's time, the worst
+    first. Layers shorter than half a millisecond are not judged."""
     rest = profile.table(Operator.LAYER_REST.value, degree)
     found = []
     for point, own in _timed(profile, degree, points):
@@ -271,31 +272,30 @@ def noisy(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyP
     return sorted(found, key=lambda one: -one.apart)
 
 
-def disturbed(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyPoint]:
-    """Those of the points that `profile` has from times when more of the machine was missing than
-    DISTURBED_LIMIT, the worst first; `apart` is that share."""
+def disturbed_points(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyPoint]:
+    """The `points` measured while other programs used more of the machine than DISTURBED_LIMIT,
+    the worst first; `apart` is their share of it."""
     found = [NoisyPoint(point, own.missing) for point, own in _timed(profile, degree, points)
              if own.is_disturbed]
     return sorted(found, key=lambda one: -one.apart)
 
 
-def worth_again(profile: Profile, degree: int, points: Iterable[Point]) -> set[Point]:
-    """Those that are noisy or disturbed, and were not measured anew so often that a machine which
-    is never quiet is to be lived with."""
+def points_to_repeat(profile: Profile, degree: int, points: Iterable[Point]) -> set[Point]:
+    """The noisy or disturbed `points` that fewer than MOST_TRIES sessions have measured."""
     every = list(points)
-    bad = {one.point for found in (noisy, disturbed) for one in found(profile, degree, every)}
+    bad = {one.point for find in (noisy_points, disturbed_points)
+           for one in find(profile, degree, every)}
     return {point for point, own in _timed(profile, degree, bad) if own.tries < MOST_TRIES}
 
 
 def disturbed_words(found: Sequence[NoisyPoint]) -> str | None:
-    """What was disturbed, in a sentence; None where nothing was."""
+    """A sentence about disturbed points and how they are repeated; None where `found` is empty."""
     if not found:
         return None
     count = f"{len(found)} {'sizes were' if len(found) > 1 else 'size was'}"
-    return (f"{count} measured while others had more than {DISTURBED_LIMIT:.0%} of the "
-            f"machine: {_named(found)}; the next runs measure them "
-            f"again if they find the machine quieter, each up to {MOST_TRIES} times in all, and "
-            "keep the best")
+    return (f"{count} measured while other programs used more than {DISTURBED_LIMIT:.0%} of the "
+            f"machine: {_named(found)}; later runs repeat them when the machine is quieter, up to "
+            f"{MOST_TRIES} times, and keep the best")
 
 
 def _named(found: Sequence[NoisyPoint]) -> str:
@@ -305,7 +305,7 @@ def _named(found: Sequence[NoisyPoint]) -> str:
 
 def _timed(profile: Profile, degree: int,
            points: Iterable[Point]) -> Iterator[tuple[Point, Sample]]:
-    """Yields those of the points that the profile has, but for compactions, with their samples."""
+    """Yields the `points` that the profile has, without compactions, each with its samples."""
     for point in points:
         for one in profile.table(OWN_TABLE[point.kind].value, degree):
             if (one.x, one.y) == (point.x, point.y) and point.kind is not Kind.COMPACTION:
@@ -313,7 +313,7 @@ def _timed(profile: Profile, degree: int,
 
 
 def noise_words(found: Sequence[NoisyPoint]) -> str | None:
-    """What is noisy, in a sentence; None where nothing is."""
+    """A sentence about noisy points; None where `found` is empty."""
     if not found:
         return None
     count = f"{len(found)} {'sizes' if len(found) > 1 else 'size'}"
@@ -322,8 +322,8 @@ def noise_words(found: Sequence[NoisyPoint]) -> str | None:
 
 
 def _layer(point: Point, own: Sample, rest: Sequence[Sample]) -> tuple[float, float]:
-    """(seconds, how far apart) of attention and the rest of a layer together. Encode attention is
-    by the query."""
+    """(seconds of a layer with its attention, distance between the quartiles of its attention as
+    a share of that). The seconds of encode attention are per request."""
     is_encode = point.kind in (Kind.ENCODE, Kind.ENCODER)
     rows, times = (point.x * point.y, point.y) if is_encode else (point.x, 1)
     whole_s = times * own.median_s

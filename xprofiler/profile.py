@@ -1,7 +1,7 @@
 """The Profile: measured seconds per operator, tensor-parallel degree and link.
 
-A profile that was measured on this machine is kept in a file that is named after everything that
-makes one differ from another. Torch-free: xprofiler.measure measures."""
+A profile measured on this machine is kept in a file named after its identity. Torch-free:
+xprofiler.measure measures."""
 
 import ast
 import fcntl
@@ -26,13 +26,12 @@ from xgpt.core.model import ModelSpec
 from xprofiler.timing import MessageKind, Operator
 
 # A point whose quartiles lie further apart than this share of its median is measured again.
-NOISE_LIMIT = 0.25
-# A point during which more of the machine than this was missing is measured again, at the next run
-# too.
-DISTURBED_LIMIT = 0.10
+NOISE_LIMIT = 0.25  # chosen
+# A point is measured again, also by later runs, where others used more of the machine than this.
+DISTURBED_LIMIT = 0.10  # chosen
 
-# Tables that are no Operator. Their x is bytes, and they belong to a link; a step's overhead has
-# one point.
+# Tables that are no Operator. Those of messages have bytes as x and belong to a link; a step's
+# overhead has one point.
 ALL_REDUCE, TRANSFER = MessageKind.ALL_REDUCE.value, MessageKind.TRANSFER.value
 HANDOVER = MessageKind.HANDOVER.value  # through hosts' memory
 HANDOVER_DIRECT = "kv_handover_direct"
@@ -41,23 +40,23 @@ _EVERY_LAYER = Operator.LAYER_REST.value  # a degree without this table was not 
 
 
 class Decides(Enum):
-    """What a field of a profile's metadata decides, where it is not that of what is to run. Apart
-    from labels all are of the profile's identity."""
+    """Consequence of a metadata field that differs between a profile and a run. All fields but
+    labels belong to the profile's identity."""
 
-    REFUSED = "it is a profile of something else"
-    MARKED = "it may still be near: it is used, and marked"
-    MARKED_ON_CPU = "the same where ranks share a host's memory"
-    MARKED_HERE = "the same where the run is on this machine"
-    APART = "nothing but which profile it is"
+    REFUSED = "the profile is not used: it is of something else"
+    MARKED = "the profile is used and marked: it may still be near"
+    MARKED_ON_CPU = "marked where ranks share a host's memory, else nothing"
+    MARKED_HERE = "marked where the run is on this machine, else nothing"
+    APART = "nothing; profiles that differ in it are kept in files apart"
     LABEL = "nothing: it says when and from what the profile came"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileMetadata:
-    """What must be equal for a profile to speak of a run: device, dtype, kernels, and how many
-    ranks shared the machine while it was measured (they compete for its memory)."""
+    """Conditions under which a profile was measured: device, dtype, kernels, and how many ranks
+    shared the machine (they compete for its memory). `match` compares them with those of a run."""
 
-    model: Annotated[str, Decides.LABEL]  # its name; what counts is the shape
+    model: Annotated[str, Decides.LABEL]  # its name; the shape counts
     model_shape: Annotated[str, Decides.REFUSED]  # fingerprint of the layer's shape
     device: Annotated[str, Decides.REFUSED]
     dtype: Annotated[str, Decides.REFUSED]
@@ -66,17 +65,17 @@ class ProfileMetadata:
     kernels: Annotated[str, Decides.MARKED]  # fingerprint of the timed code
     # versions that decide kernels: torch, MPI, CUDA and driver
     libraries: Annotated[str, Decides.MARKED_HERE]
-    # or "drawn": the output head's share of it
+    # "greedy" or "drawn": how the output head chose tokens
     sampling: Annotated[str, Decides.MARKED] = "greedy"
-    # as which weights were multiplied; "": as `dtype`
+    # dtype that weights were multiplied as; "": `dtype`
     weight_dtype: Annotated[str, Decides.REFUSED] = ""
-    # decode attention reads every query up to the longest context
+    # whether decode attention read every request up to the longest context
     is_padded: Annotated[bool, Decides.APART] = True
-    # threads a core where ranks outnumber the cores, else 1: operators are then timed with no more
-    # ranks at work than there are cores, and take so many times as long while all work
+    # threads per core where ranks outnumber the cores, else 1. Operators are timed with at most one
+    # rank per core at work, and take `sharing` times as long while all work.
     sharing: Annotated[float, Decides.APART] = 1.0
-    nodes: Annotated[int, Decides.APART] = 1  # that the ranks lay on, evenly
-    origin: Annotated[str, Decides.MARKED] = "measured"  # or whose numbers these are
+    nodes: Annotated[int, Decides.APART] = 1  # nodes that the ranks were spread over, evenly
+    origin: Annotated[str, Decides.MARKED] = "measured"  # or the source that it was imported from
     clock: Annotated[str, Decides.LABEL] = ""  # core clock while measuring, where it can be read
     date: Annotated[str, Decides.LABEL] = ""
     commit: Annotated[str, Decides.LABEL] = ""
@@ -87,19 +86,19 @@ class ProfileMetadata:
 
     @classmethod
     def deciding(cls, what: Decides) -> list[str]:
-        """Names of the fields that decide this."""
+        """Names of the fields whose difference has the consequence `what`."""
         return [one.name for one in fields(cls) if get_args(one.type)[1] is what]
 
     @property
     def identity(self) -> dict[str, object]:
-        """The fields that must be equal for two profiles to be of the same thing."""
+        """Fields and values that tell this profile from others: all but labels."""
         labels = self.deciding(Decides.LABEL)
         return {key: value for key, value in asdict(self).items() if key not in labels}
 
 
 class TableKey(NamedTuple):
-    """One table: an operator's or message's name, the degree it is a shard of, and the link it
-    went over (messages only)."""
+    """Key of a table: name of the operator or message, tensor-parallel degree, and for messages
+    the link."""
 
     name: str
     tp_degree: int = 1
@@ -111,10 +110,9 @@ class TableKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One measured point: raw seconds, each the mean over one repetition's layers. `date`: of the
-    day; `missing`: share of the machine that others had meanwhile
-    (xprofiler.measure.ranks); `tries`: sessions that measured it, of a point that
-    each found disturbed or noisy, of which the best is kept."""
+    """A measured point. `samples_s`: raw seconds, each the mean over one repetition's layers.
+    `missing`: share of the machine that other programs used (xprofiler.measure.ranks).
+    `tries`: sessions that measured it; repeated only while noisy or disturbed, the best is kept."""
 
     x: float
     y: float = 0.0
@@ -129,7 +127,7 @@ class Sample:
 
     @property
     def spread(self) -> float:
-        """Interquartile range over the median."""
+        """Interquartile range over the median; 0 for fewer than three samples."""
         if len(self.samples_s) < 3 or self.median_s == 0:
             return 0.0
         low, high = np.quantile(self.samples_s, (0.25, 0.75))
@@ -137,19 +135,18 @@ class Sample:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether so much of the machine was missing that it is to be measured again."""
+        """Whether other programs used so much of the machine that it must be repeated."""
         return self.missing > DISTURBED_LIMIT
 
     @property
     def is_noisy(self) -> bool:
-        """Whether its repeats are so far apart that it says little."""
+        """Whether its repeats lie too far apart to be relied on."""
         return self.spread > NOISE_LIMIT
 
     @property
     def standard_error(self) -> float:
-        """The median's standard error, relative: 1.25 / sqrt(n) times the deviation of a normal
-        with this interquartile range (1.35 deviations). It is infinite where too few samples
-        tell."""
+        """Relative standard error of the median; infinite for fewer than three samples.
+        It is 1.25 / sqrt(n) deviations of a normal, whose interquartile range is 1.35 of them."""
         if len(self.samples_s) < 3:
             return math.inf
         return 1.25 * self.spread / 1.35 / math.sqrt(len(self.samples_s))
@@ -157,9 +154,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedSteps:
-    """What a run's steps of one kind took against the profile's own times: `factor` times as long
-    in all, without the extreme tenth, at `rows` tokens; the quartiles of single steps' ratios lie
-    `spread` of it apart."""
+    """Measured over profiled time of one run's steps of one kind. `factor`: ratio of the sums,
+    without the extreme tenth of the steps. `rows`: tokens of a step. `spread`: distance between
+    the quartiles of single steps' ratios, as a share of `factor`."""
 
     kind: str  # encode, decode, mixed
     rows: Annotated[float, Field(ge=0, le=1e18)]
@@ -171,7 +168,7 @@ class LearnedSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """The most that one rank's device can do with all ranks at work: the roofline's two lines."""
+    """Peak rates of one rank's device with all ranks at work: the roofline's two lines."""
 
     flops_per_s: Annotated[float, Field(gt=0)]
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]
@@ -183,10 +180,11 @@ Tables = Mapping[TableKey, tuple[Sample, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Measured points by table. `refused`: tensor-parallel degrees this model cannot be split by,
-    with the reason. `spent_s`: seconds of measuring that went into it. `model` and `peaks`, where
-    known, let a reader say what share of the device a time reaches. `learned`: what runs on this
-    machine measured since, the latest last."""
+    """Measured points by table.
+
+    `refused`: reason by tensor-parallel degree that the model cannot be split by. `spent_s`:
+    seconds spent measuring. `model`, `peaks`: where known, to tell the share of the peaks that a
+    time reaches. `learned`: step times of later runs on this machine, the latest last."""
 
     metadata: ProfileMetadata
     tables: Tables
@@ -198,16 +196,17 @@ class Profile:
 
     @property
     def tp_degrees(self) -> tuple[int, ...]:
-        """Degrees whose layers were timed."""
+        """Tensor-parallel degrees whose layers were timed, ascending."""
         return tuple(sorted(key.tp_degree for key in self.tables if key.name == _EVERY_LAYER))
 
     def table(self, name: str, tp_degree: int = 1, link: str = "") -> tuple[Sample, ...]:
-        """The points of a table; none where it is not in this profile."""
+        """The points of a table; empty where the profile lacks it."""
         return self.tables.get(TableKey(name, tp_degree, link), ())
 
 
 class Match(NamedTuple):
-    """`refusals`: why a profile cannot be used. `marks`: how it differs from what will run."""
+    """Result of `match`. `refusals`: reasons why a profile cannot be used. `marks`: differences
+    from the run that it is used in spite of."""
 
     refusals: tuple[str, ...]
     marks: tuple[str, ...]
@@ -215,7 +214,8 @@ class Match(NamedTuple):
 
 def match(measured: ProfileMetadata, wanted: ProfileMetadata, *, is_cpu: bool,
           is_here: bool) -> Match:
-    """Compares what was measured with what is to run, on CPU workers or not, here or elsewhere."""
+    """Compares the conditions of a measured profile with those of a run. `is_here`: the run is on
+    this machine."""
     marked = [Decides.MARKED, *[Decides.MARKED_ON_CPU] * is_cpu, *[Decides.MARKED_HERE] * is_here]
     refusals = tuple(
         f"it is of {key.removesuffix('_shape')} {_shown(measured, key)!r}, the job's is "
@@ -235,20 +235,20 @@ def _shown(metadata: ProfileMetadata, key: str) -> object:
     return f"{metadata.model} (shape {metadata.model_shape})"
 
 
-# What a layer takes: a profile is of other code where this differs. What the rest of a step takes
-# (deciding, sending) its runs tell it.
+# The code that a layer's time depends on: a profile taken with other code is another profile. The
+# rest of a step (deciding, sending) is learned from runs.
 _TIMED_CODE = ("xrunner/models", "xrunner/ops", "csrc/ops")
 _TIMED_SUFFIXES = (".py", ".cpp", ".cu", ".h")
 _C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def model_shape(spec: ModelSpec) -> str:
-    """Fingerprint of what a layer's cost depends on; names and sources do not."""
+    """Fingerprint of the fields that a layer's cost depends on, without names and sources."""
     # norm_eps: a checkpoint's config rounds it differently, and it costs nothing
     labels = ("name", "hub_id", "wheel", "source", "norm_eps", "not_used")
     # stored_as: weights of fewer bits are executed as any others
     shape = {k: v for k, v in asdict(replace(spec, stored_as="")).items() if k not in labels}
-    # what came later counts where it says something: profiles of before stay
+    # fields added later count only where they are set, so that older profiles stay valid
     if shape["decoder"]["latent"] is None:
         del shape["decoder"]["latent"]
     if (experts := shape["decoder"]["experts"]) is not None:
@@ -260,8 +260,7 @@ def model_shape(spec: ModelSpec) -> str:
 
 @cache
 def kernels_fingerprint() -> str:
-    """Fingerprint of the layers' code and that of their operators, without comments and docstrings:
-    a profile of other code is none of this one."""
+    """Fingerprint of the code of layers and operators, without comments and docstrings."""
     root = Path(__file__).resolve().parent.parent
     # an installed package may lack csrc
     files = [file for name in _TIMED_CODE for file in sorted((root / name).rglob("*"))]
@@ -270,7 +269,8 @@ def kernels_fingerprint() -> str:
 
 
 def timed_text(source: str, suffix: str) -> str:
-    """What of a source file changes what it takes: of Python the syntax tree, else its words."""
+    """The parts of a source file that can change its speed: of Python the syntax tree without
+    docstrings, of other languages the words without comments."""
     if suffix != ".py":
         return " ".join(_C_COMMENT.sub(" ", source).split())
     tree = ast.parse(source)
@@ -287,7 +287,7 @@ def _strip_docstrings(scope: ast.Module | ast.ClassDef | ast.FunctionDef) -> Non
 
 
 def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
-    """Where the profile of this identity lies, existing or not."""
+    """Path of the profile with this identity in `folder`, whether it exists or not."""
     digest = _digest(json.dumps(metadata.identity, sort_keys=True))
     machine = f"{metadata.ranks}x{metadata.threads_per_rank}"
     return folder / f"{metadata.dtype}-{machine}-{digest}.json"
@@ -295,10 +295,9 @@ def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
 
 @contextmanager
 def changing(folder: Path) -> Iterator[None]:
-    """Of processes that add to a profile of the folder, which they read, change and write, one at a
-    time does: of two at once one's would be lost. Where the file system has no locks, or the lock
-    is another user's, nobody waits. Not for measuring, which takes longer
-    (xgpt.app.profile.alone)."""
+    """Holds a lock on `folder` while a profile in it is read, changed and written, so that no
+    change is lost. Without file locks, or with another user's lock, it does not wait. Measuring,
+    which takes longer, has a lock of its own (xgpt.app.profile.alone)."""
     with ExitStack() as held:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

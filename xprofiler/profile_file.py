@@ -16,7 +16,7 @@ from xprofiler.points import judge
 from xprofiler.profile import LearnedSteps, Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.timing import Operator
 
-PROFILE_VERSION = 5  # older ones are no longer read
+PROFILE_VERSION = 5  # others are refused
 
 # name -> (x, y) in words; every value is in seconds
 AXES = {
@@ -39,7 +39,7 @@ _Samples = Annotated[tuple[Annotated[float, Field(ge=0, le=_MOST_S)], ...], Fiel
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """What is known of a point's measurement."""
+    """The optional fields of a point's line in the file."""
 
     date: str = ""
     missing: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -47,20 +47,20 @@ class _Marks:
 
 
 _ROWS: Any = tuple[tuple[_Size, _Size, _Samples] | tuple[_Size, _Size, _Samples, _Marks], ...]
-# key -> its type, and what it is where a file has none (None: it has to, or may be null)
+# key -> its type, and its default where a file lacks it (None: required, or null is allowed)
 _HEAD: Mapping[str, tuple[Any, Any]] = {
     "metadata": (ProfileMetadata, None), "model": (ModelSpec | None, None),
     "peaks": (Peaks | None, None), "spent_s": (_Size, 0.0),
     "learned": (tuple[LearnedSteps, ...], ())}
-# Imported formulas leave out embedding and head, and attention to nothing is free; the products of
-# a layer never are.
+# Imported formulas leave out embedding and head, and attention to nothing is free; the matrix
+# products of a layer never are.
 _NEVER_ZERO = (Operator.LAYER_REST.value, Operator.DECODE_REST.value,
                Operator.ENCODER_REST.value)
 _COUNTS = ("num_layers", "hidden_size", "num_heads", "vocab_size", "intermediate_size")
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Writes the file whole or not at all."""
+    """Writes `profile` to `path`, whole or not at all."""
     head = {"version": PROFILE_VERSION, "metadata": asdict(profile.metadata),
             "verdict": judge(profile).sentence, "spent_s": round(profile.spent_s, 1),
             "refused": {str(degree): why for degree, why in profile.refused.items()},
@@ -78,7 +78,8 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def load_profile(path: Path) -> Profile:
-    """Raises InputError for a file that is no profile of a known version, naming every fault."""
+    """The Profile in the file `path`. Raises InputError, naming every fault, for a file that is no
+    profile of this version."""
     try:
         raw = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as cause:
@@ -106,7 +107,8 @@ def load_profile(path: Path) -> Profile:
 
 
 def _read(key: str, raw: Mapping[str, Any], faults: Faults) -> Any:
-    """The value of one of the head's keys; None where it is a fault."""
+    """The value of one of the head's keys; None where it is wrong, with what is wrong added to
+    `faults`."""
     kind, default = _HEAD[key]
     if key not in raw and default is not None:
         return default
@@ -123,7 +125,7 @@ def _read(key: str, raw: Mapping[str, Any], faults: Faults) -> Any:
 
 
 def _checked(kind: Any, value: object) -> Any:
-    """The value as one of that kind. Raises ValidationError, RecursionError."""
+    """`value` converted to the type `kind`. Raises ValidationError, RecursionError."""
     return _adapter(kind).validate_json(json.dumps([value]))[0]
 
 

@@ -1,5 +1,5 @@
 """A Profile as a `TimingSource`: interpolation between its points, never far beyond them. And a
-source scaled by what steps were seen to take."""
+source scaled by the measured times of steps."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.policies import Role
 from xgpt.core.system.machine import Layout
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
-from xprofiler.points import Needs, left_out
+from xprofiler.points import Needs, skipped_points
 from xprofiler.profile import HANDOVER, HANDOVER_DIRECT, STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.source_errors import IMPORTED
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource, of_role
 
-# a query's share of a batch settles as the batch grows
+# time per request in a batch settles as the batch grows
 _SHARES = Shape(grows_with_x=False, grows_with_y=False, is_power=True)
 _MESSAGE = Shape(through_zero=False)
-MOST_NOISE = 0.1  # of a table's medians that is reckoned with: more is another program's doing
-LEARNED_KEPT = 5  # runs of a kind of step that count
-_PIECES = 16  # of the largest measured size, as many times over
+MOST_NOISE = 0.1  # chosen: noise of a table's medians that counts; more comes from other programs
+LEARNED_KEPT = 5  # chosen: latest runs that count, for each kind of step
+_PIECES = 16  # chosen: the table goes on to so many times the largest measured size
 _IN_PIECES = (Operator.LAYER_REST.value, Operator.EMBED.value)
-# A table's error of interpolation is at least this where points of the skeleton are left out: its
-# own points lie too far apart to tell. By so much, root mean square, lines through the points of
-# quick profiles (SmolLM2-135M on 1 rank x 2 threads and on 2 ranks of a Xeon) missed the others of
-# whole ones; tables of encoder-decoder models are taken to be like those of their kind.
+# Least interpolation error of a table without all points of the skeleton: its own points lie too
+# far apart to estimate it. Measured as the root mean square error of quick profiles at the points
+# that only whole ones have (SmolLM2-135M on 1 rank x 2 threads and on 2 ranks of a Xeon). Tables of
+# encoder-decoder models are assumed to be like those of decoder-only ones.
 _LEFT_OUT_ERRORS = {
     Operator.LAYER_REST: 0.05, Operator.DECODE_REST: 0.05, Operator.ENCODER_REST: 0.05,
     Operator.DECODE_ATTENTION: 0.06, Operator.CROSS_ATTENTION: 0.06,
@@ -41,31 +41,31 @@ _LEFT_OUT_ERRORS = {
 
 
 class TableError(NamedTuple):
-    """Standard deviations of a table's systematic relative error, by cause; the noise is MOST_NOISE
-    at most, for a schedule is not to be chosen for what disturbed its measurement."""
+    """Standard deviations of a table's systematic relative error, by cause. The noise is capped at
+    MOST_NOISE: a disturbed measurement must not decide which schedule is chosen."""
 
     interpolation: float  # in the middle between points, root mean square
     noise: float  # of the points' medians, root mean square over those of three samples and more
     unknown: float  # share of the points that have fewer: nothing is known of their noise
-    is_brief: bool = False  # points of the skeleton are left out between those that there are
-    is_noisy: bool = False  # its points scatter by more, which says nothing of how far off they are
+    is_brief: bool = False  # whether points of the skeleton are missing
+    is_noisy: bool = False  # whether the noise exceeds MOST_NOISE
 
     @property
     def relative(self) -> float:
+        """Standard deviation of the relative error, both causes together."""
         return math.hypot(self.interpolation, self.noise)
 
 
 class ProfileTiming:
-    """Exact at the measured points, linear between and beyond, infinite beyond four times the
-    largest (xprofiler.interpolation); operators times `sharing`. `fallback` answers for links that
-    the profile lacks (a profile of one device says nothing of the network); without it they are an
-    error."""
+    """Times of a Profile: exact at the measured points, linear between and beyond, infinite beyond
+    four times the largest (xprofiler.interpolation). Operators are multiplied by `sharing`.
+    `fallback` times links that the profile lacks, such as the network; without it they raise."""
 
     def __init__(self, profile: Profile, fallback: TimingSource | None = None,
                  marks: Sequence[str] = ()) -> None:
-        """`marks`: how the profile differs from what will run; every provenance shows them."""
+        """`marks`: how the profile differs from the run; `provenance` shows them."""
         self.profile, self._fallback, self._marks = profile, fallback, tuple(marks)
-        self._borrowed: set[str] = set()  # what the fallback was asked for, in words
+        self._borrowed: set[str] = set()  # messages timed by the fallback, in words
         # XRunner takes many rows through a CPU's decoder-only layers in pieces (StageModel.mixed)
         in_pieces = (profile.metadata.origin.startswith("measured")
                      and profile.metadata.device.startswith("cpu-")
@@ -78,10 +78,10 @@ class ProfileTiming:
         self.facts = TimingFacts(
             step_overhead_s=self._step_overhead_s(), is_padded=profile.metadata.is_padded,
             sharing=self._sharing,
-            # of the runner under xgpt: others' tables say what their engines do in a step as one
+            # true of our own runner; imported tables hold such messages in their steps' times
             sends_in_groups=not profile.metadata.origin.startswith("imported") and any(
                 key.name == MessageKind.TRANSFER.value for key in profile.tables),
-            # those whose all-reduces were measured, or can be had elsewhere
+            # degrees whose all-reduces were measured, or which the fallback times
             tp_degrees=frozenset(degree for degree in profile.tp_degrees if any((
                 degree == 1, fallback is not None,
                 *(key[:2] == (MessageKind.ALL_REDUCE.value, degree) for key in self._grids)))),
@@ -90,14 +90,16 @@ class ProfileTiming:
 
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> FloatArray:
-        """See TimingSource. Raises XgptError for a degree or operator that was not measured."""
+        """Seconds of an operator; see TimingSource. Raises XgptError for a degree or operator that
+        was not measured."""
         seconds = self._grid(operator, tp_degree)(x, y) * self._sharing
         return seconds if self._learned is None else np.asarray(
             seconds * self._learned.of(operator, x))
 
     def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
                   tp_degree: int = 1) -> FloatArray:
-        """See TimingSource. Of two ways that were both measured, the quicker."""
+        """Seconds of a message; see TimingSource. Where both ways of a handover were measured, the
+        quicker counts."""
         if kind is MessageKind.ALL_REDUCE and tp_degree == 1:
             return np.zeros_like(np.asarray(num_bytes, float))
         names = (HANDOVER, HANDOVER_DIRECT) if kind is MessageKind.HANDOVER else (kind.value,)
@@ -115,17 +117,18 @@ class ProfileTiming:
         return 0.0 if self._fallback is None else self._fallback.facts.step_overhead_s
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
+        """The largest measured sizes; y is infinite where the table does not depend on it."""
         grid = self._grid(operator, tp_degree)
         is_open = len(grid.ys) == 1 or operator is Operator.ENCODE_ATTENTION
         return Reach(float(grid.xs[-1]), float("inf") if is_open else float(grid.ys[-1]))
 
     def table_errors(self) -> Mapping[TableKey, TableError]:
-        """Each table's error is estimated from its own samples: a quarter of what lines between
-        neighbours miss each point by, but no less than is known of profiles that were measured
-        briefly; and the standard error of the medians."""
+        """Error of each table, estimated from its own samples. Interpolation: a quarter of the
+        points' distances from lines between their neighbours, and at least that of quick profiles
+        where it is one. Noise: the standard error of the medians."""
         least: dict[TableKey, float] = {}
         for degree in self.profile.tp_degrees:
-            if left_out(self.profile, degree):
+            if skipped_points(self.profile, degree):
                 least |= {TableKey(operator.value, degree): error
                           for operator, error in _LEFT_OUT_ERRORS.items()}
         return {key: _table_error(key, points, least.get(key))
@@ -133,21 +136,22 @@ class ProfileTiming:
 
     @property
     def common_error(self) -> float:
-        """By how much all tables together may be off, beyond what each is: others' tables against
-        the runs of another engine. What was measured here is of what runs here."""
+        """Standard deviation of a relative error that all tables share; 0 for a profile measured
+        here. Imported tables were measured under another engine."""
         return IMPORTED if self.profile.metadata.origin.startswith("imported") else 0.0
 
     @property
     def kind_of_times(self) -> str:
-        """In a word, where they are from: measured, imported."""
+        """Origin of the times, in a word: measured or imported."""
         return self.profile.metadata.origin.partition(" ")[0]
 
     def provenance(self) -> str:
+        """One line for reports: device, dtype, layout, date, and what the times rest on besides."""
         m = self.profile.metadata
         text = (f"{m.origin} on {m.device}, {m.dtype}, "
                 f"{Layout(m.ranks, m.threads_per_rank).words}, {m.date}")
         if self._learned is not None:
-            text += f"; as runs here took since: {self._learned.words}"
+            text += f"; scaled by later runs here: {self._learned.words}"
         if self._fallback is not None and self._borrowed:
             text += f"; {', '.join(sorted(self._borrowed))}: {self._fallback.provenance()}"
         if self._marks:
@@ -178,8 +182,8 @@ class ProfileTiming:
 
 
 def learned_factors(profile: Profile) -> dict[str, Factor]:
-    """By kind of step, what the latest LEARNED_KEPT runs took against the profile's own times, in
-    the median."""
+    """Factor on the profile's times by kind of step: the median over the latest LEARNED_KEPT
+    runs."""
     found = {}
     for kind in dict.fromkeys(own.kind for own in profile.learned):
         latest = [own for own in profile.learned if own.kind == kind][-LEARNED_KEPT:]
@@ -197,14 +201,14 @@ def _grid(key: TableKey, points: Sequence[Sample], is_in_pieces: bool) -> Grid:
 
 
 def table_shape(key: TableKey) -> Shape:
-    """The shape says how the points of a table are joined."""
+    """The Shape by which the points of a table are interpolated."""
     if key.name == Operator.ENCODE_ATTENTION.value:
         return _SHARES
     return _MESSAGE if key.link else Shape()
 
 
 def _table_error(key: TableKey, points: Sequence[Sample], least: float | None) -> TableError:
-    """`least`: of the interpolation, where points are left out."""
+    """Error of a table. `least`: least interpolation error, where skeleton points are missing."""
     missed = np.concatenate([np.zeros(1), *errors_along(key, points, 0), *(
         errors_along(key, points, 1) if table_shape(key).grows_with_y else ())])
     noise = [p.standard_error for p in points if math.isfinite(p.standard_error)]
@@ -219,7 +223,8 @@ def _table_error(key: TableKey, points: Sequence[Sample], least: float | None) -
 
 
 def errors_along(key: TableKey, points: Sequence[Sample], axis: int) -> Iterator[FloatArray]:
-    """Yields each point's leave-one-out error, line by line: along x (0), or along y (1)."""
+    """Yields for each line of points along x (axis 0) or y (axis 1) their relative leave-one-out
+    errors, [points of the line]."""
     lines: dict[float, list[tuple[float, float]]] = {}
     for point in points:
         place = (point.x, point.y)
@@ -233,29 +238,28 @@ ENCODE, DECODE, MIXED = "encode", "decode", "mixed"  # xrunner.rules.steps.StepK
 _ENCODED = frozenset({Operator.ENCODE_ATTENTION, Operator.ENCODER_REST, Operator.CROSS_KV})
 _DECODED = frozenset({Operator.DECODE_ATTENTION, Operator.DECODE_REST, Operator.CROSS_ATTENTION,
                       Operator.KV_COMPACTION})
-_UNSEEN_RATIO = 4.0  # see Factors: a choice, for nobody saw what lies between
+_UNSEEN_RATIO = 4.0  # chosen: see Factors
 
 
 class Factor(NamedTuple):
-    """Steps of `rows` tokens take `factor` times as long."""
+    """Measured over expected time (`factor`) of steps with `rows` tokens."""
 
     rows: float
     factor: float
 
 
 class Factors:
-    """What steps of each kind take, against a source's times, as a factor on each operator's.
+    """Factors on each operator's seconds, derived from factors per kind of step.
 
-    A step's kind says which operators it is made of, and its rows where on their curves it lies. So
-    attention is scaled by the kinds that have it, and what depends on rows by the factor seen at as
-    many rows; between the rows of two kinds the factor goes over along their logarithm, beyond them
-    it stays."""
+    Attention is scaled by the factor of the kind of step that has it. Operators that depend on
+    rows are scaled by the factor measured at as many rows. Between the rows of two kinds the
+    logarithm of the factor is interpolated along that of the rows; beyond them it stays."""
 
     def __init__(self, by_kind: Mapping[str, Factor], *, leaves_unseen: bool = False) -> None:
-        """`by_kind`: of step, at least one. `leaves_unseen`: whether encoding, or decoding, keeps
-        a factor of 1 where neither steps of its own nor mixed ones are among them. What depends on
-        rows alone then goes back to 1 within _UNSEEN_RATIO times the rows towards the kind that is
-        missing: encode steps have more rows than decode steps."""
+        """`by_kind`: factor by kind of step, at least one. `leaves_unseen`: whether encoding or
+        decoding keeps the factor 1 if no step with it was measured. The factor of operators that
+        depend on rows then returns to 1 within _UNSEEN_RATIO times the rows towards that kind:
+        encode steps have more rows than decode steps."""
         assert by_kind and all(own.factor > 0 for own in by_kind.values()), f"{by_kind = }"
         self.by_kind = dict(by_kind)
         nodes = sorted(by_kind.values())
@@ -271,7 +275,7 @@ class Factors:
             for own, other in ((ENCODE, DECODE), (DECODE, ENCODE)))
 
     def of(self, operator: Operator, x: ArrayLike) -> FloatArray | float:
-        """The factor on the seconds of `operator` at x."""
+        """Factor on the seconds of `operator` at x."""
         if operator in _ENCODED:
             return self.encode
         if operator in _DECODED:
@@ -281,20 +285,21 @@ class Factors:
 
     @property
     def words(self) -> str:
+        """The factors by kind of step, as in "decode steps x 0.56"."""
         return ", ".join(f"{kind} steps x {own.factor:.2f}"
                          for kind, own in sorted(self.by_kind.items()))
 
 
 class Retimed:
-    """`source`, its times multiplied by what steps of each kind take against them. A kind that was
-    not seen is taken to be as the others: what slows a machine slows everything."""
+    """`source` with its times multiplied by factors per kind of step. A kind that was not measured
+    takes the factor of the others: what slows a machine slows everything."""
 
     def __init__(self, source: TimingSource, factors: Mapping[str, Factor]) -> None:
-        """`factors`: by kind of step, at least one."""
+        """`factors`: factor by kind of step, at least one."""
         self.source, self.factors, self.reach = source, Factors(factors), source.reach
 
     def of_role(self, role: Role) -> TimingSource:
-        """What steps of a pool of this role take (xprofiler.timing.of_role)."""
+        """The source for steps of a pool of this role (xprofiler.timing.of_role)."""
         kinds = {ENCODE: (ENCODE,), DECODE: (DECODE, MIXED)}.get(role, ())
         own = {kind: self.factors.by_kind[kind] for kind in kinds if kind in self.factors.by_kind}
         return Retimed(of_role(self.source, role), own) if own else self
@@ -310,13 +315,13 @@ class Retimed:
 
     def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
                   tp_degree: int = 1) -> FloatArray:
-        """See TimingSource. All-reduces are part of steps, other messages are not."""
+        """See TimingSource. All-reduces are part of steps and scaled, other messages are not."""
         seconds = self.source.message_s(kind, num_bytes, link, tp_degree=tp_degree)
         return seconds * self.factors.decode if kind is MessageKind.ALL_REDUCE else seconds
 
     def provenance(self) -> str:
         """See TimingSource."""
-        return f"{self.source.provenance()}; as steps were seen to take: {self.factors.words}"
+        return f"{self.source.provenance()}; scaled by measured steps: {self.factors.words}"
 
     @property
     def facts(self) -> TimingFacts:

@@ -1,7 +1,7 @@
 """The analytic roofline as a `TimingSource`, for planning on a laptop (paper section 3 measures
 instead; docs/profile.md says what a sum of operators misses).
 
-The times of kernels, collectives and messages are those of one rank's 1 / tp_degree shard. Every
+Times of kernels, collectives and messages are seconds of one rank's 1 / tp_degree shard. Every
 time grows with its size, and the time per token never grows: the search relies on both. Waves and
 tiles therefore enter as their smooth envelope."""
 
@@ -34,12 +34,12 @@ from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
 
 
 class Kernels:
-    """What one device does, whatever the model."""
+    """Seconds of kernels on one device, whatever the model."""
 
     def __init__(self, device: Device, dtype: str, constants: RooflineConstants,
                  weight_dtype: str = "", kv_dtype: str = "") -> None:
-        """`weight_dtype`: as what the layers' weights are held and multiplied, `kv_dtype`: as what
-        the cache's entries are held; "": as `dtype`."""
+        """`weight_dtype`: dtype that layers' weights are held and multiplied in; `kv_dtype`: dtype
+        of the KV cache; "": `dtype`."""
         self.constants = constants
         self.item_bytes = DTYPE_BYTES[dtype]
         self.kv_item_bytes = WEIGHT_BYTES[kv_dtype or dtype]
@@ -50,9 +50,9 @@ class Kernels:
 
     def gemm_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike,
                weight_bytes: int | None = None) -> FloatArray:
-        """One matrix product, [rows, k] x [k, n]. Compute and memory overlap but for a part: the
-        p-norm of the two lies between their maximum and their sum. `weight_bytes`: of each weight
-        as it is read; None: as the rest is."""
+        """Seconds of the matrix product [rows, k] x [k, n]. Compute and memory overlap in part:
+        their p-norm lies between maximum and sum. `weight_bytes`: bytes read per weight (None: as
+        of the dtype)."""
         c = self.constants
         m, n, k = (np.asarray(size, float) for size in (rows, n, k))
         # rows / (rows / (rows + half)) = rows + half, and so with columns and depth
@@ -63,9 +63,9 @@ class Kernels:
         return joined(compute_s, memory_s, c.gemm_overlap) + c.gemm_launch_s
 
     def layer_product_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
-        """A product of a layer, whose weights may be held as fp8 or int8: half the bytes, and the
-        rate of that type where the device multiplies it. Products of int8 are taken to come as near
-        to their rate as those of fp8: nothing that was measured tells."""
+        """Seconds of a layer's matrix product. Weights in fp8 or int8 halve the bytes, and run at
+        that type's rate where the device has one. int8 is assumed to reach the same share of its
+        peak as fp8: it was not measured."""
         if self._weights not in EIGHT_BITS:
             return self.gemm_s(rows, n, k)
         if self._weights not in self._rates:  # they are widened on their way to the multipliers
@@ -80,11 +80,11 @@ class Kernels:
         return joined(compute_s, memory_s, _own(c.fp8_overlap, c.gemm_overlap)) + c.fp8_launch_s
 
     def streamed_s(self, num_bytes: FloatArray) -> FloatArray:
-        """A large kernel's operands and result through memory."""
+        """Seconds to read and write the operands and result of a large kernel."""
         return num_bytes / (self.bandwidth * self.constants.gemm_bytes_share)
 
     def copied_s(self, num_bytes: FloatArray) -> FloatArray:
-        """An elementwise kernel's reads and writes, without its launch."""
+        """Seconds of an elementwise kernel's reads and writes, without its launch."""
         return num_bytes / (self.bandwidth * self.constants.elementwise_bytes_share)
 
 
@@ -93,16 +93,16 @@ def _own(value: float | None, otherwise: float) -> float:
 
 
 def joined(a: FloatArray, b: FloatArray, p: float) -> FloatArray:
-    """The p-norm of two times that overlap in part: their sum at 1, the longer at infinity. Not a
-    plain power, which would leave the floats' range."""
+    """Seconds of two times that overlap in part: their p-norm, the sum at p = 1, the longer at
+    infinity. A plain power would leave the floats' range."""
     longer, shorter = np.maximum(a, b), np.minimum(a, b)
     total: FloatArray = longer * (1 + (shorter / longer) ** p) ** (1 / p)
     return total
 
 
 class ModelKernels:
-    """What takes time by the number of rows: layers without attention, embedding, output head; and
-    by the number of queries and their context: attention."""
+    """Seconds of one model's operators. Layers without attention, embedding and output head depend
+    on rows (tokens); attention depends on requests and their context."""
 
     def __init__(self, model: ModelSpec, kernels: Kernels) -> None:
         self._model, self._kernels, self._constants = model, kernels, kernels.constants
@@ -113,8 +113,8 @@ class ModelKernels:
         self._kv_heads = model.kv_heads
 
     def layer_rest_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
-        """A decoder layer, of an encoder-decoder model without the cross-attention's key and value
-        projections (done once, at encode)."""
+        """Seconds of a decoder layer without its attention kernel. Cross-attention's key and value
+        projections are left out (done once, at encode)."""
         if not self._model.is_encoder_decoder:
             return self.block_s(tokens, tp_degree)
         query_s = self._kernels.layer_product_s(tokens, self._width / tp_degree,
@@ -122,8 +122,9 @@ class ModelKernels:
         return self.block_s(tokens, tp_degree, attentions=2) + query_s
 
     def block_s(self, tokens: FloatArray, tp_degree: int, attentions: int = 1) -> FloatArray:
-        """A layer, of one attention an encoder layer: one self-attention's projections, every
-        attention's output projection, the MLP, and the elementwise kernels around them."""
+        """Seconds of a layer without attention kernels and cross-attention's projections:
+        self-attention's projections, each attention's output projection, the MLP, and the
+        elementwise kernels around them. `attentions`: 1 for an encoder layer."""
         model, gemm_s = self._model, self._kernels.layer_product_s
         hidden, width = model.hidden_size, self._width / tp_degree
         inner = model.mlp_columns / tp_degree
@@ -137,8 +138,8 @@ class ModelKernels:
         return products + elementwise_s + launches * self._constants.elementwise_launch_s
 
     def _inputs_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
-        """What goes into attention. Compressed queries, keys and values are projected down on every
-        rank, and up to its own heads."""
+        """Seconds of the projections to queries, keys and values. Latent attention projects them
+        down on every rank, and up to the rank's own heads."""
         model, gemm_s = self._model, self._kernels.layer_product_s
         hidden, latent = model.hidden_size, model.decoder.latent
         if latent is None:
@@ -152,8 +153,9 @@ class ModelKernels:
             tokens, queries, latent.query_rank or hidden)
 
     def _mlp_s(self, tokens: FloatArray, tp_degree: int) -> tuple[FloatArray, ...]:
-        """The MLP's products. Of a mixture of experts: the router's, and those of the experts that
-        the tokens go to in the mean, each with its even share of them, launched as one."""
+        """Seconds of each matrix product of the MLP. A mixture of experts has the router's, and
+        those of as many experts as the tokens reach in the mean, with equal shares of the tokens
+        and one launch."""
         model, gemm_s = self._model, self._kernels.layer_product_s
         hidden, joint, experts = (model.hidden_size, 2 if model.is_gated_mlp else 1,
                                   model.decoder.experts)
@@ -172,31 +174,33 @@ class ModelKernels:
                 *(dense * one for one in self._plain_s(tokens, experts.dense_inner / tp_degree)))
 
     def _plain_s(self, tokens: FloatArray, inner: float) -> tuple[FloatArray, ...]:
-        """A gated MLP of so many columns on a rank; nothing of none."""
+        """Seconds of each matrix product of a gated MLP with `inner` columns on a rank; empty for
+        0 columns."""
         if not inner:
             return ()
         gemm_s, hidden = self._kernels.layer_product_s, self._model.hidden_size
         return gemm_s(tokens, 2 * inner, hidden), gemm_s(tokens, hidden, inner)
 
     def cross_kv_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
-        """The encoder's output as one decoder layer's keys and values."""
+        """Seconds to project the encoder's output to one decoder layer's keys and values."""
         kv = self._model.kv_elements_per_token_layer / tp_degree
         return self._kernels.gemm_s(tokens, kv, self._model.hidden_size)
 
     def head_s(self, queries: FloatArray, tp_degree: int) -> FloatArray:
-        """Final norm, output head and sampling."""
+        """Seconds of final norm, output head and sampling."""
         model, c = self._model, self._constants
         product = self._kernels.gemm_s(queries, model.vocab_size / tp_degree, model.hidden_size)
         return product + c.elementwise_launch_s + c.sampling_s
 
     def embed_s(self, tokens: FloatArray, _tp_degree: int) -> FloatArray:
-        """A lookup on every rank: one row read and written per token (and its position's row)."""
+        """Seconds of the embedding, looked up on every rank: one row read and written per token
+        (and its position's row)."""
         touched = 3 * self._model.hidden_size * self._kernels.item_bytes
         return self._kernels.copied_s(tokens * touched) + self._constants.elementwise_launch_s
 
     def encode_s(self, tokens: FloatArray, together: FloatArray, tp_degree: int) -> FloatArray:
-        """One query's share of a batch of `together`: its own work, and of what the batch does
-        once (launch, the last tiles' pass over their keys) its part."""
+        """Seconds of prefill attention per request in a batch of `together`: its own work, and its
+        part of the batch's fixed costs (launch, the last tiles' pass over their keys)."""
         model, c = self._model, self._constants
         width, latent = self._width / tp_degree, self._latent
         pairs = 1.0 if model.is_encoder_decoder else 0.5  # causal attention skips half of them
@@ -212,8 +216,9 @@ class ModelKernels:
                 + once_s / np.maximum(together, 1.0))
 
     def cache_s(self, queries: FloatArray, context: FloatArray, tp_degree: int) -> FloatArray:
-        """Queries of one token each against a cache of `context` tokens each. A latent cache is
-        read whole by every rank; heads multiply the compressed vectors themselves."""
+        """Seconds of decode attention: one new token for each of `queries` requests, against a KV
+        cache of `context` tokens each. Every rank reads a latent cache whole; heads multiply its
+        compressed vectors."""
         c, latent = self._constants, self._latent
         pairs = queries * (context + c.decode_attention_extra_tokens)
         kv_bytes = pairs * self._held(tp_degree) * self._kernels.kv_item_bytes
@@ -227,15 +232,15 @@ class ModelKernels:
                       c.decode_attention_overlap)
 
     def compaction_s(self, moved: FloatArray, tokens: FloatArray, tp_degree: int) -> FloatArray:
-        """Cache rows copied within a rank: read and written once."""
+        """Seconds to move `moved` rows of `tokens` each within a rank's KV cache: read and written
+        once."""
         elements = moved * tokens * self._held(tp_degree)
         copy_s = self._kernels.copied_s(2 * elements * self._kernels.item_bytes)
         return copy_s + self._constants.elementwise_launch_s
 
 
 def link_kind(link: Link) -> str:
-    """Name of the RooflineConstants field that speaks of this link, by what a Link says of
-    itself."""
+    """Name of the RooflineConstants field for `link`, by its bandwidth, latency and peer access."""
     is_bridge = (link.bandwidth_bytes_per_s >= BRIDGE_BYTES_PER_S
                  and link.latency_s <= BRIDGE_LATENCY_S)
     if is_bridge or link.bandwidth_bytes_per_s >= FAST_LINK_BYTES_PER_S:
@@ -246,16 +251,17 @@ def link_kind(link: Link) -> str:
 
 
 class LinkTimes:
-    """Seconds of messages between the devices whose kernels these are."""
+    """Seconds of messages between devices; `kernels` supplies their copies and constants."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels, self._constants = kernels, kernels.constants
 
     def collective_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
-        """All-reduce between ranks that start together, what nccl-tests measures: a ring moves
-        2 (t - 1) / t of the bytes; the quicker of two protocols, each latency plus bytes. Over
-        nodes it is one inside each, and one between them, to which every device of a node brings
-        its part of the bytes at once."""
+        """Seconds of an all-reduce between ranks that start together, as nccl-tests measures.
+
+        A ring moves 2 (t - 1) / t of the bytes, by the quicker of two protocols. Across nodes one
+        all-reduce inside each node adds to one between nodes, to which every device of a node
+        sends its part of the bytes at once."""
         volume = np.asarray(num_bytes, float)
         if tp_degree == 1:
             return np.zeros_like(volume)
@@ -272,17 +278,17 @@ class LinkTimes:
         return seconds
 
     def synchronisation_s(self, tp_degree: int) -> float:
-        """Skew of a group's ranks at one all-reduce (docs/profile.md)."""
+        """Seconds that a group's ranks wait for each other at one all-reduce (docs/profile.md)."""
         return 0.0 if tp_degree == 1 else _at_degree(self._constants.synchronisation_s, tp_degree)
 
     def transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
-        """One message between consecutive stages: latency plus bytes over bandwidth."""
+        """Seconds of a message between consecutive stages: latency plus bytes over bandwidth."""
         rate = link.bandwidth_bytes_per_s * self._of(link).transfer_share
         return link.latency_s + np.asarray(num_bytes, float) / rate
 
     def handover_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
-        """A transfer, and the copies that gather entries at one end and scatter them at the
-        other (each reads and writes them once)."""
+        """Seconds of a KV cache handover: a transfer, and the copies that gather keys and values at
+        one end and scatter them at the other (each reads and writes them once)."""
         return (self.transfer_s(num_bytes, link) + 2 * self._constants.elementwise_launch_s
                 + self._kernels.copied_s(4 * np.asarray(num_bytes, float)))
 
@@ -292,16 +298,16 @@ class LinkTimes:
 
 @cache
 def _at_degree(values: PerDegree, tp_degree: int) -> float:
-    """Linear in the degree's logarithm, constant beyond the ends."""
+    """The value at a degree: linear in the degree's logarithm, constant beyond the ends."""
     degrees, of_degree = zip(*values, strict=True)
     return float(np.interp(np.log2(tp_degree), np.log2(degrees), of_degree))
 
 
 class Roofline:
-    """Times of one model's operators on one device type, as `engine` takes them. `constants`: those
-    of the engine on the device unless given. `weight_dtype`: as
-    what the layers' weights are multiplied, `kv_dtype`: as what entries of the cache are held; "":
-    as `dtype`."""
+    """Times of one model's operators on one device type under `engine`.
+
+    `constants`: default those of the engine on the device. `weight_dtype`: dtype that layers'
+    weights are multiplied in; `kv_dtype`: dtype of the KV cache; "": `dtype`."""
 
     def __init__(self, model: ModelSpec, device: Device, dtype: str,
                  constants: RooflineConstants | None = None, *, engine: str = OWN_ENGINE,
@@ -350,16 +356,16 @@ class Roofline:
         return self.links.handover_s(num_bytes, link)
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
-        """No measurements, so no limit to them."""
+        """Infinite: times are computed at any size."""
         return Reach(math.inf, math.inf)
 
     def errors(self) -> SourceErrors:
-        """How far off these times are, by group of operators."""
+        """Errors of these times, by group of operators."""
         errors = engine_errors(self._of[1], self._engine)
         return with_products_of(INT8, errors) if self._weight_dtype == INT8 else errors
 
     def provenance(self) -> str:
-        """One line for reports."""
+        """One line for reports: model, device, engine and dtypes."""
         model, device, dtype = self._of
         of = "" if self._engine == OWN_ENGINE else f" as {self._engine} takes it"
         weights = f", weights {self._weight_dtype}" if self._weight_dtype in EIGHT_BITS else ""

@@ -1,18 +1,18 @@
-"""How far off a source's times are, by group of operators, and the margin that follows.
+"""Errors of a timing source by group of operators, and the safety margin that follows.
 
 A latency's relative error (the logarithm of measured over computed) is
 
     common + sum over groups of (share of the latency) * (error of the group + error of the step)
 
-`common` is of all steps alike; a group's error is common to all of its steps; a step's is of its
-size. Sizes within a factor of two miss alike, so of a query whose context doubles n times the
-errors of n + 1 sizes average. The groups' errors are independent of each other. Of engines that
-nothing was measured of a group's median may be known to lean to one side (`lean`). Where the
-numbers come from: fit_errors.py and strange_engines.py, in benchmarks/ up to commit 3fdb9ebd; how
-well they hold: benchmarks/validated.py.
+All steps share `common`, the steps of a group share the group's error, and steps of one size share
+the step's. Sizes within a factor of two miss alike, so for a request whose context doubles n times
+the errors of n + 1 sizes average. Errors of different groups are independent. For engines that were
+never measured a group's median may be known to lean to one side (`lean`). Sources of the numbers:
+fit_errors.py and strange_engines.py, in benchmarks/ up to commit 3fdb9ebd. Their validation:
+benchmarks/validated.py.
 
-At the end: a source made of another one, of which a table's times are longer. It shows how much a
-figure rests on the table."""
+`Raised` is a source with longer times in one table. It shows how much a figure rests on the
+table."""
 
 import math
 from collections.abc import Mapping
@@ -33,23 +33,24 @@ SourceKind = Literal["uncalibrated", "calibrated", "imported", "measured"]
 
 
 class OperatorGroup(Enum):
-    """Operators whose times miss together. The values are the words of the catalog."""
+    """Operators whose errors are correlated. The values are the keys of the catalog."""
 
-    PRODUCTS = "products"  # and the rest of a layer, the embedding and the head
+    PRODUCTS = "products"  # matrix products, with the rest of a layer, the embedding and the head
     ENCODE_ATTENTION = "encode_attention"
     DECODE_ATTENTION = "decode_attention"
     ALL_REDUCE = "all_reduce"
-    HANDOVER = "handover"  # messages between stages, and KV entries between pools
-    HOST = "host"  # what a step takes besides
+    HANDOVER = "handover"  # messages between stages, and KV cache handed over between pools
+    HOST = "host"  # the host's overhead of a step
 
     @property
     def words(self) -> str:
+        """The group's name on screens."""
         return _WORDS[self]
 
 
 _WORDS = {
-    OperatorGroup.PRODUCTS: "products", OperatorGroup.ENCODE_ATTENTION: "attention of encoding",
-    OperatorGroup.DECODE_ATTENTION: "attention of decoding", OperatorGroup.HOST: "the host's part",
+    OperatorGroup.PRODUCTS: "matrix products", OperatorGroup.ENCODE_ATTENTION: "prefill attention",
+    OperatorGroup.DECODE_ATTENTION: "decode attention", OperatorGroup.HOST: "host overhead",
     OperatorGroup.ALL_REDUCE: "all-reduces", OperatorGroup.HANDOVER: "messages between stages"}
 _GROUPS = {
     Operator.ENCODE_ATTENTION.value: OperatorGroup.ENCODE_ATTENTION,
@@ -62,26 +63,28 @@ _GROUPS = {
 
 
 def group_of(table: str) -> OperatorGroup:
-    """The group of a profile's table, by its name."""
+    """The operator group of the profile table with this name."""
     return _GROUPS.get(table, OperatorGroup.PRODUCTS)
 
 
 class GroupError(NamedTuple):
-    """Scales of logarithms of measured over computed: common to a group's steps, and of each size.
-    `lean`: their median, below 0 where most times are shorter than computed."""
+    """Error of a group, in logarithms of measured over computed time. `common`: scale shared by all
+    of its steps. `step`: scale of each step size. `lean`: median, below 0 where most times are
+    shorter than computed."""
 
     common: float
     step: float = 0.0
     lean: float = 0.0
 
     def of_sizes(self, sizes: float) -> float:
-        """Of steps of so many sizes together."""
+        """Scale of the error over steps of `sizes` independent sizes together."""
         return math.hypot(self.common, self.step / math.sqrt(sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceErrors:
-    """`checked`: in words, what the errors were read off; `common`: of all steps alike."""
+    """Errors of a timing source. `checked`: the comparison that they come from, in words. `common`:
+    scale of the error that all steps share. `groups`: errors by group of operators."""
 
     kind: SourceKind
     checked: str
@@ -89,23 +92,25 @@ class SourceErrors:
     groups: Mapping[OperatorGroup, GroupError] = field(default_factory=dict)
 
     def spread(self, shares: Mapping[OperatorGroup, float], sizes: float = 1.0) -> float:
-        """Standard deviation of a latency's logarithm. `shares`: of the groups in the latency."""
+        """Standard deviation of a latency's logarithm. `shares`: share of the latency by group;
+        `sizes`: independent step sizes in it (`sizes_of`)."""
         return math.hypot(self.common, *self._parts(shares, sizes).values())
 
     def lean(self, shares: Mapping[OperatorGroup, float]) -> float:
-        """Median of a latency's logarithm."""
+        """Median of the logarithm of measured over computed latency. `shares`: as for `spread`."""
         return sum(shares.get(group, 0.0) * error.lean for group, error in self.groups.items())
 
     def factor(self, shares: Mapping[OperatorGroup, float], confidence: float,
                sizes: float = 1.0) -> float:
-        """What the computed latency is multiplied by so that the real one stays below it with this
-        confidence; 1 at least."""
+        """Safety factor, at least 1: the real latency stays below the computed one times this
+        factor with probability `confidence`."""
         quantile = max(student_quantile(confidence), 0.0)
         return math.exp(max(self.lean(shares) + quantile * self.spread(shares, sizes), 0.0))
 
     def least_factor(self, confidence: float) -> float:
-        """No shares and sizes have a smaller factor: the least of sum(lean s) + quantile
-        hypot(common, own s) over shares s of the groups that lean to shorter times."""
+        """Lower bound on `factor` over all shares and sizes. It is the exponential of the least
+        sum(lean s) + quantile * hypot(common, own s), over shares s of groups that lean to shorter
+        times."""
         quantile = max(student_quantile(confidence), 0.0)
         leaning = math.hypot(*(error.lean / error.common for error in self.groups.values()
                                if error.lean < 0))
@@ -113,7 +118,7 @@ class SourceErrors:
 
     def weakest(self, shares: Mapping[OperatorGroup, float], sizes: float = 1.0
                 ) -> OperatorGroup | None:
-        """The group that contributes most; None where what is common does."""
+        """The group that contributes most to `spread`; None where `common` does."""
         parts = self._parts(shares, sizes)
         group = max(parts, key=parts.__getitem__, default=None)
         return None if group is None or parts[group] <= self.common else group
@@ -125,56 +130,57 @@ class SourceErrors:
 
 
 def sizes_of(first_context: float, tokens: float) -> float:
-    """Independent sizes of the steps of a query whose context grows by so many tokens."""
+    """Number of independent step sizes of a request whose context grows from `first_context` by
+    `tokens`: one more each time it doubles."""
     return 1 + math.log2(1 + max(tokens, 0.0) / max(first_context, 1.0))
 
 
 def student_quantile(share: float) -> float:
-    """Of Student's distribution of four degrees of freedom (it has a closed form), in units of its
-    scale. Logarithms of requests in the half `fit`, over their spread, are of about as many: the
-    likelihood is greatest at four."""
+    """Quantile `share` of Student's t distribution with four degrees of freedom, in units of its
+    scale. At four the likelihood of the fitted requests' logarithms, over their spread, is
+    greatest; the quantile has a closed form there."""
     assert 0 < share < 1, f"{share = }"
     alpha = 4 * share * (1 - share)
     q = math.cos(math.acos(math.sqrt(min(alpha, 1.0))) / 3) / math.sqrt(alpha)
     return math.copysign(2 * math.sqrt(max(q - 1, 0.0)), share - 0.5)
 
 
-# An engine of which nothing was measured on a GPU is as far off as five others are under the common
-# constants, which were fitted to kernels' tables (and the skew of ranks to one of the five's runs):
-# FasterTransformer, DistServe, vLLM, TensorRT-LLM and SGLang, counted alike, versions of one
-# sharing its weight. Products and attention: as the tables are off. What is common to all steps,
-# and the all-reduces': measured by strange_engines.py. Ranks wait less for each other in most
-# engines than in the one that the skew was fitted to; in vLLM of 2023 they waited much longer.
+# For an engine that was never measured on a GPU: the errors of five others under the common
+# constants, which were fitted to kernels' tables (and the skew of ranks to runs of one of the
+# five). They are FasterTransformer, DistServe, vLLM, TensorRT-LLM and SGLang, with equal weights;
+# versions of one share its weight. Matrix products and attention: errors of the tables. Common and
+# all-reduces: measured by strange_engines.py. Ranks wait less for each other in most engines than
+# in the one that the skew was fitted to; in vLLM of 2023 they waited much longer.
 UNCALIBRATED = SourceErrors(
-    kind="uncalibrated", checked="no run of this engine was compared; so far off were runs of five "
-    "others, as if nothing had been measured of them", common=0.15, groups={
+    kind="uncalibrated", checked="this engine was never measured; these are the errors of five "
+    "others under constants not fitted to them", common=0.15, groups={
         OperatorGroup.PRODUCTS: GroupError(0.08, 0.06),
         OperatorGroup.ENCODE_ATTENTION: GroupError(0.11, 0.11),
         OperatorGroup.DECODE_ATTENTION: GroupError(0.19, 0.22),
         OperatorGroup.ALL_REDUCE: GroupError(0.40, 0.40, -0.50),
         OperatorGroup.HANDOVER: GroupError(0.20, 0.35), OperatorGroup.HOST: GroupError(1.0)})
-# Constants of one generation on another: those of Ampere leave today's servers on Hopper 7 % too
-# slow in the mean, beyond what groups explain.
+# Constants of one generation on another. Ampere's leave servers on Hopper 7 % too slow in the
+# mean, beyond what groups explain.
 CARRIED = 0.08
-# Others' tables, run by another engine than they were measured under: Vidur's of Llama-2-70B are
+# Imported tables, run by another engine than they were measured under: Vidur's of Llama-2-70B are
 # as far from vLLM 0.2's runs as constants are.
 IMPORTED = 0.20
-# Products of a type of which no table is at hand: vLLM's of fp8 on H200, which were fitted since,
-# had been so far off when their type was known by its data sheet's rate alone.
+# Matrix products of a dtype without a table: the error of vLLM's in fp8 on H200, when computed from
+# the data sheet's rate alone.
 UNMEASURED_TYPE = 0.30
 
 
 def with_products_of(dtype: str, errors: SourceErrors) -> SourceErrors:
-    """The same where products are of a type that was never compared."""
+    """`errors` with the matrix products' error widened, for a `dtype` that was never measured."""
     own = errors.groups.get(OperatorGroup.PRODUCTS, GroupError(0.0))
     group = own._replace(common=math.hypot(own.common, UNMEASURED_TYPE))
     return replace(errors, groups={**errors.groups, OperatorGroup.PRODUCTS: group},
-                   checked=f"{errors.checked}; products of {dtype} were compared with nothing")
+                   checked=f"{errors.checked}; {dtype} matrix products were never measured")
 
 
 def errors_from(row: Mapping[str, Any], checked: str, *, is_carried: bool) -> SourceErrors:
-    """Of an engine on a generation of GPUs, by its row of the catalog: "common", and groups as
-    pairs. `is_carried`: to another generation."""
+    """The SourceErrors of a catalog row: "common", and (common, step) pairs by group.
+    `is_carried`: the row is of another generation of GPUs, which widens `common`."""
     groups = {OperatorGroup(name): GroupError(*pair)
               for name, pair in row.items() if name != "common"}
     common = row.get("common", 0.0)
@@ -184,7 +190,7 @@ def errors_from(row: Mapping[str, Any], checked: str, *, is_carried: bool) -> So
 
 
 class Raised:
-    """`source`, with the times of a table, or of all tables of a group, multiplied by `factor`."""
+    """`source` with the times of one table, or of all tables of a group, multiplied by `factor`."""
 
     def __init__(self, source: TimingSource, what: TableKey | OperatorGroup,
                  factor: float) -> None:
@@ -219,7 +225,8 @@ class Raised:
 
 
 def raised(source: TimingSource, what: TableKey | OperatorGroup, factor: float) -> Raised:
-    """One source for all who ask for the same longer times: what they derive from it they share."""
+    """The `Raised` source of these arguments; the same object for the same arguments, so that
+    figures derived from it are shared."""
     return _raised(source, what, factor)  # type: ignore[arg-type]  # a source is hashable
 
 

@@ -13,7 +13,7 @@ from by_data_sheets import COMMAND
 from job_folder import as_requests, read_lines, write_job, xgpt
 from mpi_runs import call, json_of, stopped_under_way
 
-from xprofiler.points import Needs, missing
+from xprofiler.points import Needs, missing_skeleton
 from xprofiler.profile import Profile, TableKey
 from xprofiler.profile_file import load_profile
 from xprofiler.timing import Operator
@@ -127,7 +127,7 @@ def test_every_operator_degree_and_message_is_there(profile):
     assert profile.model is not None and profile.peaks is not None
     assert profile.tp_degrees == (1, 2) and list(profile.refused) == [3]
     for degree in (1, 2):
-        assert not missing(profile, degree, Needs())
+        assert not missing_skeleton(profile, degree, Needs())
         for operator in (Operator.LAYER_REST, Operator.HEAD, Operator.EMBED,
                          Operator.KV_COMPACTION):
             assert profile.table(operator.value, degree), operator
@@ -146,8 +146,8 @@ def test_a_stopped_measurement_is_kept_and_gone_on_with(measured_llama, profile)
     assert "goes on" in stopped.stderr
     kept = load_profile(measured_llama.kept)
     assert kept.tables and kept.spent_s > 0
-    assert missing(kept, 2, Needs()), "it was stopped before its end"
-    assert not missing(profile, 1, Needs()) and profile.spent_s > kept.spent_s
+    assert missing_skeleton(kept, 2, Needs()), "it was stopped before its end"
+    assert not missing_skeleton(profile, 1, Needs()) and profile.spent_s > kept.spent_s
     for key, points in kept.tables.items():
         if key.name in ("decode_attention", "transfer"):
             quiet = {p for p in points if not (p.is_noisy or p.is_disturbed)}

@@ -13,11 +13,11 @@ from xprofiler.points import (
     Kind,
     Needs,
     Point,
-    lacking,
-    left_out,
-    missing,
+    missing_points,
+    missing_skeleton,
     quick_points,
     skeleton,
+    skipped_points,
 )
 from xprofiler.profile import Profile, Sample, TableKey
 from xprofiler.timing import Operator
@@ -86,15 +86,15 @@ def measured(points: list[Point], degree: int = 1) -> Profile:
 
 def test_missing_is_what_the_skeleton_has_and_the_profile_has_not():
     points = skeleton(DECODER, Needs())
-    assert missing(measured(points), 1, Needs()) == []
-    assert missing(measured(points[2:]), 1, Needs()) == points[:2]
-    assert missing(measured(points), 2, Needs()) == points, "of another degree"
-    assert missing(measured([]), 1, Needs()) == points
+    assert missing_skeleton(measured(points), 1, Needs()) == []
+    assert missing_skeleton(measured(points[2:]), 1, Needs()) == points[:2]
+    assert missing_skeleton(measured(points), 2, Needs()) == points, "of another degree"
+    assert missing_skeleton(measured([]), 1, Needs()) == points
 
 
 def test_a_larger_job_lacks_points_that_a_smaller_one_does_not():
     small = Needs(queries=20, tokens=600, input_tokens=100, context_tokens=130)
-    lacking = missing(measured(skeleton(DECODER, small)), 1, Needs())
+    lacking = missing_skeleton(measured(skeleton(DECODER, small)), 1, Needs())
     assert Point(Kind.DECODE, 130, 520) in lacking
     assert Point(Kind.REST, 2080) in lacking
 
@@ -138,15 +138,15 @@ def test_the_quick_points_of_a_usual_job():
 def test_what_a_profile_leaves_out_lies_within_its_own_sizes():
     own = Needs(input_tokens=85, context_tokens=245, queries=72, tokens=2400)
     whole, quick = skeleton(DECODER, Needs()), quick_points(DECODER, Needs(), own)
-    assert lacking(measured(quick), 1, whole) == [p for p in whole if p not in quick]
-    found = left_out(measured(quick), 1)
+    assert missing_points(measured(quick), 1, whole) == [p for p in whole if p not in quick]
+    found = skipped_points(measured(quick), 1)
     assert found and set(found) <= set(whole) - set(quick)
     assert max(p.x for p in found if p.kind is Kind.ENCODE) < 96, "no input was longer"
     assert Point(Kind.DECODE, 3, 130) in found
-    assert left_out(measured(whole), 1) == []
-    assert left_out(measured([]), 1) == [], "nothing has no sizes"
+    assert skipped_points(measured(whole), 1) == []
+    assert skipped_points(measured([]), 1) == [], "nothing has no sizes"
     others = replace(measured(quick), metadata=metadata(origin="vidur"))
-    assert left_out(others, 1) == [], "whose points are their own"
+    assert skipped_points(others, 1) == [], "whose points are their own"
 
 
 @given(needs=st.builds(
@@ -165,4 +165,4 @@ def test_a_whole_profile_leaves_nothing_out(needs, positions, is_both):
     profile = replace(profile, tables={
         **profile.tables, TableKey(Operator.DECODE_ATTENTION.value): attention,
         rest: tuple(rows.values())})
-    assert left_out(profile, 1) == []
+    assert skipped_points(profile, 1) == []

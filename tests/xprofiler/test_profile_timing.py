@@ -202,7 +202,7 @@ def test_kinds_of_steps_that_no_run_told_of_keep_their_times(by_kind, encode, de
     assert factors(source, Operator.DECODE_ATTENTION, 2, 20) == [decode]
     assert factors(source, Operator.LAYER_REST, [2, 4, 8, 16, 32]) == pytest.approx(
         rows_2_to_32, abs=1e-6)
-    assert "as runs here took since" in source.provenance()
+    assert "scaled by later runs here" in source.provenance()
 
 
 def test_what_slows_a_run_slows_the_kinds_that_were_not_seen():

@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 from xgpt.core import catalog
 from xprofiler.constants import engine_errors
-from xprofiler.points import SPREAD_LIMIT, Kind, Point, judge, noise_words, noisy
+from xprofiler.points import SPREAD_LIMIT, Kind, Point, judge, noise_words, noisy_points
 from xprofiler.profile import NOISE_LIMIT, Sample, TableKey
 from xprofiler.profile_timing import MOST_NOISE, ProfileTiming
 from xprofiler.roofline import Roofline
@@ -57,7 +57,7 @@ def apart(share: float) -> Sample:
     ({}, {}, "nothing measured"),
     ({"head": [apart(0.98)]}, {"noisy": 0}, "good"),
     ({"head": [apart(1.02)]}, {"noisy": 1}, "noisy"),
-    ({"layer_rest": [sample(x, 1e-3 * x) for x in (1, 2)]}, {}, "of 2 the spread is unknown")])
+    ({"layer_rest": [sample(x, 1e-3 * x) for x in (1, 2)]}, {}, "2 have too few samples")])
 def test_what_is_counted_and_said_of_points(tables, counts, words):
     got = judge(profile(**tables))
     assert {name: getattr(got, name) for name in counts} == counts
@@ -91,22 +91,22 @@ def wild(x: float, seconds: float, y: float = 0.0):
 def test_what_disagrees_is_noisy_and_what_scatters_a_little_is_not():
     calm = profile(layer_rest=[quiet(9, 1e-3), quiet(260, 2e-2)],
                    decode_attention=[quiet(9, 1e-3, y=130)])
-    assert noisy(calm, 1, [DECODE, REST]) == [] and noise_words([]) is None
-    found = noisy(profile(layer_rest=[quiet(9, 1e-3), wild(260, 2e-2)],
+    assert noisy_points(calm, 1, [DECODE, REST]) == [] and noise_words([]) is None
+    found = noisy_points(profile(layer_rest=[quiet(9, 1e-3), wild(260, 2e-2)],
                           decode_attention=[wild(9, 1e-3, y=130)]), 1, [DECODE, REST])
     assert [one.point for one in found] == [REST, DECODE], "the worst first"
     words = noise_words(found)
     assert words is not None and "2 sizes could not be timed well" in words
     assert f"encoding 260 tokens in all ({found[0].apart:.0%})" in words
-    assert "decoding 9 queries of up to 130 tokens" in words
+    assert "decoding 9 requests of up to 130 tokens" in words
 
 
 def test_a_part_that_is_short_beside_the_rest_of_its_step_may_scatter():
     small = profile(layer_rest=[quiet(9, 1e-2)], decode_attention=[wild(9, 1e-4, y=130)])
-    assert noisy(small, 1, [DECODE]) == []
+    assert noisy_points(small, 1, [DECODE]) == []
     alone = profile(decode_attention=[wild(9, 1e-2, y=130)])
-    assert noisy(alone, 1, [DECODE])[0].apart > NOISE_LIMIT
-    assert noisy(profile(decode_attention=[wild(9, 1e-5, y=130)]), 1, [DECODE]) == []
+    assert noisy_points(alone, 1, [DECODE])[0].apart > NOISE_LIMIT
+    assert noisy_points(profile(decode_attention=[wild(9, 1e-5, y=130)]), 1, [DECODE]) == []
 
 
 @pytest.mark.parametrize(("points", "is_noisy"), [([quiet(1, 1.0), quiet(2, 2.0)], False),

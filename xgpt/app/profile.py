@@ -34,13 +34,13 @@ from xgpt.launch.leftovers import passing_folder
 from xgpt.run_folder.state import is_asked_to_stop
 from xprofiler.points import (
     OWN_TABLE,
-    disturbed,
+    disturbed_points,
     disturbed_words,
     judge,
-    missing,
+    missing_skeleton,
     noise_words,
-    noisy,
-    worth_again,
+    noisy_points,
+    points_to_repeat,
 )
 from xprofiler.profile import TRANSFER, Profile, cached_profile_path, match
 from xprofiler.profile_file import load_profile
@@ -135,9 +135,8 @@ def local_profile(wanted: WantedProfile, tell: Teller, *, again: bool = False) -
 
 
 def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
-    """The cached profile; where it lacks sizes that this job needs, or has them with repeats that
-    disagree, or disturbed, these are measured briefly, each so often at most as `worth_again` says.
-    Raises StoppedEarly as `local_profile`."""
+    """The cached profile, after brief measurements of sizes that this job needs and that it lacks,
+    or has noisy or disturbed (`points_to_repeat`). Raises StoppedEarly as `local_profile`."""
     return _profile(wanted, tell, _Measurement(is_quick=True))
 
 
@@ -178,14 +177,15 @@ class _Measurement(NamedTuple):
         if not has_messages or profile.model is None or self.again:
             return True
         if not self.is_quick:
-            return any(missing(profile, degree, wanted.needs) for degree in wanted.degrees)
+            return any(missing_skeleton(profile, degree, wanted.needs) for degree in wanted.degrees)
         if wanted.is_lacked_by(profile):
             return True
         if profile.learned:  # runs have told what its times are worth
             return False
-        again = {degree: worth_again(profile, degree, wanted.points) for degree in wanted.degrees}
+        again = {degree: points_to_repeat(profile, degree, wanted.points)
+                 for degree in wanted.degrees}
         share = max((own[0].apart for degree, points in again.items()
-                     if (own := disturbed(profile, degree, points))), default=0.0)
+                     if (own := disturbed_points(profile, degree, points))), default=0.0)
         # what is measured beside as much else is no better
         return any(again.values()) and not (share > 0 and _is_as_busy(share))
 
@@ -221,7 +221,8 @@ def _warning(profile: Profile, wanted: WantedProfile, others_share: float | None
     beside = "" if others is None else f" ({others})"
     found, marked = (words([one for degree in wanted.degrees
                             for one in of(profile, degree, points)])
-                     for words, of in ((noise_words, noisy), (disturbed_words, disturbed)))
+                     for words, of in ((noise_words, noisy_points),
+                                       (disturbed_words, disturbed_points)))
     if found is not None:
         return (f"WARNING: {found}{beside}. The schedule may be a poor one. End what else runs "
                 "here and repeat the command: it measures these sizes again")

@@ -18,7 +18,7 @@ from xgpt.core.units import DTYPE_BYTES
 from xgpt.job.job import Job
 from xgpt.launch.launcher import Launcher, launcher_of, threads_per_rank
 from xgpt.launch.standby import Standby
-from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, quick_points
+from xprofiler.points import OWN_TABLE, Kind, Needs, Point, missing_points, quick_points
 from xprofiler.profile import Profile, ProfileMetadata, kernels_fingerprint, model_shape
 from xrunner.backends.engine import Engine, engine_of
 from xrunner.checkpoint.source import cache_dir
@@ -178,7 +178,7 @@ def lacks(profile: Profile, degree: int, points: Sequence[Point], own: Needs) ->
     reach = REACH if profile.learned else 1.0
     most = {Kind.DECODE: (own.queries, own.context_tokens), Kind.REST: (own.tokens, 0),
             Kind.CROSS: (own.queries, own.input_tokens), Kind.COMPACTION: (0, own.context_tokens)}
-    for point in lacking(profile, degree, points):
+    for point in missing_points(profile, degree, points):
         table = profile.table(OWN_TABLE[point.kind].value, degree)
         x, y = most.get(point.kind, (own.input_tokens, point.y))
         if not table or min(point.x, x) > reach * max(one.x for one in table) or (

@@ -6,7 +6,7 @@ from typing import TypeVar
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.table import fact, paragraph, table
 from xgpt.report.words import clean, counted
-from xprofiler.points import SPREAD_LIMIT, judge, left_out
+from xprofiler.points import SPREAD_LIMIT, judge, skipped_points
 from xprofiler.profile import DISTURBED_LIMIT, STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.profile_file import AXES
 from xprofiler.profile_timing import learned_factors
@@ -58,7 +58,7 @@ def profile_facts(profile: Profile) -> list[tuple[str, str]]:
 
 def _extent(profile: Profile) -> str:
     """What a profile that was measured briefly leaves out; empty for a whole one."""
-    count = sum(len(left_out(profile, degree)) for degree in profile.tp_degrees)
+    count = sum(len(skipped_points(profile, degree)) for degree in profile.tp_degrees)
     return "" if not count else (
         f"measured briefly, at the sizes that a job had: {counted(count, 'point')} between them "
         "are left out, which `xgpt profile JOB.yaml` adds")

@@ -1,6 +1,5 @@
-"""Importers of others' profiling data: each yields a Profile that says whose numbers it holds.
-
-The files stay where they are; docs/importers.md says what is read, assumed and left out."""
+"""Importers of others' profiling data as Profiles; anybody who may import xprofiler may call
+`import_folder`. docs/importers.md says what is read, assumed and left out."""
 
 from importlib import import_module
 from pathlib import Path
@@ -16,9 +15,11 @@ IMPORTERS = ("aiconfigurator",)
 
 def import_folder(source: str, folder: Path, model: ModelSpec, device: Device, dtype: str, *,
                   engine: str | None = None, version: str | None = None) -> Profile:
-    """The Profile of `source`'s tables in `folder`. `engine`, `version`: whose of them; None:
-    vLLM's, and the newest that is there. Raises UnknownNameError for another source, InputError
-    listing what is there where the folder has no tables for this model, device and engine."""
+    """The Profile made of `source`'s tables in `folder`.
+
+    `engine`, `version`: which tables to read (default: vLLM, the newest version found). Raises
+    UnknownNameError for an unknown source, and InputError, which lists what the folder has, where
+    it has no tables for this model, device and engine."""
     if source not in IMPORTERS:
         raise UnknownNameError("source of profiles", source, IMPORTERS)
     imported: Profile = import_module(f"{__name__}.{source}").import_folder(

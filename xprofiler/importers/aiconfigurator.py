@@ -1,11 +1,12 @@
-"""aiconfigurator's kernel tables (ai-dynamo/aiconfigurator): one call of one kernel of an inference
-engine, in milliseconds, by its sizes.
+"""Reads aiconfigurator's kernel tables (ai-dynamo/aiconfigurator): milliseconds of one call of one
+kernel of an inference engine, by its sizes.
 
-    <system>_<framework>_<version>_{gemm,context_attention,generation_attention,custom_allreduce}.csv
+    <system>_<framework>_<version>_{gemm,context_attention,generation_attention}.csv
+    <system>_<framework>_<version>_custom_allreduce.csv
     <system>_nccl_<version>.csv
 
-In the files latencies are milliseconds and messages elements of two bytes; here they are seconds
-and bytes."""
+The files count milliseconds and elements of two bytes; the tables read from them hold seconds and
+bytes."""
 
 from pathlib import Path
 
@@ -41,14 +42,14 @@ VERSIONS = {"vllm": ("0.14.0", "0.19.0"), "trtllm": ("1.0.0", "1.2.0rc5")}
 ENGINES = {"vllm": "vllm", "trtllm": "tensorrt-llm"}  # the catalog's names
 LINKS = {"A100-80": "nvlink3", "H100": "nvlink4", "H200": "nvlink4"}
 DEGREES = (1, 2, 4, 8)
-_BEYOND_PEAK = 1.05  # quicker than the data sheet's peaks allow by more: no time of this kernel
+_BEYOND_PEAK = 1.05  # chosen: times shorter than the data sheet allows by more are not believed
 _UNUSED_ATTENTION = "version|window_size"
 _ALL = slice(None)
 
 
 def read_gemms(path: Path) -> dict[str, Table]:
-    """By dtype the rows out[m, n] = in[m, k] x w[n, k], with their `latency`; a file without the
-    column has bfloat16 alone."""
+    """Tables of matrix products out[m, n] = in[m, k] x w[n, k] by dtype, with `latency` in
+    seconds. A file without a dtype column holds bfloat16 alone."""
     table = read_table(path, [
         *(Column(name, "count", least=1, is_work=True) for name in "mnk"), Column("latency", "ms"),
         Column("gemm_dtype", "text", allowed=("bfloat16", "fp8"), may_lack=True,
@@ -58,7 +59,7 @@ def read_gemms(path: Path) -> dict[str, Table]:
 
 
 def read_gemm(path: Path) -> Table:
-    """The rows of bfloat16."""
+    """The bfloat16 table of `read_gemms`. Raises InputError where the file has none."""
     tables = read_gemms(path)
     if "bfloat16" not in tables:
         raise wrong(path, "gemm_dtype", "bfloat16", f"one of {', '.join(tables)}")
@@ -66,8 +67,8 @@ def read_gemm(path: Path) -> Table:
 
 
 def read_context_attention(path: Path) -> Table:
-    """Of `batch_size` prompts without a cached prefix, each of `tokens`. Heads are those of one
-    GPU."""
+    """Table of prefill attention: `latency` in seconds for `batch_size` prompts of `tokens` each,
+    without a cached prefix. Heads are counted per GPU."""
     table = _read_attention(path, Column("isl", "count", least=1, is_work=True))
     for i in np.flatnonzero(table["step"])[:1]:
         raise wrong(path, "step", int(table["step"][i]), "0: no cached prefix", int(table.lines[i]))
@@ -75,16 +76,15 @@ def read_context_attention(path: Path) -> Table:
 
 
 def read_generation_attention(path: Path) -> Table:
-    """Of one new token of `batch_size` queries: `tokens` of each count that one, the file's
-    step + 1. Heads are those of one GPU."""
+    """Table of decode attention: `latency` in seconds of one new token for each of `batch_size`
+    requests, whose contexts have `tokens` with the new one. Heads are counted per GPU."""
     table = _read_attention(path)
     return table.of(_ALL, tokens=table["step"] + 1)
 
 
 def read_all_reduce(path: Path) -> Table:
-    """A framework's own all-reduce kernels; of NCCL's collectives (by the file's name) the
-    all-reduces. `num_bytes`, where the file has elements; `kernel_source`: empty where it has
-    none."""
+    """Table of all-reduces: `latency` in seconds by `num_gpus` and `num_bytes`. Reads a framework's
+    own kernels or, by the file's name, NCCL's. `kernel_source` is empty where the file has none."""
     more, unused = [
         Column("allreduce_dtype", "text", allowed=("bfloat16",)),
         Column("kernel_source", "text", may_lack=True, default="")], "backend|implementation"
@@ -104,14 +104,15 @@ def read_all_reduce(path: Path) -> Table:
 
 
 def of_graphs(table: Table) -> Table:
-    """Of all-reduces launched singly and from a CUDA graph, the graph's."""
+    """The rows of `table` that were launched from a CUDA graph; all rows where none names its
+    kernel."""
     kernel = table["kernel_source"]
     return table.of(np.char.endswith(kernel, "_graph") | ~(kernel != "").any())
 
 
 class GemmTimes:
-    """Products between their sizes: linear in the logarithms of m, n, k and time. Beyond the
-    largest (a vocabulary is wider) in proportion to each; below the smallest, as there."""
+    """Interpolates seconds of matrix products, linearly in the logarithms of m, n, k and time.
+    Beyond the largest size times grow in proportion; below the smallest they stay."""
 
     def __init__(self, table: Table) -> None:
         self.rows, wide, deep = (np.unique(table[name]) for name in "mnk")
@@ -129,7 +130,7 @@ class GemmTimes:
         self._of = RegularGridInterpolator(self._axes, _filled(values, self._axes[-1]))
 
     def __call__(self, rows: ArrayLike, n: float, k: float) -> FloatArray:
-        """Seconds of [rows, k] x [k, n]."""
+        """Seconds of the product [rows, k] x [k, n], for each of `rows`."""
         sizes = [np.log(np.asarray(size, float)) for size in (rows, n, k)]
         inside = [np.clip(at, axis[0], axis[-1])
                   for at, axis in zip(sizes, self._axes, strict=True)]
@@ -140,7 +141,8 @@ class GemmTimes:
 
 
 def _filled(values: FloatArray, depths: FloatArray) -> FloatArray:
-    """[m, n, k] logarithms; sizes not measured (the largest n with the largest k) go on along k."""
+    """`values` [m, n, k], logarithms of seconds, with sizes that were not measured (the largest n
+    with the largest k) interpolated and extrapolated along k."""
     filled = values.copy()
     for line in filled.reshape(-1, values.shape[-1]):
         known = np.flatnonzero(np.isfinite(line))
@@ -167,10 +169,11 @@ def _read_attention(path: Path, *more: Column) -> Table:
 
 def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
                   engine: str | None = None, version: str | None = None) -> Profile:
-    """The Profile of an engine's tables for this device: of vLLM's and the newest version read
-    here, if none is named. Raises InputError for an engine, a version or a device that is none of
-    those, where the folder has no such tables, and where no degree has its attention heads in
-    them."""
+    """The Profile made of an engine's tables for `device`.
+
+    `engine`, `version`: defaults are vLLM and the newest version found. Raises InputError for an
+    unknown engine, version or device, for a folder without such tables, and for a model whose
+    attention heads they lack at every degree."""
     engine = engine or "vllm"
     system, framework, version = _tables_of(folder, device, engine, version)
 
@@ -204,8 +207,8 @@ def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
 
 def _tables_of(folder: Path, device: Device, engine: str, version: str | None
                ) -> tuple[str, str, str]:
-    """(system, framework, version) in the names of the engine's tables of this device: of
-    `version`, or the newest that is there."""
+    """(system, framework, version) as in the file names of the engine's tables for `device`; the
+    newest version found where `version` is None."""
     framework = next((name for name, known in ENGINES.items() if known == engine), None)
     if framework is None:
         raise wrong("command line", "--engine", engine, f"one of {', '.join(ENGINES.values())}")
@@ -226,8 +229,8 @@ def _tables_of(folder: Path, device: Device, engine: str, version: str | None
 
 
 def layer_products(model: ModelSpec, degree: int) -> list[tuple[float, float]]:
-    """(n, k) of one rank's products in one layer: query, key and value together; output; up (with
-    gate); down."""
+    """(n, k) of each matrix product of one rank in one layer: query, key and value together;
+    output; up (with gate); down."""
     hidden, width = model.hidden_size, model.num_heads * model.head_dim / degree
     inner = model.intermediate_size / degree
     return [(width + model.kv_elements_per_token_layer / degree, hidden), (hidden, width),
@@ -235,7 +238,7 @@ def layer_products(model: ModelSpec, degree: int) -> list[tuple[float, float]]:
 
 
 def _add_products(draft: ProfileDraft, times: GemmTimes, model: ModelSpec, degree: int) -> None:
-    """LAYER_REST and HEAD: measured products, and what the roofline has besides products."""
+    """Adds LAYER_REST and HEAD: measured matrix products, and the roofline's time of all else."""
     head = [(-(-model.vocab_size // degree), model.hidden_size)]
     for operator, products in ((Operator.LAYER_REST, layer_products(model, degree)),
                                (Operator.HEAD, head)):
@@ -248,7 +251,7 @@ def _add_products(draft: ProfileDraft, times: GemmTimes, model: ModelSpec, degre
 
 def _add_attention(draft: ProfileDraft, table: Table, model: ModelSpec,
                    operator: Operator) -> None:
-    """Each degree whose heads of one GPU were measured gets a table; the others are refused."""
+    """Adds a table for each degree whose heads per GPU were measured; refuses the other degrees."""
     beyond_peak = []
     for degree in draft.degrees:
         heads = (model.num_heads // degree, model.kv_heads // degree, model.head_dim)
@@ -280,8 +283,8 @@ def _add_attention(draft: ProfileDraft, table: Table, model: ModelSpec,
 
 def _least_s(peaks: Peaks, model: ModelSpec, operator: Operator, x: IntArray,
              y: IntArray) -> FloatArray:
-    """What attention of all heads in one layer takes at these peaks: four operations an element of
-    each pair of tokens, and queries, keys, values and result through memory, once."""
+    """Seconds that attention of all heads in one layer takes at the peaks: four operations per
+    element of each pair of tokens; queries, keys, values and result pass memory once."""
     width, kv = model.num_heads * model.head_dim, model.kv_elements_per_token_layer
     is_encode = operator is Operator.ENCODE_ATTENTION
     pairs = x * (x + 1) / 2 if is_encode else x * y
@@ -292,9 +295,9 @@ def _least_s(peaks: Peaks, model: ModelSpec, operator: Operator, x: IntArray,
 
 
 def _completed(table: list[Sample]) -> list[Sample]:
-    """Decode attention on the whole grid: large batches were measured at short contexts alone. At
-    such sizes the cache's bytes decide, so a batch takes as many times the longest one measured at
-    that context as it has times its queries."""
+    """The decode attention `table` on its whole grid; large batches were measured at short contexts
+    alone. There the cache's bytes decide, so a batch's time is that of the largest batch measured
+    at its context, in proportion to the requests."""
     at = {(p.x, p.y): p for p in table}
     batches, contexts = sorted({p.x for p in table}), sorted({p.y for p in table})
     added = []
@@ -307,8 +310,8 @@ def _completed(table: list[Sample]) -> list[Sample]:
 
 
 def _add_all_reduce(draft: ProfileDraft, table: Table, link: str) -> None:
-    """What ranks of this engine wait for each other is added, where its whole runs show any: the
-    kernel was timed with all ranks ready."""
+    """Adds the all-reduce tables, with the seconds that ranks of this engine wait for each other:
+    the kernel was timed with all ranks ready."""
     table = of_graphs(table)
     for degree in draft.degrees:
         rows = table["num_gpus"] == degree
@@ -321,7 +324,8 @@ def _add_all_reduce(draft: ProfileDraft, table: Table, link: str) -> None:
 
 
 def _geometries(table: Table, num_heads: int) -> str:
-    """A sentence says what was measured of `num_heads`, or else of which heads anything was."""
+    """Words for the head counts that were measured: key-value heads beside `num_heads`, or else
+    all counts of heads."""
     of_heads = table["num_heads"] == num_heads
     measured = zip(table["num_key_value_heads"][of_heads].tolist(),
                    table["head_dim"][of_heads].tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""What importers share: points of a table, and a Profile of imported and analytic parts."""
+"""Shared parts of importers: CSV tables, and a Profile made of imported and analytic tables."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _SHOWN = 20  # faults of one column that are listed; the rest are counted
 
 
 class Column(NamedTuple):
-    """One column that is read. `least`: of a count. `allowed`: of a text. `may_lack`: files
-    without the column are good; with a `default`, they read as if every row had it. `is_work`:
-    rows with 0 here timed nothing, and are left out."""
+    """A column to read. `least`: smallest count allowed. `allowed`: texts allowed. `may_lack`: the
+    file may lack the column; every row then has `default`, if given. `is_work`: rows with 0 here
+    timed nothing, and are left out."""
 
     name: str
     kind: Literal["ms", "count", "text"]
@@ -49,7 +49,7 @@ class Column(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What becomes a Mistake once the file is known. `line` None: of the file as a whole."""
+    """A Mistake without its file. `line` None: it concerns the whole file."""
 
     line: int | None
     key: str
@@ -62,7 +62,7 @@ _Read = tuple[NDArray[Any], list[Fault]]  # a column's values, and what is wrong
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Table:
-    """`lines` [rows]: where in the file each row is."""
+    """Columns of a CSV file by name, each [rows]. `lines` [rows]: the line of each row."""
 
     path: Path
     lines: NDArray[np.int64]
@@ -72,18 +72,18 @@ class Table:
         return name in self.columns
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """[rows] a column: seconds, whole numbers or texts, by its kind."""
+        """The column `name`, [rows]: seconds, whole numbers or texts, by its kind."""
         return self.columns[name]
 
     def of(self, rows: NDArray[Any] | slice, **more: NDArray[Any]) -> Table:
-        """These rows alone, by a mask or their numbers. `more`: columns that are added, of all."""
+        """A Table of `rows` alone (a mask or indices). `more`: columns to add, with all rows."""
         columns = {**self.columns, **more}
         return Table(path=self.path, lines=self.lines[rows],
                      columns={name: column[rows] for name, column in columns.items()})
 
 
 def read_table(path: Path, columns: Sequence[Column], unused: str = "") -> Table:
-    """The rows of `path`. `unused`: pattern of columns that belong to the layout and are not read.
+    """The Table of the CSV file `path`. `unused`: pattern of known columns that are not read.
     Raises InputError naming every missing or unknown column and every bad cell."""
     header, lines, rows = _rows(path)
     kept = _with_work(header, rows, columns)
@@ -111,7 +111,7 @@ def read_table(path: Path, columns: Sequence[Column], unused: str = "") -> Table
 
 
 def _with_work(header: list[str], rows: list[list[str]], columns: Sequence[Column]) -> list[int]:
-    """Indices of the rows that timed something; all of them, if none did."""
+    """Indices of the rows that timed something; all rows, if none did."""
     at = [header.index(column.name) for column in columns
           if column.is_work and column.name in header]
     kept = [i for i, row in enumerate(rows)
@@ -120,7 +120,7 @@ def _with_work(header: list[str], rows: list[list[str]], columns: Sequence[Colum
 
 
 def fail(path: Path, faults: Iterable[Fault]) -> None:
-    """Raises InputError if there are any faults."""
+    """Raises InputError with all of `faults`, if there are any."""
     mistakes = [Mistake(file=str(path), line=f.line, key=f.key, value=f.value, allowed=f.allowed)
                 for f in faults]
     if mistakes:
@@ -128,7 +128,7 @@ def fail(path: Path, faults: Iterable[Fault]) -> None:
 
 
 def _rows(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
-    """(header, line numbers, cells)."""
+    """(header, line number of each row, cells of each row). Raises InputError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
@@ -183,11 +183,11 @@ OPERATORS = (Operator.LAYER_REST, Operator.ENCODE_ATTENTION, Operator.DECODE_ATT
              Operator.EMBED, Operator.HEAD, Operator.KV_COMPACTION)
 MAX_TOKENS, MAX_QUERIES, MAX_ROWS = 2**14, 2**10, 2**20  # where analytic parts end
 _TOGETHER = np.array([1.0, 4.0, 16.0])  # queries encoded together
-_DISTURBED = 1.5
+_DISTURBED = 1.5  # chosen
 
 
 class Source(NamedTuple):
-    """Whose numbers, and what is known of how they were taken."""
+    """Origin of imported numbers: whose they are, of which kernels, commit, date and libraries."""
 
     name: str
     kernels: str
@@ -196,7 +196,7 @@ class Source(NamedTuple):
     libraries: str
 
     def check(self, path: Path, model: ModelSpec, dtype: str) -> None:
-        """Raises InputError for models and dtypes that none of the sources has."""
+        """Raises InputError unless the model is decoder-only and `dtype` has 16 bits."""
         fail(path, [
             *([Fault(None, "model", model.name, "a decoder-only model")]
               if model.is_encoder_decoder else []),
@@ -206,11 +206,12 @@ class Source(NamedTuple):
 
 
 class ProfileDraft:
-    """A profile in the making: imported tables, and the roofline for what nobody measured."""
+    """Builds a Profile of imported tables, with the roofline's times for operators that nobody
+    measured."""
 
     def __init__(self, model: ModelSpec, device: Device, dtype: str,
                  engine: str = OWN_ENGINE) -> None:
-        """`engine`: whose constants the analytic parts are computed with."""
+        """`engine`: the catalog engine whose constants compute the analytic tables."""
         self.roofline = Roofline(model, device, dtype, engine=engine)
         self.tables: dict[TableKey, tuple[Sample, ...]] = {}
         self.refused: dict[int, str] = {}
@@ -221,36 +222,37 @@ class ProfileDraft:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Degrees that have a LAYER_REST."""
+        """Tensor-parallel degrees that have a LAYER_REST table."""
         return tuple(sorted(k.tp_degree for k in self.tables
                             if k.name == Operator.LAYER_REST.value))
 
     @property
     def peaks(self) -> Peaks:
+        """The device's data-sheet peaks."""
         return Peaks(flops_per_s=self._device.peak_flops_per_s(self._dtype),
                      bandwidth_bytes_per_s=self._device.bandwidth_bytes_per_s,
                      source=self._device.source or "data sheet")
 
     def refuse(self, degree: int, reason: str | None) -> bool:
-        """Notes why `degree` is left out; False without a reason."""
+        """Records `reason` for leaving out `degree`; returns whether there is a reason."""
         if reason is not None:
             self.refused[degree] = reason
         return reason is not None
 
     def add(self, operator: Operator, degree: int, table: Iterable[Sample]) -> None:
-        """A table of measured points; nothing where there are none."""
+        """Adds a table of measured points, unless it is empty."""
         if samples := in_order(table):
             self.tables[TableKey(operator.value, degree)] = samples
 
     def calm(self, operator: Operator, table: Sequence[Sample]) -> list[Sample]:
-        """An attention table without its disturbed points, which are counted."""
+        """The points of an attention table that are not disturbed; counts the others."""
         kept = undisturbed(table, grows_with_y=operator is not Operator.ENCODE_ATTENTION)
         self._disturbed += len(table) - len(kept)
         return kept
 
     def fill_from_roofline(self) -> None:
-        """The roofline gives what a degree lacks. A paged cache moves no rows, so compaction is
-        free."""
+        """Adds the roofline's times for every table that a degree lacks. Compaction costs 0: a
+        paged cache moves no rows."""
         for degree in self.degrees:
             for operator in OPERATORS:
                 key = TableKey(operator.value, degree)
@@ -267,7 +269,7 @@ class ProfileDraft:
         self._analytic[STEP_OVERHEAD] = [1]
 
     def profile(self, source: Source, what: str) -> Profile:
-        """`what`: which of the source's tables, for the origin's sentence."""
+        """The finished Profile. `what`: which of the source's tables it holds, for its origin."""
         assert self.degrees, f"no degree of {what}"
         disturbed = [f"{self._disturbed} disturbed points of attention left out"]
         text = "; ".join([f"imported from {source.name} ({source.commit}): {what}", *self.notes,
@@ -303,12 +305,12 @@ class ProfileDraft:
 
 
 def in_order(table: Iterable[Sample]) -> tuple[Sample, ...]:
-    """The samples stand in the order of a profile's file."""
+    """The samples sorted by (y, x), as in a profile's file."""
     return tuple(sorted(table, key=lambda p: (p.y, p.x)))
 
 
 def samples_at(x: ArrayLike, seconds: ArrayLike, y: ArrayLike | None = None) -> list[Sample]:
-    """One point for each place (x, y); rows of the same place are its samples."""
+    """One Sample per distinct (x, y), holding the `seconds` of all rows there. y defaults to 0."""
     xs = np.asarray(x, float)
     ys = np.zeros_like(xs) if y is None else np.asarray(y, float)
     places: dict[tuple[float, float], list[float]] = {}
@@ -319,8 +321,9 @@ def samples_at(x: ArrayLike, seconds: ArrayLike, y: ArrayLike | None = None) -> 
 
 
 def undisturbed(table: Sequence[Sample], *, grows_with_y: bool) -> list[Sample]:
-    """Points that took `_DISTURBED` times as long as one of more work are left out: something else
-    ran. Each would raise all larger ones, since times are taken to grow with size."""
+    """The points of `table` but those that took over `_DISTURBED` times as long as a point of more
+    work: something else ran then. Such a point would raise all larger ones, as times must grow
+    with size."""
     xs, column = np.unique([p.x for p in table], return_inverse=True)
     ys, row = np.unique([p.y for p in table], return_inverse=True)
     medians = np.full((len(ys), len(xs)), np.nan)

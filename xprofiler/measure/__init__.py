@@ -1,1 +1,1 @@
-"""Measures XRunner's own layers. All ranks measure at once, as in a run they share the machine."""
+"""Measuring ranks, which time XRunner's own layers; started as processes, imported by nobody."""

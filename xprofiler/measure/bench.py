@@ -1,8 +1,8 @@
-"""One rank's share of a model, ready to take any real step: XRunner's own executor on random
-weights, with a probe around the parts.
+"""Executes and times steps on one rank: XRunner's executor on random weights, with a probe around
+its parts.
 
 Weights of one layer alone would stay in a cache; a run streams all layers of its stage. So the
-bench holds as many layers as a stage does, and both ends of the model, whose vocabularies matter.
+bench holds as many layers as a stage does, and embedding and head, whose vocabularies matter.
 """
 
 import math
@@ -37,12 +37,12 @@ from xrunner.ops.contexts import layers_of
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 
-_ENTRY = 0.5  # of every cache: attention takes as long whatever it reads, unless it is no number
-MAX_WEIGHT_BYTES = 2 * 2**30  # more layers than this neither fit nor change the cache's behaviour
-FEW_WEIGHT_BYTES = 2**26  # and fewer than this a processor's caches might keep
-_ROW_LAYERS, LEAST_LAYERS, MOST_LAYERS = 4200, 2, 6  # rows times layers of a brief step; layers
-# Layers whose caches would take more than this share one, where it is too large for any processor's
-# caches to keep from one layer to the next.
+_ENTRY = 0.5  # value of every KV cache entry: attention's time depends on no value but NaN
+MAX_WEIGHT_BYTES = 2 * 2**30  # chosen: more neither fit nor change what processor caches keep
+FEW_WEIGHT_BYTES = 2**26  # chosen: fewer might stay in a processor's caches
+_ROW_LAYERS, LEAST_LAYERS, MOST_LAYERS = 4200, 2, 6  # chosen: rows x layers of a brief step
+# chosen: layers whose KV caches would take more share one cache, which must then be too large for
+# processor caches to keep from one layer to the next
 _MAX_KV_BYTES, _SHARED_KV_BYTES = 2**30, 2**26
 GREEDY, DRAWN = Sampling(), Sampling(temperature=1.0, top_k=50, top_p=0.95)
 
@@ -50,10 +50,11 @@ Measurement = Callable[[], StepParts]  # executes the step once
 
 
 class LayerBench:
-    """A stage of `num_stages` with both ends, one shard of `tp_degree` of it, on `device`; of an
-    encoder-decoder model with layers of both kinds.
-    `capturing`: decode steps are timed captured, where a run captures them; None: none is.
-    `capture_failure`: why none is from now on, for a run that cannot capture one captures none."""
+    """One of `num_stages` stages with embedding and head, as one shard of `tp_degree`, on `device`.
+    It has layers of both kinds for an encoder-decoder model.
+
+    `capturing`: how decode steps are captured as CUDA graphs (None: they are not).
+    `capture_failure`: why capturing failed, if it did; then no step is captured, as in a run."""
 
     capturing: Capturing | None = None
     capture_failure: str | None = None
@@ -62,8 +63,8 @@ class LayerBench:
                  tp_degree: int | Shard = 1, device: torch.device | str = "cpu",
                  sampling: Sampling = GREEDY,
                  weight_dtype: torch.dtype | None = None) -> None:
-        """`weight_dtype`: as which weights are multiplied; None: as `dtype`.
-        `tp_degree`: of a shard whose products nothing sums, or the shard."""
+        """`weight_dtype`: dtype that weights are multiplied in (None: `dtype`). `tp_degree`: degree
+        of a shard whose sums are left out, or the shard."""
         shard = Shard(degree=tp_degree) if isinstance(tp_degree, int) else tp_degree
         layer_bytes = spec.decoder_layer_params * dtype.itemsize // shard.degree
         most = max(MAX_WEIGHT_BYTES // (2 if spec.is_encoder_decoder else 1) // layer_bytes, 1)
@@ -81,9 +82,11 @@ class LayerBench:
         self.probe = Probe(self.model, clock_of(self.device))
 
     def decode(self, contexts: list[int], *, most_layers: int | None = None) -> Measurement:
-        """A decode step of one query for each of `contexts` (tokens already cached; of an
-        encoder-decoder model each has one more of input, so that one step serves self-attention
-        and cross-attention). `most_layers`: through so many layers, and the head."""
+        """A function that executes and times a decode step of one request per entry of `contexts`.
+
+        `contexts`: tokens already cached. For an encoder-decoder model each request has one more
+        input token, so that one step times self-attention and cross-attention. `most_layers`:
+        number of layers to execute before the head (None: all)."""
         layers = self.model.layers[:most_layers]
         executor = self._executor(len(contexts), max(contexts) + 1, len(layers))
         group, joined = executor.groups[0], self._joined(contexts)
@@ -107,7 +110,7 @@ class LayerBench:
                 return self.probe.time(lambda: executor.execute(message, tokens), len(layers))
 
         def captured() -> StepParts:
-            """Launched kernel by kernel, for what steps that encode launch; then captured."""
+            """Times the step launched kernel by kernel, as encode steps are, and then captured."""
             assert capture is not None, f"{graphs = }"
             launched = step()
             group.adopt(joined)
@@ -122,10 +125,11 @@ class LayerBench:
         return step if graphs is None else captured
 
     def encode(self, lengths: list[int], *, most_layers: int | None = None) -> Measurement:
-        """An encode step of queries of these lengths; of an encoder-decoder model the encoder's
-        layers, then every decoder layer's cross keys and values, put into their caches.
-        `most_layers`: through so many layers only, and no head, where the attention alone counts;
-        their weights may stay in a cache. An encoder has all."""
+        """A function that executes and times an encode step of requests with these `lengths`.
+
+        For an encoder-decoder model it executes the encoder's layers, and then every decoder
+        layer's cross keys and values. `most_layers`: number of layers to execute, without the head,
+        where only attention counts and weights may stay in a processor cache."""
         is_encoder = isinstance(self.model, EncoderDecoderStage)
         layers = self.model.layers[:None if is_encoder else most_layers]
         timed = self.model.encoder_layers if isinstance(self.model, EncoderDecoderStage) else layers
@@ -143,7 +147,7 @@ class LayerBench:
 
     @contextmanager
     def _through(self, layers: Any, *, has_head: bool = True) -> Iterator[None]:
-        """Steps go through `layers` meanwhile, the model's first ones."""
+        """Makes steps execute only `layers`, the model's first ones, inside the `with` block."""
         whole, self.model.layers, self.model.is_last = self.model.layers, layers, has_head
         try:
             yield
@@ -151,8 +155,8 @@ class LayerBench:
             self.model.layers, self.model.is_last = whole, True
 
     def compaction(self, rows: int, tokens: int) -> Callable[[], float]:
-        """Seconds, a layer, of moving `rows` cache rows of `tokens` each: of fewer layers, each
-        with memory of its own, where it would take more than a bench may."""
+        """A function that returns seconds per layer of moving `rows` KV cache rows of `tokens`
+        each. It uses fewer layers where all would exceed the bench's memory."""
         shape, clock = self._shape(2 * rows, tokens), clock_of(self.device)
         most = max(_MAX_KV_BYTES // shape._replace(num_layers=1).num_bytes, 1)
         cache = bench_cache(shape._replace(num_layers=min(shape.num_layers, most)), self.device)
@@ -170,7 +174,7 @@ class LayerBench:
         return move
 
     def layer_kv_bytes(self, queries: int, capacity: int) -> int:
-        """One layer's cache of so many queries of `capacity` tokens."""
+        """Bytes of one layer's KV cache for `queries` requests of `capacity` tokens."""
         return self._shape(queries, capacity)._replace(num_layers=1).num_bytes
 
     def _executor(self, queries: int, capacity: int, layers: int) -> StageExecutor:
@@ -195,7 +199,7 @@ class LayerBench:
 
 def few_layers(spec: ModelSpec, dtype: torch.dtype, tp_degree: int, *, least: int = 1,
                stages: int = 1) -> ModelSpec:
-    """The model with no more layers in each of the stages than are streamed from memory."""
+    """`spec` cut to the fewest layers, in each of `stages`, whose weights stream from memory."""
     layer_bytes = spec.decoder_layer_params * dtype.itemsize // tp_degree
     most = stages * max(FEW_WEIGHT_BYTES // layer_bytes, least)
     return replace(spec, num_layers=min(spec.num_layers, most),
@@ -203,12 +207,12 @@ def few_layers(spec: ModelSpec, dtype: torch.dtype, tp_degree: int, *, least: in
 
 
 def layers_for(rows: int) -> int:
-    """Layers of a brief step that is taken for its rows."""
+    """Number of layers that a brief step of `rows` tokens executes."""
     return min(max(_ROW_LAYERS // rows, LEAST_LAYERS), MOST_LAYERS)
 
 
 def bench_cache(shape: KvShape, device: torch.device) -> KvCache:
-    """A cache of that shape, every page of it written, finite."""
+    """A KV cache of that shape with every page written, and no NaN in it."""
     layers, layer_bytes = shape.num_layers, shape._replace(num_layers=1).num_bytes
     is_shared = layer_bytes > _SHARED_KV_BYTES and layer_bytes * layers > _MAX_KV_BYTES
     cache = KvCache(shape._replace(num_layers=1 if is_shared else layers), device)
@@ -219,8 +223,9 @@ def bench_cache(shape: KvShape, device: torch.device) -> KvCache:
     return cache
 
 
-def around(queries: int, mean: int) -> list[int]:
-    """Contexts of a decode batch, all different, of exactly this mean; the same each time."""
+def contexts_of_mean(queries: int, mean: int) -> list[int]:
+    """Contexts (tokens) of a decode batch of `queries` requests, of different lengths with exactly
+    this mean; the same for the same arguments."""
     rng = np.random.default_rng((queries, mean))
     drawn = rng.integers(max(2 * mean // 3, 1), 4 * mean // 3 + 1, size=queries)
     left = mean * queries - int(drawn.sum())
@@ -228,8 +233,9 @@ def around(queries: int, mean: int) -> list[int]:
     return [max(int(n) + shift + (i < odd), 1) for i, n in enumerate(drawn)]
 
 
-def ragged(queries: int, longest: int) -> list[int]:
-    """Contexts of a decode batch: all different, the longest among them; the same each time."""
+def contexts_up_to(queries: int, longest: int) -> list[int]:
+    """Contexts (tokens) of a decode batch of `queries` requests, of different lengths up to
+    `longest`, which is one of them; the same for the same arguments."""
     rng = np.random.default_rng((queries, longest))
     contexts = [int(n) for n in rng.integers(max(longest // 3, 1), longest + 1, size=queries)]
     contexts[queries // 2] = longest
@@ -237,8 +243,8 @@ def ragged(queries: int, longest: int) -> list[int]:
 
 
 def ordinary_inputs(tokens: int, longest: int | None = None) -> list[int]:
-    """Input lengths of at most `longest` that sum to `tokens`: ordinary ones, all different, the
-    same each time."""
+    """Input lengths of at most `longest` that sum to `tokens`, scattered around an ordinary
+    request's; the same for the same arguments."""
     mean = MEAN_INPUT if longest is None else min(MEAN_INPUT, max(longest // 2, 1))
     rng = np.random.default_rng(tokens)
     shares = rng.uniform(0.5, 1.5, size=max(round(tokens / mean), 1))

@@ -1,14 +1,13 @@
-"""What messages between ranks cost, measured with the very calls a run makes.
+"""Measures messages between ranks, with the very calls that a run makes.
 
 Pairs and groups lie within a node (the `near` link) or across nodes (`far`); all of one kind
 measure at the same time, as in a run. A rank that is in none of them waits. Between GPUs a message
 goes through both hosts' memory (MPI), and directly (NCCL) where every rank has a GPU of its own.
 
-A sum of a tensor-parallel group timed alone finds ranks that come to it together. In a step each of
-them has just gone through half a layer, which takes one a little longer than the other: whoever is
-early waits, sleeps and is woken. So steps of a shard's layers are executed on all ranks of the
-group, with their sums and without in turns, and what the sums add is divided among them
-(docs/profile.md)."""
+An all-reduce timed alone finds all ranks ready. In a step each rank has just executed half a layer,
+which takes one a little longer than the other: an early rank waits, sleeps and is woken. So all
+ranks of the group execute steps of a shard's layers, in turns with and without sums. The difference
+is divided by the number of sums (docs/profile.md)."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from xgpt.core.model import ModelSpec
 from xprofiler.measure.bench import (
     LEAST_LAYERS,
     LayerBench,
-    around,
+    contexts_of_mean,
     few_layers,
     layers_for,
     ordinary_inputs,
@@ -43,19 +42,20 @@ from xrunner.models.weights import Shard
 from xrunner.ops.kv_entries import scatter
 
 TRANSFER_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
-ALL_REDUCE_ROWS = (1, 6, 36, 216, 1300)  # hidden states of so many tokens
+ALL_REDUCE_ROWS = (1, 6, 36, 216, 1300)  # tokens whose hidden states are summed
 HANDOVER_TOKENS = (20, 150, 600)
 _ROUNDS, _WARM_UP = 21, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNodes:
-    """Which ranks share a node. `node_of` [ranks]."""
+    """Nodes of the ranks. `node_of` [ranks]: index of each rank's node."""
 
     node_of: tuple[int, ...]
 
     @property
     def is_split(self) -> bool:
+        """Whether the ranks lie on more than one node."""
         return len(set(self.node_of)) > 1
 
     def near_groups(self, size: int) -> list[tuple[int, ...]]:
@@ -64,7 +64,8 @@ class RankNodes:
                 for i in range(0, len(ranks) - size + 1, size)]
 
     def far_groups(self, size: int) -> list[tuple[int, ...]]:
-        """One group of `size` ranks spread evenly over as many nodes as divide it."""
+        """One group of `size` ranks spread evenly over as many nodes as divide it; none where no
+        number of nodes does."""
         nodes = list(self._ranks_of().values())
         for count in range(min(size, len(nodes)), 1, -1):
             each = size // count
@@ -78,8 +79,8 @@ class RankNodes:
                 for node in dict.fromkeys(self.node_of)}
 
 
-def places(world: Any) -> RankNodes:
-    """Ranks share a node where MPI sees that they could share memory."""
+def find_nodes(world: Any) -> RankNodes:
+    """The nodes of the ranks of `world`: ranks that could share memory, by MPI, share a node."""
     from mpi4py import MPI
 
     shared = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -92,27 +93,29 @@ def places(world: Any) -> RankNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What the messages carry: hidden states and KV entries of this model, from this device."""
+    """The model, dtype and device whose messages are measured: hidden states, keys and values."""
 
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
-    weight_dtype: torch.dtype  # as which weights are multiplied
+    weight_dtype: torch.dtype  # that weights are multiplied in
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one token's hidden state."""
         return self.spec.hidden_size * self.dtype.itemsize
 
     @property
     def kv_bytes(self) -> int:
-        """One token's entries in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return self.spec.kv_elements_per_token_layer * self.dtype.itemsize * self.spec.num_layers
 
 
 def measure_network(world: Any, subject: Subject, *, degrees: tuple[int, ...], near: str,
                     far: str) -> dict[TableKey, tuple[Sample, ...]]:
-    """Every table of messages that these ranks can measure; `near`, `far`: the links' names."""
-    where, can_go_direct = places(world), has_own_gpu_each(world, subject.device)
+    """Tables of samples (x: bytes) of every message that these ranks can measure. `near`, `far`:
+    names of the links within a node and between nodes."""
+    where, can_go_direct = find_nodes(world), has_own_gpu_each(world, subject.device)
     ways: dict[str, type[_Channel]] = {
         HANDOVER: _ThroughHosts, **({HANDOVER_DIRECT: _Directly} if can_go_direct else {})}
     tables: dict[TableKey, tuple[Sample, ...]] = {}
@@ -145,7 +148,7 @@ def _scopes(where: RankNodes, size: int, near: str, far: str
 
 def _on_groups(world: Any, groups: list[tuple[int, ...]], num_bytes: int,
                measure: Callable[[Any], list[float]]) -> Sample:
-    """All groups measure at once; the samples of every rank that took them."""
+    """Calls `measure` in all groups at once; a Sample of the seconds that their ranks return."""
     rank = world.Get_rank()
     mine = next((i for i, group in enumerate(groups) if rank in group), None)
     comm = world.Split(len(groups) if mine is None else mine, rank)
@@ -200,14 +203,14 @@ _Channel = _ThroughHosts | _Directly  # blocks of memory between ranks 0 and 1 o
 
 
 def _transfer(comm: Any, num_bytes: int, device: torch.device) -> list[float]:
-    """One-way time of a step's header and tensor, from device to device, by ping-pong."""
+    """One-way seconds of a step's header and tensor, from device to device, by ping-pong."""
     channel, tensor = _ThroughHosts(comm), torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     return _ping_pong(channel.rank, lambda: channel.send(tensor), lambda: channel.receive(tensor),
                       channel.close)
 
 
 def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> list[float]:
-    """Seconds from one rank's cache to the other's: entries are packed, sent and unpacked."""
+    """Seconds from one rank's KV cache to the other's: entries are packed, sent and unpacked."""
     channel, clock = way(comm), clock_of(subject.device)
     shape = kv_shape(subject.spec, subject.dtype, slots=2, capacity=tokens)
     source, target = (KvCache(shape, subject.device) for _ in range(2))
@@ -225,8 +228,8 @@ def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> 
 
 def _ping_pong(rank: int, send: Callable[[], object], receive: Callable[[], object],
                end: Callable[[], object]) -> list[float]:
-    """Rank 0 measures half of there and back between ranks 0 and 1 in each round; rank 1 returns
-    nothing."""
+    """Seconds of each round on rank 0: half of there and back between ranks 0 and 1. Empty on
+    rank 1."""
     rounds = []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()
@@ -239,7 +242,7 @@ def _ping_pong(rank: int, send: Callable[[], object], receive: Callable[[], obje
 
 def _all_reduce(comm: Any, subject: Subject, degree: int, rows: int,
                 is_direct: bool) -> list[float]:
-    """What an all-reduce adds to a real step (xprofiler.measure.network)."""
+    """Seconds that an all-reduce adds to a real step, round by round (see the module)."""
     group, sums = TorchGroup(comm, "nccl") if is_direct else MpiGroup(comm), Sums()
     bench = summing_bench(subject.spec, subject.dtype, degree, sums, device=subject.device,
                           weight_dtype=subject.weight_dtype)
@@ -249,17 +252,16 @@ def _all_reduce(comm: Any, subject: Subject, degree: int, rows: int,
     return added
 
 
-_POINT_S = 0.4  # a size is measured for about so long, and never fewer times than
-_LEAST_ROUNDS, _MOST_ROUNDS = 5, 21
+_POINT_S = 0.4  # chosen: seconds of measuring a size, within these numbers of rounds
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 21  # chosen
 
 
 class Sums:
-    """Stands where a shard's products are summed: over the group that is there now, or not at
-    all."""
+    """Sums a shard's results over `group`, or leaves them where it is None; counts the calls."""
 
     def __init__(self) -> None:
         self.group: MpiGroup | TorchGroup | None = None
-        self.count = 0  # of sums asked for
+        self.count = 0
 
     def __call__(self, tensor: Tensor) -> Tensor:
         self.count += 1
@@ -268,7 +270,8 @@ class Sums:
 
 def summing_bench(spec: ModelSpec, dtype: torch.dtype, degree: int, sums: Sums, *,
                   device: torch.device, weight_dtype: torch.dtype) -> LayerBench:
-    """A shard of a few layers, which are more than a processor's caches keep."""
+    """A LayerBench of one shard of a few layers, more than a processor's caches keep, whose results
+    `sums` adds up."""
     return LayerBench(few_layers(spec, dtype, degree, least=LEAST_LAYERS), dtype,
                       tp_degree=Shard(degree=degree, all_reduce=sums), device=device,
                       weight_dtype=weight_dtype)
@@ -276,8 +279,8 @@ def summing_bench(spec: ModelSpec, dtype: torch.dtype, degree: int, sums: Sums, 
 
 def seconds_of_sums(comm: Any, group: MpiGroup | TorchGroup, bench: LayerBench, sums: Sums,
                     rows: int) -> list[float]:
-    """Seconds that each sum of `rows` hidden states adds to a step, round by round; every rank of
-    `comm`, whose `group` it is, calls it with a like bench."""
+    """Seconds that each sum of `rows` hidden states adds to a step, round by round. Every rank of
+    `comm` must call it with its own bench; `group` sums over the same ranks."""
     step = _step(bench, rows)
 
     def timed(one: MpiGroup | TorchGroup | None) -> float:
@@ -285,7 +288,7 @@ def seconds_of_sums(comm: Any, group: MpiGroup | TorchGroup, bench: LayerBench, 
         comm.Barrier()
         return step().whole_s
 
-    first_s = max(timed(None), timed(group))  # and its warm-up
+    first_s = max(timed(None), timed(group))  # also warms up
     most = np.clip(_POINT_S / 2 / first_s, _LEAST_ROUNDS, _MOST_ROUNDS)  # rank 0's counts
     rounds = broadcast(comm, int(most), int)
     added = [timed(group) - timed(None) for _ in range(rounds)]
@@ -293,9 +296,10 @@ def seconds_of_sums(comm: Any, group: MpiGroup | TorchGroup, bench: LayerBench, 
 
 
 def _step(bench: LayerBench, rows: int) -> Callable[[], StepParts]:
-    """A step of so many rows: as usual few are decoded, many are of inputs."""
+    """A function that executes and times a step of `rows` tokens: few are decoded, many are of
+    inputs, as is usual."""
     layers, most = layers_for(rows), bench.spec.max_positions
     if rows > DECODE_ROWS_UP_TO:
         return bench.encode(ordinary_inputs(rows, most), most_layers=layers)
     context = STEP_CONTEXT if most is None else min(STEP_CONTEXT, most - 1)
-    return bench.decode(around(rows, context - 1), most_layers=layers)
+    return bench.decode(contexts_of_mean(rows, context - 1), most_layers=layers)

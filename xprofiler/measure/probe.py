@@ -1,13 +1,13 @@
-"""Takes a real step apart: marks where embedding, attention and the rest of each layer begin.
+"""Times the parts of a real step: marks where embedding, attention and the rest of each layer
+begin.
 
-The parts are timed inside the step that XRunner would execute, so the caches are in the state a
-run leaves them in (a layer timed alone would find its weights there), and the parts add up to the
-whole by construction. A mark costs well under a microsecond.
+The parts are timed inside the step that XRunner would execute, so processor caches are as in a run:
+a layer timed alone would find its weights there. The parts add up to the whole by construction. A
+mark costs well under a microsecond.
 
-A decode step that a GPU's run takes captured in a CUDA graph (xrunner.engine.graphs) is one thing
-to the host, so nothing can be marked in it while it is replayed. A second capture of the same step
-tells what its parts take: it has events among its kernels that the graph records at each replay.
-Its times are scaled to those of the first, which has none and is what a run replays."""
+A decode step captured as a CUDA graph (xrunner.engine.graphs) is one launch to the host, so nothing
+can be marked in it. A second capture of the step has events among its kernels, which the graph
+records at each replay. Its times are scaled to those of the first capture, which a run replays."""
 
 import time
 from collections import defaultdict
@@ -31,34 +31,36 @@ _ROUNDS = 8
 
 
 class Clock(Protocol):
-    """Marks moments in the device's own order of work; their distance is read once settled."""
+    """Marks moments in the device's order of work. Call `settle` before reading `seconds`."""
 
     def mark(self) -> Any:
-        """This moment, after all work issued before it."""
+        """A mark of the moment after all work issued so far."""
         ...
 
     def settle(self) -> None:
-        """Returns when everything issued has happened; only then are distances known."""
+        """Waits until all issued work is done."""
         ...
 
-    def seconds(self, first: Any, second: Any) -> float: ...
+    def seconds(self, first: Any, second: Any) -> float:
+        """Seconds between two marks."""
+        ...
 
 
 class CpuClock:
-    """Work on a CPU has happened when its call returns."""
+    """Clock of a CPU, whose work is done when its call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Nothing is ever under way."""
+        """Returns at once: no work is under way."""
 
     def seconds(self, first: float, second: float) -> float:
         return second - first
 
 
 class CudaClock:
-    """CUDA events on the current stream: times of the device, without waiting for the host."""
+    """Clock of a GPU: CUDA events on the current stream, which do not wait for the host."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -73,12 +75,13 @@ class CudaClock:
 
 
 def clock_of(device: torch.device) -> Clock:
+    """The Clock for `device`."""
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
 def measure_peaks(dtype: torch.dtype, device: torch.device) -> Peaks:
-    """What one rank's device does at most while all ranks are at work: the best of a few rounds,
-    since a peak is what the device can do, not what it usually does."""
+    """Peak rates of this rank's device while all ranks are at work: the best of a few rounds, as a
+    peak is what the device can do, not what it usually does."""
     side = _SIDE * (_CUDA_SCALE if device.type == "cuda" else 1)
     matrix = torch.randn(side, side, device=device).to(dtype)
     product_s = _best_s(lambda: matrix @ matrix, device)
@@ -102,10 +105,11 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 class StepParts(NamedTuple):
-    """Seconds of one step; 0 of what was not timed. `rest_s`, `attention_s`, `cross_s`
-    (cross-attention) and `cross_kv_s` are of one layer, the mean over the layers.
-    `captured_rest_s`: of a decode step that is taken captured, which then all but `rest_s` is of;
-    None: of one that is launched kernel by kernel."""
+    """Seconds of one step and its parts; 0 for parts that were not timed.
+
+    `rest_s`, `attention_s`, `cross_s` (cross-attention) and `cross_kv_s` are means per layer.
+    `captured_rest_s`: rest of a layer in a captured decode step (None: not captured). All fields
+    but `rest_s`, which is launched kernel by kernel, are then of that step."""
 
     whole_s: float = 0.0
     rest_s: float = 0.0
@@ -117,42 +121,43 @@ class StepParts(NamedTuple):
     captured_rest_s: float | None = None
 
     def overhead_s(self, num_layers: int) -> float:
-        """What a decode step takes besides its parts: message, slots, tables, mask."""
+        """Seconds of a decode step outside its parts: message, slots, tables, mask."""
         rest_s = self.rest_s if self.captured_rest_s is None else self.captured_rest_s
         layers_s = num_layers * (rest_s + self.attention_s + self.cross_s)
         return max(self.whole_s - layers_s - self.embed_s - self.head_s, 0.0)
 
 
 class Spans:
-    """Marks of one step's parts: where each begins and ends. Between two calls of a layer lie
-    rotation, cache write and an attention kernel, which are the part that the first one names."""
+    """Begin and end marks of one step's parts. Rotation, cache write and attention kernel lie
+    between two calls of a layer; the first of the calls names that part."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-        self._before: tuple[str, Any] | None = None  # the part that has begun, and where
-        self.head: Any = None  # where it begins
+        self._before: tuple[str, Any] | None = None  # the part under way, and its begin
+        self.head: Any = None  # mark of the head's begin
 
     def clear(self) -> None:
         self._spans.clear()
         self._before = self.head = None
 
     def begins(self, mark: Any) -> None:
-        """A call begins, and ends the part before it."""
+        """Records that a call begins, which ends the part under way."""
         if self._before is not None:
             part, begin = self._before
             self._spans[part].append((begin, mark))
             self._before = None
 
     def add(self, part: str, begin: Any, end: Any, then: str = "") -> None:
-        """A call has ended; `then`: the part that begins there."""
+        """Records a call from `begin` to `end` as `part`; `then`: the part that starts at its
+        end ("": none)."""
         self._spans[part].append((begin, end))
         if then:
             self._before = then, end
 
     def parts(self, clock: Clock, num_layers: int, cross_layers: int = 1,
               factor: float = 1.0) -> StepParts:
-        """What comes before a step's head, `factor` times as long as between its marks, whose
-        distances are known; `cross_layers`: that keep an encoder's output."""
+        """StepParts of all that precedes a step's head, with seconds multiplied by `factor`. The
+        clock must be settled. `cross_layers`: layers that cache an encoder's output."""
         # a large encode step goes through the layers in pieces
         passed = len(self._spans["attention"])
         assert passed and passed % num_layers == 0, f"{passed = } {num_layers = }"
@@ -166,10 +171,10 @@ class Spans:
 
 
 class Probe:
-    """Puts marks around the parts of `model`'s layers and ends, in place."""
+    """Marks the parts of `model`'s layers, embedding and head, by wrapping their calls in place."""
 
     def __init__(self, model: Any, clock: Clock) -> None:
-        """`model`: a StageModel or an EncoderDecoderStage, with both ends."""
+        """`model`: a StageModel or an EncoderDecoderStage, with embedding and head."""
         self._clock, self._model = clock, model
         self._marking: Clock | None = clock
         self._spans = Spans()
@@ -184,13 +189,14 @@ class Probe:
             self._time([model], "cross_kv", store_encoded="")
 
     def time(self, step: Callable[[], object], num_layers: int | None = None) -> StepParts:
-        """Runs `step` once, through so many layers (None: all that decode)."""
+        """Runs `step` once and returns its parts. `num_layers`: layers that it executes (None: all
+        decoder layers)."""
         ends, cross_layers = self.ends(step), len(self._model.layers)
         parts = self._spans.parts(self._clock, num_layers or cross_layers, cross_layers)
         return parts._replace(whole_s=ends.whole_s, head_s=ends.head_s)
 
     def ends(self, step: Callable[[], object]) -> StepParts:
-        """Runs `step` once: the whole and its head; of its other parts nothing need be marked."""
+        """Runs `step` once and returns the seconds of the whole and of its head alone."""
         self._spans.clear()
         start = self._clock.mark()
         step()
@@ -202,7 +208,8 @@ class Probe:
 
     @contextmanager
     def marked_by(self, clock: Clock | None) -> Iterator[Spans]:
-        """Meanwhile this clock marks the parts, in spans of their own; None: nothing does."""
+        """Lets `clock` mark the parts inside the `with` block, in the Spans it yields; None marks
+        nothing."""
         before = self._marking, self._spans
         self._marking, self._spans = clock, Spans()
         try:
@@ -211,8 +218,8 @@ class Probe:
             self._marking, self._spans = before
 
     def _time(self, owners: Iterable[Any], part: str, **calls: str) -> None:
-        """Marks these calls of each owner, as far as it has them, as that part; with each the part
-        that follows it, or none."""
+        """Wraps the methods `calls` of each owner, where it has them, to be timed as `part`. The
+        value of a call names the part that follows it ("": none)."""
         for owner in owners:
             for name, then in calls.items():
                 if hasattr(owner, name):
@@ -231,7 +238,8 @@ class Probe:
         return timed
 
     def _begins(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Everything from the head's begin to the step's end is the head's: logits, sampling."""
+        """`call`, which also marks the head's begin: logits and sampling last until the step
+        ends."""
 
         def begun(*arguments: Any) -> Any:
             if self._marking is not None:
@@ -242,15 +250,15 @@ class Probe:
 
 
 class GraphClock(CudaClock):
-    """CUDA events that a graph records. They are made before it is captured, in the same step
-    launched kernel by kernel, and are then recorded by the capture, one after the other."""
+    """Clock of CUDA events that a graph records. A step launched kernel by kernel makes the events;
+    the capture after it records them in the same order."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
         self._next = 0
 
     def restart(self) -> None:
-        """The next mark is the first one again."""
+        """Makes the next mark reuse the first event."""
         self._next = 0
 
     def mark(self) -> torch.cuda.Event:
@@ -269,15 +277,15 @@ class GraphClock(CudaClock):
 
 
 class Capturing(NamedTuple):
-    """`capture`: captures steps as a run does; `inner`: makes the clock of marks within one."""
+    """How to capture steps as a run does. `inner` makes the clock for marks inside a graph."""
 
     capture: Capture
     inner: Callable[[], GraphClock] = GraphClock
 
 
 class TimedCapture:
-    """Captures each step twice, without marks and with them; a `Capture` whose replays are
-    timed."""
+    """A `Capture` that captures each step twice, without marks and with them, and times its
+    replays."""
 
     def __init__(self, capturing: Capturing, probe: Probe, clock: Clock) -> None:
         self._capture, self._inner = capturing
@@ -305,7 +313,7 @@ class TimedCapture:
         return Captured(replay, plain.out)
 
     def parts(self, num_layers: int) -> StepParts:
-        """Of the step that was replayed last: it is replayed once more, with marks."""
+        """Parts of the step that was replayed last, found by replaying it once more with marks."""
         assert self._marked is not None and self._span is not None, "nothing was replayed"
         captured, spans, inner = self._marked
         begin = self._clock.mark()
@@ -318,8 +326,8 @@ class TimedCapture:
 
 def captured_step(model: StageModel, group: StageGroup, queries: int,
                   capture: TimedCapture) -> DecodeGraphs | None:
-    """The step of so many queries of a group whose entries lie in rows, captured as in a run; None
-    where a run does not capture it either. Raises CaptureError."""
+    """The decode step of `queries` requests of a group, captured as in a run; None where a run does
+    not capture it either. Raises CaptureError."""
     size = bucket_of(queries)
     if size is None or why_not(model) is not None:
         return None

@@ -1,12 +1,12 @@
 """The measuring ranks as one: begin together, gather, agree. A single rank needs no MPI.
 
-Whether others were at work on the machine meanwhile, two signs tell, of which the stronger counts,
-each as a share of the machine that was missing:
+The share of the machine that other programs used is estimated in two ways; the larger counts:
 
-- of the cores' time, what neither these ranks used nor nobody did, a host's other guests included
-  (/proc/stat, in hundredths of a second, against the ranks' own processor time);
-- of the ranks' time, what their threads waited for a core (/proc/self/task/*/schedstat,
-  nanoseconds: it tells where a point takes less than the accounts' hundredths)."""
+- Core time that was neither idle nor used by these ranks, a host's other guests included, from
+  the hundredths of a second of /proc/stat.
+
+- Time that the ranks' threads waited for a core. /proc/self/task/*/schedstat counts nanoseconds,
+  which is fine enough for short points."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from xrunner.comm.exchange import all_gather, broadcast
 from xrunner.comm.point_to_point import wait_politely
 from xrunner.rank.threads import WaitedForCores
 
-_ATTEMPTS = 3
-_POINT_S = 0.15  # a point is measured for about so long, and never fewer times than
+_ATTEMPTS = 3  # chosen, as all here
+_POINT_S = 0.15  # seconds of measuring a point, within these numbers of steps
 _MIN_STEPS, _MAX_STEPS = 5, 40
-# of a point that is measured briefly: so long, and as few steps as tell a spread
-_BRIEF_POINT_S, _BRIEF_STEPS = 0.02, 3
+_BRIEF_POINT_S, _BRIEF_STEPS = 0.02, 3  # seconds and least steps of a brief measurement
 _SLOW_STEP_S, _SLOW_STEPS = 0.3, 2  # a step this slow hardly scatters: the first one counts too
 _PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the next barrier
 
 
 class Steps(list[StepParts]):
-    """Of one point. `missing`: share of the machine that others had meanwhile."""
+    """Timed steps of one point. `missing`: share of the machine that other programs used."""
 
     missing = 0.0
 
 
 class Ranks:
-    """`world`: COMM_WORLD of mpi4py, or None for a single rank started without a launcher.
+    """The measuring ranks. `world`: COMM_WORLD of mpi4py, or None for a single rank started without
+    a launcher.
 
-    Where ranks outnumber the cores they measure in turns, as many at once as have a core each: what
-    the system's scheduler gives to one of several in a core's time slices is a matter of chance.
+    Where ranks outnumber the cores they measure in `turns`, as many at once as have a core each:
+    sharing a core would add the chance of the system's scheduling.
     """
 
     def __init__(self, world: Any, turns: int = 1) -> None:
@@ -59,11 +59,12 @@ class Ranks:
         self.size = 1 if world is None else int(world.Get_size())
 
     def barrier(self) -> None:
+        """Waits for all ranks."""
         if self.world is not None:
             self.world.Barrier()
 
     def _in_turn(self, measure: Callable[[], Any]) -> Any:
-        """What this rank measures, together with those whose turn is the same."""
+        """This rank's result of `measure`, called together with the ranks of the same turn."""
         mine = None
         for turn in range(self._turns):
             if self._turns == 1 or self.world is None:
@@ -76,27 +77,28 @@ class Ranks:
         return mine
 
     def gather(self, mine: Any, kind: Any) -> list[Any]:
-        """Every rank's, which is of type `kind`, on every rank."""
+        """Every rank's `mine`, a value of type `kind`, in the order of ranks, on every rank."""
         return [mine] if self.world is None else all_gather(self.world, mine, kind)
 
     def agree(self, mine: bool) -> bool:
-        """Rank 0's answer, on every rank: clocks and files are not read by each."""
+        """Rank 0's answer, on every rank: clocks and files may differ between ranks."""
         return mine if self.world is None else bool(broadcast(self.world, mine, bool))
 
-    def together(self, measure: Callable[[], Sequence[Any]], kind: Any = float) -> list[Any]:
-        """What all ranks measured, each a value of `kind`, at the same time, or in as few turns as
-        there must be."""
+    def measure_all(self, measure: Callable[[], Sequence[Any]], kind: Any = float) -> list[Any]:
+        """All ranks' results of `measure`, joined: values of type `kind`. Ranks call it at the same
+        time, or in turns."""
         mine = list(self._in_turn(measure))
         time.sleep(_PAUSE_S)
         return [s for each in self.gather(mine, list[kind]) for s in each]
 
-    def steady(self, step: Callable[[], StepParts], *, is_brief: bool = False,
-               watch: Disturbance | None = None, is_warm: bool = True) -> Steps:
-        """A step on all ranks, timed until it has been seen often enough; again where the times
-        disagree, or others were at work: the least disturbed attempt counts. `is_brief`: as seldom
-        as will do, and again only where they disagree by more than a profile is left at, as long
-        as the watch has patience. `watch`: who sees the others; None: nobody. `is_warm`: else a
-        first step goes before, which loads the kernels that it takes."""
+    def measure_step(self, step: Callable[[], StepParts], *, is_brief: bool = False,
+                     watch: Disturbance | None = None, is_warm: bool = True) -> Steps:
+        """Times `step` on all ranks; repeats where times disagree or other programs ran, and
+        returns the least disturbed attempt.
+
+        `is_brief`: few steps, repeated only above NOISE_LIMIT and while `watch` has patience.
+        `watch`: detects other programs (None: not looked for). `is_warm`: False executes the step
+        once before, to load its kernels."""
         if not is_warm:
             self._in_turn(step)
         first, count = self.gather(self._in_turn(step), StepParts), _SLOW_STEPS
@@ -113,14 +115,14 @@ class Ranks:
         for _ in range(_ATTEMPTS):
             if watch is not None:
                 watch.begin()
-            steps = self.together(lambda: [step() for _ in range(count)], StepParts)
+            steps = self.measure_all(lambda: [step() for _ in range(count)], StepParts)
             attempts.append(Steps([*first, *steps] if is_slow else steps))
             if watch is not None:
                 attempts[-1].missing = watch.missing()
             is_steady = _spread(attempts[-1]) <= most
             if is_steady and attempts[-1].missing <= DISTURBED_LIMIT:
                 break
-            # briefly: no longer than there is patience, whatever it is that disturbs
+            # brief: no longer than there is patience, whatever disturbs
             if watch is not None and (is_steady or is_brief) and not watch.has_patience():
                 break
         return min(attempts, key=lambda own: (
@@ -128,7 +130,7 @@ class Ranks:
 
 
 def connect(ranks: int, sharing: float = 1.0) -> Ranks:
-    """All ranks of the launcher, which must have started so many. `sharing`: see
+    """The launcher's ranks, of which there must be `ranks`. `sharing`: see
     xprofiler.profile.ProfileMetadata."""
     if "mpi4py" not in sys.modules:
         assert ranks == 1, f"{ranks = } without MPI"
@@ -141,7 +143,7 @@ def connect(ranks: int, sharing: float = 1.0) -> Ranks:
 
 
 def select_device(name: str, ranks: Ranks) -> torch.device:
-    """The CPU, or for a profile of GPUs one of them, as in a run."""
+    """The device of this rank: the CPU, or for a profile of GPUs one of them, as in a run."""
     place = 0 if ranks.world is None else devices.local_rank(ranks.world)
     return devices.select_device("cpu" if name.startswith("cpu") else "gpu", place)
 
@@ -151,37 +153,36 @@ def _spread(steps: Sequence[StepParts]) -> float:
     return float(high - low) / float(middle)
 
 
-LEAST_OTHERS_S = 0.03  # three of the accounts' hundredths: less may be a matter of rounding
-LOOK_S = 0.25  # between looks whether the others have ended
+LEAST_OTHERS_S = 0.03  # chosen: three hundredths of /proc/stat; less may be a matter of rounding
+LOOK_S = 0.25  # chosen: seconds between looks whether other programs have ended
 
 
 class _Seen(NamedTuple):
-    """One rank's counts since the beginning."""
+    """Counts of one rank, in seconds."""
 
     host: str
-    busy_s: float | None  # of all cores of the host
+    busy_s: float | None  # sum over all cores of the host
     own_s: float
     waited_s: float
     elapsed_s: float
 
 
 class Disturbance:
-    """Of all ranks together: every call is collective."""
+    """Detects other programs on the machine while ranks measure. Every call is collective."""
 
     def __init__(self, ranks: Ranks, patience_s: float) -> None:
-        """patience_s: that may be spent, in all, on waiting for others and on measuring again what
-        they disturbed."""
+        """`patience_s`: total seconds to spend waiting for other programs and re-measuring."""
         self._ranks, self._waited = ranks, WaitedForCores(is_always=True)
         self._cores, self._left_s = os.cpu_count() or 1, patience_s
         self._before = self._now()
         self._last_s = 0.0
 
     def begin(self) -> None:
-        """Counts from here on."""
+        """Starts counting from this moment."""
         self._before = self._now()
 
     def missing(self) -> float:
-        """Share of the machine that was missing since the beginning."""
+        """Share of the machine, 0 to 1, that other programs used since `begin`."""
         then, now = self._before, self._now()
         busy = None if now.busy_s is None or then.busy_s is None else now.busy_s - then.busy_s
         self._last_s = now.elapsed_s - then.elapsed_s
@@ -190,8 +191,8 @@ class Disturbance:
         return missing_share(self._ranks.gather(mine, _Seen), self._cores)
 
     def has_patience(self) -> bool:
-        """Whether to measure again what was disturbed: after waiting until the others have ended,
-        as far as there is patience left."""
+        """Waits until other programs have ended; False once the patience is spent, and the
+        disturbed measurement is not to be repeated."""
         self._left_s -= self._last_s  # of the attempt that is thrown away
         while self._ranks.agree(self._left_s > LOOK_S):
             self.begin()
@@ -208,7 +209,8 @@ class Disturbance:
 
 
 def missing_share(seen: list[_Seen], cores: int) -> float:
-    """The largest of what each host's ranks saw."""
+    """Share of the machine, 0 to 1, that other programs used: the largest over all hosts. `cores`:
+    of each host."""
     hosts: dict[str, list[_Seen]] = defaultdict(list)
     for one in seen:
         hosts[one.host].append(one)

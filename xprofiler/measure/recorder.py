@@ -1,4 +1,4 @@
-"""Points measured so far, taken apart into the profile's tables."""
+"""Collects measured steps as samples in a profile's tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,14 +11,14 @@ from xprofiler.points import OWN_TABLE, Kind, Point
 from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.timing import Operator
 
-MAX_SAMPLES = 15  # more are kept as so many order statistics, evenly spaced
+MAX_SAMPLES = 15  # chosen: more are kept as so many order statistics, evenly spaced
 
 
 class Recorder:
-    """The samples of one profile under measurement; every rank holds the same."""
+    """Samples of one profile under measurement; every rank holds the same."""
 
     def __init__(self, profile: Profile) -> None:
-        """`profile`: what an earlier session measured; its points are not measured again."""
+        """`profile`: result of earlier sessions, which this one adds to."""
         self._profile = profile
         self._tables = {key: {(p.x, p.y): p for p in points}
                         for key, points in profile.tables.items() if key.name != STEP_OVERHEAD}
@@ -26,11 +26,12 @@ class Recorder:
                        for p in points}
 
     def has(self, point: Point, degree: int) -> bool:
-        """Whether the point was measured, here or in the profile given."""
+        """Whether the point was measured, in this session or an earlier one."""
         table = self._tables.get(TableKey(OWN_TABLE[point.kind].value, degree), {})
         return (point.x, point.y) in table
 
     def done(self, degree: int) -> set[Point]:
+        """The points measured at this tensor-parallel degree."""
         return {Point(kind, int(x), int(y)) for kind, operator in OWN_TABLE.items()
                 for x, y in self._tables.get(TableKey(operator.value, degree), {})}
 
@@ -42,15 +43,16 @@ class Recorder:
         return captured if decoded else None
 
     def forget_decoded(self, degree: int) -> None:
-        """What captured decode steps took: they are launched kernel by kernel in runs."""
+        """Drops the times of decode steps, for capturing them has failed and runs will launch them
+        kernel by kernel."""
         for operator in (Operator.DECODE_REST, Operator.DECODE_ATTENTION, Operator.HEAD):
             self._tables.pop(TableKey(operator.value, degree), None)
 
     def add(self, key: TableKey, x: float, y: float, samples_s: Iterable[float],
             missing: float = 0.0) -> None:
-        """Samples of one place; those of the same place measured before stay, but where they were
-        disturbed, or their repeats disagree: then those do that were less disturbed, or agree
-        better. `missing`: share of the machine, see Sample."""
+        """Adds samples at (x, y) of a table to earlier ones there. Where either is disturbed, or
+        the earlier are noisy, it keeps only the less disturbed, or those that agree better.
+        `missing`: share of the machine that others used, see Sample."""
         new = Sample(x=x, y=y, samples_s=tuple(samples_s), date=date.today().isoformat(),
                      missing=missing)
         places = self._tables.setdefault(key, {})
@@ -70,15 +72,18 @@ class Recorder:
         places[x, y] = kept
 
     def add_network(self, tables: Mapping[TableKey, tuple[Sample, ...]]) -> None:
+        """Puts in whole tables of messages."""
         for key, points in tables.items():
             self._tables[key] = {(p.x, p.y): p for p in points}
 
     def has_network(self, key: TableKey) -> bool:
+        """Whether the table of messages was measured."""
         return key in self._tables
 
     def add_step(self, point: Point, degree: int, rows: int, queries: int,
                  steps: Sequence[StepParts], num_layers: int) -> None:
-        """One point's steps, taken apart. `rows`: tokens that went through the layers."""
+        """Adds one point's steps to the tables of their parts. `rows`: tokens in a step;
+        `num_layers`: layers that it executed."""
         missing = getattr(steps, "missing", 0.0)
 
         def put(operator: Operator, x: float, y: float, values: Iterable[float]) -> None:
@@ -105,7 +110,7 @@ class Recorder:
         put(Operator.EMBED, rows, 0, (s.embed_s for s in steps))
 
     def profile(self, *, spent_s: float) -> Profile:
-        """The profile of everything so far."""
+        """The Profile with all samples so far. `spent_s`: seconds spent measuring, in all."""
         tables = {key: tuple(replace(point, samples_s=_ordered(point.samples_s))
                              for _, point in sorted(places.items(), key=lambda one: one[0][::-1]))
                   for key, places in sorted(self._tables.items()) if key.name != STEP_OVERHEAD}

@@ -1,19 +1,18 @@
 """Measures vLLM's steps: `PYTHON -m xprofiler.measure.vllm_worker REQUEST.json`, in the interpreter
-that has vLLM. The points, the noise and the profile are those of any source.
+that has vLLM. Points, noise limits and profile are those of any source.
 
-vLLM's kernels cannot be marked from outside as our own can. What a step's parts take follows from
-steps that differ in one of them, of n queries and T tokens:
+vLLM's kernels cannot be marked from outside as our own can. The seconds of a step's parts follow
+from differences between steps, for n requests and T tokens.
 
-    head(1)        the share of a step of one query that the head has of the model's weights
-    head(n)        n queries that decode next to no context, less n tokens encoded in few inputs:
-                   what n next tokens take more than those few
-    rest(T)        T tokens in inputs so short that their attention is next to nothing, less head
-    attention      a step, less rest and head of its sizes
+    `head(1)`      step of one request, times the head's share of the model's weights.
+    `head(n)`      n requests that decode next to no context, minus n tokens encoded in few inputs.
+    `rest(T)`      T tokens in inputs too short for attention to count, minus head.
+    `attention`    a step, minus rest and head of its sizes.
 
-so that the parts of a step that was measured add up to it. The two steps of a head have the same
-rows and are timed in turns, and the median of their differences counts: a machine that is slower a
-minute later would else be taken for a head. A part that is lost in the noise of the difference
-counts as a hundredth of its step: of nothing, any noise would be a large share."""
+So the parts of a measured step add up to it. The two steps of a head have the same rows and are
+timed in turns. The median of their differences counts: else a machine that slows down a minute
+later would be taken for a head. A part that is lost in the noise counts as a hundredth of its
+step: of nothing, any noise would be a large share."""
 
 import json
 import statistics
@@ -38,20 +37,20 @@ from xrunner.backends.vllm.core import PREFIX, CoreSettings, EngineCore
 from xrunner.query import Sampling
 from xrunner.rank.lead import leave
 
-SHORT = 32  # tokens of an input whose attention is next to nothing, and so are heads of such inputs
-LEAST_S = 1e-9  # what is not there at all: a profile holds no zeros
-_LEAST, _MOST = 0.01, 0.9  # of a step: attention or head at least, and at most
-_REPEATS = 5  # of steps that others are compared with
-_SLOW_S, _SLOW_REPEATS = 0.3, 3  # of a step that takes as long and longer
+SHORT = 32  # chosen: tokens of an input whose attention and head hardly count
+LEAST_S = 1e-9  # seconds of a part that does not exist: a profile holds no zeros
+_LEAST, _MOST = 0.01, 0.9  # chosen: share of a step that attention or head has
+_REPEATS = 5  # chosen: repeats of a step that others are compared with
+_SLOW_S, _SLOW_REPEATS = 0.3, 3  # chosen: and of one that takes as long or longer
 _TOKEN = 7  # any
 
 
 class VllmBench:
-    """The whole model behind a core, ready to take any step."""
+    """Executes and times steps of the whole model in a vLLM engine core."""
 
     def __init__(self, core: EngineCore, num_layers: int, sampling: Sampling, *, head_share: float,
                  clock: Callable[[], float] = time.perf_counter) -> None:
-        """`head_share`: of the model's weights, those of the head."""
+        """`head_share`: the head's share of the model's weights."""
         self.num_layers, self._head_share = num_layers, head_share
         self._core, self._sampling, self._clock, self._numbers = core, sampling, clock, count()
         self._known: dict[int, tuple[float, float]] = {}
@@ -59,7 +58,8 @@ class VllmBench:
 
     def decode(self, contexts: list[int], *,
                most_layers: int | None = None) -> Callable[[], StepParts]:
-        """One decode step of queries that hold `contexts` tokens. `most_layers`: it takes all."""
+        """A function that executes and times a decode step of requests with `contexts` tokens.
+        `most_layers` is ignored: vLLM executes all layers."""
         queries = len(contexts)
 
         def measured() -> StepParts:
@@ -71,7 +71,8 @@ class VllmBench:
 
     def encode(self, lengths: list[int], *,
                most_layers: int | None = None) -> Callable[[], StepParts]:
-        """One encode step of inputs of `lengths` tokens. `most_layers`: it takes all."""
+        """A function that executes and times an encode step of inputs of `lengths` tokens.
+        `most_layers` is ignored: vLLM executes all layers."""
         def measured() -> StepParts:
             head_s, rest_s = self.head_s(len(lengths)), self._rest_s(sum(lengths))
             whole_s = self._encoded_s(lengths)
@@ -80,30 +81,30 @@ class VllmBench:
         return measured
 
     def compaction(self, rows: int, tokens: int) -> Callable[[], float]:
-        """vLLM moves no rows: its entries lie in blocks."""
+        """A function that returns next to 0 s: vLLM's paged KV cache moves no rows."""
         return lambda: LEAST_S
 
     def head_s(self, queries: int) -> float:
-        """Seconds that `queries` next tokens take, after the layers."""
+        """Seconds of the head for `queries` next tokens, after the layers."""
         return self._decoded_apart(queries)[1]
 
     def _decoded_apart(self, queries: int) -> tuple[float, float]:
-        """(seconds of a decode step of so many queries that hold next to nothing, those of them
-        that the head takes)."""
+        """(seconds of a decode step of `queries` requests with next to no context, seconds of its
+        head)."""
         if queries not in self._known:
             base_s, more_s = self._in_turns(queries)
             if queries == 1:
                 head_s = self._head_share * base_s
             else:
                 few = len(_inputs(queries))
-                # by as much again for each query more, from the first on
+                # each request after the first adds as much
                 head_s = self.head_s(1) + more_s * (queries - 1) / (queries - few)
             self._known[queries] = base_s, min(max(head_s, _LEAST * base_s), _MOST * base_s)
         return self._known[queries]
 
     def _in_turns(self, queries: int) -> tuple[float, float]:
-        """(seconds of a decode step of so many queries, its difference to as many rows of few
-        inputs)."""
+        """(seconds of a decode step of `queries` requests, its seconds minus those of as many rows
+        in few inputs), each the median of repeats taken in turns."""
         contexts, inputs = [1] * queries, _inputs(queries)
         self._encoded_s(inputs)  # it may compile, or get memory
         repeats = _REPEATS if self._decoded_s(contexts) < _SLOW_S else _SLOW_REPEATS
@@ -112,7 +113,7 @@ class VllmBench:
                 statistics.median(decoded_s - encoded_s for decoded_s, encoded_s in pairs))
 
     def _rest_s(self, tokens: int) -> float:
-        """Seconds that all layers take for so many tokens, without attention and head."""
+        """Seconds of all layers for so many tokens, without attention and head."""
         if tokens not in self._rests:
             inputs = _inputs(tokens)
             first_s = self._encoded_s(inputs)
@@ -122,7 +123,8 @@ class VllmBench:
         return self._rests[tokens]
 
     def _parts(self, whole_s: float, attention_s: float, head_s: float) -> StepParts:
-        """Of a step whose attention and head take so long together; the rest is the layers'."""
+        """StepParts of a step with these seconds of attention in all layers and of head; the
+        remainder is the layers' rest."""
         head_s = min(head_s, _MOST * whole_s)
         attention_s = min(max(attention_s, _LEAST * whole_s), _MOST * (whole_s - head_s))
         rest_s = whole_s - head_s - attention_s
@@ -130,7 +132,7 @@ class VllmBench:
                          attention_s=attention_s / self.num_layers, head_s=head_s)
 
     def _decoded_s(self, contexts: Sequence[int]) -> float:
-        """The step after the one that takes the queries up."""
+        """Seconds of a decode step, which follows the step that starts the requests."""
         most = self._core.max_tokens - 2  # contexts scatter beyond the model's positions
         names = self._add([min(max(n - 1, 1), most) for n in contexts], PREFIX)
         self._core.step(dict.fromkeys(names, 1))
@@ -141,7 +143,7 @@ class VllmBench:
         return seconds
 
     def _encoded_s(self, lengths: Sequence[int]) -> float:
-        start_s = self._clock()  # a run adds its queries within the step, too
+        start_s = self._clock()  # a run also adds its requests within the step
         names = self._add(lengths, "")
         self._core.step(dict(zip(names, lengths, strict=True)))
         seconds = self._clock() - start_s
@@ -156,7 +158,7 @@ class VllmBench:
 
 
 def _inputs(tokens: int) -> list[int]:
-    """So many tokens as short inputs, and one of what is left."""
+    """Lengths of short inputs that sum to `tokens`; the last one may be shorter."""
     whole, left = divmod(tokens, SHORT)
     return [SHORT] * whole + [left] * (left > 0)
 
@@ -167,31 +169,33 @@ _FILLED = {"kv_connector": "FilledCache", "kv_role": "kv_both",
 
 
 class _OfVllm(Measuring):
-    """The points of a profile, by a vLLM engine core."""
+    """Measures a profile's points in a vLLM engine core."""
 
     _core: EngineCore | None = None
 
     def bench_of(self, degree: int) -> Any:
+        """A VllmBench of this tensor-parallel degree; closes the core of the degree before."""
         request = self.request
         settings = settings_of(request, Needs(**request.needs), degree)
         started_s = time.monotonic()
         self.close()
         self._core = core = EngineCore(settings)
-        self.begin_s += time.monotonic() - started_s  # to load it is not to measure
+        self.begin_s += time.monotonic() - started_s  # loading does not count as measuring
         return VllmBench(core, self._spec.num_layers, self._sampling,
                          head_share=self._spec.head_params / self._spec.num_params)
 
     def close(self) -> None:
-        """Ends what the core has started, if there is one."""
+        """Closes the engine core, if there is one."""
         if self._core is not None:
             self._core.close()
 
     def most_layers(self, bench: Any, point: Point) -> int | None:
-        return None  # a step of vLLM's goes through all of them
+        """None: vLLM's steps execute all layers."""
+        return None
 
     def add_network(self) -> None:
-        """What the processes of a group tell each other is part of the steps, so that nothing is
-        added to them for it. vLLM has no other messages under xgpt."""
+        """Adds all-reduce tables of next to 0 s: all-reduces are part of the measured steps. vLLM
+        has no other messages under xgpt."""
         metadata = self.request.metadata
         self._recorder.add_network({
             key: tuple(Sample(x=size, y=0.0, samples_s=(LEAST_S,)) for size in _ANY_SIZE)
@@ -200,12 +204,12 @@ class _OfVllm(Measuring):
 
 
 def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1) -> CoreSettings:
-    """What vLLM is started with to take any step of these sizes, divided over so many
+    """Settings to start vLLM with, so that it can execute any step up to `needs`, on `tp_degree`
     processes."""
     spec, engine, dtype = model_from_dict(request.model), request.engine, request.metadata["dtype"]
     queries = max(needs.queries, -(-needs.tokens // SHORT) + 1)
     kv_bytes = spec.kv_elements_per_token_layer * spec.num_layers * DTYPE_BYTES[dtype]
-    # contexts scatter around their mean, by a third; a decode step is measured one token on
+    # contexts scatter around their mean by a third; a decode step is measured one token later
     longest = max(4 * needs.context_tokens // 3, needs.input_tokens) + 4
     held = max(needs.queries * (needs.context_tokens + 2), needs.tokens + 2 * queries)
     return CoreSettings(

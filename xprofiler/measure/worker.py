@@ -1,7 +1,7 @@
 """One measuring rank: `mpiexec -n R python -m mpi4py -m xprofiler.measure.worker REQUEST.json`.
 
 Every rank times the same point at the same time; a point's samples are those of all ranks. The
-profile is saved as it grows: a stopped measurement goes on from its last point.
+profile is saved as it grows: a stopped measurement continues after its last point.
 """
 
 if __name__ == "__main__":  # before what takes seconds to import
@@ -27,53 +27,54 @@ from xprofiler.measure.bench import (
     GREEDY,
     LEAST_LAYERS,
     LayerBench,
-    around,
+    contexts_of_mean,
+    contexts_up_to,
     few_layers,
     layers_for,
     ordinary_inputs,
-    ragged,
 )
-from xprofiler.measure.network import Subject, measure_network, places
+from xprofiler.measure.network import Subject, find_nodes, measure_network
 from xprofiler.measure.probe import Capturing, measure_peaks
 from xprofiler.measure.ranks import Disturbance, Ranks, connect, select_device
 from xprofiler.measure.recorder import Recorder
-from xprofiler.points import Kind, Needs, Point, quick_points, skeleton, worth_again
+from xprofiler.points import Kind, Needs, Point, points_to_repeat, quick_points, skeleton
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.timing import Operator
 from xrunner.devices import has_own_gpu_each
 from xrunner.engine.graphs import CudaCapture
 
-_COMPACTIONS = 5  # times each is measured
+_COMPACTIONS = 5  # chosen: samples per rank of a compaction
 _SAVE_EVERY_S = 2.0
-_ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
-# Of a quick profile's decode step, for its caches (to get memory takes longer than the step).
+_ATTENTION_LAYERS = 2  # chosen: layers of a step that is timed for its attention alone
+# chosen: KV cache of a quick profile's decode step (allocating it takes longer than the step)
 _QUICK_KV_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureRequest:
-    """What the launcher asks for; its fields are those of REQUEST.json."""
+    """Request of the launcher to measure a profile; its fields are those of REQUEST.json."""
 
     metadata: dict[str, Any]
     model: dict[str, Any]
     refused: dict[str, str]
     degrees: list[int]
-    needs: dict[str, Any]
-    own: dict[str, Any]  # sizes of the job itself
-    is_quick: bool  # the points of a quick profile, each as briefly as will do
-    patience_s: float  # for other programs: waiting for them, measuring again what they disturbed
+    needs: dict[str, Any]  # sizes to cover (`Needs`)
+    own: dict[str, Any]  # sizes of the job itself (`Needs`)
+    is_quick: bool  # few points, each measured briefly
+    patience_s: float  # seconds to spend waiting for other programs and re-measuring
     near: str  # names of the links inside a node and between nodes
     far: str
-    target: str
-    progress: str
-    stop: str
-    captures: bool = True  # decode steps on GPUs, where a run captures them
-    # of another engine: its folder of the model, its own arguments, on which kind of device
+    target: str  # path of the profile
+    progress: str  # path of the file that gets the share done and the seconds left
+    stop: str  # path of a file whose existence asks to stop
+    captures: bool = True  # whether a run captures decode steps on GPUs
+    # for another engine: model folder, its own arguments, kind of device
     engine: dict[str, Any] = field(default_factory=dict)
 
 
 def main(arguments: list[str]) -> int:
+    """Measures as the request file `arguments[0]` says; returns the exit code."""
     all_imported()
     request = MeasureRequest(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     ranks = connect(int(request.metadata["ranks"]), float(request.metadata["sharing"]))
@@ -84,7 +85,7 @@ def main(arguments: list[str]) -> int:
 
 
 class Measuring:
-    """The ranks' common course through the points."""
+    """Measures the points of a request, together with the other ranks."""
 
     def __init__(self, request: MeasureRequest, ranks: Ranks) -> None:
         self.request, self._ranks = request, ranks
@@ -100,28 +101,29 @@ class Measuring:
         self._known, self._recorder = known, Recorder(known)
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self.begin_s = self._saved_s = time.monotonic()
-        self._left = 0.0  # work of the skeleton still to do
+        self._left = 0.0  # effort of points still to measure
         is_cpu = self._device.type == "cpu"
-        # as a run does: not where ranks share a GPU, whose memory is planned
+        # as in a run, which captures nothing where ranks share a GPU
         self._captures = request.captures and self._device.type == "cuda" and (
             ranks.world is None or has_own_gpu_each(ranks.world, self._device))
         self._watch = Disturbance(ranks, request.patience_s) if is_cpu else None
 
     def run(self) -> None:
+        """Measures peaks, messages and points, and saves the profile."""
         if self._known.peaks is None and not self.request.is_quick:
             self._measure_peaks()
         self.add_network()
         points, degrees = _points(self.request, self._spec), self.request.degrees
-        again = {d: worth_again(self._known, d, points) for d in degrees}
+        again = {d: points_to_repeat(self._known, d, points) for d in degrees}
         todo = [(d, p) for d in degrees for p in points
                 if not self._recorder.has(p, d) or p in again[d]]
         self._total = self._left = sum(effort(p) for _, p in todo)
-        self._worked_s = 0.0  # seconds at points of the skeleton
+        self._worked_s = 0.0  # seconds spent on points
         self._measure_points(todo)
         self._save(force=True)
 
     def bench_of(self, degree: int) -> LayerBench:
-        """What executes this degree's points; a quick profile's has few layers."""
+        """The bench that executes this degree's points; for a quick profile with few layers."""
         spec, ranks = self._spec, self._known.metadata.ranks
         if self.request.is_quick:
             spec = few_layers(spec, self._dtype, degree, stages=ranks)
@@ -134,7 +136,7 @@ class Measuring:
         return bench
 
     def _measure_points(self, todo: Sequence[tuple[int, Point]]) -> None:
-        """The points of each degree, one degree after the other, until asked to stop."""
+        """Measures the (degree, point) pairs, one degree after the other, until asked to stop."""
         for degree in self.request.degrees:
             bench = self.bench_of(degree)
             for point in [point for own, point in todo if own == degree]:
@@ -150,7 +152,7 @@ class Measuring:
         if point.kind is Kind.COMPACTION:
             move = bench.compaction(point.x, point.y)
             move()
-            seconds = self._ranks.together(lambda: [move() for _ in range(_COMPACTIONS)])
+            seconds = self._ranks.measure_all(lambda: [move() for _ in range(_COMPACTIONS)])
             self._recorder.add(TableKey(Operator.KV_COMPACTION.value, degree), point.x, point.y,
                                seconds)
             return
@@ -159,9 +161,9 @@ class Measuring:
         rows = len(lengths) if is_decode else sum(lengths)
         most_layers = self.most_layers(bench, point)
         take = bench.decode if is_decode else bench.encode
-        steps = self._ranks.steady(take(lengths, most_layers=most_layers),
-                                   is_brief=self.request.is_quick, watch=self._watch,
-                                   is_warm=self._device.type == "cpu")
+        steps = self._ranks.measure_step(take(lengths, most_layers=most_layers),
+                                         is_brief=self.request.is_quick, watch=self._watch,
+                                         is_warm=self._device.type == "cpu")
         if point.kind is Kind.DECODE and _captures_no_more(self._ranks, bench):
             before = [p for p in self._recorder.done(degree) if p.kind is Kind.DECODE]
             self._recorder.forget_decoded(degree)
@@ -172,7 +174,7 @@ class Measuring:
                                 min(bench.num_layers, most_layers or bench.num_layers))
 
     def most_layers(self, bench: LayerBench, point: Point) -> int | None:
-        """Layers that a step goes through; None: all of the bench."""
+        """Number of layers that a step executes; None: all of the bench."""
         if point.kind is Kind.ENCODE:
             return _ATTENTION_LAYERS
         if not self.request.is_quick or self._spec.is_encoder_decoder:
@@ -190,12 +192,12 @@ class Measuring:
         self._recorder = Recorder(replace(self._known, peaks=best))
 
     def add_network(self) -> None:
-        """Measures the messages between the ranks, and their all-reduces."""
+        """Measures messages and all-reduces between the ranks, where the profile lacks them."""
         request, ranks, nodes = self.request, self._ranks, self._known.metadata.nodes
         if ranks.size == 1 or all(map(self._recorder.has_network,
                                       messages_between(request, ranks.size, nodes))):
             return
-        if nodes > 1 and not places(ranks.world).is_split:
+        if nodes > 1 and not find_nodes(ranks.world).is_split:
             raise XgptError(f"the profile is to be of {nodes} nodes, and MPI finds all ranks on "
                             "one: no transfer over the network can be timed")
         self._recorder.add_network(measure_network(
@@ -212,13 +214,13 @@ class Measuring:
         spent_s = self._known.spent_s + now - self.begin_s
         save_profile(self._recorder.profile(spent_s=spent_s), Path(self.request.target))
         done = 1 - self._left / self._total if self._total else 1.0
-        # stopped before the first: nobody knows what the others take
+        # 0 if stopped before the first point: nothing is known then
         left_s = self._worked_s * (1 / done - 1) if done > 0 else 0.0
         Path(self.request.progress).write_text(f"{done:.3f} {left_s:.1f}\n", encoding="utf-8")
 
 
 def _points(request: MeasureRequest, spec: ModelSpec) -> list[Point]:
-    """What is to be measured, the most telling first."""
+    """Points to measure, those of a quick profile first."""
     needs = Needs(**request.needs)
     quick = quick_points(spec, needs, Needs(**request.own))
     return quick if request.is_quick else sorted(
@@ -226,7 +228,7 @@ def _points(request: MeasureRequest, spec: ModelSpec) -> list[Point]:
 
 
 def effort(point: Point) -> float:
-    """How long a point takes against others, roughly: one that is quick counts 1."""
+    """Rough duration of a point in units of a quick one."""
     match point.kind:
         case Kind.REST:
             return 1 + point.x / 110
@@ -237,7 +239,7 @@ def effort(point: Point) -> float:
 
 
 def messages_between(request: MeasureRequest, ranks: int, nodes: int) -> list[TableKey]:
-    """Tables of messages without which the profile is not whole."""
+    """Keys of the message tables that a whole profile of these ranks on these nodes has."""
     is_near = ranks > nodes  # some node has two ranks
     transfers = [request.near] * is_near + [request.far] * (nodes > 1)
     return [*(TableKey(TRANSFER, 1, link) for link in transfers),
@@ -246,7 +248,7 @@ def messages_between(request: MeasureRequest, ranks: int, nodes: int) -> list[Ta
 
 
 def _captures_no_more(ranks: Ranks, bench: LayerBench) -> bool:
-    """Whether a rank has just failed to capture a step: then none captures any more."""
+    """Whether any rank has just failed to capture a step; then stops capturing on all ranks."""
     if not isinstance(bench, LayerBench) or (
             bench.capturing is None and bench.capture_failure is None):
         return False  # on every rank, or on none
@@ -254,17 +256,19 @@ def _captures_no_more(ranks: Ranks, bench: LayerBench) -> bool:
     bench.capture_failure = None
     if failures:
         bench.capturing = None
-        print("decode steps are timed as they are launched kernel by kernel: one could not be "
-              f"captured: {failures[0]}", file=sys.stderr)
+        print("decode steps are timed kernel by kernel, as one could not be captured: "
+              f"{failures[0]}", file=sys.stderr)
     return bool(failures)
 
 
 def _lengths(point: Point, most: int | None, is_padded: bool) -> list[int]:
-    """Tokens cached before a decode step, inputs of an encode step. `most`: the model's positions.
-    A decode point's y is the longest context where attention is padded to it, else the mean."""
+    """Tokens cached before a decode step, or input lengths of an encode step, by request. `most`:
+    the model's positions. A decode point's y is the longest context where attention is padded to
+    it, else the mean."""
     if point.kind in (Kind.DECODE, Kind.CROSS):
         # the token decoded is read too
-        return ragged(point.x, point.y - 1) if is_padded else around(point.x, point.y - 1)
+        contexts = contexts_up_to if is_padded else contexts_of_mean
+        return contexts(point.x, point.y - 1)
     return ordinary_inputs(point.x, most) if point.kind is Kind.REST else [point.x] * point.y
 
 

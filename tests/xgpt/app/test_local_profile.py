@@ -28,7 +28,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.launch.launcher import RankProgram
 from xprofiler.measure import probe as clock
 from xprofiler.measure import ranks, worker
-from xprofiler.points import MOST_TRIES, Kind, Needs, Point, left_out, quick_points, skeleton
+from xprofiler.points import MOST_TRIES, Kind, Needs, Point, quick_points, skeleton, skipped_points
 from xprofiler.profile import LearnedSteps, Profile, TableKey, cached_profile_path
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
@@ -97,7 +97,7 @@ def test_a_job_begins_with_few_points_and_later_ones_add_to_them(wanted, measure
     quick = quick_profile(wanted, LogTeller())
     points = quick_points(TOY, wanted.needs, wanted.own)
     assert set(measured) == set(points) and len(points) < 30
-    assert left_out(quick, 1) and quick.peaks is None
+    assert skipped_points(quick, 1) and quick.peaks is None
     tell = Told()
     assert quick_profile(wanted, tell) == quick, "of which nothing is measured again"
     assert "from the cache" in tell.lines[0]
@@ -112,7 +112,7 @@ def test_a_job_begins_with_few_points_and_later_ones_add_to_them(wanted, measure
 
     whole = local_profile(wanted, LogTeller())
     assert set(skeleton(TOY, wanted.needs)) <= set(measured)
-    assert left_out(whole, 1) == [] and whole.peaks is not None
+    assert skipped_points(whole, 1) == [] and whole.peaks is not None
     assert whole.spent_s > quick.spent_s
     assert max(measured.values()) == 1, "no point was measured twice"
     assert local_profile(wanted, LogTeller()) == whole == quick_profile(wanted, LogTeller())
@@ -134,7 +134,7 @@ def test_a_cached_profile_that_cannot_be_read_is_told_of_once_and_measured_whole
     quick_profile(wanted, LogTeller())
     whole = local_profile(wanted, LogTeller())
     assert set(measured) == set(skeleton(TOY, wanted.needs)), "and no more"
-    assert left_out(whole, 1) == [] and max(measured.values()) == 1
+    assert skipped_points(whole, 1) == [] and max(measured.values()) == 1
 
 
 def test_a_profile_that_runs_have_added_to_is_measured_no_further(wanted, measured):
@@ -149,7 +149,7 @@ def test_a_profile_that_runs_have_added_to_is_measured_no_further(wanted, measur
     timing, plain = ProfileTiming(found), ProfileTiming(replace(found, learned=()))
     ratio = timing.operator_s(Operator.LAYER_REST, 8.0) / plain.operator_s(
         Operator.LAYER_REST, 8.0)
-    assert ratio == pytest.approx(1.1) and "as runs here took since" in timing.provenance()
+    assert ratio == pytest.approx(1.1) and "scaled by later runs here" in timing.provenance()
     beyond = replace(wanted, needs=replace(wanted.needs, queries=130, tokens=2080),
                      own=replace(wanted.own, queries=130, tokens=2080))
     quick_profile(beyond, LogTeller())

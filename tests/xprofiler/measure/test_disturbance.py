@@ -86,12 +86,12 @@ def steps_of(seconds: float) -> Iterator[StepParts]:
 def test_what_others_disturbed_is_measured_again_and_the_least_disturbed_counts():
     steps = steps_of(0.4)
     watch = Watch([0.5, 0.0], patience=5)
-    got = ranks.Ranks(None).steady(lambda: next(steps), watch=watch)
+    got = ranks.Ranks(None).measure_step(lambda: next(steps), watch=watch)
     assert got.missing == 0.0 and watch.waits == 1
     watch = Watch([0.5, 0.3, 0.4], patience=5)
-    assert ranks.Ranks(None).steady(lambda: next(steps), watch=watch).missing == 0.3
+    assert ranks.Ranks(None).measure_step(lambda: next(steps), watch=watch).missing == 0.3
     watch = Watch([0.5, 0.0], patience=0)
-    got = ranks.Ranks(None).steady(lambda: next(steps), watch=watch)
+    got = ranks.Ranks(None).measure_step(lambda: next(steps), watch=watch)
     assert got.missing == 0.5, "no patience is left: it is marked"
     assert got.missing > DISTURBED_LIMIT
 

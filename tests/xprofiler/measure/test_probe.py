@@ -13,9 +13,9 @@ from xgpt.core.deployment import StageAssignment  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xprofiler.measure.bench import (  # noqa: E402
     LayerBench,  # noqa: E402
-    around,
+    contexts_of_mean,
+    contexts_up_to,
     ordinary_inputs,
-    ragged,
 )
 from xprofiler.measure.probe import (  # noqa: E402
     CpuClock,  # noqa: E402
@@ -259,15 +259,15 @@ def test_an_encoder_decoders_steps_add_up_to_the_whole():
 
 def test_sizes_of_a_timed_step_are_those_asked_for_and_always_the_same():
     for queries, longest in ((1, 1), (1, 50), (2, 1), (7, 129)):
-        contexts = ragged(queries, longest)
+        contexts = contexts_up_to(queries, longest)
         assert len(contexts) == queries and max(contexts) == longest and min(contexts) >= 1
-        assert contexts == ragged(queries, longest)
+        assert contexts == contexts_up_to(queries, longest)
         assert queries < 7 or len(set(contexts)) > queries // 2
     for queries, mean in ((1, 1), (1, 300), (7, 2), (33, 100), (128, 519)):
-        contexts = around(queries, mean)
+        contexts = contexts_of_mean(queries, mean)
         assert len(contexts) == queries and sum(contexts) == mean * queries
         assert min(contexts) >= 1 and max(contexts) <= 2 * mean
-        assert contexts == around(queries, mean)
+        assert contexts == contexts_of_mean(queries, mean)
     for tokens in (1, 30, 75, 300, 2080):
         lengths = ordinary_inputs(tokens)
         assert sum(lengths) == tokens and min(lengths) >= 1

@@ -185,7 +185,7 @@ def test_a_point_that_is_measured_briefly_is_measured_again_where_its_repeats_di
     monkeypatch.setattr(ranks, "_SLOW_STEP_S", 100.0)
     seconds = [1.0, *(s for attempt in attempts for s in attempt)]  # a warm-up first
     steps = iter([parts()._replace(whole_s=s) for s in seconds])
-    got = ranks.Ranks(None).steady(lambda: next(steps), is_brief=True)
+    got = ranks.Ranks(None).measure_step(lambda: next(steps), is_brief=True)
     best = min(attempts[:taken], key=lambda own: max(own) - min(own))
     assert [step.whole_s for step in got] == list(best)
     assert next(steps, None) is None
