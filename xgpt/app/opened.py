@@ -101,13 +101,13 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
     if requests is not None and spool is not None:
         refuse_if_none_can_run(job, requests, spool, None, problem.model)
     if problem.model.stored_as and need != "shape" and job.run.weights != "random":
-        tell.say(paragraph("note: " + stored_words(problem, job.run.engine)))
+        tell.say(paragraph("note: " + stored_words(problem, job.plan_engine)))
     return OpenedJob(job=job, problem=problem, files=found, requests=requests, spool=spool,
                      tell=tell)
 
 
 def stored_words(problem: Problem, engine: str) -> str:
-    """What weights of fewer bits are executed as, and the memory that is planned for them."""
+    """As what weights of fewer bits are executed by `engine`, and the memory planned for them."""
     model, held = problem.model, problem.weight_dtype
     planned = format_bytes(least_weight_bytes(problem))
     if engine == VLLM:

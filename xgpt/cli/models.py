@@ -43,7 +43,9 @@ def models(checked: str | None, accuracy: bool, measured: Path | None, as_json: 
             "models": {n: catalog.model(n) for n in catalog.names("model")},
             "devices": {n: catalog.device(n) for n in catalog.names("device")},
             "clusters": {n: catalog.cluster(n) for n in catalog.names("cluster")},
-            "tasks": {n: catalog.task_row(n) for n in catalog.names("task")}})
+            "tasks": {n: catalog.task_row(n) for n in catalog.names("task")},
+            "run": {"models": {n: catalog.run_of("model", n) for n in catalog.names("model")},
+                    "devices": {n: catalog.run_of("device", n) for n in catalog.names("device")}}})
         return
     show(_tables())
 
@@ -94,14 +96,20 @@ def _chosen(one: Mapping[str, Any]) -> str:
 
 def _tables() -> str:
     """All that job files may name."""
-    devices = ", ".join(catalog.names("device"))
+    devices = catalog.names("device")
+    known = ", ".join(name if catalog.run_of("device", name) != "yes" else f"{name} (run)"
+                      for name in devices)
     return "\n\n".join((
-        table(("model", "layers", "hidden", "heads", "KV heads", "parameters"),
-              [_model(name) for name in catalog.names("model")], right=range(1, 6)),
+        table(("model", "layers", "hidden", "heads/KV", "params", "run"),
+              [_model(name) for name in catalog.names("model")], right=range(1, 5)),
+        paragraph("run: with which weights xgpt has executed a model of this size. Small models of "
+                  "every family but gpt-oss are executed by the tests; vLLM alone executes gpt-oss."
+                  ),
         table(("cluster", "nodes x devices", "memory", "in a node", "between nodes"),
               [*map(_cluster, catalog.names("cluster")),
                ("local", "this machine's", "detected", "", "")], right=(2,)),
-        textwrap.fill(f"devices, for a cluster of your own: {devices}", shown_width(),
+        textwrap.fill(f"devices, for clusters such as 8xH100 (planned only, but for those marked): "
+                      f"{known}", shown_width(),
                       subsequent_indent="  ", break_on_hyphens=False),
         table(("task", "tokens: mean, std, max", "input", "output"),
               [_task(name) for name in catalog.names("task")], right=())))
@@ -110,8 +118,8 @@ def _tables() -> str:
 def _model(name: str) -> tuple[str, ...]:
     m = catalog.model(name)
     layers = f"{m.num_encoder_layers}+" if m.is_encoder_decoder else ""
-    return (name, f"{layers}{m.num_layers}", str(m.hidden_size), str(m.num_heads),
-            str(m.kv_heads), f"{m.num_params / 1e9:.2f} B")
+    return (name, f"{layers}{m.num_layers}", str(m.hidden_size), f"{m.num_heads}/{m.kv_heads}",
+            f"{m.num_params / 1e9:.2f} B", catalog.run_of("model", name))
 
 
 def _cluster(name: str) -> tuple[str, ...]:

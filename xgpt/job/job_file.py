@@ -70,6 +70,8 @@ def _model(value: Any, folder: Path) -> str:
         return str(local)
     if name.startswith((".", "/", "~")):
         raise ValueError(f"no config.json in {local}")
+    if "/" not in name and (row := catalog.model_named(name)) is not None:
+        return row.name  # by letters of another case
     if "/" not in name:
         raise ValueError(f"unknown model; {nearest(name, known, is_sized=True)}; or a folder, or a "
                          "hub id a/b")

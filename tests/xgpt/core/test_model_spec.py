@@ -24,6 +24,11 @@ from xprofiler.profile import model_shape
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 
+# keys of the published config.json
+PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text("utf-8"))
+ALL, EXECUTED = PUBLISHED["planned"], PUBLISHED["executed"]
+QWEN3_8B = EXECUTED["qwen3-8b"] | {
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu"}
 OPT_125M = {
     "model_type": "opt", "num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12,
     "vocab_size": 50272, "ffn_dim": 3072, "max_position_embeddings": 2048,
@@ -47,12 +52,13 @@ T5_11B = {"model_type": "t5", "num_layers": 24, "d_model": 1024, "num_heads": 12
 
 
 def _shape(spec: ModelSpec) -> ModelSpec:
-    return replace(spec, hub_id=None, wheel=None, source="", name="")
+    return replace(spec, hub_id=None, wheel=None, source="", name="", stored_as="")
 
 
 @pytest.mark.parametrize(("config", "row"), [
     (OPT_125M, "opt-125m"), (LLAMA_31, "llama-3.1-8b"), (QWEN, "qwen2.5-0.5b"), (GPT2_124M, "gpt2"),
-    (T5_11B, "t5-11b")])
+    (T5_11B, "t5-11b"), (ALL["gpt-oss-20b"], "gpt-oss-20b"),
+    (QWEN3_8B, "qwen3-8b")])
 def test_a_config_reads_as_the_catalogs_row(config, row):
     read, kept = from_hf_config(config, row), catalog.model(row)
     # the catalog leaves to defaults what the config spells out, and the other way round
@@ -221,11 +227,6 @@ def test_a_model_that_is_only_planned_is_planned_elsewhere_and_refused_here(tmp_
 # caches what their attention leaves, and whoever would run them is told.
 
 
-# keys of the published config.json
-PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text("utf-8"))
-ALL, EXECUTED = PUBLISHED["planned"], PUBLISHED["executed"]
-
-
 def shape(name: str) -> ModelSpec:
     return from_hf_config(ALL[name], name)
 
@@ -235,7 +236,8 @@ def shape(name: str) -> ModelSpec:
     ("llama-4-scout", 109e9, 17e9), ("llama-4-maverick", 400e9, 17e9),
     ("qwen3-8b", 8.19e9, 0.0), ("mistral-7b", 7.24e9, 0.0), ("gemma-2-9b", 9.24e9, 0.0),
     ("gemma-3-4b", 3.88e9, 0.0), ("phi-4", 14.66e9, 0.0), ("qwen3-30b-a3b", 30.5e9, 3.3e9),
-    ("mixtral-8x7b", 46.7e9, 12.9e9)])
+    ("mixtral-8x7b", 46.7e9, 12.9e9), ("gpt-oss-20b", 20.91e9, 3.61e9),
+    ("gpt-oss-120b", 116.83e9, 5.13e9)])
 def test_parameters_are_those_that_are_published(name, total, active):
     """Within 2 % of what is only planned: Scout's have the vision tower among them; within 0.3 % of
     what is executed. Published active ones are with the embedding or without one of its copies;

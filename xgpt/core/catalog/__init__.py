@@ -94,14 +94,26 @@ def names(kind: Kind) -> list[str]:
 
 @cache
 def model(name: str) -> ModelSpec:
-    return model_from_dict({"name": name, **_row("model", name)})
+    row = {key: value for key, value in _row("model", name).items() if key not in ("also", "run")}
+    return model_from_dict({"name": name, **row})
 
 
 @cache
 def model_named(text: str) -> ModelSpec | None:
-    """The model of that catalog name or hub id; None where the catalog has none."""
-    return next((model(name) for name in names("model") if text in (name, model(name).hub_id)),
-                None)
+    """The model of that catalog name, or of that shape by hub id, in letters of either case; None
+    where the catalog has none."""
+    wanted = text.lower()
+    for name, row in _rows("model").items():
+        ids = (name, row.get("hub_id", ""), *row.get("also", ()))
+        if wanted in (each.lower() for each in ids):
+            return model(name)
+    return None
+
+
+def run_of(kind: Kind, name: str) -> str:
+    """With what xgpt has run a model of this size: its `weights`, or `random` ones; whether it has
+    run on a device: `yes`. Else `planned only`."""
+    return str(_row(kind, name).get("run", "planned only"))
 
 
 @cache

@@ -212,6 +212,10 @@ _PLANNED = {
     "deepseek_v2": Family(hf_gated.read_deepseek, {"q_lora_rank": 1536, "n_shared_experts": 2}),
     "deepseek_v3": Family(hf_gated.read_deepseek, {
         "q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3}),
+    "gpt_oss": Family(hf_gated.read_gpt_oss, {
+        "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5,
+        "num_experts_per_tok": 4, "attention_bias": True},
+        names={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}),
     "llama4_text": Family(hf_gated.read_llama4, {
         "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}),
     "llama4": Family(_of_text("llama4_text")), "gemma3": Family(_of_text("gemma3_text"))}

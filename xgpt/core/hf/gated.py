@@ -17,6 +17,7 @@ from xgpt.core.model import Decoder, Experts, Latent, ModelSpec, RopeValue
 
 LATENT = "multi-head latent attention and shared experts"
 CHUNKED = "attention in chunks and shared experts"
+SINKS = "attention with sinks and experts with biases"
 # transformers' names -> ModelSpec.activation
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_new",
                "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
@@ -147,6 +148,14 @@ def read_llama4(config: ConfigValues, name: str) -> ModelSpec:
         inner=inner, shared=inner, dense_layers=dense,
         dense_inner=config.size("intermediate_size_mlp") if dense else 0)
     return _planned(config, name, Decoder(experts=experts), CHUNKED)
+
+
+def read_gpt_oss(config: ConfigValues, name: str) -> ModelSpec:
+    """Every other layer, from the first on, has a window, where the file does not say which."""
+    experts = _experts(config, "num_local_experts", config.size("intermediate_size"))
+    windows = _by_layer(config, [index % 2 == 0 for index in range(
+        config.size("num_hidden_layers"))], config.size_or_none("sliding_window"))
+    return _planned(config, name, Decoder(windows=windows, experts=experts), SINKS)
 
 
 def _planned(config: ConfigValues, name: str, decoder: Decoder, why: str,
