@@ -46,7 +46,7 @@ from xscheduler.planner import PlanOptions, plan
 from xscheduler.replays import Replays
 from xscheduler.search import SURE
 from xscheduler.space import Cell, Limits
-from xsimulator.replay.predict import checked_queries
+from xsimulator.replay.prediction import num_checked_queries
 
 LEAST_RATIO, DRAWN, SEED = 0.98, 2000, 20261128  # chosen
 SCATTER = 1.02  # chosen: by which a shorter replay's latency may be off
@@ -108,7 +108,7 @@ def replayed(problem: Problem, timing: TimingSource, chosen: Estimate) -> Judged
 def judged(replays: Replays, estimate: Estimate, least_qps: float = 0.0) -> float:
     """Requests/s of one copy in the longest replay; 0 without a steady state, beyond the bound, or
     where a shorter replay shows no more than `least_qps`."""
-    queries, bound_s = checked_queries(replays.problem, estimate), (
+    queries, bound_s = num_checked_queries(replays.problem, estimate), (
         replays.problem.constraint.latency_s)
     for times, limits in ((1, Limits(latency_s=SCATTER * bound_s)),
                           (SURE, Limits(latency_s=bound_s))):

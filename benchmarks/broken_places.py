@@ -41,7 +41,7 @@ PLACES = (
     Place("figures", "a head that is not there is asked for", "xsimulator/layer_times.py",
           "if not self.has_head:", "if self.has_head is None:",
           "tests/xsimulator/test_stage_times.py::test_a_head_that_is_not_there_is_not_asked_for"),
-    Place("figures", "of unlike copies one kind is replayed", "xsimulator/replay/copies.py",
+    Place("figures", "of unlike copies one kind is replayed", "xsimulator/replay/replicas.py",
           "    if not estimate.others:\n        alone", "    if estimate:\n        alone",
           "tests/xgpt/app/test_unlike_copies_followed.py::"
           "test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula"),

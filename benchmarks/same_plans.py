@@ -38,11 +38,11 @@ from xgpt.core.schedule_file import from_json, write_json
 from xgpt.report.words import controls_cell
 from xscheduler.copies import problem_for
 from xsimulator.replay.job import Replayer, planned_queries
-from xsimulator.replay.steady import enough_queries, steady_figures
+from xsimulator.replay.steady_state import enough_queries, steady_figures
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_RATIO = 0.98  # chosen: issue 42
-SCATTER = 1.006  # measured: xsimulator/replay/predict.py, of latencies over seeds
+SCATTER = 1.006  # measured: xsimulator/replay/prediction.py, of latencies over seeds
 ROUNDS, MOST_QUERIES = 6, 200_000  # chosen: static batches need several rounds for a steady state
 # may be of an older format
 NOT_JUDGED = ("rejected", "explanation", "over_copies", "prospects", "device_group", "until",

@@ -136,7 +136,7 @@ def llama(made):
 @pytest.fixture
 def short_replays(monkeypatch):
     """A replay checks each plan: of 4,000 queries it takes longer than most of what is tested."""
-    monkeypatch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
+    monkeypatch.setattr("xsimulator.replay.prediction.CHECKED_QUERIES", 1500)
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,10 @@ from xgpt.core.lengths import JointLengths, with_output_moments
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.replay.copies import replay_steady
 from xsimulator.replay.job import planned_queries
-from xsimulator.replay.predict import CHECKED_QUERIES, CHECKED_ROUNDS, MOST_CHECKED
-from xsimulator.replay.steady import enough_queries, of_unlike, steady_figures
+from xsimulator.replay.prediction import CHECKED_QUERIES, CHECKED_ROUNDS, MOST_CHECKED
+from xsimulator.replay.replicas import replay_steady
+from xsimulator.replay.steady_state import combine_unlike, enough_queries, steady_figures
 
 Statistic = Literal["mean", "std", "skewness"]
 FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)  # chosen
@@ -71,7 +71,7 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
                                most=MOST_CHECKED)
         results, _ = replay_steady(changed, timing, estimate, planned_queries(
             changed, *lengths.sample(count, np.random.default_rng(SEED))))
-        of_all, of_one = (of_unlike([steady_figures(
+        of_all, of_one = (combine_unlike([steady_figures(
             result, constraint.with_latency(kind=kind), problem.lengths.outputs)
             for result in results]) for kind in ("queries", "sequence"))
         if of_all is None or of_one is None:

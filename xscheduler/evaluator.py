@@ -18,15 +18,15 @@ from xrunner.rules import batch_sizer
 from xscheduler.copies import problem_for
 from xscheduler.replays import Replays
 from xsimulator.plans import PlanCache
-from xsimulator.replay.copies import replayer_of
-from xsimulator.replay.predict import (
+from xsimulator.replay.prediction import (
     MOST_PREDICTED,
     JobPrediction,
-    checked_queries,
     job_replays,
-    mean_of,
+    mean_prediction,
+    num_checked_queries,
 )
 from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.replicas import replayer_of
 from xsimulator.replay.step_clock import StepClocks
 from xsimulator.rough.formulas import Formulas
 
@@ -76,7 +76,7 @@ class Evaluator:
         """The estimate with the figures of a replay, if that has a steady state."""
         if estimate not in self._shown:
             part, alone = self._part(estimate), estimate.one_copy
-            found = part.replays.of(alone, checked_queries(part.problem, alone))
+            found = part.replays.of(alone, num_checked_queries(part.problem, alone))
             self._shown[estimate] = found.shown(part.problem).in_copies(
                 estimate.deployment.replicas)
         return self._shown[estimate]
@@ -112,7 +112,7 @@ def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, repla
     all known; None without queries."""
     replayed = replays_of(problem, timing, estimate, replays=replays, clocks=clocks,
                           has_steps=False)
-    return None if replayed is None else mean_of(replayed.results, replayed.num_queries)
+    return None if replayed is None else mean_prediction(replayed.results, replayed.num_queries)
 
 
 class JobReplays(NamedTuple):

@@ -11,10 +11,10 @@ from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.replay.figures import steady_replay
 from xsimulator.replay.job import planned_queries
-from xsimulator.replay.predict import with_watched
-from xsimulator.replay.steady import SteadyFigures
+from xsimulator.replay.prediction import with_limit_length
+from xsimulator.replay.steady_replay import steady_replay
+from xsimulator.replay.steady_state import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
 
 SEED = 20240427
@@ -69,7 +69,7 @@ class Replays:
                            np.concatenate([self._drawn[1], more[1]]))
         inputs, outputs = (own[:queries] for own in self._drawn)
         if problem.constraint.kind == "sequence":
-            outputs = with_watched(outputs, problem.lengths.outputs.quantile(
+            outputs = with_limit_length(outputs, problem.lengths.outputs.quantile(
                 problem.constraint.quantile))
         try:
             figures = steady_replay(problem, self.timing, estimate, planned_queries(

@@ -31,8 +31,8 @@ from xscheduler.space import (
     Point,
     usual_off,
 )
-from xsimulator.replay.predict import CHECKED_ROUNDS, LEAST_CHECKED, checked_queries
-from xsimulator.replay.steady import ROUNDING, enough_queries
+from xsimulator.replay.prediction import CHECKED_ROUNDS, LEAST_CHECKED, num_checked_queries
+from xsimulator.replay.steady_state import ROUNDING, enough_queries
 
 SURE = 4  # chosen: queries of the longest replay, as a multiple of a whole one's
 TRIES = 8  # chosen: points of which the best, or the quickest, are replayed longest
@@ -138,7 +138,7 @@ class ReplayedCells:
         (0) with the fewer queries of a first replay. A longer replay of the point is reused."""
         found = cell.replayed.get(point)
         estimate = cell.formula.estimate(cell.plan, point) if found is None else found.estimate
-        whole = checked_queries(cell.problem, estimate)
+        whole = num_checked_queries(cell.problem, estimate)
         queries = times * whole or enough_queries(
             estimate, least=LEAST_CHECKED, rounds=CHECKED_ROUNDS, most=whole)
         if found is None or found.queries < queries:

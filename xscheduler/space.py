@@ -18,7 +18,7 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xscheduler.replays import Replayed
 from xsimulator.memory import capacity_bytes
-from xsimulator.replay.steady import ROUNDING, SteadyFigures
+from xsimulator.replay.steady_state import ROUNDING, SteadyFigures
 from xsimulator.rough.figures import Formula, RoughFigures
 
 Point = tuple[int, ...]

@@ -7,7 +7,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
-from xsimulator.replay.steady import ROUNDING
+from xsimulator.replay.steady_state import ROUNDING
 
 BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # chosen: grid of batch sizes
 

@@ -1,6 +1,6 @@
 /* A replay of two pools, of which one encodes by WAA's rule and hands over to the other
- * (xsimulator/replay/flow.py, pool.py, stage_line.py, kernel.py): the same events in the same order,
- * of (seconds, priority, sequence), and the same sums. */
+ * (xsimulator/replay/event_replay.py, pool.py, pipeline.py, kernel.py): the same events in the
+ * same order of (seconds, priority, sequence), and the same sums. */
 #pragma once
 
 #include <stdint.h>

@@ -25,10 +25,10 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator, TimingSource
 from xscheduler.evaluator import Evaluator
 from xscheduler.margin import Margins
-from xsimulator.replay.figures import steady_replay
 from xsimulator.replay.job import planned_queries
-from xsimulator.replay.predict import checked_queries, with_watched
-from xsimulator.replay.steady import SteadyFigures
+from xsimulator.replay.prediction import num_checked_queries, with_limit_length
+from xsimulator.replay.steady_replay import steady_replay
+from xsimulator.replay.steady_state import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
 from xsimulator.rough.formulas import fixed_estimate
 
@@ -195,10 +195,10 @@ def replay_checked(problem: Problem, timing: TimingSource, estimate: Estimate, s
                    clocks: StepClocks | None = None) -> SteadyFigures | None:
     """The steady state in a replay of sampled queries, other ones than the planner's, that checks
     the bounds' figures; None where it has none, or met a step larger than any that was timed."""
-    count = checked_queries(problem, estimate)
+    count = num_checked_queries(problem, estimate)
     inputs, outputs = problem.lengths.sample(count, np.random.default_rng(seed))
     if problem.constraint.kind == "sequence":
-        outputs = with_watched(outputs, problem.lengths.outputs.quantile(
+        outputs = with_limit_length(outputs, problem.lengths.outputs.quantile(
             problem.constraint.quantile))
     return steady_replay(problem, timing, estimate, planned_queries(problem, inputs, outputs),
                          clocks)

@@ -28,11 +28,11 @@ from xrunner.rank.world import replica_of, replicas_of
 from xrunner.rules.routing import Router, window_of
 from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.steps import Step, rules_for, withdraw_waiting
-from xsimulator.replay.flow import submit
+from xsimulator.replay.event_replay import submit
 from xsimulator.replay.job import Replayer, replay_job
+from xsimulator.replay.pipeline import Pipeline
 from xsimulator.replay.pool import PoolHead
 from xsimulator.replay.queries import Queries
-from xsimulator.replay.stage_line import StageLine
 from xsimulator.rough.formulas import fixed_estimate
 
 Made = Callable[[str], tuple[Path, Any]]
@@ -133,7 +133,7 @@ class Job:
             rule.change(PhaseControls(**{key: value for key, value in change.items() if key not in (
                 "revision", "replica", "elapsed_s", "phase")}), phase=change["phase"])
         (plan,), _ = replayer.plans([rule], [clock])
-        queries, line = Queries(lengths, encode_gives_token=True), StageLine(
+        queries, line = Queries(lengths, encode_gives_token=True), Pipeline(
             clock, len(one.deployment.stages))
         head, news, turn = PoolHead(plan, queries, line), deque(self.news[replica]), 0
         while True:

@@ -22,12 +22,12 @@ from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import EncodingRule, Step, rules_for
 from xscheduler.live.decisions import Decider, Decision, Evidence, Followed
 from xscheduler.room import HEADROOM, slots_for
-from xsimulator.replay.flow import Arrivals, Handover
+from xsimulator.replay.event_replay import Arrivals, Handover
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.kernel import ARRIVAL, Kernel
+from xsimulator.replay.pipeline import Pipeline
 from xsimulator.replay.pool import HandoverPlan, PoolHead, PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
-from xsimulator.replay.stage_line import StageLine
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 from xsimulator.stage_times import HandoverCost
 
@@ -87,7 +87,7 @@ class _Untabled:
         self.seconds = clock.seconds
 
 
-class _SlowedLine(StageLine):
+class _SlowedLine(Pipeline):
     """Stages whose steps take as long as `worked` says, and are told of."""
 
     def __init__(self, plan: PoolPlan, worked: Worked, told: Told) -> None:
@@ -120,8 +120,8 @@ class _SlowedPool(PoolProcess):
     def __init__(self, plan: PoolPlan, kernel: Kernel, queries: Queries, worked: Worked,
                  told: Told) -> None:
         super().__init__(plan, kernel, queries)
-        self.told, self._line = told, _SlowedLine(plan, worked, told)
-        self.head = PoolHead(plan, queries, self._line)
+        self.told, self._pipeline = told, _SlowedLine(plan, worked, told)
+        self.head = PoolHead(plan, queries, self._pipeline)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from xscheduler.copies import problem_for
 from xscheduler.evaluator import Evaluator
 from xscheduler.planner import Planner, PlanOptions, plan
 from xsimulator.replay.job import planned_queries, replay_job
-from xsimulator.replay.steady import SteadyFigures
+from xsimulator.replay.steady_state import SteadyFigures
 
 SCATTER = 1.02  # of a latency over seeds of a replay
 FIXED = FixedSchedule(policies=("rra", "waa-m", "sarathi"), tp_degree=1, tp_gpus=0)

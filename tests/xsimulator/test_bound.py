@@ -21,7 +21,7 @@ from xscheduler.search_planner import SearchPlanner
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.bound import Kind, UpperBound
 from xsimulator.replay.job import planned_queries, replay_job
-from xsimulator.replay.steady import SteadyFigures
+from xsimulator.replay.steady_state import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
 from xsimulator.roofline_limit import roofline_limit_qps, work_per_request
 from xsimulator.rough.formulas import fixed_estimate

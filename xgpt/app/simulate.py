@@ -30,12 +30,17 @@ from xscheduler.evaluator import job_lengths
 from xscheduler.planner import PlanOptions
 from xscheduler.replays import Replays
 from xscheduler.search import SURE
-from xsimulator.replay.copies import replay_steady, replayer_of
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace
-from xsimulator.replay.predict import checked_queries, sample_job
+from xsimulator.replay.prediction import num_checked_queries, sample_job
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.steady import SteadyFigures, enough_queries, of_unlike, steady_figures
+from xsimulator.replay.replicas import replay_steady, replayer_of
+from xsimulator.replay.steady_state import (
+    SteadyFigures,
+    combine_unlike,
+    enough_queries,
+    steady_figures,
+)
 from xsimulator.rough.figures import EXTRAPOLATED, fixed_point
 from xsimulator.rough.formulas import fixed_estimate
 
@@ -146,7 +151,7 @@ def _as_replayed(opened: OpenedJob, timing: TimingSource, of_copy: Problem,
     """The schedule on its own stages and with its own controls, by a replay with this job's times:
     as it is planned."""
     own = replace(given, notes=(f"times: {timing.provenance()}",), others=()).one_copy
-    found = Replays(of_copy, timing).of(own, SURE * checked_queries(of_copy, own))
+    found = Replays(of_copy, timing).of(own, SURE * num_checked_queries(of_copy, own))
     return found.shown(of_copy).in_copies(given.deployment.replicas)
 
 
@@ -180,7 +185,7 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
     if not result.is_timed:
         return result, None, math.nan
     own = [steady_figures(one, problem.constraint, problem.lengths.outputs) for one in results]
-    steady = of_unlike(own)
+    steady = combine_unlike(own)
     slowest = next((copy for copy, one in zip(copies, own, strict=False) if one is not None
                     and steady is not None and one.latency_s == steady.latency_s), estimate)
     return result, steady, slowest.figures.latency_s

@@ -2,9 +2,9 @@
 
 If there are more ranks than cores, a timing source gives step times with all ranks at work
 (`TimingFacts.sharing` times as long as on own cores). In a run some ranks wait and leave their
-cores to the others: with k ranks at work on c cores each works at the rate min(1, c / k). A stage's
-slow-down is the mean of that over its own work. It depends on when the others work, so it is found
-by ROUNDS replays."""
+cores to the others. With k ranks at work on c cores, each works at the rate min(1, c / k). A
+stage's slow-down is the mean of that over its own work. It depends on when the others work, so it
+is found by ROUNDS replays."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -18,23 +18,23 @@ from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
-from xsimulator.replay.flow import run
+from xsimulator.replay.event_replay import run
 from xsimulator.replay.native_replay import NativeReplay, replay_natively
 from xsimulator.replay.pool import HandoverPlan, PoolPlan
-from xsimulator.replay.queries import Asked, Queries
+from xsimulator.replay.queries import Queries, ReplayJob
 from xsimulator.replay.records import PoolRecords, ReplayResult
-from xsimulator.replay.step_clock import PoolClock, SharedClock, StepClock, StepClocks
+from xsimulator.replay.step_clock import PoolClock, ScaledClock, StepClock, StepClocks
 
 ROUNDS = 4  # chosen: replays for shared cores; one more changes the makespan by less than 1 %
 
 
 class Replayer:
-    """Replays jobs by one Estimate."""
+    """Replays jobs by one Estimate on one replica."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
                  clocks: StepClocks | None = None, *, has_steps: bool = True) -> None:
         """clocks: tables of step times shared with other replays. has_steps: False for results
-        without pools and handovers, which the native replay makes in half the time."""
+        without pools and handovers, which take the native replay half the time."""
         self._has_steps = has_steps
         self.problem, self.estimate = problem, estimate
         self._pools = estimate.deployment.pools
@@ -51,7 +51,7 @@ class Replayer:
     def run(self, queries: QueryLengths, *, arrival_s: ArrayLike = 0.0,
             rules: Sequence[BatchingRule] | None = None,
             clocks: Sequence[PoolClock] | None = None) -> ReplayResult:
-        """The replay of requests with known outputs, in this order if they arrive together.
+        """The result for requests with known outputs, in this order if they arrive together.
 
         arrival_s: [requests] arrival times. rules, clocks: one for each pool, in place of the
         estimate's. Raises XgptError for a request that never fits into the KV cache."""
@@ -61,31 +61,32 @@ class Replayer:
         if clocks is None:
             clocks = self.clocks(queries) if rules is not None else (
                 self._own_clocks(queries, arrival_s))
-        return self._once(queries, arrival_s, rules or rules_for(self.estimate), clocks)
+        return self._replay_once(queries, arrival_s, rules or rules_for(self.estimate), clocks)
 
     def native(self, queries: QueryLengths, arrival_s: ArrayLike = 0.0) -> NativeReplay | None:
-        """The replay by the native library, without steps; None if that cannot replay it."""
-        return replay_natively(
-            Asked.of(queries, arrival_s, not self.problem.model.is_encoder_decoder), *self.plans(
-                rules_for(self.estimate), self._own_clocks(queries, arrival_s)), has_steps=False)
+        """The replay by the native library, without steps; None if the library cannot replay it."""
+        job = ReplayJob.of(queries, arrival_s, not self.problem.model.is_encoder_decoder)
+        return replay_natively(job, *self.plans(
+            rules_for(self.estimate), self._own_clocks(queries, arrival_s)), has_steps=False)
 
     def _own_clocks(self, queries: QueryLengths, arrival_s: ArrayLike) -> Sequence[PoolClock]:
-        """The pools' clocks, slowed down by replays if cores are shared."""
+        """The pools' clocks. If cores are shared, they are slowed down by the slow-downs of earlier
+        replays."""
         clocks = self.clocks(queries)
         if self._sharing <= 1:
             return clocks
         cores = sum(stage.tp_degree for stage in self.estimate.deployment.stages) / self._sharing
-        shared = [SharedClock(clock, [1.0] * len(pool.stages))
+        shared = [ScaledClock(clock, [1.0] * len(pool.stages))
                   for clock, pool in zip(clocks, self._pools, strict=True)]
         for _ in range(ROUNDS - 1):
             factors = slow_downs(
-                self._once(queries, arrival_s, rules_for(self.estimate), shared),
+                self._replay_once(queries, arrival_s, rules_for(self.estimate), shared),
                 self.estimate.deployment.stages, cores)
-            shared = [SharedClock(clock, [slow / self._sharing for slow in own])
+            shared = [ScaledClock(clock, [slow / self._sharing for slow in own])
                       for clock, own in zip(clocks, factors, strict=True)]
         return shared
 
-    def _once(self, queries: QueryLengths, arrival_s: ArrayLike, own: Sequence[BatchingRule],
+    def _replay_once(self, queries: QueryLengths, arrival_s: ArrayLike, own: Sequence[BatchingRule],
               clocks: Sequence[PoolClock]) -> ReplayResult:
         plans, handovers = self.plans(own, clocks)
         gives_token = not self.problem.model.is_encoder_decoder
@@ -94,7 +95,7 @@ class Replayer:
 
     def plans(self, own: Sequence[BatchingRule],
               clocks: Sequence[PoolClock]) -> tuple[tuple[PoolPlan, ...], list[HandoverPlan]]:
-        """The plans of pools with these rules, and of the handovers between them."""
+        """(plans of the pools with these rules and clocks, plans of the handovers between them)."""
         plans = {pool.name: PoolPlan(
             name=pool.name, role=pool.role, rule=rule, clock=clock, kv_tokens=pool.kv_tokens,
             stages=tuple(stage.index for stage in pool.stages))
@@ -109,8 +110,8 @@ class Replayer:
         return tuple(plans.values()), handovers
 
     def clocks(self, queries: QueryLengths) -> list[StepClock]:
-        """The pools' clocks, with tables up to these lengths. In a static batch every row grows to
-        the longest output."""
+        """A clock for each pool, with tables up to these lengths. In a static batch every row grows
+        to the longest output."""
         assert queries.outputs is not None
         most = max(queries.outputs.max(initial=1), queries.most_outputs.max(initial=1))
         longest = int(queries.inputs.max(initial=1) + most) + 1
@@ -122,12 +123,13 @@ class Replayer:
 def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
                *, rules: Sequence[BatchingRule] | None = None,
                clocks: StepClocks | None = None) -> ReplayResult:
-    """The result of one replay (see Replayer)."""
+    """The result of one replay; arguments as of Replayer."""
     return Replayer(problem, timing, estimate, clocks).run(queries, rules=rules)
 
 
 def planned_queries(problem: Problem, inputs: IntArray, outputs: IntArray) -> QueryLengths:
-    """[requests] of these lengths, which reserve the planned number of output tokens."""
+    """Requests of these input and output tokens, each of which reserves the planned number of
+    output tokens."""
     inputs = np.asarray(inputs, np.int64)
     return QueryLengths(inputs=inputs, outputs=np.asarray(outputs, np.int64),
                         most_outputs=np.full(inputs.shape, planned_outputs(problem)))
@@ -140,8 +142,8 @@ def planned_outputs(problem: Problem) -> int:
 
 def slow_downs(result: ReplayResult, stages: Sequence[StageAssignment],
                cores: float) -> list[list[float]]:
-    """[pools][stages] slow-down of each stage by shared cores, if its steps lie as in `result`.
-    cores: number of ranks that can work at once."""
+    """[pools][stages] factor by which shared cores make each stage slower, if its steps lie in time
+    as in `result`. cores: number of ranks that can work at once."""
     degrees = {stage.index: stage.tp_degree for stage in stages}
     times, progress = _progress(result.pools, degrees, cores)
     factors = []
@@ -155,7 +157,7 @@ def slow_downs(result: ReplayResult, stages: Sequence[StageAssignment],
 
 def _progress(pools: Sequence[PoolRecords], degrees: dict[int, int],
               cores: float) -> tuple[FloatArray, FloatArray]:
-    """(times, work that a rank always at work would have done until each)."""
+    """(times, seconds of work that a rank always at work would have done until each)."""
     starts = np.concatenate([pool.start_s.ravel() for pool in pools])
     ends = np.concatenate([pool.end_s.ravel() for pool in pools])
     width = np.concatenate([np.tile([degrees[stage] for stage in pool.stages], len(pool.end_s))

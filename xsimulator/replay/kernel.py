@@ -1,12 +1,13 @@
-"""A deterministic discrete event kernel: events in the order of (seconds, priority, sequence)."""
+"""A deterministic discrete event kernel. Events happen in the order of (seconds, priority,
+sequence)."""
 
 import heapq
 from collections.abc import Callable
 
 Act = Callable[[float], None]  # is called with the event's time
 
-# priorities of simultaneous events: work arrives, then pools look for it, then results are routed
-ARRIVAL, TURN, NEWS = 0, 1, 2
+# priorities of simultaneous events: requests arrive, pools take turns, requests are routed anew
+ARRIVAL, TURN, ROUTING = 0, 1, 2
 
 
 class Kernel:
@@ -22,7 +23,7 @@ class Kernel:
         heapq.heappush(self._events, (time_s, priority, self._sequence, act))
 
     def is_free_until(self, time_s: float) -> bool:
-        """Whether no event is scheduled up to `time_s`, so that the caller may go on to then
+        """Whether no event is scheduled up to `time_s`. The caller may then proceed to that time
         without an event of its own."""
         return not self._events or self._events[0][0] > time_s
 

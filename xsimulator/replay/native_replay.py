@@ -26,14 +26,14 @@ from xrunner.rules.steps import BatchingRule, Chunk, Step, StepKind
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator.addresses import address_of
 from xsimulator.native import TELL, Native, native
+from xsimulator.replay.pipeline import StepTimes
 from xsimulator.replay.pool import HandoverPlan, PoolPlan, records_of
-from xsimulator.replay.queries import Asked
+from xsimulator.replay.queries import ReplayJob
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
-from xsimulator.replay.stage_line import StepTimes
 from xsimulator.replay.step_clock import (
     ROW_BLOCK,
     PoolClock,
-    SharedClock,
+    ScaledClock,
     StepClock,
     handover_table,
 )
@@ -43,73 +43,74 @@ _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
 _POOL = [np.int64] * 5 + [np.float64] * 4  # types of the arrays of one pool
 
 
-class _Given(NamedTuple):
-    """Input for csrc from a rule: kind, integer facts, figures, [requests] reserved tokens, further
-    arrays, and [requests] which never fit."""
+class _NativeInput(NamedTuple):
+    """Input for csrc from a rule: `kind`, integer `facts`, `figures`, [requests] tokens that each
+    reserves, further arrays, and [requests] which of them can never fit."""
 
     kind: int
     facts: Sequence[int]
     figures: Sequence[float]
     reserves: IntArray
     others: Sequence[NDArray[Any]]
-    never: BoolArray
+    never_fit: BoolArray
 
 
-def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence[HandoverPlan] = (),
-                    *, has_steps: bool = True) -> NativeReplay | None:
-    """The replay of xsimulator.replay.flow.run by the library; None without it, for other rules or
-    clocks, or if a step has no known time. has_steps: its steps are kept. Raises XgptError for a
-    request that can never fit."""
+def replay_natively(job: ReplayJob, pools: Sequence[PoolPlan],
+                    handovers: Sequence[HandoverPlan] = (), *, has_steps: bool = True,
+                    ) -> NativeReplay | None:
+    """The replay of xsimulator.replay.event_replay.run by the native library; None without the
+    library, for other rules or clocks, or if a step has no known time. has_steps: whether steps are
+    kept. Raises XgptError for a request that can never fit."""
     library = native()
     timed = [_clock_of(plan.clock, len(plan.stages)) for plan in pools]
     if library is None or None in timed:
         return None
-    given = None
+    data = None
     if (len(pools), len(handovers)) == (1, 0):
-        given = _of_alone(asked, pools[0])
+        data = _one_pool_input(job, pools[0])
     elif (len(pools), len(handovers)) == (2, 1):
-        given = _of_pair(asked, pools[0], pools[1], handovers[0])
-    if given is None:
+        data = _two_pool_input(job, pools[0], pools[1], handovers[0])
+    if data is None:
         return None
-    if given.never.any():
-        order = np.argsort(asked.arrival_s, kind="stable")
-        raise never_fits(asked, int(order[given.never[order]][0]))
+    if data.never_fit.any():
+        order = np.argsort(job.arrival_s, kind="stable")
+        raise never_fits(job, int(order[data.never_fit[order]][0]))
     clocks = [one[0].native for one in timed if one is not None]
     factors = [factor for one in timed if one is not None for factor in one[1]]
-    facts = [len(asked.arrival_s), asked.gives_token,
-             pools[-1].rule.slot_use is SlotUse.COMPACTED, has_steps, *given.facts]
-    begin_s, fetched = float(asked.arrival_s[0]), [clock.fetched for clock in clocks]
+    facts = [len(job.arrival_s), job.gives_token,
+             pools[-1].rule.slot_use is SlotUse.COMPACTED, has_steps, *data.facts]
+    begin_s, fetched = float(job.arrival_s[0]), [clock.fetched for clock in clocks]
     read: list[NDArray[Any]] = [
-        np.array(facts, np.int64), np.array([begin_s, *given.figures], float),
+        np.array(facts, np.int64), np.array([begin_s, *data.figures], float),
         np.array(factors, float), *(np.ascontiguousarray(one, np.int64) for one in (
-            asked.lengths.inputs, given.reserves, asked.left)), *given.others]
+            job.lengths.inputs, data.reserves, job.left)), *data.others]
     addresses = [clocks[0].address, *map(address_of, read)]
     if handovers:
         link = handovers[0]
         fetched.append(link.table or handover_table(link.seconds))
         function = ctypes.cast(fetched[-1].function, ctypes.c_void_p).value or 0
         addresses += [clocks[1].address, function]
-    times = np.empty(3 * len(asked.arrival_s) + 1)
+    times = np.empty(3 * len(job.arrival_s) + 1)
     with library.replaying:
-        found = library.replayed(given.kind, address_of(np.array(addresses)), address_of(times))
+        found = library.replayed(data.kind, address_of(np.array(addresses)), address_of(times))
     if found is None:
         for one in fetched:
             one.raise_failure()
         return None
-    assert has_steps or not np.isnan(times).any(), "queries have nothing to do"
-    return NativeReplay(library, found, asked, pools, handovers if has_steps else None, times)
+    assert has_steps or not np.isnan(times).any(), "requests have nothing to do"
+    return NativeReplay(library, found, job, pools, handovers if has_steps else None, times)
 
 
 class NativeReplay:
     """A finished native replay. times: arrival, start, first and last token of each request."""
 
-    def __init__(self, library: Native, found: int, asked: Asked, pools: Sequence[PoolPlan],
+    def __init__(self, library: Native, found: int, job: ReplayJob, pools: Sequence[PoolPlan],
                  handovers: Sequence[HandoverPlan] | None, times: FloatArray) -> None:
         """handovers: None if steps were not kept."""
         self._library, self._found, self._pools, self._links = library, found, pools, handovers
-        self._asked, self._preemptions = asked, int(times[-1])
+        self._asked, self._preemptions = job, int(times[-1])
         start_s, first_s, last_s = times[:-1].reshape(3, -1)
-        self.times = QueryTimes(arrival_s=asked.arrival_s, start_s=start_s, first_token_s=first_s,
+        self.times = QueryTimes(arrival_s=job.arrival_s, start_s=start_s, first_token_s=first_s,
                                 last_token_s=last_s)
         finalize(self, library.forget, found)
 
@@ -145,33 +146,33 @@ class NativeReplay:
 
 def _clock_of(clock: PoolClock, num_stages: int) -> tuple[StepClock, Sequence[float]] | None:
     """(clock that csrc can read, [stages] factors on its seconds); None for other clocks."""
-    own, factors = (clock.clock, clock.factors) if isinstance(clock, SharedClock) else (
+    own, factors = (clock.clock, clock.factors) if isinstance(clock, ScaledClock) else (
         clock, (1.0,) * num_stages)
     return (own, factors) if type(own) is StepClock else None
 
 
-def _of_alone(asked: Asked, plan: PoolPlan) -> _Given | None:
+def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
     """Input for a single pool whose requests arrive together; None for other rules."""
-    rule, lengths, arrival_s = plan.rule, asked.lengths, asked.arrival_s
+    rule, lengths, arrival_s = plan.rule, job.lengths, job.arrival_s
     if plan.role != "both" or not len(arrival_s) or (arrival_s != arrival_s[0]).any():
         return None
     reserves, groups = lengths.reserves, rule.num_groups
     if type(rule) is PagedRule and not rule.waiting:
         own = rule.groups[0]
         blocks = -(-np.maximum(reserves, lengths.inputs) // BLOCK_TOKENS)
-        return _Given(_PAGED, [groups, own.num_blocks, own.left_free, rule.token_budget,
+        return _NativeInput(_PAGED, [groups, own.num_blocks, own.left_free, rule.token_budget,
                                rule.is_chunked], [], reserves,
                       [np.array(rule.slots, np.int64)], blocks > own.num_blocks)
     if type(rule) is StaticRule and not rule.waiting:
-        return _Given(_STATIC, [groups, rule.group_kv_tokens, rule.encode_batch,
+        return _NativeInput(_STATIC, [groups, rule.group_kv_tokens, rule.encode_batch,
                                 rule.encode_micro_batches // groups], [], lengths.most_outputs, [],
                       reserves > rule.group_kv_tokens)
     if type(rule) is OrcaRule and not rule.waiting:
-        return _Given(_RESERVED, [groups, rule.group_kv_tokens, 0, 0, 0, 0], [0.0, 0.0, 0.0],
+        return _NativeInput(_RESERVED, [groups, rule.group_kv_tokens, 0, 0, 0, 0], [0.0, 0.0, 0.0],
                       reserves, [np.array(rule.slots, np.int64)], reserves > rule.group_kv_tokens)
     if type(rule) is RraRule and not rule.waiting and not rule.changes:
         controls, sizer = rule.controls, rule.sizer
-        return _Given(
+        return _NativeInput(
             _RESERVED, [groups, controls.group_kv_tokens, controls.decode_iterations,
                         controls.encode_batch, controls.group_max_active, controls.encode_chunk],
             [sizer.mean_input, sizer.adjustment, controls.target_active], reserves,
@@ -179,26 +180,27 @@ def _of_alone(asked: Asked, plan: PoolPlan) -> _Given | None:
     return None
 
 
-def _of_pair(asked: Asked, source: PoolPlan, target: PoolPlan, link: HandoverPlan) -> _Given | None:
+def _two_pool_input(job: ReplayJob, source: PoolPlan, target: PoolPlan,
+                    link: HandoverPlan) -> _NativeInput | None:
     """Input for WAA's two pools; None for other rules."""
-    encode, decode, lengths = source.rule, target.rule, asked.lengths
+    encode, decode, lengths = source.rule, target.rule, job.lengths
     if (type(encode) is not WaaEncodeRule or type(decode) is not WaaDecodeRule
             or (source.name, target.name) != (link.source, link.target)
-            or (source.role, target.role) != ("encode", "decode") or not len(asked.arrival_s)
+            or (source.role, target.role) != ("encode", "decode") or not len(job.arrival_s)
             or link.release != encode.release or encode.waiting
             or (encode.limits.stock_tokens and decode.inputs is None)):
         return None
-    order = np.argsort(asked.arrival_s, kind="stable")
-    never = (lengths.reserves > encode.kv_tokens) | (lengths.inputs > encode.encode_kv_tokens)
+    order = np.argsort(job.arrival_s, kind="stable")
+    never_fit = (lengths.reserves > encode.kv_tokens) | (lengths.inputs > encode.encode_kv_tokens)
     limits, sizer, chunks = encode.limits, encode.sizer, decode.inputs
-    return _Given(
+    return _NativeInput(
         _HANDED, [encode.num_groups, decode.num_groups, limits.encode_batch, limits.max_in_system,
                   encode.kv_tokens, encode.encode_kv_tokens, limits.planned_active,
                   limits.stock_tokens,
                   decode.group_max_active, 0 if chunks is None else chunks.limit,
                   0 if decode.planned == math.inf else int(decode.planned), ROW_BLOCK],
         [sizer.mean_input, sizer.adjustment, limits.target_active], lengths.reserves,
-        [order, np.ascontiguousarray(asked.arrival_s)], never)
+        [order, np.ascontiguousarray(job.arrival_s)], never_fit)
 
 
 def _records(plan: PoolPlan, *arrays: NDArray[Any]) -> PoolRecords:
@@ -254,7 +256,7 @@ class _NativeSteps(Sequence[Step]):
         return steps
 
 
-def never_fits(asked: Asked, query: int) -> XgptError:
-    """The refusal of a request that the schedule's budget can never hold."""
-    return XgptError(f"query {query} reserves {asked.lengths.reserves[query]} tokens of KV cache: "
+def never_fits(job: ReplayJob, query: int) -> XgptError:
+    """The error about a request that the schedule's KV budget can never hold."""
+    return XgptError(f"request {query} reserves {job.lengths.reserves[query]} tokens of KV cache: "
                      "more than the schedule gives one micro-batch")

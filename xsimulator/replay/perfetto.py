@@ -23,7 +23,8 @@ _HEAD: Event = {"displayTimeUnit": "ms", "otherData": {"source": "xgpt replay"}}
 
 def write_trace(result: ReplayResult, path: Path, stage_names: Sequence[str], start_s: float = 0.0,
                 end_s: float = math.inf) -> int:
-    """Writes the events within the window to `path` (gzip if it ends in .gz). Returns how many."""
+    """Writes the events between `start_s` and `end_s` to `path` (gzip if it ends in .gz). Returns
+    their number."""
     encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
     stream, count = events(result, stage_names, start_s, end_s), 0
     with (gzip.open(path, "wt", encoding="utf-8", compresslevel=4) if path.suffix == ".gz"
@@ -38,7 +39,8 @@ def write_trace(result: ReplayResult, path: Path, stage_names: Sequence[str], st
 
 def events(result: ReplayResult, stage_names: Sequence[str], start_s: float = 0.0,
            end_s: float = math.inf) -> Iterator[Event]:
-    """`stage_names` is indexed like the Estimate's stages."""
+    """Yields the events between `start_s` and `end_s`. stage_names: indexed like the Estimate's
+    stages."""
     window = (start_s, end_s)
     for place, pool in enumerate(result.pools):
         yield from _names(pool, _FIRST_PID + place, place, stage_names)
@@ -86,7 +88,7 @@ def _steps(pool: PoolRecords, pid: int, window: tuple[float, float]) -> Iterator
 
 def _memory(pool: PoolRecords, pid: int, window: tuple[float, float],
             makespan_s: float) -> Iterator[Event]:
-    """Held and budget as two counters: two series of one would be stacked."""
+    """Held and budget as two counters, since two series of one counter would be stacked."""
     if not len(pool.memory_s):
         return
     start_s, end_s = window[0], min(window[1], makespan_s)
@@ -107,8 +109,8 @@ def _counter(name: str, pid: int, at_us: int, tokens: int) -> Event:
 
 def _handovers(handovers: HandoverRecords, pools: Sequence[PoolRecords],
                first: int, window: tuple[float, float]) -> Iterator[Event]:
-    """Each handover is a span in its source's process, with an arrow from its encoding to the
-    first step of its target that starts after it. They are numbered from `first` on."""
+    """Each handover is a span in its source's process. An arrow leads from its encoding to the
+    first step of its target that starts after it. Handovers are numbered from `first` on."""
     names = [pool.name for pool in pools]
     source, target = names.index(handovers.source), names.index(handovers.target)
     encode, decode = pools[source], pools[target]
@@ -137,11 +139,11 @@ def _handovers(handovers: HandoverRecords, pools: Sequence[PoolRecords],
 
 
 def _tid(stage: int) -> int:
-    """Different over all pools: Perfetto names threads by this id alone."""
+    """Thread id of a stage, different over all pools: Perfetto names threads by this id alone."""
     return _FIRST_TID + stage
 
 
 def _us(seconds: FloatArray) -> IntArray:
-    """Whole microseconds: a fraction would be cut, not rounded, by readers, and steps that follow
-    each other would then overlap by a nanosecond, which the format forbids."""
+    """Whole microseconds. Readers would cut a fraction, not round it. Steps that follow each other
+    would then overlap by a nanosecond, which the format forbids."""
     return np.asarray(np.rint(seconds * 1e6).astype(np.int64))

@@ -1,6 +1,6 @@
 """One pool of a replay: a head that decides by the pool's rule, and a pipeline of stages.
 
-Stages work their steps in order, so a step's times on all stages are known when the head decides
+Stages work their steps in order. So a step's times on all stages are known when the head decides
 it. A pool has one event for each turn that must wait, and none for stages."""
 
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ from xrunner.rules.slots import Departures, SlotUse
 from xrunner.rules.steps import BatchingRule, Step, StepKind
 from xsimulator.native import NativeTables
 from xsimulator.replay.kernel import TURN, Kernel
+from xsimulator.replay.pipeline import Pipeline, StepTimes
 from xsimulator.replay.queries import GroupRows, Queries
 from xsimulator.replay.records import PoolRecords
-from xsimulator.replay.stage_line import StageLine, StepTimes
 from xsimulator.replay.step_clock import PoolClock, StepSizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:
-    """Parts of a pool. stages: indices in the Estimate. kv_tokens: capacity of its cache."""
+    """Parts of a pool. stages: indices in the Estimate. kv_tokens: capacity of its KV cache."""
 
     name: str
     rule: BatchingRule
@@ -35,9 +35,9 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverPlan:
-    """The link from pool `source` to pool `target`. seconds: to move the KV cache of so many
-    tokens (a number or an array). table: these for csrc, if kept. release: tells the source's rule
-    that a request is done."""
+    """The link from pool `source` to pool `target`. `seconds`: of a handover of so many tokens, a
+    number or an array. `table`: these seconds as a table for csrc, if there is one. `release`:
+    called with each request that is done, so that the source's rule frees its room."""
 
     seconds: Callable[[Any], Any]
     release: Callable[[int], None]
@@ -48,7 +48,7 @@ class HandoverPlan:
 
 def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],
                memory_tokens: Sequence[int]) -> PoolRecords:
-    """The records of a pool. memory_tokens: reserved KV tokens from each of `memory_s` on."""
+    """The records of a pool. memory_tokens: KV tokens reserved from each of `memory_s` on."""
     durations_s = times.durations_s
     # a step without a known time never ends, and later ones never begin
     start_s = np.subtract(times.end_s, durations_s, out=np.full(durations_s.shape, np.inf),
@@ -65,12 +65,12 @@ class PoolHead:
     """The head of a pool: in each turn it collects tokens and decides a step. A request ends when
     the head collects its last token, as in a run."""
 
-    def __init__(self, plan: PoolPlan, queries: Queries, line: StageLine) -> None:
-        self.plan, self.rule, self._queries, self._line = plan, plan.rule, queries, line
+    def __init__(self, plan: PoolPlan, queries: Queries, pipeline: Pipeline) -> None:
+        self.plan, self.rule, self._queries, self._pipeline = plan, plan.rule, queries, pipeline
         # hands over (requests, step that ended their encoding, when), and returns when they arrive
         # in the other pool; None: encoded requests stay
         self.outlet: Callable[[tuple[int, ...], int, float], float] | None = None
-        # called with requests whose encoding begins, if another pool passes requests on to this one
+        # called with requests whose encoding begins, if another pool passed them on to this one
         self.inlet: Callable[[Sequence[int], float], None] | None = None
         self._groups: dict[int, GroupRows] = {}
         self._departures = Departures(plan.rule.slot_use)
@@ -79,7 +79,7 @@ class PoolHead:
         self._held = -1
 
     def next_group(self) -> GroupRows | None:
-        """The group whose turn it is; None if there is nothing to do."""
+        """The group that takes the next turn; None if there is nothing to do."""
         index = self.rule.next_group()
         if index is None:
             return None
@@ -89,7 +89,7 @@ class PoolHead:
         return group
 
     def note_memory(self, now: float) -> None:
-        """Records the reserved KV tokens if they have changed."""
+        """Records the number of reserved KV tokens if it has changed."""
         held = self.rule.reserved_tokens
         if held != self._held:
             self._held = held
@@ -97,11 +97,11 @@ class PoolHead:
 
     def records(self) -> PoolRecords:
         """The records so far."""
-        return records_of(self.plan, self._line.times(), [now for now, _ in self._memory],
+        return records_of(self.plan, self._pipeline.times(), [now for now, _ in self._memory],
                           [held for _, held in self._memory])
 
     def turn(self, group: GroupRows, now: float) -> None:
-        """A group's turn: collects its tokens and decides its next step."""
+        """Takes a group's turn: collects its tokens and decides its next step."""
         if group.awaited and self.rule.needs_tokens:
             self._collect(group, now)
         step = self.rule.decide()
@@ -110,7 +110,7 @@ class PoolHead:
         self.note_memory(now)
 
     def _collect(self, group: GroupRows, now: float) -> None:
-        """Collects the tokens of the group's steps."""
+        """Collects the tokens of the group's steps, and ends the requests that are done."""
         queries, finish = self._queries, self.rule.finish
         for _, first, done in group.awaited:
             if first:
@@ -131,7 +131,7 @@ class PoolHead:
 
     def _execute(self, group: GroupRows, step: Step, now: float) -> None:
         for query in step.evicted:
-            if query in group:  # else it was encoded in part and has no row yet
+            if query in group:  # else it was encoded in part, without a row
                 self._queries.evict(query, group.leave(query))
                 self._departures.leave()
         rows, mean, longest, moved, handed = 0, 0.0, 0.0, 0.0, 0
@@ -154,13 +154,14 @@ class PoolHead:
                     first = step.joined
         sizes = StepSizes(spans, sum([tokens for _, tokens in spans]),
                           len(step.joined) if spans else 0, rows, mean, longest, moved, handed)
-        ready_s = self._line.work(step, sizes, now)
+        ready_s = self._pipeline.work(step, sizes, now)
         if self.outlet is not None and spans:
-            ready_s = self.outlet(step.joined, self._line.num_steps - 1, ready_s)
+            ready_s = self.outlet(step.joined, self._pipeline.num_steps - 1, ready_s)
         group.awaited.append((ready_s, first, done))
 
     def _spans(self, step: Step, now: float) -> list[tuple[int, int]]:
-        """(first token, tokens) of each input or chunk that is encoded; records starts."""
+        """(first token, number of tokens) of each input or chunk that the step encodes. Records
+        their starts."""
         queries = self._queries
         if step.chunks:
             begun = [chunk.query for chunk in step.chunks if chunk.first == 0]
@@ -169,12 +170,12 @@ class PoolHead:
                 self.inlet(begun, now)
             return [(chunk.first, chunk.tokens) for chunk in step.chunks]
         queries.begin(step.joined, now)
-        inputs, made = queries.inputs, queries.made
-        return [(0, inputs[query] + made[query]) for query in step.joined]
+        inputs, generated = queries.inputs, queries.generated
+        return [(0, inputs[query] + generated[query]) for query in step.joined]
 
     def _join(self, group: GroupRows, joined: tuple[int, ...], done: list[int]) -> int:
         """Adds requests to the group, and those without an iteration to go to `done`. Returns their
-        total context."""
+        context tokens in total."""
         tokens = 0
         self._departures.join(len(joined))
         for query, context, left in self._queries.enter(joined):
@@ -188,18 +189,18 @@ class PoolHead:
 
 
 class PoolProcess:
-    """A pool as a process. Its head takes turns in the order of its rule, each once the tokens that
-    it waits for are there."""
+    """A pool as a process. Its head takes turns in the order of its rule, each as soon as the
+    tokens of the group's last step are there."""
 
     def __init__(self, plan: PoolPlan, kernel: Kernel, queries: Queries) -> None:
         self.plan, self.rule = plan, plan.rule
-        self._line = StageLine(plan.clock, len(plan.stages))
-        self.head = PoolHead(plan, queries, self._line)
+        self._pipeline = Pipeline(plan.clock, len(plan.stages))
+        self.head = PoolHead(plan, queries, self._pipeline)
         self.after_turn: Callable[[float], None] | None = None
         self._kernel, self._is_idle = kernel, True
 
     def wake(self, now: float) -> None:
-        """Makes an idle head look for work."""
+        """Lets an idle head take turns at `now`."""
         if self._is_idle:
             self._is_idle = False
             self._kernel.at(now, TURN, self._take_turns)
@@ -209,7 +210,7 @@ class PoolProcess:
 
     def _take_turns(self, now: float) -> None:
         """Takes turns until another event comes first or there is nothing to do."""
-        head, free_s, is_free_until = self.head, self._line.free_s, self._kernel.is_free_until
+        head, free_s, is_free_until = self.head, self._pipeline.free_s, self._kernel.is_free_until
         rule, self._is_idle = self.rule, False
         while (group := head.next_group()) is not None:
             at_s = now if now > free_s[0] else free_s[0]
@@ -227,8 +228,8 @@ class PoolProcess:
         self._take_turns(now)
 
     def _turn(self, group: GroupRows, now: float) -> None:
-        if now > self._line.free_s[0]:
-            self._line.free_s[0] = now
+        if now > self._pipeline.free_s[0]:
+            self._pipeline.free_s[0] = now
         self.head.turn(group, now)
         if self.after_turn is not None:
             self.after_turn(now)

@@ -14,23 +14,23 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import QueryLengths
 
 
-class Asked(NamedTuple):
-    """Input of a replay: lengths, [requests] arrival times, and whether encoding yields the first
-    output token (decoder-only models)."""
+class ReplayJob(NamedTuple):
+    """Input of a replay: lengths, arrival times [requests] in seconds, and whether encoding yields
+    the first output token (decoder-only models)."""
 
     lengths: QueryLengths
     arrival_s: FloatArray
     gives_token: bool
 
     @classmethod
-    def of(cls, lengths: QueryLengths, arrival_s: ArrayLike, gives_token: bool) -> Asked:
+    def of(cls, lengths: QueryLengths, arrival_s: ArrayLike, gives_token: bool) -> ReplayJob:
         """arrival_s: one for each request, or one for all."""
         return cls(lengths, np.broadcast_to(np.asarray(arrival_s, float), lengths.inputs.shape),
                    gives_token)
 
     @property
     def left(self) -> IntArray:
-        """[requests] decode iterations that each needs."""
+        """[requests] decode iterations that each request needs."""
         assert self.lengths.outputs is not None, "a replay needs to know the outputs"
         left: IntArray = self.lengths.outputs - int(self.gives_token)
         assert left.min(initial=0) >= 0, "an output has at least one token"
@@ -38,22 +38,22 @@ class Asked(NamedTuple):
 
 
 class Queries:
-    """State of all requests, by index, shared by the pools of a replay."""
+    """State of all requests of a replay, by index. Its pools share it."""
 
     def __init__(self, lengths: QueryLengths, *, encode_gives_token: bool,
                  arrival_s: ArrayLike = 0.0) -> None:
-        """Arguments as of Asked."""
-        self.asked = Asked.of(lengths, arrival_s, encode_gives_token)
-        left = self.asked.left
+        """Takes the fields of ReplayJob."""
+        self.job = ReplayJob.of(lengths, arrival_s, encode_gives_token)
+        left = self.job.left
         assert lengths.outputs is not None
         self.inputs: list[int] = lengths.inputs.tolist()
         self.reserve_tokens: list[int] = lengths.reserves.tolist()
         self.output_tokens = lengths.outputs
         count = len(self.inputs)
-        self.arrival_s = self.asked.arrival_s
+        self.arrival_s = self.job.arrival_s
         self.gives_token = int(encode_gives_token)
         self.left: list[int] = left.tolist()  # iterations to go
-        self.made = [0] * count  # tokens generated before the latest eviction
+        self.generated = [0] * count  # tokens generated before the latest eviction
         self.start_s: list[float | None] = [None] * count
         self.first_token_s: list[float | None] = [None] * count
         self.last_token_s: list[float | None] = [None] * count
@@ -62,14 +62,15 @@ class Queries:
         self.when_done: dict[int, Callable[[int, float], None]] = {}
 
     def begin(self, queries: Iterable[int], now: float) -> None:
-        """Records the start of their encoding, unless a request was evicted and started before."""
+        """Records the start of their encoding, except for requests that were evicted and started
+        before."""
         for query in queries:
             if self.start_s[query] is None:
                 self.start_s[query] = now
                 self.num_begun += 1
 
     def give_first_tokens(self, queries: Iterable[int], now: float) -> None:
-        """Records their first tokens, unless a request was evicted and had its own before."""
+        """Records their first tokens, except for requests that had theirs before an eviction."""
         for query in queries:
             if self.first_token_s[query] is None:
                 self.first_token_s[query] = now
@@ -81,31 +82,33 @@ class Queries:
         self.num_done += len(queries)
         if self.when_done:
             for query in queries:
-                tell = self.when_done.pop(query, None)
-                if tell is not None:
-                    tell(query, now)
+                callback = self.when_done.pop(query, None)
+                if callback is not None:
+                    callback(query, now)
 
     def evict(self, query: int, left: int) -> None:
-        """Records that a request lost its KV cache with `left` iterations to go."""
-        self.made[query] += self.gives_token + self.left[query] - left
+        """Records that a request with `left` iterations to go lost its KV cache."""
+        self.generated[query] += self.gives_token + self.left[query] - left
         self.left[query] = left
         self.preemptions += 1
 
     def enter(self, queries: Iterable[int]) -> list[tuple[int, int, int]]:
-        """[(request, context, iterations to go)] of requests that have all their KV cache now."""
-        inputs, made, left = self.inputs, self.made, self.left
+        """[(request, context tokens, iterations to go)] of requests whose input is now encoded in
+        full."""
+        inputs, generated, left = self.inputs, self.generated, self.left
         rows = []
         for query in queries:
-            if made[query]:  # encoded again: that gave one more token
+            if generated[query]:  # encoded again: that gave one more token
                 left[query] -= self.gives_token
-            rows.append((query, inputs[query] + made[query], left[query]))
+            rows.append((query, inputs[query] + generated[query], left[query]))
         return rows
 
 
 class GroupRows:
-    """Active rows of a group, with the sizes of its next decode step. All contexts grow together,
-    so a row's base (context - iterations so far) is constant, and sums and order of the bases
-    change only when rows come and go."""
+    """Active rows of a group, with the sizes of its next decode step.
+
+    All contexts grow together. So a row's base (context - iterations so far) is constant, and the
+    sum and order of the bases change only when rows come and go."""
 
     def __init__(self) -> None:
         self.iterations = 0  # decode steps so far
@@ -134,10 +137,11 @@ class GroupRows:
             heapq.heappush(self._longest, (-base, query))
 
     def decode(self) -> tuple[int, float, float, float]:
-        """One more iteration: (rows, mean context, longest context, rows moved before it).
+        """Counts one more iteration; returns (rows, mean context, longest context, rows moved
+        before it).
 
-        Compaction moves only rows behind the new end into holes before it: of r holes among n + r
-        places r * n / (n + r) in the mean."""
+        Compaction moves only rows behind the new end into holes before it. Of r holes among n + r
+        rows, r * n / (n + r) are moved in the mean."""
         self.iterations += 1
         rows, removed, self._removed = self.rows, self._removed, 0
         longest, members = self._longest, self._members
@@ -148,14 +152,14 @@ class GroupRows:
         return rows, context, float(top), removed * rows / (rows + removed) if removed else 0.0
 
     def take_done(self) -> list[int]:
-        """The requests that end with the latest iteration; their rows stay until `leave`."""
+        """The requests that end with the latest iteration. Their rows stay until `leave`."""
         at = self.iterations
         # a request that left and came again may be listed twice
         return [query for query in dict.fromkeys(self._ends.pop(at, ()))
                 if self._members.get(query, (0, -1))[1] == at]
 
     def leave(self, query: int) -> int:
-        """Frees a request's row; returns the iterations that it still had to go."""
+        """Frees a request's row; returns the number of iterations that it still had to go."""
         base, end = self._members.pop(query)
         self._base -= base
         self.rows -= 1
@@ -163,7 +167,7 @@ class GroupRows:
         return end - self.iterations
 
     def clear(self) -> None:
-        """Frees all rows, finished ones too."""
+        """Frees all rows, those of finished requests, too."""
         self._members.clear()
         self._ends.clear()
         self._longest.clear()

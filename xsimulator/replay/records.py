@@ -15,7 +15,7 @@ from xrunner.rules.steps import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolRecords:
-    """One pool's steps. A stage is named by its index in the Estimate's `stages`."""
+    """One pool's steps. stages: indices in the Estimate's `stages`."""
 
     name: str
     role: Role
@@ -45,7 +45,7 @@ class HandoverRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplayResult:
-    """A finite job with ramp-up and drain."""
+    """Result of the replay of a whole job, with ramp-up and drain."""
 
     pools: tuple[PoolRecords, ...]
     handovers: tuple[HandoverRecords, ...]
@@ -55,12 +55,12 @@ class ReplayResult:
 
     @property
     def latency_s(self) -> FloatArray:
-        """[requests] from the start of a request's encoding to its last token."""
+        """[requests] seconds from the start of each request's encoding to its last token."""
         return self.times.latency_s
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the first request's arrival to the last one's last token."""
+        """Seconds from the first request's arrival to the last token of all."""
         times = self.times
         if not len(times.arrival_s):
             return 0.0
@@ -72,7 +72,6 @@ class ReplayResult:
         return self.times.is_known
 
     def utilisation(self) -> FloatArray:
-        """[stages of all pools] share of the makespan that each stage works; the rest is
-        bubbles."""
+        """[stages of all pools] share of the makespan during which each stage works."""
         busy = np.concatenate([(pool.end_s - pool.start_s).sum(axis=0) for pool in self.pools])
         return busy / self.makespan_s if self.makespan_s > 0 else busy

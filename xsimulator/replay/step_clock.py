@@ -1,9 +1,9 @@
 """Seconds per stage of single steps, from tables of StageTimes.
 
-A replay asks for one step at a time, while StageTimes works on arrays. Times by rows are tabulated
-at every whole number up to DENSE_ROWS and in ratios of 1.01 beyond, attention at contexts in ratios
-of 1.02, linear in between (exact for a profile, within a thousandth for the roofline). Tables are
-filled in blocks on demand. csrc/replay/step_times.h makes the same sums from them."""
+A replay needs one step at a time, while StageTimes works on arrays. Times by rows are tabulated at
+every whole number up to DENSE_ROWS and in ratios of 1.01 beyond, attention at contexts in ratios of
+1.02. Between them times are linear (exact for a profile, within a thousandth for the roofline).
+Tables are filled in blocks on demand. csrc/replay/step_times.h makes the same sums from them."""
 
 import math
 from bisect import bisect_right
@@ -33,8 +33,8 @@ MOST_TOGETHER = TOGETHER[-1]  # beyond it the attention of one request does not 
 
 
 class StepSizes(NamedTuple):
-    """Sizes that decide a step's time. spans: (first token, tokens) of each input or chunk that is
-    encoded. encoded: requests whose encoding ends."""
+    """Sizes that decide a step's time. spans: (first token, number of tokens) of each input or
+    chunk that is encoded. encoded: requests whose encoding ends."""
 
     spans: list[tuple[int, int]]
     tokens: int  # of all spans
@@ -57,7 +57,7 @@ class StepClock:
     """Step times of one pool, as sums of tabulated parts."""
 
     def __init__(self, times: StageTimes, *, max_context: int) -> None:
-        """max_context: most tokens of a request."""
+        """max_context: most tokens of a request, input and output."""
         self._times = times
         # whether each decoded row costs the longest context of its group
         self._is_padded = times.layers.timing.facts.is_padded
@@ -70,7 +70,7 @@ class StepClock:
         self._attention, self._compaction = (
             [_GridTimes(partial(seconds, degree=degree), max_context) for degree in times.degrees]
             for seconds in (times.layers.decode_attention_s, times.layers.compaction_s))
-        self._inputs = _Inputs(times, max_context)
+        self._inputs = _EncodeAttention(times, max_context)
         self._is_apart = is_encoder_decoder  # encoder and decoder layers share no pass
         place = {degree: index for index, degree in enumerate(times.degrees)}
         self._decode_layers, self._encode_layers = (
@@ -126,8 +126,8 @@ class StepClock:
         return total
 
 
-class SharedClock:
-    """A clock with seconds of `clock` times `factors` [stages]."""
+class ScaledClock:
+    """A clock with the seconds of `clock` times `factors` [stages]."""
 
     def __init__(self, clock: PoolClock, factors: Sequence[float]) -> None:
         self.clock, self.factors = clock, tuple(factors)
@@ -137,7 +137,7 @@ class SharedClock:
             self.clock.seconds(sizes), self.factors, strict=True)]
 
 
-class Handovers:
+class HandoverTimes:
     """Seconds to hand over the KV cache of so many tokens, and their table for csrc."""
 
     def __init__(self, cost: HandoverCost) -> None:
@@ -146,20 +146,20 @@ class Handovers:
 
 
 def handover_table(seconds: Callable[[Any], Any]) -> NativeTables:
-    """The table for csrc of these seconds by whole numbers of tokens."""
+    """A table for csrc of handover seconds by whole numbers of tokens."""
     return NativeTables([Blocks(ROW_BLOCK, lambda tokens: np.broadcast_to(
         seconds(tokens), tokens.shape)[:, None])])
 
 
 class StepClocks:
-    """Clocks and handovers of one problem's pools, shared by replays of many configurations on the
-    same stages. The latest MOST_CLOCKS of each are kept."""
+    """Clocks and handover times of one problem's pools, shared by replays of many configurations on
+    the same stages. The latest MOST_CLOCKS of each are kept."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self._layers_of = cache(lambda role: LayerTimes.of(problem, of_role(timing, role)))
         self._cluster = problem.cluster
         self._clocks = lru_cache(MOST_CLOCKS)(self._clock)
-        self.handovers = lru_cache(MOST_CLOCKS)(lambda source, target: Handovers(
+        self.handovers = lru_cache(MOST_CLOCKS)(lambda source, target: HandoverTimes(
             HandoverCost(problem, timing, source, target)))
 
     def of(self, stages: tuple[StageAssignment, ...], max_context: int,
@@ -174,13 +174,13 @@ class StepClocks:
 
 
 class _RowTimes(Blocks):
-    """A function of a whole number of rows, per stage."""
+    """Seconds by a whole number of rows, per stage."""
 
     def __init__(self, seconds: Callable[[FloatArray], FloatArray]) -> None:
         super().__init__(ROW_BLOCK, lambda rows: seconds(_ROW_SIZES[rows]))
 
     def at(self, rows: int) -> list[float]:
-        """[stages] seconds, a list of the caller's own."""
+        """[stages] seconds of so many rows, as a new list."""
         if rows <= DENSE_ROWS:
             return self.row(rows).copy()
         above = bisect_right(_SPARSE, rows)
@@ -214,8 +214,8 @@ class _GridTimes(Blocks):
         return left + (context - low) / (self._node_list[index + 1] - low) * (right - left)
 
 
-class _Inputs(Blocks):
-    """ENCODE_ATTENTION of inputs and of chunks, per degree."""
+class _EncodeAttention(Blocks):
+    """Seconds of encode attention of inputs and of chunks, per tensor-parallel degree."""
 
     def __init__(self, times: StageTimes, max_context: int) -> None:
         self.max_context = max_context

@@ -195,7 +195,7 @@ SCHEDULES = {"rra": "policy: rra, encode_chunk: 0", "rra in chunks": "policy: rr
     "rra", *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES if name != "rra")])
 def paced(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
+        patch.setattr("xsimulator.replay.prediction.CHECKED_QUERIES", 1500)
         session = session_of(tmp_path_factory.mktemp("job"), schedule=SCHEDULES[request.param])
         yield session, plan_job(session, timing_of(session)).schedule
 

@@ -57,7 +57,7 @@ def unlike(session: OpenedJob, *policies: str) -> Schedule:
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
+        patch.setattr("xsimulator.replay.prediction.CHECKED_QUERIES", 1500)
         session = session_of(tmp_path_factory.mktemp("job"))
         return session, unlike(session, "rra", "rra")
 
@@ -127,7 +127,7 @@ def drifted(planned):
     as_planned = run.session.problem.lengths.outputs.sample(
         3000, np.random.default_rng(16)).tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
+        patch.setattr("xsimulator.replay.prediction.CHECKED_QUERIES", 1500)
         for lengths in (as_planned, outputs_of(45), outputs_of(45)):
             write_state(run.session, lengths)
             looks.append(run.own.update())

@@ -44,7 +44,7 @@ class Planned(NamedTuple):
         "rra", "waa-c", "sarathi"))])
 def planned(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
+        patch.setattr("xsimulator.replay.prediction.CHECKED_QUERIES", 1500)
         session = session_of(tmp_path_factory.mktemp("job"), bound="6",
                              schedule=f"policy: {request.param}")
         return Planned(session, plan_job(session, timing_of(session)).schedule)

@@ -25,10 +25,10 @@ from xrunner.rules.steps import StepKind
 from xrunner.rules.waa import SystemLimits, WaaDecodeRule, WaaEncodeRule
 from xsimulator import native
 from xsimulator.replay import native_replay
-from xsimulator.replay.figures import steady_replay
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.steady import steady_figures
+from xsimulator.replay.steady_replay import steady_replay
+from xsimulator.replay.steady_state import steady_figures
 from xsimulator.rough.formulas import fixed_estimate
 
 LONGEST = 320  # tokens of a query with its output
@@ -357,7 +357,7 @@ def test_a_query_that_never_fits_is_named_in_the_same_words(monkeypatch, policy)
     queries = replace(job[-1], inputs=inputs)
     for library in (native.native(), None):
         monkeypatch.setattr(native_replay, "native", lambda library=library: library)
-        with pytest.raises(XgptError, match="query 3 reserves") as refusal:
+        with pytest.raises(XgptError, match="request 3 reserves") as refusal:
             replay_job(*job[:3], queries, rules=rules() if rules else None)
         words.append(str(refusal.value))
     assert words[0] == words[1]

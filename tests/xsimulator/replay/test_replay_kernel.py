@@ -9,7 +9,7 @@ from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.rra import RraRule
 from xrunner.rules.waa import SystemLimits, WaaDecodeRule, WaaEncodeRule
-from xsimulator.replay.flow import run
+from xsimulator.replay.event_replay import run
 from xsimulator.replay.kernel import ARRIVAL, TURN, Kernel
 from xsimulator.replay.pool import HandoverPlan, PoolPlan
 from xsimulator.replay.queries import Queries
@@ -135,7 +135,7 @@ def test_two_encode_pools_hand_over_to_one_decode_pool():
 
 def test_a_query_that_never_fits_is_refused_when_it_comes():
     rule = OrcaRule(num_groups=1, max_active=2, kv_tokens=10)
-    with pytest.raises(XgptError, match="query 0 reserves 11 tokens"):
+    with pytest.raises(XgptError, match="request 0 reserves 11 tokens"):
         run(queries([4.0]), [PoolPlan(name="both", rule=rule, clock=Unit(), stages=(0,),
                                       kv_tokens=10)])
 

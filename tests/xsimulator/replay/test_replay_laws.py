@@ -18,7 +18,7 @@ from xgpt.core.problem import QueryTimes
 from xrunner.rules.steps import StepKind
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.records import PoolRecords, ReplayResult
-from xsimulator.replay.steady import steady_figures
+from xsimulator.replay.steady_state import steady_figures
 from xsimulator.rough.formulas import fixed_estimate
 
 CLUSTERS = {"opt-13b": "a40-4", "t5-11b": "a40-4"}

@@ -14,9 +14,9 @@ from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Estimate
 from xrunner.rules.steps import StepKind
 from xsimulator.replay.job import Replayer, planned_queries
-from xsimulator.replay.recorded import load_recordings
+from xsimulator.replay.recordings import load_recordings
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.step_clock import SharedClock, StepClocks
+from xsimulator.replay.step_clock import ScaledClock, StepClocks
 from xsimulator.rough.formulas import fixed_estimate
 
 QUERIES, MOST_CONTEXT = 150, 577  # tokens: task T's longest input and output, and one
@@ -48,7 +48,7 @@ def made(config: FixedSchedule, folder: Path) -> tuple[Replayer, Estimate, np.nd
     estimate = fixed_estimate("rra" if config is RRA else "waa-c", problem, timing, config)
     inputs, outputs = problem.lengths.sample(QUERIES, np.random.default_rng(3))
     replayer, known = Replayer(problem, timing, estimate), StepClocks(problem, timing)
-    slow = [SharedClock(known.of(pool.stages, MOST_CONTEXT), [2.0] * len(pool.stages))
+    slow = [ScaledClock(known.of(pool.stages, MOST_CONTEXT), [2.0] * len(pool.stages))
             for pool in estimate.deployment.pools]
     leave(folder, replayer.run(planned_queries(problem, inputs, outputs), clocks=slow), inputs)
     return replayer, estimate, inputs
@@ -135,5 +135,5 @@ def test_a_run_in_which_a_query_failed_is_no_source_of_times(tmp_path, line):
     results = tmp_path / "results.jsonl"
     lines = results.read_text(encoding="utf-8").split("\n")
     results.write_text("\n".join([*lines[:3], json.dumps(line), *lines[4:]]), encoding="utf-8")
-    with pytest.raises(XgptError, match="query 3 failed"):
+    with pytest.raises(XgptError, match="request 3 failed"):
         load_recordings(tmp_path, estimate.deployment)

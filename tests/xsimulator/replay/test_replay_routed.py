@@ -10,7 +10,7 @@ from xgpt.core.controls import FIXED, LEAST_TOKENS, FixedSchedule
 from xgpt.core.problem import QueryLengths
 from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.records import PoolRecords
-from xsimulator.replay.routed import RoutedReplay, replay_routed
+from xsimulator.replay.routing import RoutedReplay, replay_routed
 from xsimulator.rough.formulas import fixed_estimate
 
 CASES = [("rra", FixedSchedule(encode_batch=12, decode_iterations=12)),

@@ -19,8 +19,8 @@ from xprofiler.roofline import Roofline
 from xscheduler.replays import Replays
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator import memory
-from xsimulator.replay.predict import checked_queries
-from xsimulator.replay.steady import SteadyFigures
+from xsimulator.replay.prediction import num_checked_queries
+from xsimulator.replay.steady_state import SteadyFigures
 from xsimulator.rough.formulas import Formulas
 from xsimulator.rough.workload import Workload
 
@@ -65,7 +65,7 @@ def drawn(model: str, name: str) -> list[Point]:
         row = int(rng.choice(able))
         estimate = formula.estimate(plan, tuple(points[row].tolist()))
         found.append(Point(estimate, float(rough.memory_bytes[row]), replays.of(
-            estimate, checked_queries(problem, estimate)).figures))
+            estimate, num_checked_queries(problem, estimate)).figures))
     return found
 
 

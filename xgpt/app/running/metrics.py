@@ -45,8 +45,8 @@ from xscheduler.evaluator import in_run_order, job_lengths
 from xscheduler.live.pace import KINDS, Ratio, Ratios
 from xsimulator.memory import kv_bytes
 from xsimulator.replay.job import Replayer
-from xsimulator.replay.predict import MOST_PREDICTED
-from xsimulator.replay.recorded import Recording, load_recordings
+from xsimulator.replay.prediction import MOST_PREDICTED
+from xsimulator.replay.recordings import Recording, load_recordings
 
 CHANGED = ("the schedule was changed while the queries ran; what was predicted is of the one that "
            "the run began with")

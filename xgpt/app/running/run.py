@@ -73,7 +73,7 @@ from xrunner.plan import RunPlan, weights_key
 from xrunner.query import FinishedQuery
 from xscheduler.evaluator import replays_of
 from xscheduler.fallback import said_of
-from xsimulator.replay.predict import JobPrediction, mean_of
+from xsimulator.replay.prediction import JobPrediction, mean_prediction
 
 SUSPECT = 2  # deaths at which a query was under way
 
@@ -365,7 +365,7 @@ def _predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> J
     if replayed is None:
         return None
     first = next(replayed.results)
-    prediction = mean_of(chain([first], replayed.results), replayed.num_queries) if (
+    prediction = mean_prediction(chain([first], replayed.results), replayed.num_queries) if (
         first.is_timed) else None
     if prediction is None or not math.isfinite(prediction.wall_s):
         opened.tell.say(paragraph(

@@ -1,8 +1,9 @@
-"""One replay of a job: its requests, any number of pools, and how requests come to them, `Arrivals`
-from outside and `Handover` between two.
+"""One replay of a job by events: its requests, any number of pools, `Arrivals` from outside, and a
+`Handover` between two pools.
 
-All of them are processes on one kernel (xsimulator.replay.kernel); the KV budget is kept by the
-pools' rules. Where csrc knows these (xsimulator.replay.native_replay), it finds the same sooner."""
+All of them are processes on one kernel (xsimulator.replay.kernel). The KV budget is kept by the
+pools' rules. The native replay (xsimulator.replay.native_replay) gives the same result sooner, for
+the rules that it knows."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
 
 class Arrivals:
-    """Arrivals of the requests, given in turn to the pools that encode."""
+    """Process that submits arriving requests to the pools that encode, in turn."""
 
     def __init__(self, kernel: Kernel, queries: Queries, pools: Sequence[PoolProcess],
                  links: Sequence[Handover] = ()) -> None:
@@ -46,7 +47,7 @@ class Arrivals:
             submit(self._queries, query, pool.rule)
             self._next = (self._next + 1) % len(self._pools)
         for link in self._links:
-            link.give(now)
+            link.pass_on(now)
         for pool in self._pools:
             pool.wake(now)
         self.start()
@@ -55,11 +56,11 @@ class Arrivals:
 def submit(queries: Queries, query: int, rule: BatchingRule) -> None:
     """Submits a request to a pool's rule. Raises XgptError if it can never fit."""
     if not rule.submit(query, queries.reserve_tokens[query], queries.inputs[query]):
-        raise never_fits(queries.asked, query)
+        raise never_fits(queries.job, query)
 
 
 class Handover:
-    """The link that moves KV cache from an encode pool to a decode pool, one batch at a time."""
+    """Process that moves KV cache from an encode pool to a decode pool, one batch at a time."""
 
     def __init__(self, plan: HandoverPlan, kernel: Kernel, queries: Queries,
                  pools: dict[str, PoolProcess]) -> None:
@@ -67,15 +68,16 @@ class Handover:
         self._source, self._target = pools[plan.source], pools[plan.target]
         self._source.head.outlet = self.send
         encoding, decoding = self._source.rule, self._target.rule
-        self._giving = encoding if isinstance(encoding, WaaEncodeRule) else None
-        self._taking = decoding if isinstance(decoding, WaaDecodeRule) else None
-        if self._giving is not None and self._taking is not None:
-            self._target.head.inlet = self._began
+        self._encode_rule = encoding if isinstance(encoding, WaaEncodeRule) else None
+        self._decode_rule = decoding if isinstance(decoding, WaaDecodeRule) else None
+        if self._encode_rule is not None and self._decode_rule is not None:
+            self._target.head.inlet = self._on_begin
         self._free_s = -math.inf
         self._sent: list[tuple[int, float, float]] = []
 
     def send(self, joined: tuple[int, ...], step: int, encoded_s: float) -> float:
-        """Sends requests; returns when they arrive. Those that end with their first token stay."""
+        """Sends requests that were encoded by `encoded_s`; returns the seconds at which they
+        arrive. Requests that end with their first token stay."""
         queries, leaving = self._queries, []
         if queries.gives_token:
             queries.give_first_tokens(joined, encoded_s)
@@ -94,19 +96,20 @@ class Handover:
         self._kernel.at(end_s, ARRIVAL, partial(self._arrive, leaving))
         return end_s
 
-    def give(self, now: float) -> None:
-        """Passes on the requests that the target encodes itself."""
-        if self._giving is None or self._taking is None:
+    def pass_on(self, now: float) -> None:
+        """Passes waiting requests on to the decode pool, which encodes them itself."""
+        if self._encode_rule is None or self._decode_rule is None:
             return
-        given = self._giving.share_inputs()
-        for waiting in given:
+        passed = self._encode_rule.share_inputs()
+        for waiting in passed:
             self._queries.when_done[waiting.query] = self._release
-            self._taking.submit_input(waiting)
-        if given:
+            self._decode_rule.submit_input(waiting)
+        if passed:
             self._target.head.note_memory(now)
             self._target.wake(now)
 
     def records(self) -> HandoverRecords:
+        """The handovers so far."""
         sent: FloatArray = np.array(self._sent, float).reshape(-1, 3)
         return HandoverRecords(source=self.plan.source, target=self.plan.target,
                                step=sent[:, 0].astype(np.int64), start_s=sent[:, 1],
@@ -131,20 +134,20 @@ class Handover:
 
     def _release(self, query: int, now: float) -> None:
         self.plan.release(query)
-        self.give(now)
+        self.pass_on(now)
         self._source.wake(now)
 
-    def _began(self, begun: Sequence[int], now: float) -> None:
-        assert self._giving is not None, f"{begun = }"
-        self._giving.note_begun(begun)
-        self.give(now)
+    def _on_begin(self, beginning: Sequence[int], now: float) -> None:
+        assert self._encode_rule is not None, f"{beginning = }"
+        self._encode_rule.note_begun(beginning)
+        self.pass_on(now)
 
 
 def run(queries: Queries, pools: Sequence[PoolPlan],
         handovers: Sequence[HandoverPlan] = ()) -> ReplayResult:
-    """Replays until every request is done. Requests arrive at the pools that encode. Raises
-    XgptError for a request that can never fit."""
-    found = replay_natively(queries.asked, pools, handovers)
+    """The result of a replay until every request is done. Requests arrive at the pools that encode.
+    Raises XgptError for a request that can never fit."""
+    found = replay_natively(queries.job, pools, handovers)
     if found is not None:
         return found.result()
     kernel = Kernel()
@@ -161,7 +164,7 @@ def run(queries: Queries, pools: Sequence[PoolPlan],
 def _result(queries: Queries, pools: Sequence[PoolRecords],
             links: Sequence[HandoverRecords]) -> ReplayResult:
     count = len(queries.inputs)
-    assert queries.num_done == count, f"{count - queries.num_done} queries have nothing to do"
+    assert queries.num_done == count, f"{count - queries.num_done} requests have nothing to do"
     starts_s, firsts_s, lasts_s = (np.array(own, float) for own in (
         queries.start_s, queries.first_token_s, queries.last_token_s))
     return ReplayResult(

@@ -1,7 +1,7 @@
 """A recorded run as a source of step times, to test the replay without errors of a timing source.
 
 With the run's lengths, a replay of its schedule takes the same steps (the rules are the same), each
-as long as it took in the run. What is left between the makespans is due to the replay's model of a
+as long as it took in the run. Any difference of the makespans is due to the replay's model of a
 pipeline."""
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from xsimulator.replay.step_clock import StepSizes
 _UNTIMED = frozenset({"cross_kv"})  # part of no step
 
 
-class _Recorded(NamedTuple):
+class _RecordedStep(NamedTuple):
+    """Kind and number of requests of a step, and its seconds on each stage of the pool."""
+
     kind: str
     queries: int
-    seconds: list[float]  # per stage of the pool
+    seconds: list[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recording:
-    """A finished run of one copy: its requests in order, by their indices in the job, and the steps
-    of each pool."""
+    """One replica's part of a finished run: its requests in order, by their indices in the job, and
+    the steps of each pool."""
 
     queries: IntArray
     inputs: IntArray  # [requests] tokens
     outputs: IntArray  # [requests] tokens
-    pools: tuple[tuple[_Recorded, ...], ...]
+    pools: tuple[tuple[_RecordedStep, ...], ...]
     wall_s: float
 
     def clocks(self) -> list[RecordedClock]:
@@ -48,10 +50,10 @@ class Recording:
 class RecordedClock:
     """Step times of one pool (see StepClock), taken from a record in order.
 
-    A step of another size than recorded (WAA's replay may hand a batch over one step earlier or
-    later) takes the time of the recorded step of its kind with the nearest size."""
+    A step of another size than recorded takes the time of the recorded step of its kind with the
+    nearest size. (WAA's replay may hand a batch over one step earlier or later.)"""
 
-    def __init__(self, steps: Sequence[_Recorded]) -> None:
+    def __init__(self, steps: Sequence[_RecordedStep]) -> None:
         self._left = {kind: list(reversed([s for s in steps if s.kind == kind]))
                       for kind in {s.kind for s in steps}}
         self._all = {kind: list(of_kind) for kind, of_kind in self._left.items()}
@@ -59,7 +61,8 @@ class RecordedClock:
         self.num_steps = 0
 
     def seconds(self, sizes: StepSizes) -> list[float]:
-        """[stages] seconds of one step. Raises XgptError for a kind that the run did not have."""
+        """[stages] seconds of one step. Raises XgptError for a kind of step that the run did not
+        have."""
         kind = "decode" if not sizes.spans else "mixed" if sizes.decoded else "encode"
         queries = sizes.encoded if kind == "encode" else sizes.decoded + sizes.encoded
         if kind not in self._all:
@@ -100,7 +103,8 @@ def load_recordings(folder: Path, deployment: Deployment) -> list[Recording]:
     return found
 
 
-def _steps(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple[_Recorded, ...]:
+def _steps(records: Sequence[Mapping[str, Any]],
+           stages: Sequence[int]) -> tuple[_RecordedStep, ...]:
     columns = [[r for r in records if r["stage"] == stage and r["kind"] not in _UNTIMED]
                for stage in stages]
     if len({len(column) for column in columns}) != 1 or columns[0] and columns[0][0]["phase"] != 0:
@@ -110,13 +114,13 @@ def _steps(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple
     for row in zip(*columns, strict=True):
         assert len({(r["kind"], r["group"], r["phase"], r["iteration"]) for r in row}) == 1, (
             f"stages took different steps: {row}")
-        steps.append(_Recorded(row[0]["kind"], row[0]["queries"],
+        steps.append(_RecordedStep(row[0]["kind"], row[0]["queries"],
                                [r["end_s"] - r["start_s"] for r in row]))
     return tuple(steps)
 
 
 class _Result(NamedTuple):
-    """Lengths, replica and start of a request."""
+    """Lengths, replica and start (seconds) of one request."""
 
     inputs: int
     outputs: int
@@ -125,11 +129,11 @@ class _Result(NamedTuple):
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> _Result:
-        """From a line of results, an OpenAI batch response or our own form. Raises XgptError for a
-        failed request, whose tokens are not those of its steps."""
+        """The result in a line of an OpenAI batch response or of our own form. Raises XgptError for
+        a failed request, whose tokens are not those of its steps."""
         own = line.get("xgpt", line)
         if line.get("error") is not None:
-            raise XgptError(f"query {own['index']} failed: the run's steps are not those of its "
+            raise XgptError(f"request {own['index']} failed: the run's steps are not those of its "
                             "results")
         if "response" in line:
             usage = line["response"]["body"]["usage"]

@@ -1,5 +1,5 @@
-"""Replay of a job on several replicas. Requests go to replicas by the runner's own routing
-rule (xrunner.rules.routing)."""
+"""Replay of a job on several replicas. Requests go to replicas by the runner's own routing rule
+(xrunner.rules.routing)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,10 +16,10 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.routing import expected_tokens, replica_shares
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.routed import RoutedReplay, replay_routed
+from xsimulator.replay.routing import RoutedReplay, replay_routed
 from xsimulator.replay.step_clock import StepClocks
 
-APART = 0.02  # chosen: replicas whose ends differ by a smaller share end together
+UNEVEN = 0.02  # chosen: replicas whose ends differ by at most this share end together
 
 
 class JobReplayer(Protocol):
@@ -33,28 +33,28 @@ class JobReplayer(Protocol):
 
 def replayer_of(problem: Problem, timing: TimingSource, estimate: Estimate,
                 clocks: StepClocks | None = None, *, has_steps: bool = True) -> JobReplayer:
-    """A replayer of jobs on all replicas of the estimate (clocks, has_steps: see Replayer)."""
+    """A replayer of jobs on all replicas of the estimate. clocks, has_steps: as of Replayer."""
     if estimate.others:
         return ShapesReplayer(problem, timing, estimate, clocks)
     replayer = Replayer(problem, timing, estimate, clocks, has_steps=has_steps)
     copies = estimate.deployment.replicas
-    return replayer if copies == 1 else CopiesReplayer(replayer, copies)
+    return replayer if copies == 1 else ReplicasReplayer(replayer, copies)
 
 
 def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
                   clocks: StepClocks | None = None) -> tuple[list[ReplayResult], ReplayResult]:
-    """(results of each replica, joined result) for steady-state figures. Equal replicas are
-    replayed by one of them, whose requests these are; unequal ones together."""
+    """(result of each replica, merged result), for steady-state figures. If all replicas are equal,
+    one of them is replayed, with these requests as its own. Unequal ones are replayed together."""
     if not estimate.others:
         alone = replay_job(problem, timing, estimate, queries, clocks=clocks)
         return [alone], alone
     routed = ShapesReplayer(problem, timing, estimate, clocks).routed(queries)
-    return routed.results, joined(routed.results, routed.rows)
+    return routed.results, merge_results(routed.results, routed.rows)
 
 
 class ShapesReplayer:
-    """Replays a job on replicas of several shapes together (xsimulator.replay.routed). Shared cores
-    are not modelled here."""
+    """Replays a job on replicas of several shapes together (xsimulator.replay.routing). Shared
+    cores are not modelled here."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
                  clocks: StepClocks | None = None) -> None:
@@ -64,29 +64,29 @@ class ShapesReplayer:
             Replayer(problem, timing, shape.one_copy, known)] * shape.deployment.replicas]
 
     def run(self, queries: QueryLengths) -> ReplayResult:
-        """The replicas' results as one: pools and stages are numbered over all replicas."""
+        """The replicas' results as one. Pools and stages are numbered over all replicas."""
         replay = self.routed(queries)
-        return joined(replay.results, replay.rows)
+        return merge_results(replay.results, replay.rows)
 
     def routed(self, queries: QueryLengths) -> RoutedReplay:
         """The replay of each replica, in the order of their ranks."""
         return replay_routed(self._copies, queries, self.problem.adjustment.routing)
 
 
-class CopiesReplayer:
+class ReplicasReplayer:
     """Replays a job on equal replicas.
 
     The requests are divided as the runner divides them. In a run an idle replica takes requests
     from the others. Here, if the first replay shows that replicas end apart, the last requests of
-    late replicas move to early ones by the pace of each, and all is replayed again. Measured
-    against the replay request by request (xsimulator.replay.routed), the end is within 1 % from a
-    few hundred requests a replica on."""
+    late replicas move to early ones by the throughput of each, and all is replayed again. Measured
+    against the replay request by request (xsimulator.replay.routing), the end is within 1 % from a
+    few hundred requests per replica on."""
 
     def __init__(self, replayer: Replayer, copies: int) -> None:
         self._replayer, self._copies, self.problem = replayer, copies, replayer.problem
 
     def run(self, queries: QueryLengths) -> ReplayResult:
-        """The replicas' results as one: pools and stages are numbered over all replicas."""
+        """The replicas' results as one. Pools and stages are numbered over all replicas."""
         assert queries.outputs is not None
         tokens = expected_tokens(
             queries.inputs, queries.most_outputs, self.problem.lengths.outputs.mean,
@@ -95,19 +95,19 @@ class CopiesReplayer:
                 if own]
         results = [self._replayer.run(queries.take(np.array(own))) for own in rows]
         if self.problem.adjustment.routing == FIXED:
-            return joined(results, rows)
-        moved = taken_over(rows, [result.makespan_s for result in results])
+            return merge_results(results, rows)
+        moved = rebalanced(rows, [result.makespan_s for result in results])
         again = [result if own == before else self._replayer.run(queries.take(np.array(own)))
                  for own, before, result in zip(moved, rows, results, strict=True)]
         if max(one.makespan_s for one in again) < max(one.makespan_s for one in results):
-            return joined(again, moved)
-        return joined(results, rows)  # too few requests to move
+            return merge_results(again, moved)
+        return merge_results(results, rows)  # too few requests to move
 
 
-def taken_over(rows: Sequence[list[int]], ends_s: Sequence[float]) -> list[list[int]]:
-    """The replicas' requests after early replicas have taken some from late ones, so that all end
-    together at their present paces. ends_s: [replicas] seconds when each ended before."""
-    if max(ends_s) <= (1 + APART) * min(ends_s):
+def rebalanced(rows: Sequence[list[int]], ends_s: Sequence[float]) -> list[list[int]]:
+    """[replicas] requests of each replica after moves from late to early ones, so that all end
+    together at their present throughputs. ends_s: [replicas] seconds at which each ended before."""
+    if max(ends_s) <= (1 + UNEVEN) * min(ends_s):
         return list(rows)
     paces = [len(own) / end_s for own, end_s in zip(rows, ends_s, strict=True)]
     even_s = sum(len(own) for own in rows) / sum(paces)
@@ -118,11 +118,11 @@ def taken_over(rows: Sequence[list[int]], ends_s: Sequence[float]) -> list[list[
         more = max(count - len(mine), 0)
         mine += left[:more]
         left = left[more:]
-    kept[paces.index(max(paces))] += left  # what rounding left
+    kept[paces.index(max(paces))] += left  # the remainder of rounding
     return kept
 
 
-def joined(results: Sequence[ReplayResult], rows: Sequence[Sequence[int]]) -> ReplayResult:
+def merge_results(results: Sequence[ReplayResult], rows: Sequence[Sequence[int]]) -> ReplayResult:
     """The results of replicas as one result of the job. rows: [replicas] indices of their requests
     in the job, in the order of each replica."""
     order = np.argsort(np.concatenate([np.asarray(own, np.int64) for own in rows]), kind="stable")
@@ -145,4 +145,4 @@ def joined(results: Sequence[ReplayResult], rows: Sequence[Sequence[int]]) -> Re
 
 
 def _name(pool: str, copy: int) -> str:
-    return f"copy {copy + 1}" if pool == "all" else f"copy {copy + 1}, {pool}"
+    return f"replica {copy + 1}" if pool == "all" else f"replica {copy + 1}, {pool}"

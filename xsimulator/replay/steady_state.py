@@ -20,7 +20,7 @@ NEAR, _NEAR_TOKENS = 0.03, 2  # chosen: outputs this near to the length, as a sh
 
 def enough_queries(estimate: Estimate, *, least: int, rounds: int, most: int) -> int:
     """Number of requests of a replay for steady state: `rounds` times those in the system, between
-    `least` and `most`; for one replica, or for all replicas if they are unequal."""
+    `least` and `most`. It is for one replica, or for all together if they are unequal."""
     shapes = estimate.shapes if estimate.others else (estimate.one_copy,)
     return min(most, sum(shape.deployment.replicas * max(least, math.ceil(
         rounds * shape.most_in_system)) for shape in shapes))
@@ -28,9 +28,10 @@ def enough_queries(estimate: Estimate, *, least: int, rounds: int, most: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SteadyFigures:
-    """latency_s: for the kind and quantile of the latency limit, nan if no request counts. ttft_s
-    (from the start of the encoding), tpot_s: quantiles over requests, nan likewise. Throughput and
-    in_system: within one window."""
+    """Steady-state figures of a replay, within one window.
+
+    `latency_s`: at the kind and quantile of the latency limit, nan if no request counts. `ttft_s`
+    (from the start of the encoding) and `tpot_s`: quantiles over requests, nan likewise."""
 
     throughput_qps: float
     latency_s: float
@@ -45,18 +46,20 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
                    outputs: Lengths) -> SteadyFigures | None:
     """The steady-state figures of a replay; None if the job is too short.
 
-    The window begins when requests have been coming out for as long as a slow one takes, and ends
-    with the last token before the last encoding starts; both ends are times at which requests come
-    out, so static batches are counted whole."""
-    return steady_of(result.times, result.output_tokens, lambda begin_s, end_s: np.concatenate(
-        [_busy_s(pool, begin_s, end_s) for pool in result.pools]), constraint, outputs)
+    The window begins when requests have been coming out for as long as a slow one takes. It ends
+    with the last token before the last encoding starts. Requests come out at both ends, so static
+    batches are counted whole."""
+    def busy_s(begin_s: float, end_s: float) -> FloatArray:
+        return np.concatenate([_busy_s(pool, begin_s, end_s) for pool in result.pools])
+
+    return steady_from_times(result.times, result.output_tokens, busy_s, constraint, outputs)
 
 
-def steady_of(times: QueryTimes, output_tokens: IntArray,
+def steady_from_times(times: QueryTimes, output_tokens: IntArray,
               busy_s: Callable[[float, float], FloatArray], constraint: Constraint,
               outputs: Lengths) -> SteadyFigures | None:
-    """As `steady_figures`, from the requests' times and tokens. busy_s(begin_s, end_s): [stages of
-    all pools] seconds at work."""
+    """Steady-state figures as of `steady_figures`, from the requests' times and tokens.
+    busy_s(begin_s, end_s): [stages of all pools] seconds at work."""
     start_s, query_latency_s = times.start_s, times.latency_s
     own_end_s = start_s + query_latency_s
     done_s = np.sort(own_end_s)
@@ -91,17 +94,17 @@ def steady_of(times: QueryTimes, output_tokens: IntArray,
     after = output_tokens[counts] - 1
     return SteadyFigures(
         throughput_qps=counted / (end_s - begin_s), latency_s=bound_s,
-        ttft_s=_share_of(first_s - start_s[counts], constraint, "ttft"),
-        tpot_s=_share_of(((last_s - first_s) / np.maximum(after, 1))[after > 0], constraint,
+        ttft_s=_metric_quantile(first_s - start_s[counts], constraint, "ttft"),
+        tpot_s=_metric_quantile(((last_s - first_s) / np.maximum(after, 1))[after > 0], constraint,
                          "tpot"),
         in_system=float(present.sum() / (end_s - begin_s)), queries=counted,
         # rounding may put the sum above the window
         utilisation=np.minimum(busy_s(begin_s, end_s) / (end_s - begin_s), 1.0))
 
 
-def of_unlike(found: Sequence[SteadyFigures | None]) -> SteadyFigures | None:
-    """The figures of unequal replicas together: throughputs add up, and the longest times count,
-    since each replica must keep the limits. None if a replica has no steady state."""
+def combine_unlike(found: Sequence[SteadyFigures | None]) -> SteadyFigures | None:
+    """The figures of unequal replicas together; None if a replica has no steady state. Throughputs
+    add up. Of times the longest counts, since each replica must keep the limits."""
     copies = [one for one in found if one is not None]
     if len(copies) < len(found):
         return None
@@ -117,15 +120,15 @@ def of_unlike(found: Sequence[SteadyFigures | None]) -> SteadyFigures | None:
         utilisation=np.concatenate([one.utilisation for one in copies]))
 
 
-def _share_of(seconds: FloatArray, constraint: Constraint, metric: Metric) -> float:
-    """The quantile of `seconds` that the metric's limit names (the latency limit's quantile if it
-    has none)."""
+def _metric_quantile(seconds: FloatArray, constraint: Constraint, metric: Metric) -> float:
+    """The quantile of `seconds` that the metric's limit names, or the latency limit's quantile if
+    the metric has no limit."""
     bound = constraint.bound_on(metric) or constraint.latency
     return quantile(seconds, bound.quantile) if len(seconds) else float("nan")
 
 
 def quantile(values: FloatArray, share: float) -> float:
-    """As np.quantile, in a quarter of the time, for finite values."""
+    """The quantile `share` of finite `values`, as np.quantile in a quarter of the time."""
     at = share * (len(values) - 1)
     low = math.floor(at)
     near = np.partition(values, [low, min(low + 1, len(values) - 1)])[low:low + 2]
@@ -134,9 +137,10 @@ def quantile(values: FloatArray, share: float) -> float:
 
 
 def _latency_of_length(outputs: IntArray, latency_s: FloatArray, length: int) -> float:
-    """Mean latency of the requests of that output length. If they are few, of the nearest shorter
-    ones too, plus the mean time of the tokens that these lack. Longer ones do not count, since one
-    more phase of RRA makes the latency jump."""
+    """Mean latency, in seconds, of the requests of output length `length`.
+
+    If they are few, the nearest shorter ones count too, plus the mean time of the tokens that these
+    lack. Longer ones do not count, since one more phase of RRA makes the latency jump."""
     off = length - outputs
     below = off >= 0
     if not below.any():

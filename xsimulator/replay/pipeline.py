@@ -1,4 +1,4 @@
-"""The stages of one pool, which work its steps in order."""
+"""The pipeline of one pool: its stages work the pool's steps in order."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from xsimulator.replay.step_clock import PoolClock, StepSizes
 
 
 class StepTimes(NamedTuple):
-    """Steps in order: sizes [steps, 4] tokens, encoded, decoded and context; durations_s and end_s
+    """Steps in order. sizes: [steps, 4] tokens, encoded, decoded and context. durations_s, end_s:
     [steps, stages]."""
 
     steps: Sequence[Step]
@@ -21,8 +21,8 @@ class StepTimes(NamedTuple):
     end_s: FloatArray
 
 
-class StageLine:
-    """The pipeline of a pool. free_s: [stages] when each stage is free next."""
+class Pipeline:
+    """The stages of a pool. free_s: [stages] seconds at which each stage is free next."""
 
     def __init__(self, clock: PoolClock, num_stages: int) -> None:
         self._clock, self.free_s = clock, [-math.inf] * num_stages
@@ -36,7 +36,8 @@ class StageLine:
         return len(self._steps)
 
     def work(self, step: Step, sizes: StepSizes, now: float) -> float:
-        """Sends a step through the stages; returns when the last stage has done it."""
+        """Sends a step through the stages; returns the seconds at which the last stage has done
+        it."""
         seconds = self._clock.seconds(sizes)
         ends, at_s, free_s = [], now, self.free_s
         for stage, duration in enumerate(seconds):
@@ -51,6 +52,7 @@ class StageLine:
         return at_s
 
     def times(self) -> StepTimes:
+        """The steps so far, with their sizes and times."""
         stages = len(self.free_s)
         return StepTimes(self._steps, np.array(self._sizes, float).reshape(-1, 4),
                          np.array(self._durations, float).reshape(-1, stages),

@@ -1,4 +1,4 @@
-"""Prediction for one finite job, from ramp-up to drain, by replays with sampled lengths.
+"""Prediction of one finite job, from ramp-up to drain, by replays with sampled lengths.
 
 A schedule's own figures are for steady state; a job of a few hundred requests is mostly ramp-up."""
 
@@ -12,18 +12,18 @@ import numpy as np
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
-from xsimulator.replay.copies import JobReplayer
 from xsimulator.replay.job import planned_outputs
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.steady import enough_queries
+from xsimulator.replay.replicas import JobReplayer
+from xsimulator.replay.steady_state import enough_queries
 
 # Number of requests of a replay that checks a latency: least, most, as a multiple of those in the
-# system; WATCHED of them have the length of the limit's quantile. Measured on twelve schedules of
-# benchmarks/hand_problems.py: latencies scatter by 0.1 to 0.6 % over seeds, and means are within
+# system. WATCHED of them have the length of the limit's quantile. measured: on twelve schedules of
+# benchmarks/hand_problems.py latencies scatter by 0.1 to 0.6 % over seeds, and means are within
 # 0.2 % of those of twice as many requests.
 CHECKED_QUERIES, MOST_CHECKED, CHECKED_ROUNDS, WATCHED = 2500, 50_000, 6, 60
-# Fewer requests are enough if few decode together: so many steps, requests and rounds. Measured on
-# two schedules with 5 and 23 requests in the system: a scatter of 0.1 to 0.2 %, as with 1,500.
+# Fewer requests are enough if few decode together: so many steps, requests and rounds. measured: on
+# two schedules with 5 and 23 requests in the system a scatter of 0.1 to 0.2 %, as with 1,500.
 CHECKED_STEPS, LEAST_CHECKED, LEAST_ROUNDS = 20_000, 800, 20
 # chosen: of a longer job so many requests, evenly spread, are replayed; the rest is extrapolated at
 # the throughput of their middle part
@@ -32,8 +32,9 @@ MOST_PREDICTED, _MIDDLE = 50_000, (0.2, 0.8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPrediction:
-    """Means over replays; percentiles are over the requests of one job. TTFT counts from the
-    arrival. TPOT is of requests with more than one output token, None without any."""
+    """Expected figures of a job: means over replays; percentiles are over the requests of one job.
+    TTFT counts from the arrival. TPOT is of requests with more than one output token, None without
+    any."""
 
     throughput_qps: float
     output_tokens_per_s: float
@@ -46,8 +47,8 @@ class JobPrediction:
     wall_s: float
 
 
-def checked_queries(problem: Problem, estimate: Estimate) -> int:
-    """Number of requests of a replay that checks the limits."""
+def num_checked_queries(problem: Problem, estimate: Estimate) -> int:
+    """Number of requests of a replay that checks the latency limits."""
     usual = enough_queries(estimate, least=CHECKED_QUERIES, rounds=CHECKED_ROUNDS,
                            most=MOST_CHECKED)
     figures, groups = estimate.figures, estimate.deployment.num_groups
@@ -57,10 +58,10 @@ def checked_queries(problem: Problem, estimate: Estimate) -> int:
     return min(usual, max(least, math.ceil(CHECKED_STEPS / steps)))
 
 
-def with_watched(outputs: IntArray, length: int) -> IntArray:
-    """`outputs` with the nearest shorter ones set to `length`: WATCHED of them, or fewer of fewer
-    than CHECKED_QUERIES, so that enough requests have the length of the limit. More would delay the
-    others of their batches."""
+def with_limit_length(outputs: IntArray, length: int) -> IntArray:
+    """`outputs` with the nearest shorter ones set to `length`, so that enough requests have the
+    length of the limit. WATCHED of them are set, or fewer of fewer than CHECKED_QUERIES; more would
+    delay the others of their batches."""
     off = length - outputs
     rows = np.argsort(np.where(off >= 0, off, np.iinfo(np.int64).max), kind="stable")[
         :math.ceil(WATCHED * min(len(outputs) / CHECKED_QUERIES, 1.0))]
@@ -69,9 +70,10 @@ def with_watched(outputs: IntArray, length: int) -> IntArray:
     return np.asarray(changed)
 
 
-def mean_of(results: Iterable[ReplayResult], num_queries: int | None = None) -> JobPrediction:
-    """The mean of replays of one job. num_queries: of the whole job, if the replays are of some of
-    its requests."""
+def mean_prediction(results: Iterable[ReplayResult],
+                    num_queries: int | None = None) -> JobPrediction:
+    """The mean prediction of replays of one job. num_queries: of the whole job, if the replays are
+    of only some of its requests."""
     figures = [_figures(result, num_queries) for result in results]
     mean: dict[str, Any] = {name: float(np.mean([of[name] for of in figures]))
                             for name in figures[0]}
@@ -82,7 +84,7 @@ def mean_of(results: Iterable[ReplayResult], num_queries: int | None = None) -> 
 
 def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generator, *,
                 known: QueryLengths | None = None, replays: int = 5) -> Iterator[ReplayResult]:
-    """Yields replays of a job of `num_queries`.
+    """Yields replays of a job of `num_queries` requests.
 
     known: lengths of its requests in the order of the run; unknown ones are sampled. With known
     outputs there is one replay. Raises XgptError for a request that never fits into the KV
@@ -123,8 +125,8 @@ def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, 
 
 def sample_job(lengths: JointLengths, count: int, rng: np.random.Generator,
                inputs: IntArray | None) -> tuple[IntArray, IntArray]:
-    """(inputs, outputs) of a job of `count` requests. If inputs are known and pairs were observed,
-    outputs are drawn given the inputs."""
+    """(input tokens, output tokens) of `count` requests, drawn from `lengths`. If inputs are known
+    and pairs were observed, outputs are drawn given the inputs."""
     if inputs is None:
         return lengths.sample(count, rng)
     known = np.asarray(inputs, np.int64)
@@ -134,7 +136,8 @@ def sample_job(lengths: JointLengths, count: int, rng: np.random.Generator,
 
 
 def _outputs_given_inputs(pairs: IntArray, inputs: IntArray, rng: np.random.Generator) -> IntArray:
-    """Outputs drawn from the sqrt(n) observed pairs whose inputs are nearest in rank."""
+    """[requests] output tokens, drawn from the sqrt(n) observed pairs whose inputs are nearest in
+    rank."""
     ordered = pairs[np.argsort(pairs[:, 0], kind="stable")]
     window = int(np.sqrt(len(ordered)))
     lowest = np.searchsorted(ordered[:, 0], inputs, side="left")
