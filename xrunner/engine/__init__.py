@@ -1,0 +1,3 @@
+"""Heads, stages and KV caches that execute steps; `xrunner.rank`, backends and profiler import
+it."""
+

@@ -1,15 +1,14 @@
 """Decode steps captured as CUDA graphs, one for each batch size of xrunner.rules.batch_sizer.
 
-A decode step of a small model is a few hundred kernels of microseconds each, and launching them one
-by one takes the host longer than the GPU works. A captured step is launched at once. It reads its
-tokens, blocks, lengths and positions where it read them when it was captured; so a step writes them
-there first, and rows that hold no query are in no slot and have no entries: the kernels of csrc/
-write nothing for them and give them zeros. Only those kernels read no more than these numbers say
-and take no size from the host: where torch's attention serves, nothing is captured.
+A decode step of a small model is a few hundred kernels of microseconds each. The host takes longer
+to launch them than the GPU to run them; a captured step is one launch. It reads tokens, blocks,
+lengths and positions from fixed buffers, which each step fills first. Rows without a request have
+slot NO_SLOT and length 0: the kernels of csrc/ write nothing for them. Only these kernels take all
+sizes from the buffers, so nothing is captured where torch's attention is used.
 
-All are captured before a run begins, from the smallest, which gain most, to the largest, until they
-have taken what they may of the device's memory. That they give what the same steps give kernel by
-kernel is tested on a card by `xgpt doctor --gpu` and tests/gpu."""
+Steps are captured before a run begins, from the smallest, which gain most, to the largest, until
+their share of the device's memory is used. `xgpt doctor --gpu` and tests/gpu check that they equal
+the same steps launched kernel by kernel."""
 
 from __future__ import annotations
 
@@ -33,41 +32,40 @@ from xrunner.ops.cuda.launch import DTYPES
 from xrunner.rules.batch_sizer import MOST_CAPTURED, bucket_of
 
 NO_SLOT = -1
-# Of a GPU's memory, for what captured steps keep: half of what plans leave free
-# (xsimulator.memory.USABLE_SHARE), which is there for the runtime.
+# chosen: share of a GPU's memory for captured steps, half of what plans leave free for the runtime
+# (xsimulator.memory.USABLE_SHARE)
 MEMORY_SHARE = 0.05
 
 
 class Captured(NamedTuple):
-    """A step that can be taken again: `replay` computes `out` anew from where it read before."""
+    """A captured step: `replay` recomputes `out` from its input buffers."""
 
     replay: Callable[[], object]
     out: Tensor
 
 
 class CaptureError(Exception):
-    """A step cannot be captured, and why in a line."""
+    """A step cannot be captured; the message says why, in a line."""
 
 
 class Capture(Protocol):
-    """What captures steps. `limit_bytes`: what these may keep of the device's memory;
-    `taken_bytes`: what they do."""
+    """Captures steps. `limit_bytes`: device memory they may keep; `taken_bytes`: what they keep."""
 
     limit_bytes: int
     taken_bytes: int
 
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
-        """Computes nothing yet. Raises CaptureError."""
+        """Captures `work` without computing it. Raises CaptureError."""
 
 
-# The driver refuses to wait for the whole GPU while any thread captures: _free_bytes does.
+# the driver cannot wait for the whole GPU, as _free_bytes does, while any thread captures
 _one_at_a_time = threading.Lock()
 
 
 class CudaCapture:
-    """Captures on torch's current GPU, on a stream of its own: torch's for captures is one for all
-    threads of a process. What the graphs need in between lies in one pool: they are never at work
-    at the same time."""
+    """Captures steps on torch's current GPU, on a stream of its own. Torch's own capture stream is
+    shared by all threads of a process. All graphs use one memory pool, since they never run at the
+    same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.limit_bytes = int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
@@ -79,8 +77,8 @@ class CudaCapture:
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
         with _one_at_a_time:
             if self._holder is None:
-                # NOTE: torch refuses a pool whose graphs are all gone while a tensor of theirs is
-                # held: one graph stays
+                # NOTE: torch refuses a pool whose graphs are all gone while one of their tensors
+                # lives, so one graph is kept
                 self._holder, _ = self._captured(lambda: torch.zeros(1, device=self._device))
             before = self._free_bytes()
             graph, out = self._captured(work)
@@ -90,26 +88,27 @@ class CudaCapture:
     def _captured(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         stream, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         try:
-            # threads that wait for messages may look at events of their own meanwhile
+            # other threads may meanwhile query their events
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream,
                                   capture_error_mode="thread_local"):
                 return graph, work()
-        except (RuntimeError, XgptError) as error:  # of memory, of what may not be captured
-            # NOTE: where a capture ends in an error, torch leaves its stream the current one
+        except (RuntimeError, XgptError) as error:  # no memory, or not capturable
+            # NOTE: after an error torch leaves its capture stream the current one
             torch.cuda.set_stream(stream)
             words = str(error).strip().splitlines() or [type(error).__name__]
             raise CaptureError(words[0]) from error
 
     def _free_bytes(self) -> int:
-        """What the driver has left: what the graphs' pool keeps between replays is not free."""
+        """Free bytes by the driver; the graphs' pool does not count as free."""
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what torch keeps for other work is
+        torch.cuda.empty_cache()  # frees what torch caches for other work
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 
 def why_not(model: StageModel | EncoderDecoderStage) -> str | None:
-    """Why the stage's decode steps cannot be captured; None where they can: our kernels serve, on a
-    GPU, and the rank is alone in its stage (sums over a group go through the host)."""
+    """Why the stage's decode steps cannot be captured; None if they can. They can on a GPU with our
+    kernels if the rank is alone in its stage: sums over a tensor-parallel group go through the
+    host."""
     if isinstance(model, EncoderDecoderStage):
         return "an encoder-decoder model's steps are not captured"
     if model.shard.degree > 1:
@@ -119,24 +118,24 @@ def why_not(model: StageModel | EncoderDecoderStage) -> str | None:
     if model.work_dtype != model.dtype or model.dtype not in DTYPES:
         return f"weights are multiplied as {model.work_dtype}, entries are {model.dtype}"
     if model.spec.head_dim > MAX_DIM:
-        return f"heads of {model.spec.head_dim} are torch's"
+        return f"attention with heads of {model.spec.head_dim} is left to torch"
     decoder = model.spec.decoder
     if decoder.experts is not None:
-        return "experts are told by the host how many rows each has"
+        return "the host needs the number of rows of each expert"
     if decoder.attention_cap is not None:
-        return "attention of capped scores is torch's"
+        return "torch computes attention with capped scores"
     gpu = cuda_modules.gpu_of(model.device)
     if gpu.ops is None:
-        return f"torch's operators serve, which take sizes from the host ({gpu.reason})"
+        return f"torch's operators are used, which take sizes from the host ({gpu.reason})"
     return None
 
 
 @torch.inference_mode()
 def capture_steps(model: StageModel | EncoderDecoderStage, caches: Sequence[KvCache],
                   slots: int, capture: Capture) -> tuple[list[DecodeGraphs | None], str]:
-    """The captured steps of up to `slots` queries on each of these caches, those of groups, some of
-    which may share their memory (None where nothing is captured); and what is captured, or why
-    nothing is, in a line."""
+    """Captured steps of each cache (None where nothing is captured), and a line about them.
+    `slots`: most requests of a step. The line says what is captured, or why nothing is. Caches that
+    share memory share their steps."""
     if (why := why_not(model)) is not None:
         return [None] * len(caches), f"no CUDA graphs: {why}"
     assert isinstance(model, StageModel), f"{model.spec.family = }"
@@ -155,8 +154,9 @@ def capture_steps(model: StageModel | EncoderDecoderStage, caches: Sequence[KvCa
 
 
 def _capture_all(graphs: Sequence[DecodeGraphs], slots: int, capture: Capture) -> str:
-    """What is captured, in a line. Raises CaptureError where nothing is."""
-    # more queries than there are entries are never there
+    """Captures steps of all sizes and returns a line about them. Raises CaptureError where nothing
+    fits."""
+    # a cache holds at most as many requests as tokens
     sizes = sizes_up_to(min(slots, *(own.num_entries for own in graphs)))
     if not sizes:
         raise CaptureError("the caches have no room for a query")
@@ -177,18 +177,18 @@ def _capture_all(graphs: Sequence[DecodeGraphs], slots: int, capture: Capture) -
 
 
 def sizes_up_to(slots: int) -> list[int]:
-    """Batch sizes that are captured for groups of up to so many queries, rising."""
+    """Batch sizes captured for groups of up to `slots` requests, rising."""
     return sorted({size for count in range(1, min(slots, MOST_CAPTURED) + 1)
                    if (size := bucket_of(count)) is not None})
 
 
 class DecodeGraphs:
-    """The decode steps of groups that share a cache, which stays where it is."""
+    """Captured decode steps of the groups that share a cache, whose memory never moves."""
 
     def __init__(self, model: StageModel, layers: list[Cache], capture: Capture, *,
                  width: int) -> None:
-        """layers: keys and values [blocks, k, size, d] of each; `width`: blocks of the longest
-        query, 1 of a cache in rows."""
+        """`layers`: each layer's keys and values, [blocks, k, size, d]. `width`: blocks of the
+        longest request; 1 for a cache in rows."""
         self.model, self.layers, self._capture = model, layers, capture
         self.width = width
         self.steps: dict[int, CapturedStep] = {}
@@ -200,37 +200,36 @@ class DecodeGraphs:
         return num_blocks * size
 
     def decode(self, inputs: Tensor, step: DecodeContext) -> Tensor:
-        """As StageModel.decode, of the groups' cache."""
+        """Output of the step for its rows, as `StageModel.decode` returns it."""
         size = bucket_of(len(inputs))
         own = None if size is None else self.steps.get(size)
         if own is None:
             return self.model.decode(inputs, self.layers, step)
         own.take(inputs, step)
-        return own.replayed().clone()  # the next step writes there
+        return own.replayed().clone()  # the next step overwrites the buffer
 
     def capture(self, size: int) -> CapturedStep:
-        """A step of `size` rows, which serves from now on where it is put into `steps`. Raises
-        CaptureError."""
+        """Captures a step of `size` rows; to be put into `steps`. Raises CaptureError."""
         own = CapturedStep(size, self)
         own.captured = self._capture(lambda: self.work(own.inputs, own.context))
         return own
 
     def work(self, inputs: Tensor, step: DecodeContext) -> Tensor:
-        """The step, launched kernel by kernel."""
+        """Executes the step, launched kernel by kernel."""
         return self.model.decode(inputs, self.layers, step)
 
 
 @dataclass(slots=True, init=False)
 class CapturedStep:
-    """A decode step of one size: where it reads its inputs and the numbers of its rows."""
+    """A decode step of one size: its input buffers and its graph."""
 
     inputs: Tensor  # tokens [size], or hidden [size, H]
     context: DecodeContext
     captured: Captured | None
-    count: int  # rows that hold a query: the first ones
+    count: int  # rows that hold a request: the first ones
 
     def __init__(self, size: int, graphs: DecodeGraphs) -> None:
-        """No row holds a query."""
+        """Allocates buffers of `size` rows without requests."""
         model, device = graphs.model, graphs.model.device
 
         def none(*shape: int) -> Tensor:
@@ -247,7 +246,7 @@ class CapturedStep:
         self.captured, self.count = None, 0
 
     def take(self, inputs: Tensor, step: DecodeContext) -> None:
-        """The rows of a step; behind them no row holds a query."""
+        """Copies a step's rows into the buffers; the rows behind them hold no request."""
         count, before, own = len(inputs), self.count, self.context
         for buffer, values, empty in ((self.inputs, inputs, 0), (own.slots, step.slots, NO_SLOT),
                                       (own.blocks, step.blocks, NO_SLOT),
@@ -261,7 +260,8 @@ class CapturedStep:
         self.count = count
 
     def replayed(self) -> Tensor:
-        """What the step gives its rows, where the next one will write."""
+        """Replays the step; returns its rows' output in a buffer that the next replay
+        overwrites."""
         assert self.captured is not None, f"{self.count = }: not captured"
         self.captured.replay()
         return self.captured.out[:self.count]

@@ -1,4 +1,4 @@
-"""One group of queries on one stage: who sits in which slot, and the caches of their entries."""
+"""A group of requests on one stage: their slots, KV caches and, on the last stage, tokens."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ from xrunner.rules.slots import GroupSlots, Move
 
 
 class Spoken:
-    """The last stage's account of the tokens it has chosen, query by query, where the model's files
-    bar a query from saying so many tokens in a row twice (`no_repeat_ngram_size`), or make what was
-    said less likely (`repetition_penalty`)."""
+    """Tokens that occurred in each request, for two sampling rules of the last stage. The rules of
+    the model's files are `no_repeat_ngram_size` and `repetition_penalty`."""
 
     def __init__(self) -> None:
         self._texts: dict[int, tuple[Joined, _Text]] = {}
 
     def minding(self, seats: Sequence[Joined], positions: Sequence[int]) -> list[Sampling]:
-        """How the next token of each of these is chosen: its own way, without what would be said
-        twice, and with all that was said."""
+        """Sampling of each request's next token, with tokens that would repeat a sequence barred.
+        With a repetition penalty its `said` holds all tokens that occurred. seats, positions: of
+        each request."""
         return [self._minding(seat, position)
                 for seat, position in zip(seats, positions, strict=True)]
 
@@ -40,7 +40,7 @@ class Spoken:
         if not own.needs_history:
             return own
         known = self._texts.get(seat.query)
-        if known is None or known[0] is not seat:  # who was evicted brings what it had said
+        if known is None or known[0] is not seat:  # evicted requests bring their tokens
             known = self._texts[seat.query] = seat, _Text(own.unrepeated, own.said)
         text = known[1]
         if barred := text.barred:
@@ -49,25 +49,25 @@ class Spoken:
         return replace(own, said=tuple(text.different)) if own.is_penalised else own
 
     def take(self, seats: Sequence[Joined], tokens: Sequence[int]) -> None:
-        """The token that each of these was given."""
+        """Records the new token of each request."""
         for seat, token in zip(seats, tokens, strict=True):
             if seat.query in self._texts:
                 self._texts[seat.query][1].add(token)
 
     def keep(self, seats: Sequence[Joined]) -> None:
-        """Forgets who sits in none of the group's seats."""
+        """Forgets requests that are not in the group's seats."""
         if len(self._texts) > len(seats):
             here = {seat.query for seat in seats}
             self._texts = {query: own for query, own in self._texts.items() if query in here}
 
 
 class _Text:
-    """The tokens of one query, and what has followed each `size - 1` of them in a row."""
+    """Tokens of one request, and which tokens followed each sequence of `size - 1` of them."""
 
     def __init__(self, size: int, said: Sequence[int]) -> None:
-        """`size` 0: what follows what is of no matter. `said`: the tokens that it begins with."""
+        """`size`: 0 if followers are not needed. `said`: tokens it starts with."""
         self._size, self._tokens = size, list[int]()
-        self.different: dict[int, None] = {}  # each token once
+        self.different: dict[int, None] = {}  # each token once, in order
         self._followers: dict[tuple[int, ...], list[int]] = {}
         for token in said:
             self.add(token)
@@ -82,6 +82,7 @@ class _Text:
 
     @property
     def barred(self) -> Sequence[int]:
+        """Tokens that would repeat a sequence of `size` tokens."""
         return self._followers.get(self._last, ()) if self._size else ()
 
     @property
@@ -89,20 +90,20 @@ class _Text:
         return tuple(self._tokens[max(len(self._tokens) - self._size + 1, 0):])
 
 
-FED_BACK = -1  # in an input token's place: it is the one that the query's last step gave
+FED_BACK = -1  # stands for an input token: the output of the request's last step
 
 
 class LastTokens:
-    """The last token of each query by slot, kept where it was chosen: on a stage that holds the
-    whole model alone, the next decode step takes its inputs from there. A query whose token came
-    from elsewhere (another pool, an encoder-decoder model's first) gets it from the head."""
+    """Each request's last token by slot, kept on the device for the next decode step. Used by a
+    stage that holds the whole model alone. Where the token came from elsewhere (another pool, an
+    encoder-decoder model's start), the head sends it."""
 
     def __init__(self, device: torch.device, slots: int) -> None:
         self._tokens = torch.zeros(slots, dtype=torch.long, device=device)
 
     def fed(self, inputs: Tensor, step: DecodeContext) -> Tensor:
-        """inputs [n + T], where those of the n queries that `step` decodes come first: the same
-        with each FED_BACK replaced."""
+        """Replaces each FED_BACK in `inputs` [n + T] by the last token of its request. The first n
+        inputs are those of the requests that `step` decodes."""
         count = len(step.slots)
         if not count:
             return inputs
@@ -111,17 +112,17 @@ class LastTokens:
         return own if count == len(inputs) else torch.cat([own, inputs[count:]])
 
     def keep(self, slots: Sequence[int], tokens: Tensor) -> None:
-        """tokens [n] were given to the queries in these slots. Of one that has none, since its
-        logits were no numbers, the row may be decoded on until the head hears of it."""
+        """Stores the new tokens [n] of the requests in these slots. A row without a finite token
+        may be decoded on until the head hears of it; it gets token 0."""
         tokens = tokens.long().clamp(min=0)
         first, end = slots[0], slots[0] + len(slots)
-        if [*slots] == [*range(first, end)]:  # as most are
+        if [*slots] == [*range(first, end)]:  # the usual case: contiguous slots
             self._tokens[first:end] = tokens
         else:
             self._tokens[on_device([*slots], tokens.device)] = tokens
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Queries change their slots, none into one that another leaves."""
+        """Moves tokens along with their requests' slots; no target is also a source."""
         if not moves:
             return
         sources, targets = on_device([[*side] for side in zip(*moves, strict=True)],
@@ -133,7 +134,7 @@ Model = StageModel | EncoderDecoderStage
 
 
 class Pending(NamedTuple):
-    """Inputs whose encoder output has not come yet, in slots from `first` on."""
+    """Inputs whose encoder output has not arrived, in slots from `first` on."""
 
     first: int
     lengths: list[int]
@@ -141,9 +142,9 @@ class Pending(NamedTuple):
 
 
 class StageGroup:
-    """`cache` holds the tokens so far; `encoded`, of an encoder-decoder model, the inputs.
-    `graphs`: its decode steps, where they are captured; `last_tokens`: where the stage keeps
-    them."""
+    """A group's slots and caches on one stage. `cache`: KV of the tokens so far. `encoded`: KV of
+    the inputs of an encoder-decoder model. `graphs`: captured decode steps, if any. `last_tokens`:
+    set if the stage keeps them."""
 
     def __init__(self, cache: KvCache, encoded: KvCache | None = None) -> None:
         self.slots = GroupSlots[Joined]()
@@ -163,16 +164,16 @@ class StageGroup:
         return [self.cache] if self._encoded is None else [self.cache, self._encoded]
 
     def adopt(self, joined: Sequence[Joined], encoded: Sequence[int] | None = None) -> None:
-        """These queries, and no others, sit in the slots from now on, whole inputs cached; of an
-        encoder-decoder model with so many tokens `encoded`."""
+        """Replaces the group's requests by `joined`, whole inputs cached. `encoded`: input tokens
+        of each, of an encoder-decoder model."""
         self.slots.seats = list(joined)
         self.cache.adopt([j.input_tokens for j in joined])
         if self._encoded is not None:
             self._encoded.adopt(encoded or [])
 
     def join(self, joined: Sequence[Joined]) -> tuple[int, list[int]]:
-        """Lets them sit down behind all, to be given their inputs' entries: the first slot, and
-        how many tokens each has."""
+        """Appends requests and allocates their inputs' KV; returns (first slot, input tokens of
+        each)."""
         lengths = [j.input_tokens for j in joined]
         self.slots.fill(joined)
         if self._encoded is None:
@@ -181,12 +182,13 @@ class StageGroup:
         return self._encoded.allocate(lengths), lengths
 
     def place(self, joined: Sequence[Joined], replaced: Sequence[int]) -> None:
-        """Lets them sit down without tokens as yet, the first in the slots `replaced`."""
+        """Seats requests without cached tokens, the first of them in the slots `replaced`."""
         self.slots.fill(joined, replaced)
         self.cache.place(len(joined), replaced)
 
     def remove(self, removed: Sequence[int]) -> int:
-        """Takes these slots away and makes the others contiguous. Returns the rows copied."""
+        """Removes slots and makes the others contiguous; returns the number of cache rows
+        copied."""
         assert not self.pending, f"{removed = }: slots move that are still to be filled"
         moves = self.slots.compact(removed)
         if self.last_tokens is not None:
@@ -197,14 +199,14 @@ class StageGroup:
 
 
 def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
-    """The groups of a stage, with caches of the sizes in `message`. Raises XgptError, before any
-    memory is taken, where the device has too little left."""
+    """Groups of a stage, with caches of the sizes in `message`. Raises XgptError, before any memory
+    is taken, if the device has too little left."""
     budget, is_encoder_decoder = message.budget, model.spec.is_encoder_decoder
     room, sharing = None, 1
     if budget is None:
         capacities = [message.capacity, *([message.encoded_capacity] if is_encoder_decoder else [])]
         shapes = [_shape_of(model, message.slots, capacity) for capacity in capacities]
-        what = f"{message.num_groups * message.slots} queries of up to {sum(capacities)} tokens"
+        what = f"{message.num_groups * message.slots} requests of up to {sum(capacities)} tokens"
     else:
         assert not is_encoder_decoder, f"{message = }: an encoder's entries lie in rows"
         sharing = message.num_groups if budget.is_shared else 1

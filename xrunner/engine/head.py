@@ -1,6 +1,6 @@
-"""The head: the pool's first rank decides by the batching rule, executes its part of the first
-stage, and commits what comes back. It is the same for every policy; what differs is in its parts:
-the rule, the account of slots (xrunner.rules.slots) and the link to another pool."""
+"""The head: a pool's first rank, which decides by the batching rule, executes its part of the first
+stage, and commits the tokens that come back. It is the same for every policy. The rule, the slots
+(xrunner.rules.slots) and the link to another pool differ."""
 
 from __future__ import annotations
 
@@ -22,55 +22,56 @@ from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.routing import LEAST_WAITING
 from xrunner.rules.steps import BatchingRule, Step, may_evict, withdraw_waiting
 
-LOOK_S = 0.1  # a head with nothing to do looks at least so often whether it is to stop
+LOOK_S = 0.1  # chosen: seconds between two checks of an idle head whether to stop
 
 
 class Sink(Protocol):
-    """Takes the head's results and progress, and tells whether the user asked to stop."""
+    """Takes a head's results and progress, and says whether the user asked to stop."""
 
     def finished(self, result: FinishedQuery) -> None: ...
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
-        """Told after every step: the `output_tokens` so far, of unfinished queries too."""
+        """Called after every step. `output_tokens`: so far, those of unfinished requests
+        included."""
 
     def should_stop(self) -> bool: ...
 
 
 class Supply:
-    """Brings a head its queries while it runs (xrunner.engine.replicas). This one brings none: all
-    were there before."""
+    """Source of a head's requests while it runs (xrunner.engine.replicas). This base class supplies
+    none: all requests were submitted before."""
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The ranks whose messages it takes up."""
+        """Ranks whose messages the supply reads."""
         return ()
 
     @property
     def is_open(self) -> bool:
-        """Whether there may be more to do than the head knows of."""
+        """Whether more requests may come."""
         return False
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
-        """Takes up what has come, and what comes within `wait_s`."""
+        """Handles messages that have come, or come within `wait_s` seconds."""
 
     def hear(self, head: Head, message: Message) -> None:
-        """Takes up a message from one of the `sources`."""
+        """Handles a message from one of the `sources`."""
         raise AssertionError(f"{message = } from nobody")
 
     def close(self, head: Head) -> bool:
-        """Ends after the last step; whether all that was brought elsewhere is done."""
+        """Ends after the last step; returns whether all requests given to others are done."""
         return True
 
 
 class FromSpool(Supply):
-    """The supply of the only head of a job: its queries, from the spool while it runs, in the order
-    in which they are taken up. Of a job of millions only so many wait in memory."""
+    """Supply of a job's only head: reads requests from the spool while it runs. Of a job of
+    millions only a few thousand wait in memory."""
 
     def __init__(self, queries: Sequence[PreparedQuery], order: Iterator[int], count: int, *,
                  least: int, begin: Callable[[Sequence[int]], object] | None = None) -> None:
-        """`queries`: of the job, by index, read as they are asked for; `order`: the indices of the
-        `count` to be answered. `least`: so many wait while there are more. `begin` is told of the
-        next ones, in this order."""
+        """`queries`: the job's, by index, read on access. `order`: indices of the `count` to
+        answer. `least`: number that should wait while there are more. `begin`: called with the next
+        indices."""
         self._queries, self._order, self._left = queries, order, count
         self._least, self._begin = max(least, LEAST_WAITING), begin
 
@@ -94,18 +95,18 @@ class FromSpool(Supply):
 
 
 class PoolLink:
-    """What ties a pool's head to another pool of the deployment (xrunner.engine.links). This one
-    ties it to none: the pool works its queries from their beginning to their end."""
+    """Link between a pool's head and another pool of the deployment (xrunner.engine.links). This
+    base class links to none: the pool works its requests from start to end."""
 
     def __init__(self, supply: Supply | None = None) -> None:
         self._supply = supply or Supply()
 
     def start(self, head: Head) -> StartMessage:
-        """The sizes of the pool's caches, once the other pool knows its own."""
+        """Sizes of the pool's caches, after the other pool has got its own."""
         return head.roster.start_message(head.rule)
 
     def next_group(self, head: Head) -> int | None:
-        """The group whose turn it is, as soon as there is one; None at the end."""
+        """Waits for the next group; None at the end."""
         wait_s = 0.0
         while True:
             self._supply.look(head, wait_s)
@@ -117,57 +118,57 @@ class PoolLink:
             wait_s = LOOK_S
 
     def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None:
-        """The step is under way."""
+        """Called when the step has been started."""
 
     def committed(self, head: Head, group: int, done: Sequence[ActiveQuery]) -> None:
-        """The tokens of one of the group's steps are taken up; they were the last for `done`."""
+        """Called with the requests of `group` that a step's tokens have completed."""
 
     def close(self, head: Head) -> bool:
-        """Ends after the last step; whether all that was handed on is done."""
+        """Ends after the last step; returns whether all requests handed on are done."""
         return self._supply.close(head)
 
 
 class Head:
-    """decide -> execute -> commit, until the rule has no query left."""
+    """Runs decide -> execute -> commit until the rule has no request left."""
 
     def __init__(self, *, rule: BatchingRule, executor: Executor, neighbours: Neighbours,
                  sink: Sink, vocabulary: Vocabulary, link: PoolLink | None = None,
                  clock: Callable[[], float] = time.perf_counter) -> None:
-        """`link` None: there is no other pool."""
+        """`link`: None if there is no other pool."""
         self.rule, self.neighbours, self.sink, self.clock = rule, neighbours, sink, clock
         self.roster = Roster(rule.slot_use, vocabulary.start_token,
                              feeds_back=executor.keeps_tokens)
         self.returns = Returns(neighbours, executor)
-        # tokens may be counted before they are known: who executes keeps them, nobody is evicted
+        # count tokens before they are known: the executor keeps them, and nothing is evicted
         self._counts_ahead = executor.keeps_tokens and not may_evict(rule)
-        self._due: list[ActiveQuery] = []  # whose results are to be given out
-        self._known_s = 0.0  # when tokens were taken up last
+        self._due: list[ActiveQuery] = []  # results to give out
+        self._known_s = 0.0  # when tokens were last committed
         self.output_tokens = 0
         self._executor, self._vocabulary = executor, vocabulary
         self._link = link or PoolLink()
 
     def submit(self, query: PreparedQuery) -> bool:
-        """False if the query can never fit the schedule's KV budget."""
+        """Queues a request; returns False if it can never fit the schedule's KV budget."""
         if not self.rule.submit(query.index, query.reserve_tokens, len(query.input_ids)):
             return False
         self.roster.add(query)
         return True
 
     def take_back(self, count: int) -> list[int]:
-        """Takes the last `count` of the queries whose encoding has not begun out of the pool, or as
-        many as its rule can give up; their indices, in the order in which they came."""
-        # an evicted query waits as well, before all that have not begun
+        """Removes up to `count` of the last requests that are not begun; returns their indices in
+        order."""
+        # evicted requests wait as well, before all that are not begun
         indices = withdraw_waiting(self.rule, min(count, self.roster.num_waiting))
         self.roster.remove(indices)
         return indices
 
     def lengths_so_far(self) -> dict[int, tuple[int, int]]:
-        """(input, output) tokens of each active query."""
+        """(input, output) tokens of each active request, by index."""
         return {index: (active.input_tokens, active.num_outputs)
                 for index, active in self.roster.active.items()}
 
     def start(self) -> None:
-        """Every stage sets up its caches for what was submitted."""
+        """Lets every stage allocate its caches."""
         message = self._link.start(self)
         self.roster.is_shared = message.budget is not None and message.budget.is_shared
         self.neighbours.share(message)
@@ -175,8 +176,8 @@ class Head:
         self._executor.start(message)
 
     def run(self) -> bool:
-        """True when every query is done, False when stopped before. Stages are told to end.
-        After `start`."""
+        """Runs all steps, after `start`; True if every request is done, False if stopped before.
+        Sends all stages the end."""
         while (group := self._link.next_group(self)) is not None:
             if self.rule.needs_tokens:
                 self.returns.await_group(group)
@@ -188,26 +189,26 @@ class Head:
             step = self.rule.decide()
             if step is not None:
                 self._execute(step)
-            self._give_out()  # while the device is at work
+            self._give_out()  # while the device works
             self.report()
         self.neighbours.stop()
         self.returns.drain()
-        self.commit_returned()  # some queries end with their groups' last tokens
+        self.commit_returned()  # the last tokens of a group complete some requests
         return self._link.close(self) and not self.roster.has_work
 
     def report(self) -> None:
         self.sink.progress(self.clock(), self.output_tokens)
 
     def next_group(self) -> int | None:
-        """The rule's; where it has none, all that was executed is taken up and told of: others may
-        wait for that."""
+        """The rule's next group; without one, commits all returned tokens and reports progress."""
         group = self.rule.next_group()
         if group is None and self.commit_returned():
             self.report()
         return group
 
     def commit_returned(self) -> bool:
-        """Takes up the tokens of every group whose steps all have theirs; whether any has."""
+        """Commits the tokens of every group that has all of them; returns whether there were
+        any."""
         groups = self.returns.groups()
         for group in groups:
             self._commit(group)
@@ -215,10 +216,11 @@ class Head:
         return bool(groups)
 
     def _take_up(self, group: int) -> None:
-        """The tokens of the group's steps, all of which are here or on their way; those of its last
-        one need not be known as yet where it is clear without them who is done: they are counted,
-        and the device goes on with the next step before the host has looked at them. (What is here
-        is taken up: on a CPU the next step may be a long one, and its queries are done now.)"""
+        """Commits the tokens of the group's steps, or only counts those of its last step.
+
+        Counting suffices if it is clear without the tokens which requests are done: the device then
+        goes on before the host has read them. Tokens that are here are committed, since on a CPU
+        the next step may be long."""
         last = self.returns.last(group) if self._counts_ahead else None
         if last is None or last.is_known or not last.ends_by_count(self._vocabulary):
             self._commit(group)
@@ -227,7 +229,8 @@ class Head:
         self._leave(group, last.promise())
 
     def _commit(self, group: int, but: Given | None = None) -> None:
-        """Takes up the tokens of the group's steps, all of which are here."""
+        """Commits the tokens of the group's steps, all of which have returned, except step
+        `but`."""
         for step in self.returns.take(group, but):
             tokens, told = unpacked(step.known(), len(step.queries))
             assert len(step.queries) == len(tokens), f"{group = } {step = } {len(tokens) = }"
@@ -235,7 +238,7 @@ class Head:
             done, dead = list[ActiveQuery](), 0
             for place, (query, token) in enumerate(zip(step.queries, tokens, strict=True)):
                 if query.ending is not None:
-                    dead += 1  # its row is decoded on, or by one step too many (SlotUse.KEPT)
+                    dead += 1  # its row is decoded on, or one step too long (SlotUse.KEPT)
                     continue
                 if told:
                     query.likelihoods += told[place].likelihoods
@@ -246,7 +249,7 @@ class Head:
             self._link.committed(self, group, self._leave(group, done))
 
     def _leave(self, group: int, done: Sequence[ActiveQuery]) -> list[ActiveQuery]:
-        """These of the group have their last tokens, known or not. Returns those whose results are
+        """Records that requests of the group have their last tokens; returns those with results
         due."""
         for query in done:
             self.rule.finish(query.query.index)
@@ -255,7 +258,7 @@ class Head:
         return due
 
     def _give_out(self) -> None:
-        """The results that are due, of queries whose tokens are known."""
+        """Gives out due results of requests whose tokens are known."""
         due, self._due = self._due, []
         for query in due:
             if query.ending is None:
@@ -265,7 +268,7 @@ class Head:
                                                   self._vocabulary.decode_text))
 
     def _execute(self, step: Step) -> None:
-        if step.evicted:  # who is encoded again, is so with all its tokens
+        if step.evicted:  # evicted requests are encoded again with all their tokens
             self._commit(step.group)
         message, inputs, given = self.roster.compose(step, self.clock())
         self.neighbours.share(message, inputs)
@@ -284,19 +287,19 @@ class Head:
 
 @dataclass(slots=True)
 class Given:
-    """A step that gives each of its `queries` a token: `tokens`, once they are here or on their
-    way (xrunner.ops.likelihoods.unpacked)."""
+    """A step that yields a token for each of its `queries`. `tokens`: None until they have
+    returned, or are on their way (xrunner.ops.likelihoods.unpacked)."""
 
     queries: list[ActiveQuery]
     tokens: Tensor | Arriving | None = None
     _is_counted: bool = False
 
     def ends_by_count(self, vocabulary: Vocabulary) -> bool:
-        """Whether it is clear without the tokens for whom they are the last."""
+        """Whether counting tells which requests these tokens complete."""
         return all(query.ends_by_count(vocabulary) for query in self.queries)
 
     def promise(self) -> list[ActiveQuery]:
-        """Counts the tokens, once. Returns the queries for which they are the last."""
+        """Counts the tokens, once; returns the requests that they complete."""
         if self._is_counted:
             return []
         self._is_counted = True
@@ -304,60 +307,59 @@ class Given:
 
     @property
     def is_known(self) -> bool:
-        """Whether the tokens can be had without waiting."""
+        """Whether the tokens can be read without waiting."""
         return not isinstance(self.tokens, Arriving) or self.tokens.is_here
 
     def known(self) -> Tensor:
-        """The tokens, waiting for them."""
+        """Waits for the tokens and returns them."""
         assert self.tokens is not None, f"{self.queries = }"
         return self.tokens.wait() if isinstance(self.tokens, Arriving) else self.tokens
 
 
 class Returns:
-    """The steps of each group whose tokens are not taken up, oldest first: the tokens of a group's
-    steps come back in the order of the steps."""
+    """Each group's steps whose tokens are not committed, oldest first: the order they return in."""
 
     def __init__(self, neighbours: Neighbours, executor: Executor) -> None:
         self._neighbours, self._executor = neighbours, executor
         self._steps: dict[int, deque[Given]] = {}  # by group
 
     def expect(self, group: int, queries: list[ActiveQuery]) -> None:
-        """A step of `group` will give these queries a token each."""
+        """Adds a step of `group` that will yield a token for each of `queries`."""
         self._steps.setdefault(group, deque()).append(Given(queries))
 
     def arrive(self, group: int, tokens: Tensor | Arriving) -> None:
-        """Tokens of the group's oldest step still without."""
+        """Stores the tokens of the group's oldest step without."""
         next(step for step in self._steps[group] if step.tokens is None).tokens = tokens
 
     def groups(self) -> list[int]:
-        """The groups with something to take up, and nothing missing."""
+        """Groups with tokens to commit, and none missing."""
         return [group for group, steps in self._steps.items()
                 if steps and not self._is_missing(group)]
 
     def last(self, group: int) -> Given | None:
-        """The group's latest step, where it is not taken up."""
+        """The group's latest step, if it is not committed."""
         steps = self._steps.get(group)
         return steps[-1] if steps else None
 
     def take(self, group: int, but: Given | None = None) -> Iterator[Given]:
-        """Each step of `group`, none of whose tokens is missing, up to the one that is left."""
+        """Yields the group's steps up to step `but`; no token of the group may be missing."""
         assert not self._is_missing(group), f"{group = }"
         steps = self._steps.get(group)
         while steps and steps[0] is not but:
             yield steps.popleft()
 
     def await_group(self, group: int) -> None:
-        """Returns when all that the group's steps yield is here, an encoder's output included."""
+        """Waits for all tokens of the group's steps, and for its encoder output."""
         while self._executor.awaits_encoded(group) or self._is_missing(group):
             self._take_up()
 
     def drain(self) -> None:
-        """Returns when nothing is under way any more: who sends it would wait for ever."""
+        """Waits for everything under way: its sender would else wait for ever."""
         while any(map(self._is_missing, self._steps)) or self._executor.awaits_encoded():
             self._take_up()
 
     def _is_missing(self, group: int) -> bool:
-        """Whether tokens of a step of `group` have not come yet."""
+        """Whether tokens of a step of `group` have not returned."""
         return any(step.tokens is None for step in self._steps.get(group, ()))
 
     def _take_up(self) -> None:

@@ -1,20 +1,18 @@
-"""The KV cache of one group of queries on one stage: blocks of memory, and which query has which.
+"""The KV cache of one group of requests on one stage: its memory, and who has which block.
 
-Layout [layers, 2, blocks, kv_heads, block size, head_dim], of one size for the whole run: growing
-it would copy every entry in the middle of a phase. Entries lie in one of two ways:
+The memory has layout [layers, 2, blocks, kv_heads, block size, head_dim] and one size for the whole
+run, since growing it would copy all of it. Keys and values lie in one of two ways:
 
-- in rows: a block is as large as the longest query, and slot i has block i. When queries end,
-  the entries of others are moved into their rows, so a decode step reads plain views;
-- in blocks (vLLM, SOSP '23): a query takes a block when its tokens begin one, and gives all of its
-  blocks back when it goes. Which blocks a slot has is said by a table that attention reads
-  (xrunner.ops.contexts), and no entry is ever moved.
+- in rows: a block holds the longest request, and slot i has block i. When requests end, others
+  are moved into their rows, so a decode step reads plain views;
+- in blocks (vLLM, SOSP '23): a request takes a block when its tokens begin one, and returns all of
+  them when it ends. A table says which blocks a slot has (xrunner.ops.contexts). Nothing is moved.
 
-How many queries there may be is the rule's part: in blocks it admits no more than a budget of
-tokens holds (xrunner.rules.steps.KvBudget), of each group or of all groups together.
+The rule decides how many requests there may be. With blocks it admits no more than a budget of
+tokens, of each group or of all together (xrunner.rules.steps.KvBudget).
 
-NOTE: the store starts as zeros. Attention reads a group's rows up to its longest context, and a
-masked score still multiplies what lies there: uninitialised memory may hold NaN, and 0 * NaN is
-NaN."""
+NOTE: the memory starts as zeros. Attention reads rows up to the group's longest context, and a
+masked score still multiplies what lies there: 0 * NaN is NaN."""
 
 import math
 import mmap
@@ -32,16 +30,15 @@ from xrunner.ops.contexts import BlockTable, layers_of
 from xrunner.ops.kv_entries import compact
 from xrunner.rules.slots import apply_moves, compaction_moves
 
-# Tokens of a block. On a GPU what vLLM takes; on a CPU the keys whose scores attention holds at a
-# time (csrc/ops/cpu/decode_isa.h): in blocks of 128 it was as quick as in rows, of 64 a twentieth
-# slower, of 16 it took 1.7 times as long (one core with AVX-512, 32 queries of 200 tokens,
-# bfloat16).
+# Tokens of a block. On a GPU as in vLLM; on a CPU the keys whose scores attention holds at a time
+# (csrc/ops/cpu/decode_isa.h). Measured on one AVX-512 core, 32 requests of 200 tokens, bfloat16:
+# blocks of 128 are as quick as rows, of 64 take 5 % longer, of 16 take 1.7 times as long.
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 
 
 class KvShape(NamedTuple):
-    """The size of a store. `slots`: its blocks; `capacity`: tokens of each. In rows these are the
-    most queries and the tokens of the longest."""
+    """Shape of a cache's memory. `slots`: its blocks. `capacity`: tokens of each. In rows these are
+    the most requests and the tokens of the longest one."""
 
     num_layers: int
     slots: int
@@ -56,20 +53,22 @@ class KvShape(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """What it occupies once every page of it has been written."""
+        """Bytes it occupies once all of it has been written."""
         return math.prod(self.dimensions) * self.dtype.itemsize
 
 
 def kv_shape(spec: ModelSpec, dtype: torch.dtype, *, slots: int, capacity: int,
              num_layers: int | None = None, kv_heads: int | None = None) -> KvShape:
-    """`num_layers`, `kv_heads`: those that this rank holds; None: all of the model's."""
+    """KV shape of a model. `num_layers`, `kv_heads`: those of this rank (None: all of the
+    model's)."""
     return KvShape(spec.num_layers if num_layers is None else num_layers, slots,
                    spec.kv_heads if kv_heads is None else kv_heads, capacity, spec.head_dim, dtype)
 
 
 class Room(NamedTuple):
-    """What blocks are made for: `slots` queries of up to `capacity` tokens in each of the `groups`
-    that share them, in all `tokens` where each query's are counted in whole multiples of `unit`."""
+    """Requests that blocks must hold. `slots`: requests of each of the `groups` that share the
+    blocks. `capacity`: tokens of the longest. `tokens`: budget in all, each request's counted in
+    whole multiples of `unit`."""
 
     slots: int
     capacity: int
@@ -78,29 +77,29 @@ class Room(NamedTuple):
     groups: int = 1
 
     def num_blocks(self, size: int) -> int:
-        """Blocks of that size that hold whatever is admitted: a query leaves up to `size` - `unit`
-        tokens of its last block empty that nobody counts."""
+        """Blocks of `size` tokens that hold whatever is admitted. A request leaves up to `size` -
+        `unit` uncounted tokens of its last block empty."""
         assert size % self.unit == 0, f"{size = } {self.unit = }"
         slots = self.slots * self.groups
         least = -(-(self.tokens + slots * (size - self.unit)) // size)
         return min(least, slots * self.width(size))
 
     def width(self, size: int) -> int:
-        """Blocks of the longest query."""
+        """Blocks of the longest request."""
         return -(-self.capacity // size)
 
 
 class EntryRows(NamedTuple):
-    """Blocks of a store, and how many entries of each are asked for, from its beginning."""
+    """Blocks of a cache, and the number of tokens of each, counted from its beginning."""
 
     rows: Sequence[int]
     lengths: Sequence[int]
 
 
 class BlockPool:
-    """The memory of blocks 0 .. count - 1, of which the caches of one or more groups take, and
-    which of them are free. The lowest is taken first, and again the one that was given back last.
-    Raises XgptError where the memory for that is not there."""
+    """Memory of blocks 0 .. count - 1, shared by the caches of one or more groups. The block
+    returned last is taken first, then the lowest. Raises XgptError if there is too little
+    memory."""
 
     def __init__(self, shape: KvShape, device: torch.device | str = "cpu") -> None:
         self.shape, self.count, self.most_taken = shape, shape.slots, 0
@@ -123,20 +122,19 @@ class BlockPool:
 
 
 class KvCache:
-    """Keys and values of the queries that one group has in flight."""
+    """Keys and values of one group's requests."""
 
     def __init__(self, shape: KvShape, device: torch.device | str = "cpu", *,
                  room: Room | None = None, pool: BlockPool | None = None) -> None:
-        """`room`: what its blocks are made for; None: entries lie in rows. `pool`: blocks of that
-        shape, where others take of them too; None: its own, on `device`."""
+        """`room`: what the blocks must hold (None: rows). `pool`: shared blocks (None: its own)."""
         self.pool = pool or BlockPool(shape, device)
         self.lengths: list[int] = []  # tokens cached, by slot
         self.held: list[list[int]] = []  # blocks of each slot
         self._size, self._slots, self._groups = shape.capacity, shape.slots, 1
         # [layers, 2, blocks, kv_heads, block size, head_dim]
         self.store, self.layers = self.pool.store, layers_of(self.pool.store)
-        self._table: Tensor | None = None  # [slots, blocks of the longest query], on the device
-        self._changed: dict[tuple[int, int], int] = {}  # what of it is not there as yet
+        self._table: Tensor | None = None  # [slots, blocks of the longest request], on the device
+        self._changed: dict[tuple[int, int], int] = {}  # entries of the table not yet on the device
         if room is not None:
             self._slots, self._groups = room.slots, room.groups
             self._table = torch.zeros(room.slots, max(room.width(self._size), 1),
@@ -144,17 +142,17 @@ class KvCache:
 
     @property
     def num_bytes(self) -> int:
-        """What is set aside for it: of memory that groups share, an even share."""
+        """Bytes set aside; an even share of memory that groups share."""
         return self.pool.shape.num_bytes // self._groups
 
     @property
     def peak_bytes(self) -> int:
-        """Of that, the blocks that queries had at a time, at most."""
+        """Most bytes of it that requests had at a time."""
         pool = self.pool
         return pool.most_taken * pool.shape.num_bytes // max(pool.count, 1) // self._groups
 
     def rows_of(self, slots: Sequence[int]) -> EntryRows:
-        """Where the entries of these slots' queries lie, one query after the other."""
+        """Blocks and token counts of the requests in these slots, one after the other."""
         size, blocks, lengths = self._size, list[int](), list[int]()
         for slot in slots:
             length = self.lengths[slot]
@@ -164,8 +162,8 @@ class KvCache:
 
     def room_for(self, lengths: Sequence[int],
                  slots: Sequence[int] | None = None) -> BlockTable | None:
-        """Gives these slots (None: 0, 1, 2, ...) the blocks for so many tokens each. Returns where
-        the blocks of every slot are; None in rows, which have room for any query."""
+        """Allocates blocks for so many tokens of each slot (None: slots 0, 1, 2, ...). Returns the
+        table of all slots' blocks; None in rows, which have room for any request."""
         if self._table is None:
             return None
         size = self._size
@@ -181,7 +179,7 @@ class KvCache:
         return BlockTable(self._table, size)
 
     def allocate(self, tokens: Sequence[int]) -> int:
-        """Slots for new queries of so many tokens each, contiguous; returns the first."""
+        """Appends slots for requests of so many tokens each; returns the first."""
         first = len(self.lengths)
         assert first + len(tokens) <= self._slots, f"{first = } {len(tokens) = } {self._slots = }"
         self.lengths += tokens
@@ -191,13 +189,13 @@ class KvCache:
         return first
 
     def adopt(self, tokens: Sequence[int]) -> None:
-        """Queries of so many tokens each, and no others, have the slots from now on."""
+        """Replaces all requests by ones of so many tokens each."""
         self.free(range(len(self.lengths)))
         self.allocate(tokens)
 
     def place(self, count: int, replaced: Sequence[int]) -> None:
-        """New queries without tokens as yet: the first in the slots `replaced`, whose queries are
-        gone, the others behind all."""
+        """Adds `count` requests without tokens: the first in slots `replaced`, the others
+        appended."""
         for slot in replaced:
             if self._table is not None:
                 self._leave(slot)
@@ -205,18 +203,17 @@ class KvCache:
         self.allocate([0] * (count - len(replaced)))
 
     def grow(self, slot: int, tokens: int = 1) -> None:
-        """The query in `slot` has so many more tokens cached."""
+        """Counts `tokens` more cached tokens of the slot's request."""
         self.lengths[slot] += tokens
 
     def give_up(self, slot: int) -> None:
-        """The slot's query is done: its blocks are free from now on, the slot is with `free`."""
+        """Frees the blocks of a finished request; the slot itself is removed by `free`."""
         assert self._table is not None, f"{slot = }: rows are free with their slots"
         self._leave(slot)
         self.lengths[slot] = 0
 
     def free(self, removed: Sequence[int]) -> int:
-        """Drop the queries in slots `removed` and close the gaps. Returns the rows copied: none in
-        blocks, where lines of the table move."""
+        """Removes slots and closes the gaps; returns the number of rows copied (0 with blocks)."""
         there = len(self.lengths)
         moves = compaction_moves(there, removed)
         renamed, left = moves, removed
@@ -241,7 +238,7 @@ class KvCache:
         self.held[slot] = []
 
     def _write(self, slot: int, first: int = 0) -> None:
-        """The slot's line of the table, from its block `first` on."""
+        """Marks the slot's line of the table as changed from its block `first` on."""
         if self._table is not None:
             for place, block in enumerate(self.held[slot][first:], start=first):
                 self._changed[slot, place] = block
@@ -252,15 +249,16 @@ def block_tokens(device: torch.device | str) -> int:
 
 
 def _store_of(shape: KvShape, device: torch.device) -> Tensor:
-    """A store of that shape: on the CPU pages of zeros, none of them occupied before it is written
-    (torch.zeros would write every one). Raises XgptError where the device has no memory for it.
+    """Zeroed memory of that shape; on a CPU its pages are occupied only when written.
 
-    NOTE: pages are not asked for beforehand: asking (MADV_POPULATE_WRITE) takes as long as writing
-    to each. Nor in huge pages. Decode attention of 190 queries takes 38 ms with them instead of 50
-    (SmolLM2-135M, bfloat16, two cores), but 1.6 GB of them took 3 to 5 s to get, not 0.4, on a
-    virtual machine that hands free ones back to its host: about what a minute's steps regain."""
+    Raises XgptError if the device has too little memory.
+
+    NOTE: pages are not populated beforehand: MADV_POPULATE_WRITE takes as long as writing them.
+    Huge pages are not used. Measured: decode attention of 190 requests takes 38 ms with them
+    instead of 50 (SmolLM2-135M, bfloat16, two cores). But allocating 1.6 GB takes 3 to 5 s instead
+    of 0.4 on a virtual machine that returns free memory to its host."""
     dimensions, dtype = shape.dimensions, shape.dtype
-    if device.type != "cpu" or 0 in dimensions:  # no layers: a pool that has an encoder alone
+    if device.type != "cpu" or 0 in dimensions:  # no layers: a pool that only has an encoder
         try:
             return torch.zeros(dimensions, dtype=dtype, device=device)
         except torch.cuda.OutOfMemoryError:
@@ -274,6 +272,6 @@ def _store_of(shape: KvShape, device: torch.device) -> Tensor:
 
 def _refused(shape: KvShape, why: str) -> XgptError:
     return XgptError(
-        f"the KV cache of {shape.slots} queries of up to {shape.capacity} tokens takes "
+        f"the KV cache of {shape.slots} requests of up to {shape.capacity} tokens takes "
         f"{format_bytes(shape.num_bytes)} {why}: shorten the longest requests (or their "
         "max_tokens), or give a smaller schedule")

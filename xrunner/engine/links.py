@@ -1,14 +1,14 @@
-"""WAA's two pools and how their heads are tied together: the encode pool's (rank 0) reads requests
-and writes results, the decode pool's commits tokens. They are asynchronous: each decides by its own
-rule from what it has heard.
+"""Links between the heads of WAA's two pools.
+
+The encode pool's head (rank 0) reads requests and writes results, the decode pool's commits tokens.
+Each decides by its own rule from the messages it has read:
 
     encode head -> decode head   StartMessage, HandedMessage a batch, LeftMessage, StopMessage
     decode head -> encode head   HeldMessage a batch, FinishedMessage, StopMessage at the end
 
-The entries themselves go from rank to rank (xrunner.comm.handover), started when a stage has
-encoded a batch, before its first tokens are known: those of a query that ends with its first token
-are forgotten where they arrive. Where the decode pool encodes some inputs itself
-(xrunner.rules.waa), these are left to it a few at a time."""
+KV goes from rank to rank (xrunner.comm.handover), as soon as a stage has encoded a batch and before
+its first tokens are known. KV of a request that ends with its first token is discarded on arrival.
+Inputs that the decode pool encodes itself (xrunner.rules.waa) are sent a few at a time."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -35,16 +35,16 @@ from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.steps import BatchingRule, EncodingRule, Step, Waiting
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 
-_REPORT_S = 0.25  # between reports of progress while no query is done
+_REPORT_S = 0.25  # chosen: seconds between progress reports while no request is done
 
 
 class ToDecodePool(PoolLink):
-    """The encode head's link. A group of its rule is taken until its batch has been handed over."""
+    """The encode head's link. A group stays occupied until its batch has been handed over."""
 
     def __init__(self, comm: Comm, decode_rule: BatchingRule, decode_head: int,
                  supply: Supply | None = None) -> None:
-        """`decode_rule`: what the decode pool's caches are sized by; `decode_head`: its rank.
-        `supply`: None where all queries are here before it runs."""
+        """`decode_rule`: sizes the decode pool's caches. `decode_head`: rank of its head. `supply`:
+        None if all requests are submitted before it runs."""
         super().__init__(supply)
         self._comm, self._decode_head, self._decode_rule = comm, decode_head, decode_rule
         self._away: dict[int, PreparedQuery] = {}  # handed over, not done
@@ -86,7 +86,7 @@ class ToDecodePool(PoolLink):
     def committed(self, head: Head, group: int, done: Sequence[ActiveQuery]) -> None:
         for active in done:
             self._rule.release(active.query.index)
-        # the entries of who might have gone on are under way
+        # their KV is under way, as for all that might have gone on
         self._hand_over(head, group, [active.query.index for active in done
                                       if active.query.max_new_tokens > 1])
 
@@ -102,7 +102,7 @@ class ToDecodePool(PoolLink):
             self._comm.send(self._decode_head, StopMessage())
 
     def _take_in(self, head: Head, wait_s: float) -> None:
-        """Takes up whatever has come: first tokens, word from the decode pool."""
+        """Handles all messages that have come: first tokens, and reports from the decode pool."""
         if head.commit_returned():
             wait_s = 0.0
         tokens_from = head.neighbours.route.tokens_from
@@ -136,7 +136,7 @@ class ToDecodePool(PoolLink):
             self._supply.hear(head, message)
 
     def _leave(self, head: Head) -> None:
-        """Leaves to the decode pool what it is to encode itself."""
+        """Sends the decode pool the inputs that it is to encode itself."""
         if self._has_told_to_stop or not isinstance(self._rule, WaaEncodeRule):
             return
         given = head.roster.leave_to_another([one.query for one in self._rule.share_inputs()])
@@ -145,10 +145,10 @@ class ToDecodePool(PoolLink):
             self._comm.send(self._decode_head, LeftMessage(queries=tuple(given)))
 
     def _hand_over(self, head: Head, group: int, ended: Sequence[int]) -> None:
-        """Hands the group's queries to the decode pool; entries of those `ended` go in vain."""
+        """Hands the group's requests to the decode pool. `ended`: done, but their KV was sent."""
         batch = self._batch_of.pop(group)
         if self._has_told_to_stop:
-            return  # nobody would take them
+            return  # nobody would receive them
         leaving = head.roster.hand_off(group)
         if not leaving and not ended:
             return
@@ -166,15 +166,15 @@ class ToDecodePool(PoolLink):
 
 
 class FromEncodePool(PoolLink):
-    """The decode head's link and its sink. Queries come with a batch whose entries every rank of it
-    has; what is done goes to the encode pool's head, a message a step."""
+    """The decode head's link and its sink. Requests of a batch join once every rank has their KV.
+    Results go to the encode head, a message a step."""
 
     def __init__(self, comm: Comm, receiver: EntryReceiver, encode_head: int) -> None:
         self._comm, self._receiver, self._encode_head = comm, receiver, encode_head
         self._handed: deque[HandedMessage] = deque()
         self._is_told_to_stop = False
         self._results: list[FinishedQuery] = []
-        self._begun: list[int] = []  # of the queries left to this pool, not told as yet
+        self._begun: list[int] = []  # inputs begun here, not reported yet
         self._told_s = 0.0
 
     def start(self, head: Head) -> StartMessage:
@@ -197,7 +197,7 @@ class FromEncodePool(PoolLink):
         return True
 
     def _take_in(self, head: Head) -> bool:
-        """Takes in word from the encode pool, and queries whose entries are here: whether any."""
+        """Handles messages from the encode pool and requests whose KV is here; whether any came."""
         has_news = False
         while (got := self._comm.poll(self._encode_head)) is not None:
             message, _ = got
@@ -210,7 +210,7 @@ class FromEncodePool(PoolLink):
                 continue
             assert isinstance(message, StopMessage), f"{message = }"
             self._is_told_to_stop = has_news = True
-        # in the order of their encoding, whichever is here first
+        # in the order of their encoding, whichever arrives first
         while self._handed and self._receiver.is_held(self._handed[0].batch):
             self._arrive(head, self._handed.popleft())
             has_news = True

@@ -1,12 +1,12 @@
-"""The ranks as a pipeline: what each takes from those before it and gives to those after it.
+"""The ranks as a pipeline: what each receives from those before it and sends to those after it.
 
-The head (xrunner.engine.head) decides on the pool's first rank; every other rank serves its stage:
-it executes what arrives and passes it on.
+The head (xrunner.engine.head) decides on the pool's first rank. Every other rank serves its stage:
+it executes the steps that arrive and passes them on.
 
-A stage is a tensor-parallel group, and every rank of it needs the whole hidden state, which every
-rank of the stage before holds. So rank j of a stage takes its steps from rank j mod t of the t
-ranks before it: one hop for every rank, where a message between first ranks and a broadcast behind
-it would move as many bytes in two hops, one after the other, and put all of them on one sender."""
+A stage is a tensor-parallel group, every rank of which needs the whole hidden state, and every rank
+of the stage before has it. So rank j of a stage receives from rank j mod t of the t ranks before
+it: one hop for every rank. A message between first ranks and a broadcast behind it would take two
+hops and put all bytes on one sender."""
 
 from __future__ import annotations
 
@@ -31,57 +31,57 @@ from xrunner.step_record import StepRecord
 
 
 class Executor:
-    """One rank's part of a stage: xrunner.engine.stage.StageExecutor; here what holds where nothing
-    is encoded apart."""
+    """One rank's part of a stage (xrunner.engine.stage.StageExecutor). Defaults hold for models
+    without an encoder."""
 
     keeps_tokens = False  # whether an input token may be FED_BACK (xrunner.engine.group)
-    returns_early = False  # whether `execute` may return while the step is still worked at
+    returns_early = False  # whether `execute` may return before the step is over
 
     def start(self, message: StartMessage) -> None:
-        """Sets up what the steps need; before the first one."""
+        """Allocates what the steps need; called before the first one."""
 
     def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | Arriving | None:
-        """Of the only stage of a pool the tokens may be on their way."""
+        """Executes a step; returns its output. A pool's only stage may return tokens on their
+        way."""
         raise NotImplementedError
 
     def gives_tokens(self, message: StepMessage) -> bool:
-        """Whether the step ends with a token of each query: an encoder's does not."""
+        """Whether the step yields a token of each request; an encoder's step does not."""
         return True
 
     def awaits_encoded(self, group: int | None = None) -> bool:
-        """Whether inputs of the group (None: of any) were encoded, and the encoder's output has
-        not come yet."""
+        """Whether encoder output of the group (None: of any) has not arrived yet."""
         return False
 
     def take_encoded(self, group: int, encoded: Tensor) -> None:
-        """The encoder's output [T, H] of the group's oldest encode step still without."""
+        """Takes the encoder output [T, H] of the group's oldest encode step without."""
         raise AssertionError(f"{group = }: a decoder-only model has no encoder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """A rank's account of the run, sent to the head at its end."""
+    """A rank's figures of the run, sent to the head at its end."""
 
     rank: int
-    stage: int  # of all pools of all replicas
+    stage: int  # counted over all pools and replicas
     log: tuple[StepRecord, ...]
     busy_s: float
     load_s: float
     bytes_read: int
     rows_compacted: int
     peak_memory_bytes: int
-    kv_bytes: int = 0  # set aside for KV entries
-    kv_peak_bytes: int = 0  # of them, what queries had at most
+    kv_bytes: int = 0  # set aside for KV
+    kv_peak_bytes: int = 0  # most of it that requests had
     pool: str = "all"
-    role: Role = "both"  # of the pool
+    role: Role = "both"  # role of the pool
     replica: int = 0
-    handover_bytes: int = 0  # WAA: of entries sent, or received
-    handover_s: float = 0.0  # WAA, who encodes: from the start of a send until all has left
-    operators: str | None = None  # whose served, in a line; None: those of another engine
+    handover_bytes: int = 0  # WAA: KV bytes sent, or received
+    handover_s: float = 0.0  # WAA's encode pool: from the start of a send until all is sent
+    operators: str | None = None  # operators used, in a line; None: another engine's
 
 
 class Neighbours:
-    """What one rank exchanges with those its route names."""
+    """Messages of one rank with the ranks that its route names."""
 
     def __init__(self, comm: Comm, route: Route) -> None:
         self._comm, self.route = comm, route
@@ -97,13 +97,12 @@ class Neighbours:
             self._comm.send(rank, message, out)
 
     def stop(self) -> None:
-        """Tells all that take their steps from this rank to stop."""
+        """Tells all ranks that take steps from this one to stop."""
         for rank in (*self.route.peers, *self.route.following):
             self._comm.send(rank, StopMessage())
 
     def give_back(self, executor: Executor, message: StepMessage, out: Tensor | None) -> None:
-        """Sends what the last stage gives back: tokens to the head, an encoder's output to the
-        other stages."""
+        """Sends the last stage's output: tokens to the head, encoder output to other stages."""
         if not executor.gives_tokens(message):
             for rank in self.route.encoded_to:
                 self._comm.send(rank, EncodedMessage(group=message.group), out)
@@ -112,8 +111,8 @@ class Neighbours:
 
     def next_step(self, executor: Executor) -> tuple[StartMessage | StepMessage | None,
                                                      Tensor | None]:
-        """The next step, or the start; None when told to stop. Encoder output that arrives before
-        it is taken up meanwhile."""
+        """The next step or start message, with its tensor; (None, None) when told to stop. Encoder
+        output that arrives earlier is passed to the executor."""
         assert self.route.steps_from is not None, f"{self.route = }"
         sources = {self.route.steps_from, *self.route.encoded_from}
         while True:
@@ -128,14 +127,14 @@ class Neighbours:
             return message, tensor
 
     def await_encoded(self, executor: Executor, group: int | None = None) -> None:
-        """Returns when all inputs of `group` (None: of every group) are encoded."""
+        """Waits until all inputs of `group` (None: of every group) are encoded."""
         while executor.awaits_encoded(group):
             message, tensor = self._comm.receive(*self.route.encoded_from)
             assert isinstance(message, EncodedMessage) and tensor is not None, f"{message = }"
             executor.take_encoded(message.group, tensor)
 
     def await_result(self, executor: Executor) -> tuple[int, Tensor] | None:
-        """Gives the head the next group's tokens, or None where encoder output came instead."""
+        """Receives a group's tokens as (group, tokens); None if encoder output came instead."""
         assert self.route.tokens_from is not None, f"{self.route = }"
         message, tensor = self._comm.receive(self.route.tokens_from)
         assert tensor is not None, f"{message = }"
@@ -150,7 +149,7 @@ class Neighbours:
 
 
 def await_start(neighbours: Neighbours, executor: Executor) -> None:
-    """Sets up every rank but the head as the head's first message says."""
+    """Starts a rank other than the head by the head's first message."""
     message, _ = neighbours.next_step(executor)
     assert isinstance(message, StartMessage), f"{message = }"
     neighbours.pass_on(message)
@@ -158,8 +157,7 @@ def await_start(neighbours: Neighbours, executor: Executor) -> None:
 
 
 def serve_stage(neighbours: Neighbours, executor: Executor) -> None:
-    """Every rank but the head, once started, executes what arrives and passes it on, until told to
-    stop."""
+    """Executes arriving steps and passes them on until told to stop; on every rank but the head."""
     while True:
         message, inputs = neighbours.next_step(executor)
         if message is None:
@@ -173,7 +171,7 @@ def serve_stage(neighbours: Neighbours, executor: Executor) -> None:
         if not neighbours.route.following:
             neighbours.give_back(executor, message, out)
     neighbours.stop()
-    neighbours.await_encoded(executor)  # else who sends it would wait for a rank that has gone
+    neighbours.await_encoded(executor)  # else its sender would wait for a rank that has gone
     neighbours.flush()
 
 
@@ -183,14 +181,14 @@ class Route:
 
     rank: int
     pool: str  # its name
-    stage: int  # its place in the pool
-    steps_from: int | None  # None: the head, which decides them
-    peers: tuple[int, ...] = ()  # of the head: its group, which takes the same inputs
-    following: tuple[int, ...] = ()  # take this rank's outputs; none on the last stage
-    tokens_from: int | None = None  # of the head: the last stage's first rank; None: itself
-    tokens_to: int | None = None  # of the last stage's first rank: the head; None: itself
-    encoded_from: tuple[int, ...] = ()  # whose encoder output it takes; none: its own
-    encoded_to: tuple[int, ...] = ()  # of the last stage: who take the encoder's output from it
+    stage: int  # number within the pool
+    steps_from: int | None  # None: the head, which decides the steps
+    peers: tuple[int, ...] = ()  # the head's group, which takes the same inputs
+    following: tuple[int, ...] = ()  # take this rank's output; none on the last stage
+    tokens_from: int | None = None  # the last stage's first rank, for the head; None: itself
+    tokens_to: int | None = None  # the head, for the last stage's first rank; None: itself
+    encoded_from: tuple[int, ...] = ()  # senders of encoder output; none: its own
+    encoded_to: tuple[int, ...] = ()  # takers of the last stage's encoder output
 
 
 ALONE = Route(rank=0, pool="all", stage=0, steps_from=None)
@@ -230,5 +228,5 @@ def _sender(group: Sequence[int], index: int) -> int:
 
 
 def _takers(group: Sequence[int], index: int, others: Sequence[int]) -> tuple[int, ...]:
-    """Those of `others` that take from the rank at `index` of `group`."""
+    """Ranks of `others` that receive from the rank at `index` of `group`."""
     return tuple(rank for other, rank in enumerate(others) if other % len(group) == index)

@@ -1,15 +1,15 @@
-"""Replicas: whole copies of a deployment, each with a head of its own, which share one job.
+"""Replicas: several deployments of the model, each with a head of its own, that share one job.
 
-    rank 0 -> head of a replica   PortionMessage: which queries are its own, a few at a time; how
-                                  many of those that it has not begun are wanted back
-    head of a replica -> rank 0   ReplicaMessage: how many have begun, which are done, which it
-                                  gives back; its end
-    rank 0 -> head of a replica   StopMessage: its end is known
+    rank 0 -> head of a replica   PortionMessage: Requests for it, a few at a time. How many of
+                                  unbegun ones to give back.
+    head of a replica -> rank 0   ReplicaMessage: How many have begun; results; requests given
+                                  back; its end.
+    rank 0 -> head of a replica   StopMessage: Its end is known.
 
-Rank 0 routes (xrunner.rules.routing) and writes all results, and it is the first replica's head
-besides: between its own steps it takes up what has come, and never waits for the others while it
-has work. Each replica's head reads its queries from the spool. A query belongs to the head that was
-given it until this has given it back, so that it is answered once whatever crosses on the way."""
+Rank 0 routes requests (xrunner.rules.routing), writes all results, and is the first replica's head.
+It reads messages between its own steps and waits for others only when idle. Each replica's head
+reads its requests from the spool. A request belongs to its head until the head gives it back. So
+each is answered once, however messages cross."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,8 +30,8 @@ from xrunner.rules.rra import PhaseControls
 
 @dataclass(slots=True, kw_only=True)
 class Account:
-    """One replica. `begun` and `done` count queries, of those `given`, which are places in the
-    order in which they are taken up."""
+    """Rank 0's account of one replica. `given`: numbers of its requests in run order. begun, done:
+    how many of them have. `at_work`: (input, output) tokens of each active request, by index."""
 
     given: list[int] = field(default_factory=list)
     begun: int = 0
@@ -45,31 +45,30 @@ class Account:
         return Load(len(self.given) - self.begun, self.begun - self.done)
 
 
-_TELL_S = 0.25  # between words of a replica that has no news
+_TELL_S = 0.25  # chosen: seconds between messages of a replica without news
 
 
 class ToReplicas(Supply):
-    """Rank 0's: the supply of its own head and of all others, the sink of its own, and what takes
-    up the changes that the launcher makes while a job runs: in the rules of all replicas, each from
-    the next phase of its own on."""
+    """Rank 0's supply of all heads, the sink of its own, and the way to change running rules. A
+    change by the launcher applies to each replica's rule from its own next phase on."""
 
     def __init__(self, comm: Comm, sink: RunSink, router: Router,
                  queries: Sequence[PreparedQuery], order: Sequence[int],
                  replicas: Sequence[Replica]) -> None:
-        """`queries`: of the job, by index; `order`: the indices of those to be answered, as they
-        are taken up; `replicas`: all, in their order."""
+        """`queries`: the job's, by index. `order`: indices to answer, in run order. `replicas`:
+        all, in their order."""
         self._comm, self._sink, self.router, self._queries = comm, sink, router, queries
         self._order, self._replicas = order, replicas
         self.progress, self.should_stop = sink.progress, sink.should_stop
         self._accounts = [Account() for _ in replicas]
         self._heads = tuple(replica.head for replica in replicas[1:])
         self._has_told_last = False
-        self._changes: dict[tuple[int, int], Changes] = {}  # told of, by (replica, revision)
+        self._changes: dict[tuple[int, int], Changes] = {}  # sent, by (replica, revision)
         self._own: Head | None = None  # rank 0's, and its rule
         self._rule: Any = None
 
     def start(self, head: Head) -> None:
-        """Every replica gets its first portion."""
+        """Sends every replica its first requests."""
         self._own, self._rule = head, head.rule
         for replica in range(len(self._accounts)):
             self._top_up(head, replica)
@@ -77,13 +76,13 @@ class ToReplicas(Supply):
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The heads that have something to say yet."""
+        """Heads of the other replicas that have not ended."""
         return tuple(rank for rank, replica in zip(self._heads, self._accounts[1:], strict=True)
                      if not replica.has_ended)
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a query that nobody has been given, or another replica is at work."""
+        """Whether a request is not given out, or another replica is still at work."""
         return not self.router.is_empty or bool(self.sources)
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
@@ -118,7 +117,7 @@ class ToReplicas(Supply):
         self._supply(head, message.replica)
 
     def close(self, head: Head) -> bool:
-        """Ends the other replicas; whether every query is done."""
+        """Ends the other replicas; returns whether every request is done."""
         for rank in self.sources:
             self._comm.send(rank, PortionMessage(is_last=True, stops=True))
         self._has_told_last = True
@@ -128,20 +127,20 @@ class ToReplicas(Supply):
         return sum(account.done for account in self._accounts) == len(self._order)
 
     def lengths_so_far(self) -> dict[int, tuple[int, int]]:
-        """(input, output) tokens of the active queries of all replicas: of the others as they said
-        last."""
+        """(input, output) tokens of active requests of all replicas, by index. Those of other
+        replicas are as last reported."""
         own = {} if self._own is None else self._own.lengths_so_far()
         return own | {index: lengths for replica in self._accounts[1:]
                       for index, lengths in replica.at_work.items()}
 
     @property
     def next_phase(self) -> int:
-        """Of rank 0's own rule."""
+        """Next phase of rank 0's own rule."""
         phase: int = self._rule.next_phase
         return phase
 
     def change(self, controls: Changes | ChangesByShape, *, phase: int) -> None:
-        """All replicas are to obey these, and to be supplied by them."""
+        """Sends new settings to all replicas, and supplies them accordingly."""
         launcher, sources = self._sink.launcher, self.sources
         assert launcher is not None, "who changes"
         for replica in self._replicas:
@@ -162,8 +161,8 @@ class ToReplicas(Supply):
         self._sink.finished(replace(result, replica=0))
 
     def _supply(self, head: Head, replica: int) -> None:
-        """A replica of which there is news gets what it lacks, from others where nothing is left to
-        be given out. Once all have begun all, they are told that no more will come."""
+        """Supplies a replica that has reported, from others if nothing is left to give out. Once
+        all have begun all, tells them that no more will come."""
         if self._has_told_last:
             return
         self._top_up(head, replica)
@@ -179,7 +178,7 @@ class ToReplicas(Supply):
                 self._comm.send(rank, PortionMessage(is_last=True))
 
     def _come_back(self, head: Head, replica: int, indices: Sequence[int]) -> None:
-        """The replica has given these back, which it had not begun: they go to who lacks some."""
+        """Takes requests that a replica has given back, and gives them to others."""
         account, wanted = self._accounts[replica], set(indices)
         waiting = account.given[account.begun:]
         places = [place for place in waiting if self._order[place] in wanted]
@@ -188,14 +187,14 @@ class ToReplicas(Supply):
             place for place in waiting if self._order[place] not in wanted]
         self.router.take_back(replica, places)
         if self._has_told_last:
-            return  # a run that ends before all are done
+            return  # the run ends before all are done
         for other in range(len(self._accounts)):
             if self.router.num_left(other):
                 self._top_up(head, other)
 
     def _note_begun(self, replica: int, told: int = 0) -> None:
-        """Of another replica so many have begun as were `told`; rank 0's own are looked up. The
-        launcher counts queries in this order."""
+        """Records how many requests of a replica have begun, and tells launcher and router. `told`:
+        number reported by another replica. Rank 0's own number is looked up."""
         account = self._accounts[replica]
         begun = told if replica or self._own is None else (
             len(account.given) - self._own.roster.num_waiting)
@@ -213,7 +212,7 @@ class ToReplicas(Supply):
         account.given += places
         given = [self._order[place] for place in places]
         if given:
-            self._sink.underway.begin(given)  # which of them have begun, others know
+            self._sink.underway.begin(given)  # the replica knows which of them have begun
         if replica and given:
             self._comm.send(self._heads[replica - 1], PortionMessage(queries=tuple(given)))
         for query in () if replica else map(self._queries.__getitem__, given):
@@ -222,19 +221,19 @@ class ToReplicas(Supply):
 
 
 def _window(controls: Changes | None, estimate: Estimate) -> Window | None:
-    """What a replica of `estimate` is supplied with by other controls; None: what it was."""
+    """Window of a replica under new settings; None: unchanged."""
     if not isinstance(controls, PhaseControls):
-        return None  # smaller limits need no smaller window: what has been given out waits there
+        return None  # lower limits need no smaller window: surplus requests wait
     even = getattr(estimate.controls, "even", EvenBatches())
     return rra_window(controls.encode_batch, estimate.deployment.num_groups, even)
 
 
 class FromRankZero(Supply):
-    """Another replica's: the supply of its head, and its sink."""
+    """Supply and sink of another replica's head."""
 
     def __init__(self, comm: Comm, replica: int, query_of: Callable[[int], PreparedQuery], *,
                  tells_lengths: bool = False) -> None:
-        """`query_of` reads a query from the spool. `tells_lengths`: of the queries at work."""
+        """`query_of`: reads a request from the spool. `tells_lengths`: report active lengths."""
         self._comm, self._replica, self._query_of = comm, replica, query_of
         self._tells_lengths = tells_lengths
         self._given = 0
@@ -279,17 +278,17 @@ class FromRankZero(Supply):
 
     def close(self, head: Head) -> bool:
         self._tell(head, has_ended=True)
-        # what rank 0 has sent by then is not for the next run of these ranks
+        # messages of rank 0 on their way are not for the next run of these ranks
         while not isinstance(self._comm.receive(0)[0], StopMessage):
             pass
         return True
 
     def finished(self, result: FinishedQuery) -> None:
-        # its input's tokens lie with rank 0
+        # rank 0 has its input tokens
         self._results.append(replace(result, query=replace(result.query, input_ids=())))
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
-        """Rank 0 is told before the next step (`look`)."""
+        """Does nothing: `look` reports to rank 0 before the next step."""
 
     def should_stop(self) -> bool:
         return self._is_to_stop

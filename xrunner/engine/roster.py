@@ -1,5 +1,4 @@
-"""The queries of one pool as its head knows them: who waits, who is at work and in which slot, and
-what has become of each so far."""
+"""The requests of one pool as its head knows them: waiting, active in a slot, and their output."""
 
 from __future__ import annotations
 
@@ -18,18 +17,17 @@ from xrunner.query import FinishedQuery, PreparedQuery, TokenLikelihood
 from xrunner.rules.slots import Departures, GroupSlots, Seat, SlotUse, Span
 from xrunner.rules.steps import BatchingRule, Step, StepKind, kv_budget
 
-_NO_NUMBERS = ("logits not finite: the model gives no number here, or one beyond what its type "
-               "holds")
-_RECENT_TOKENS = 32  # a power of two: a stop string is looked for in so many at least
-# What decoding from the middle of a text may change: a space at the cut, part of a character there;
-# and at the end a character whose last bytes are still to come.
+_NO_NUMBERS = ("logits not finite: the model computes no number here, or one beyond its type's "
+               "range")
+_RECENT_TOKENS = 32  # chosen, a power of two: most recent tokens searched for a stop string
+# Characters that decoding from the middle of a text may change: a space or part of a character at
+# the cut, and a character at the end whose last bytes are to come.
 _CUT_CHARACTERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """What caches are sized by: how many queries there may be, the tokens of their longest input,
-    the most of an output, and the most of both together."""
+    """Sizes that caches are made for: number of requests, and tokens of the longest ones."""
 
     queries: int
     longest_input: int
@@ -38,54 +36,53 @@ class Extent:
 
 
 class Roster:
-    """Turns what the rule decides into the message of a step, and keeps the account of slots."""
+    """Turns the rule's decisions into messages, and keeps account of the slots."""
 
     def __init__(self, slot_use: SlotUse, start_token: int | None, *,
                  feeds_back: bool = False) -> None:
-        """`start_token`: see Vocabulary. `feeds_back`: who executes the steps keeps the last token
-        of each query that has a slot (FED_BACK)."""
-        self.active: dict[int, ActiveQuery] = {}  # at work, or done in a batch that is not
-        self.in_vain: list[int] = []  # they ended elsewhere, but their entries were handed over
+        """`start_token`: see Vocabulary. `feeds_back`: the executor keeps last tokens
+        (FED_BACK)."""
+        self.active: dict[int, ActiveQuery] = {}  # active, or done within an unfinished batch
+        self.in_vain: list[int] = []  # ended in the encode pool although their KV was sent here
         self._use, self._start_token, self._feeds_back = slot_use, start_token, feeds_back
-        self.on_begin: Callable[[Sequence[int]], None] | None = None  # told whose work begins
-        self.extent: Extent | None = None  # where not all queries wait here from the beginning
-        self.in_blocks = False  # entries that the rule reserves tokens for lie in blocks
-        self.is_shared = False  # all groups take of the same blocks
+        self.on_begin: Callable[[Sequence[int]], None] | None = None  # called as requests begin
+        self.extent: Extent | None = None  # set if requests come while the pool runs
+        self.in_blocks = False  # KV lies in blocks if the rule reserves tokens
+        self.is_shared = False  # all groups share the blocks
         self._new: dict[int, PreparedQuery] = {}
         self._begun: dict[int, ActiveQuery] = {}  # waiting: evicted, or from another pool
-        self._freed: list[Seat] = []  # by queries that are done, not told as yet
-        self._in_part: set[int] = set()  # active, their inputs encoded in part
+        self._freed: list[Seat] = []  # of finished requests, to be reported to stages
+        self._in_part: set[int] = set()  # active, partly encoded
         self._slots: defaultdict[int, GroupSlots[int]] = defaultdict(GroupSlots)  # by group
         self._departures = Departures(slot_use)
 
     @property
     def has_work(self) -> bool:
-        """Whether a query is not done."""
+        """Whether a request is not done."""
         return bool(self._new or self._begun or self.active)
 
     def add(self, query: PreparedQuery | ActiveQuery) -> None:
-        """A query that waits from now on."""
+        """Adds a waiting request."""
         if isinstance(query, ActiveQuery):
             self._begun[query.query.index] = query
         else:
             self._new[query.index] = query
 
     def remove(self, indices: Sequence[int]) -> None:
-        """These queries, which wait, are not the pool's any more."""
+        """Removes waiting requests."""
         for index in indices:
             del self._new[index]
 
     def start_message(self, rule: BatchingRule) -> StartMessage:
-        """The sizes of caches for a pool that works all waiting queries by `rule`, to their end. A
-        group gets no more slots than there are queries: a short job's caches would be mostly
-        empty."""
+        """Cache sizes for working all waiting requests by `rule`. A group gets no more slots than
+        there are requests, so a short job's caches stay small."""
         extent = self.extent or _extent_of(self._new.values())
         inputs, outputs = extent.longest_input, extent.longest_output
         capacity, encoded = extent.longest, 0
         if self._start_token is not None:
             capacity, encoded = outputs, inputs
         if rule.slot_use is SlotUse.KEPT:
-            # a row grows with the longest output of its batch, and by one superfluous step
+            # a row grows with its batch's longest output, and one superfluous step
             capacity = outputs + 1 + (0 if encoded else inputs)
         return StartMessage(num_groups=rule.num_groups, capacity=capacity,
                             slots=min(rule.group_max_active, max(extent.queries, 1)),
@@ -94,7 +91,7 @@ class Roster:
 
     @property
     def num_waiting(self) -> int:
-        """Queries whose encoding has not begun."""
+        """Requests whose prefill has not begun."""
         return len(self._new)
 
     @property
@@ -103,11 +100,12 @@ class Roster:
         return (self.extent or _extent_of(self._new.values())).longest_input
 
     def compose(self, step: Step, now: float) -> tuple[StepMessage, Tensor, list[ActiveQuery]]:
-        """The step's header; its input tokens, of those who decode [n], then of what is encoded
-        [T]; and the queries that it gives a token, in the order in which these come back."""
+        """A step's message, its input tokens, and the requests that it yields a token for. Input
+        tokens are those of decoding requests [n], then the encoded ones [T]. Requests are in the
+        order in which their tokens return."""
         slots, kind = self._slots[step.group], step.kind
         self._evict(step.evicted, slots)
-        # (query, first token, tokens) of what is encoded; where it is not said, whole inputs are
+        # (request, first token, tokens) encoded; without chunks whole inputs
         spans = [(c.query, c.first, c.tokens) for c in step.chunks]
         begun = ([query for query, first, _ in spans if first == 0] if spans
                  else list(step.joined))
@@ -148,20 +146,21 @@ class Roster:
         return message, torch.tensor(ids), given
 
     def finish(self, group: int, done: Sequence[int]) -> list[ActiveQuery]:
-        """These queries of `group` have their last tokens. Returns those whose results are due."""
+        """Records requests of `group` that have their last tokens; returns those with results
+        due."""
         due = self._departures.finish(done)
         if self.is_shared:
             seats = self._slots[group].seats
             self._freed += [Seat(group, seats.index(index)) for index in due]
         if self._use is not SlotUse.KEPT:
             self._slots[group].vacate(due)
-        elif due:  # all of a batch, and so of every group
+        elif due:  # a whole batch, so every group
             for slots in self._slots.values():
                 slots.vacate(slots.seats)
         return [self.active.pop(index) for index in due]
 
     def hand_off(self, group: int) -> list[ActiveQuery]:
-        """All queries of `group` that are not done leave the pool."""
+        """Removes all unfinished requests of `group` and returns them."""
         slots = self._slots[group]
         leaving = [self.active.pop(index) for index in slots.seats if index in self.active]
         slots.vacate(slots.seats)
@@ -169,7 +168,7 @@ class Roster:
         return leaving
 
     def leave_to_another(self, indices: Sequence[int]) -> list[PreparedQuery]:
-        """These queries, which wait, are another pool's to encode."""
+        """Removes waiting requests for another pool to encode and returns them."""
         if indices and self.on_begin is not None:
             self.on_begin(indices)
         return [self._new.pop(index) for index in indices]
@@ -188,10 +187,10 @@ class Roster:
             query = self._new.pop(index)
             active = ActiveQuery(query, now, len(query.input_ids))
         self.active[index] = active
-        # who is encoded, is so with all it has generated; who was elsewhere brings its input
+        # encoding starts with all tokens generated; a request from another pool has only its input
         tokens = active.input_tokens if is_handed else active.num_tokens
         sampling = active.query.sampling
-        if sampling.said and active.output_ids:  # from before it was evicted, or in another pool
+        if sampling.said and active.output_ids:  # from before an eviction, or from another pool
             sampling = replace(sampling, said=(*sampling.said, *active.output_ids))
         return Joined(query=index, input_tokens=tokens, sampling=sampling, is_handed=is_handed,
                       goes_on=self._start_token is not None or active.query.max_new_tokens > 1)
@@ -206,7 +205,7 @@ class Roster:
 
     def _seated(self, step: Step, spans: Sequence[tuple[int, int, int]],
                 seats: Sequence[int]) -> tuple[Span, ...]:
-        """The spans that are encoded, slot by slot."""
+        """Spans to encode, by slot."""
         seated = []
         for query, first, tokens in spans:
             is_last = query in step.joined
@@ -224,8 +223,8 @@ def _extent_of(queries: Collection[PreparedQuery]) -> Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What a model's tokens mean: which of them end a text, which text they are, and which one an
-    encoder-decoder model's decoder is fed first (None for a decoder-only model)."""
+    """Meaning of a model's tokens. `eos_ids`: tokens that end a text. `decode_text`: tokens to
+    text. `start_token`: first decoder input of an encoder-decoder model (None: decoder-only)."""
 
     eos_ids: frozenset[int]
     decode_text: Callable[[Sequence[int]], str]
@@ -233,37 +232,37 @@ class Vocabulary:
 
 
 class Ending(NamedTuple):
-    """How a query ended. `text` None: its text is that of all its tokens."""
+    """How a request ended. `text`: None for the text of all its tokens."""
 
     reason: str  # "stop" | "length" | "error"
     text: str | None
-    error: str | None = None  # why there is no more of it
+    error: str | None = None  # why its output is incomplete
 
 
 def _no_text(cause: Exception) -> str:
-    return f"its tokens cannot be made a text: {type(cause).__name__}: {cause}"
+    return f"the tokenizer cannot decode the answer's tokens: {type(cause).__name__}: {cause}"
 
 
 @dataclass(slots=True, eq=False)
 class ActiveQuery:
-    """A query in flight, owned by the head. `ending` is set with its last token."""
+    """A request in flight, owned by the head. `ending` is set with its last token."""
 
-    query: PreparedQuery  # from another pool it comes without its input's tokens
+    query: PreparedQuery  # without input tokens if it comes from another pool
     encode_start_s: float
     input_tokens: int
     first_token_s: float | None = None
     output_ids: list[int] = field(default_factory=list)
-    likelihoods: tuple[TokenLikelihood, ...] = ()  # of them, or of what is scored
-    embedding: tuple[float, ...] = ()  # where it is asked for
+    likelihoods: tuple[TokenLikelihood, ...] = ()  # of its output, or of scored targets
+    embedding: tuple[float, ...] = ()  # where asked for
     ending: Ending | None = None
-    num_promised: int = 0  # tokens that steps give it, counted before they are known
-    has_left: bool = False  # all are counted: the rule takes it for done
-    is_fed_back: bool = False  # its last token lies where its next step is executed
-    _recent: int = 0  # a stop string that has not appeared ends behind this many tokens' text
+    num_promised: int = 0  # tokens counted before they are known
+    has_left: bool = False  # all its tokens are counted: done for the rule
+    is_fed_back: bool = False  # its last token stays where its next step runs
+    _recent: int = 0  # first token whose text may contain the end of a stop string
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its input, and of its output so far."""
+        """Tokens of its input and of its output so far."""
         return self.input_tokens + self.num_outputs
 
     @property
@@ -271,45 +270,45 @@ class ActiveQuery:
         return len(self.output_ids) + self.num_promised
 
     def ends_by_count(self, vocabulary: Vocabulary) -> bool:
-        """Whether it goes on to its last token whichever come before. (But for tokens that are
-        none, of which the head may hear a step later.)"""
+        """Whether its length is fixed beforehand, whichever tokens come. Only a token that is not
+        finite may end it earlier; the head may learn that a step late."""
         query = self.query
         return (query.is_forced or not vocabulary.eos_ids) and not (
             query.stop or query.sampling.pooled)
 
     @property
     def is_at_work(self) -> bool:
-        """Whether there are tokens to come that nobody has counted."""
+        """Whether uncounted tokens are to come."""
         return self.ending is None and not self.has_left
 
     def promise(self) -> bool:
-        """Counts a token that is to come; whether it is the last."""
+        """Counts a token before it is known; returns whether it is the last."""
         self.num_promised += 1
         self.has_left = self.num_outputs >= self.query.max_new_tokens
         return self.has_left
 
     def tokens(self, first: int, end: int) -> Sequence[int]:
-        """Tokens first .. end - 1 of its input and, behind that, its output so far."""
+        """Tokens first .. end - 1 of its input followed by its output."""
         ids = self.query.input_ids
         return ids[first:end] if end <= len(ids) else [*ids, *self.output_ids][first:end]
 
     def take(self, token: int, now: float, vocabulary: Vocabulary) -> bool:
-        """Takes up one sampled token; whether it was the last."""
+        """Adds one sampled token; returns whether it was the last."""
         self.num_promised = max(self.num_promised - 1, 0)
         if self.first_token_s is None:
             self.first_token_s = now
         if token == NOT_FINITE:
-            # its row may be decoded on until the head hears of it, and needs a token for that
+            # its row may be decoded on until the head hears of it, which takes a token
             self.output_ids.append(0)
             self.ending = Ending("error", None, _NO_NUMBERS)
             return True
         query, reason = self.query, None
         self.output_ids.append(token)
-        if query.sampling.pooled:  # the token stands for the end of the step, and says nothing
+        if query.sampling.pooled:  # an embedding's token has no meaning
             self.ending = Ending("stop", "")
             return True
         is_full = len(self.output_ids) >= query.max_new_tokens
-        # an end that is given where there is no more room is none that the model chose
+        # a fixed end-of-sequence at the last position was not chosen by the model
         before = self.input_tokens if vocabulary.start_token is None else 1
         is_given = is_full and query.sampling.fixed_at(
             before + query.max_new_tokens - 1) is not None
@@ -319,7 +318,7 @@ class ActiveQuery:
             reason = "length"
         try:
             text = self._stopped_text(vocabulary.decode_text) if query.stop else None
-        except Exception as cause:  # a tokenizer's: no other query is to suffer for it
+        except Exception as cause:  # by a tokenizer: other requests must not suffer
             self.ending = Ending("error", "", _no_text(cause))
             return True
         if text is not None:
@@ -329,7 +328,7 @@ class ActiveQuery:
         return reason is not None
 
     def finished(self, now: float, decode_text: Callable[[Sequence[int]], str]) -> FinishedQuery:
-        """Its result, given out `now`."""
+        """Its result, given out at `now`."""
         assert self.ending is not None, f"{self.query.index = } is not done"
         assert self.first_token_s is not None, "who has ended has a token"
         reason, text, error = self.ending
@@ -346,8 +345,8 @@ class ActiveQuery:
                              text=text)
 
     def _stopped_text(self, decode_text: Callable[[Sequence[int]], str]) -> str | None:
-        """The text up to the first stop string, once one has appeared. To be asked after every
-        token: of a long output only the last tokens are decoded each time."""
+        """The text before the first stop string, once one has appeared; else None. Call it after
+        every token: only the last tokens of a long output are decoded."""
         recent = decode_text(self.output_ids[self._recent:])
         if not any(stop in recent for stop in self.query.stop):
             self._forget(decode_text)
@@ -357,8 +356,8 @@ class ActiveQuery:
         return text[:min(ends)] if ends else None
 
     def _forget(self, decode_text: Callable[[Sequence[int]], str]) -> None:
-        """Half of the recent tokens, as often as they have doubled, if the other half's text is
-        longer than any stop string."""
+        """Moves `_recent` to the middle each time the recent tokens have doubled. The second half's
+        text must be longer than any stop string."""
         count = len(self.output_ids) - self._recent
         if count < _RECENT_TOKENS or count & (count - 1):
             return

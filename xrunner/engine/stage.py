@@ -1,6 +1,6 @@
-"""One stage: executes the steps it is told, and nothing else. It decides nothing. The last stage
-gives a token of each query, and what is asked for beside it; or, of queries that are scored, how
-likely the model finds their targets; or, of those that are embedded, their embeddings."""
+"""One stage, which executes the steps it receives and decides nothing. The last stage returns a
+token of each request with what was asked for beside it: log-likelihoods, scores of targets, or
+embeddings."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -34,19 +34,18 @@ class StageExecutor(Executor):
     def __init__(self, model: Model, *, clock: Callable[[], float] = time.perf_counter,
                  sender: EntrySender | None = None, receiver: EntryReceiver | None = None,
                  beat: Beat | None = None, capture: Capture | None = None) -> None:
-        """`sender`, `receiver`: of the entries that WAA's encode and decode pools hand over.
-        `beat`: is told of every step. `capture`: what captures decode steps where they can be;
-        None: nothing does."""
+        """`sender`, `receiver`: of the KV that WAA's pools hand over. `beat`: progress file.
+        `capture`: captures decode steps (None: nothing is captured)."""
         self.model = model
         self.records = StepLog(model.device, clock, beat)
         self.log = self.records.steps
-        self._is_whole = model.is_first and model.is_last  # no other stage has a part of a step
-        # of a tensor-parallel group the first rank alone has the tokens
+        self._is_whole = model.is_first and model.is_last  # no other stage has a part in a step
+        # only the first rank of a tensor-parallel group has the tokens
         self.keeps_tokens = self._is_whole and model.shard.degree == 1
         self.returns_early = model.device.type != "cpu"
         self.sender, self.receiver, self._capture = sender, receiver, capture
         self.groups: list[StageGroup] = []
-        self.graphs_said: str | None = None  # of captured steps, or why there are none, in a line
+        self.graphs_said: str | None = None  # which steps are captured, or why none are, in a line
         self.rows_compacted = 0
 
     def start(self, message: StartMessage) -> None:
@@ -63,13 +62,12 @@ class StageExecutor(Executor):
 
     @property
     def kv_bytes(self) -> tuple[int, int]:
-        """Set aside for KV entries, and the most that queries had of it: each group's most, of
-        which all may be at another time."""
+        """Bytes set aside for KV, and the sum of each group's peak, which need not coincide."""
         caches = [cache for group in self.groups for cache in group.caches]
         return sum(c.num_bytes for c in caches), sum(c.peak_bytes for c in caches)
 
     def close(self) -> None:
-        """Returns, after the last step, when all that is handed over has been received."""
+        """Waits, after the last step, until everything handed over has been received."""
         for courier in (self.sender, self.receiver):
             if courier is not None:
                 courier.close()
@@ -84,10 +82,11 @@ class StageExecutor(Executor):
 
     @torch.inference_mode()
     def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | Arriving | None:
-        """inputs: tokens [rows] on the first stage, hidden [rows, H] after it. Returns hidden
-        [rows, H]; on the last stage the encoder's output, or the sampled tokens of the step's
-        queries, [n] (None on all but the first rank of a tensor-parallel group): on their way,
-        where the stage is the only one, else in the host's memory, as the hidden state is."""
+        """Executes a step; its input is tokens [rows] on the first stage, else hidden [rows, H].
+
+        Returns hidden [rows, H] or, on the last stage, the encoder's output or sampled tokens [n].
+        Tokens are None on all but the first rank of a tensor-parallel group. The result lies in
+        host memory; tokens of a pool's only stage may be on their way."""
         self.records.begin(message)
         inputs, group = on_device(inputs, self.model.device), self.groups[message.group]
         for seat in message.freed:
@@ -98,9 +97,9 @@ class StageExecutor(Executor):
         queries, out, sizes = step(group, message, inputs)
         self._record(message.kind.value, message, queries, len(inputs), sizes)
         if out is not None and self._is_whole and self.model.is_last and self.gives_tokens(message):
-            return Arriving(out, self.records.look)  # the head waits for them when it must
+            return Arriving(out, self.records.look)  # the head waits when it must
         if out is not None and not self._is_whole:
-            out = to_host(out)  # others are to get it
+            out = to_host(out)  # others receive it
         self.records.settle()
         return out
 
@@ -123,9 +122,9 @@ class StageExecutor(Executor):
 
     def _together(self, group: StageGroup, message: StepMessage,
                   inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
-        """A decoder-only model's step: who decodes, those handed over among them, then what is
-        encoded, in one pass. How many queries get a token, what `execute` returns, and what the
-        step's time depends on."""
+        """Executes a decoder-only model's step: decoding and encoding in one pass. Decoding rows
+        come first. Returns the number of requests that get a token, the output of `execute`, and
+        the step's sizes."""
         model, cache, first = self.model, group.cache, len(group.slots.seats)
         assert isinstance(model, StageModel), f"{model.spec.family = }"
         begun, is_encoding = _place(group, message, self.receiver), message.kind is StepKind.ENCODE
@@ -137,7 +136,7 @@ class StageExecutor(Executor):
         lengths = [cache.lengths[slot] + 1 for slot in decoding]
         table = cache.room_for([*lengths, *(span.first + span.tokens for span in spans)],
                                [*decoding, *(span.slot for span in spans)])
-        # queries that are scored or embedded are encoded whole, and together
+        # scored or embedded requests are encoded whole, and together
         choices = [joined.sampling for joined in message.joined] if whole else []
         pooled = choices[0].pooled if choices else ""
         tails = whole if pooled == "mean" else [len(choice.targets) for choice in choices]
@@ -167,13 +166,14 @@ class StageExecutor(Executor):
             out = scored_tokens(model, hidden, choices)
         elif model.is_last and given:
             out = _sample(model, group, hidden, given, [cache.lengths[slot] for slot in given])
-        elif model.is_last:  # an input that is encoded in part gives no token
+        elif model.is_last:  # a partly encoded input yields no token
             out = None if model.shard.index else torch.empty(0, dtype=torch.long)
         return len(given), out, sizes
 
     def _apart(self, group: StageGroup, message: StepMessage,
                inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
-        """As `_together`, of an encoder-decoder model, which encodes whole inputs or decodes."""
+        """Executes an encoder-decoder model's step, which encodes whole inputs or decodes. Returns
+        the same as `_together`."""
         model, joined = self.model, message.joined
         assert isinstance(model, EncoderDecoderStage), f"{model.spec.family = }"
         assert not message.spans, f"{message.kind = }: two passes"
@@ -181,7 +181,7 @@ class StageExecutor(Executor):
             new = Pending(*group.join(joined), message)
             return len(joined), self._encoded(model, group, new, inputs), StepSizes(
                 input_tokens=equal_input_tokens([(0, tokens) for tokens in new.lengths]))
-        if self.receiver is not None:  # another pool has encoded the inputs of those who join
+        if self.receiver is not None:  # another pool has encoded the inputs
             self.receiver.forget(message.ended)
             if joined:
                 encoded = self.receiver.encoded([one.query for one in joined])
@@ -204,7 +204,7 @@ class StageExecutor(Executor):
     def _encoded(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
                  inputs: Tensor) -> Tensor:
         hidden = model.encode(inputs, new.lengths)
-        if not model.layers:  # the decode pool's ranks look at the encoder's output
+        if not model.layers:  # the decode pool's ranks read the encoder's output
             if self.sender is not None and model.is_last:
                 self.sender.hand_over_encoded(new.message, hidden)
         elif model.is_last:
@@ -216,7 +216,7 @@ class StageExecutor(Executor):
 
 def _sample(model: Model, group: StageGroup, hidden: Tensor, slots: Sequence[int],
             positions: Sequence[int]) -> Tensor | None:
-    """The next token of the query in each of these slots of the group."""
+    """Next tokens of the requests in these slots, as `next_tokens` returns them."""
     tokens = tokens_of_slots(model, group, hidden, slots, positions)
     if tokens is not None and group.last_tokens is not None:
         group.last_tokens.keep(slots, tokens[:len(slots)])
@@ -224,8 +224,7 @@ def _sample(model: Model, group: StageGroup, hidden: Tensor, slots: Sequence[int
 
 
 def _place(group: StageGroup, message: StepMessage, receiver: EntryReceiver | None) -> list[int]:
-    """Lets those who join sit down, and takes over the entries of who was handed over. The slots
-    of the others, who have no tokens as yet."""
+    """Seats joining requests and takes over KV handed over; returns the slots without tokens."""
     behind = len(group.slots.seats)
     group.place(message.joined, message.replaced)
     slots = [*message.replaced, *range(behind, len(group.slots.seats))]
@@ -245,15 +244,15 @@ def _place(group: StageGroup, message: StepMessage, receiver: EntryReceiver | No
 
 def tokens_of_slots(model: Model, group: StageGroup, hidden: Tensor, slots: Sequence[int],
                     positions: Sequence[int]) -> Tensor | None:
-    """hidden [n, H]: of the query in each of these slots of the group the row that predicts its
-    next token. Returns what `next_tokens` does."""
+    """Next tokens of the requests in these slots, as `next_tokens` returns them. `hidden`: [n, H],
+    the row of each request that predicts its next token."""
     seats = [group.slots.seats[slot] for slot in slots]
     choices = [seat.sampling for seat in seats]
     if not any(choice.needs_history for choice in choices):
         return next_tokens(model, hidden, choices, positions)
     spoken = group.spoken
     tokens = next_tokens(model, hidden, spoken.minding(seats, positions), positions)
-    # every rank of a tensor-parallel group minds the tokens of its share of the vocabulary
+    # each rank of a tensor-parallel group bars tokens of its share of the vocabulary
     chosen = targets_of(None if tokens is None else tokens[:len(seats)], len(seats),
                         model.shard, hidden.device)
     spoken.take(seats, chosen.long().tolist())
@@ -263,13 +262,13 @@ def tokens_of_slots(model: Model, group: StageGroup, hidden: Tensor, slots: Sequ
 
 def next_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling],
                 positions: Sequence[int]) -> Tensor | None:
-    """hidden [n, H]: of each query the row that predicts its next token. Returns tokens [n] int64,
-    or with what is told of them (xrunner.ops.likelihoods.packed); None on all but the first rank of
-    a tensor-parallel group."""
+    """Samples tokens [n] int64 from hidden [n, H], a row of each request. Packed with
+    log-likelihoods where these are asked for (xrunner.ops.likelihoods.packed). None on all but the
+    first rank of a tensor-parallel group."""
     scores, shard, vocab_size = model.scores(hidden), model.shard, model.spec.vocab_size
     rows = [row for row, choice in enumerate(choices) if choice.top_logprobs is not None]
     if rows:
-        scores = WholeScores(scores.of(range(len(hidden))))  # computed once for both
+        scores = WholeScores(scores.of(range(len(hidden))))  # computed once for both uses
     tokens = sample_shards(scores, choices, positions, shard, vocab_size)
     if tokens is not None:
         tokens = unless_finite(with_fixed(tokens, choices, positions), hidden)
@@ -289,9 +288,9 @@ def next_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling],
 
 
 def scored_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling]) -> Tensor | None:
-    """hidden [T, H]: of each query in turn the rows that predict its targets. Returns the likeliest
-    token after each input, with the log-likelihood of every target and the likeliest token in its
-    place; None on all but the first rank of a tensor-parallel group."""
+    """Log-likelihoods of the requests' targets, from hidden [T, H], a row of each target. Returns
+    the likeliest token after each input, packed with each target's log-likelihood and the likeliest
+    token in its place. None on all but the first rank of a tensor-parallel group."""
     counts = [len(choice.targets) for choice in choices]
     assert all(counts) and sum(counts) == len(hidden), f"{counts = } {hidden.shape = }"
     targets = torch.tensor([token for choice in choices for token in choice.targets])
@@ -300,7 +299,7 @@ def scored_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling]) -> 
     if values is None:
         return None
     ends = on_device([*accumulate(counts)], values.device) - 1
-    # rows that are no numbers, up to each query's end, and among its own
+    # non-finite rows: up to each request's end, then among its own
     bad = on_device((~hidden.isfinite()).any(dim=1), values.device).cumsum(dim=0)[ends]
     is_none = bad.diff(prepend=bad.new_zeros(1)) > 0
     tokens = values[ends, 1].long().masked_fill(is_none, NOT_FINITE)
@@ -309,9 +308,9 @@ def scored_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling]) -> 
 
 def embeddings(model: StageModel, hidden: Tensor, pooled: str,
                lengths: Sequence[int]) -> Tensor | None:
-    """hidden: of each query in turn all its `lengths` rows [T, H] where the mean is asked for, else
-    the last [n, H]. Returns a token of each, with the mean or the last of its last hidden states;
-    None on all but the first rank of a tensor-parallel group."""
+    """A placeholder token of each request, packed with its embedding [H]. `hidden`: with pooled
+    "mean" all rows [T, H], `lengths` of each request; else the last rows [n, H]. None on all but
+    the first rank of a tensor-parallel group."""
     if model.shard.index:
         return None
     rows = model.normed(hidden).float()

@@ -1,4 +1,4 @@
-"""The steps of one rank as they are told of, once they are over."""
+"""The executed steps of one rank, with times that are known once a step is over."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from xrunner.files.beat import Beat
 from xrunner.rank.threads import Threads
 from xrunner.step_record import StepRecord
 
-_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
-Event = Any  # a place in a GPU's queue: torch.cuda.Event
+_LIMIT = 200_000  # chosen: steps kept for the report; a longer job keeps its last ones
+Event = Any  # position in a GPU's queue: torch.cuda.Event
 
 
 class Worked:
-    """A step that was asked of the device. On a CPU its times are known at once. On a GPU it lies
-    between two events: it begins when the host asked for it or, where the device was at another
-    step (`before`) then, as long after the end of that as the device's own clock says."""
+    """A step given to the device. On a CPU its times are known at once. On a GPU it lies between
+    two events. It begins when the host launched it. If the device was then at step `before`, it
+    begins after that one's end, by the device's own clock."""
 
     def __init__(self, begin_s: float, end_s: float | None = None, begin: Event = None,
                  end: Event = None, before: Worked | None = None) -> None:
-        """`end_s`: None where events say it."""
+        """`end_s`: None if events tell it."""
         self._asked_s, self._begin, self._end, self._before = begin_s, begin, end, before
         self._times = None if end_s is None else (begin_s, end_s)
 
@@ -32,7 +32,7 @@ class Worked:
         return self._times is not None or bool(self._end.query())
 
     def times(self) -> tuple[float, float]:
-        """Begin and end, by the host's clock; waits for them."""
+        """Waits for the step; its begin and end in seconds of the host's clock."""
         if self._times is None:
             self._end.synchronize()
             begin_s = self._asked_s
@@ -45,14 +45,12 @@ class Worked:
 
 
 class Timeline:
-    """When a device began and ended each step, one after the other, by the host's clock, though the
-    host waits for none of them: on a GPU by events in its queue; on a CPU work is done when its
-    call returns."""
+    """Times of a device's successive steps by the host's clock, without waiting for them. On a GPU
+    by events in its queue; on a CPU a step is over when its call returns."""
 
     def __init__(self, clock: Callable[[], float],
                  put_event: Callable[[], Event] | None = None) -> None:
-        """`put_event`: puts one into the device's queue; None: it is done with what it is asked
-        when the call returns."""
+        """`put_event`: puts an event into the device's queue (None: the device is synchronous)."""
         self._clock, self._put_event = clock, put_event
         self._begun_s = 0.0
         self._begin: Event = None
@@ -62,11 +60,11 @@ class Timeline:
         self._begun_s = self._clock()
         if self._put_event is not None:
             if self._last is not None and self._last.is_over():
-                self._last = None  # the device waits for this step: it begins now
+                self._last = None  # the device is idle: it begins now
             self._begin = self._put_event()
 
     def end(self) -> Worked:
-        """Of all that was asked of the device since `begin`."""
+        """The step given to the device since `begin`."""
         if self._put_event is None:
             return Worked(self._begun_s, self._clock())
         self._last = Worked(self._begun_s, None, self._begin, self._put_event(), self._last)
@@ -74,7 +72,7 @@ class Timeline:
 
 
 def timeline_of(device: torch.device, clock: Callable[[], float]) -> Timeline:
-    """`clock`: seconds."""
+    """A timeline of the device. `clock`: returns seconds."""
     return Timeline(clock, _cuda_event if device.type == "cuda" else None)
 
 
@@ -85,39 +83,38 @@ def _cuda_event() -> Event:
 
 
 class StepLog:
-    """A step that was asked of a device is over some time later; what it took is known then."""
+    """Logs steps, a device's with delay: their times are known once they are over."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float],
                  beat: Beat | None = None) -> None:
-        """`beat`: is told of every step."""
+        """`beat`: called with every step."""
         self.steps: deque[StepRecord] = deque(maxlen=_LIMIT)
-        self.busy_s = 0.0  # kept apart from the steps, some of which are forgotten
-        self.threads: Threads | None = None  # of a run on a CPU: looked after, step by step
+        self.busy_s = 0.0  # over all steps, also those no longer kept
+        self.threads: Threads | None = None  # of a run on a CPU: adjusted step by step
         self._timeline, self._beat = timeline_of(device, clock), beat
         self._open: deque[tuple[Worked, StepRecord, int]] = deque()
 
     def begin(self, message: StepMessage | None = None) -> None:
-        """What is asked of the device from now on is a step. `message`: which the rank was told."""
+        """Begins a step. `message`: its message, if the rank received one."""
         self.look()
         if self._beat is not None and message is not None:
             self._beat.begin(message)
         self._timeline.begin()
 
     def end(self, record: StepRecord, seats: int) -> None:
-        """All of it was asked for. `record`: without its times; `seats`: queries that the rank
-        has."""
+        """Ends the step begun last. `record`: without times. `seats`: requests on this rank."""
         self._open.append((self._timeline.end(), record, seats))
 
     def look(self) -> None:
-        """Tells of the steps that are over."""
+        """Logs the steps that are over."""
         self._tell(lambda worked: worked.is_over())
 
     def settle(self) -> None:
-        """Returns when every step is over, and told of."""
+        """Waits until every step is over, and logs it."""
         self._tell(lambda worked: True)
 
     def close(self) -> None:
-        """There are no more steps."""
+        """Waits for all steps and ends the log."""
         self.settle()
         if self._beat is not None:
             self._beat.stop()

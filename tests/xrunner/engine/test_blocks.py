@@ -260,7 +260,7 @@ def test_the_memory_is_what_is_reserved_not_rows_of_the_longest(
     assert cache.pool.count * SIZE < rows * LONGEST
     monkeypatch.setattr(group, "free_bytes", lambda device: cache.num_bytes)
     assert run(rule())[0] == answers
-    with pytest.raises(XgptError, match=f"12 queries of up to {LONGEST} tokens .* are missing"):
+    with pytest.raises(XgptError, match=f"12 requests of up to {LONGEST} tokens .* are missing"):
         run(rra(), in_blocks=False)
     monkeypatch.setattr(group, "free_bytes", lambda device: cache.num_bytes - 1)
     with pytest.raises(XgptError, match=f"{cache.pool.count} blocks of 16 tokens.* are missing"):
@@ -341,7 +341,7 @@ def test_each_query_finds_its_own_entries_after_any_joins_and_leaves(data):
 
 
 def test_a_cache_beyond_the_machine_is_refused_in_words():
-    with pytest.raises(XgptError, match="KV cache of 1000000 queries of up to 1000000 tokens"):
+    with pytest.raises(XgptError, match="KV cache of 1000000 requests of up to 1000000 tokens"):
         rows_of(10**6, 10**6)
 
 

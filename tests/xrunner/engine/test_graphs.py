@@ -175,7 +175,7 @@ def test_a_cache_of_few_entries_has_steps_of_few_queries(made, blocks, size, siz
 
 
 @pytest.mark.parametrize(("family", "shard", "why"), [
-    ("t5", WHOLE, "an encoder-decoder model's"), ("llama", WHOLE, "torch's operators serve"),
+    ("t5", WHOLE, "an encoder-decoder model's"), ("llama", WHOLE, "torch's operators are used"),
     ("llama", Shard(1, 2), "a tensor-parallel group's")])
 def test_a_rank_that_cannot_have_them_says_so(made, family, shard, why):
     directory, _ = made(family)
