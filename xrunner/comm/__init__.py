@@ -1,0 +1,2 @@
+"""Messages and collective operations between ranks; only the runner and the profiler import it."""
+

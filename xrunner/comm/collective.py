@@ -1,13 +1,13 @@
-"""What the ranks of a tensor-parallel group do together: sums of a tensor, and gathers.
+"""Sums and gathers over the ranks of a tensor-parallel group.
 
-Over MPI sums are taken in float32 in the order of the ranks, so every rank holds the same bits,
-whatever the dtype (MPI has no bfloat16). Small messages are gathered whole, in one exchange; large
-ones are scattered, summed and gathered, which moves 2 (t - 1) / t of the bytes instead of t - 1.
-Waiting ranks poll and sleep (xrunner.comm.point_to_point).
+Over MPI, sums are computed in float32 in the order of the ranks, so every rank holds the same bits
+for any dtype (MPI has no bfloat16). Small messages are gathered whole in one exchange. Large ones
+are scattered, summed and gathered: 2 (t - 1) / t of the bytes instead of t - 1. Waiting ranks poll
+and sleep (xrunner.comm.point_to_point).
 
-Over torch.distributed (NCCL between GPUs that no two ranks share, where tensors never leave the
-devices; gloo, on CPUs, serves tests alone) sums are taken in the tensor's own dtype and in the
-backend's order: every rank has the same ones, but they are not those of MPI."""
+Over torch.distributed, sums are computed in the tensor's own dtype and the backend's order: equal
+on all ranks, but not those of MPI. NCCL connects GPUs that no two ranks share, and tensors stay on
+the devices. Gloo, on CPUs, is for tests only."""
 
 import socket
 from typing import Any, Literal
@@ -20,19 +20,18 @@ from xrunner.comm.exchange import all_gather, broadcast
 from xrunner.comm.point_to_point import as_bytes, wait_politely
 from xrunner.devices import to_host
 
-_GATHER_UP_TO_BYTES = 32 * 1024  # below this the second exchange costs more than its bytes save
+_GATHER_UP_TO_BYTES = 32 * 1024  # chosen: below this one exchange is cheaper than two
 
 
 class MpiGroup:
-    """The ranks of `comm` (an mpi4py communicator) as one group."""
+    """The ranks of an mpi4py communicator as one group."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's `tensor` (same shape and dtype on each), in a new tensor on its
-        device."""
+        """Sum of every rank's `tensor`, a new tensor on its device; equal shapes and dtypes."""
         if self.size == 1:
             return tensor
         flat = to_host(tensor.reshape(-1))
@@ -41,7 +40,7 @@ class MpiGroup:
         return total.view(tensor.shape).to(tensor.device)
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """[ranks, *shape] on the group's first rank, in the host's memory; None on the others."""
+        """All tensors as [ranks, *shape] in host memory on the first rank; None on the others."""
         mine = to_host(tensor).contiguous()
         parts = torch.empty((self.size, *mine.shape), dtype=mine.dtype) if self.rank == 0 else None
         self._wait(self._comm.Igather(
@@ -58,7 +57,7 @@ class MpiGroup:
         return self._all_gather(own).view(-1)[:len(flat)]
 
     def _all_gather(self, flat: Tensor) -> Tensor:
-        """[ranks, elements]"""
+        """All ranks' elements, [ranks, elements]."""
         parts = torch.empty((self.size, len(flat)), dtype=flat.dtype)
         self._wait(self._comm.Iallgather(as_bytes(flat.contiguous()), as_bytes(parts)))
         return parts
@@ -68,7 +67,7 @@ class MpiGroup:
 
 
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the first axis, in its order, in float32."""
+    """Sum over the first axis, in its order, in float32; returned as `dtype`."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -76,29 +75,28 @@ def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TorchGroup:
-    """A torch.distributed process group with an MPI communicator's ranks; collective to build.
-    It is the process's default one: a rank is in one such group at a time."""
+    """A torch.distributed process group of an MPI communicator's ranks; collective to build. It is
+    the process's default group, so a rank can be in one such group at a time."""
 
     def __init__(self, comm: Any, backend: Literal["nccl", "gloo"]) -> None:
-        """`comm` (mpi4py): its ranks form the group. With NCCL each rank has made its GPU the
-        current one. Raises RuntimeError where the backend cannot be set up, for example NCCL with
-        two ranks on one GPU."""
+        """`comm`: mpi4py's, whose ranks form the group. With NCCL each rank's GPU must be current.
+        Raises RuntimeError if the backend fails, for example NCCL with two ranks on one GPU."""
         self._comm = comm
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self._store = _common_store(comm)
-        # naming the device connects the GPUs now: what is wrong shows here, and no step pays for it
+        # naming the device connects the GPUs now: errors show here, and no step pays for it
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         distributed.init_process_group(backend, store=self._store, rank=self.rank,
                                        world_size=self.size, device_id=device)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's `tensor`, in its place where it is contiguous."""
+        """Sum of every rank's `tensor`, in place if it is contiguous."""
         total = tensor.contiguous()
         distributed.all_reduce(total)
         return total
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """[ranks, *shape] on the group's first rank, None on the others."""
+        """All tensors as [ranks, *shape] on the first rank; None on the others."""
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
         distributed.gather(tensor.contiguous(), parts, dst=0)
         return None if parts is None else torch.stack(parts)
@@ -110,20 +108,20 @@ class TorchGroup:
         distributed.recv(into, source)
 
     def close(self) -> None:
-        """Collective."""
+        """Ends the group. Collective."""
         distributed.destroy_process_group()
-        self._comm.Barrier()  # the first rank's store serves the others until they are through
+        self._comm.Barrier()  # the first rank's store must outlive the others' use of it
         self._store = None
 
 
-# The ranks of a tensor-parallel group. All take part in each call, in the same order.
+# Ranks of a tensor-parallel group. All take part in each call, in the same order.
 Group = MpiGroup | TorchGroup
 
 
 def _common_store(comm: Any) -> Any:
-    """The store where ranks find each other: the first one's, whose address goes round by MPI."""
+    """A store at the first rank, whose address goes to the others by MPI."""
     hosts = all_gather(comm, socket.gethostname(), str)
-    # a host's own name may not resolve; within one host nobody needs it
+    # a host's own name may not resolve; on one host nobody needs it
     host, port = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0], 0
     store = None
     if comm.Get_rank() == 0:

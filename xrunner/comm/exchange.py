@@ -1,8 +1,6 @@
-"""Values of stated types as JSON and back, and what all ranks exchange at once.
-
-Nothing is ever built of what a message names: the types are the receiver's own, pydantic checks
-every value against them, and what does not fit raises ForeignMessage. (A pickle would run what its
-sender likes.) Where there is a `comm`, it is mpi4py's, and the call is collective."""
+"""Typed values as JSON, and their collective exchange between ranks. The receiver's own types
+decide: pydantic checks every value, and a misfit raises ForeignMessage. (A pickle would run
+whatever its sender likes.) `comm` is mpi4py's, and calls with it are collective."""
 
 from functools import cache
 from typing import Any
@@ -12,12 +10,12 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from xgpt.core.errors import XgptError
 
-# One of a job of millions of queries, finished at once, stays far below.
+# chosen: far above a job of millions of requests that finish at once
 MOST_BYTES = 2**28
 
 
 class ForeignMessage(XgptError):
-    """What came is none of ours: another version of xgpt at the other end, or another program."""
+    """A message of another version of xgpt, or of another program."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"a message between ranks cannot be read: {why}. Do all ranks run the "
@@ -25,7 +23,7 @@ class ForeignMessage(XgptError):
 
 
 def to_bytes(value: object, kind: Any) -> bytes:
-    """`value`, which is of type `kind`."""
+    """JSON of `value`, which is of type `kind`."""
     data = _adapter(kind).dump_json((value,), exclude_defaults=True, fallback=_plain,
                                     warnings=False)  # the receiver checks
     assert len(data) <= MOST_BYTES, f"{len(data) = }"
@@ -44,13 +42,13 @@ def from_bytes(data: bytes | bytearray, kind: Any) -> Any:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[tuple[Any]]:
-    """Of the tuple that `kind` alone is in: a dataclass by itself takes no settings."""
+    """Adapter of a tuple with one `kind`: settings do not apply to a bare dataclass."""
     return TypeAdapter(tuple[kind], config=ConfigDict(
         strict=True, extra="forbid", ser_json_inf_nan="constants"))
 
 
 def _plain(value: Any) -> Any:
-    """Of numpy's numbers, and of token ids that lie in a file."""
+    """Plain numbers of numpy's, and lists of token ids that lie in a file."""
     return value.item() if hasattr(value, "item") else list(value)
 
 
@@ -79,8 +77,7 @@ def all_gather(comm: Any, value: object, kind: Any) -> list[Any]:
 
 
 def broadcast(comm: Any, value: object, kind: Any) -> Any:
-    """The first rank's `value`, of type `kind`, on every rank; those of the others are not looked
-    at."""
+    """The first rank's `value`, of type `kind`, on every rank; other ranks' values are ignored."""
     data = bytearray(to_bytes(value, kind)) if comm.Get_rank() == 0 else bytearray()
     size = np.array([len(data)], np.int64)
     comm.Bcast(size, root=0)

@@ -1,12 +1,12 @@
-"""KV entries of whole queries as one block of memory, to travel from one rank's cache to another's.
+"""KV of whole requests, packed into one block of memory and sent to another rank's cache.
 
-A block is [layers, 2, kv_heads, tokens, head_dim], the queries' tokens one after the other. Between
-pools that divide layers and heads differently, a rank sends each other rank what both hold.
+A block is [layers, 2, kv_heads, tokens, head_dim], the requests' tokens one after the other. If the
+pools divide layers and heads differently, a rank sends each other rank what both hold.
 
-Both pools go on computing meanwhile. A thread of each encode rank waits for the copy into the
-host's memory and sends it; a thread of each decode rank receives, and its pool's head lets a query
-join once all ranks have its entries. Threads, because a message of this size only moves while both
-sides call MPI, and a step may compute for seconds."""
+Both pools go on computing. A thread of each encode rank waits for the copy to host memory and sends
+it. A thread of each decode rank receives it, and its pool's head lets a request join once all ranks
+have its KV. Threads, because a message of this size moves only while both sides call MPI, and a
+step may compute for seconds."""
 
 import queue
 import threading
@@ -30,8 +30,8 @@ _ALL = slice(None)
 
 
 class Transfer(NamedTuple):
-    """What an encode rank sends a decode rank: these layers and heads, as each of them counts its
-    own; the whole encoder's output of an encoder-decoder model."""
+    """Layers and heads that an encode rank sends to a decode rank, each in its own numbering. For
+    an encoder-decoder model, the whole encoder output."""
 
     source: int
     target: int
@@ -43,8 +43,8 @@ class Transfer(NamedTuple):
 
 def transfers(encode: Sequence[StageAssignment], decode: Sequence[StageAssignment],
               spec: ModelSpec) -> list[Transfer]:
-    """What all ranks of an encode pool's stages send to those of a decode pool's. Every entry that
-    a decode rank holds comes once."""
+    """Transfers from all ranks of an encode pool's stages to those of a decode pool's. Every layer
+    and head of a decode rank is sent once."""
     if spec.is_encoder_decoder:  # every rank of the last encode stage has the encoder's output
         givers = encode[-1].ranks
         return [Transfer(source=givers[i % len(givers)], target=rank)
@@ -66,7 +66,8 @@ def transfers(encode: Sequence[StageAssignment], decode: Sequence[StageAssignmen
 
 def pack(cache: KvCache, slots: Sequence[int], layers: slice = _ALL,
          heads: slice = _ALL) -> Tensor:
-    """The entries of the queries in `slots`, copied out of `cache`."""
+    """KV of the requests in `slots`, copied out of `cache`, [layers, 2, kv_heads, tokens,
+    head_dim]."""
     return gather(cache.store[layers, :, :, heads], *cache.rows_of(slots))
 
 
@@ -88,12 +89,12 @@ def _within(part: range, whole: range) -> slice:
     return slice(part.start - whole.start, part.stop - whole.start)
 
 
-# Between two looks of a receiving thread: it takes the interpreter's lock from the working one.
+# chosen: seconds between two polls of a receiving thread, since each takes the interpreter lock
 LOOK_S = 1e-3
 
 
 class _Worker:
-    """A thread whose failure is raised again where the rank next needs it, or ends the run."""
+    """A thread whose failure is raised when the rank next calls it, or ends the run."""
 
     def __init__(self, work: Callable[[], None], abort: Callable[[], object] | None) -> None:
         self._work, self._abort = work, abort
@@ -120,32 +121,32 @@ class _Worker:
 
 
 class EntrySender:
-    """An encode rank's: `comm` is its own, beside that of the pipeline."""
+    """Sends KV of an encode rank, over a communicator of its own beside the pipeline's."""
 
     def __init__(self, comm: Comm, transfers: Sequence[Transfer], *,
                  abort: Callable[[], object] | None = None) -> None:
-        """`transfers`: of all ranks."""
+        """`transfers`: of all ranks. `abort`: ends the run after a failure of the thread."""
         self._comm = comm
         self._transfers = [transfer for transfer in transfers if transfer.source == comm.rank]
         self._waiting: queue.SimpleQueue[list[tuple[int, BlockMessage, Arriving]] | None] = (
             queue.SimpleQueue())
-        self.num_bytes, self.seconds = 0, 0.0  # sent, and how long that took
+        self.num_bytes, self.seconds = 0, 0.0  # bytes sent, and seconds spent sending
         self._worker = _Worker(self._send, abort)
 
     def hand_over(self, message: StepMessage, cache: KvCache,
                   first_slot: int) -> None:
-        """The step's queries that leave, which lie in `cache` from `first_slot` on."""
+        """Sends KV of the step's requests that go on; they lie in `cache` from `first_slot` on."""
         slots = [first_slot + i for i, joined in enumerate(message.joined) if joined.goes_on]
         if slots:
             self._put(message, lambda transfer: pack(
                 cache, slots, transfer.source_layers, transfer.source_heads))
 
     def hand_over_encoded(self, message: StepMessage, encoded: Tensor) -> None:
-        """The encoder's output [T, H] of the step's queries, all of which leave."""
+        """Sends the encoder output [T, H] of the step's requests, all of which go on."""
         self._put(message, lambda transfer: encoded)
 
     def close(self) -> None:
-        """Once all has been received."""
+        """Waits until everything has been received."""
         self._waiting.put(None)
         self._worker.join()
 
@@ -172,14 +173,14 @@ class EntrySender:
 
 
 class _Entries(NamedTuple):
-    """One query's, from one encode rank."""
+    """KV, or encoder output, of one request from one encode rank."""
 
     transfer: Transfer
     tensor: Tensor  # [layers, 2, kv_heads, tokens, head_dim], or [tokens, H]
 
 
 class EntryReceiver:
-    """A decode rank's; its pool's head learns here which batches every rank has."""
+    """Receives KV on a decode rank; tells its pool's head which batches every rank has."""
 
     def __init__(self, comm: Comm, transfers: Sequence[Transfer], decode_ranks: Sequence[int], *,
                  abort: Callable[[], object] | None = None) -> None:
@@ -189,15 +190,15 @@ class EntryReceiver:
         assert self._transfers, f"nobody sends to {comm.rank = }"
         self._others = decode_ranks[1:] if comm.rank == self._head else ()
         self._lock = threading.Lock()
-        self._entries: dict[int, list[_Entries]] = {}  # by query
+        self._entries: dict[int, list[_Entries]] = {}  # by request
         self._missing: dict[int, int] = {}  # batch -> blocks still to come to this rank
-        self._lacking: dict[int, int] = {}  # of the head: batch -> ranks that still lack some
-        self._held: set[int] = set()  # of the head: batches that every rank has
+        self._lacking: dict[int, int] = {}  # at the head: batch -> ranks that lack some
+        self._held: set[int] = set()  # at the head: batches that every rank has
         self.num_bytes = 0
         self._worker = _Worker(self._receive, abort)
 
     def is_held(self, batch: int) -> bool:
-        """The head: whether every rank of the pool has the batch's entries. True once only."""
+        """At the head: whether every rank of the pool has the batch's KV; true once only."""
         self._worker.check()
         with self._lock:
             is_held = batch in self._held
@@ -205,21 +206,22 @@ class EntryReceiver:
         return is_held
 
     def put_into(self, cache: KvCache, slot: int, query: int) -> None:
-        """The query's entries into the rank's cache."""
+        """Writes the request's KV into the rank's cache."""
         for transfer, entries in self._take(query):
             scatter(cache.store[transfer.target_layers, :, :, transfer.target_heads],
                     *cache.rows_of([slot]), entries)
 
     def encoded(self, queries: Sequence[int]) -> Tensor:
-        """The encoder's output of these queries, one after the other."""
+        """Encoder output of these requests, one after the other, [T, H]."""
         return torch.cat([entries.tensor for query in queries for entries in self._take(query)])
 
     def forget(self, queries: Sequence[int]) -> None:
+        """Discards what has arrived for these requests."""
         for query in queries:
             self._take(query)
 
     def close(self) -> None:
-        """Once every encode rank has stopped sending."""
+        """Waits until every encode rank has stopped sending."""
         self._worker.join()
 
     def _take(self, query: int) -> list[_Entries]:
@@ -271,7 +273,7 @@ class EntryReceiver:
             self._comm.send(self._head, HeldMessage(batch=message.batch))
 
     def _note_held(self, batch: int) -> None:
-        """The head: one more rank has all of the batch."""
+        """At the head: counts one more rank that has all of the batch."""
         left = self._lacking.pop(batch, 1 + len(self._others)) - 1
         if left:
             self._lacking[batch] = left

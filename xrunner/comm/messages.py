@@ -1,11 +1,10 @@
-"""What travels down the pipeline: control with the data, so that there is no second channel.
+"""Messages between ranks; control travels with the data, so there is no second channel.
 
-The head decides; each message carries which queries joined and which left; later stages obey what
-arrives. Back from the last stage come the sampled tokens, to the head, and an encoder's output, to
-all stages that look at it. Under WAA the two pools' heads tell each other which queries change
-pools, and the queries' entries go straight from rank to rank (xrunner.comm.handover).
-Between replicas, rank 0 tells each other head which queries are its own, and hears what has become
-of them (xrunner.engine.replicas)."""
+The head decides. Each step message says which requests join and leave, and later stages follow it.
+The last stage returns sampled tokens to the head, and encoder output to all stages that read it.
+Under WAA the two pools' heads tell each other which requests change pools, and KV goes straight
+from rank to rank (xrunner.comm.handover). Between replicas, rank 0 gives each head its requests and
+reads their results (xrunner.engine.replicas)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ from xrunner.rules.steps import KvBudget, StepKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A query that enters a group with this step. `goes_on`: it may need more than its first
-    token, so that an encode pool hands its entries to the decode pool. `is_handed`: they were, and
-    this pool takes them over."""
+    """A request that enters a group with this step. `goes_on`: it may need a second token, so an
+    encode pool hands its KV over. `is_handed`: its KV comes from another pool."""
 
     query: int
     input_tokens: int
@@ -33,14 +31,14 @@ class Joined:
 class StepMessage:
     """Header of one step; the hidden state [rows, H] follows it from stage to stage.
 
-    `removed`: slots freed (and compacted) before this step, as numbered after the last one.
-    `ended`: queries that ended with their first token, so that entries handed over are of no use.
-    `freed`: seats in other groups whose queries are done, where all groups take of the same blocks:
-    the seats go with those groups' next steps, their blocks are free at once.
-
-    Continuous batching: the first of `joined` take the slots `replaced` as they are, numbered after
-    the compaction; what is encoded are `spans`, behind the tokens of those who decode; the queries
-    in the slots `resting`, encoded in part, do not decode in this step."""
+    `removed`: slots compacted away before the step, numbered as after the last one.
+    `joined`: requests that enter the group.
+    `ended`: requests that ended with their first token; their KV was handed over for nothing.
+    `freed`: seats of finished requests in other groups that share the blocks. Blocks are free at
+      once; seats go with those groups' next steps.
+    `replaced`: slots that the first of `joined` take, numbered as after compaction.
+    `spans`: what is encoded, behind the tokens of those that decode.
+    `resting`: slots of partly encoded requests, which do not decode in this step."""
 
     kind: StepKind
     group: int
@@ -57,11 +55,9 @@ class StepMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartMessage:
-    """The first message: the size of every group's cache, in queries and in tokens of each.
-
-    `encoded_capacity`: tokens of an encoder-decoder model's longest input, which lie in a cache of
-    their own; `capacity` is then that of the outputs. `budget`: of a group's queries, whose entries
-    lie in blocks then; None: in rows."""
+    """The first message: number of groups, and slots and tokens of each group's cache.
+    `encoded_capacity`: tokens of an encoder-decoder model's longest input, cached apart; `capacity`
+    is then that of outputs. `budget`: of a group's blocks; None: KV lies in rows."""
 
     num_groups: int
     slots: int
@@ -72,34 +68,34 @@ class StartMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMessage:
-    """The last message: every stage reports its log and ends."""
+    """The last message: the stage reports its log and ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedMessage:
-    """Goes from the last stage of an encoder-decoder model to every other: names the group whose
-    oldest encode step is done; the encoder's output [T, H] follows."""
+    """Encoder output [T, H] follows, from the last stage to every other. It is that of the group's
+    oldest encode step without."""
 
     group: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensMessage:
-    """Goes back from the last stage: names the group whose tokens follow, [rows]."""
+    """Tokens [rows] of the group follow, from the last stage to the head."""
 
     group: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandedQuery:
-    """A query on its way to the decode pool. `query` comes without its input's tokens."""
+    """A request on its way to the decode pool; `query` comes without input tokens."""
 
     query: PreparedQuery
     input_tokens: int
-    output_ids: tuple[int, ...]  # so far: one token, none of an encoder-decoder model
-    likelihoods: tuple[TokenLikelihood, ...]  # of it, where they are asked for
+    output_ids: tuple[int, ...]  # one token so far; none of an encoder-decoder model
+    likelihoods: tuple[TokenLikelihood, ...]  # of that token, where asked for
     encode_start_s: float
-    first_token_s: float | None  # None of an encoder-decoder model
+    first_token_s: float | None  # None for an encoder-decoder model
 
     @property
     def reserve_tokens(self) -> int:
@@ -108,8 +104,8 @@ class HandedQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandedMessage:
-    """Tells the decode pool's head who goes on of encode step `batch`, and who `ended` with it
-    although entries are under way."""
+    """Tells the decode pool's head which requests of encode step `batch` go on. `ended`: those that
+    are done although their KV is under way."""
 
     batch: int
     queries: tuple[HandedQuery, ...]
@@ -118,9 +114,8 @@ class HandedMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedMessage:
-    """Tells the encode pool's head which queries are done, and the decode pool's tokens so far.
-    Each `query` comes without its input's tokens. `begun`: of those left to the decode pool, whose
-    encoding has begun."""
+    """Reports results and output tokens so far to the encode pool's head. Each `query` comes
+    without input tokens. `begun`: inputs left to the decode pool whose encoding has begun."""
 
     results: tuple[FinishedQuery, ...]
     output_tokens: int
@@ -129,16 +124,15 @@ class FinishedMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftMessage:
-    """Leaves these queries to the decode pool, which encodes their inputs itself."""
+    """Requests whose inputs the decode pool is to encode itself."""
 
     queries: tuple[PreparedQuery, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMessage:
-    """Tells a decode rank that an encode rank's entries of these queries of encode step `batch`, of
-    as many tokens each, follow as one block (xrunner.comm.handover); or the encoder's output
-    [T, H]."""
+    """KV of these requests of encode step `batch` follows as one block, or encoder output [T, H].
+    `lengths`: tokens of each (xrunner.comm.handover)."""
 
     batch: int
     queries: tuple[int, ...]
@@ -147,18 +141,19 @@ class BlockMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldMessage:
-    """Tells the decode pool's head that a rank of it has all its blocks of `batch`; and from there
-    the encode pool's head, that every rank has."""
+    """Says that a decode rank has all its blocks of `batch` (to its head), or that every rank has
+    them (from there to the encode pool's head)."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortionMessage:
-    """Rank 0 tells the head of another replica which queries are its own, by their indices in the
-    spool. `wanted`: so many of those that it has not begun are to be given back, the last first.
-    `is_last`: none will follow; `stops`: it ends after its next step. `change`: of its control
-    variables, by the launcher's order `revision`."""
+    """Rank 0's instructions to the head of another replica.
+
+    `queries`: indices in the spool of its next requests. `wanted`: number of requests not begun to
+    give back, the last ones first. `is_last`: no more will follow. `stops`: end after the next
+    step. `change`: new settings, by the launcher's order `revision`."""
 
     queries: tuple[int, ...] = ()
     wanted: int = 0
@@ -170,12 +165,12 @@ class PortionMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaMessage:
-    """The head of a replica tells rank 0 how far it is: how many of its queries have begun (in the
-    order in which they were given), its tokens so far, and what is done, each query without its
-    input's tokens. `at_work`: (input, output) tokens of the active queries; None where they have
-    not been looked up. `changed`: (revision, the first phase it holds in) of a change taken up.
-    `given_back`: queries that are not its own any more, in answer to what was wanted; None: nothing
-    was."""
+    """Progress of a replica, from its head to rank 0.
+
+    `begun`: requests begun, in the order given. `results`: each request without input tokens.
+    `at_work`: (input, output) tokens of active requests; None if not looked up. `changed`:
+    (revision, first phase) of a change that was applied. `given_back`: indices given back on
+    request; None if none was made."""
 
     replica: int
     begun: int

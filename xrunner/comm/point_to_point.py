@@ -1,8 +1,8 @@
-"""Point-to-point messages between ranks: a header and, with it, at most one tensor.
+"""Point-to-point messages between ranks: a header and at most one tensor.
 
-Waiting ranks poll and sleep: a blocking MPI call spins on a core that a working rank may need.
-A tensor may be sent from any device and arrives in the host's memory (pinned beside a GPU): a step
-is over, and its GPU idle, before its output is sent, so there is no other work to overlap with."""
+Waiting ranks poll and sleep, since a blocking MPI call spins on a core that a working rank may
+need. A tensor may be sent from any device and arrives in host memory (pinned if the receiver has a
+GPU). Its step is over before it is sent, so there is no other work to overlap with."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _TAG_HEADER, _TAG_TENSOR = 1, 2
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8,
     torch.uint8, torch.bool)}
-_Shape = tuple[tuple[int, ...], str]  # of a tensor, and its dtype
+_Shape = tuple[tuple[int, ...], str]  # of a tensor, with its dtype
 _HEADERS: Mapping[bytes, Any] = {
     kind.__name__.encode(): tuple[kind, _Shape | None]  # type: ignore[valid-type]
     for kind in get_args(Message)}
-_SPIN_S = 50e-6  # a partner that answers at once costs no sleep
-_SLEEP_S = 50e-6
+_SPIN_S = 50e-6  # chosen: a partner that answers at once costs no sleep
+_SLEEP_S = 50e-6  # chosen
 
 
 class Comm:
@@ -44,22 +44,23 @@ class Comm:
         raise NotImplementedError
 
     def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
-        """Receives a message; None where nothing comes within `wait_s`."""
+        """The next message of any of `sources` with its tensor; None if none comes within
+        `wait_s`."""
         raise NotImplementedError
 
     def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
-        """The next message from any of `sources`, waiting politely; those of one source come in
-        the order in which they were sent. Its tensor lies in the host's memory."""
+        """Waits for the next message of any of `sources`; returns it with its tensor. Messages of
+        one source arrive in the order sent. The tensor lies in host memory."""
         got = self.poll(*sources, wait_s=math.inf)
         assert got is not None, f"{sources = }"
         return got
 
     def flush(self) -> None:
-        """Returns when everything sent has left."""
+        """Waits until everything sent has left."""
 
 
 def wait_politely(is_done: Callable[[], bool], sleep_s: float = _SLEEP_S) -> None:
-    """Poll: spin briefly, then sleep between looks, so that waiting costs no core."""
+    """Polls `is_done`: spins briefly, then sleeps between polls, so that waiting costs no core."""
     spin_until = time.perf_counter() + _SPIN_S
     while not is_done():
         if time.perf_counter() > spin_until:
@@ -67,12 +68,12 @@ def wait_politely(is_done: Callable[[], bool], sleep_s: float = _SLEEP_S) -> Non
 
 
 class MpiComm(Comm):
-    """Messages over mpi4py. Headers are JSON, checked on arrival (xrunner.comm.exchange); tensors
-    go as raw bytes, without a copy of what lies in the host's memory, and are as long as their
-    header says or nothing is made of them."""
+    """Messages over mpi4py. Headers are JSON, checked on arrival (xrunner.comm.exchange). Tensors
+    are sent as raw bytes without copying host memory; one that is not as long as its header says is
+    refused."""
 
     def __init__(self, comm: Any, sleep_s: float = _SLEEP_S) -> None:
-        """`sleep_s`: between two looks for a message."""
+        """`sleep_s`: between two polls for a message."""
         self._comm, self._sleep_s = comm, sleep_s
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self._pending: deque[tuple[Any, object]] = deque()  # (request, buffer kept alive)
@@ -107,7 +108,7 @@ class MpiComm(Comm):
         self._reap()
         if shape is None:
             return message, None
-        # what has come is counted before memory is taken for what was announced
+        # compare the announced size before allocating memory for it
         num_bytes, announced = self._arrived(source, _TAG_TENSOR), _num_bytes(*shape)
         if num_bytes != announced:
             raise ForeignMessage(f"a tensor of {announced} bytes was announced, {num_bytes} came")
@@ -117,7 +118,7 @@ class MpiComm(Comm):
         return message, tensor
 
     def _arrived(self, source: int, tag: int) -> int:
-        """The bytes of the next message of this kind, once it is there."""
+        """Waits for the next message with this tag; its size in bytes."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -135,11 +136,10 @@ class MpiComm(Comm):
 
 
 class LocalComm(Comm):
-    """Messages between threads, for tests and for a single rank that needs no MPI. What was sent
-    to a rank lies with it, in the order of arrival."""
+    """Messages between threads, for tests and for a single rank without MPI."""
 
     def __init__(self, rank: int, size: int, comms: Sequence[LocalComm]) -> None:
-        """`comms`: of all ranks, once they are made."""
+        """`comms`: of all ranks; may be filled later."""
         self.rank, self.size, self._comms = rank, size, comms
         self._items: list[tuple[int, Message, Tensor | None]] = []
         self._changed = threading.Condition()
@@ -162,20 +162,20 @@ class LocalComm(Comm):
 
 
 def local_comms(size: int) -> list[LocalComm]:
-    """One connected LocalComm a rank."""
+    """Connected LocalComms, one per rank."""
     comms = list[LocalComm]()
     comms += [LocalComm(rank, size, comms) for rank in range(size)]
     return comms
 
 
 def header_of(message: Message, shape: _Shape | None) -> bytes:
-    """The name of the message's kind, a space, and both as JSON."""
+    """Header bytes: the name of the message's type, a space, and message and shape as JSON."""
     name = type(message).__name__.encode()
     return name + b" " + to_bytes((message, shape), _HEADERS[name])
 
 
 def read_header(header: bytes | bytearray) -> tuple[Message, _Shape | None]:
-    """What `header_of` wrote. Raises ForeignMessage."""
+    """The message and tensor shape that `header_of` wrote. Raises ForeignMessage."""
     name, _, data = bytes(header).partition(b" ")
     if name not in _HEADERS:
         raise ForeignMessage(f"{name[:40]!r} is no kind of message")
@@ -189,7 +189,7 @@ def as_bytes(tensor: Tensor) -> Any:
 
 
 def _num_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Of a tensor. Raises ForeignMessage for what is none."""
+    """Bytes of a tensor. Raises ForeignMessage for an impossible shape or dtype."""
     if dtype not in _DTYPES or any(size < 0 for size in shape):
         raise ForeignMessage(f"a tensor {list(shape)} of {dtype[:40]!r} was announced")
     return math.prod(shape) * _DTYPES[dtype].itemsize

@@ -1,9 +1,6 @@
-"""`python -m xrunner.rank.agreement OUT/run.json`: how often 8-bit products choose the token that
-the model's own type chooses.
-
-Both are given the job's own inputs, the same tokens before each position, and asked for the most
-likely next token (teacher forcing): OUT/agreement.json counts the positions where they agree.
-"""
+"""`python -m xrunner.rank.agreement OUT/run.json`: compares 8-bit products with the model's own
+type. Both get the job's own inputs (teacher forcing) and choose the most likely token after each
+position. OUT/agreement.json counts the positions where they agree."""
 
 import json
 import sys
@@ -27,11 +24,11 @@ from xrunner.models.stage_model import StageModel
 from xrunner.ops.contexts import encode_context, whole_inputs
 from xrunner.plan import AGREEMENT_FILE, RunPlan, load_plan
 
-MOST_TOKENS = 2048
+MOST_TOKENS = 2048  # chosen
 
 
 class Agreement(TypedDict):
-    """`agreeing` of `positions`, by one run's inputs; `fingerprint`: the run's."""
+    """Result of a comparison: `agreeing` of `positions`. `fingerprint`: the run's."""
 
     fingerprint: str
     inputs: int
@@ -52,8 +49,8 @@ def main(arguments: list[str]) -> int:
 
 
 def agreement_of(plan: RunPlan) -> Agreement:
-    """Compares `plan.weight_dtype` with `plan.dtype` on the first inputs of the run's spool, as
-    many as hold MOST_TOKENS together, one at least."""
+    """Compares `plan.weight_dtype` with `plan.dtype` on the first inputs of the run's spool. As
+    many as hold MOST_TOKENS together, at least one."""
     spool = Spool(plan.output)
     lengths = list(accumulate(len(spool.tokens(index)) for index in range(min(len(spool), 64))))
     count = max(sum(total <= MOST_TOKENS for total in lengths), min(len(lengths), 1))
@@ -66,7 +63,7 @@ def agreement_of(plan: RunPlan) -> Agreement:
 
 @torch.inference_mode()
 def _chosen(plan: RunPlan, spec: ModelSpec, inputs: list[list[int]], weight_dtype: str) -> Tensor:
-    """The most likely token after every token of every input, one input after the other."""
+    """The most likely token after every token of every input, one input after the other, [T]."""
     whole = StageAssignment(index=0, ranks=(0,), num_layers=spec.num_layers, first_layer=0)
     dtype = getattr(torch, plan.dtype)
     reader = open_weights(plan.model_dir, dtype)

@@ -1,6 +1,5 @@
-"""What a rank would find on this machine, in words, as a JSON text on stdout: `python -m
-xrunner.rank.examine` with `torch`, `native` or `mpi`. A process of its own, so that one can tell of
-a package that crashes or hangs when it is imported."""
+"""`python -m xrunner.rank.examine torch|native|mpi`: prints what a rank would find here, as JSON. A
+process of its own, so that a package that crashes or hangs on import can be reported."""
 
 import json
 import sys
@@ -11,7 +10,7 @@ from xrunner.ops.cpu import native
 
 
 def torch_in_words() -> str:
-    """Its version, and what it can use."""
+    """PyTorch's version, CUDA support and number of threads, in a line."""
     cuda = torch.version.cuda
     if cuda is None:
         built = "built without CUDA"
@@ -23,12 +22,12 @@ def torch_in_words() -> str:
 
 
 def native_in_words() -> str:
-    """Which native operators serve on CPUs; they are compiled where they can be."""
+    """The native operators for CPUs, in a line; compiles them where possible."""
     return native.describe().removeprefix("native operators: ")
 
 
 def mpi_in_words() -> str:
-    """The MPI library that ranks would use. Importing mpi4py.MPI starts it."""
+    """The MPI library that ranks would use, in a line. Importing mpi4py.MPI starts it."""
     import mpi4py
     from mpi4py import MPI
 

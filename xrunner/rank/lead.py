@@ -1,9 +1,8 @@
-"""What every rank's life has in common, whatever it executes: its end, and its clock; and around
-rank 0's head the queries to be answered, and the account of the run: measured.json (figures) and
-steps.jsonl (every stage's steps).
+"""Start, end and clock of every rank; requests and figures of rank 0.
 
-A stage of several ranks is as busy as its busiest one, and holds what its ranks hold together; its
-steps are those of its first rank, since all of a group take the same ones at the same time."""
+Rank 0 writes measured.json (figures) and steps.jsonl (steps of every stage). A stage of several
+ranks counts as busy as its busiest one, and holds what its ranks hold together. Its steps are those
+of its first rank, since all ranks of a group take the same ones."""
 
 import ctypes
 import os
@@ -34,12 +33,12 @@ from xrunner.rules.batch_sizer import in_run_order
 
 def to_the_end(plan: RunPlan, join: Callable[[], World],
                work: Callable[[RunPlan, World], None]) -> int:
-    """One rank's `work` among the others that it joins, whatever comes in between; its exit
-    code."""
+    """Runs one rank's `work` among the others; returns its exit code. `join`: connects to the other
+    ranks."""
     world = None
     all_imported()
     if plan.private:
-        os.umask(PRIVATE_UMASK)  # on other hosts the launcher's own does not count
+        os.umask(PRIVATE_UMASK)  # ranks on other hosts do not inherit the launcher's umask
     try:
         world = join()
         work(plan, world)
@@ -54,25 +53,25 @@ def to_the_end(plan: RunPlan, join: Callable[[], World],
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process, after all others have come as far, if it has done its part. Everything it
-    wrote is closed, and taking the interpreter apart with torch in it would take another half
-    second."""
+    """Ends this process, if it succeeded once all others have come as far. Skips the interpreter's
+    shutdown: all files are closed, and with torch it takes half a second."""
     if "mpi4py" in sys.modules and (code or "mpi4py.MPI" not in sys.modules):
-        sys.exit(code)  # of which mpi4py tells the others
+        sys.exit(code)  # mpi4py tells the others of it
     sys.stdout.flush()
     sys.stderr.flush()
     if "mpi4py" in sys.modules:
         from mpi4py import MPI
 
         MPI.Finalize()
-        # MPICH takes leave of mpiexec as libraries are unloaded: without that it is taken for dead,
-        # and the others are killed. No other thread runs meanwhile: this one keeps the interpreter.
+        # MPICH signs off at mpiexec when libraries are unloaded; without that the rank counts as
+        # dead, and the others are killed. PyDLL keeps the interpreter lock, so no other thread runs
+        # meanwhile.
         ctypes.PyDLL(None).exit(0)
     os._exit(code)
 
 
 def _end(error: XgptError, world: World | None) -> int:
-    """Says why this rank cannot go on, and ends them all."""
+    """Prints why this rank cannot go on, and ends all ranks."""
     where = f"{name_of_rank()}: " if world is None else f"rank {world.comm.rank}: "
     print(visible(f"xgpt: {where}{error}"), file=sys.stderr, flush=True)
     if world is not None:
@@ -82,7 +81,7 @@ def _end(error: XgptError, world: World | None) -> int:
 
 
 class Stopwatch:
-    """Seconds since the run's common start, which comes after every rank has loaded."""
+    """Seconds since the run's common start, after every rank has loaded."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -95,8 +94,8 @@ class Stopwatch:
 
 
 def read_work(plan: RunPlan) -> tuple[Sequence[PreparedQuery], int, Answered]:
-    """(all queries, read as they are asked for; number of error records; those of the queries that
-    an earlier run answered)"""
+    """(all requests, read on access; number of error records; requests answered by an earlier
+    run)."""
     write_progress(plan.output / "progress.json", replace(STARTING, state="loading"))
     spool, results = Spool(plan.output), plan.output / "results.jsonl"
     count_results(results)
@@ -104,34 +103,35 @@ def read_work(plan: RunPlan) -> tuple[Sequence[PreparedQuery], int, Answered]:
 
 
 def order_of(num_queries: int, plan: RunPlan, before: Answered) -> Iterator[int]:
-    """Yields places of the queries that are left, as they are taken up."""
+    """Yields indices of the requests that are left, in the order in which they are run."""
     return in_run_order(num_queries, plan.shuffle_window, plan.seed, first=before.written,
                         without=before.held | set(plan.aside))
 
 
 def refuse_changed_model(plan: RunPlan) -> None:
-    """What the ranks hold is to be what the run was begun with: they may have been started again
-    long after. Called when all have read; raises XgptError."""
+    """Raises XgptError if the model's files have changed since the run was planned. Ranks may be
+    started again long after. Called when all ranks have read the model."""
     if not plan.model_files or plan.output == plan.model_dir:  # the run itself writes there
         return
-    with suppress(OSError):  # the folder is gone: they read it before
+    with suppress(OSError):  # the folder is gone: the ranks have read it
         if files_state(plan.model_dir) != plan.model_state and (
                 changed := changed_files(plan.model_files, model_files(plan.model_dir))):
             raise XgptError(
-                f"{plan.model_dir}: {', '.join(changed)} changed since this run was planned: from "
-                "here on its answers would be another model's. Put back what was there, and the "
+                f"{plan.model_dir}: {', '.join(changed)} changed since this run was planned, so "
+                "further answers would be another model's. Put back the old files, and the "
                 "same command goes on")
 
 
 def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
             report: Callable[[], RankReport], queries_before: int, num_errors: int) -> None:
-    """Rank 0's run, from the ranks' common start on, and its account. `report`: of this rank."""
+    """Runs rank 0's head from the ranks' common start, and writes the run's figures. `report`:
+    makes this rank's report."""
     world.barrier()
     refuse_changed_model(sink.plan)
     clock.restart()
     is_complete = head.run()
     wall_s = clock()
-    # queries that are left for the end are not done
+    # requests left to the end of the job are not done
     state = "done" if is_complete and not sink.leaves_some else "stopped"
     sink.close(wall_s, state)
     world.comm.flush()
@@ -144,8 +144,8 @@ def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended. `num_held`: results in held.jsonl of one that was stopped, since one before
-    them is not done. `changes`: of the control variables while it ran."""
+    """How a run ended. `num_held`: results in held.jsonl of a stopped run, behind a request that is
+    not done. `changes`: changes of settings while it ran."""
 
     state: str  # "done" | "stopped"
     wall_s: float
@@ -157,7 +157,7 @@ class RunOutcome:
 
 def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
                    reports: Sequence[RankReport]) -> None:
-    """`tally`: of the queries of this run."""
+    """Writes measured.json and steps.jsonl. `tally`: of this run's requests."""
     wall_s, tokens = outcome.wall_s, tally.output_tokens
     stages = [list(group) for _, group in groupby(
         sorted(reports, key=lambda r: (r.stage, r.rank)), key=lambda r: r.stage)]
@@ -172,7 +172,7 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
         "load_s": max((report.load_s for report in reports), default=0.0),
         "loaded_bytes": sum(report.bytes_read for report in reports),
         "operators": operators_of(reports),
-        # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
+        # share of the wall time that even the busiest stage waited (bubbles, host, messages)
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
         "changes": list(outcome.changes),
         "stages": [_of_stage(group) for group in stages],
@@ -184,8 +184,8 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
 
 
 def operators_of(reports: Sequence[RankReport]) -> str | None:
-    """Whose operators served on the ranks, in a line; each line with the first rank of which it
-    is true, where they are of several kinds (an encode pool captures no steps)."""
+    """The operators that ranks used, in a line. If ranks differ, each kind is named with its first
+    rank (an encode pool captures no steps)."""
     first: dict[str, int] = {}
     for report in sorted(reports, key=lambda report: report.rank):
         if report.operators is not None:
@@ -196,11 +196,11 @@ def operators_of(reports: Sequence[RankReport]) -> str | None:
 
 
 def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:
-    """One stage's figures, of the reports of its ranks."""
+    """A stage's figures, from the reports of its ranks."""
     first = ranks[0]
     for other in ranks[1:]:
         orders = [_order(first), _order(other)]
-        kept = min(map(len, orders))  # a long log has forgotten its beginning, at uneven places
+        kept = min(map(len, orders))  # long logs keep only their last steps
         assert orders[0][-kept:] == orders[1][-kept:], (
             f"ranks {first.rank} and {other.rank} of stage {first.stage} took different steps")
     return {**_place(first), "ranks": [r.rank for r in ranks], **_figures(ranks)}
@@ -212,8 +212,7 @@ def _place(report: RankReport) -> dict[str, Any]:
 
 
 def _figures(ranks: Sequence[RankReport]) -> dict[str, Any]:
-    """The figures of one rank, or of a stage's together. Of what went from one pool to the other
-    the seconds are known to who sends."""
+    """Figures of one rank, or of a stage's ranks together. Only the sender knows handover_s."""
     first = ranks[0]
     figures = {"busy_s": max(r.busy_s for r in ranks),
                "load_s": max(r.load_s for r in ranks),
@@ -230,5 +229,5 @@ def _figures(ranks: Sequence[RankReport]) -> dict[str, Any]:
 
 
 def _order(report: RankReport) -> list[tuple[object, ...]]:
-    """What the rank executed, in which order. Encoder output is taken up as it arrives."""
+    """Steps of the rank in their order, without encoder output, which is taken as it arrives."""
     return [record[:6] for record in report.log if record.kind != "cross_kv"]

@@ -1,4 +1,4 @@
-"""One rank's part of the model, loaded and ready to execute steps."""
+"""Loads one rank's part of the model, ready to execute steps."""
 
 import time
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from xrunner.rank.world import Replica, World, replica_of
 
 
 class Weights(NamedTuple):
-    """This rank's part of the model, and what loading it took."""
+    """This rank's part of the model, with the seconds and bytes that loading took."""
 
     model: Model
     seconds: float
@@ -42,17 +42,17 @@ class Weights(NamedTuple):
 
 
 class Shelf:
-    """Keeps this rank's weights from one run to the next, which may be of the same."""
+    """Keeps this rank's weights for the next run, which may use the same."""
 
     def __init__(self) -> None:
         self._content: tuple[object, Weights] | None = None
 
     def weights(self, key: object, load: Callable[[], Weights]) -> Weights:
-        """Those that lie here if they are of this key, and nothing was loaded then; else what
-        `load` gives, in place of those. Collective: `key` is as new on every rank or on none."""
+        """The kept weights if they have this key, at no cost; else those of `load`, kept from now
+        on. Collective: the key must be new on every rank or on none."""
         if self._content is not None and self._content[0] == key:
             return Weights(self._content[1].model, 0.0, 0)
-        self._content = None  # before there are others: both might not fit
+        self._content = None  # first: both might not fit
         self._content = key, load()
         return self._content[1]
 
@@ -70,6 +70,7 @@ class Loaded(NamedTuple):
 
 def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
          shelf: Shelf) -> Loaded:
+    """Loads this rank's part of the model, or takes it from the `shelf`."""
     rank = world.comm.rank
     replica = replica_of(schedule.estimate, rank)
     pool, stage = next((pool, stage) for pool in replica.pools for stage in pool.stages
@@ -81,7 +82,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     weights = shelf.weights(weights_key(plan, schedule), lambda: _read(
         plan, schedule, replica, pool, stage, world))
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
-    # an encode pool decodes nothing
+    # an encode pool does not decode
     is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode"
     capture = CudaCapture(world.device) if is_captured and world.has_own_gpus else None
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
@@ -96,7 +97,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
 def _read(plan: RunPlan, schedule: Schedule, replica: Replica, pool: Pool, stage: StageAssignment,
           world: World) -> Weights:
     rank, shard = world.comm.rank, WHOLE
-    # all ranks split together, those of copies that have no such group too
+    # all ranks split together, also those of replicas without such a group
     if any(other.tp_degree > 1 for shape in schedule.estimate.shapes
            for own in shape.deployment.pools for other in own.stages):
         index = stage.ranks.index(rank)
@@ -104,8 +105,8 @@ def _read(plan: RunPlan, schedule: Schedule, replica: Replica, pool: Pool, stage
         if stage.tp_degree > 1:
             shard = Shard(index, stage.tp_degree, group.all_reduce, group.gather)
     if plan.weight_dtype == INT8 and not is_int8_served():
-        raise XgptError(f"run.weight_dtype: {INT8} was planned, and this host's processor has no "
-                        "VNNI: its products of bytes would not be exact")
+        raise XgptError(f"run.weight_dtype: {INT8} needs a processor with VNNI, which this host "
+                        "does not have: products of bytes would not be exact")
     start = time.perf_counter()
     spec = read_spec(plan.model_dir, plan.model_name)
     reader = open_weights(plan.model_dir, getattr(torch, plan.dtype))
@@ -130,6 +131,7 @@ def _couriers(replica: Replica, pool: Pool, spec: ModelSpec,
 
 
 def report_of(loaded: Loaded) -> RankReport:
+    """Figures of this rank's run."""
     executor, weights = loaded.executor, loaded.weights
     peak = peak_memory_bytes(executor.model.device)
     kv_bytes, kv_peak_bytes = executor.kv_bytes
@@ -150,7 +152,7 @@ def report_of(loaded: Loaded) -> RankReport:
 
 
 def operators_in_words(device: torch.device, graphs: str | None = None) -> str:
-    """Whose operators serve on the device, and why no native ones do; `graphs`: what is said of
+    """Which operators the device uses, and why not native ones, in a line. `graphs`: a line on
     captured steps."""
     said = native.describe() if device.type == "cpu" else cuda_modules.describe(device)
     return said if graphs is None else f"{said}; {graphs}"

@@ -1,11 +1,10 @@
-"""Ranks that wait to be told what they are: `python -m xrunner.rank.standby N`, any rank of several
-or one.
+"""Ranks that wait for work: `python -m xrunner.rank.standby N`, on one rank or several.
 
-Word comes to rank 0 over the socket of descriptor N: a module and its argument, with descriptors
-that are to stay open meanwhile. READY goes back from each rank before it meets the others, from
-when on MPI has files that its orderly end alone removes; DONE from rank 0 after each part.
-A run (`xrunner.rank.worker`) leaves its world and its weights to the next; of other modules `main`
-is called. The ranks end when the socket is closed."""
+Rank 0 reads from the socket with descriptor N: a module and its argument, with descriptors that are
+to stay open meanwhile. Each rank writes READY before it meets the others (from then on MPI has
+files that only an orderly end removes). Rank 0 writes DONE after each part. A run
+(`xrunner.rank.worker`) leaves its world and weights to the next; of other modules `main` is called.
+The ranks end when the socket is closed."""
 
 if __name__ == "__main__":  # before what takes seconds to import
     from xgpt.core.system.lifeline import begin_rank
@@ -31,16 +30,16 @@ from xrunner.rank.lead import leave, to_the_end
 from xrunner.rank.loading import Shelf
 from xrunner.rank.world import World, connect
 
-_MOST_BYTES, _MOST_FILES = 2**16, 16
-_LOOK_S = 5e-3  # between two looks whether rank 0 has heard: others plan and measure meanwhile
+_MOST_BYTES, _MOST_FILES = 2**16, 16  # chosen
+_LOOK_S = 5e-3  # chosen: seconds between polls of idle ranks, beside which others plan
 
 
 def main(arguments: list[str]) -> int:
-    """The ranks' exit code: that of the first part that fails."""
-    shelf, worlds = Shelf(), list[World]()  # what a run leaves to the next
+    """Executes parts until the socket is closed; returns the exit code of the first that fails."""
+    shelf, worlds = Shelf(), list[World]()  # kept from one run to the next
 
     def joined(kind: Kind) -> World:
-        """The world, whose end is not a run's."""
+        """The world; closing it is not up to a run."""
         if not worlds:
             worlds.append(connect(kind))
         return worlds[0]._replace(close=lambda: None)
@@ -61,7 +60,7 @@ def main(arguments: list[str]) -> int:
             else:
                 code = int(import_module(module).main([argument]))
             release()
-            for file in files:  # the folder's lock, which is the next run's to take
+            for file in files:  # the folder's lock, which the next run takes
                 os.close(file)
             sys.stdout.flush()
             if code:
@@ -71,12 +70,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _tell(line: socket.socket, word: bytes) -> None:
-    with suppress(OSError):  # the launcher is gone, which `_hear` finds too
+    with suppress(OSError):  # the launcher is gone, as `_hear` will find
         line.send(word)
 
 
 def _hear(line: socket.socket, ranks: Any) -> tuple[str, str, list[int]]:
-    """(module, or "" where there is no more to do; argument; descriptors, on rank 0)"""
+    """(module, "" at the end; argument; descriptors on rank 0)."""
     word, files = b"", list[int]()
     if ranks is None or ranks.Get_rank() == 0:
         with suppress(ConnectionError):  # the launcher is gone
@@ -91,7 +90,7 @@ def _hear(line: socket.socket, ranks: Any) -> tuple[str, str, list[int]]:
 
 
 def _ranks() -> Any:
-    """All ranks, by mpi4py; None where they were started without it."""
+    """All ranks as an mpi4py communicator; None without mpi4py."""
     if "mpi4py" not in sys.modules:
         return None
     from mpi4py import MPI

@@ -1,14 +1,13 @@
-"""How many threads a rank computes with, while others take some of its cores.
+"""Number of threads a rank computes with while other programs take some of its cores.
 
-The threads of a product have equal parts of it and wait for one another, spinning: one that another
-process keeps from its core holds up all of them, at each of the hundreds of products of a step (a
-step took up to 40 times as long), and sleeping instead of spinning would slow every step by a fifth
-and more where nobody disturbs (benchmarks/results/taken-core.md). So a rank whose threads wait for
-cores computes with one thread less, on the cores that are left: a taken core costs its share. After
-a while it tries with one more again.
+The threads of a product have equal parts of it and wait for one another, spinning. One that loses
+its core holds up all of them, at each of the hundreds of products of a step. Measured
+(benchmarks/results/taken-core.md): such a step takes up to 40 times as long, and sleeping instead
+of spinning slows undisturbed steps by a fifth and more. So a rank whose threads wait for cores
+drops one thread: a taken core then costs its share. After a while it tries one more again.
 
-How long threads waited for a core is what Linux counts for each (/proc/PID/task/*/schedstat, the
-second number, nanoseconds); they are asked only where threads were interrupted at all."""
+Linux counts how long each thread waited for a core (/proc/PID/task/*/schedstat, second number, ns).
+It is read only if threads were interrupted at all."""
 
 import os
 import resource
@@ -18,21 +17,21 @@ from pathlib import Path
 
 import torch
 
-LOOK_S = 0.25
-WAITED_SHARE = 0.15  # of the time, by all threads together: more, and one is in the way
-LEAST_INTERRUPTED = 20.0  # times a second, below which nobody is
-CALM_LOOKS = 4  # without waiting, after which a try counts as gone well
-HOLD_S, MOST_HOLD_S = 2.0, 32.0  # between a thread less and the next try; doubled by each in vain
+LOOK_S = 0.25  # chosen, as the following
+WAITED_SHARE = 0.15  # of the time, over all threads: more means that one lost its core
+LEAST_INTERRUPTED = 20.0  # a second; below this none has lost its core
+CALM_LOOKS = 4  # without waiting, after which an added thread is kept
+HOLD_S, MOST_HOLD_S = 2.0, 32.0  # before an added thread; doubled by each failure
 
 
 class Threads:
-    """The threads of one rank, `most` where nobody disturbs. `look` is called after every step."""
+    """The number of threads of one rank, up to `most`. Call `look` after every step."""
 
     def __init__(self, most: int, *, waited_s: Callable[[], float] | None = None,
                  apply: Callable[[int], None] = torch.set_num_threads,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        """`waited_s`: seconds so far that threads of this process waited for a core, all together;
-        by default the system's count. `apply`: sets their number."""
+        """`waited_s`: seconds that this process's threads have waited for a core so far. By default
+        the system's count. `apply`: sets the number of threads."""
         self.most = self.count = most
         self.changes = 0
         self._waited_s, self._apply, self._clock = waited_s or WaitedForCores(), apply, clock
@@ -41,8 +40,7 @@ class Threads:
         self._was_waiting = False
 
     def look(self) -> None:
-        """A thread less where they were waiting in two looks one after the other; one more again
-        after a while."""
+        """Drops a thread after two looks in which threads waited; adds one again after a while."""
         if self.most == 1:
             return
         now_s = self._clock()
@@ -71,20 +69,19 @@ class Threads:
 
 def threads_of(device_kind: str, dtype: str, most: int, *,
                is_deterministic: bool = False) -> Threads | None:
-    """What looks after a rank's threads; None where their number stays. It does in float32, and
-    where answers are to be the same bit for bit (run.deterministic): another
-    number adds products up in another order, and its answers are not to depend on what else the
-    machine does."""
+    """Adjusts a rank's number of threads; None if it must not change. It must not in float32 and
+    with `run.deterministic`: another number adds products in another order, and answers must not
+    depend on other programs."""
     is_free = device_kind == "cpu" and dtype != "float32" and not is_deterministic
     return Threads(most) if is_free else None
 
 
 class WaitedForCores:
-    """Seconds that the threads of this process waited for a core, since it was made: 0 where the
-    system does not count them."""
+    """Seconds that this process's threads have waited for a core since it was made. 0 if the system
+    does not count them."""
 
     def __init__(self, tasks: Path = Path("/proc/self/task"), *, is_always: bool = False) -> None:
-        """is_always: threads are asked whether any was interrupted or not."""
+        """`is_always`: read threads' counts whether any was interrupted or not."""
         self._tasks, self._waited_s = tasks, 0.0
         self._least = 0.0 if is_always else LEAST_INTERRUPTED
         self._known = _delays(tasks)
@@ -96,7 +93,7 @@ class WaitedForCores:
         self._interrupted, self._asked_s = interrupted, now_s
         if rate >= self._least:
             delays = _delays(self._tasks)
-            # a thread that is new has waited since it began, which may be long ago: not counted
+            # a new thread's count may be old: it is not added
             self._waited_s += sum(delay - self._known.get(task, delay)
                                   for task, delay in delays.items()) / 1e9
             self._known = delays
@@ -108,12 +105,12 @@ def _interrupted() -> int:
 
 
 def _delays(tasks: Path) -> dict[str, int]:
-    """Nanoseconds by thread."""
+    """Nanoseconds that each thread has waited for a core, by thread id."""
     found = {}
     try:
         for task in os.listdir(tasks):
             fields = (tasks / task / "schedstat").read_text(encoding="ascii").split()
             found[task] = int(fields[1])
     except (OSError, ValueError, IndexError):
-        pass  # it has ended meanwhile, or the system does not count
+        pass  # the thread has ended, or the system does not count
     return found

@@ -1,7 +1,6 @@
-"""One rank: `mpiexec -n N python -m mpi4py -m xrunner.rank.worker OUT/run.json`.
-
-All ranks run this; what differs is the replica and the stage they belong to, and their place in it.
-`-m mpi4py` makes an uncaught error on one rank end them all."""
+"""One rank: `mpiexec -n N python -m mpi4py -m xrunner.rank.worker OUT/run.json`. All ranks run
+this; they differ in their replica, stage, and place in it. With `-m mpi4py` an uncaught error on
+one rank ends all."""
 
 if __name__ == "__main__":  # before what takes seconds to import
     from xgpt.core.system.lifeline import begin_rank
@@ -46,12 +45,13 @@ from xrunner.rules.steps import BatchingRule, rules_for
 
 
 def main(arguments: list[str]) -> int:
+    """Runs one rank; returns its exit code."""
     plan = load_plan(Path(arguments[0]))
     return to_the_end(plan, lambda: connect(plan.device_kind), partial(work, shelf=Shelf()))
 
 
 def work(plan: RunPlan, world: World, shelf: Shelf) -> None:
-    """This rank's part of one run. `shelf`: where its weights are, or will be."""
+    """Does this rank's part of one run. `shelf`: keeps its weights."""
     torch.set_num_threads(plan.threads_per_rank)
     schedule = load_schedule(plan.output / "schedule.json")
     _check_fits(schedule, world.comm)
@@ -74,7 +74,7 @@ def work(plan: RunPlan, world: World, shelf: Shelf) -> None:
 
 
 def _follow(world: World, loaded: Loaded, clock: Stopwatch) -> None:
-    """Every rank that is no pool's head serves its stage until told to stop."""
+    """Serves the stage of a rank that is no pool's head until told to stop."""
     neighbours = Neighbours(world.comm, loaded.route)
     await_start(neighbours, loaded.executor)
     world.barrier()
@@ -84,7 +84,7 @@ def _follow(world: World, loaded: Loaded, clock: Stopwatch) -> None:
 
 def _decode_head(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
                  clock: Stopwatch) -> Head:
-    """Of a decode pool, on its first rank; what is done goes to the encode pool's."""
+    """Started head of a decode pool; its results go to the encode pool's head."""
     receiver = loaded.executor.receiver
     assert receiver is not None
     link = FromEncodePool(world.comm, receiver, encode_head=loaded.replica.head)
@@ -95,8 +95,7 @@ def _decode_head(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded
 
 def _replica_head(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
                   clock: Stopwatch) -> Head:
-    """Of a replica other than the first, on its first rank; rank 0 says what it works, and hears
-    what is done."""
+    """Started head of another replica than the first; rank 0 sends its requests."""
     spool = Spool(plan.output)
     tells = plan.is_watched and _tell_lengths(schedule)
     supply = FromRankZero(world.comm, loaded.replica.number,
@@ -109,7 +108,7 @@ def _replica_head(plan: RunPlan, schedule: Schedule, world: World, loaded: Loade
 
 def _head_of(plan: RunPlan, world: World, loaded: Loaded, clock: Stopwatch, sink: Sink,
              link: PoolLink) -> Head:
-    """The head of this rank's pool, with how its caches are laid out, and for how much."""
+    """The head of this rank's pool, its rule and KV layout set."""
     rule, replica, executor = _rule_of(loaded.pool, loaded.replica), loaded.replica, loaded.executor
     start = start_token(plan.model_dir) if executor.model.spec.is_encoder_decoder else None
     head = Head(rule=rule, executor=executor, sink=sink, clock=clock, link=link,
@@ -125,7 +124,7 @@ def _head_of(plan: RunPlan, world: World, loaded: Loaded, clock: Stopwatch, sink
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
           shelf: Shelf) -> None:
-    """Rank 0 reads the queries, is the first pool's head, and writes everything."""
+    """Runs rank 0: reads the requests, is the first pool's head, and writes everything."""
     queries, num_errors, before = read_work(plan)
     loaded = load(plan, schedule, world, clock, shelf)
     sink, order = RunSink(plan, num_queries=len(queries), before=before), order_of(
@@ -160,7 +159,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
 
 def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink,
                     queries: Sequence[PreparedQuery], order: Iterator[int]) -> ToReplicas | None:
-    """Rank 0's end of the links to them; None where there is one replica."""
+    """Rank 0's link to the other replicas; None if there is one only."""
     replicas = replicas_of(schedule.estimate)
     if len(replicas) == 1:
         return None
@@ -177,13 +176,13 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
 
 
 def _tell_lengths(schedule: Schedule) -> bool:
-    """Whether heads know of the queries at work, and tell: where some do not, those would be
-    missing that are long."""
+    """Whether heads report lengths of active requests: only if all know them. Otherwise long
+    requests would be missing."""
     return all(isinstance(shape.controls, RraControls) for shape in schedule.estimate.shapes)
 
 
 def _extent(spool: Spool, before: Answered) -> Extent:
-    """Of all that is left of the job: any of its queries may come to any replica."""
+    """Sizes of all requests left, since any of them may go to any replica."""
     is_left = np.arange(len(spool)) >= before.written
     is_left[list(before.held)] = False
     inputs, outputs = spool.input_tokens[is_left], spool.most_outputs[is_left]
@@ -198,7 +197,7 @@ def _rule_of(pool: Pool, replica: Replica) -> BatchingRule:
 
 
 def _link(comm: Comm, loaded: Loaded, supply: Supply) -> PoolLink:
-    """What ties the rank's pool, which encodes, to the decode pool of its replica."""
+    """Link of the rank's pool, which encodes, to the decode pool of its replica."""
     replica = loaded.replica
     if len(replica.pools) == 1:
         return PoolLink(supply)
@@ -209,7 +208,7 @@ def _link(comm: Comm, loaded: Loaded, supply: Supply) -> PoolLink:
 def _check_fits(schedule: Schedule, comm: Comm) -> None:
     ranks = sorted(rank for replica in replicas_of(schedule.estimate) for rank in replica.ranks)
     if ranks != list(range(comm.size)):
-        raise XgptError(f"the schedule's stages have the ranks {ranks}, the launcher started "
+        raise XgptError(f"the schedule's stages need the ranks {ranks}, but the launcher started "
                         f"{comm.size}")
 
 

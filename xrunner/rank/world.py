@@ -1,4 +1,4 @@
-"""The ranks of a run, as its launcher started them, and the copies of the model that they hold."""
+"""The ranks of a run, as its launcher started them, and the replicas that they form."""
 
 import sys
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from xrunner.engine.pipeline import RankReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One whole copy: `estimate` is what it alone executes, on its ranks among all; `first_stage`
-    the number of its first stage among all replicas' stages; `shape` that of its shape among those
-    of the estimate that it is a copy of."""
+    """One replica of the deployment. `estimate`: its own configuration, with its ranks' numbers in
+    the run. `first_stage`: number of its first stage over all replicas. `shape`: number of its
+    shape in the schedule."""
 
     number: int
     estimate: Estimate
@@ -39,7 +39,7 @@ class Replica:
 
     @property
     def head(self) -> int:
-        """The rank that decides on its first pool."""
+        """First rank of its first pool, which decides."""
         return self.pools[0].stages[0].ranks[0]
 
     @property
@@ -48,7 +48,7 @@ class Replica:
 
 
 def replicas_of(estimate: Estimate) -> tuple[Replica, ...]:
-    """All of them, in the order of their ranks."""
+    """All replicas, in the order of their ranks."""
     found, first_rank, first_stage = list[Replica](), 0, 0
     for place, shape in enumerate(estimate.shapes):
         one, deployment = shape.one_copy, shape.deployment
@@ -63,27 +63,27 @@ def replicas_of(estimate: Estimate) -> tuple[Replica, ...]:
 
 
 def replica_of(estimate: Estimate, rank: int) -> Replica:
-    """The one in which the rank is."""
+    """The replica of this rank."""
     return next(replica for replica in replicas_of(estimate) if rank in replica.ranks)
 
 
 class World(NamedTuple):
-    """The ranks of this run, and what they do together."""
+    """The ranks of this run, and their collective operations."""
 
     comm: Comm
     barrier: Callable[[], None]
     gather: Callable[[RankReport], list[RankReport] | None]  # to rank 0
     abort: Callable[[int], None]
     split: Callable[[int, int], Group]  # (group, place in it): the ranks of one group; collective
-    duplicate: Callable[[], Comm]  # the same ranks, messages of their own; collective
+    duplicate: Callable[[], Comm]  # the same ranks with messages of their own; collective
     device: torch.device = CPU  # this rank's
     has_own_gpus: bool = True  # no two ranks share one
     close: Callable[[], None] = lambda: None  # at an orderly end; collective
 
 
 def connect(kind: Kind = "cpu") -> World:
-    """All ranks of the launcher, each on its device; a single rank started without one needs no
-    MPI. Raises XgptError where there is no such device."""
+    """Connects all ranks of the launcher, each on its device. A single rank without launcher needs
+    no MPI. Raises XgptError if there is no such device."""
     if "mpi4py" not in sys.modules:
         return World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
                      abort=lambda code: None, split=_alone, duplicate=_alone,
@@ -95,7 +95,7 @@ def connect(kind: Kind = "cpu") -> World:
     is_direct, groups = has_own_gpu_each(world, device), list[Group]()
 
     def barrier() -> None:
-        # rank 0 may tokenise for minutes: the others must not spin in a blocking call meanwhile
+        # rank 0 may tokenise for minutes; a blocking call would spin on the others
         request = world.Ibarrier()
         wait_politely(lambda: bool(request.Test()))
 
@@ -122,8 +122,8 @@ def connect(kind: Kind = "cpu") -> World:
 
 
 def group_of(comm: Any, *, is_direct: bool) -> Group:
-    """The ranks of `comm` as a group: over NCCL where every rank of the run has a GPU of its own
-    (`is_direct`), else over MPI through the host's memory. Collective."""
+    """A group of the ranks of `comm`. Collective. Over NCCL if every rank of the run has a GPU of
+    its own (`is_direct`), else over MPI and host memory."""
     if is_direct and comm.Get_size() > 1:
         return TorchGroup(comm, "nccl")
     return MpiGroup(comm)
