@@ -104,7 +104,8 @@ PLACES = (
     Place("3 not finite", "hidden states are not looked at", "xrunner/ops/sampling.py",
           "return tokens.masked_fill(is_none.to(tokens.device), NOT_FINITE)", "return tokens",
           "tests/xrunner/ops/test_sampling.py::test_a_row_that_is_not_finite_gives_no_token_whatever_its_logits"),
-    Place("3 not finite", "a token that is none is taken for one", "xrunner/engine/roster.py",
+    Place("3 not finite", "a token that is none is taken for one",
+          "xrunner/engine/pool_requests.py",
           "        if token == NOT_FINITE:\n", "        if False:\n",
           "tests/xrunner/engine/test_stopping.py::"
           "test_one_query_fails_and_the_others_keep_their_tokens"),
@@ -198,8 +199,9 @@ PLACES = (
           "            if leg.alone == -1:\n                raise",
           "tests/mpi/test_shortages.py::"
           "test_a_stop_between_a_death_and_the_next_start_ends_the_run", True),
-    Place("one query's trouble", "a tokenizer's exception ends the run", "xrunner/engine/roster.py",
-          "        except Exception as cause:  # a tokenizer's: no other query is to suffer for it",
+    Place("one query's trouble", "a tokenizer's exception ends the run",
+          "xrunner/engine/pool_requests.py",
+          "        except Exception as cause:  # by a tokenizer: other requests must not suffer",
           "        except ZeroDivisionError as cause:",
           "tests/xrunner/engine/test_stopping.py::"
           "test_an_exception_of_the_tokenizer_is_the_end_of_its_query_alone"),

@@ -19,8 +19,8 @@ from xprofiler.roofline import Roofline
 from xrunner.comm.point_to_point import LocalComm, local_comms
 from xrunner.engine.head import Head, PoolLink
 from xrunner.engine.pipeline import Neighbours, routes
+from xrunner.engine.pool_requests import Extent
 from xrunner.engine.replicas import FromRankZero, ToReplicas
-from xrunner.engine.roster import Extent
 from xrunner.engine.stage import StageExecutor
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.query import FinishedQuery, PreparedQuery
@@ -174,7 +174,7 @@ class Job:
         replica = replica_of(self.estimate, comm.rank)
         head = head_of(self.directory, Neighbours(comm, routes(replica.pools)[comm.rank]),
                        executor, rules_for(replica.estimate)[0], supply, PoolLink(supply))
-        head.roster.extent = Extent(queries=len(self.queries), longest_input=20,
+        head.requests.extent = Extent(queries=len(self.queries), longest_input=20,
                                     longest_output=30, longest=50)
         self.news[replica.number] = record_news(head)
         self.at_work[replica.number] = head, executor
@@ -187,7 +187,7 @@ class Job:
         other = 1 - (self.slow or 0)
         wait(lambda: other in self.at_work and self.at_work[other][1].log, "the other has begun")
         head, _ = self.at_work[other]
-        wait(lambda: not head.roster.has_work, "the other has done what it has")
+        wait(lambda: not head.requests.has_work, "the other has done what it has")
 
 
 class News(NamedTuple):

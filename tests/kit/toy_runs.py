@@ -21,7 +21,7 @@ from xrunner.comm.point_to_point import Comm, local_comms
 from xrunner.engine.head import Head, PoolLink, Sink
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, Route, await_start, routes, serve_stage
-from xrunner.engine.roster import Vocabulary
+from xrunner.engine.pool_requests import Vocabulary
 from xrunner.engine.stage import StageExecutor
 from xrunner.files.tokenizer import start_token
 from xrunner.models.encoder_decoder import load_stage
@@ -215,7 +215,7 @@ def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rul
     """What the first rank does. `in_blocks`: entries that are reserved lie so, too."""
     sink = sink or Collector()
     head = head_of(directory, Neighbours(comm, route), executor, rule, sink, link)
-    head.roster.in_blocks = in_blocks
+    head.requests.in_blocks = in_blocks
     for query in queries:
         assert head.submit(query)
     head.start()

@@ -137,13 +137,13 @@ def test_ranks_that_die_are_started_again_and_nothing_is_lost(kind, tmp_path):
 _POISON = """
 import os, sys
 if {"xrunner.rank.worker", "xrunner.rank.standby"} & set(sys.orig_argv):
-    from xrunner.engine import roster
-    join = roster.Roster._join
+    from xrunner.engine.pool_requests import PoolRequests
+    join = PoolRequests._join
     def deadly(self, index, now, **more):
         if index == int(os.environ["POISON"]):
             os.kill(os.getpid(), 9)
         return join(self, index, now, **more)
-    roster.Roster._join = deadly
+    PoolRequests._join = deadly
 """
 
 
@@ -302,9 +302,9 @@ import sys, time
 from contextlib import suppress
 from pathlib import Path
 from mpi4py import MPI
-from xrunner.rank.lead import leave
+from xrunner.rank.lifecycle import end_process
 if MPI.COMM_WORLD.Get_rank() == 0:
-    leave(0)
+    end_process(0)
 MPI.Finalize()
 time.sleep(1)  # of its end
 Path(sys.argv[1]).touch()

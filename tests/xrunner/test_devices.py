@@ -124,7 +124,7 @@ def test_entries_travel_through_the_hosts_memory_between_two_devices(elsewhere, 
     encoder.close()
     comms[1].is_open.set()
     decoder.receiver.close()
-    assert decoder.receiver.is_held(0)
+    assert decoder.receiver.has_arrived(0)
     held = [e.tensor for entries in decoder.receiver._entries.values() for e in entries]
     assert len(held) == 3 and {t.device.type for t in held} == {"cpu"}
     handed = [replace(joined, is_handed=True) for joined in message.joined]

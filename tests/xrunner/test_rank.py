@@ -24,7 +24,7 @@ from xrunner.engine.pipeline import RankReport
 from xrunner.files.sink import Tally
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank import standby
-from xrunner.rank.lead import RunOutcome, operators_of, write_measured
+from xrunner.rank.lifecycle import RunOutcome, operators_of, write_measured
 from xrunner.rank.threads import HOLD_S, LOOK_S, Threads, WaitedForCores, threads_of
 from xrunner.step_record import StepRecord
 
@@ -198,7 +198,7 @@ def test_what_a_run_held_is_gone_when_the_next_begins_and_its_world_is_not(alone
         held.append(weakref.ref(Knot()))
         return 0
 
-    alone(connect=lambda kind: calls.append("connected") or World(), to_the_end=run)
+    alone(connect=lambda kind: calls.append("connected") or World(), run_rank=run)
     codes: list[int] = []
     with waiting(codes) as line:
         for _ in range(3):

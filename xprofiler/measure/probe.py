@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from xprofiler.profile import Peaks
-from xrunner.engine.graphs import Capture, Captured, CaptureError, DecodeGraphs, why_not
+from xrunner.engine.graphs import Capture, Captured, CaptureError, DecodeGraphs, capture_obstacle
 from xrunner.engine.group import StageGroup
 from xrunner.models.stage_model import StageModel
 from xrunner.rules.batch_sizer import bucket_of
@@ -329,7 +329,7 @@ def captured_step(model: StageModel, group: StageGroup, queries: int,
     """The decode step of `queries` requests of a group, captured as in a run; None where a run does
     not capture it either. Raises CaptureError."""
     size = bucket_of(queries)
-    if size is None or why_not(model) is not None:
+    if size is None or capture_obstacle(model) is not None:
         return None
     graphs = DecodeGraphs(model, group.cache.layers, capture, width=1)
     graphs.steps[size] = graphs.capture(size)

@@ -35,7 +35,7 @@ from xprofiler.points import Needs, Point
 from xprofiler.profile import ALL_REDUCE, Sample
 from xrunner.backends.vllm.core import PREFIX, CoreSettings, EngineCore
 from xrunner.query import Sampling
-from xrunner.rank.lead import leave
+from xrunner.rank.lifecycle import end_process
 
 SHORT = 32  # chosen: tokens of an input whose attention and head hardly count
 LEAST_S = 1e-9  # seconds of a part that does not exist: a profile holds no zeros
@@ -237,4 +237,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

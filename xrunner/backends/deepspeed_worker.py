@@ -36,14 +36,14 @@ from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.devices import CPU, peak_memory_bytes
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, routes, serve_stage
-from xrunner.engine.roster import Vocabulary
+from xrunner.engine.pool_requests import Vocabulary
 from xrunner.files.sink import RunSink
 from xrunner.files.tokenizer import TextTokenizer, eos_ids
 from xrunner.ops.output_head import WholeScores
 from xrunner.ops.sampling import sample
 from xrunner.plan import RunPlan, load_plan
 from xrunner.query import Sampling
-from xrunner.rank.lead import Stopwatch, conduct, order_of, read_work, to_the_end
+from xrunner.rank.lifecycle import Stopwatch, open_requests, run_head, run_order, run_rank
 from xrunner.rank.world import World, connect
 from xrunner.rules.static import static_rule
 from xrunner.rules.steps import StepKind
@@ -52,7 +52,7 @@ _ALL_REDUCE = "deepspeed_shm_comm"  # what DeepSpeed compiles at first use
 
 
 def main(arguments: list[str]) -> int:
-    return to_the_end(load_plan(Path(arguments[0])), connect, run)
+    return run_rank(load_plan(Path(arguments[0])), connect, run)
 
 
 def run(plan: RunPlan, world: World) -> None:
@@ -64,7 +64,7 @@ def run(plan: RunPlan, world: World) -> None:
 
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
-    queries, num_errors, before = read_work(plan)
+    queries, num_errors, before = open_requests(plan)
     clock = Stopwatch()
     executor, load_s = _load(plan, world, clock)
     sink = RunSink(plan, num_queries=len(queries), before=before)
@@ -72,13 +72,13 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
                 neighbours=Neighbours(world.comm, routes(schedule.deployment.pools)[0]),
                 vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
                                       decode_text=TextTokenizer(plan.model_dir).decode))
-    head.roster.on_begin = sink.underway.begin
-    for place in order_of(len(queries), plan, before):
+    head.requests.on_begin = sink.underway.begin
+    for place in run_order(len(queries), plan, before):
         query = queries[place]
         is_taken = head.submit(query)
         assert is_taken, f"{query.id = } {query.reserve_tokens = }"
     head.start()
-    conduct(head, sink, world, clock, report=lambda: _report(plan, 0, executor, load_s),
+    run_head(head, sink, world, clock, report=lambda: _report(plan, 0, executor, load_s),
             queries_before=before.total, num_errors=num_errors)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.model import ModelSpec
-from xrunner.comm.messages import BlockMessage, HeldMessage, StepMessage, StopMessage
+from xrunner.comm.messages import BlockMessage, ReceivedMessage, StepMessage, StopMessage
 from xrunner.comm.point_to_point import Comm
 from xrunner.devices import Arriving
 from xrunner.engine.kv import KvCache
@@ -197,13 +197,13 @@ class EntryReceiver:
         self.num_bytes = 0
         self._worker = _Worker(self._receive, abort)
 
-    def is_held(self, batch: int) -> bool:
+    def has_arrived(self, batch: int) -> bool:
         """At the head: whether every rank of the pool has the batch's KV; true once only."""
         self._worker.check()
         with self._lock:
-            is_held = batch in self._held
+            has_arrived = batch in self._held
             self._held.discard(batch)
-        return is_held
+        return has_arrived
 
     def put_into(self, cache: KvCache, slot: int, query: int) -> None:
         """Writes the request's KV into the rank's cache."""
@@ -245,7 +245,7 @@ class EntryReceiver:
                     assert tensor is not None, f"{message = }"
                     self._keep(source, message, tensor)
                 else:
-                    assert isinstance(message, HeldMessage), f"{message = }"
+                    assert isinstance(message, ReceivedMessage), f"{message = }"
                     self._note_held(message.batch)
                 break
             else:
@@ -270,7 +270,7 @@ class EntryReceiver:
         elif self._comm.rank == self._head:
             self._note_held(message.batch)
         else:
-            self._comm.send(self._head, HeldMessage(batch=message.batch))
+            self._comm.send(self._head, ReceivedMessage(batch=message.batch))
 
     def _note_held(self, batch: int) -> None:
         """At the head: counts one more rank that has all of the batch."""

@@ -123,7 +123,7 @@ class FinishedMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftMessage:
+class InputsMessage:
     """Requests whose inputs the decode pool is to encode itself."""
 
     queries: tuple[PreparedQuery, ...]
@@ -140,7 +140,7 @@ class BlockMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldMessage:
+class ReceivedMessage:
     """Says that a decode rank has all its blocks of `batch` (to its head), or that every rank has
     them (from there to the encode pool's head)."""
 
@@ -183,5 +183,5 @@ class ReplicaMessage:
 
 
 Message = (StartMessage | StepMessage | StopMessage | EncodedMessage | TokensMessage
-           | HandedMessage | FinishedMessage | LeftMessage | BlockMessage | HeldMessage
+           | HandedMessage | FinishedMessage | InputsMessage | BlockMessage | ReceivedMessage
            | PortionMessage | ReplicaMessage)

@@ -105,7 +105,7 @@ class CudaCapture:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 
-def why_not(model: StageModel | EncoderDecoderStage) -> str | None:
+def capture_obstacle(model: StageModel | EncoderDecoderStage) -> str | None:
     """Why the stage's decode steps cannot be captured; None if they can. They can on a GPU with our
     kernels if the rank is alone in its stage: sums over a tensor-parallel group go through the
     host."""
@@ -136,7 +136,7 @@ def capture_steps(model: StageModel | EncoderDecoderStage, caches: Sequence[KvCa
     """Captured steps of each cache (None where nothing is captured), and a line about them.
     `slots`: most requests of a step. The line says what is captured, or why nothing is. Caches that
     share memory share their steps."""
-    if (why := why_not(model)) is not None:
+    if (why := capture_obstacle(model)) is not None:
         return [None] * len(caches), f"no CUDA graphs: {why}"
     assert isinstance(model, StageModel), f"{model.spec.family = }"
     by_store: dict[int, DecodeGraphs] = {}

@@ -21,27 +21,27 @@ from xrunner.query import Sampling
 from xrunner.rules.slots import GroupSlots, Move
 
 
-class Spoken:
+class TokenHistory:
     """Tokens that occurred in each request, for two sampling rules of the last stage. The rules of
     the model's files are `no_repeat_ngram_size` and `repetition_penalty`."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, tuple[Joined, _Text]] = {}
+        self._texts: dict[int, tuple[Joined, _History]] = {}
 
-    def minding(self, seats: Sequence[Joined], positions: Sequence[int]) -> list[Sampling]:
+    def with_history(self, seats: Sequence[Joined], positions: Sequence[int]) -> list[Sampling]:
         """Sampling of each request's next token, with tokens that would repeat a sequence barred.
         With a repetition penalty its `said` holds all tokens that occurred. seats, positions: of
         each request."""
-        return [self._minding(seat, position)
+        return [self._with_history(seat, position)
                 for seat, position in zip(seats, positions, strict=True)]
 
-    def _minding(self, seat: Joined, position: int) -> Sampling:
+    def _with_history(self, seat: Joined, position: int) -> Sampling:
         own = seat.sampling
         if not own.needs_history:
             return own
         known = self._texts.get(seat.query)
         if known is None or known[0] is not seat:  # evicted requests bring their tokens
-            known = self._texts[seat.query] = seat, _Text(own.unrepeated, own.said)
+            known = self._texts[seat.query] = seat, _History(own.unrepeated, own.said)
         text = known[1]
         if barred := text.barred:
             also = own.barred if own.is_barred(position) else ()
@@ -61,7 +61,7 @@ class Spoken:
             self._texts = {query: own for query, own in self._texts.items() if query in here}
 
 
-class _Text:
+class _History:
     """Tokens of one request, and which tokens followed each sequence of `size - 1` of them."""
 
     def __init__(self, size: int, said: Sequence[int]) -> None:
@@ -133,7 +133,7 @@ class LastTokens:
 Model = StageModel | EncoderDecoderStage
 
 
-class Pending(NamedTuple):
+class PendingInputs(NamedTuple):
     """Inputs whose encoder output has not arrived, in slots from `first` on."""
 
     first: int
@@ -149,10 +149,10 @@ class StageGroup:
     def __init__(self, cache: KvCache, encoded: KvCache | None = None) -> None:
         self.slots = GroupSlots[Joined]()
         self.cache, self._encoded = cache, encoded
-        self.pending: deque[Pending] = deque()
+        self.pending: deque[PendingInputs] = deque()
         self.graphs: DecodeGraphs | None = None
         self.last_tokens: LastTokens | None = None
-        self.spoken = Spoken()
+        self.history = TokenHistory()
 
     @property
     def encoded(self) -> KvCache:
@@ -181,10 +181,10 @@ class StageGroup:
         self.cache.allocate([0] * len(lengths))
         return self._encoded.allocate(lengths), lengths
 
-    def place(self, joined: Sequence[Joined], replaced: Sequence[int]) -> None:
+    def seat(self, joined: Sequence[Joined], replaced: Sequence[int]) -> None:
         """Seats requests without cached tokens, the first of them in the slots `replaced`."""
         self.slots.fill(joined, replaced)
-        self.cache.place(len(joined), replaced)
+        self.cache.seat(len(joined), replaced)
 
     def remove(self, removed: Sequence[int]) -> int:
         """Removes slots and makes the others contiguous; returns the number of cache rows

@@ -16,7 +16,7 @@ from torch import Tensor
 from xrunner.comm.messages import Message, StartMessage
 from xrunner.devices import Arriving
 from xrunner.engine.pipeline import Executor, Neighbours
-from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
+from xrunner.engine.pool_requests import ActiveQuery, PoolRequests, Vocabulary
 from xrunner.ops.likelihoods import unpacked
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.routing import LEAST_WAITING
@@ -80,9 +80,9 @@ class FromSpool(Supply):
         return self._left > 0
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
-        if self._left == 0 or head.roster.num_waiting >= self._least:
+        if self._left == 0 or head.requests.num_waiting >= self._least:
             return
-        given = list(islice(self._order, 2 * self._least - head.roster.num_waiting))
+        given = list(islice(self._order, 2 * self._least - head.requests.num_waiting))
         self._left -= len(given)
         if self._begin is not None:
             self._begin(given)
@@ -103,7 +103,7 @@ class PoolLink:
 
     def start(self, head: Head) -> StartMessage:
         """Sizes of the pool's caches, after the other pool has got its own."""
-        return head.roster.start_message(head.rule)
+        return head.requests.start_message(head.rule)
 
     def next_group(self, head: Head) -> int | None:
         """Waits for the next group; None at the end."""
@@ -136,9 +136,9 @@ class Head:
                  clock: Callable[[], float] = time.perf_counter) -> None:
         """`link`: None if there is no other pool."""
         self.rule, self.neighbours, self.sink, self.clock = rule, neighbours, sink, clock
-        self.roster = Roster(rule.slot_use, vocabulary.start_token,
+        self.requests = PoolRequests(rule.slot_use, vocabulary.start_token,
                              feeds_back=executor.keeps_tokens)
-        self.returns = Returns(neighbours, executor)
+        self.pending = PendingSteps(neighbours, executor)
         # count tokens before they are known: the executor keeps them, and nothing is evicted
         self._counts_ahead = executor.keeps_tokens and not may_evict(rule)
         self._due: list[ActiveQuery] = []  # results to give out
@@ -151,26 +151,26 @@ class Head:
         """Queues a request; returns False if it can never fit the schedule's KV budget."""
         if not self.rule.submit(query.index, query.reserve_tokens, len(query.input_ids)):
             return False
-        self.roster.add(query)
+        self.requests.add(query)
         return True
 
     def take_back(self, count: int) -> list[int]:
         """Removes up to `count` of the last requests that are not begun; returns their indices in
         order."""
         # evicted requests wait as well, before all that are not begun
-        indices = withdraw_waiting(self.rule, min(count, self.roster.num_waiting))
-        self.roster.remove(indices)
+        indices = withdraw_waiting(self.rule, min(count, self.requests.num_waiting))
+        self.requests.remove(indices)
         return indices
 
     def lengths_so_far(self) -> dict[int, tuple[int, int]]:
         """(input, output) tokens of each active request, by index."""
         return {index: (active.input_tokens, active.num_outputs)
-                for index, active in self.roster.active.items()}
+                for index, active in self.requests.active.items()}
 
     def start(self) -> None:
         """Lets every stage allocate its caches."""
         message = self._link.start(self)
-        self.roster.is_shared = message.budget is not None and message.budget.is_shared
+        self.requests.is_shared = message.budget is not None and message.budget.is_shared
         self.neighbours.share(message)
         self.neighbours.pass_on(message)
         self._executor.start(message)
@@ -180,7 +180,7 @@ class Head:
         Sends all stages the end."""
         while (group := self._link.next_group(self)) is not None:
             if self.rule.needs_tokens:
-                self.returns.await_group(group)
+                self.pending.await_group(group)
                 self._take_up(group)
             if not self._executor.returns_early:
                 self._give_out()
@@ -192,9 +192,9 @@ class Head:
             self._give_out()  # while the device works
             self.report()
         self.neighbours.stop()
-        self.returns.drain()
+        self.pending.drain()
         self.commit_returned()  # the last tokens of a group complete some requests
-        return self._link.close(self) and not self.roster.has_work
+        return self._link.close(self) and not self.requests.has_work
 
     def report(self) -> None:
         self.sink.progress(self.clock(), self.output_tokens)
@@ -209,7 +209,7 @@ class Head:
     def commit_returned(self) -> bool:
         """Commits the tokens of every group that has all of them; returns whether there were
         any."""
-        groups = self.returns.groups()
+        groups = self.pending.groups()
         for group in groups:
             self._commit(group)
         self._give_out()
@@ -221,17 +221,17 @@ class Head:
         Counting suffices if it is clear without the tokens which requests are done: the device then
         goes on before the host has read them. Tokens that are here are committed, since on a CPU
         the next step may be long."""
-        last = self.returns.last(group) if self._counts_ahead else None
+        last = self.pending.last(group) if self._counts_ahead else None
         if last is None or last.is_known or not last.ends_by_count(self._vocabulary):
             self._commit(group)
             return
         self._commit(group, but=last)
         self._leave(group, last.promise())
 
-    def _commit(self, group: int, but: Given | None = None) -> None:
+    def _commit(self, group: int, but: PendingStep | None = None) -> None:
         """Commits the tokens of the group's steps, all of which have returned, except step
         `but`."""
-        for step in self.returns.take(group, but):
+        for step in self.pending.take(group, but):
             tokens, told = unpacked(step.known(), len(step.queries))
             assert len(step.queries) == len(tokens), f"{group = } {step = } {len(tokens) = }"
             self._known_s = now = self.clock()
@@ -253,7 +253,7 @@ class Head:
         due."""
         for query in done:
             self.rule.finish(query.query.index)
-        due = self.roster.finish(group, [query.query.index for query in done]) if done else []
+        due = self.requests.finish(group, [query.query.index for query in done]) if done else []
         self._due += due
         return due
 
@@ -270,23 +270,23 @@ class Head:
     def _execute(self, step: Step) -> None:
         if step.evicted:  # evicted requests are encoded again with all their tokens
             self._commit(step.group)
-        message, inputs, given = self.roster.compose(step, self.clock())
+        message, inputs, given = self.requests.compose(step, self.clock())
         self.neighbours.share(message, inputs)
         out = self._executor.execute(message, inputs)
         gives_tokens = self._executor.gives_tokens(message)
         if gives_tokens:
-            self.returns.expect(step.group, given)
+            self.pending.expect(step.group, given)
         if self.neighbours.route.tokens_from is not None:
             assert not isinstance(out, Arriving), f"{step = }"
             self.neighbours.pass_on(message, out)
         elif gives_tokens:
             assert out is not None, f"{step = }"
-            self.returns.arrive(step.group, out)
+            self.pending.arrive(step.group, out)
         self._link.executed(self, step, gives_tokens=gives_tokens)
 
 
 @dataclass(slots=True)
-class Given:
+class PendingStep:
     """A step that yields a token for each of its `queries`. `tokens`: None until they have
     returned, or are on their way (xrunner.ops.likelihoods.unpacked)."""
 
@@ -316,16 +316,16 @@ class Given:
         return self.tokens.wait() if isinstance(self.tokens, Arriving) else self.tokens
 
 
-class Returns:
+class PendingSteps:
     """Each group's steps whose tokens are not committed, oldest first: the order they return in."""
 
     def __init__(self, neighbours: Neighbours, executor: Executor) -> None:
         self._neighbours, self._executor = neighbours, executor
-        self._steps: dict[int, deque[Given]] = {}  # by group
+        self._steps: dict[int, deque[PendingStep]] = {}  # by group
 
     def expect(self, group: int, queries: list[ActiveQuery]) -> None:
         """Adds a step of `group` that will yield a token for each of `queries`."""
-        self._steps.setdefault(group, deque()).append(Given(queries))
+        self._steps.setdefault(group, deque()).append(PendingStep(queries))
 
     def arrive(self, group: int, tokens: Tensor | Arriving) -> None:
         """Stores the tokens of the group's oldest step without."""
@@ -336,12 +336,12 @@ class Returns:
         return [group for group, steps in self._steps.items()
                 if steps and not self._is_missing(group)]
 
-    def last(self, group: int) -> Given | None:
+    def last(self, group: int) -> PendingStep | None:
         """The group's latest step, if it is not committed."""
         steps = self._steps.get(group)
         return steps[-1] if steps else None
 
-    def take(self, group: int, but: Given | None = None) -> Iterator[Given]:
+    def take(self, group: int, but: PendingStep | None = None) -> Iterator[PendingStep]:
         """Yields the group's steps up to step `but`; no token of the group may be missing."""
         assert not self._is_missing(group), f"{group = }"
         steps = self._steps.get(group)

@@ -193,7 +193,7 @@ class KvCache:
         self.free(range(len(self.lengths)))
         self.allocate(tokens)
 
-    def place(self, count: int, replaced: Sequence[int]) -> None:
+    def seat(self, count: int, replaced: Sequence[int]) -> None:
         """Adds `count` requests without tokens: the first in slots `replaced`, the others
         appended."""
         for slot in replaced:

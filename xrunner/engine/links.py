@@ -3,8 +3,8 @@
 The encode pool's head (rank 0) reads requests and writes results, the decode pool's commits tokens.
 Each decides by its own rule from the messages it has read:
 
-    encode head -> decode head   StartMessage, HandedMessage a batch, LeftMessage, StopMessage
-    decode head -> encode head   HeldMessage a batch, FinishedMessage, StopMessage at the end
+    encode head -> decode head   StartMessage, HandedMessage a batch, InputsMessage, StopMessage
+    decode head -> encode head   ReceivedMessage a batch, FinishedMessage, StopMessage at the end
 
 KV goes from rank to rank (xrunner.comm.handover), as soon as a stage has encoded a batch and before
 its first tokens are known. KV of a request that ends with its first token is discarded on arrival.
@@ -21,16 +21,16 @@ from xrunner.comm.messages import (
     FinishedMessage,
     HandedMessage,
     HandedQuery,
-    HeldMessage,
-    LeftMessage,
+    InputsMessage,
     Message,
+    ReceivedMessage,
     StartMessage,
     StopMessage,
     TokensMessage,
 )
 from xrunner.comm.point_to_point import Comm, wait_politely
 from xrunner.engine.head import LOOK_S, Head, PoolLink, Supply
-from xrunner.engine.roster import ActiveQuery
+from xrunner.engine.pool_requests import ActiveQuery
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.steps import BatchingRule, EncodingRule, Step, Waiting
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
@@ -56,9 +56,9 @@ class ToDecodePool(PoolLink):
     def start(self, head: Head) -> StartMessage:
         assert isinstance(head.rule, EncodingRule), f"{head.rule = }"
         self._rule = head.rule
-        self._comm.send(self._decode_head, head.roster.start_message(self._decode_rule))
-        return replace(head.roster.start_message(self._rule),
-                       capacity=head.roster.longest_input)
+        self._comm.send(self._decode_head, head.requests.start_message(self._decode_rule))
+        return replace(head.requests.start_message(self._rule),
+                       capacity=head.requests.longest_input)
 
     def next_group(self, head: Head) -> int | None:
         wait_s = 0.0
@@ -68,7 +68,7 @@ class ToDecodePool(PoolLink):
             self._leave(head)
             if wait_s:
                 head.report()
-            has_work = head.roster.has_work or self._away or self._supply.is_open
+            has_work = head.requests.has_work or self._away or self._supply.is_open
             if not has_work or head.sink.should_stop():
                 self._tell_to_stop()
                 return None
@@ -116,8 +116,8 @@ class ToDecodePool(PoolLink):
     def _hear(self, head: Head, message: Message, tensor: Tensor | None) -> None:
         if isinstance(message, TokensMessage):
             assert tensor is not None, f"{message = }"
-            head.returns.arrive(message.group, tensor)
-        elif isinstance(message, HeldMessage):
+            head.pending.arrive(message.group, tensor)
+        elif isinstance(message, ReceivedMessage):
             _, queries = self._handing.pop(message.batch)
             for index in queries:
                 self._rule.finish(index)
@@ -139,17 +139,17 @@ class ToDecodePool(PoolLink):
         """Sends the decode pool the inputs that it is to encode itself."""
         if self._has_told_to_stop or not isinstance(self._rule, WaaEncodeRule):
             return
-        given = head.roster.leave_to_another([one.query for one in self._rule.share_inputs()])
+        given = head.requests.leave_to_another([one.query for one in self._rule.share_inputs()])
         if given:
             self._away.update((query.index, query) for query in given)
-            self._comm.send(self._decode_head, LeftMessage(queries=tuple(given)))
+            self._comm.send(self._decode_head, InputsMessage(queries=tuple(given)))
 
     def _hand_over(self, head: Head, group: int, ended: Sequence[int]) -> None:
         """Hands the group's requests to the decode pool. `ended`: done, but their KV was sent."""
         batch = self._batch_of.pop(group)
         if self._has_told_to_stop:
             return  # nobody would receive them
-        leaving = head.roster.hand_off(group)
+        leaving = head.requests.hand_off(group)
         if not leaving and not ended:
             return
         handed = tuple(self._handed(active) for active in leaving)
@@ -180,7 +180,7 @@ class FromEncodePool(PoolLink):
     def start(self, head: Head) -> StartMessage:
         message, _ = self._comm.receive(self._encode_head)
         assert isinstance(message, StartMessage), f"{message = }"
-        head.roster.on_begin = self._begun.extend
+        head.requests.on_begin = self._begun.extend
         return message
 
     def next_group(self, head: Head) -> int | None:
@@ -204,14 +204,14 @@ class FromEncodePool(PoolLink):
             if isinstance(message, HandedMessage):
                 self._handed.append(message)
                 continue
-            if isinstance(message, LeftMessage):
+            if isinstance(message, InputsMessage):
                 self._take(head, message.queries)
                 has_news = True
                 continue
             assert isinstance(message, StopMessage), f"{message = }"
             self._is_told_to_stop = has_news = True
         # in the order of their encoding, whichever arrives first
-        while self._handed and self._receiver.is_held(self._handed[0].batch):
+        while self._handed and self._receiver.has_arrived(self._handed[0].batch):
             self._arrive(head, self._handed.popleft())
             has_news = True
         return has_news
@@ -219,19 +219,19 @@ class FromEncodePool(PoolLink):
     def _take(self, head: Head, queries: Sequence[PreparedQuery]) -> None:
         assert isinstance(head.rule, WaaDecodeRule), f"{head.rule = }"
         for query in queries:
-            head.roster.add(query)
+            head.requests.add(query)
             head.rule.submit_input(Waiting(query.index, query.reserve_tokens, len(query.input_ids)))
 
     def _arrive(self, head: Head, message: HandedMessage) -> None:
-        head.roster.in_vain += message.ended
+        head.requests.ended_elsewhere += message.ended
         for handed in message.queries:
-            head.roster.add(ActiveQuery(
+            head.requests.add(ActiveQuery(
                 handed.query, handed.encode_start_s, handed.input_tokens, handed.first_token_s,
                 list(handed.output_ids), handed.likelihoods))
             index = handed.query.index
             is_taken = head.rule.submit(index, handed.reserve_tokens, handed.input_tokens)
             assert is_taken, f"{index = } has no room in the decode pool"
-        self._comm.send(self._encode_head, HeldMessage(batch=message.batch))
+        self._comm.send(self._encode_head, ReceivedMessage(batch=message.batch))
 
     def finished(self, result: FinishedQuery) -> None:
         self._results.append(replace(result, query=replace(result.query, input_ids=())))

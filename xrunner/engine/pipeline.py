@@ -191,7 +191,7 @@ class Route:
     encoded_to: tuple[int, ...] = ()  # takers of the last stage's encoder output
 
 
-ALONE = Route(rank=0, pool="all", stage=0, steps_from=None)
+SINGLE_RANK = Route(rank=0, pool="all", stage=0, steps_from=None)
 
 
 def routes(pools: Sequence[Pool]) -> dict[int, Route]:

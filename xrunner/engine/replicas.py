@@ -29,7 +29,7 @@ from xrunner.rules.rra import PhaseControls
 
 
 @dataclass(slots=True, kw_only=True)
-class Account:
+class ReplicaAccount:
     """Rank 0's account of one replica. `given`: numbers of its requests in run order. begun, done:
     how many of them have. `at_work`: (input, output) tokens of each active request, by index."""
 
@@ -60,7 +60,7 @@ class ToReplicas(Supply):
         self._comm, self._sink, self.router, self._queries = comm, sink, router, queries
         self._order, self._replicas = order, replicas
         self.progress, self.should_stop = sink.progress, sink.should_stop
-        self._accounts = [Account() for _ in replicas]
+        self._accounts = [ReplicaAccount() for _ in replicas]
         self._heads = tuple(replica.head for replica in replicas[1:])
         self._has_told_last = False
         self._changes: dict[tuple[int, int], Changes] = {}  # sent, by (replica, revision)
@@ -197,7 +197,7 @@ class ToReplicas(Supply):
         number reported by another replica. Rank 0's own number is looked up."""
         account = self._accounts[replica]
         begun = told if replica or self._own is None else (
-            len(account.given) - self._own.roster.num_waiting)
+            len(account.given) - self._own.requests.num_waiting)
         if begun == account.begun:
             return
         if self._sink.launcher is not None:
@@ -294,7 +294,7 @@ class FromRankZero(Supply):
         return self._is_to_stop
 
     def _tell(self, head: Head, *, has_ended: bool = False) -> None:
-        begun, now_s = self._given - head.roster.num_waiting, head.clock()
+        begun, now_s = self._given - head.requests.num_waiting, head.clock()
         is_time = now_s > self._told_s + _TELL_S
         if not (has_ended or is_time or self._results or self._changed is not None
                 or self._given_back is not None or begun != self._told_begun):

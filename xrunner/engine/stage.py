@@ -13,7 +13,7 @@ from xrunner.comm.handover import EntryReceiver, EntrySender
 from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.devices import Arriving, on_device, synchronize, to_host
 from xrunner.engine.graphs import Capture, capture_steps
-from xrunner.engine.group import LastTokens, Model, Pending, StageGroup, make_groups
+from xrunner.engine.group import LastTokens, Model, PendingInputs, StageGroup, make_groups
 from xrunner.engine.pipeline import Executor
 from xrunner.engine.step_log import StepLog
 from xrunner.files.beat import Beat
@@ -100,7 +100,7 @@ class StageExecutor(Executor):
             return Arriving(out, self.records.look)  # the head waits when it must
         if out is not None and not self._is_whole:
             out = to_host(out)  # others receive it
-        self.records.settle()
+        self.records.wait()
         return out
 
     @torch.inference_mode()
@@ -112,7 +112,7 @@ class StageExecutor(Executor):
         self.model.store_encoded(on_device(encoded, self.model.device), own.encoded.layers,
                                  first, lengths)
         self._record("cross_kv", message, len(lengths), len(encoded))
-        self.records.settle()
+        self.records.wait()
 
     def _record(self, kind: str, message: StepMessage, queries: int, tokens: int,
                 sizes: StepSizes = NO_SIZES) -> None:
@@ -127,7 +127,7 @@ class StageExecutor(Executor):
         the step's sizes."""
         model, cache, first = self.model, group.cache, len(group.slots.seats)
         assert isinstance(model, StageModel), f"{model.spec.family = }"
-        begun, is_encoding = _place(group, message, self.receiver), message.kind is StepKind.ENCODE
+        begun, is_encoding = _seat(group, message, self.receiver), message.kind is StepKind.ENCODE
         whole = [joined.input_tokens for joined in message.joined
                  ] if is_encoding and not message.spans else []
         spans, resting = message.spans or whole_inputs(whole, first), {*message.resting, *begun}
@@ -178,7 +178,7 @@ class StageExecutor(Executor):
         assert isinstance(model, EncoderDecoderStage), f"{model.spec.family = }"
         assert not message.spans, f"{message.kind = }: two passes"
         if message.kind is StepKind.ENCODE:
-            new = Pending(*group.join(joined), message)
+            new = PendingInputs(*group.join(joined), message)
             return len(joined), self._encoded(model, group, new, inputs), StepSizes(
                 input_tokens=equal_input_tokens([(0, tokens) for tokens in new.lengths]))
         if self.receiver is not None:  # another pool has encoded the inputs
@@ -201,7 +201,7 @@ class StageExecutor(Executor):
             out = _sample(model, group, out, range(len(lengths)), lengths)
         return len(lengths), out, decoded_sizes(lengths)
 
-    def _encoded(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
+    def _encoded(self, model: EncoderDecoderStage, group: StageGroup, new: PendingInputs,
                  inputs: Tensor) -> Tensor:
         hidden = model.encode(inputs, new.lengths)
         if not model.layers:  # the decode pool's ranks read the encoder's output
@@ -223,10 +223,10 @@ def _sample(model: Model, group: StageGroup, hidden: Tensor, slots: Sequence[int
     return tokens
 
 
-def _place(group: StageGroup, message: StepMessage, receiver: EntryReceiver | None) -> list[int]:
+def _seat(group: StageGroup, message: StepMessage, receiver: EntryReceiver | None) -> list[int]:
     """Seats joining requests and takes over KV handed over; returns the slots without tokens."""
     behind = len(group.slots.seats)
-    group.place(message.joined, message.replaced)
+    group.seat(message.joined, message.replaced)
     slots = [*message.replaced, *range(behind, len(group.slots.seats))]
     if receiver is not None:
         receiver.forget(message.ended)
@@ -250,13 +250,13 @@ def tokens_of_slots(model: Model, group: StageGroup, hidden: Tensor, slots: Sequ
     choices = [seat.sampling for seat in seats]
     if not any(choice.needs_history for choice in choices):
         return next_tokens(model, hidden, choices, positions)
-    spoken = group.spoken
-    tokens = next_tokens(model, hidden, spoken.minding(seats, positions), positions)
+    history = group.history
+    tokens = next_tokens(model, hidden, history.with_history(seats, positions), positions)
     # each rank of a tensor-parallel group bars tokens of its share of the vocabulary
     chosen = targets_of(None if tokens is None else tokens[:len(seats)], len(seats),
                         model.shard, hidden.device)
-    spoken.take(seats, chosen.long().tolist())
-    spoken.keep(group.slots.seats)
+    history.take(seats, chosen.long().tolist())
+    history.keep(group.slots.seats)
     return tokens
 
 

@@ -17,13 +17,13 @@ _LIMIT = 200_000  # chosen: steps kept for the report; a longer job keeps its la
 Event = Any  # position in a GPU's queue: torch.cuda.Event
 
 
-class Worked:
+class TimedStep:
     """A step given to the device. On a CPU its times are known at once. On a GPU it lies between
     two events. It begins when the host launched it. If the device was then at step `before`, it
     begins after that one's end, by the device's own clock."""
 
     def __init__(self, begin_s: float, end_s: float | None = None, begin: Event = None,
-                 end: Event = None, before: Worked | None = None) -> None:
+                 end: Event = None, before: TimedStep | None = None) -> None:
         """`end_s`: None if events tell it."""
         self._asked_s, self._begin, self._end, self._before = begin_s, begin, end, before
         self._times = None if end_s is None else (begin_s, end_s)
@@ -54,7 +54,7 @@ class Timeline:
         self._clock, self._put_event = clock, put_event
         self._begun_s = 0.0
         self._begin: Event = None
-        self._last: Worked | None = None
+        self._last: TimedStep | None = None
 
     def begin(self) -> None:
         self._begun_s = self._clock()
@@ -63,11 +63,11 @@ class Timeline:
                 self._last = None  # the device is idle: it begins now
             self._begin = self._put_event()
 
-    def end(self) -> Worked:
+    def end(self) -> TimedStep:
         """The step given to the device since `begin`."""
         if self._put_event is None:
-            return Worked(self._begun_s, self._clock())
-        self._last = Worked(self._begun_s, None, self._begin, self._put_event(), self._last)
+            return TimedStep(self._begun_s, self._clock())
+        self._last = TimedStep(self._begun_s, None, self._begin, self._put_event(), self._last)
         return self._last
 
 
@@ -92,7 +92,7 @@ class StepLog:
         self.busy_s = 0.0  # over all steps, also those no longer kept
         self.threads: Threads | None = None  # of a run on a CPU: adjusted step by step
         self._timeline, self._beat = timeline_of(device, clock), beat
-        self._open: deque[tuple[Worked, StepRecord, int]] = deque()
+        self._open: deque[tuple[TimedStep, StepRecord, int]] = deque()
 
     def begin(self, message: StepMessage | None = None) -> None:
         """Begins a step. `message`: its message, if the rank received one."""
@@ -109,17 +109,17 @@ class StepLog:
         """Logs the steps that are over."""
         self._tell(lambda worked: worked.is_over())
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until every step is over, and logs it."""
         self._tell(lambda worked: True)
 
     def close(self) -> None:
         """Waits for all steps and ends the log."""
-        self.settle()
+        self.wait()
         if self._beat is not None:
             self._beat.stop()
 
-    def _tell(self, is_next: Callable[[Worked], bool]) -> None:
+    def _tell(self, is_next: Callable[[TimedStep], bool]) -> None:
         while self._open and is_next(self._open[0][0]):
             worked, record, seats = self._open.popleft()
             start_s, end_s = worked.times()

@@ -28,7 +28,7 @@ from xrunner.ops.cpu import native
 from xrunner.ops.cpu.products import is_int8_served
 from xrunner.ops.cuda import cuda_modules
 from xrunner.plan import RunPlan, weights_key
-from xrunner.rank.lead import Stopwatch
+from xrunner.rank.lifecycle import Stopwatch
 from xrunner.rank.threads import threads_of
 from xrunner.rank.world import Replica, World, replica_of
 
@@ -41,7 +41,7 @@ class Weights(NamedTuple):
     bytes_read: int
 
 
-class Shelf:
+class KeptWeights:
     """Keeps this rank's weights for the next run, which may use the same."""
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ class Loaded(NamedTuple):
 
 
 def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
-         shelf: Shelf) -> Loaded:
-    """Loads this rank's part of the model, or takes it from the `shelf`."""
+         kept_weights: KeptWeights) -> Loaded:
+    """Loads this rank's part of the model, or takes it from the `kept_weights`."""
     rank = world.comm.rank
     replica = replica_of(schedule.estimate, rank)
     pool, stage = next((pool, stage) for pool in replica.pools for stage in pool.stages
@@ -79,7 +79,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     beat = Beat(plan.output, rank=rank, stage=replica.first_stage + stage.index, pool=pool.name,
                 replica=replica.number)
     beat.start()
-    weights = shelf.weights(weights_key(plan, schedule), lambda: _read(
+    weights = kept_weights.weights(weights_key(plan, schedule), lambda: _read(
         plan, schedule, replica, pool, stage, world))
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
     # an encode pool does not decode

@@ -26,8 +26,8 @@ from xrunner.comm.point_to_point import wait_politely
 from xrunner.devices import Kind, release
 from xrunner.plan import load_plan
 from xrunner.rank import worker
-from xrunner.rank.lead import leave, to_the_end
-from xrunner.rank.loading import Shelf
+from xrunner.rank.lifecycle import end_process, run_rank
+from xrunner.rank.loading import KeptWeights
 from xrunner.rank.world import World, connect
 
 _MOST_BYTES, _MOST_FILES = 2**16, 16  # chosen
@@ -36,7 +36,7 @@ _LOOK_S = 5e-3  # chosen: seconds between polls of idle ranks, beside which othe
 
 def main(arguments: list[str]) -> int:
     """Executes parts until the socket is closed; returns the exit code of the first that fails."""
-    shelf, worlds = Shelf(), list[World]()  # kept from one run to the next
+    kept_weights, worlds = KeptWeights(), list[World]()  # kept from one run to the next
 
     def joined(kind: Kind) -> World:
         """The world; closing it is not up to a run."""
@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> int:
                 return 0
             if module == worker.__name__:
                 plan = load_plan(Path(argument))
-                code = to_the_end(plan, partial(joined, plan.device_kind),
-                                  partial(worker.work, shelf=shelf))
+                code = run_rank(plan, partial(joined, plan.device_kind),
+                                  partial(worker.work, kept_weights=kept_weights))
             else:
                 code = int(import_module(module).main([argument]))
             release()
@@ -99,4 +99,4 @@ def _ranks() -> Any:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

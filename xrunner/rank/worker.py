@@ -26,8 +26,8 @@ from xrunner.comm.point_to_point import Comm
 from xrunner.engine.head import FromSpool, Head, PoolLink, Sink, Supply
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
+from xrunner.engine.pool_requests import Extent, Vocabulary
 from xrunner.engine.replicas import FromRankZero, ToReplicas
-from xrunner.engine.roster import Extent, Vocabulary
 from xrunner.files.intake import SpooledQueries
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.files.results import Answered
@@ -35,8 +35,15 @@ from xrunner.files.sink import RunSink
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import RunPlan, load_plan
 from xrunner.query import PreparedQuery
-from xrunner.rank.lead import Stopwatch, conduct, leave, order_of, read_work, to_the_end
-from xrunner.rank.loading import Loaded, Shelf, load, report_of
+from xrunner.rank.lifecycle import (
+    Stopwatch,
+    end_process,
+    open_requests,
+    run_head,
+    run_order,
+    run_rank,
+)
+from xrunner.rank.loading import KeptWeights, Loaded, load, report_of
 from xrunner.rank.world import Replica, World, connect, replicas_of
 from xrunner.rules.changes import Changeable
 from xrunner.rules.routing import Router, expected_tokens, window_of
@@ -47,19 +54,20 @@ from xrunner.rules.steps import BatchingRule, rules_for
 def main(arguments: list[str]) -> int:
     """Runs one rank; returns its exit code."""
     plan = load_plan(Path(arguments[0]))
-    return to_the_end(plan, lambda: connect(plan.device_kind), partial(work, shelf=Shelf()))
+    return run_rank(plan, lambda: connect(plan.device_kind),
+                    partial(work, kept_weights=KeptWeights()))
 
 
-def work(plan: RunPlan, world: World, shelf: Shelf) -> None:
-    """Does this rank's part of one run. `shelf`: keeps its weights."""
+def work(plan: RunPlan, world: World, kept_weights: KeptWeights) -> None:
+    """Does this rank's part of one run. `kept_weights`: keeps its weights."""
     torch.set_num_threads(plan.threads_per_rank)
     schedule = load_schedule(plan.output / "schedule.json")
     _check_fits(schedule, world.comm)
     clock = Stopwatch()
     if world.comm.rank == 0:
-        _lead(plan, schedule, world, clock, shelf)
+        _lead(plan, schedule, world, clock, kept_weights)
         return
-    loaded = load(plan, schedule, world, clock, shelf)
+    loaded = load(plan, schedule, world, clock, kept_weights)
     if loaded.route.steps_from is not None:
         _follow(world, loaded, clock)
     else:
@@ -101,7 +109,7 @@ def _replica_head(plan: RunPlan, schedule: Schedule, world: World, loaded: Loade
     supply = FromRankZero(world.comm, loaded.replica.number,
                           SpooledQueries(spool, plan).__getitem__, tells_lengths=tells)
     head = _head_of(plan, world, loaded, clock, supply, _link(world.comm, loaded, supply))
-    head.roster.extent = _extent(spool, Answered(0, frozenset()))
+    head.requests.extent = _extent(spool, Answered(0, frozenset()))
     head.start()
     return head
 
@@ -115,7 +123,7 @@ def _head_of(plan: RunPlan, world: World, loaded: Loaded, clock: Stopwatch, sink
                 neighbours=Neighbours(world.comm, loaded.route), vocabulary=Vocabulary(
                     eos_ids=eos_ids(plan.model_dir), start_token=start,
                     decode_text=TextTokenizer(plan.model_dir).decode))
-    head.roster.in_blocks = plan.kv_in_blocks
+    head.requests.in_blocks = plan.kv_in_blocks
     if isinstance(rule, RraRule):
         rooms = ((plan.slots, plan.kv_tokens), *plan.other_rooms)
         rule.make_room(*(rooms[replica.shape] if replica.shape < len(rooms) else (0, 0)))
@@ -123,11 +131,11 @@ def _head_of(plan: RunPlan, world: World, loaded: Loaded, clock: Stopwatch, sink
 
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
-          shelf: Shelf) -> None:
+          kept_weights: KeptWeights) -> None:
     """Runs rank 0: reads the requests, is the first pool's head, and writes everything."""
-    queries, num_errors, before = read_work(plan)
-    loaded = load(plan, schedule, world, clock, shelf)
-    sink, order = RunSink(plan, num_queries=len(queries), before=before), order_of(
+    queries, num_errors, before = open_requests(plan)
+    loaded = load(plan, schedule, world, clock, kept_weights)
+    sink, order = RunSink(plan, num_queries=len(queries), before=before), run_order(
         len(queries), plan, before)
     num_left = len(queries) - before.total - len(plan.aside)
     others = _other_replicas(plan, schedule, world.comm, sink, queries, order)
@@ -141,9 +149,9 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
         sink.launcher = LauncherLink(plan.output, first_query=before.total, at_work=at_work,
                                      rule=others if rule and others else rule,
                                      limit_s=schedule.bound.limit_s)
-    head.roster.extent = _extent(Spool(plan.output), before)
+    head.requests.extent = _extent(Spool(plan.output), before)
     if others is None:
-        head.roster.on_begin = sink.underway.begin
+        head.requests.on_begin = sink.underway.begin
         supply.look(head)
     else:
         others.start(head)
@@ -153,7 +161,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
         loaded.executor.close()
         return report_of(loaded)
 
-    conduct(head, sink, world, clock, report=report, queries_before=before.total,
+    run_head(head, sink, world, clock, report=report, queries_before=before.total,
             num_errors=num_errors)
 
 
@@ -213,4 +221,4 @@ def _check_fits(schedule: Schedule, comm: Comm) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

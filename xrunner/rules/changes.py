@@ -38,8 +38,8 @@ class Changeable(Protocol):
     def next_phase(self) -> int:
         """The first phase that a change can still apply to."""
 
+    def change(self, controls: Any, *, phase: int) -> None:
         """Applies `controls` from the start of `phase` on."""
-    def change(self, controls: Any, *, phase: int) -> None: ...
 
 
 def changes_of(estimate: Estimate, *, slots: int, kv_tokens: int | None = None) -> Changes:

@@ -12,7 +12,7 @@ from xprofiler.measure.probe import (  # noqa: E402
     clock_of,
     measure_peaks,
 )
-from xrunner.engine.graphs import CudaCapture, why_not  # noqa: E402
+from xrunner.engine.graphs import CudaCapture, capture_obstacle  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 SPEC = ModelSpec(name="toy", family="llama", num_layers=4, hidden_size=512, num_heads=8,
@@ -38,7 +38,7 @@ def test_captured_decode_steps_are_told_apart_on_the_device():
     bench, device = LayerBench(SPEC, torch.bfloat16, device="cuda"), torch.device("cuda", 0)
     bench.capturing = Capturing(CudaCapture(device))
     with torch.inference_mode():
-        if (why := why_not(bench.model)) is not None:
+        if (why := capture_obstacle(bench.model)) is not None:
             pytest.skip(why)
         step = bench.decode([100, 7, 300])
         step()

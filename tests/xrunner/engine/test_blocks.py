@@ -61,7 +61,7 @@ class Written:
         self.next += joining
         seating = self.slots.seat(new, is_reused=True)
         self.cache.free(seating.removed)
-        self.cache.place(joining, seating.replaced)
+        self.cache.seat(joining, seating.replaced)
         for query in new:
             self.expected[query] = torch.empty(2, 2, 1, 0, 4)
         lengths = self.cache.lengths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from xrunner.engine.step_log import Timeline, Worked
+from xrunner.engine.step_log import TimedStep, Timeline
 
 
 class Device:
@@ -36,7 +36,7 @@ class Event:
         return (end_event.at_s - self.at_s) * 1e3
 
 
-def step(line: Timeline, device: Device, seconds: float) -> Worked:
+def step(line: Timeline, device: Device, seconds: float) -> TimedStep:
     line.begin()
     device.work(seconds)
     return line.end()

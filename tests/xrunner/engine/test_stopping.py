@@ -19,7 +19,7 @@ from toys import make_model, random_queries
 
 from xrunner.backends import deepspeed_worker
 from xrunner.comm.point_to_point import local_comms
-from xrunner.engine.roster import ActiveQuery, Ending, Vocabulary
+from xrunner.engine.pool_requests import ActiveQuery, Ending, Vocabulary
 from xrunner.files.lock import STOP_FILE
 from xrunner.files.results import Answered
 from xrunner.files.sink import RunSink
@@ -88,7 +88,7 @@ def test_a_full_disk_ends_a_rank_in_words(tmp_path, monkeypatch, capsys, number,
                   abort=ended.append, split=lambda group, place: pytest.fail("in no group"),
                   duplicate=lambda: local_comms(1)[0])
 
-    def fail(plan: RunPlan, world: World, **shelf: object) -> None:
+    def fail(plan: RunPlan, world: World, **kept_weights: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(module, "connect", lambda kind="cpu": alone)

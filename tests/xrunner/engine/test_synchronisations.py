@@ -22,7 +22,7 @@ from xgpt.core.deployment import StageAssignment
 from xgpt.core.model import Decoder, ModelSpec
 from xrunner.comm.messages import Joined, StartMessage, StepMessage
 from xrunner.devices import Arriving
-from xrunner.engine.graphs import Captured, CapturedStep, DecodeGraphs, why_not
+from xrunner.engine.graphs import Captured, CapturedStep, DecodeGraphs, capture_obstacle
 from xrunner.engine.group import FED_BACK
 from xrunner.engine.kv import BLOCK_TOKENS
 from xrunner.engine.stage import StageExecutor
@@ -181,7 +181,7 @@ def test_nothing_passes_between_device_and_host_in_what_is_captured(
     monkeypatch.setitem(cuda_modules._gpus, DEVICE, Gpu(CudaOps(launch, 100), launch))
     with elsewhere() as traffic, torch.inference_mode():
         model = executor_of(family, 2, None, decoder).model
-        assert isinstance(model, StageModel) and why_not(model) is None
+        assert isinstance(model, StageModel) and capture_obstacle(model) is None
         cache = torch.zeros(2, 2, 4 * width, model.kv_heads, 16, 4, device=DEVICE)
         graphs = DecodeGraphs(model, layers_of(cache), Nothing(), width=width)
         own = CapturedStep(4, graphs)

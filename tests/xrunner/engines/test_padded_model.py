@@ -30,7 +30,7 @@ from xrunner.backends.deepspeed_worker import PaddedModel
 from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, Route, await_start, serve_stage
-from xrunner.engine.roster import Vocabulary
+from xrunner.engine.pool_requests import Vocabulary
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rank.world import World
 from xrunner.rules.static import StaticRule, static_rule

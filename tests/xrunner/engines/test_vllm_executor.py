@@ -23,8 +23,8 @@ from xrunner.backends.vllm.row import engine_arguments, version_in
 from xrunner.backends.vllm.vllm_worker import VllmExecutor
 from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
-from xrunner.engine.pipeline import ALONE, Neighbours
-from xrunner.engine.roster import Vocabulary
+from xrunner.engine.pipeline import SINGLE_RANK, Neighbours
+from xrunner.engine.pool_requests import Vocabulary
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.steps import BatchingRule, Step
 
@@ -86,13 +86,13 @@ def run(rule: BatchingRule, queries: Sequence[PreparedQuery],
     heads: list[Head] = []
     numbers = count()
     def tokens_of(query: int, count: int) -> tuple[Sequence[int], int]:
-        active = heads[0].roster.active[query]
+        active = heads[0].requests.active[query]
         return active.tokens(0, count), count - active.input_tokens
 
     executor = VllmExecutor(lambda message: core, tokens_of, clock=lambda: float(next(numbers)))
     sink = Collector()
     head = Head(rule=rule, executor=executor, sink=sink,
-                neighbours=Neighbours(local_comms(1)[0], ALONE),
+                neighbours=Neighbours(local_comms(1)[0], SINGLE_RANK),
                 vocabulary=Vocabulary(eos_ids=frozenset(), decode_text=lambda ids: ""))
     heads.append(head)
     for query in queries:

@@ -33,7 +33,7 @@ from xrunner.files.intake import SpooledQueries, hand_on, take_in
 from xrunner.files.result_line import result_line
 from xrunner.files.results import HELD_FILE, Answered, answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank.loading import Shelf
+from xrunner.rank.loading import KeptWeights
 from xrunner.rank.worker import work
 from xrunner.rank.world import connect
 
@@ -264,7 +264,7 @@ def test_every_line_is_what_openai_promises(tmp_path):
     given(estimate.changed(kv_tokens=20_000), problem, out / "schedule.json")
     plan = toy_plan(model, out, query_kv_tokens=256, is_chat=True)
     toys.write_spool(plan, requests)
-    work(plan, connect("cpu"), Shelf())
+    work(plan, connect("cpu"), KeptWeights())
     by_name = openai_batch.checked(out)
     openai_batch.check_plain(by_name)
     lacking = {"schema": "response_format", "choice": "structured_outputs",

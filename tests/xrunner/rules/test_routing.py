@@ -13,7 +13,7 @@ from problems import estimate_of, toy_problem
 
 from xgpt.core.controls import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
 from xrunner.engine.head import FromSpool
-from xrunner.engine.roster import Roster
+from xrunner.engine.pool_requests import PoolRequests
 from xrunner.query import PreparedQuery
 from xrunner.rules import batch_sizer as order
 from xrunner.rules.batch_sizer import LEAST_WINDOW, in_run_order
@@ -213,14 +213,14 @@ class Counted:
 
 def test_queries_come_in_their_order_and_no_more_wait_than_need_to():
     count, queries, told, waiting = 5 * LEAST_WAITING, Counted(), list[int](), list[Any]()
-    roster = SimpleNamespace(num_waiting=0)
+    requests = SimpleNamespace(num_waiting=0)
 
     def submit(query: Any) -> bool:
         waiting.append(query)
-        roster.num_waiting = len(waiting)
+        requests.num_waiting = len(waiting)
         return True
 
-    head: Any = SimpleNamespace(roster=roster, submit=submit)
+    head: Any = SimpleNamespace(requests=requests, submit=submit)
     order = list(in_run_order(count, 100, 3))
     supply = FromSpool(queries, in_run_order(count, 100, 3), count,
                        least=10, begin=told.extend)
@@ -233,7 +233,7 @@ def test_queries_come_in_their_order_and_no_more_wait_than_need_to():
         assert supply.is_open or len(queries.read) == count
         taken += [query.index for query in waiting[:1000]]
         del waiting[:1000]
-        roster.num_waiting = len(waiting)
+        requests.num_waiting = len(waiting)
     assert taken == queries.read == told == order and supply.close(head)
     assert most == 2 * LEAST_WAITING
 
@@ -242,9 +242,9 @@ def test_a_group_gets_no_more_slots_than_there_are_queries():
     rule = RraRule(encode_batch=4, decode_iterations=5, num_groups=2, max_active=12, kv_tokens=999)
     found = []
     for count in (5, 50):
-        roster = Roster(SlotUse.COMPACTED, None)
+        requests = PoolRequests(SlotUse.COMPACTED, None)
         for i in range(count):
-            roster.add(PreparedQuery(index=i, id=f"q{i}", input_ids=(1, 2, 3), max_new_tokens=5))
-        found.append(roster.start_message(rule))
+            requests.add(PreparedQuery(index=i, id=f"q{i}", input_ids=(1, 2, 3), max_new_tokens=5))
+        found.append(requests.start_message(rule))
     assert [message.slots for message in found] == [5, 6]
     assert found[0].capacity == 3 + 5, "input and most output of a query"

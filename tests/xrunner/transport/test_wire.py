@@ -46,11 +46,11 @@ MESSAGES: list[m.Message] = [
                                    goes_on=True),),
                   replaced=(0,), spans=(Span(0, 1, 2, True),), resting=(3,)),
     m.StartMessage(num_groups=1, slots=2, capacity=3), m.StopMessage(), m.EncodedMessage(group=1),
-    m.TokensMessage(group=2), m.HeldMessage(batch=1),
+    m.TokensMessage(group=2), m.ReceivedMessage(batch=1),
     m.HandedMessage(batch=1, queries=(m.HandedQuery(
         query=QUERY, input_tokens=2, output_ids=(1,), encode_start_s=0.5, first_token_s=None,
         likelihoods=()),)),
-    m.LeftMessage(queries=(QUERY,)), m.FinishedMessage(results=(RESULT,), output_tokens=5),
+    m.InputsMessage(queries=(QUERY,)), m.FinishedMessage(results=(RESULT,), output_tokens=5),
     m.BlockMessage(batch=0, queries=(1, 2), lengths=(3, 4)),
     m.PortionMessage(queries=(1,), change=PhaseControls(
         encode_batch=1, decode_iterations=2, group_max_active=3, group_kv_tokens=4)),
@@ -182,13 +182,13 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it():
         fill(cache, pools[0].stages[rank], 0)
         sender.hand_over(message, cache, first_slot=1)
     time.sleep(0.05)
-    assert not head.is_held(5), "rank 3 has not got its block"
+    assert not head.has_arrived(5), "rank 3 has not got its block"
     other = EntryReceiver(comms[3], found, [2, 3])
     until = time.monotonic() + 10
-    while not head.is_held(5):
+    while not head.has_arrived(5):
         assert time.monotonic() < until
         time.sleep(0.001)
-    assert not head.is_held(5), "told once"
+    assert not head.has_arrived(5), "told once"
     target = cache_of(pools[1].stages[0])
     target.allocate([2])
     head.put_into(target, 0, 9)
@@ -214,7 +214,7 @@ def test_a_failing_courier_is_not_kept_quiet():
     assert told.wait(10)
     comms[0].send(1, StopMessage())
     with pytest.raises(AssertionError):
-        receiver.is_held(0)
+        receiver.has_arrived(0)
 
 
 def cache_of(stage: StageAssignment) -> KvCache:

@@ -31,8 +31,8 @@ from xrunner.backends.vllm.tool_calls import CallsFinder
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.engine.head import Head
-from xrunner.engine.pipeline import ALONE, Neighbours
-from xrunner.engine.roster import Vocabulary
+from xrunner.engine.pipeline import SINGLE_RANK, Neighbours
+from xrunner.engine.pool_requests import Vocabulary
 from xrunner.files.beat import Beat
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.files.sink import RunSink
@@ -41,7 +41,14 @@ from xrunner.ops.likelihoods import as_row, packed
 from xrunner.ops.sampling import NOT_FINITE
 from xrunner.plan import RunPlan, load_plan
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank.lead import Stopwatch, conduct, leave, order_of, read_work, to_the_end
+from xrunner.rank.lifecycle import (
+    Stopwatch,
+    end_process,
+    open_requests,
+    run_head,
+    run_order,
+    run_rank,
+)
 from xrunner.rank.world import World, connect
 from xrunner.rules.changes import Changeable
 from xrunner.rules.rra import RraRule
@@ -51,7 +58,7 @@ from xrunner.step_record import StepSizes, decoded_sizes, equal_input_tokens
 
 
 def main(arguments: list[str]) -> int:
-    return to_the_end(load_plan(Path(arguments[0])), connect, run)
+    return run_rank(load_plan(Path(arguments[0])), connect, run)
 
 
 def run(plan: RunPlan, world: World) -> None:
@@ -59,14 +66,14 @@ def run(plan: RunPlan, world: World) -> None:
     schedule = load_schedule(plan.output / "schedule.json")
     (rule,) = rules_for(schedule.estimate)  # of one pool: the engine's row refuses others
     os.environ.update(QUIET)
-    queries, num_errors, before = read_work(plan)
+    queries, num_errors, before = open_requests(plan)
     clock = Stopwatch()
     sink = RunSink(plan, num_queries=len(queries), before=before, **_parsed(plan))
     heads: list[Head] = []
     refusals = Refusals(plan)
 
     def tokens_of(query: int, count: int) -> tuple[Sequence[int], int]:
-        active = heads[0].roster.active[query]
+        active = heads[0].requests.active[query]
         return active.tokens(0, count), count - active.input_tokens
 
     def make_core(message: StartMessage) -> EngineCore:
@@ -77,12 +84,12 @@ def run(plan: RunPlan, world: World) -> None:
     beat.start()
     executor = VllmExecutor(make_core, tokens_of, clock=clock, beat=beat)
     head = Head(rule=rule, executor=executor, sink=sink, clock=clock,
-                neighbours=Neighbours(world.comm, ALONE),
+                neighbours=Neighbours(world.comm, SINGLE_RANK),
                 vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
                                       decode_text=TextTokenizer(plan.model_dir).decode))
-    head.roster.on_begin = sink.underway.begin
+    head.requests.on_begin = sink.underway.begin
     heads.append(head)
-    order = list(order_of(len(queries), plan, before))
+    order = list(run_order(len(queries), plan, before))
     _watch(plan, head, sink, order, first_query=before.total, limit_s=schedule.bound.limit_s)
     for place in order:
         query = queries[place]
@@ -97,7 +104,7 @@ def run(plan: RunPlan, world: World) -> None:
     head.start()
     load_s = clock() - started_s
     try:
-        conduct(head, sink, world, clock, queries_before=before.total, num_errors=num_errors,
+        run_head(head, sink, world, clock, queries_before=before.total, num_errors=num_errors,
                 report=lambda: executor.report(0, load_s, plan.model_dir,
                                                executor.peak_memory_bytes(), version_words()))
     finally:
@@ -291,7 +298,7 @@ class VllmExecutor(DecoderOnly):
             tokens, generated = self._tokens_of(new.query, new.input_tokens)
             self._core.add(names[-1], tokens, new.sampling, generated)
             self._held[names[-1]] = 0
-        slots.place(names, message.replaced)
+        slots.fill(names, message.replaced)
         return names
 
     def _sizes(self, decoded: Sequence[tuple[str, int]],
@@ -321,4 +328,4 @@ def passes(wanted: Sequence[tuple[str, int]], most: int) -> Iterator[dict[str, i
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -10,12 +10,19 @@ from pathlib import Path
 from xrunner.files.sink import RunSink
 from xrunner.plan import RunPlan, load_plan
 from xrunner.query import FinishedQuery
-from xrunner.rank.lead import RunOutcome, Stopwatch, order_of, read_work, to_the_end, write_measured
+from xrunner.rank.lifecycle import (
+    RunOutcome,
+    Stopwatch,
+    open_requests,
+    run_order,
+    run_rank,
+    write_measured,
+)
 from xrunner.rank.world import World, connect
 
 
 def main(arguments: list[str]) -> int:
-    return to_the_end(load_plan(Path(arguments[0])), connect, _run)
+    return run_rank(load_plan(Path(arguments[0])), connect, _run)
 
 
 def _run(plan: RunPlan, world: World) -> None:
@@ -25,9 +32,9 @@ def _run(plan: RunPlan, world: World) -> None:
 
 
 def _answer_all(plan: RunPlan) -> None:
-    queries, num_errors, before = read_work(plan)
+    queries, num_errors, before = open_requests(plan)
     sink, clock, state = RunSink(plan, num_queries=len(queries), before=before), Stopwatch(), "done"
-    for place in order_of(len(queries), plan, before):
+    for place in run_order(len(queries), plan, before):
         if sink.should_stop():
             state = "stopped"
             break

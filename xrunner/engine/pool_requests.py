@@ -35,7 +35,7 @@ class Extent:
     longest: int
 
 
-class Roster:
+class PoolRequests:
     """Turns the rule's decisions into messages, and keeps account of the slots."""
 
     def __init__(self, slot_use: SlotUse, start_token: int | None, *,
@@ -43,7 +43,7 @@ class Roster:
         """`start_token`: see Vocabulary. `feeds_back`: the executor keeps last tokens
         (FED_BACK)."""
         self.active: dict[int, ActiveQuery] = {}  # active, or done within an unfinished batch
-        self.in_vain: list[int] = []  # ended in the encode pool although their KV was sent here
+        self.ended_elsewhere: list[int] = []  # in the encode pool, after their KV was sent here
         self._use, self._start_token, self._feeds_back = slot_use, start_token, feeds_back
         self.on_begin: Callable[[Sequence[int]], None] | None = None  # called as requests begin
         self.extent: Extent | None = None  # set if requests come while the pool runs
@@ -133,10 +133,10 @@ class Roster:
         message = StepMessage(
             kind=kind, group=step.group, phase=step.phase, iteration=step.iteration,
             removed=removed, replaced=replaced, joined=joined, resting=resting,
-            ended=tuple(self.in_vain),
+            ended=tuple(self.ended_elsewhere),
             freed=tuple(seat for seat in self._freed if seat.group != step.group),
             spans=self._seated(step, spans, seats) if self._use is SlotUse.REUSED else ())
-        self.in_vain.clear()
+        self.ended_elsewhere.clear()
         self._freed.clear()
         given = [self.active[index] for index in (
             fed if kind is StepKind.DECODE else [*fed, *step.joined])]

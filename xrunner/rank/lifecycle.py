@@ -31,7 +31,7 @@ from xrunner.rank.world import World
 from xrunner.rules.batch_sizer import in_run_order
 
 
-def to_the_end(plan: RunPlan, join: Callable[[], World],
+def run_rank(plan: RunPlan, join: Callable[[], World],
                work: Callable[[RunPlan, World], None]) -> int:
     """Runs one rank's `work` among the others; returns its exit code. `join`: connects to the other
     ranks."""
@@ -52,7 +52,7 @@ def to_the_end(plan: RunPlan, join: Callable[[], World],
     return 0
 
 
-def leave(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """Ends this process, if it succeeded once all others have come as far. Skips the interpreter's
     shutdown: all files are closed, and with torch it takes half a second."""
     if "mpi4py" in sys.modules and (code or "mpi4py.MPI" not in sys.modules):
@@ -93,7 +93,7 @@ class Stopwatch:
         return time.perf_counter() - self._start
 
 
-def read_work(plan: RunPlan) -> tuple[Sequence[PreparedQuery], int, Answered]:
+def open_requests(plan: RunPlan) -> tuple[Sequence[PreparedQuery], int, Answered]:
     """(all requests, read on access; number of error records; requests answered by an earlier
     run)."""
     write_progress(plan.output / "progress.json", replace(STARTING, state="loading"))
@@ -102,7 +102,7 @@ def read_work(plan: RunPlan) -> tuple[Sequence[PreparedQuery], int, Answered]:
     return SpooledQueries(spool, plan), spool.num_errors, answered(results)
 
 
-def order_of(num_queries: int, plan: RunPlan, before: Answered) -> Iterator[int]:
+def run_order(num_queries: int, plan: RunPlan, before: Answered) -> Iterator[int]:
     """Yields indices of the requests that are left, in the order in which they are run."""
     return in_run_order(num_queries, plan.shuffle_window, plan.seed, first=before.written,
                         without=before.held | set(plan.aside))
@@ -122,7 +122,7 @@ def refuse_changed_model(plan: RunPlan) -> None:
                 "same command goes on")
 
 
-def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
+def run_head(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
             report: Callable[[], RankReport], queries_before: int, num_errors: int) -> None:
     """Runs rank 0's head from the ranks' common start, and writes the run's figures. `report`:
     makes this rank's report."""
