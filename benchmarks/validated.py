@@ -23,7 +23,7 @@ from published.runs import of_fastertransformer, of_serving, of_splitwise, servi
 from published.table import chooser_table, validation_table
 from published.tables import of_aiconfigurator, of_vidur
 
-from xgpt.app.models import CONFIDENCE, published_errors
+from xgpt.app.models import CONFIDENCE
 from xgpt.core import catalog
 from xgpt.core.system.whole_file import write_atomically
 from xsimulator.closed_loop import LoopTimes
@@ -127,7 +127,7 @@ def check(data: Path) -> int:
         print(f"(NOT COMPARED: no measurements under {data})")
         return 0
     figures = validate(data).figures()
-    found = differing(figures, published_errors())
+    found = differing(figures, catalog.accuracy())
     print("\n".join(found) or f"{len(figures['rows'])} groups are predicted as the catalog says")
     if found:
         print("where that is meant: python benchmarks/validated.py, which writes them anew")

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from xgpt.core.constraint import Objective
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Rejected, Schedule
+from xgpt.core.schedule import Schedule, SizeTried
 from xgpt.core.units import format_seconds
+from xscheduler.copies import has_room
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import is_short
+from xscheduler.margin import Margins
 from xscheduler.space import LEAST_GAIN
+from xsimulator.roofline_limit import roofline_limit_qps
 
 MILLION = 1_000_000  # queries that a cost is given for if the job has no number of them
 Refusal = InfeasibleError | InputError
@@ -22,47 +25,48 @@ Refusal = InfeasibleError | InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Device time and price of a schedule: seconds for the job's own queries (is_job) or for a
-    million, and the price in the tariff's currency, 0 if no price is known."""
+    """Device time and price of a schedule: seconds for the job's own queries or, without a number
+    of them, for a million, also with the constraint's confidence, and the price in the tariff's
+    currency, 0 if no price is known."""
 
     devices: int
     seconds: float
-    queries: int
+    with_margin_s: float
     price: float
-    is_job: bool
-    tariff: str = ""  # price of a device-hour and its source, in words
 
-    @property
-    def words(self) -> str:
-        what = "the job takes" if self.is_job else "a million queries take"
-        devices = f"{self.devices} device{'s' * (self.devices > 1)}"
-        price = f", {self.price:,.2f}" if self.price else ""
-        return f"{what} {devices} for {format_seconds(self.seconds)}{price}"
+
+def why_impossible(problem: Problem) -> str:
+    """Why no schedule of the problem can be: its weights have no room, or the roofline limit makes
+    the job longer than its makespan limit; "" if neither is so."""
+    devices = problem.cluster.num_devices
+    if not has_room(problem):
+        return f"there is no room for the weights on {devices} of the devices"
+    limit_s = problem.constraint.limit_s("makespan")
+    least_s = (problem.num_queries or 0) / roofline_limit_qps(problem)
+    return "" if least_s <= limit_s else (
+        f"by the roofline limit {devices} of the devices take at least {format_seconds(least_s)}")
 
 
 def spent(problem: Problem, schedule: Schedule, evaluator: Evaluator) -> Spent:
     """Device time and price of a schedule: for a short job by replay, else by its throughput."""
-    count, is_job = problem.num_queries or MILLION, problem.num_queries is not None
-    seconds = count / schedule.figures.throughput_qps
+    seconds = (problem.num_queries or MILLION) / schedule.figures.throughput_qps
     if is_short(problem, schedule):
         job = evaluator.job(schedule.estimate)
         seconds = seconds if job is None else job.wall_s
     devices = problem.cluster.num_devices
     price = (problem.cluster.device.price_per_hour or 0.0) * devices * seconds / 3600
-    device = problem.cluster.device
-    tariff = "" if device.price_per_hour is None else (
-        f"at {device.price_per_hour:g} an hour for each by {device.price_source or 'the job file'}")
-    return Spent(devices=devices, seconds=seconds, queries=count, price=price, is_job=is_job,
-                 tariff=tariff)
+    factor = Margins(problem, evaluator).margin(schedule.estimate, "makespan").factor
+    return Spent(devices=devices, seconds=seconds, with_margin_s=factor * seconds, price=price)
 
 
 @dataclass(slots=True, kw_only=True)
 class SizeSearch:
     """Search over sizes. plan(size, has_margin): the schedule, raises the refusal. spent(size,
-    schedule): its device time and price."""
+    schedule): its device time and price. problem(size): the problem on so many devices."""
 
     plan: Callable[[int, bool], Schedule]
     spent: Callable[[int, Schedule], Spent]
+    problem: Callable[[int], Problem]
     refused: dict[int, Refusal] = field(default_factory=dict)
     planned: dict[int, Schedule] = field(default_factory=dict)  # in full
     _rough: dict[int, Spent] = field(default_factory=dict)
@@ -93,8 +97,11 @@ class SizeSearch:
 
     def _try(self, size: int) -> bool:
         """Whether the size has a schedule with its margin."""
-        if size not in self._rough and self._asked(size, has_margin=False) is None:
-            return False
+        if size not in self._rough:
+            rough = self._asked(size, has_margin=False)
+            if rough is None:
+                return False
+            self._rough[size] = self.spent(size, rough)
         schedule = self._asked(size, has_margin=True)
         if schedule is None:
             return False
@@ -103,6 +110,8 @@ class SizeSearch:
 
     def _asked(self, size: int, *, has_margin: bool) -> Schedule | None:
         try:
+            if reason := why_impossible(self.problem(size)):
+                raise InfeasibleError(reason)
             return self.plan(size, has_margin)
         except (InfeasibleError, InputError) as refusal:
             self.refused[size] = refusal
@@ -116,27 +125,17 @@ class SizeSearch:
     def _cost(spent: Spent) -> float:
         return spent.devices * spent.seconds
 
-    def schedule_of(self, objective: Objective, best: int, sizes: Sequence[int]) -> Schedule:
-        """The schedule of the best size with rows for the other sizes."""
-        schedule, own = self.planned[best], self.spent(best, self.planned[best])
-        smaller = max((size for size in self.refused if size < best), default=None)
-        note = f"{own.words}{f' ({own.tariff})' if own.tariff else ''}: " + (
-            f"the fewest devices found, of {sizes[-1]}, that keep every bound"
-            if objective == "devices" else
-            f"the least cost found of any size up to {sizes[-1]} devices")
-        if smaller is not None:
-            # a search with a gap finds no schedule; it does not prove that there is none
-            note += "; that fewer cannot is not proved" * (objective == "devices")
-            note += f". With {smaller}: {self.refused[smaller]}"
-        rows = [Rejected(kind="devices", subject=str(size), reason=str(self.refused[size]))
-                for size in sizes if size in self.refused and size != best]
-        full = {size: self.spent(size, one) for size, one in self.planned.items()}
-        for size, other in sorted({**self._rough, **full}.items()):
-            if size != best and size not in self.refused:
-                rows.append(Rejected(
-                    kind="devices", subject=str(size),
-                    throughput_qps=other.queries / other.seconds,
-                    reason=other.words + ("" if size in full else ", without a margin")))
-        return schedule.changed(explanation=(*schedule.explanation,
-                                             f"{note[:1].upper()}{note[1:]}."),
-                                rejected=(*schedule.rejected, *rows))
+    def schedule_of(self, best: int) -> Schedule:
+        """The schedule of the best size with a row for each size tried."""
+        return self.planned[best].changed(
+            sizes=tuple(map(self._tried, sorted({*self._rough, *self.planned, *self.refused}))))
+
+    def _tried(self, size: int) -> SizeTried:
+        own = (self.spent(size, self.planned[size]) if size in self.planned else
+               self._rough.get(size))
+        reason = str(self.refused.get(size, ""))
+        if own is None:
+            return SizeTried(devices=size, reason=reason,
+                             is_impossible=bool(why_impossible(self.problem(size))))
+        return SizeTried(devices=size, expected_s=own.seconds, with_margin_s=own.with_margin_s,
+                         price=own.price, reason=reason)

@@ -41,7 +41,7 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
     if not slower:
         return f"{start} is the only policy that can be used: {none}."
     answers = f"{start} answers {own_qps:.4g} requests/s"
-    return f"{answers}, {_and(slower)}; {none}." if none else f"{answers}, {_and(slower)}."
+    return f"{answers}; {_and(slower)}{f'; {none}' if none else ''}."
 
 
 def _how(schedule: Schedule) -> str:
@@ -67,16 +67,13 @@ def _how(schedule: Schedule) -> str:
 
 def _compared(schedule: Schedule, row: Rejected) -> str:
     assert row.throughput_qps
-    more, point = schedule.figures.throughput_qps / row.throughput_qps - 1, row.words
-    most = schedule.proof.left_open(row.subject, row.throughput_qps)
-    best = "best" if most is None else "best seen"
-    if most is not None:
-        point = f"{point}; no more than {most:.4g} requests/s" if point else (
-            f"no more than {most:.4g} requests/s")
-    than = "as many as" if abs(more) < 5e-4 else f"{more:.1%} more than" if more > 0 else (
-        f"{-more:.1%} less than")
-    point += f"{'; ' if point else ''}{NOT_SURE}" * row.is_unsure
-    return f"{than} the {best} of {policy(row.subject).title}{f' ({point})' if point else ''}"
+    title, qps = policy(row.subject).title, row.throughput_qps
+    most = schedule.proof.left_open(row.subject, qps)
+    if row.is_unsure:
+        return f"{title} {qps:.4g} ({row.words}; {NOT_SURE})"
+    if most is not None:  # its search ended early, since it cannot win: a range, no percentage
+        return f"{title} between {qps:.4g} ({row.words}) and {most:.4g}"
+    return f"{title} {qps:.4g} ({row.words})"
 
 
 def _why_variables(schedule: Schedule) -> str:

@@ -21,11 +21,14 @@ def configuration(estimate: Estimate) -> str:
     return ", ".join([estimate.policy, *values])
 
 
-def why_not(qps: float, chosen_qps: float, most_qps: float | None = None) -> str:
-    """Why an alternative with `qps` was not chosen. most_qps: upper bound on its kind. An
-    alternative with more throughput than the chosen one misses the limit with its own margin."""
-    lost = 1 - qps / chosen_qps
+def why_not(qps: float, chosen: tuple[float, float], most_qps: float | None = None) -> str:
+    """Why an alternative with `qps` was not chosen. chosen: throughput of the chosen schedule and
+    of the fastest one, for which it is a simpler one. most_qps: upper bound on its kind. An
+    alternative with more throughput than both misses the limit with its own margin."""
+    lost = 1 - qps / chosen[0]
     if lost > 0:
         return f"lower throughput by {lost:.1%}" + (
             "" if most_qps is None else f": no more than {most_qps:.4g} requests/s")
-    return "no better" if lost == 0 else f"quicker by {-lost:.1%}, but {NOT_SURE}"
+    if lost == 0:
+        return "no better"
+    return f"quicker by {-lost:.1%}, but {'less simple' if qps <= chosen[1] else NOT_SURE}"

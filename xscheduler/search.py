@@ -197,7 +197,7 @@ class Search(ReplayedCells):
         if self._replay_unseen(found, keeps):
             found = self._look(keeps)
         for _ in range(LOOKS):
-            if self._cuts() or _together_qps(found) >= enough_qps:
+            if self._cuts() or together_qps(found) >= enough_qps:
                 break
             improved = False
             self._try_nearly_as_good(found, keeps)
@@ -208,12 +208,12 @@ class Search(ReplayedCells):
             if not improved and again == found:
                 break
             found = again
-        first_qps, sure = _together_qps(found), self._surely_best(found, keeps)
-        if _together_qps(sure) > (1 - LEAST_GAIN) * first_qps:
+        first_qps, sure = together_qps(found), self._surely_best(found, keeps)
+        if together_qps(sure) > (1 - LEAST_GAIN) * first_qps:
             return sure
         for one in sure:  # the longest replay chose another point, which was no start until now
             self._climb(one.cell, one.point, keeps)
-        return max(sure, self._surely_best(self._look(keeps), keeps), key=_together_qps)
+        return max(sure, self._surely_best(self._look(keeps), keeps), key=together_qps)
 
     def _surely_best(self, found: list[Found], keeps: Feasibility) -> list[Found]:
         """Replays the best points with most queries, one after the other, until no other point
@@ -223,10 +223,10 @@ class Search(ReplayedCells):
             for one in found:
                 self.replay(one.cell, one.point, times=SURE)
             if all(keeps.is_kept(one.cell, one.point) for one in found):
-                best = max(best, found, key=_together_qps)
+                best = max(best, found, key=together_qps)
             again = self._look(keeps)
-            if again == found or (best and _together_qps(again) <= (
-                    1 + NOTHING) * _together_qps(best)):
+            if again == found or (best and together_qps(again) <= (
+                    1 + NOTHING) * together_qps(best)):
                 break
             found = again
         return best or found
@@ -307,7 +307,7 @@ class Search(ReplayedCells):
 
     def _try_nearly_as_good(self, found: Sequence[Found], keeps: Feasibility) -> None:
         """Replays points that are expected to come within OPTIMISM of the incumbent."""
-        own_qps = _together_qps(found)
+        own_qps = together_qps(found)
         usual = usual_off(list(self._replays))
         expected = [(self.expected(cell, keeps, usual), number, cell)
                     for number, cell in enumerate(self._replays)]
@@ -319,7 +319,7 @@ class Search(ReplayedCells):
 
     def _runners_up(self, found: Sequence[Found], keeps: Feasibility) -> list[Found]:
         """The best points of other cells that come within OPTIMISM of the incumbent."""
-        own_qps = _together_qps(found)
+        own_qps = together_qps(found)
         taken = {one.cell for one in found}
         others: list[tuple[float, int, Found]] = []
         for cell in self._replays:
@@ -367,5 +367,5 @@ class Search(ReplayedCells):
         return improved
 
 
-def _together_qps(found: Sequence[Found]) -> float:
+def together_qps(found: Sequence[Found]) -> float:
     return sum(one.copies * one.replayed.throughput_qps for one in found)

@@ -33,12 +33,15 @@ from xscheduler.margin import Margins
 from xscheduler.partition import division_of
 from xscheduler.progress import Watch
 from xscheduler.refusals import check, refusal_of
-from xscheduler.search import Found, Search
+from xscheduler.search import SURE, Found, Search, together_qps
 from xscheduler.space import Cell, fresh
 from xsimulator.bound import Kind, UpperBound
 from xsimulator.plans import PlanCache
 
 FEW_DEVICES = 8  # chosen: up to as many devices, each division into two pools has its own bound
+# chosen: schedules within this share of throughput are a tie, where the safety margin is so many
+# times as wide
+NEAR, WIDE = 0.02, 5
 _CLOSED = 1e-9  # a gap below it is rounding
 
 
@@ -99,14 +102,21 @@ class SearchPlanner:
         if not found:
             check(self.problem, self._timing)
             raise refusal_of(self.problem, self._timing, self.search, keeps, latency_bound_s)
-        estimate = together(found)
         margin = self._margin(keeps, found) if has_margin else Margin()
+        best_qps, is_tied = together_qps(found), False
+        if margin.factor > 1 + WIDE * NEAR and (simpler := self._simpler(found, keeps)):
+            found, is_tied, margin = simpler, True, self._margin(keeps, simpler)
+        estimate = together(found)
         qps = estimate.figures.throughput_qps
+        if is_tied:
+            estimate = replace(estimate, notes=(*estimate.notes, (
+                f"a simpler placement than the fastest found, for {1 - qps / best_qps:.1%} less "
+                "throughput, far within the safety margin")))
         upper_qps, by_policy = self._upper_bound(latency_bound_s, keeps, qps)
         bare_qps = free_qps = None
         rows: list[Rejected] = []
         if not self._is_brief:
-            rows += self._beside(found, qps, keeps, by_policy)
+            rows += self._beside(found, (qps, best_qps), keeps, by_policy)
             if not math.isinf(latency_bound_s):
                 free = together(self.search.best(self._keeps(math.inf, False), is_compared=True))
                 free_qps = max(free.figures.throughput_qps, qps)
@@ -141,6 +151,23 @@ class SearchPlanner:
                 schedule, replace(self.problem, fixed=self._asked),
                 latency_limit_s=latency_bound_s / margin.factor))
         return replace(schedule, over_copies=self._over_copies(found, keeps))
+
+    def _simpler(self, found: Sequence[Found], keeps: Feasibility) -> list[Found]:
+        """Equal copies that are simpler than `found` and have at most NEAR less throughput, the
+        simplest such; [] if there are none."""
+        each = self.problem.cluster.devices_per_node
+        kinds = {cell: (False, *_complexity(cell, each)) for cell in self.search.all_cells}
+        most = (len(found) > 1, *max(_complexity(one.cell, each) for one in found))
+        least_qps = (1 - NEAR) * together_qps(found)
+        for kind in sorted({kind for kind in kinds.values() if kind < most}):
+            one = self.search.best_of(keeps, {
+                cell for cell, own in kinds.items() if own == kind}.__contains__)
+            if one is None or _qps_of(one) < least_qps:
+                continue
+            self.search.replay(one.cell, one.point, times=SURE)
+            if keeps.is_kept(one.cell, one.point) and _qps_of(one) >= least_qps:
+                return [one]
+        return []
 
     def _margin(self, keeps: Feasibility, found: Sequence[Found]) -> Margin:
         """The safety margin of the copies whose latency with margin is longest."""
@@ -186,14 +213,14 @@ class SearchPlanner:
             self._upper[key] = most_qps
         return self._upper[key]
 
-    def _beside(self, found: Sequence[Found], qps: float, keeps: Feasibility,
+    def _beside(self, found: Sequence[Found], qps: tuple[float, float], keeps: Feasibility,
                 bounds: Sequence[tuple[str, float]]) -> list[Rejected]:
         """Rows for the best of each other policy, of ExeGPT's policies together, and of other
-        tensor-parallel degrees."""
+        tensor-parallel degrees. qps: throughput of the chosen copies and of the fastest."""
         self.search.look_at_each(keeps)
         own, most = found[0].cell, dict(bounds)
         names = {cell.policy for cell in self.search.all_cells}
-        best = {name: self.search.best_of(keeps, partial(_is_by, name), qps)
+        best = {name: self.search.best_of(keeps, partial(_is_by, name), qps[1])
                 for name in sorted(names, key=policy_names().index)}
         rows = [_row("policy", name, one, qps, most.get(name))
                 for name, one in best.items() if name != own.policy]
@@ -207,7 +234,7 @@ class SearchPlanner:
         degrees = {cell.plan[0] for cell in self.search.cells[size] if cell.policy == own.policy}
         for degree in sorted(degrees - {own.plan[0]}):
             rows.append(_row("tp_degree", str(degree), self.search.best_of(
-                keeps, partial(_is_by, own.policy, degree=degree), qps), qps, None))
+                keeps, partial(_is_by, own.policy, degree=degree), qps[1]), qps, None))
         return rows + self._left_out(names)
 
     def _left_out(self, looked: set[str]) -> list[Rejected]:
@@ -291,7 +318,13 @@ def _qps_of(one: Found) -> float:
     return one.cell.copies * one.replayed.throughput_qps
 
 
-def _row(kind: AlternativeKind, subject: str, one: Found | None, qps: float,
+def _complexity(cell: Cell, devices_per_node: int) -> tuple[bool, int]:
+    """(whether a copy spans nodes, its number of stages)."""
+    devices, (degree, gpus) = cell.problem.cluster.num_devices, cell.plan
+    return devices > devices_per_node, gpus // degree + devices - gpus
+
+
+def _row(kind: AlternativeKind, subject: str, one: Found | None, qps: tuple[float, float],
          bound_qps: float | None) -> Rejected:
     if one is None:
         most = "" if bound_qps is None else f"; no more than {bound_qps:.4g} requests/s"
@@ -299,5 +332,5 @@ def _row(kind: AlternativeKind, subject: str, one: Found | None, qps: float,
                         reason=f"none was found within the limits{most}")
     own = _qps_of(one)
     return Rejected(kind=kind, subject=subject, words=point_words(one.cell, one.point),
-                    throughput_qps=own, is_unsure=own > qps, latency_s=one.replayed.latency_s,
+                    throughput_qps=own, is_unsure=own > qps[1], latency_s=one.replayed.latency_s,
                     reason=why_not(own, qps, bound_qps))

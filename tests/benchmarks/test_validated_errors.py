@@ -14,13 +14,13 @@ from published.page import write_page
 from published.runs import serving_points
 from published.table import validation_table
 
-from xgpt.app.models import published_errors
+from xgpt.core import catalog
 
 needs_data = pytest.mark.skipif(not validated.DATA.is_dir(), reason="needs ../shared/data")
 
 
 def test_a_figure_that_is_not_computed_so_is_named_with_both():
-    figures = published_errors()
+    figures = catalog.accuracy()
     assert yaml.safe_load(validated.written(figures)) == figures
     other = copy.deepcopy(figures)
     assert validated.differing(other, figures) == []

@@ -152,11 +152,13 @@ def test_jobs_agree_with_enumeration(tmp_path, case):
         least = min(one.price for one in by_size.values())
         assert by_size[taken].price == pytest.approx(least)
     assert plan.opened.problem.fingerprint == plan.schedule.fingerprint
-    smaller = [size for size in sizes_of(open_file(path).problem.cluster)
-               if size < taken and size not in by_size]
-    told = plan.schedule.explanation[-1]
-    assert not smaller or objective != "devices" or f"With {max(smaller)}: no schedule" in told
-    assert "found" in told and ("not proved" in told) is bool(smaller and objective == "devices")
+    smaller = [row for row in plan.schedule.sizes if row.devices < taken]
+    assert objective != "devices" or all(row.reason for row in smaller)
+    assert not any(row.is_impossible for row in smaller if row.devices in by_size)
+    shown = str(plan)
+    assert objective != "devices" or ("not proved fewest" in shown) is not all(
+        row.is_impossible for row in smaller)
+    assert f"> {taken} " in shown or len(plan.schedule.sizes) == 1
 
 
 def test_sizes_are_parts_of_a_node_or_whole_nodes():
@@ -185,4 +187,4 @@ def test_a_price_is_of_a_million_queries_where_the_job_has_no_number(tmp_path):
     own = spent(plan.opened.problem, plan.schedule, Evaluator(plan.opened.problem, plan.timing))
     hours = 1e6 / figures.throughput_qps / 3600
     assert own.price == pytest.approx(6.88 * own.devices * hours) and math.isfinite(own.price)
-    assert plan.schedule.explanation[-1].startswith("A million queries take")
+    assert "of a million requests" in " ".join(str(plan).split())

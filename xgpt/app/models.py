@@ -7,11 +7,8 @@ import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
@@ -243,14 +240,6 @@ def _shape_words(spec: ModelSpec) -> str:
     positions = "" if spec.max_positions is None else f", {spec.max_positions:,} positions"
     return (f"{spec.family}, {parameters_in_words(spec)}, {layers} of width "
             f"{spec.hidden_size:,}, vocabulary of {spec.vocab_size:,}{positions}")
-
-
-def published_errors() -> dict[str, Any]:
-    """`rows`: errors by source, gpu, engine, operator and half; `choosers`; `kept`: pairs of
-    (confidence promised, share of the latencies kept)."""
-    text = resources.files("xgpt.core.catalog").joinpath("accuracy.yaml").read_text("utf-8")
-    found: dict[str, Any] = yaml.safe_load(text)
-    return found
 
 
 def of_own_loops(path: Path) -> dict[str, Any]:

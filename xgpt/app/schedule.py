@@ -4,45 +4,58 @@ many threads) that is best for it, by the one planner there is."""
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import gt
 from pathlib import Path
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.profile import timing_cost_s, timing_of
 from xgpt.app.telling import told_while
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
+from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InfeasibleError, InputError, Mistake, XgptError, refuse, wrong
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.system.machine import Layout, usable_cores
-from xgpt.core.units import format_bytes, format_seconds
+from xgpt.core.units import FP8, format_bytes, format_seconds
 from xgpt.job.job import Job
 from xgpt.job.resolve import laid_out, open_layouts, resolve_cluster, resolve_weight_dtype
 from xgpt.launch.launcher import ranks_per_node, threads_per_rank
-from xgpt.report.table import (
-    choice_table,
-    copies_table,
-    fact,
-    paragraph,
-    schedule_table,
-    stage_table,
-)
-from xgpt.report.words import counted
+from xgpt.report.plan_screen import PlanTimes, plan_screen
+from xgpt.report.table import schedule_details
 from xprofiler.profile_file import load_profile
+from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of
 from xscheduler.cluster_sizes import SizeSearch, Spent, spent
 from xscheduler.copies import sizes_of
-from xscheduler.evaluator import Evaluator
+from xscheduler.evaluator import Evaluator, predict
 from xscheduler.layouts import LaidOut, compared
 from xscheduler.planner import Horizon, Planner, PlanOptions
 from xscheduler.progress import Watch
 from xsimulator.allocation import pool_layers
 from xsimulator.memory import capacity_bytes, least_weight_bytes
+from xsimulator.replay.prediction import JobPrediction
 
 # What another layout of the cores may save of a job's time for each doubling of its ranks: 7 % were
 # seen of SmolLM2-135M on two cores.
 LAYOUT_GAIN = 0.1
+ANOTHER_ANSWER = 0.05  # chosen: times of another engine that differ by less are not shown
+ENGINE_WORDS = {VLLM: "vLLM", OWN_ENGINE: "xgpt's own runner"}
+
+
+def source_words(timing: TimingSource, cluster: Cluster, engine: str) -> str:
+    """Whose times a plan has, where they come from, and how far off such times were."""
+    if not isinstance(timing, Roofline):
+        return timing.provenance()
+    name, error = cluster.device.name, catalog.request_error(cluster.device.name, engine)
+    text = f"{ENGINE_WORDS.get(engine, engine)} on {name}, computed from data sheets"
+    if error is not None:
+        return (f"{text}; request times of {error[1]} published runs were {error[0]:.0%} off in "
+                "the mean")
+    never = engine == OWN_ENGINE and cluster.num_devices > 1 and cluster.device.kind == "gpu"
+    return f"{text}, never compared with a run" + "; it has not run on several GPUs" * never
 
 
 def layout_of(opened: OpenedJob) -> Layout:
@@ -114,10 +127,10 @@ def _on(opened: OpenedJob, layout: Layout, *, is_one_of_many: bool = False) -> O
         weight_dtype=resolve_weight_dtype(job, problem.dtype, problem.model, cluster)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A schedule, what it was planned for, and the times it was planned with. As text it is the
-    table that `xgpt schedule` prints."""
+    screen that `xgpt schedule` prints."""
 
     schedule: Schedule
     opened: OpenedJob
@@ -125,18 +138,48 @@ class Plan:
     horizon: Horizon
 
     def __str__(self) -> str:
-        problem, cluster = self.opened.problem, self.opened.problem.cluster
-        head = paragraph(f"{problem.model.name} on {cluster.name} ({cluster.num_devices} x "
-                         f"{cluster.device.name}), {problem.dtype}")
-        assumed = paragraph(f"links: assumed {cluster.assumed}") if cluster.assumed else ""
-        times = paragraph(f"times: {self.timing.provenance()}")
-        count = problem.num_queries
-        horizon = fact("horizon", f"this job's {counted(count, 'query')}"
-                       if self.horizon == "job" and count else "steady state, a job without end")
-        tables = (head, assumed, times, horizon, schedule_table(self.schedule),
-                  choice_table(self.schedule), copies_table(self.schedule),
-                  stage_table(self.schedule))
-        return "\n".join(filter(None, tables))
+        prediction, job = self.prediction, self.opened.job
+        return plan_screen(self.schedule, self.opened.problem, PlanTimes(
+            source=source_words(self.timing, self.opened.problem.cluster, job.plan_engine),
+            seconds=None if prediction is None else prediction.wall_s,
+            by_engine=self.by_engine), str(job.source))
+
+    @cached_property
+    def prediction(self) -> JobPrediction | None:
+        """Prediction for the job's own queries, loading left out; None if it has no number of
+        them."""
+        if self.horizon == "steady":
+            return None
+        return predict(self.opened.problem, self.timing, self.schedule.estimate, replays=1)
+
+    @cached_property
+    def by_engine(self) -> list[tuple[str, float]]:
+        """(engine in words, seconds for the job's own requests) of the same schedule by the
+        computed times of other engines, vLLM's with fp8 weights too, where these differ."""
+        own, problem = self.prediction, self.opened.problem
+        if own is None or not isinstance(self.timing, Roofline):
+            return []
+        asked = [(engine, problem.weight_dtype) for engine in (VLLM, OWN_ENGINE)
+                 if engine != self.opened.job.plan_engine]
+        if FP8 in dict(problem.cluster.device.flops_per_s) and problem.weight_dtype != FP8:
+            asked.append((VLLM, FP8))
+        rows = []
+        for engine, dtype in asked:
+            other = replace(problem, weight_dtype=dtype)
+            found = predict(other, Roofline(problem.model, problem.cluster.device, problem.dtype,
+                                            engine=engine, weight_dtype=dtype,
+                                            kv_dtype=problem.kv_dtype), self.schedule.estimate,
+                            replays=1)
+            if found is not None and abs(found.wall_s / own.wall_s - 1) > ANOTHER_ANSWER:
+                rows.append((f"{ENGINE_WORDS[engine]}{f' with {dtype} weights' * (dtype == FP8)}",
+                             found.wall_s))
+        return rows
+
+    @property
+    def details(self) -> str:
+        """Why this schedule: alternatives, bounds, what was pruned, and each stage, as `xgpt
+        explain` prints them."""
+        return schedule_details(self.schedule)
 
 
 class JobPlanner:
@@ -199,10 +242,12 @@ class JobPlanner:
             planner = self._planner(layouts[size])
             return spent(planner.problem, schedule, Evaluator(planner.problem, planner.timing))
 
-        search, sizes = SizeSearch(plan=planned, spent=takes), sorted(layouts)
+        search, sizes = SizeSearch(
+            plan=planned, spent=takes, problem=lambda size: self._jobs[layouts[size]].problem,
+        ), sorted(layouts)
         best = search.choose(self._objective, sizes)
         layout = layouts[best]
-        return Plan(schedule=search.schedule_of(self._objective, best, sizes),
+        return Plan(schedule=search.schedule_of(best),
                     opened=self._jobs[layout], timing=self._planner(layout).timing,
                     horizon=self._options.horizon)
 

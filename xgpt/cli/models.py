@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from xgpt.app.doctor import Remedy, compare_on_gpu, examine, remedies
-from xgpt.app.models import UnsupportedModel, check_model_named, of_own_loops, published_errors
+from xgpt.app.models import UnsupportedModel, check_model_named, of_own_loops
 from xgpt.cli.options import json_option, print_json
 from xgpt.cli.terminal import show
 from xgpt.core import catalog
@@ -62,7 +62,7 @@ def _check(name: str, as_json: bool) -> None:
 
 def _accuracy(measured: Path | None, as_json: bool) -> None:
     own = None if measured is None else of_own_loops(measured)
-    found = published_errors()
+    found = catalog.accuracy()
     if as_json:
         print_json({**found, "measured": own})
         return

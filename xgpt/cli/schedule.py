@@ -10,20 +10,28 @@ import click
 from xgpt.app.hand_in import FORMATS
 from xgpt.app.hand_in import export as export_job
 from xgpt.app.opened import open_file, open_job
-from xgpt.app.schedule import default_horizon, settled
+from xgpt.app.schedule import default_horizon, plan_job, settled
 from xgpt.app.simulate import simulate_job
 from xgpt.app.what_if import answers_for
-from xgpt.cli.options import check_writable, job_arguments, print_json, with_seconds, within_seconds
+from xgpt.cli.options import (
+    check_writable,
+    job_arguments,
+    print_json,
+    run_arguments,
+    with_seconds,
+    within_seconds,
+)
 from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.engines import VLLM
 from xgpt.core.errors import InfeasibleError, MissingExtraError
-from xgpt.core.schedule_file import load_schedule, plain, save_schedule
+from xgpt.core.schedule_file import load_schedule, plain, save_schedule, to_json
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import parse_share
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_file import load_job
 from xgpt.launch.exports import vllm_command
 from xgpt.report.chart import SUFFIXES, can_draw
+from xgpt.report.table import schedule_details
 from xscheduler.planner import Horizon, PlanOptions
 
 
@@ -64,6 +72,8 @@ def _times_of(job: Job) -> str:
               help="Replay N configurations at most in each round of the search.")
 @click.option("--export", "engine", type=click.Choice([VLLM]),
               help="Also the command of vLLM with the flags nearest to the schedule.")
+@click.option("--verbose", is_flag=True,
+              help="Also why: alternatives, bounds and stages, as `xgpt explain` prints them.")
 @within_seconds
 @click.option("--horizon", type=click.Choice(("job", "steady")),
               help="Plan for the job's own queries, as submit does (default, where it has any), or "
@@ -71,7 +81,7 @@ def _times_of(job: Job) -> str:
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
              with_price: bool, with_drift: bool, from_file: Path | None, gap: float | None,
              max_nodes: int | None, max_seconds: float | None, horizon: Horizon | None,
-             engine: str | None) -> None:
+             engine: str | None, verbose: bool) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
     check_writable(out, "--out")
     deployed = None if from_file is None else load_schedule(from_file)
@@ -85,6 +95,8 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
         say(f"schedule written to {out}")
     if not as_json and (text := str(answers)):
         show(text)
+        if verbose and answers.plan is not None:
+            show(f"\n{answers.plan.details}")
     if answers.infeasible is not None:
         refusal = InfeasibleError(f"{answers.infeasible}{answers.hint}")
         refusal.details = plain(answers.to_dict())
@@ -98,6 +110,23 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
         print_json(answers.to_dict() | also)
     elif exported is not None:
         show(f"\n{exported}")
+
+
+@click.command()
+@run_arguments
+@within_seconds
+def explain(where: Path, overrides: tuple[str, ...], as_json: bool,
+            max_seconds: float | None) -> None:
+    """Say why a job or a run has its schedule: alternatives, bounds, stages."""
+    if where.is_dir():
+        found = load_schedule(where / "schedule.json")
+    else:
+        job = load_job(where, with_seconds(overrides, max_seconds))
+        found = plan_job(open_job(job, Terminal(), "lengths")).schedule
+    if as_json:
+        print_json(to_json(found))
+    else:
+        show(schedule_details(found))
 
 
 @click.command()

@@ -189,15 +189,15 @@ class Estimate:
 
 
 # what an alternative is the best of; "unsearched": policies that were not compared
-AlternativeKind = Literal["policy", "unsearched", "RRA and WAA alone", "tp_degree", "devices",
+AlternativeKind = Literal["policy", "unsearched", "RRA and WAA alone", "tp_degree",
                           "without a latency bound", "without a margin",
                           "highest in steady state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """An alternative that was not chosen. subject: the policy, the policies ("unsearched"), the
-    tp_degree or the number of devices that it is the best of, else "". words: its configuration, ""
+    """An alternative that was not chosen. subject: the policy, the policies ("unsearched") or the
+    tp_degree that it is the best of, else "". words: its configuration, ""
     if there is none. is_unsure: it is faster, but misses the limit with its own margin."""
 
     kind: AlternativeKind
@@ -219,6 +219,22 @@ class Rejected:
     def label(self) -> str:
         """The alternative in words."""
         return f"{self.name}: {self.words}" if self.words else self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeTried:
+    """A number of devices that was tried for a job that asks for few or cheap ones. expected_s:
+    seconds of the job, or of a million requests; with_margin_s: with the constraint's confidence;
+    None if there is no schedule. price: in the tariff's currency, 0 if unknown. reason: why the
+    size misses a limit, "" if it keeps all. is_impossible: that no schedule keeps the limits is
+    proved."""
+
+    devices: Positive
+    expected_s: Amount | None = None
+    with_margin_s: Amount | None = None
+    price: Amount = 0.0
+    reason: str = ""
+    is_impossible: Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +304,7 @@ class Schedule:
     """The chosen configuration with what the search proved about it. `fingerprint`: of the Problem
     it answers; the runner refuses another one. `over_copies`: every number of copies of the model
     that was looked at, the most first; empty where there was one, of one size. `prospects`: of its
-    bounds but that on latency."""
+    bounds but that on latency. `sizes`: numbers of devices tried, the fewest first."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     estimate: Estimate
@@ -300,6 +316,7 @@ class Schedule:
     explanation: tuple[str, ...] = ()
     over_copies: tuple[CopiesTried, ...] = ()
     prospects: tuple[Prospect, ...] = ()
+    sizes: tuple[SizeTried, ...] = ()
 
     @property
     def controls(self) -> Controls:

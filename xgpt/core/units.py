@@ -93,7 +93,8 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 120:
         minutes, rest = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)
-        return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+        whole, part = (f"{hours} h", minutes) if hours else (f"{minutes} min", rest)
+        return f"{whole} {part} {'min' if hours else 's'}" if part else whole
     if seconds >= 1:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

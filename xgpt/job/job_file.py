@@ -16,14 +16,15 @@ from typing import Annotated, Any, cast
 from pydantic import Field as Described
 
 from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import OBJECTIVES, Objective
-from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, Mistake, nearest, wrong
 from xgpt.core.hf.values import gguf_in
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.core.units import parse_seconds
 from xgpt.job import typed
-from xgpt.job.job import Job, LengthSpec, RunSpec, WorkloadSpec, check_run
+from xgpt.job.job import LOCAL_CLUSTER, Job, LengthSpec, RunSpec, WorkloadSpec, check_run
 from xgpt.job.plan_sections import (
     AUTO,
     AnyCluster,
@@ -236,14 +237,14 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         workload = replace(workload, requests=replace(workload.requests, terms=Terms(
             workload.score, None if run.engine == OWN_ENGINE else run.engine,
             workload.embed or "")))
-    planned = run.engine if run.engine in catalog.names("engine") else OWN_ENGINE
+    cluster = built_cluster(own.cluster, reading) if isinstance(
+        own.cluster, InlineCluster) else own.cluster
     job = Job(
-        name=own.name or path.stem, model=own.model,
-        cluster=built_cluster(own.cluster, reading) if isinstance(
-            own.cluster, InlineCluster) else own.cluster,
+        name=own.name or path.stem, model=own.model, cluster=cluster,
         workload=workload, constraint=constraint_of(own.constraint, own.objective),
         price_per_hour=own.price_per_hour, schedule=schedule, adjustment=adjustment, run=run,
-        plan_engine=own.plan.engine or planned, slurm=own.slurm, output=output,
+        plan_engine=own.plan.engine or _planned_engine(own, cluster, reading), slurm=own.slurm,
+        output=output,
         results=results_of(own.results, workload.requests, output, reading),
         quote_formulas=own.quote_formulas, source=Path(os.path.abspath(path)),
         profile=own.profile, max_search_s=own.search.max_seconds)
@@ -253,6 +254,18 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         job = replace(job, schedule=replace(
             job.schedule, policies=job.schedule.policies or SCORING_POLICIES[:1], encode_chunk=0))
     return job
+
+
+def _planned_engine(own: JobFile, cluster: str | Cluster, reading: typed.Reading) -> str:
+    """The engine whose times are planned with unless the job says so: the one that is to run, or
+    that the profile is of. For GPUs elsewhere, vLLM where its computed times were compared with
+    published runs on such GPUs."""
+    is_here = cluster in (LOCAL_CLUSTER, "") or any(
+        map(reading.has, ("run.engine", "slurm", "profile")))
+    if not is_here:
+        device = (catalog.cluster(cluster) if isinstance(cluster, str) else cluster).device
+        return VLLM if catalog.request_error(device.name, VLLM) else OWN_ENGINE
+    return own.run.engine if own.run.engine in catalog.names("engine") else OWN_ENGINE
 
 
 def _check(job: Job, reading: typed.Reading) -> None:

@@ -25,7 +25,7 @@ from xgpt.report.figures import BoundCheck, check_bound, lost_to_bound, percent,
 from xgpt.report.html_page import render_page
 from xgpt.report.output import Output, number, read_output, text_at, told
 from xgpt.report.profile_table import profile_facts
-from xgpt.report.table import compared, schedule_facts
+from xgpt.report.table import alternative_cells, schedule_facts
 from xgpt.report.words import controls_cell, counted
 
 REPORT_NAME = "report.html"
@@ -89,7 +89,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart])
                    for stage in pool.stages] if schedule else (),
         "schedule_facts": schedule_facts(schedule) if schedule else (),
         "policy_sentence": words.policy_sentence(schedule.estimate) if schedule else "",
-        "rejected": [(row.label, *compared(row, schedule), row.reason)
+        "rejected": [(row.label, *alternative_cells(row, schedule), row.reason)
                      for row in schedule.rejected] if schedule else (),
         "words": words,
         "plots": [chart for chart in drawn if not chart.is_wide],

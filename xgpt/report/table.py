@@ -41,6 +41,12 @@ def schedule_table(schedule: Schedule) -> str:
     return _lines(schedule_facts(schedule))
 
 
+def schedule_details(schedule: Schedule) -> str:
+    """All tables of a schedule: facts, choice, numbers of copies and stages."""
+    return "\n".join(filter(None, (schedule_table(schedule), choice_table(schedule),
+                                   copies_table(schedule), stage_table(schedule))))
+
+
 def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
     """(label, text): what was chosen, its predicted throughput and latency against the bound, what
     the bound and the margin cost, memory, and what the search proved."""
@@ -102,13 +108,22 @@ def choice_table(schedule: Schedule) -> str:
     """Why it was chosen, the best of each other policy and degree, and what the bound excluded."""
     why = _lines([("why" if index == 0 else "", sentence)
                   for index, sentence in enumerate(schedule.explanation)])
-    others = table(("alternative", "requests/s", "less", "latency", "configuration"), [
-        (row.name, *compared(row, schedule), _configuration(row)) for row in schedule.rejected],
-        right=(1, 2, 3)) if schedule.rejected else ""
+    others = table(("alternative", "found", "at most", "latency", "configuration"), [
+        (row.name, *alternative_cells(row, schedule), _configuration(row))
+        for row in schedule.rejected], right=(1, 2, 3)) if schedule.rejected else ""
     return "\n".join(filter(None, (why, others)))
 
 
-def compared(row: Rejected | CopiesTried, schedule: Schedule) -> tuple[str, str, str]:
+def alternative_cells(row: Rejected, schedule: Schedule) -> tuple[str, str, str]:
+    """Requests/s that were found for an alternative, its upper bound and its latency. Its search
+    ends early, so that no percentage of the chosen schedule's throughput is told."""
+    bounds = dict(schedule.proof.policy_bounds)
+    return ("-" if row.throughput_qps is None else plain(row.throughput_qps),
+            plain(bounds[row.subject]) if row.subject in bounds else "-",
+            "-" if row.latency_s is None else format_seconds(row.latency_s))
+
+
+def compared(row: CopiesTried, schedule: Schedule) -> tuple[str, str, str]:
     """Its requests/s, how much less that is, and its latency."""
     qps, latency_s = row.throughput_qps, row.latency_s
     return ("-" if qps is None else plain(qps),
@@ -118,7 +133,7 @@ def compared(row: Rejected | CopiesTried, schedule: Schedule) -> tuple[str, str,
 
 def _configuration(row: Rejected) -> str:
     """The configuration, and why there is none or it does not serve."""
-    if row.kind == "devices" or not row.words:
+    if not row.words:
         return row.reason
     point = row.words.removesuffix(_NO_PLAN)
     return point if row.throughput_qps is not None and not row.is_unsure else (

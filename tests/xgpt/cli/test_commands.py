@@ -80,7 +80,6 @@ def test_scheduling_imports_neither_torch_nor_mpi_and_submit_no_scipy(job):
                  code="print('HEAVY', {'torch', 'mpi4py', 'transformers'} & set(sys.modules))")
     assert done.returncode == 0, done.stderr
     assert "HEAVY set()" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
     code = "import sys, xgpt.app.submit; print(sorted(m for m in sys.modules if 'scipy' in m))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           check=True, timeout=120)

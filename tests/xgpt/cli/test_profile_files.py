@@ -10,7 +10,6 @@ from click.testing import CliRunner, Result
 from job_folder import xgpt
 
 from jobs import job_file
-from xgpt.app.models import published_errors
 from xgpt.cli.main import cli
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
@@ -119,7 +118,7 @@ def test_loops_that_took_as_long_as_predicted_are_no_error_in_table_and_object(t
     assert max(map(len, lines[1:])) <= 80 and "mine.csv" in lines[0]
     gpus = catalog.names("device")
     rows = [line for line in lines if line.partition(" ")[0] in gpus]
-    assert len(rows) == 3 + sum(row["half"] != "fit" for row in published_errors()["rows"])
+    assert len(rows) == 3 + sum(row["half"] != "fit" for row in catalog.accuracy()["rows"])
     assert rows[0].split()[:4] == ["H100", "vllm", "TPOT", "8"]
     assert any(line.startswith("latencies within") for line in lines)
     told = json.loads(accuracy("--measured", exact(tmp_path), "--json").stdout)["measured"]
@@ -139,7 +138,7 @@ def test_the_figures_of_the_catalog_keep_what_is_promised():
     """Of runs that no constant was fitted to: time per token and requests within 20 %; nine of ten
     latencies within the margin of a confidence of 0.9, and so for others, give or take a twentieth;
     choices with a margin keep the bound and miss less than a tenth."""
-    found = published_errors()
+    found = catalog.accuracy()
     assert all({row["gpu"]} <= {*catalog.names("device")} and row["engine"] in
                catalog.names("engine") for row in found["rows"])
     assert max(row["mean"] for row in found["rows"]

@@ -40,6 +40,11 @@ def run(job: Path, *arguments: str, horizon: str = "steady", **changes: object) 
         str(job), *sets, "--horizon", horizon, *arguments], catch_exceptions=False)
 
 
+def shown_width(text: str) -> int:
+    """Columns of a screen; the commands to go on with name a path, which may be longer."""
+    return max(len(line) for line in text.splitlines() if not line.startswith(("run it:", "why:")))
+
+
 def planned(job: Path, **changes: object) -> Schedule:
     session = open_file(job, [f"{key.replace('__', '.')}={value}"
                                  for key, value in changes.items()])
@@ -47,8 +52,8 @@ def planned(job: Path, **changes: object) -> Schedule:
 
 
 def test_the_schedule_is_explained_and_set_beside_its_alternatives(job):
-    done = run(job)
-    assert done.exit_code == 0 and max(map(len, done.stdout.splitlines())) <= 80
+    done = run(job, "--verbose")
+    assert done.exit_code == 0 and shown_width(done.stdout) <= 80
     found = json.loads(run(job, "--json").stdout)
     labels = [line[:13].strip() for line in done.stdout.splitlines()]
     others = {"rra", "waa-c", "waa-m"} - {found["policy"]}
@@ -80,7 +85,7 @@ def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job):
         found.estimate.figures.throughput_qps) for row in others)
     assert "its margin" in found.explanation[2]
     shown = run(job, **two, constraint__drift="15%")
-    assert "the margin costs" in " ".join(shown.stdout.split())
+    assert "on the latency, to be 50% sure; it costs" in " ".join(shown.stdout.split())
 
 
 def test_more_latency_gpus_and_memory_have_their_price(job, monkeypatch):
@@ -104,7 +109,7 @@ def test_more_latency_gpus_and_memory_have_their_price(job, monkeypatch):
     assert offers[0]["gain"] == pytest.approx(
         offers[0]["throughput_qps"] / found["figures"]["throughput_qps"] - 1)
     shown = run(job, "--price", **one).stdout
-    assert "What more would bring" in shown and max(map(len, shown.splitlines())) <= 80
+    assert "What more would bring" in shown and shown_width(shown) <= 80
 
 
 def test_a_bound_that_cannot_be_met_is_refused_and_offers_say_what_would_do(job):
@@ -136,7 +141,7 @@ def test_a_deployed_schedule_is_kept_adjusted_or_replaced(job, tmp_path):
            for way in ("keep", "adjust", "redeploy")}
     assert qps["redeploy"] > qps["adjust"] and shorter["loading"]["rank_bytes"]
     shown = run(job, "--from", file, workload__task="C1", **papers).stdout
-    assert max(map(len, shown.splitlines())) <= 80
+    assert shown_width(shown) <= 80
     for label in ("keep ", "adjust ", "redeploy ", "advice "):
         assert f"\n{label}" in shown
 

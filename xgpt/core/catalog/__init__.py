@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 
@@ -192,6 +192,22 @@ def device_named(text: str) -> Device:
 
 def _bare(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
+
+
+@cache
+def accuracy() -> Mapping[str, Any]:
+    """Errors of computed times against published measurements: accuracy.yaml."""
+    text = resources.files(__package__).joinpath("accuracy.yaml").read_text("utf-8")
+    return cast(Mapping[str, Any], yaml.load(text, Loader=_LOADER))
+
+
+@cache
+def request_error(device_name: str, engine_name: str) -> tuple[float, int] | None:
+    """(mean error of the computed time of a request, number of published runs) of an engine on a
+    GPU, by runs that no constant was fitted to; None where there are none."""
+    rows = [row for row in accuracy()["rows"] if row["half"] == "test" and (
+        row["gpu"], row["engine"], row["operator"]) == (device_name, engine_name, "request")]
+    return (rows[0]["mean"], rows[0]["cases"]) if rows else None
 
 
 @cache

@@ -1,0 +1,187 @@
+"""The screen of a plan: how long, how fast, how sure, and what comes next, in at most 25 lines."""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from xgpt.core.policies import policy
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule, SizeTried, Status
+from xgpt.core.units import format_bytes, format_seconds
+from xgpt.report.figures import percent, plain
+from xgpt.report.table import alternative_cells, fact, paragraph, table
+from xgpt.report.words import PROSPECTS, controls_line, counted, prospect_words
+from xscheduler.layouts import LAYOUT_NOTE
+
+MOST_ALTERNATIVES, MOST_SIZES = 4, 5  # chosen: rows of the tables, for a screen of 25 lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTimes:
+    """source: of the step times, in words. seconds: expected for the job's own requests, loading
+    left out; None for a plan of the steady state. by_engine: (engine in words, the same) by other
+    engines' times."""
+
+    source: str
+    seconds: float | None
+    by_engine: Sequence[tuple[str, float]] = ()
+
+
+def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file: str) -> str:
+    """The plan of a job. job_file: as the user named it, or where it would be saved."""
+    rows = [fact(label, text) for label, text in _facts(schedule, problem, times)]
+    near = os.path.relpath(job_file)
+    name = near if len(near) < len(job_file) else job_file
+    following = (f"run it: xgpt submit {name}\nwhy:    xgpt explain {name}"
+                 if os.path.exists(job_file) else f"next:   add --save {name}")
+    return "\n\n".join(filter(None, (
+        paragraph(_head(problem)), "\n".join(rows),
+        sizes_table(schedule, MOST_SIZES) or _alternatives_table(schedule), following)))
+
+
+def _head(problem: Problem) -> str:
+    count, cluster = problem.num_queries, problem.cluster
+    of = "steady state" if count is None else counted(count, "request")
+    nodes = f" ({cluster.num_nodes} nodes)" if cluster.num_nodes > 1 else ""
+    return (f"{of}: {problem.model.name} ({problem.dtype}) on {cluster.num_devices} x "
+            f"{cluster.device.name}{nodes}")
+
+
+def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[tuple[str, str]]:
+    figures, margin, cluster = schedule.figures, schedule.margin, problem.cluster
+    if times.seconds is not None:
+        yield "time", _time(schedule, problem, times.seconds)
+    if (own := _size_of(schedule)) is not None:
+        yield "devices", _devices(schedule, problem) + (
+            "; times and cost are of a million requests" * (problem.num_queries is None))
+        if own.price:
+            each = cluster.device.price_per_hour or 0.0
+            unit = " USD" if cluster.device.price_source else ""  # the catalog's prices
+            yield "cost", f"about {own.price:,.0f}{unit}, at {each:g} an hour for each device"
+    yield "throughput", (f"{plain(figures.throughput_qps)} requests/s, "
+                         f"{plain(figures.output_tokens_per_s)} output tokens/s, in steady state")
+    if own is None or not math.isinf(schedule.bound.limit_s):
+        yield "latency", _latency(schedule)
+    for one in schedule.prospects:
+        if one.metric != "makespan":
+            yield PROSPECTS[one.metric], prospect_words(one)
+    yield "schedule", controls_line(schedule.estimate)
+    yield "placement", "; ".join(dict.fromkeys(map(_placement, schedule.estimate.shapes)))
+    yield "memory", (f"{format_bytes(max(figures.memory_bytes, default=0))} of "
+                     f"{format_bytes(figures.memory_capacity_bytes)} on the fullest device")
+    yield "times", times.source
+    if times.by_engine:
+        yield "others", "; ".join(f"{engine} {format_seconds(seconds)}" for engine, seconds in
+                                  times.by_engine) + ", for the same schedule (plan.engine)"
+    if cluster.assumed:
+        yield "links", f"assumed: {cluster.assumed.partition('; ')[0]}"
+    if margin.factor > 1:
+        metric = "time" if math.isinf(schedule.bound.limit_s) else "latency"
+        yield "margin", (f"{percent(margin.factor - 1, 0)} on the {metric}, to be "
+                         f"{problem.constraint.confidence:.0%} sure; it costs "
+                         f"{percent(margin.cost, 0)} of the throughput")
+    yield "optimality", _optimality(schedule)
+    for note in schedule.estimate.notes:
+        if note.startswith(LAYOUT_NOTE):
+            yield "layout", note.removeprefix(LAYOUT_NOTE)
+        elif not note.startswith("times: "):
+            yield "note", note
+
+
+def _time(schedule: Schedule, problem: Problem, seconds: float) -> str:
+    """`5 h 14 min expected, 7 h 35 min at 95 % (limit 8 h), without loading`."""
+    text = f"{format_seconds(seconds)}"
+    limit = next((one for one in schedule.prospects if one.metric == "makespan"), None)
+    own = _size_of(schedule)
+    sure_s = limit.with_margin_s if limit else own.with_margin_s if own else None
+    if sure_s is not None and sure_s > seconds:
+        text += f" expected, {format_seconds(sure_s)} at {problem.constraint.confidence:.0%}"
+    if limit is not None:
+        text += f" (limit {format_seconds(limit.limit_s)})"
+    if problem.observes:
+        text += (f", if every answer has {problem.default_max_tokens:,} tokens: how long they are "
+                 "is not known")
+    return f"{text}, without loading"
+
+
+def _size_of(schedule: Schedule) -> SizeTried | None:
+    """The chosen size; None for a schedule on a given number of devices."""
+    own = schedule.estimate.num_devices
+    return next((row for row in schedule.sizes if row.devices == own), None)
+
+
+def _devices(schedule: Schedule, problem: Problem) -> str:
+    own = schedule.estimate.num_devices
+    if problem.constraint.objective == "cost":
+        return f"{own}: the least cost found, of {counted(len(schedule.sizes), 'size')}"
+    smaller = [row for row in schedule.sizes if row.devices < own]
+    if all(row.is_impossible for row in smaller):
+        return f"{own}: fewer are impossible (memory, roofline limit)" if smaller else f"{own}"
+    least = min(row.devices for row in smaller if not row.is_impossible)
+    return f"{own}: the fewest found; not proved fewest, {least} or more may do"
+
+
+def _latency(schedule: Schedule) -> str:
+    bound = schedule.bound
+    text = f"{format_seconds(schedule.figures.latency_s)} at P{bound.quantile * 100:g}"
+    if math.isinf(bound.limit_s):
+        return f"{text}, no limit"
+    return f"{text}, limit {format_seconds(bound.limit_s)}"
+
+
+def _placement(shape: Estimate) -> str:
+    deployment = shape.deployment
+    copies, devices = deployment.replicas, deployment.devices_per_replica
+    stages = " + ".join(f"{len(pool.stages)} to {pool.name}" if len(deployment.pools) > 1 else
+                        f"{len(pool.stages)}" for pool in deployment.pools)
+    return (f"{counted(copies, 'replica')} x {counted(devices, 'device')} "
+            f"(TP {deployment.tp_degree}, PP {stages})")
+
+
+def _optimality(schedule: Schedule) -> str:
+    proof = schedule.proof
+    if proof.status == Status.JOB or not math.isfinite(proof.gap):
+        return "the quickest found for this job; no upper bound on others is proved"
+    if proof.status == Status.OPTIMAL:
+        return "optimal: no schedule has more throughput"
+    cut = "; the search was cut off" if proof.status == Status.LIMIT else ""
+    return (f"gap {percent(proof.gap, 0)}: no schedule exceeds {plain(proof.bound_qps)} requests/s"
+            f"{cut}")
+
+
+def sizes_table(schedule: Schedule, most: int | None = None) -> str:
+    """Each number of devices that was tried, its time and cost; the smaller ones without any
+    schedule are one row. most: rows, those nearest to the chosen size. "" if one size was tried."""
+    limit = next((bound for bound in schedule.bounds if bound.metric == "makespan"), None)
+    chosen = schedule.estimate.num_devices
+    without = [row.devices for row in schedule.sizes if row.expected_s is None]
+    body: list[tuple[str, ...]] = [(f"up to {size}", "-", "-", "-", "no") for size in without[-1:]]
+    for row in schedule.sizes:
+        if row.expected_s is None:
+            continue
+        times = [format_seconds(row.expected_s), format_seconds(row.with_margin_s or math.inf)]
+        is_only_expected = limit is not None and row.expected_s <= limit.limit_s
+        met = "yes" if not row.reason else "only expected" if is_only_expected else "no"
+        body.append((f"{'> ' * (row.devices == chosen)}{row.devices}", *times,
+                     f"{row.price:,.0f}" if row.price else "-", met))
+    if most is not None and len(body) > most:
+        own = next(at for at, cells in enumerate(body) if cells[0].startswith("> "))
+        start = min(max(own - most // 2, 0), max(len(body) - most, 0))
+        body = body[start:start + most]
+    header = ("devices", "expected", "with margin", "cost", "limits met")
+    return table(header, body, right=(0, 1, 2, 3)) if body[1:] else ""
+
+
+def _alternatives_table(schedule: Schedule) -> str:
+    """The best of the other policies, and what there is without the limit or the margin. Searches
+    of those end early, so that each has its upper bound beside what was found."""
+    rows = [row for row in schedule.rejected if row.throughput_qps and not row.is_unsure]
+    policies = sorted((row for row in rows if row.kind == "policy"),
+                      key=lambda row: -(row.throughput_qps or 0))
+    without = [row for row in rows if row.kind.startswith("without")]
+    shown = [*policies[:MOST_ALTERNATIVES - len(without)], *without]
+    body = [(policy(row.subject).title if row.kind == "policy" else row.kind,
+             *alternative_cells(row, schedule)) for row in shown]
+    return table(("alternative", "requests/s found", "upper bound", "latency"), body,
+                 right=(1, 2, 3)) if body else ""
