@@ -1,4 +1,5 @@
-"""Compares computed times with others' measurements; writes the page and the catalog's figures.
+"""Compares computed times with others' measurements; writes the page, the catalog's figures and the
+points of docs/pictures/accuracy.svg.
 
     python benchmarks/validated.py [--data ../shared/data] [--html FILE] [--by-model] [--check]
 
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parent
 PAGE = ROOT / "results" / "validate.md"
 DATA = ROOT.parents[1] / "shared" / "data"
 FIGURES = Path(catalog.__file__).with_name("accuracy.yaml")
+POINTS = ROOT.parent / "docs" / "pictures" / "accuracy.json"
 KEYS = ("source", "gpu", "engine", "operator", "half")
 # what tells that a source is there, its folder, and what reads it
 TABLES = (("vidur/compute", "vidur", of_vidur),
@@ -59,6 +61,13 @@ class Validation:
     compared: tuple[Compared, ...]
     choosers: tuple[Chooser, ...] = ()
     kept: tuple[tuple[float, float], ...] = ()
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Seconds of each request of a closed loop, measured and predicted."""
+        return [{"gpu": part.gpu, "engine": part.engine, "model": part.model, "half": part.half,
+                 "measured_s": float(f"{measured:.4g}"), "predicted_s": float(f"{predicted:.4g}")}
+                for part in self.compared if part.operator == "request"
+                for measured, predicted in zip(part.measured_s, part.predicted_s, strict=True)]
 
     def figures(self) -> dict[str, Any]:
         """What the catalog has: the models of a source together."""
@@ -143,6 +152,14 @@ def written(figures: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def written_points(found: Validation) -> str:
+    """What docs/pictures/accuracy.py draws, and docs/readme.py tells: a line for each request."""
+    figures = found.figures()
+    rows = ",\n".join(json.dumps(row) for row in found.requests())
+    return (f'{{"choosers": {json.dumps(figures["choosers"])},\n'
+            f'"kept": {json.dumps(figures["kept"])},\n"requests": [\n{rows}]}}\n')
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA)
@@ -164,7 +181,8 @@ def main() -> None:
     head = PAGE.read_text(encoding="utf-8").split("```")[0]
     write_atomically(PAGE, f"{head}```\n{words}\n```\n")
     write_atomically(FIGURES, written(found.figures()))
-    print(PAGE, FIGURES, sep="\n")
+    write_atomically(POINTS, written_points(found))
+    print(PAGE, FIGURES, POINTS, sep="\n")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ project = "xgpt"
 html_title = "xgpt"
 root_doc = "docs/index"
 extensions = ["myst_parser"]
-include_patterns = ["README.md", "docs/*.md", "docs/schema/README.md", "benchmarks/README.md",
-                    "benchmarks/results/*.md", "jobs/README.md", "csrc/README.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md",
+                    "docs/first-hour/*.md",
+                    "docs/schema/README.md", "benchmarks/README.md", "benchmarks/results/*.md",
+                    "jobs/README.md", "csrc/README.md"]
 exclude_patterns = ["**/__pycache__", ".*", "build", "dist", "out", "tests", "x*"]
 nitpicky = True  # a link that leads nowhere is a warning, and by -W an error
 myst_heading_anchors = 4  # headings are targets of links, by the names that GitHub gives them
@@ -25,7 +27,14 @@ html_show_sourcelink = False
 
 
 def setup(app: Any) -> None:
+    app.connect("source-read", _keep_off_the_sidebar)
     app.connect("build-finished", _lead_to_the_first_page)
+
+
+def _keep_off_the_sidebar(app: Any, name: str, source: list[str]) -> None:
+    """Makes the README and pages of results orphans: docs/results.md lists the latter."""
+    if name == "README" or name.startswith("benchmarks/"):
+        source[0] = f"---\norphan: true\n---\n{source[0]}"
 
 
 def _lead_to_the_first_page(app: Any, failure: Exception | None) -> None:

@@ -30,8 +30,8 @@ Data = dict[str, list[float | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A picture. `lines`: what each fixes of the job's schedule. `across`: bounds on the latency,
-    in seconds."""
+    """A picture. `lines`: the schedule keys that each line fixes. `across`: latency limits, in
+    seconds."""
 
     words: str
     model: str
@@ -43,12 +43,12 @@ class Choice:
 
 
 def _of_policies(*names: str) -> dict[str, dict[str, object]]:
-    titles = {"rra": "RRA", "waa-c": "WAA-C", "sarathi": "Sarathi", "vllm": "vLLM"}
+    titles = {"rra": "RRA", "waa-c": "WAA-C", "sarathi": "Sarathi"}
     return {titles[name]: {"schedule.policy": name, "schedule.replicas": 1} for name in names}
 
 
 def _of_copies(*counts: int, devices: int) -> dict[str, dict[str, object]]:
-    return {f"{count} {'copy' if count == 1 else 'copies'} on {devices // count} GPU"
+    return {f"{count} replica{'s' * (count > 1)} on {devices // count} GPU"
             f"{'s' * (devices > count)}{' each' * (count > 1)}": {"schedule.replicas": count}
             for count in counts}
 
@@ -68,17 +68,17 @@ CHOICES = {
         model="llama-3.1-70b", cluster=_node("A100-80", "nvlink3"), workload=DOCUMENTS,
         lines=_of_copies(1, 2, 4, devices=8), across=(12, 16, 24, 40, 80, 160)),
     "phases": Choice(
-        words="one copy of Llama-3.1-70B on eight H100, conversations: 512 input and 256 output "
+        words="one replica of Llama-3.1-70B on eight H100, conversations: 512 input and 256 output "
               "tokens in the mean", model="llama-3.1-70b", cluster="h100-8",
         workload={"task": "C2"}, lines=_of_policies("rra", "waa-c", "sarathi"),
         across=(11, 12, 14, 18, 30, 60), has_log=True),
     "pools": Choice(
-        words="one copy of GPT-3 39B on sixteen A40, summaries: 256 input and 32 output tokens in "
-              "the mean", model="gpt3-39b", cluster="a40-16", workload={"task": "S"},
+        words="one replica of GPT-3 39B on sixteen A40, summaries: 256 input and 32 output tokens "
+              "in the mean", model="gpt3-39b", cluster="a40-16", workload={"task": "S"},
         lines=_of_policies("rra", "waa-c", "sarathi"), across=(5, 6, 8, 12, 20, 40)),
     "chunks": Choice(
-        words="one copy of OPT-13B on four A40, summaries: 256 input and 32 output tokens in the "
-              "mean", model="opt-13b", cluster="a40-4", workload={"task": "S"},
+        words="one replica of OPT-13B on four A40, summaries: 256 input and 32 output tokens in "
+              "the mean", model="opt-13b", cluster="a40-4", workload={"task": "S"},
         lines=_of_policies("rra", "waa-c", "sarathi"), across=(3, 4, 6, 8, 12, 20)),
 }
 
@@ -125,7 +125,7 @@ def draw_choice(name: str) -> str:
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour,
                       label=label)
-    axes.set(xlabel="bound on the latency of a query (s)", ylabel="requests/s", xscale="log",
+    axes.set(xlabel="latency limit of a request (s)", ylabel="requests/s", xscale="log",
              xticks=choice.across, xticklabels=[f"{at:g}" for at in choice.across])
     axes.set(**{"yscale": "log"} if choice.has_log else {"ylim": (0, None)})
     axes.minorticks_off()

@@ -1,8 +1,8 @@
 """Draws the pictures of the documents from the simulator: `python docs/pictures/draw.py`.
 
-Each policy's picture is a replay of the same sixteen queries (toy.yaml) on two stages. A picture
-carries a digest of what it shows, but for figures, on which processors do not agree to the last
-digit: these it says in words, or their mean. A test makes the data anew and compares."""
+Each policy's picture is a replay of the same sixteen requests (toy.yaml) on two stages. A picture
+carries a digest of what it shows, without figures: processors differ in their last digits. Its
+words have the figures, or their mean. A test makes the data anew and compares."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ TOY, TRADE_OFF_JOB = HERE / "toy.yaml", ROOT / "jobs" / "opt-13b-summarise.yaml"
 # policy -> (its control variables, what the picture shows in words)
 POLICIES: dict[str, tuple[dict[str, int], str]] = {
     "rra": ({"encode_batch": 4, "decode_iterations": 4, "decode_micro_batches": 2},
-            "RRA: both stages encode four queries, then decode for four iterations, and so on. "
-            "Queries that end make room at once; the next encoding fills it."),
+            "RRA: both stages encode four requests, then decode for four iterations, and so on. "
+            "Requests that end make room at once; the next encoding fills it."),
     "waa-c": ({"encode_batch": 1},
-              "WAA-C: the first GPU only encodes, the second only decodes. Queries enter the "
+              "WAA-C: the first GPU only encodes, the second only decodes. Requests enter the "
               "decoding batch one by one, and no decode step waits for an encoding of its own."),
     "ft": ({"encode_batch": 8, "decode_micro_batches": 2},
-           "FT: eight queries are encoded, then decoded until the longest is done. All eight "
+           "FT: eight requests are encoded, then decoded until the longest is done. All eight "
            "leave together, and short ones wait for the longest."),
     "dsi": ({"encode_batch": 8, "decode_micro_batches": 2, "encode_micro_batches": 4},
             "DSI: as FT, but the encoding is cut into four smaller parts, so that the second "
             "stage begins sooner."),
     "orca": ({"max_active": 8},
-             "ORCA: after every iteration queries that are done leave and waiting ones join; an "
+             "ORCA: after every iteration requests that are done leave and waiting ones join; an "
              "iteration encodes and decodes in one step."),
     "vllm": ({"max_active": 8, "token_budget": 2048},
-             "vLLM: as soon as there is room, waiting queries are encoded in a step of their own, "
-             "and those that decode wait meanwhile."),
+             "Prefill-first: where there is room, waiting requests are encoded in a step of their "
+             "own, and those that decode wait meanwhile."),
     "sarathi": ({"max_active": 8, "token_budget": 128},
-                "Sarathi: inputs are cut into pieces, and each step decodes all active queries "
+                "Sarathi: inputs are cut into pieces, and each step decodes all active requests "
                 "and encodes one piece beside them."),
 }
 TRADE_OFF_BOUNDS_S = (4.0, 5.0, 6.0, 8.0, 11.5, 16.0, 24.0)
-TRADE_OFF_POLICIES = {"rra": "RRA", "waa-c": "WAA-C", "ft": "FT (static batches)",
-                      "vllm": "vLLM (continuous batching)"}
+TRADE_OFF_POLICIES = {"sarathi": "Sarathi (chunked prefill)", "rra": "RRA", "waa-c": "WAA-C",
+                      "vllm": "prefill-first", "ft": "FT (static batches)"}
 ENCODE, DECODE, WAIT = ("#d9822b", "#eab27c"), ("#3b6fb6", "#8db0dd"), "#d5d8dc"
-LINES = ("#d9822b", "#3b6fb6", "#626a74", "#1d7d53")
+LINES = ("#d9822b", "#3b6fb6", "#626a74", "#1d7d53", "#9a4fa3")
 MAKE = "python docs/pictures/draw.py"
 
 
 def replay(policy: str) -> ReplayResult:
-    """The toy's queries under a policy."""
+    """The toy's requests under a policy."""
     job = xgpt.load(TOY, {"schedule": {"policy": policy, **POLICIES[policy][0]}})
     return xgpt.simulate(job).replay
 
@@ -70,13 +70,13 @@ def trade_off(policy: str, bounds_s: tuple[float, ...] = TRADE_OFF_BOUNDS_S) -> 
 
 
 def digest(shape: object = "") -> str:
-    """Of what is shown besides figures, and of this script: a picture is made by both."""
+    """Hash of what is shown besides figures, and of this script: both make a picture."""
     own = Path(__file__).read_text(encoding="utf-8")
     return hashlib.sha256(f"{shape!r}\n{own}".encode()).hexdigest()[:16]
 
 
 def made_of(result: ReplayResult) -> str:
-    """Of a replay: the digest of its steps, and when queries end."""
+    """The digest of a replay's steps, and the mean time at which its requests end."""
     steps = [[pool.name, [[str(step.kind.value), step.group] for step in pool.steps]]
              for pool in result.pools]
     return f"{digest(steps)}, {1e3 * result.times.last_token_s.mean():.4g} ms"
@@ -87,7 +87,7 @@ def words_of(policy: str) -> str:
 
 
 def draw_policy(policy: str) -> str:
-    """Above, what the stages do; below, what becomes of each query."""
+    """Draws what the stages do, and below it the life of each request."""
     result = replay(policy)
     figure, (stages, queries) = _figure(2, height=4.2, heights=(1, 2.2))
     names, row = [], 0
@@ -106,7 +106,7 @@ def draw_policy(policy: str) -> str:
 
 
 def draw_latency() -> str:
-    """One query of the RRA replay, with what is measured of it."""
+    """Draws one request of the RRA replay, with the times that are measured."""
     result = replay("rra")
     times, query = result.times, 9
     start, first, last = (float(of[query]) for of in (
@@ -121,26 +121,26 @@ def draw_latency() -> str:
         y = 0.55 + 0.5 * level
         axes.annotate("", (begin, y), (end, y), arrowprops={"arrowstyle": "<->", "lw": 0.8})
         axes.text((begin + end) / 2, y + 0.08, text, ha="center", va="bottom", fontsize=8)
-    for at, text in ((0, "the run begins,\nthe query is there"), (start, "its encoding\nbegins"),
+    for at, text in ((0, "the run begins,\nthe request is there"), (start, "its encoding\nbegins"),
                      (first, "first\ntoken"), (last, "last\ntoken")):
         axes.text(at, -0.35, text, ha="center", va="top", fontsize=8)
     axes.set(ylim=(-1.0, 2.0), xlim=(-0.06 * last, 1.06 * last), yticks=[], xticks=[])
     for side in axes.spines.values():
         side.set_visible(False)
-    words = ("One query's life: it waits for its turn, is encoded, gets its first token, and is "
+    words = ("One request's life: it waits for its turn, is encoded, gets its first token, and is "
              "decoded to its last. Latency counts from the start of its encoding to its last "
              "token; time to first token counts from the start of the run.")
     return _svg(figure, words, made_of(result))
 
 
 def draw_trade_off() -> str:
-    """Throughput against the bound on latency, policy by policy."""
+    """Draws throughput against the latency limit, a line for each policy."""
     data = {policy: trade_off(policy) for policy in TRADE_OFF_POLICIES}
     figure, (axes,) = _figure(1, height=3.0, heights=(1,))
     for (policy, name), colour in zip(TRADE_OFF_POLICIES.items(), LINES, strict=True):
         points = [(b, q) for b, q in zip(TRADE_OFF_BOUNDS_S, data[policy], strict=True) if q]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=name)
-    axes.set(xlabel="bound on the latency of a query (s)", ylabel="requests/s", ylim=(0, None),
+    axes.set(xlabel="latency limit of a request (s)", ylabel="requests/s", ylim=(0, None),
              xlim=(0, None))
     axes.grid(color="#e2e4e6")
     axes.legend(frameon=False, fontsize=8)
@@ -149,7 +149,7 @@ def draw_trade_off() -> str:
 
 def trade_off_words(data: Mapping[str, list[float | None]]) -> str:
     """The picture in words, with all its data."""
-    return ("Predicted throughput of each policy's best schedule against the bound on latency: "
+    return ("Predicted throughput of each policy's best schedule against the latency limit: "
             "OPT-13B, summarisation, four A40 by roofline. " + "; ".join(
                 f"{name}: " + ", ".join(f"{q or 'none'} at {b:g} s" for b, q in zip(
                     TRADE_OFF_BOUNDS_S, data[policy], strict=True))
@@ -185,7 +185,7 @@ def _lives(axes: Any, result: ReplayResult) -> None:
                                       (times.start_s, times.first_token_s, ENCODE[0], 0.7),
                                       (times.first_token_s, times.last_token_s, DECODE[0], 0.7)):
         axes.barh(rows, end - begin, left=begin, height=width, color=colour)
-    axes.set(ylabel="queries", xlabel="seconds", yticks=[])
+    axes.set(ylabel="requests", xlabel="seconds", yticks=[])
     axes.invert_yaxis()
 
 
@@ -198,7 +198,7 @@ def _legend(figure: Any, *names: str) -> None:
 
 
 def _svg(figure: Any, words: str, made_of: str, make: str = MAKE) -> str:
-    """As text, with a title for those who cannot see it, and what it was made of."""
+    """The SVG's text, with a title for those who cannot see it and what it was made of."""
     from matplotlib import rc_context
 
     file = io.StringIO()

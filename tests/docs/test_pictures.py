@@ -23,7 +23,7 @@ def _script(name: str) -> Any:
     return module
 
 
-draw, choices = _script("draw"), _script("choices")
+draw, choices, accuracy = _script("draw"), _script("choices"), _script("accuracy")
 
 
 def text_of(name: str) -> str:
@@ -55,6 +55,17 @@ def test_the_trade_off_is_what_is_planned_today():
         f"draw it anew: {draw.MAKE}")
 
 
+def test_the_trade_off_names_the_policies_by_what_they_do():
+    words = title_of("trade-off")
+    assert "Sarathi" in words and "prefill-first" in words and "vLLM" not in words
+
+
+def test_the_picture_of_the_accuracy_is_of_the_committed_points():
+    assert made_of("accuracy") == accuracy.made_of(), f"draw it anew: {accuracy.MAKE}"
+    rows = accuracy.requests()
+    assert title_of("accuracy") == accuracy.words_of(rows) and len(rows) == 236
+
+
 @pytest.mark.slow
 def test_all_of_the_trade_off_is_what_is_planned_today():
     data = {policy: draw.trade_off(policy) for policy in draw.TRADE_OFF_POLICIES}
@@ -81,7 +92,8 @@ def test_each_picture_has_words_and_a_place_in_the_documents():
     pages = "".join(page.read_text("utf-8") for page in (*ROOT.glob("docs/*.md"),
                                                          ROOT / "README.md"))
     pictures = sorted(path.stem for path in PICTURES.glob("*.svg"))
-    assert pictures == sorted([*draw.POLICIES, "latency", "trade-off", *choices.CHOICES])
+    assert pictures == sorted([*draw.POLICIES, "latency", "trade-off", "accuracy",
+                               *choices.CHOICES])
     for name in pictures:
         assert re.search(r"<title>\w.{40,}</title>", text_of(name))
         (words,) = set(re.findall(rf"!\[([^\]]+)\]\((?:docs/)?pictures/{name}\.svg\)", pages))

@@ -1,5 +1,5 @@
 """Importers of others' profiling data as Profiles; anybody who may import xprofiler may call
-`import_folder`. docs/importers.md says what is read, assumed and left out."""
+`import_folder`. docs/profile.md says what is read and left out."""
 
 from importlib import import_module
 from pathlib import Path

@@ -1,5 +1,5 @@
 """One table says what a request may ask: in OpenAI's lines and in ours the same key is given, asks
-for nothing, or is refused by its name; and the page of the job file says the same."""
+for nothing, or is refused by its name; and docs/requests.md says the same."""
 
 import json
 from collections import defaultdict
@@ -16,7 +16,7 @@ from xgpt.requests.request import Request, RequestError, Terms, read_record
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool_columns import ColumnsWriter
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/job-file.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/requests.md"
 ENGINES = (OWN_ENGINE, VLLM, "deepspeed")
 CONTENT: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETION: {"prompt": "Hi"},
@@ -221,6 +221,6 @@ def tables() -> list[str]:
     return [*lines, *(f"| {neutral} | {', '.join(keys)} |" for neutral, keys in nowhere.items())]
 
 
-def test_the_page_of_the_job_file_has_the_same_tables():
+def test_the_page_of_requests_has_the_same_tables():
     page = PAGE.read_text(encoding="utf-8").splitlines()
     assert not [line for line in tables() if line not in page], "\n" + "\n".join(tables())
