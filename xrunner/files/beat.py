@@ -1,6 +1,6 @@
-"""What each rank tells of itself while it runs: a small file a rank, replaced about once a second
-by a thread beside its work. A rank that is stopped, or lost, tells nothing any more; one that is
-stuck at a step tells of that (xgpt.app.running.follow)."""
+"""Heartbeat files of ranks: `ranks/RANK.json`, replaced about once a second by a thread of each. A
+rank that is stopped or lost writes no more. One that is stuck writes the step it is at
+(xgpt.app.running.follow)."""
 
 import json
 import math
@@ -17,13 +17,13 @@ from xrunner.comm.messages import StepMessage
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import StepRecord
 
-BEATS = "ranks"  # the folder, in the output folder
-_INTERVAL_S = 1.0
-MOST_STEPS = 24  # of a kind, the latest ones, that a state tells of
+BEATS = "ranks"  # folder within the output folder
+_INTERVAL_S = 1.0  # chosen
+MOST_STEPS = 24  # chosen: latest steps of each kind in a state
 
 
 class ToldStep(NamedTuple):
-    """A step as it is told of: see xrunner.step_record.StepRecord."""
+    """A step as a state reports it: see xrunner.step_record.StepRecord."""
 
     kind: str
     queries: int
@@ -37,12 +37,12 @@ class ToldStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """A rank `elapsed_s` after the run's common start. `busy_s`: of these at work on steps;
-    `recent_share`: of the last second or so. `queries`: that have a place in its stage's caches.
-    `at_s`: when it told so, in seconds since 1970 (None: it was not heard); `told`: the step it was
-    told last, and since when it is at it (None: it has done that one). `steps`: the latest of each
-    kind, of the second or so up to `elapsed_s`, MOST_STEPS at most, for who watches how long they
-    take."""
+    """A rank's state, `elapsed_s` seconds after the run's common start.
+
+    `busy_s`: seconds of these spent on steps. `recent_share`: busy share of the last second or so.
+    `queries`: requests in its stage's caches. `at_s`: when it was written, in seconds since 1970
+    (None: never). `told`: the step it received last; `step_since_s`: since when it is at it (None:
+    done). `steps`: the latest of each kind since the state before, at most MOST_STEPS."""
 
     rank: int
     stage: int
@@ -54,21 +54,21 @@ class RankState:
     replica: int = 0
     at_s: float | None = None
     steps: tuple[ToldStep, ...] = ()
-    num_steps: int = 0  # done
+    num_steps: int = 0  # steps done
     longest_step_s: float = 0.0
     told: str = ""
     step_since_s: float | None = None
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The rank's name for messages, with its stage, pool and replica."""
         place = f"stage {self.stage}" + ("" if self.pool == "all" else f", {self.pool} pool")
-        return f"rank {self.rank} ({place}{f', copy {self.replica}' if self.replica else ''})"
+        return f"rank {self.rank} ({place}{f', replica {self.replica}' if self.replica else ''})"
 
 
 class Beat:
-    """One rank's file. It is told of every step, and writes now and then; `start` has it write
-    while there is nothing to tell, too."""
+    """Writes one rank's heartbeat file. Call it after every step; `start` a thread to write
+    meanwhile."""
 
     def __init__(self, output: Path, *, rank: int, stage: int, pool: str,
                  replica: int = 0) -> None:
@@ -77,7 +77,7 @@ class Beat:
         self._written_s, self._busy_s = -math.inf, 0.0
         self._elapsed_s, self._share, self._queries = 0.0, 0.0, 0
         self._num_steps, self._longest_s = 0, 0.0
-        self._steps: dict[str, deque[StepRecord]] = {}  # by kind, since those told last
+        self._steps: dict[str, deque[StepRecord]] = {}  # by kind, since the last state
         self._told: tuple[ToldStep, ...] = ()
         self._message: StepMessage | None = None
         self._since_s: float | None = None
@@ -85,23 +85,24 @@ class Beat:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins to tell that this process lives."""
+        """Starts the thread that shows that this process lives."""
         self._thread = threading.Thread(target=self._live, name="beat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """The rank's part is done: it tells nothing any more."""
+        """Stops writing: the rank's part is done."""
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
 
     def begin(self, message: StepMessage) -> None:
-        """The rank has been told this step."""
+        """Records that the rank has received this step."""
         self._message, self._since_s = message, time.time()
 
     def __call__(self, now_s: float, busy_s: float, queries: int,
                  step: StepRecord | None = None) -> None:
-        """The rank has done its `step`. now_s: since the run's start."""
+        """Records a `step` that is done. `now_s`: since the run's start. `queries`: in its
+        caches."""
         if step is not None:
             self._steps.setdefault(step.kind, deque(maxlen=MOST_STEPS)).append(step)
         if self._since_s is not None:
@@ -132,7 +133,7 @@ class Beat:
             num_steps=self._num_steps,
             longest_step_s=self._longest_s, step_since_s=self._since_s,
             told=_in_words(self._message))
-        with self._lock, suppress(OSError):  # a full disk is told of where results are written
+        with self._lock, suppress(OSError):  # a full disk is reported where results are written
             self._path.parent.mkdir(exist_ok=True)
             write_atomically(self._path, json.dumps(asdict(state)) + "\n", is_durable=False)
 
@@ -147,13 +148,13 @@ def _in_words(message: StepMessage | None) -> str:
     if message is None:
         return "to load its weights"
     of = f"phase {message.phase}, iteration {message.iteration}, group {message.group}"
-    joined = f", {len(message.joined)} new queries" if message.joined else ""
+    joined = f", {len(message.joined)} new requests" if message.joined else ""
     kind = "encode and decode" if message.kind is StepKind.MIXED else message.kind.value
     return f"to {kind} ({of}{joined})"
 
 
 def read_beats(output: Path) -> list[RankState]:
-    """The last state of each rank, in their order; none of a run that has none."""
+    """The last state of each rank, in their order; empty if there is none."""
     states = []
     for path in (output / BEATS).glob("*.json"):
         try:

@@ -1,9 +1,9 @@
-"""What a model's own files say of the tokens that are chosen, beside its weights: Qwen2.5 makes
-what was said less likely, BART's summarisers begin with a token that is given.
+"""Generation settings in a model's own files, beside its weights.
 
-It is what transformers' greedy `generate` does by the same files: generation_config.json, where it
-is there, else config.json. Beams and the temperature of draws are the job's to say, not the
-file's. What of the rest is not done here is refused, for a text without it would be another."""
+Qwen2.5 has a repetition penalty, for example, and BART's summarisers a fixed first token. They are
+read as transformers' greedy `generate` does: from generation_config.json, else config.json. Beams
+and temperature are the job's to set. Settings that are not implemented are refused, since texts
+would differ without them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,24 +17,26 @@ from xgpt.core.hf.config import NO_INFLUENCE
 from xgpt.core.hf.values import load_json
 from xrunner.files.tokenizer import is_token
 
-# key -> values that ask for nothing, beside null, false and what is empty
+# key -> values without effect, beside null, false and empty ones
 _NOT_DONE: dict[str, tuple[object, ...]] = {
     "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,),
     "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (), "begin_suppress_tokens": (),
     "exponential_decay_length_penalty": (), "guidance_scale": (1,), "stop_strings": (),
     "watermarking_config": (), "penalty_alpha": (0,), "dola_layers": (), "token_healing": (),
     "force_words_ids": (), "constraints": ()}
-# what transformers takes where config.json alone is there and does not say
+# transformers' defaults if config.json alone exists and does not say
 _USUAL_LAST = {"bart": 2, "mbart": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class GivenTokens:
-    """`first`: the token that follows the very first one, an encoder-decoder model's start or a
-    decoder-only model's input of one token; `last`: the last one of an output that reaches its most
-    tokens; None: the model chooses. `least`: tokens, the input or the start among them, before
-    which no end of sequence is chosen, and `least_new` without them; `unrepeated`: so many in a row
-    are not chosen twice, 0: may be; `repetition_penalty`: of what was said."""
+    """Fixed tokens and penalties that a model's files ask for.
+
+    `first`: token after the first one (an encoder-decoder model's start, or an input of one token).
+    `last`: last token of an output that reaches its limit. None: the model chooses. `least`:
+    tokens, input or start included, before which the output may not end; `least_new`: the same
+    without these. `unrepeated`: length of token sequences that may not repeat (0: any).
+    `repetition_penalty`: of tokens that occurred."""
 
     first: int | None = None
     last: int | None = None
@@ -44,20 +46,20 @@ class GivenTokens:
     least_new: int = 0
 
     def fixed(self, before: int, max_new_tokens: int) -> tuple[tuple[int, int], ...]:
-        """(tokens before it, token) of what is given of an output of at most so many tokens, which
-        comes behind `before`."""
+        """(position, token) of the fixed tokens of an output of at most `max_new_tokens` tokens.
+        `before`: tokens before the output."""
         at = ((1, self.first), (before + max_new_tokens - 1, self.last))
         return tuple((position, token) for position, token in at
                      if token is not None and position >= before)
 
     def least_after(self, before: int) -> int:
-        """Tokens of an output behind so many before which no end of sequence is chosen."""
+        """Least tokens of an output behind `before` tokens."""
         return self.least_new or max(self.least - before, 0)
 
 
 @lru_cache(4)
 def given_tokens(directory: Path) -> GivenTokens:
-    """Of the model in `directory`. Raises InputError for what is not done, naming every key."""
+    """Generation settings of the model in `directory`. Raises InputError with every mistake."""
     path = _file_of(directory)
     values = load_json(path)
     if mistakes := tuple(_not_done(values, path)):
@@ -71,8 +73,8 @@ def given_tokens(directory: Path) -> GivenTokens:
 
 
 def not_taken(directory: Path) -> list[str]:
-    """The keys of generation_config.json that are the job's to say (beams, draws, lengths), or
-    that nobody knows. Raises InputError."""
+    """Keys of generation_config.json that the job sets instead (beams, draws, lengths), or unknown.
+    Raises InputError if the file cannot be read."""
     path = directory / "generation_config.json"
     values = load_json(path) if path.is_file() else {}
     return [key for key, value in sorted(values.items())
@@ -80,8 +82,7 @@ def not_taken(directory: Path) -> list[str]:
 
 
 def refuse_given_tokens(directory: Path, engine: str) -> None:
-    """Raises InputError for what the model in `directory` says of its tokens and the engine does
-    not do, naming every key."""
+    """Raises InputError with every setting of the model that the engine does not implement."""
     given, path = given_tokens(directory), _file_of(directory)
     asked = {"forced_bos_token_id": given.first, "forced_eos_token_id": given.last,
              "no_repeat_ngram_size": given.unrepeated or None,
@@ -90,8 +91,8 @@ def refuse_given_tokens(directory: Path, engine: str) -> None:
     able = {OWN_ENGINE: frozenset(asked), VLLM: frozenset({"repetition_penalty"})}
     if mistakes := [Mistake(
             file=str(path), line=None, key=key, value=value, allowed=(
-                f"the engine {engine} does not do this under xgpt, and without it the model's "
-                "answers are others: take the key out of the file to have those"))
+                f"xgpt cannot apply this with engine {engine}, and without it answers would "
+                "differ: remove the key from the file to accept that"))
             for key, value in asked.items()
             if value is not None and key not in able.get(engine, frozenset())]:
         raise InputError(mistakes)
@@ -107,8 +108,8 @@ def _not_done(values: Mapping[str, Any], path: Path) -> Iterator[Mistake]:
         value = values.get(key)
         if value and value not in neutral:
             yield Mistake(file=str(path), line=None, key=key, value=value, allowed=(
-                "our own runner does not do this, and without it the model's answers are others: "
-                "take the key out of the file to have those"))
+                "xgpt's runner does not implement this, and without it the answers would differ: "
+                "remove the key from the file to accept that"))
 
 
 def _penalty(values: Mapping[str, Any], path: Path) -> float:
@@ -131,4 +132,4 @@ def _token(values: Mapping[str, Any], key: str, path: Path,
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     if not all(map(is_token, tokens)):
         raise wrong(path, key, value, "a token id, or a list of them")
-    return min(tokens, default=None)  # of several with the same logit greedily the lowest
+    return min(tokens, default=None)  # of tokens with equal logits greedy decoding takes the lowest

@@ -1,6 +1,6 @@
-"""A job's requests taken in by its launcher: read once, tokenised once, a few thousand lines at a
-time, and put into the spool. The launcher says which of them can run by a schedule, a rank takes
-those up as queries; what cannot run becomes an error record, and the job goes on."""
+"""Reads and tokenises a job's requests, once, a few thousand lines at a time, into the spool. The
+launcher decides by a schedule which of them can run; a rank reads those from the spool. A request
+that cannot run becomes an error record, and the job goes on."""
 
 from __future__ import annotations
 
@@ -34,32 +34,31 @@ from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery, Sampling
 
 _NOTHING_GIVEN = GivenTokens()
-_LINES_AT_A_TIME = 4096
-_CHARS_AT_A_TIME = 2**22  # and tokens, which take more room: what is in memory at once
+_LINES_AT_A_TIME = 4096  # chosen
+_CHARS_AT_A_TIME = 2**22  # chosen: characters (or 1/8 of tokens) in memory at once
 NO_TOKENIZER = ("the model's folder has no tokenizer: give this request as `tokens`, or put the "
                 "tokenizer.json of the model beside its weights")
-_FILE_BITS = 40  # no file has as many lines
-_SAMPLE_SEED = 0x9E3779B97F4A7C15 >> 2  # between the seeds of a request's samples
+_FILE_BITS = 40  # no file has more lines
+_SAMPLE_SEED = 0x9E3779B97F4A7C15 >> 2  # difference between the seeds of a request's samples
 
 _ASKED = tuple(one.name for one in fields(Asked))
 
 
 class Scored(NamedTuple):
-    """A request to be scored: what is encoded, and its targets, the last of which is not."""
+    """A request to score: tokens to encode, and its targets, the last of which is not encoded."""
 
     ids: Sequence[int]
     targets: tuple[int, ...]
 
 
-Tokenised = Scored | Sequence[int] | str  # or the sentence that says why there are none
+Tokenised = Scored | Sequence[int] | str  # or a sentence that says why there are none
 
 
 class Tokeniser(Protocol):
-    """What knows the model's tokens. The model may be fetched for the first requests that need
-    it."""
+    """Tokenises requests. The model may be fetched for the first ones that need it."""
 
     def tokenise(self, requests: Sequence[Request]) -> Sequence[Tokenised] | None:
-        """Tokenises the requests; None where nobody needs to know how long they are."""
+        """Tokens of each request; None if their lengths are not needed."""
 
     @property
     def vocab_size(self) -> int | None: ...
@@ -68,8 +67,9 @@ class Tokeniser(Protocol):
 def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None = None,
             stdin: IO[bytes] | None = None,
             divided: Divided = lambda path, delimiter: None) -> Requests:
-    """Reads the requests of a job's files. `spool`: where they go, for a run. `stdin`: what came
-    on standard input, where that is the file. `divided`: see read_requests."""
+    """Reads and tokenises the requests of a job's files; returns their numbers and bad lines.
+    `spool`: where requests are stored, for a run. `stdin`: bytes of standard input, if that is the
+    file. `divided`: see read_requests."""
     rows, digests = _RequestColumns(spool), [hashlib.sha256() for _ in files.paths]
     bad_lines, are_tokenised = list[RequestError](), True
     openai_files = set[int]()
@@ -88,7 +88,7 @@ def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None
             for sample in range(request.samples):
                 rows.add(request, ids, tokeniser.vocab_size,
                          request.asked * request.samples + sample)
-    # a line that tells nothing is one of its neighbours'
+    # a bad line without a sign of its form has that of its file
     bad_lines = [line if line.is_openai is not None else replace(
         line, is_openai=line.file in openai_files) for line in bad_lines]
     found = tuple(digest.hexdigest() for digest in digests)
@@ -98,7 +98,7 @@ def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None
 
 
 def _next_lines(source: Iterator[Request | RequestError]) -> list[Request | RequestError]:
-    """The next ones, fewer where they are long; none at the end."""
+    """The next lines, fewer if they are long; empty at the end."""
     lines, size = list[Request | RequestError](), 0
     for line in islice(source, _LINES_AT_A_TIME):
         lines.append(line)
@@ -112,7 +112,7 @@ def _next_lines(source: Iterator[Request | RequestError]) -> list[Request | Requ
 
 
 def _digest(files: RequestFiles, of_each: Sequence[str]) -> str:
-    """Of all that makes the requests what they are."""
+    """Hash of the files and of the rules by which they are read."""
     if len(of_each) == 1 and not files.rules:
         return of_each[0]
     return hashlib.sha256("\n".join((files.rules, *of_each)).encode()).hexdigest()
@@ -120,7 +120,7 @@ def _digest(files: RequestFiles, of_each: Sequence[str]) -> str:
 
 def make(lengths: JointLengths, count: int, seed: int, vocab_size: int,
          ) -> tuple[Requests, SpoolWriter]:
-    """Makes synthetic requests: tokens in, an exact number of tokens out."""
+    """Makes synthetic requests of random tokens, each with an exact number of output tokens."""
     spool, digest, sizes = SpoolWriter(), hashlib.sha256(), array("q")
     for i, (ids, outputs) in enumerate(synthetic_requests(lengths, count, seed, vocab_size)):
         spool.add(Record(id=str(i), line=i + 1, is_forced=True), ids)
@@ -134,15 +134,15 @@ def make(lengths: JointLengths, count: int, seed: int, vocab_size: int,
 
 @dataclass(frozen=True, slots=True)
 class ModelTokeniser:
-    """The tokeniser of a model whose files are here."""
+    """Tokenises by the files of a model."""
 
     tokenizer: TextTokenizer
-    is_chat: bool  # prompts go into the chat template, if there is one
+    is_chat: bool  # apply the chat template to prompts, if there is one
     vocab_size: int
-    options: Mapping[str, Any] = field(default_factory=dict)  # what that is told besides
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template
 
     def tokenise(self, requests: Sequence[Request]) -> list[Tokenised]:
-        """Token ids of each request, or the sentence that says why there are none."""
+        """Token ids of each request, or a sentence that says why there are none."""
         result = self._inputs(requests)
         for i, request in enumerate(requests):
             ids = result[i]
@@ -167,7 +167,7 @@ class ModelTokeniser:
             if not self.tokenizer.is_there:
                 result[i] = NO_TOKENIZER
                 continue
-            # OpenAI's prompts are completed as they are: its chats are messages
+            # OpenAI's prompts are completed without a template: its chats are messages
             if is_plain:
                 plain.append((i, request.prompt or ""))
                 continue
@@ -178,7 +178,7 @@ class ModelTokeniser:
                     {**self.options, **own})))
             except (ValueError, XgptError) as cause:
                 result[i] = str(cause)
-        for batch, special in ((plain, True), (chat, False)):  # a template brings its own specials
+        for batch, special in ((plain, True), (chat, False)):  # templates add their own specials
             tokens = self.tokenizer.encode_many([text for _, text in batch], special=special)
             whole = self.tokenizer.encode_many(
                 [text + (requests[i].continuation or "") for i, text in batch],
@@ -189,29 +189,29 @@ class ModelTokeniser:
 
 
 def _scored(before: Sequence[int], whole: Sequence[int]) -> Scored | str:
-    """The continuation is what the whole text's tokens have beyond as many as the prompt's: a token
-    across the border counts as the prompt's."""
+    """The request with its continuation's tokens as targets. These are the whole text's tokens
+    beyond as many as the prompt's. A token across the border belongs to the prompt."""
     targets = tuple(whole[len(before):])
     if not before:
-        return "the prompt has no tokens: nothing says how likely the first of its continuation is"
+        return "the prompt has no tokens, so the continuation's first token cannot be scored"
     if not targets:
         return "the continuation adds no token to its prompt"
     return Scored(whole[:-1], targets)
 
 
 class _RequestColumns:
-    """The numbers of the requests so far, a column each."""
+    """Numbers of the requests so far, in columns."""
 
     def __init__(self, spool: SpoolWriter | None) -> None:
         self._spool = spool
-        # of 4 bytes: no file, line or number of tokens has more (xgpt.requests.request.MAX_INT)
+        # 4 bytes each: no file, line or number of tokens is larger (xgpt.requests.request.MAX_INT)
         self._inputs, self._caps, self._forced = array("i"), array("i"), array("i")
         self._may_stop, self._unusable = array("b"), dict[int, str]()
         self._num_targets = 0
 
     def add(self, request: Request, ids: Tokenised | None, vocab_size: int | None,
             sample: int = 0) -> None:
-        """One request, or one of the samples that it asks for."""
+        """Adds one request, or one of its samples."""
         row = len(self._caps)
         targets: tuple[int, ...] = ()
         if isinstance(ids, Scored):
@@ -223,7 +223,7 @@ class _RequestColumns:
             self._unusable[row] = why
         tokens = () if isinstance(ids, str) else ids
         if tokens is not None:
-            # what will become an error record counts as one token in the plan
+            # a future error record counts as one token in the plan
             self._inputs.append(max(len(tokens), 1))
         self._caps.append(request.output_cap(0))
         self._forced.append(request.forced_tokens or 0)
@@ -243,7 +243,7 @@ class _RequestColumns:
 
 
 def _why_unusable(ids: Sequence[int] | str, vocab_size: int | None) -> str | None:
-    """Says why a request cannot run, whatever the schedule; None where nothing is against it."""
+    """Why a request cannot run under any schedule; None if it can."""
     if isinstance(ids, str):
         return ids
     if not ids:
@@ -262,19 +262,18 @@ def _record(request: Request, sample: int, targets: tuple[int, ...], *, is_shown
         text += request.continuation
     own = {name: getattr(request, name) for name in _ASKED}
     own["prompt"] = text if is_shown else None
-    if request.seed is not None:  # each input of a line is answered as if it were the only one
+    if request.seed is not None:  # each input of a line is answered as if it were alone
         own["seed"] = request.seed - _SAMPLE_SEED * request.asked * request.samples
     return Record(**own, is_forced=request.forced_tokens is not None,
                   is_chat=request.messages is not None, sample=sample, targets=targets)
 
 
 def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec) -> None:
-    """Puts the requests that can run into the spool of the output folder, the others into its
-    errors.jsonl."""
+    """Saves the requests that can run to the output folder's spool, the others to errors.jsonl."""
     queries, why = runnable(requests, plan, spec)
     errors = errors_of(requests, spool, why)
     write_errors(plan.output / "errors.jsonl", errors, requests.labels)
-    # where one of several inputs of a line cannot run the line has no answer
+    # a line has no answer if one of its inputs cannot run
     left_out = [one for request in why for record in [spool.record(request)]
                 for first in [request - record.sample]
                 for one in range(first, first + record.choices)]
@@ -283,8 +282,8 @@ def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSp
 
 
 def errors_of(requests: Requests, spool: SpoolWriter, why: Mapping[int, str]) -> list[RequestError]:
-    """All lines that cannot run, in their order; `why`: the requests among them, as `runnable` has
-    it."""
+    """All lines that cannot run, in order. `why`: reasons by request, as `runnable` returns
+    them."""
     errors = dict[int, RequestError]()  # by the first request of a line
     for request, sentence in sorted(why.items()):
         record = spool.record(request)
@@ -297,7 +296,7 @@ def errors_of(requests: Requests, spool: SpoolWriter, why: Mapping[int, str]) ->
 
 
 class SpooledQueries(Sequence[PreparedQuery]):
-    """The job's queries by their index, each read when it is asked for."""
+    """The job's requests by index, each read on access."""
 
     def __init__(self, spool: Spool, plan: RunPlan) -> None:
         self.spool, self._plan = spool, plan
@@ -317,7 +316,7 @@ def _prepared(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:
         temperature=plan.temperature if record.temperature is None else record.temperature,
         top_k=plan.top_k if record.top_k is None else record.top_k or None,
         top_p=plan.top_p if record.top_p is None else record.top_p,
-        # queries without a seed of their own must not all draw the same numbers
+        # requests without a seed of their own must draw different numbers
         seed=_SAMPLE_SEED * record.sample + (
             plan.seed * 1_000_003 + record.line + (record.file << _FILE_BITS)
             if record.seed is None else record.seed),
@@ -333,17 +332,16 @@ def _prepared(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:
 
 
 def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str, Any]:
-    """What ends a query's sequence, and bars that before so many tokens of output, and which of its
-    tokens are given: what the request says counts before what the model's files do. Nothing where
-    none is asked for."""
+    """Fields of Sampling that hold fixed tokens, barred ends of sequence, and penalties. The
+    request's settings precede those of the model's files. Empty if there are none."""
     rules: dict[str, Any] = {}
-    if record.targets or record.pooled:  # nothing is chosen
+    if record.targets or record.pooled:  # no token is chosen
         return rules
     before, least, given = 0, record.min_tokens or 0, given_tokens(plan.model_dir)
     if record.repetition_penalty is not None:
         given = replace(given, repetition_penalty=record.repetition_penalty)
     if least or given != _NOTHING_GIVEN:
-        # positions of an encoder-decoder model's decoder count from the token that it is fed first
+        # an encoder-decoder model's positions count from the decoder's first token
         said = ((start_token(plan.model_dir),) if _is_encoder_decoder(plan.model_dir)
                 else tuple(spool.tokens(index)))
         before = len(said)

@@ -1,13 +1,11 @@
-"""What a run tells its launcher about output lengths, and the changes that come back.
+"""Observed lengths, from a run to its launcher, and changed settings in return.
 
-    observed.json   head -> launcher   (input, output) of the queries done, and of those at work;
-                                       how many of those done took longer than the latency's bound
-    adjust.json     launcher -> head   control variables from the next phase on
+    observed.json   head -> launcher   (input, output) tokens of finished and active requests;
+                                       how many exceeded the latency limit
+    adjust.json     launcher -> head   settings from the next phase on
 
-(How long their steps take, all ranks say in what they tell of themselves: xrunner.files.beat.)
-
-The runner never imports the planner: it says what it sees, and obeys. Both files are replaced
-whole, so that a reader sees one state of them."""
+Step times travel in heartbeats (xrunner.files.beat). The runner never imports the planner: it
+reports, and applies changes. Both files are replaced whole, so readers see one state."""
 
 import json
 import math
@@ -23,8 +21,8 @@ from xrunner.rules.changes import Changeable, Changes, ChangesByShape, changes_o
 
 
 class Kept(NamedTuple):
-    """Of this run's queries, from `first` on: how many are done with an answer, how many of these
-    took longer than the bound on latency, and how many failed."""
+    """Counts of this run's requests from index `first` on. `done`: finished with an answer. `over`:
+    of these, slower than the latency limit. `failed`: without an answer."""
 
     first: int
     done: int
@@ -33,16 +31,16 @@ class Kept(NamedTuple):
 
 
 OBSERVED_FILE, ADJUST_FILE = "observed.json", "adjust.json"
-_INTERVAL_S = 0.5  # between states written, and between looks for a change
-_LEAST_KEPT = 2000  # of the latest queries; a few times those at work, where they are more
+_INTERVAL_S = 0.5  # chosen: seconds between states written, and between checks for a change
+_LEAST_KEPT = 2000  # chosen: latest requests kept, or _ROUNDS_KEPT times the active ones if more
 _ROUNDS_KEPT = 4
 
-LengthsSoFar = dict[int, tuple[int, int]]  # query -> (input tokens, output tokens)
+LengthsSoFar = dict[int, tuple[int, int]]  # request -> (input tokens, output tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeOrder:
-    """What holds from the next phase on. `revision` counts from 1."""
+    """New settings from the next phase on. `revision` counts from 1."""
 
     revision: int
     controls: Changes | ChangesByShape
@@ -53,7 +51,7 @@ class ChangeOrder:
 
 
 def load_change_order(output: Path) -> ChangeOrder | None:
-    """The last order that the launcher gave; None before it has given one."""
+    """The launcher's last order; None before the first."""
     try:
         order: ChangeOrder = wire.from_bytes((output / ADJUST_FILE).read_bytes(), ChangeOrder)
     except FileNotFoundError:
@@ -63,9 +61,9 @@ def load_change_order(output: Path) -> ChangeOrder | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedState:
-    """One state of observed.json, by query. Of the queries before `first` only the active are in
-    it: the long ones, which tell nothing without the others. `kept`: of all that this run has
-    done; None where it does not say."""
+    """Lengths by request, as observed.json holds them. Of requests before `first` only active ones
+    are in it: long ones, which would mislead alone. `kept`: counts of all finished requests (None:
+    unknown)."""
 
     first: int
     finished: LengthsSoFar
@@ -74,7 +72,7 @@ class ObservedState:
 
 
 def read_observed(output: Path) -> ObservedState | None:
-    """The last state that the run wrote; None before it has written one."""
+    """The last state that the run wrote; None before the first."""
     try:
         raw = json.loads((output / OBSERVED_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -86,30 +84,31 @@ def read_observed(output: Path) -> ObservedState | None:
 
 
 class LauncherLink:
-    """Rank 0's end of the link: it keeps what it is told of, and hands changes to the rule."""
+    """Rank 0's end of the link: writes lengths, and applies changes to the rule."""
 
     def __init__(self, output: Path, *, first_query: int,
                  at_work: Callable[[], LengthsSoFar] | None = None,
                  rule: Changeable | None = None, limit_s: float = math.inf) -> None:
-        """`first_query`: of this run. `at_work`: of the active queries; None where nobody here
-        knows them (WAA): then only queries are told of before which, in the order of admission,
-        all are done, since of the others just the short ones are. `rule`: what is changed; None:
-        nothing is. `limit_s`: what a query's latency is to be at most."""
-        self._place: dict[int, int] = {}  # of queries that are not done
+        """`first_query`: the run's first request. `rule`: applies changes (None: there are none).
+
+        `at_work`: lengths of active requests. None if unknown (WAA): a finished request is then
+        reported only when all admitted before it are done, since the others so far are short ones.
+        `limit_s`: latency limit in seconds."""
+        self._place: dict[int, int] = {}  # of unfinished requests, in order of admission
         self._num_begun = 0
         self._first_query = first_query
         self._output, self._at_work, self._rule = output, at_work, rule
         self._finished: LengthsSoFar = {}
-        self._waiting: LengthsSoFar = {}  # done, but one before them is not
+        self._waiting: LengthsSoFar = {}  # done, but an earlier one is not
         self._first = self._next = first_query
         self._kept, self._limit_s = Kept(first_query, 0, 0), limit_s
         self._last_s = 0.0
-        self.revision = 0  # of the change taken up last
-        self.taken: list[dict[str, Any]] = []  # changes, with the phase each holds from
+        self.revision = 0  # of the last change applied
+        self.taken: list[dict[str, Any]] = []  # changes, with the first phase of each
 
     def begin(self, queries: Sequence[int]) -> None:
-        """These are taken up next, after all that it has been told of; the state names queries by
-        their places in this order, counted from the run's first, else by their index."""
+        """Records requests that begin next. States count them in this order from the run's
+        first."""
         for index in queries:
             self._place[index] = self._first_query + self._num_begun
             self._num_begun += 1
@@ -129,7 +128,7 @@ class LauncherLink:
             self._next += 1
 
     def look(self, elapsed_s: float) -> None:
-        """Writes the state and takes up a change, now and then."""
+        """Writes the state and applies a change, if the last time is long enough ago."""
         if elapsed_s - self._last_s < _INTERVAL_S:
             return
         self._last_s = elapsed_s
@@ -162,6 +161,6 @@ class LauncherLink:
 
     def taken_by(self, replica: int, revision: int, phase: int, elapsed_s: float,
                  controls: Changes) -> None:
-        """Another replica has taken up a change, in a phase of its own."""
+        """Records that another replica applies a change from its own `phase` on."""
         self.taken.append({"revision": revision, "replica": replica, "elapsed_s": elapsed_s,
                            "phase": phase, **asdict(controls)})

@@ -1,10 +1,10 @@
-"""One run at a time writes into an output folder.
+"""Lock of an output folder: one run at a time writes there.
 
-Two locks hold it. The operating system's (flock) is exact on one machine: it goes with the last
-process that has it, ranks included. It does not reach other machines on every shared file system,
-so a file says besides who has the folder: host, process, and since when. Its owner touches it every
-few seconds; it is taken over when its process is not there any more, or, of another host, when it
-has not been touched for a minute by the file system's own clock."""
+Two locks hold it. The operating system's (flock) is exact on one machine and ends with the last
+process that has it, ranks included. On some shared file systems it does not reach other machines,
+so a file names the owner: host, process, start time. The owner touches it every few seconds. It is
+taken over if its process has gone or, from another host, if it was not touched for a minute by the
+file system's clock."""
 
 import fcntl
 import json
@@ -22,21 +22,21 @@ from typing import IO
 from xgpt.core.errors import XgptError
 
 _FILE, _OWNER = ".lock", ".owner.json"
-_TRIES, _PAUSE_S = 5, 0.05  # `is_locked` holds the lock for an instant; a run holds it for good
-_TOUCH_S, STALE_S = 10.0, 60.0
+_TRIES, _PAUSE_S = 5, 0.05  # chosen: `is_locked` holds the lock for an instant, a run for good
+_TOUCH_S, STALE_S = 10.0, 60.0  # chosen
 
 
 class Taken(XgptError):
-    """Another process has the folder: `who`, in words."""
+    """Another process has the folder. `who`: its description."""
 
     who = ""
 
 
 @contextmanager
 def output_lock(output: Path) -> Iterator[int]:
-    """Holds the folder's lock; yields the descriptor that carries it. A child that inherits it
-    keeps the lock as long as it lives, even if this process is killed. Raises Taken when
-    another run has it: two would mix their lines in results.jsonl."""
+    """Holds the folder's lock; yields its descriptor. A child that inherits the descriptor keeps
+    the lock while it lives, even if this process is killed. Raises Taken if another run has it:
+    their lines would mix in results.jsonl."""
     with (output / _FILE).open("w") as file:
         _lock(output, file)
         with _owned(output):
@@ -44,11 +44,11 @@ def output_lock(output: Path) -> Iterator[int]:
 
 
 def is_locked(output: Path) -> bool | None:
-    """Whether a run, or a part of one, is alive in the folder; None where that cannot be told."""
+    """Whether a run, or a rank of one, is alive in the folder; None if unknown."""
     is_known = True
     try:
         with (output / _FILE).open("rb") as file:
-            # shared: two who ask do not take each other for a run
+            # shared: two callers do not take each other for a run
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -70,7 +70,7 @@ def _lock(output: Path, file: IO[str]) -> None:
             if not rest:
                 raise _refusal(output) from None
             time.sleep(_PAUSE_S)
-        except OSError:  # a file system that cannot: the other lock holds
+        except OSError:  # no flock on this file system: the other lock holds
             return
 
 
@@ -102,14 +102,14 @@ def _owned(output: Path) -> Iterator[None]:
 
 
 def _create(path: Path, content: dict[str, object]) -> bool:
-    """Whether the file is this process's now. A link is made or not, on shared file systems too."""
+    """Creates the file; False if it exists. Hard links are atomic on shared file systems too."""
     new = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     new.write_text(json.dumps(content) + "\n", encoding="utf-8")
     try:
         os.link(new, path)
     except FileExistsError:
         return False
-    except OSError:  # no links there
+    except OSError:  # no links on this file system
         with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
             file.write(json.dumps(content) + "\n")
             return True
@@ -120,11 +120,11 @@ def _create(path: Path, content: dict[str, object]) -> bool:
 
 
 def _take_away(path: Path, judged: dict[str, object] | None) -> None:
-    """Removes the file of an owner that is gone: of two who judge so, the one who moves it."""
+    """Removes the file of an owner that is gone; of two processes that try, one succeeds."""
     aside = path.with_name(f"{path.name}.gone.{socket.gethostname()}.{os.getpid()}")
     with suppress(FileNotFoundError):
         os.rename(path, aside)
-        if _read(aside) != judged:  # a new owner's, who came in between
+        if _read(aside) != judged:  # a new owner's, created in between
             with suppress(OSError):
                 os.link(aside, path)
         aside.unlink(missing_ok=True)
@@ -138,8 +138,7 @@ def _is_gone(output: Path, owner: dict[str, object]) -> bool:
 
 
 def _age_s(output: Path, path: Path) -> float | None:
-    """Seconds since the file was touched, by the clock of who keeps the files; None where that
-    cannot be told."""
+    """Seconds since the file was touched, by the file system's clock; None if unknown."""
     probe = output / f".clock.{socket.gethostname()}.{os.getpid()}"
     try:
         probe.touch()
@@ -173,8 +172,7 @@ def _me() -> dict[str, object]:
 
 
 def _started(pid: object) -> str | None:
-    """When the process began, in ticks since the machine did; None of one that is not there,
-    or has ended and nobody has waited for it."""
+    """Start time of a process in ticks since boot; None if it has ended or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -195,8 +193,9 @@ STOP_FILE = "stop"
 
 
 class StopRequest:
-    """Of a signal to the launcher the file is empty. One that a user makes (`xgpt stop`) says so:
-    it ends a job of Slurm's, which goes back to the queue after a warning of its time limit."""
+    """The request to stop a run: a file, empty if a signal to the launcher made it. One by a user
+    (`xgpt stop`) has text: it ends a Slurm job, which otherwise returns to the queue near its time
+    limit."""
 
     def __init__(self, output: Path) -> None:
         self._path = output / STOP_FILE
@@ -210,7 +209,7 @@ class StopRequest:
         return self._path.is_file() and self._path.stat().st_size > 0
 
     def make(self) -> None:
-        """Asks the run to stop; a request that there is stays as it is."""
+        """Asks the run to stop; an existing request stays unchanged."""
         self._path.touch()
 
     def make_by_user(self) -> None:

@@ -1,9 +1,10 @@
-"""One line of results.jsonl: in our form, in that of a scored continuation, or as OpenAI's batch
-response object; and one of errors.jsonl. A likelihood that is no number is null: JSON has none for
-it, OpenAI's form a number of its own.
+"""Lines of results.jsonl and errors.jsonl, and which of them are valid.
 
-And which lines of results.jsonl stand in their places: the n-th is of the n-th query of the spool.
-The file may have been edited, or lie on a bad block, between a stop and the same command."""
+A result is in our form, that of a scored continuation, or OpenAI's batch response object. A
+log-likelihood that is not finite is null, in OpenAI's form a number of its own.
+
+The n-th line belongs to the n-th request of the spool. The file may have been edited or damaged
+between a stop and the next start, so lines are checked."""
 
 import json
 import math
@@ -22,11 +23,12 @@ from xgpt.requests.spool import Spool
 from xrunner.query import FinishedQuery
 
 TokenText = Callable[[int], str]
-_VERY_UNLIKELY = -9999.0  # what OpenAI writes for a likelihood that it has no number for
+_VERY_UNLIKELY = -9999.0  # OpenAI's number for a likelihood that is not finite
 
 
 def result_line(result: FinishedQuery, model: str, token_text: TokenText) -> dict[str, Any]:
-    """`model`: what an OpenAI response calls it; `token_text`: the text of a single token."""
+    """The result as a line's JSON object. `model`: name in OpenAI's responses. `token_text`: text
+    of a single token."""
     query, tpot_s = result.query, result.tpot_s
     times: dict[str, float | None] = {
         "latency_s": round(result.latency_s, 6), "encode_start_s": round(result.encode_start_s, 6),
@@ -49,9 +51,9 @@ def result_line(result: FinishedQuery, model: str, token_text: TokenText) -> dic
 
 
 def error_line(error: RequestError, file: str | None) -> dict[str, Any]:
-    """Of a line that cannot run. `file`: what its file is called, where there are several. Of
-    OpenAI's lines it is as in the service's file of errors: a request that its endpoint would
-    refuse has its response, of status 400; what is no request has none, but an error."""
+    """JSON object of a line that cannot run. `file`: its file's label, if there are several.
+    OpenAI's lines are as in the service's error file: a response of status 400 for a refused
+    request, else an error."""
     place: dict[str, Any] = {**({} if file is None else {"file": file}), "line": error.line}
     if not error.is_openai:
         return {**place, "id": error.id, "error": error.error}
@@ -67,7 +69,7 @@ def error_line(error: RequestError, file: str | None) -> dict[str, Any]:
 
 
 def _likelihoods(result: FinishedQuery) -> dict[str, Any]:
-    """Of chosen tokens, or of a continuation; nothing where they were not asked for."""
+    """Log-likelihoods of chosen tokens or of a continuation; empty if not asked for."""
     sampling, told = result.query.sampling, result.likelihoods
     logprobs = [_number(one.logprob) for one in told]
     if sampling.targets:
@@ -85,8 +87,8 @@ def _likelihoods(result: FinishedQuery) -> dict[str, Any]:
 
 def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | None],
                  token_text: TokenText) -> dict[str, Any]:
-    """The batch response object of the OpenAI batch format, our figures under `xgpt`; of one of
-    several choices as if it were alone (xgpt.requests.choices puts them together)."""
+    """A response object of OpenAI's batch format, with our figures under `xgpt`. Each of several
+    choices is written as if alone (xgpt.requests.choices merges them)."""
     query, request = result.query, f"xgpt-{result.query.index}"
     answer: dict[str, Any] = {"error": None, "response": {
         "status_code": 200, "request_id": request, "body": _embedding_body(result, model)
@@ -128,7 +130,7 @@ def _body(result: FinishedQuery, model: str, token_text: TokenText) -> dict[str,
 
 
 def _embedding_body(result: FinishedQuery, model: str) -> dict[str, Any]:
-    """As the endpoint's own: the embedding has length 1."""
+    """Body of an embedding response, whose vector has length 1 as the service's."""
     length = math.hypot(*result.embedding) or 1.0
     tokens = len(result.query.input_ids)
     return {"object": "list", "model": model, "data": [{
@@ -138,19 +140,19 @@ def _embedding_body(result: FinishedQuery, model: str) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """What a float32 tells."""
+    """The number with the digits of a float32."""
     return float(f"{value:.9g}")
 
 
 def _of_chat(result: FinishedQuery, token_text: TokenText) -> Iterator[dict[str, Any]]:
-    """Yields what a chat response's logprobs say of each token."""
+    """Yields a chat response's logprobs of each token."""
     for token, told in zip(result.output_ids, result.likelihoods, strict=False):
         yield {**_named(token_text(token), told.logprob), "top_logprobs": [
             _named(token_text(other), value) for other, value in told.top]}
 
 
 def _named(text: str, logprob: float) -> dict[str, Any]:
-    # a part of a character has no bytes of its own that the text would tell
+    # part of a character has no bytes that the text shows
     has_bytes = "\ufffd" not in text
     return {"token": text, "logprob": _openai_number(logprob),
             "bytes": list(text.encode()) if has_bytes else None}
@@ -174,16 +176,16 @@ def _number(value: float) -> float | None:
 
 
 class Line(NamedTuple):
-    """A result of `query`, or of so many from that on."""
+    """A line with the results of `parts` requests from `query` on."""
 
     query: int
     parts: int
 
 
 class Checked(NamedTuple):
-    """`good_bytes` at the start of the file have the results of the first `num_queries`.
-    `behind`: where lines of other queries begin that follow, and the line, by its query. `fault`:
-    why the good ones end there; empty where nothing but a torn line follows."""
+    """State of a results file. `good_bytes`: length of its valid start, with the first
+    `num_queries` results. `behind`: offset and line of valid results that follow, by first request.
+    `fault`: why the valid start ends there; empty if nothing or a torn line follows."""
 
     good_bytes: int = 0
     num_queries: int = 0
@@ -192,14 +194,13 @@ class Checked(NamedTuple):
 
     @property
     def held(self) -> frozenset[int]:
-        """The queries whose results are `behind`."""
+        """Requests whose results are `behind`."""
         return frozenset(query for _, line in self.behind.values()
                          for query in range(line.query, line.query + line.parts))
 
 
 def checked(path: Path) -> Checked:
-    """Looks at all of a results file, once as long as it stays as it is. A run may be writing
-    there."""
+    """Checks all of a results file; cached until it changes. A run may be writing it."""
     spool = path.parent / "spool" / "spool.json"
     stamps = [(found.st_ino, found.st_size, found.st_mtime_ns)
               for found in (file.stat() for file in (path, spool) if file.is_file())]
@@ -219,8 +220,8 @@ def _checked(path: Path, *stamps: tuple[int, int, int]) -> Checked:
             else:
                 if not is_over and is_whole:
                     what = "no result of this job" if line is None else (
-                        f"the result of query {line.query}")
-                    fault = f"line {number} of {path.name} is {what}, where query {count} belongs"
+                        f"the result of request {line.query}")
+                    fault = f"line {number} of {path.name} is {what}, where request {count} belongs"
                 is_over = True
                 if line is not None and line.query >= count:
                     behind.setdefault(line.query, (offset, line))
@@ -229,17 +230,17 @@ def _checked(path: Path, *stamps: tuple[int, int, int]) -> Checked:
 
 
 def forget() -> None:
-    """What was seen of files is looked at anew."""
+    """Drops cached checks."""
     _checked.cache_clear()
 
 
 def told(text: bytes, spool: Spool | None) -> Line | None:
-    """What a line is of; None of one that is no result of the spool's job."""
+    """The requests of a line; None if it is no result of the spool's job."""
     try:
         try:
-            row = from_json(text)  # twice as quick as json's
+            row = from_json(text)  # twice as fast as json's
         except ValueError:
-            row = json.loads(text)  # an id may have half of a surrogate pair
+            row = json.loads(text)  # an id may contain half of a surrogate pair
         line = Line(whole_number(row.get("xgpt", row)["index"]), num_parts(row))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
@@ -249,7 +250,7 @@ def told(text: bytes, spool: Spool | None) -> Line | None:
 
 
 def spool_of(output: Path) -> Spool | None:
-    """The spool of an output folder; None where there is none that can be read."""
+    """The spool of an output folder; None if it cannot be read."""
     try:
         return Spool(output)
     except (OSError, ValueError, LookupError, TypeError, EOFError):
@@ -257,7 +258,7 @@ def spool_of(output: Path) -> Spool | None:
 
 
 def lines_behind(path: Path, found: Checked) -> dict[int, str]:
-    """The lines that `checked` found `behind`, by their queries, as they were when held."""
+    """Lines that `checked` found `behind`, by request, in the form of held.jsonl."""
     lines = dict[int, str]()
     with path.open("rb") as file:
         for index, (offset, line) in found.behind.items():

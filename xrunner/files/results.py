@@ -1,7 +1,8 @@
-"""results.jsonl and errors.jsonl. Results are written in the input's order, line by line, so that
-whenever a run ends, what is on disk is a valid prefix. What is done and waits for one before it
-lies in held.jsonl from that moment, so that a run that is stopped or killed keeps it. Every few
-seconds, beside the run, both are put on the disk: a power cut takes no more than those."""
+"""Writes results.jsonl and errors.jsonl.
+
+Results are written line by line in the input's order, so a run that ends at any moment leaves a
+valid prefix. A result that waits for an earlier one is in held.jsonl meanwhile, so a killed run
+keeps it. Both are synced to disk every few seconds: a power cut takes no more than these."""
 
 import json
 import os
@@ -29,7 +30,7 @@ from xrunner.query import FinishedQuery
 
 
 def is_still(path: Path, descriptor: int) -> bool:
-    """Whether the open file is the one that the path names."""
+    """Whether `path` still names the open file."""
     own = os.fstat(descriptor)
     try:
         named = path.stat()
@@ -39,8 +40,8 @@ def is_still(path: Path, descriptor: int) -> bool:
 
 
 def put_back(path: Path, descriptor: int) -> XgptError:
-    """Gives the content of a file that is open, and has lost its name, its name back; what to say
-    of it."""
+    """Restores the name of an open file that was removed or replaced; returns the error to
+    raise."""
     goes_on = "the same command goes on from there"
     if not path.parent.is_dir():
         return XgptError(f"{path.parent} was removed or renamed while a run wrote in it. A renamed "
@@ -61,15 +62,15 @@ def put_back(path: Path, descriptor: int) -> XgptError:
 
 
 HELD_FILE = "held.jsonl"
-_LOOK_S = 1.0  # between looks whether the file has its name
-_CHUNK_BYTES = 2**16  # of a long file's end that are read at once
-_DEAD_CHARS = 2**20  # of lines that are in results.jsonl by now, before the file is written anew
+_LOOK_S = 1.0  # chosen: seconds between checks whether the file has its name
+_CHUNK_BYTES = 2**16  # chosen: read at once from a long file's end
+_DEAD_CHARS = 2**20  # chosen: stale characters before the file is rewritten
 
 
 class Answered(NamedTuple):
-    """What earlier runs of a job left: the first `written` queries are in results.jsonl, the
-    results of those `held` in held.jsonl, or out of their places. `fault`: why not more are
-    written, in words, where somebody else changed the file."""
+    """Results of earlier runs of a job. `written`: number of requests whose results are in
+    results.jsonl. `held`: others in held.jsonl or out of order. `fault`: why no more are valid, in
+    words."""
 
     written: int
     held: frozenset[int]
@@ -81,23 +82,22 @@ class Answered(NamedTuple):
 
 
 class ResultWriter:
-    """Holds back a result until all before it are written: queries are admitted in order, or in
-    random order within a window, and the long ones end late. What is held back lies in held.jsonl
-    beside `path` meanwhile, and what an earlier run left there is taken up. Opens for appending
-    after `count_results`."""
+    """Writes results in order, and holds back a result until all before it are written. Held
+    results are in held.jsonl beside `path`; those of an earlier run are taken over. Opens for
+    appending after `count_results`."""
 
     def __init__(self, path: Path, *, first_index: int, model: str,
                  sync_s: float | None = None,
                  token_text: Callable[[int], str] = str) -> None:
-        """`sync_s`: what has been written for so long is on the disk; None: with `close`.
-        `token_text`: the text of a token, where likelihoods of some are told."""
+        """`sync_s`: seconds between syncs to disk (None: only `close` syncs). `token_text`: text of
+        a token, for likelihoods."""
         self._path, held_path = path, path.with_name(HELD_FILE)
-        self._lock = threading.Lock()  # held where a file is opened or closed
-        # to be read, too, where it loses its name
+        self._lock = threading.Lock()  # held while a file is opened or closed
+        # readable, to restore it if it loses its name
         self._file: IO[str] = path.open("a+", encoding="utf-8")
         self._next, self._model, self._token_text = first_index, model, token_text
         self._held = read_held(held_path, first_index)
-        # of the first answer to a request that asks for several: how many
+        # first answer to a request with several -> their number
         self._choices = _choices_of(self._held)
         self._held_file = HeldFile(held_path)
         self._write_next()
@@ -129,7 +129,7 @@ class ResultWriter:
             self._tidy()
 
     def _write_next(self) -> None:
-        """Writes those whose turn has come, all answers to one request at once."""
+        """Writes results that are next; all answers to one request at once."""
         has_written = False
         while self._next in self._held:
             count = self._choices.get(self._next, 1)
@@ -138,7 +138,7 @@ class ResultWriter:
                 break
             self._choices.pop(self._next, None)
             lines = [self._held.pop(index) for index in own]
-            # one write call a line: a killed process leaves whole lines, or one torn last line
+            # one write a line, so a killed process leaves whole lines or one torn last line
             self._file.write((lines[0] if count == 1 else merged(lines)) + "\n")
             self._next, has_written = self._next + count, True
         if has_written:
@@ -150,8 +150,7 @@ class ResultWriter:
             self._held_file.tidy(self._held)
 
     def _check(self, *, is_last: bool = False) -> None:
-        """Raises OSError where results do not reach the disk, XgptError where their file lost its
-        name."""
+        """Raises OSError if syncing failed, XgptError if the file lost its name."""
         if self._trouble is not None:  # the disk may be full
             raise self._trouble
         if is_last or time.monotonic() - self._looked_s >= _LOOK_S:
@@ -161,7 +160,7 @@ class ResultWriter:
                 raise put_back(self._path, self._file.fileno())
 
     def _keep(self, interval_s: float) -> None:
-        """Puts the files on the disk now and then, in a thread of its own."""
+        """Syncs the files at intervals; runs in a thread."""
         while not self._is_over.wait(interval_s):
             copies = list[int]()
             try:
@@ -184,7 +183,7 @@ class ResultWriter:
         return len(self._held)
 
     def close(self) -> None:
-        """All that was written is on the disk then."""
+        """Writes, syncs and closes everything."""
         try:
             self._is_over.set()
             if self._keeper is not None:
@@ -199,16 +198,16 @@ class ResultWriter:
 
 
 def answered(path: Path) -> Answered:
-    """Looks at the results file at `path` and what is held beside it. Nothing is changed: a run may
-    be writing there."""
+    """Results of earlier runs, by the results file at `path` and held.jsonl beside it. Changes
+    nothing: a run may be writing there."""
     found = checked(path)
     held = found.held.union(read_held(path.with_name(HELD_FILE), found.num_queries))
     return Answered(found.num_queries, held, found.fault)
 
 
 def answered_by_last_line(path: Path) -> Answered:
-    """`answered` for who only looks: lines are in the input's order, so the last whole one tells
-    how many there are, and no other is read. Where it does not tell, all are counted."""
+    """`answered` by the last whole line alone, since lines are in order; for progress displays.
+    Counts all lines if the last one does not tell."""
     written = _told_by_last(path)
     if written is None:
         return answered(path)
@@ -216,12 +215,11 @@ def answered_by_last_line(path: Path) -> Answered:
 
 
 def _told_by_last(path: Path) -> int | None:
-    """The queries up to the last whole line of a results file; None where it does not say which
-    query it is of."""
+    """Number of requests up to the last whole line; None if it does not say which it is."""
     try:
         with path.open("rb") as file:
             at, tail = file.seek(0, os.SEEK_END), b""
-            # a torn line may follow; the whole one is then between two ends of lines
+            # a torn line may follow, so the whole one ends before the last line end
             while at > 0 and tail.count(b"\n") < 2:
                 start = max(at - _CHUNK_BYTES, 0)
                 file.seek(start)
@@ -234,21 +232,21 @@ def _told_by_last(path: Path) -> int | None:
 
 
 def count_results(path: Path) -> int:
-    """Counts the queries whose lines stand in their places at the start of a results file, and cuts
-    off what follows: results are held from then on. It is 0 without a file."""
+    """Counts the requests with valid lines at the start of a results file; cuts off what follows.
+    Valid results behind are moved to held.jsonl. 0 without a file."""
     found, held_path = checked(path), path.with_name(HELD_FILE)
     if found.behind:
         HeldFile(held_path).tidy({**lines_behind(path, found),
                                   **read_held(held_path, found.num_queries)})
     if path.is_file() and path.stat().st_size > found.good_bytes:
         os.truncate(path, found.good_bytes)
-        forget()  # the same size may be reached again before the clock of files goes on
+        forget()  # the same size may be reached again within the file clock's resolution
     return found.num_queries
 
 
 def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[str] = ()) -> None:
-    """Writes errors.jsonl in the order of the lines; there is no file when there is none to report.
-    `labels`: of the files of requests, where there are several."""
+    """Writes errors.jsonl in the order of the lines; removes it if there are no errors. `labels`:
+    of the request files, if there are several."""
     if not errors:
         path.unlink(missing_ok=True)
         return
@@ -258,7 +256,7 @@ def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[st
 
 
 def count_errors(path: Path) -> int | None:
-    """How many lines errors.jsonl has; None where one of them tells of no request."""
+    """Number of lines of errors.jsonl; None if one of them is invalid."""
     try:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         is_whole = all(line.endswith(b"\n") and "id" in json.loads(line) for line in lines)
@@ -268,8 +266,8 @@ def count_errors(path: Path) -> int | None:
 
 
 def _text(result: FinishedQuery, model: str, token_text: Callable[[int], str]) -> str:
-    """Its line. What cannot be written as one (an id with half of a surrogate pair, say) is an
-    error of this query's, not the end of all."""
+    """The result as a line of text. A result that cannot be encoded (an id with half a surrogate
+    pair, say) becomes an error of its request."""
     try:
         text = json.dumps(result_line(result, model, token_text), ensure_ascii=False,
                           allow_nan=False)
@@ -283,8 +281,8 @@ def _text(result: FinishedQuery, model: str, token_text: Callable[[int], str]) -
 
 
 class HeldFile:
-    """A file that gets a line a result, each as it will be in results.jsonl. Lines whose turn has
-    come stay until the file is tidied: whoever reads it leaves out what results.jsonl has."""
+    """held.jsonl, a line per result, each as it will be in results.jsonl. Lines written to
+    results.jsonl since stay until `tidy`; readers skip them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -298,12 +296,12 @@ class HeldFile:
         self._file.flush()
 
     def is_untidy(self, held: Mapping[int, str]) -> bool:
-        """Whether it is mostly of lines that are not `held` any more."""
+        """Whether most of its lines are not `held` any more."""
         return self._num_chars > _DEAD_CHARS + 2 * sum(map(len, held.values()))
 
     def tidy(self, held: Mapping[int, str]) -> None:
-        """Writes what is held and nothing else, or removes the file where that is nothing. To be
-        called when the others are safe in results.jsonl."""
+        """Rewrites the file with `held` alone, or removes it if empty. Call it once all others are
+        synced in results.jsonl."""
         self.close()
         if not held:
             self._path.unlink(missing_ok=True)
@@ -319,7 +317,7 @@ class HeldFile:
 
     @property
     def descriptor(self) -> int | None:
-        """Of the file while it is open."""
+        """The open file's descriptor; None if it is closed."""
         return None if self._file is None else self._file.fileno()
 
     def close(self) -> None:
@@ -329,8 +327,8 @@ class HeldFile:
 
 
 def read_held(path: Path, first_index: int) -> dict[int, str]:
-    """The line of each query from `first_index` on whose result is held; what is torn is left out.
-    A run may be writing there."""
+    """Held lines by request, from `first_index` on, without torn ones. A run may be writing
+    them."""
     held: dict[int, str] = {}
     try:
         with path.open("rb") as file:
@@ -345,8 +343,8 @@ def read_held(path: Path, first_index: int) -> dict[int, str]:
 
 
 def _choices_of(held: Mapping[int, str]) -> dict[int, int]:
-    """Of the first answer to each request that asks for several, which may not be held itself: how
-    many."""
+    """First answer to each request with several answers -> their number. The first may be
+    missing."""
     found = {}
     for index, line in held.items():
         own = json.loads(line).get("xgpt")

@@ -11,17 +11,17 @@ from xgpt.core.problem import output_room
 from xgpt.requests.request import Request, Requests
 from xrunner.plan import RunPlan
 
-_ROWS_AT_A_TIME = 2**18
+_ROWS_AT_A_TIME = 2**18  # chosen
 
 
 def runnable(requests: Requests, plan: RunPlan | None,
              spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
-    """Tells which requests can run, by the plan or by any: (which request each query is and most
-    tokens that it may generate, [queries, 2]; why each other request cannot run)"""
+    """Requests that can run, [requests, 2], and why each other one cannot, by index. Columns:
+    index, most output tokens. `plan`: None for any plan."""
     queries, count = np.empty((len(requests), 2), np.int64), 0
     why = dict(requests.unusable)
     unusable = np.fromiter(why, np.int64, len(why))
-    # piece by piece: ten million rows of every number that decides are not to be there at once
+    # in pieces, so that memory stays small with ten million requests
     for first in range(0, len(requests), _ROWS_AT_A_TIME):
         rows, most = _runnable(requests, first, plan, spec, why)
         is_usable = ~np.isin(rows, unusable)
@@ -34,7 +34,8 @@ def runnable(requests: Requests, plan: RunPlan | None,
 
 def _runnable(requests: Requests, first: int, plan: RunPlan | None, spec: ModelSpec,
               why: dict[int, str]) -> tuple[IntArray, IntArray]:
-    """(Which requests can run of those from the first on; most tokens of each.) Adds to `why`."""
+    """(indices that can run, most output tokens of each) of one piece from `first` on. Adds reasons
+    to `why`."""
     assert requests.input_tokens is not None, "a run tokenises its requests"
     piece = slice(first, first + _ROWS_AT_A_TIME)
     inputs, forced = requests.input_tokens[piece], requests.forced[piece]
@@ -71,21 +72,21 @@ SPREAD = 0.32  # standard deviation of the logarithm, common to all texts of a j
 
 # Measured with SmolLM2's tokenizer (benchmarks/results/characters-per-token.md): 4.3 characters a
 # token of English prompts, 1.3 to 3.6 of code and other alphabets, 0.8 to 1.2 of Chinese, Japanese
-# and Korean. The estimate's logarithm is 0.32 off over 21 kinds of texts (root mean square).
+# and Korean. Over 21 kinds of texts the root mean square error of the logarithm is 0.32.
 def estimated_tokens(text: str) -> int:
-    """How many tokens a text has, roughly; at least one."""
+    """Estimated number of a text's tokens, at least 1."""
     others = len(text) - len(text.encode("ascii", "ignore"))
     return max(round((len(text) - others) / ASCII_PER_TOKEN + others / OTHERS_PER_TOKEN), 1)
 
 
 class CharacterTokens:
-    """Stands for a tokenizer where only numbers of tokens are asked for. What a chat template adds
-    is not counted."""
+    """Stands in for a tokenizer if only numbers of tokens are needed. Tokens that a chat template
+    adds are not counted."""
 
     vocab_size = None
 
     def tokenise(self, requests: Sequence[Request]) -> list[Any]:
-        """As many ids as each request has tokens, which stand for nothing."""
+        """Placeholder ids, as many as each request has tokens by the estimate."""
         return [request.tokens if request.tokens is not None else range(estimated_tokens(
             (request.prompt or "\n".join(m.get("content", "") for m in request.messages or ()))
             + (request.continuation or ""))) for request in requests]

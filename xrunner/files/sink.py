@@ -1,6 +1,6 @@
-"""Where rank 0's head reports: results, progress and the wish to stop, as files of the output
-folder. The ranks' own output goes through the MPI launcher's pipes, so progress travels by a small
-file, replaced at most twice a second, for the progress bar and `xgpt status`."""
+"""Results, progress and stop requests of rank 0's head, as files of the output folder. Ranks' own
+output goes through the MPI launcher's pipes. So progress is a small file, replaced at most twice a
+second, for the progress bar and `xgpt status`."""
 
 import json
 import math
@@ -27,7 +27,8 @@ UNDERWAY_FILE = "underway.jsonl"
 
 
 class Underway:
-    """underway.jsonl: the queries that ranks began, a line a step, for who finds ranks dead."""
+    """underway.jsonl: requests that ranks have begun, a line per step, for diagnosis after a
+    crash."""
 
     def __init__(self, output: Path) -> None:
         self._file: IO[str] = (output / UNDERWAY_FILE).open("w", encoding="utf-8")
@@ -41,7 +42,7 @@ class Underway:
 
 
 def read_underway(output: Path) -> list[int]:
-    """The queries that ranks began; some may be done. None of a run that has not begun one."""
+    """Requests that ranks have begun, finished ones included; empty if there are none."""
     queries: list[int] = []
     try:
         with (output / UNDERWAY_FILE).open(encoding="utf-8") as file:
@@ -52,20 +53,19 @@ def read_underway(output: Path) -> list[int]:
     return queries
 
 
-_LOOK_S = 0.1  # between looks for it: a folder that other machines share answers slowly
-_INTERVAL_S = 0.5  # between states of progress.json
-_WINDOW = 1000  # latencies the running percentile is taken over
-# figures of one query, of which a run's percentiles are told
+_LOOK_S = 0.1  # chosen: seconds between checks for a stop, since shared folders respond slowly
+_INTERVAL_S = 0.5  # chosen: seconds between states of progress.json
+_WINDOW = 1000  # chosen: latencies in the running percentiles
+# figures of a request whose percentiles are reported
 TIMES = ("latency", "ttft", "tpot")
 
 
 class RunSink:
-    """Results, progress and the wish to stop, as files of the output folder."""
+    """Writes results and progress to the output folder, and checks for a stop request."""
 
     def __init__(self, plan: RunPlan, *, num_queries: int, before: Answered,
                  parsed: Callable[[FinishedQuery], FinishedQuery] = lambda result: result) -> None:
-        """`before`: what earlier runs answered, after which this one goes on. `parsed`: a result
-        as it is written."""
+        """`before`: results of earlier runs. `parsed`: turns a result into the form to write."""
         self.plan = plan
         self.output, self._stop = plan.output, StopRequest(plan.output)
         self._model_dir, self._tokenizer = plan.model_dir, cast("TextTokenizer | None", None)
@@ -77,13 +77,13 @@ class RunSink:
         self.underway = Underway(plan.output)
         self._latencies: deque[float] = deque(maxlen=_WINDOW)
         self._last_done_s: float | None = None
-        self._written_s = -_INTERVAL_S  # when progress.json was
+        self._written_s = -_INTERVAL_S  # when progress.json was written
         self._looked_s, self._is_to_stop = -math.inf, False
-        self.launcher: LauncherLink | None = None  # where the launcher follows the output lengths
+        self.launcher: LauncherLink | None = None  # set if the launcher follows output lengths
         self.tally, self._parsed = Tally(), parsed
 
     def _token_text(self, token: int) -> str:
-        if self._tokenizer is None:  # few jobs ask for it
+        if self._tokenizer is None:  # few jobs need it
             self._tokenizer = TextTokenizer(self._model_dir)
         return self._tokenizer.token_text(token)
 
@@ -110,11 +110,11 @@ class RunSink:
 
     @property
     def num_held(self) -> int:
-        """How many results wait for one before them."""
+        """Results that wait for an earlier one."""
         return self._writer.num_held
 
     def close(self, wall_s: float, state: str) -> None:
-        """`state`: "done" or "stopped"."""
+        """Closes all files. `state`: "done" or "stopped"."""
         self._writer.close()
         self.underway.close()
         self._write_progress(wall_s, self.tally.output_tokens, state)
@@ -130,7 +130,7 @@ class RunSink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One state of a run. Latencies are over the last queries; None before the first is done."""
+    """A run's progress. Latencies are over the latest requests; None before the first is done."""
 
     state: str  # "starting" | "loading" | "running" | "done" | "stopped"
     total: int
@@ -139,8 +139,8 @@ class Progress:
     elapsed_s: float
     latency_p50_s: float | None
     latency_p99_s: float | None
-    done_before: int = 0  # of `done`: by an earlier run, which this one goes on after
-    last_done_s: float | None = None  # on the clock of the run: when the last query was done
+    done_before: int = 0  # of `done`: by earlier runs
+    last_done_s: float | None = None  # when the last request was done, by the run's clock
 
 
 STARTING = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_s=0.0,
@@ -148,13 +148,13 @@ STARTING = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_
 
 
 def write_progress(path: Path, progress: Progress) -> None:
-    """It is durable where it says that something is."""
+    """Writes progress.json, durably in a final state."""
     write_atomically(path, json_text(asdict(progress)) + "\n",
                      is_durable=progress.state in ("done", "stopped"))
 
 
 def read_progress(path: Path) -> Progress | None:
-    """Reads the progress that a run wrote last; None where there is none that can be read."""
+    """The progress that a run wrote last; None if it cannot be read."""
     try:
         return Progress(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -162,18 +162,18 @@ def read_progress(path: Path) -> Progress | None:
 
 
 class Tally:
-    """A column a figure: ten million queries take 320 MB."""
+    """Columns of figures of finished requests; ten million take 320 MB."""
 
     def __init__(self) -> None:
         self._output_tokens = array("q")
-        self.num_failed = 0  # with an error in the place of an answer
+        self.num_failed = 0  # with an error instead of an answer
         self._times = {name: array("d") for name in TIMES}
 
     def add(self, result: FinishedQuery) -> None:
         self._output_tokens.append(len(result.output_ids))
         self.num_failed += result.error is not None
         if not result.output_ids:
-            return  # refused, or failed at once: its times would be others' without any work
+            return  # refused or failed at once: its times are meaningless
         for name, column in self._times.items():
             if (value := getattr(result, f"{name}_s")) is not None:
                 column.append(value)
@@ -190,7 +190,7 @@ class Tally:
 
 
 def percentiles_of(times: dict[str, Any]) -> dict[str, float | None]:
-    """P50 and P99 of each of TIMES as keys of metrics.json; None of what was never measured."""
+    """P50 and P99 of each of TIMES by their keys in metrics.json; None if never measured."""
     return {f"{name}_{label}_s": value for name in TIMES
             for label, value in zip(("p50", "p99"), _p50_and_p99(times[name]), strict=True)}
 

@@ -1,8 +1,8 @@
 """Text to tokens and back, as transformers does it, by the `tokenizers` library; free of torch.
 
-A chat template makes of messages the text that transformers' `apply_chat_template` does. What of a
-line it does not read is refused by name: an answer would look like one with it. Jinja's environment
-is like theirs, by test: to import theirs takes most of a second."""
+A chat template renders messages as transformers' `apply_chat_template` does. Parts of a line that
+it does not read are refused by name, since the answer would ignore them. Jinja's environment equals
+theirs, by test: importing theirs takes most of a second."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,18 +17,18 @@ from xgpt.core.system.whole_file import read_text
 from xrunner.checkpoint.source import cache_dir
 from xrunner.checkpoint.tokenizer_copy import BACKEND, SAID, copy_of
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing, as transformers
-_NOTHING: tuple[object, ...] = (None, False, "", [], {})  # asks for nothing
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing in transformers
+_NOTHING: tuple[object, ...] = (None, False, "", [], {})  # values without effect
 _OURS = {"messages", "tools", "add_generation_prompt"}
 
 
 class ChatTemplate:
-    """The chat templates of one model: its default, and others by name, of which transformers takes
-    `tool_use` for a chat with tools."""
+    """A model's chat templates: its default, and others by name. As in transformers, `tool_use` is
+    taken for a chat with tools."""
 
     def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str],
                  now: datetime) -> None:
-        """`now`: what templates are told, of all lines of a job."""
+        """`now`: time of day that templates see, the same for all lines of a job."""
         self._sources = {"default": sources} if isinstance(sources, str) else sources
         self._special_tokens, self._now = special_tokens, now
         self._compiled = dict[str, Any]()
@@ -36,9 +36,9 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]],
                tools: Sequence[Mapping[str, Any]] | None = None,
                options: Mapping[str, Any] | None = None) -> str:
-        """The messages up to where the assistant begins to speak, with the `tools` that it may call
-        and the template's own `options`. Raises ValueError where the template refuses them, or
-        would leave out what they hold."""
+        """Text of the messages up to where the assistant begins to speak. `tools`: that it may
+        call. `options`: arguments of the template. Raises ValueError if the template refuses the
+        messages, or would ignore a part of them."""
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         read, held = set[str](), dict[str, Any]()
         watched = [_Watched(_as_transformers(message), f"messages[{number}]", read, held)
@@ -53,7 +53,7 @@ class ChatTemplate:
             text: str = self._compiled[name].render(**{
                 **self._special_tokens, "documents": None, **(options or {}),
                 "messages": watched, "tools": tools, "add_generation_prompt": True})
-        except Exception as cause:  # a template's, which raises as it likes
+        except Exception as cause:  # templates raise any kind of error
             said = str(cause).replace(f"'{__name__}.{_Watched.__name__} object'", "a message")
             raise ValueError(f"chat template: {said}") from None
         if tools and "tools" not in self._variables:
@@ -61,7 +61,7 @@ class ChatTemplate:
         read.update(_implied(messages, read))
         for place in [one for one in held if one not in read and held[one] not in _NOTHING]:
             if not place.startswith(tuple(one + end for one in left_out for end in ".[")):
-                left_out.append(place)  # what it holds comes after it
+                left_out.append(place)  # not its parts as well
         if left_out:
             raise ValueError(f"{', '.join(left_out[:9])}: the model's chat template does not read "
                              "this, and would leave it out; leave it out to have the line answered")
@@ -69,12 +69,12 @@ class ChatTemplate:
 
     @cached_property
     def options(self) -> set[str]:
-        """What the model's templates read besides the messages and the tools."""
+        """Arguments that the model's templates read besides messages and tools."""
         return self._variables - {*self._environment.globals} - _OURS
 
     @cached_property
     def _environment(self) -> Any:
-        return _environment(self._now)  # whose library ranks need not load
+        return _environment(self._now)  # ranks need not load its library
 
     @cached_property
     def _variables(self) -> set[str]:
@@ -84,7 +84,7 @@ class ChatTemplate:
         try:
             return {name for source in self._sources.values()
                     for name in find_undeclared_variables(self._environment.parse(source))}
-        except TemplateError:  # which is said where it is rendered
+        except TemplateError:  # reported when it is rendered
             return set()
 
 
@@ -97,14 +97,13 @@ def _noting(name: str, *, whole: bool = True) -> Any:
 
 
 class _Watched(dict[str, Any]):
-    """A mapping that notes in `read` which of its keys are looked at, by their places; else a
-    dict."""
+    """A dict that records in `read` which of its keys are read, as paths."""
 
     __slots__ = ("_place", "_read")
 
     def __init__(self, values: Mapping[str, Any], place: str, read: set[str],
                  held: dict[str, Any]) -> None:
-        """`held`: filled with what stands at which place."""
+        """`held`: filled with the value at each path."""
         self._place, self._read = f"{place}.", read
         for key, value in values.items():
             held[own := self._place + key] = value
@@ -121,15 +120,15 @@ class _Watched(dict[str, Any]):
 
 
 def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
-    """With what the model thought under the names that templates know."""
+    """The message with the model's reasoning under the names that templates know."""
     thought = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     return dict(message) if thought is None else {
         "thinking": thought, **message, "reasoning_content": thought}
 
 
 def _implied(messages: Sequence[Mapping[str, Any]], read: set[str]) -> Iterator[str]:
-    """The places of what a template need not read: the result of a tool need not say whose it is
-    where results come in the order of the calls, and one name of a thought is enough."""
+    """Paths that a template need not read. The result of a tool need not name its call if results
+    come in order, and one name of the reasoning suffices."""
     calls: Iterator[Mapping[str, Any]] = iter(())
     for number, message in enumerate(messages):
         yield (place := f"messages[{number}].") + "role"
@@ -146,7 +145,7 @@ def _implied(messages: Sequence[Mapping[str, Any]], read: set[str]) -> Iterator[
 
 
 def _environment(now: datetime) -> Any:
-    """What a chat template may use."""
+    """The Jinja environment of chat templates."""
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
@@ -154,7 +153,7 @@ def _environment(now: datetime) -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """Marks what the assistant wrote, which trainers want to know."""
+        """Marks what the assistant wrote, for trainers."""
 
         tags = {"generation"}
 
@@ -195,16 +194,16 @@ def _environment(now: datetime) -> Any:
     return environment
 
 
-# What transformers takes out of decoded text, where a tokenizer is said to be cleaned up after.
+# what transformers removes from decoded text if a tokenizer asks for cleaning up
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class TextTokenizer:
-    """The tokenizer of one checkpoint directory. A directory without one (random weights) serves
-    requests that give tokens; their answers have no text."""
+    """Tokenizer of one checkpoint folder. A folder without one (random weights) serves requests
+    that give tokens; their answers have no text."""
 
     def __init__(self, directory: Path, now: datetime | None = None) -> None:
-        """`now`: what chat templates are told, if not the time of day. Raises XgptError."""
+        """`now`: time that chat templates see (None: the time of day). Raises XgptError."""
         self.directory = directory
         copy = copy_of(directory, cache_dir() / "tokenizers")
         self._backend: Any = None
@@ -218,11 +217,12 @@ class TextTokenizer:
 
     @property
     def is_there(self) -> bool:
-        """Whether texts can be made tokens, and tokens texts."""
+        """Whether the folder has a tokenizer."""
         return self._backend is not None
 
     def encode_many(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-        """Tokens of several texts at once (the library works them in parallel)."""
+        """Tokens of several texts (the library works in parallel). `special`: add special
+        tokens."""
         if not texts:
             return []
         if self._backend is None:
@@ -232,13 +232,13 @@ class TextTokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]],
                     tools: Sequence[Mapping[str, Any]] | None = None,
                     options: Mapping[str, Any] | None = None) -> str:
-        """See ChatTemplate.render. Raises XgptError without a template."""
+        """Text of a chat: see ChatTemplate.render. Raises XgptError without a template."""
         if self.template is None:
             raise XgptError(f"{self.directory}: the tokenizer has no chat template")
         return self.template.render(messages, tools, options)
 
     def decode(self, ids: Sequence[int], *, skips_special: bool = True) -> str:
-        """The text of an answer; "" where there is no tokenizer."""
+        """Text of an answer's tokens; "" without a tokenizer."""
         if self._backend is None:
             return ""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skips_special)
@@ -247,13 +247,12 @@ class TextTokenizer:
         return text
 
     def token_text(self, token: int) -> str:
-        """The text of a single token, special ones included; a name of it where there is no
-        tokenizer."""
+        """Text of a single token, special ones included; `token_id:N` without a tokenizer."""
         return self.decode([token], skips_special=False) if self.is_there else f"token_id:{token}"
 
 
 def eos_ids(directory: Path) -> frozenset[int]:
-    """End-of-sequence tokens: generation_config.json's, else config.json's."""
+    """End-of-sequence tokens, by generation_config.json, else config.json."""
     for path, value in _configured(directory, "eos_token_id"):
         tokens = value if isinstance(value, list) else [value]
         if not all(is_token(token) for token in tokens):
@@ -263,8 +262,8 @@ def eos_ids(directory: Path) -> frozenset[int]:
 
 
 def start_token(directory: Path) -> int:
-    """What an encoder-decoder model's decoder is fed first: generation_config.json's, else
-    config.json's, else the padding token (T5's). Raises XgptError where none is named."""
+    """First decoder token of an encoder-decoder model. By generation_config.json, else config.json,
+    else the padding token (T5). Raises XgptError if none is named."""
     for key in ("decoder_start_token_id", "pad_token_id"):
         for path, value in _configured(directory, key):
             if not is_token(value):
@@ -275,20 +274,20 @@ def start_token(directory: Path) -> int:
 
 
 def _configured(directory: Path, key: str) -> Iterator[tuple[Path, Any]]:
-    """What each of the model's files says of `key`, with the file, the one that counts first."""
+    """(file, value) of `key` in each of the model's files, the one that counts first."""
     for path in (directory / "generation_config.json", directory / "config.json"):
         if path.is_file() and (value := load_json(path).get(key)) is not None:
             yield path, value
 
 
 def is_token(value: object) -> bool:
-    """Whether it is a whole number from 0 on."""
+    """True for a whole number >= 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @lru_cache(maxsize=1)
 def _read(copy: Path) -> tuple[Any, dict[str, Any]]:
-    """The `tokenizers` object of a copy, read once, and what that does not keep."""
+    """The `tokenizers` object of a copy, cached, and settings that it does not hold."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -296,10 +295,10 @@ def _read(copy: Path) -> tuple[Any, dict[str, Any]]:
     said = load_json(copy / SAID)
     try:
         backend = Tokenizer.from_str(read_text(copy / BACKEND))
-    except Exception as cause:  # the library raises nothing more precise
+    except Exception as cause:  # the library raises nothing more specific
         raise wrong_file(copy / BACKEND, f"cannot be read: {cause}. Remove the folder to have it "
                                          "made again") from None
-    # a checkpoint may carry the padding and truncation of its training
+    # a checkpoint may contain the padding and truncation of its training
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = said["splits_special_tokens"]

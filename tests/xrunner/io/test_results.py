@@ -116,16 +116,16 @@ def test_errors_are_written_in_line_order_and_no_file_when_there_are_none(tmp_pa
 COUNT = 8
 Lines = list[bytes]
 EDITS: list[tuple[Callable[[Lines], Lines], set[int], str]] = [
-    (lambda all_: all_[:3] + all_[4:], {3}, "line 4 of results.jsonl is the result of query 4"),
-    (lambda all_: all_[:4] + all_[3:], set(), "line 5 of results.jsonl is the result of query 3"),
-    (lambda all_: [*all_[:3], all_[4], all_[3], *all_[5:]], set(), "the result of query 4"),
-    (lambda all_: all_[::-1], set(), "line 1 of results.jsonl is the result of query 7"),
+    (lambda all_: all_[:3] + all_[4:], {3}, "line 4 of results.jsonl is the result of request 4"),
+    (lambda all_: all_[:4] + all_[3:], set(), "line 5 of results.jsonl is the result of request 3"),
+    (lambda all_: [*all_[:3], all_[4], all_[3], *all_[5:]], set(), "the result of request 4"),
+    (lambda all_: all_[::-1], set(), "line 1 of results.jsonl is the result of request 7"),
     (lambda all_: [*all_[:3], all_[3].replace("é".encode(), b"x"), *all_[4:]], {3},
      "line 4 of results.jsonl is no result of this job"),
     (lambda all_: [*all_[:3], b"\n", *all_[3:]], set(), "line 4 of results.jsonl is no result"),
     (lambda all_: [*all_[:3], bytes(len(all_[3])), *all_[4:]], {3, 4}, "no result of this job"),
     (lambda all_: [*all_[:3], all_[3][:30] + b"\n", *all_[4:]], {3}, "no result of this job"),
-    (lambda all_: [*all_, all_[-1]], set(), "line 9 of results.jsonl is the result of query 7"),
+    (lambda all_: [*all_, all_[-1]], set(), "line 9 of results.jsonl is the result of request 7"),
     (lambda all_: [*all_[:-1], all_[-1].rstrip()], set(), ""),
     (lambda all_: [*all_[:-1], all_[-1][:30]], {7}, ""),
 ]
