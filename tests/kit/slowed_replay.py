@@ -16,7 +16,7 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
-from xrunner.files.beat import MOST_STEPS, ToldStep
+from xrunner.files.heartbeat import MOST_STEPS, ReportedStep
 from xrunner.rules.changes import Changeable, changes_of
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import EncodingRule, Step, rules_for
@@ -36,7 +36,7 @@ AT_ONCE_S = 0.4  # that a change at once takes, on cores that are taken
 TAKES_S = 0.5  # between looks of a run for a change
 # (stage, from when on, seconds of work) -> when the work is done
 Worked = Callable[[int, float, float], float]
-Told = dict[int, dict[str, list[ToldStep]]]  # by stage and kind, since they were told last
+Told = dict[int, dict[str, list[ReportedStep]]]  # by stage and kind, since they were told last
 
 
 def steadily(factor: float, stages: Sequence[int], from_s: float) -> Worked:
@@ -103,7 +103,7 @@ class _SlowedLine(Pipeline):
             free_s[place] = at_s
             seconds.append(at_s - start_s)
             ends.append(at_s)
-            self._told.setdefault(stage, {}).setdefault(step.kind.value, []).append(ToldStep(
+            self._told.setdefault(stage, {}).setdefault(step.kind.value, []).append(ReportedStep(
                 step.kind.value, sizes.encoded + sizes.decoded, sizes.tokens + sizes.decoded,
                 sizes.decoded, sizes.context, int(sizes.longest),
                 sizes.tokens / max(sizes.encoded, 1), seconds[-1]))

@@ -16,7 +16,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.job.resolve import resolve
 from xprofiler.timing import TimingSource
-from xrunner.files.beat import BEATS, RankState, ToldStep
+from xrunner.files.heartbeat import HEARTBEATS, RankState, ReportedStep
 from xrunner.files.launcher_link import OBSERVED_FILE
 from xscheduler.copies import problem_for
 from xscheduler.live.pace import expected_s
@@ -78,10 +78,10 @@ Factors = Callable[[str, int], float]  # (kind, stage)
 
 
 def steps_of(problem: Problem, timing: TimingSource, estimate: Estimate, factor: Factors,
-             count: int = 24) -> dict[int, list[ToldStep]]:
+             count: int = 24) -> dict[int, list[ReportedStep]]:
     """By stage, `count` steps of each kind that its pool takes, of sizes about those planned."""
     clocks, lengths = StepClocks(problem_for(problem, estimate), timing), problem.lengths
-    found: dict[int, list[ToldStep]] = {}
+    found: dict[int, list[ReportedStep]] = {}
     for pool in estimate.deployment.pools:
         clock = clocks.of(pool.stages, 1000)
         groups = max(pool.num_groups, 1)
@@ -96,7 +96,7 @@ def steps_of(problem: Problem, timing: TimingSource, estimate: Estimate, factor:
                 more = place % 3
                 sizes = (batch, batch * inputs, 0, 0.0, 0, float(inputs)) if kind == "encode" else (
                     rows + more, rows + more, rows + more, context + more, int(context) + more, 0.0)
-                step = ToldStep(kind, *sizes, seconds=0.0)
+                step = ReportedStep(kind, *sizes, seconds=0.0)
                 seconds = expected_s(clock, step)
                 for own, expected in zip(pool.stages, seconds, strict=True):
                     found.setdefault(own.index, []).append(step._replace(
@@ -104,22 +104,22 @@ def steps_of(problem: Problem, timing: TimingSource, estimate: Estimate, factor:
     return found
 
 
-def write_beats(output: Path, estimate: Estimate, steps: dict[int, list[ToldStep]],
+def write_heartbeats(output: Path, estimate: Estimate, steps: dict[int, list[ReportedStep]],
                 now_s: float) -> None:
     """As the first rank of each stage would at `now_s`."""
-    (output / BEATS).mkdir(exist_ok=True)
+    (output / HEARTBEATS).mkdir(exist_ok=True)
     for stage in estimate.deployment.stages:
         state = RankState(rank=stage.ranks[0], stage=stage.index, pool="all", elapsed_s=now_s,
                           busy_s=now_s, recent_share=1.0, queries=1,
                           steps=tuple(steps.get(stage.index, ())))
-        (output / BEATS / f"{stage.ranks[0]}.json").write_text(json.dumps(asdict(state)))
+        (output / HEARTBEATS / f"{stage.ranks[0]}.json").write_text(json.dumps(asdict(state)))
 
 
-def tell_all(output: Path, estimate: Estimate, steps: dict[int, list[ToldStep]],
+def tell_all(output: Path, estimate: Estimate, steps: dict[int, list[ReportedStep]],
              times_s: Sequence[float], look: Callable[[], bool]) -> list[bool]:
     """Writes the same steps at each of the times, and looks after each."""
     looks = []
     for now_s in times_s:
-        write_beats(output, estimate, steps, now_s)
+        write_heartbeats(output, estimate, steps, now_s)
         looks.append(look())
     return looks

@@ -25,7 +25,7 @@ from xgpt.report.table import fact, table
 from xrunner.backends.engine import Engine
 from xrunner.checkpoint.source import config_from_hub, model_at_hand, read_spec
 from xrunner.checkpoint.tensors import check_weights
-from xrunner.files.generation import given_tokens, not_taken
+from xrunner.files.generation import generation_rules, ignored_settings
 from xsimulator.measured_loops import (
     ServingPoint,
     choices,
@@ -167,7 +167,7 @@ def _of_folder(name: str, folder: Path, found: str, *, is_fetched: bool = False)
     if not is_fetched:
         try:
             spare = check_weights(folder, spec)
-            given_tokens(folder)
+            generation_rules(folder)
         except InputError as error:
             weights = "; ".join(f"{m.key}: {m.allowed}" if m.key else m.allowed
                                 for m in error.mistakes)
@@ -179,7 +179,7 @@ def not_used_words(spec: ModelSpec, folder: Path, tensors: Sequence[str]) -> str
     """The keys and `tensors` of a model's files that nothing here uses; "": none."""
     shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", name) for name in tensors))
     files = {"config.json": spec.not_used, "the weights": shown,
-             "generation_config.json": ", ".join(not_taken(folder))}
+             "generation_config.json": ", ".join(ignored_settings(folder))}
     return "; ".join(f"{names} of {file}" for file, names in files.items() if names)
 
 

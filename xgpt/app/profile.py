@@ -49,7 +49,7 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of, program_of
 from xrunner.checkpoint.source import cache_dir, model_at_hand
-from xrunner.files.lock import Taken, output_lock
+from xrunner.files.lock import FolderTaken, output_lock
 
 START_S = 1.5  # of ranks that measure, which import torch
 _TIMED = frozenset(operator.value for operator in OWN_TABLE.values())
@@ -274,7 +274,7 @@ def alone(folder: Path, output: Path, tell: Teller, engine: str = OWN_ENGINE) ->
             try:
                 held.enter_context(output_lock(place))
                 break
-            except Taken as taken:
+            except FolderTaken as taken:
                 if is_asked_to_stop(output):
                     raise StoppedEarly("asked to stop before its profile was measured; the same "
                                        "command goes on") from None

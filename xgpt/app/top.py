@@ -20,7 +20,7 @@ from xgpt.launch.slurm_jobs import SlurmJob, take_back
 from xgpt.report.table import fact, shown_width, table
 from xgpt.run_folder.files import Place, SlurmRecord, doing, last_messages
 from xgpt.run_folder.state import State, are_silent, job_status, signs_of_life
-from xrunner.files.beat import RankState, read_beats
+from xrunner.files.heartbeat import RankState, read_heartbeats
 from xrunner.files.lock import StopRequest
 from xrunner.files.sink import Progress
 
@@ -162,7 +162,7 @@ def glance(place: Place, before: Glance | None = None,
     if status is None:
         return None
     progress = None if status.run.state is State.NONE else status.run.progress
-    ranks = tuple(read_beats(output)) or tuple(_measured(output))
+    ranks = tuple(read_heartbeats(output)) or tuple(_measured(output))
     return Glance(
         name=place.name, output=output, state=status.state, is_active=status.is_active,
         progress=progress, bound_s=place.bound_s,

@@ -28,7 +28,7 @@ from xgpt.report.words import counted
 from xgpt.requests.request_files import TABLES
 from xgpt.requests.spool import num_queries
 from xgpt.requests.spool_columns import temporary_file
-from xrunner.files.beat import BEATS
+from xrunner.files.heartbeat import HEARTBEATS
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.result_line import spool_of
 from xrunner.files.results import HELD_FILE, answered, count_errors
@@ -101,7 +101,7 @@ def end_kept(output: Path) -> Iterator[None]:
     """What becomes of a run, from before its ranks start: its terminal may be gone by the time that
     somebody asks. progress.json says that it starts, or that it was stopped; what it fails with
     stands behind what it said."""
-    shutil.rmtree(output / BEATS, ignore_errors=True)  # of ranks of an earlier run
+    shutil.rmtree(output / HEARTBEATS, ignore_errors=True)  # of ranks of an earlier run
     with suppress(OSError):  # told of where results are written
         write_progress(output / "progress.json", STARTING)
     try:

@@ -21,7 +21,7 @@ from xgpt.run_folder.files import (
     load_record,
     whole_metrics,
 )
-from xrunner.files.beat import RankState, read_beats
+from xrunner.files.heartbeat import RankState, read_heartbeats
 from xrunner.files.lock import StopRequest, is_locked
 from xrunner.files.results import Answered, answered, answered_by_last_line
 from xrunner.files.sink import STARTING, Progress, read_progress
@@ -100,7 +100,7 @@ def run_status(output: Path) -> RunStatus:
     state = _WRITTEN.get(progress.state)
     if is_alive is not False and state is not State.STOPPED:
         return RunStatus(state=state or _whole(output), progress=progress, is_alive=is_alive,
-                         output=output, ranks=tuple(read_beats(output)))
+                         output=output, ranks=tuple(read_heartbeats(output)))
     found, total = answered_by_last_line(output / RESULTS_FILE), num_queries(output)
     if not is_there:
         state = State.NONE
@@ -115,7 +115,7 @@ def run_status(output: Path) -> RunStatus:
             state = State.DIED
     return RunStatus(state=state, progress=replace(progress, state=state), is_alive=is_alive,
                      output=output, counted=found,
-                     ranks=tuple(read_beats(output)) if is_alive is not False else ())
+                     ranks=tuple(read_heartbeats(output)) if is_alive is not False else ())
 
 
 def _whole(output: Path) -> State:

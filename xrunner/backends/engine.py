@@ -38,7 +38,7 @@ class Engine:
     check_installed: Callable[[Job], None] = lambda job: None
     is_predicted: bool = False  # by times that are measured of it
     is_changeable: bool = False  # takes up another schedule while it runs
-    tells_steps: bool = False  # its ranks tell their steps (xrunner.files.beat), and profiles learn
+    tells_steps: bool = False  # its heartbeats report steps, from which profiles learn
     note: str = ""  # of every schedule, where it is not predicted
     command: Callable[[Job, str, str], list[str]] | None = None
     profiler: str = "xprofiler.measure.worker"

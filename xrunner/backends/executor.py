@@ -7,7 +7,7 @@ from pathlib import Path
 
 from xrunner.comm.messages import StepMessage
 from xrunner.engine.pipeline import Executor, RankReport
-from xrunner.files.beat import Beat
+from xrunner.files.heartbeat import Heartbeat
 from xrunner.step_record import NO_SIZES, StepRecord, StepSizes
 
 _LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
@@ -16,9 +16,9 @@ _LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last o
 class DecoderOnly(Executor):
     """An executor, and the account of its steps."""
 
-    def __init__(self, clock: Callable[[], float], beat: Beat | None = None) -> None:
-        """`beat`: is told of every step."""
-        self._clock, self._beat = clock, beat
+    def __init__(self, clock: Callable[[], float], heartbeat: Heartbeat | None = None) -> None:
+        """`heartbeat`: is told of every step."""
+        self._clock, self._heartbeat = clock, heartbeat
         self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
         self.busy_s = 0.0
 
@@ -29,8 +29,8 @@ class DecoderOnly(Executor):
                             queries, tokens, start_s, self._clock(), *sizes)
         self.log.append(record)
         self.busy_s += record.seconds
-        if self._beat is not None:
-            self._beat(record.end_s, self.busy_s, seats, record)
+        if self._heartbeat is not None:
+            self._heartbeat(record.end_s, self.busy_s, seats, record)
 
     def report(self, rank: int, load_s: float, model_dir: Path, peak_bytes: int,
                operators: str | None = None) -> RankReport:

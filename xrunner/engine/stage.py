@@ -16,7 +16,7 @@ from xrunner.engine.graphs import Capture, capture_steps
 from xrunner.engine.group import LastTokens, Model, PendingInputs, StageGroup, make_groups
 from xrunner.engine.pipeline import Executor
 from xrunner.engine.step_log import StepLog
-from xrunner.files.beat import Beat
+from xrunner.files.heartbeat import Heartbeat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
@@ -33,11 +33,11 @@ class StageExecutor(Executor):
 
     def __init__(self, model: Model, *, clock: Callable[[], float] = time.perf_counter,
                  sender: EntrySender | None = None, receiver: EntryReceiver | None = None,
-                 beat: Beat | None = None, capture: Capture | None = None) -> None:
-        """`sender`, `receiver`: of the KV that WAA's pools hand over. `beat`: progress file.
+                 heartbeat: Heartbeat | None = None, capture: Capture | None = None) -> None:
+        """`sender`, `receiver`: of the KV that WAA's pools hand over. `heartbeat`: progress file.
         `capture`: captures decode steps (None: nothing is captured)."""
         self.model = model
-        self.records = StepLog(model.device, clock, beat)
+        self.records = StepLog(model.device, clock, heartbeat)
         self.log = self.records.steps
         self._is_whole = model.is_first and model.is_last  # no other stage has a part in a step
         # only the first rank of a tensor-parallel group has the tokens

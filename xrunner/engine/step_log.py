@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from xrunner.comm.messages import StepMessage
-from xrunner.files.beat import Beat
+from xrunner.files.heartbeat import Heartbeat
 from xrunner.rank.threads import Threads
 from xrunner.step_record import StepRecord
 
@@ -86,19 +86,19 @@ class StepLog:
     """Logs steps, a device's with delay: their times are known once they are over."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float],
-                 beat: Beat | None = None) -> None:
-        """`beat`: called with every step."""
+                 heartbeat: Heartbeat | None = None) -> None:
+        """`heartbeat`: called with every step."""
         self.steps: deque[StepRecord] = deque(maxlen=_LIMIT)
         self.busy_s = 0.0  # over all steps, also those no longer kept
         self.threads: Threads | None = None  # of a run on a CPU: adjusted step by step
-        self._timeline, self._beat = timeline_of(device, clock), beat
+        self._timeline, self._heartbeat = timeline_of(device, clock), heartbeat
         self._open: deque[tuple[TimedStep, StepRecord, int]] = deque()
 
     def begin(self, message: StepMessage | None = None) -> None:
         """Begins a step. `message`: its message, if the rank received one."""
         self.look()
-        if self._beat is not None and message is not None:
-            self._beat.begin(message)
+        if self._heartbeat is not None and message is not None:
+            self._heartbeat.begin(message)
         self._timeline.begin()
 
     def end(self, record: StepRecord, seats: int) -> None:
@@ -116,8 +116,8 @@ class StepLog:
     def close(self) -> None:
         """Waits for all steps and ends the log."""
         self.wait()
-        if self._beat is not None:
-            self._beat.stop()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
 
     def _tell(self, is_next: Callable[[TimedStep], bool]) -> None:
         while self._open and is_next(self._open[0][0]):
@@ -126,7 +126,7 @@ class StepLog:
             record = record._replace(start_s=start_s, end_s=end_s)
             self.steps.append(record)
             self.busy_s += record.seconds
-            if self._beat is not None:
-                self._beat(record.end_s, self.busy_s, seats, record)
+            if self._heartbeat is not None:
+                self._heartbeat(record.end_s, self.busy_s, seats, record)
             if self.threads is not None:
                 self.threads.look()

@@ -29,7 +29,7 @@ _USUAL_LAST = {"bart": 2, "mbart": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class GivenTokens:
+class GenerationRules:
     """Fixed tokens and penalties that a model's files ask for.
 
     `first`: token after the first one (an encoder-decoder model's start, or an input of one token).
@@ -58,21 +58,21 @@ class GivenTokens:
 
 
 @lru_cache(4)
-def given_tokens(directory: Path) -> GivenTokens:
+def generation_rules(directory: Path) -> GenerationRules:
     """Generation settings of the model in `directory`. Raises InputError with every mistake."""
     path = _file_of(directory)
     values = load_json(path)
     if mistakes := tuple(_not_done(values, path)):
         raise InputError(mistakes)
     usual = _USUAL_LAST.get(str(values.get("model_type")))
-    return GivenTokens(_token(values, "forced_bos_token_id", path),
+    return GenerationRules(_token(values, "forced_bos_token_id", path),
                        _token(values, "forced_eos_token_id", path, usual),
                        _count(values, "min_length", path),
                        _count(values, "no_repeat_ngram_size", path),
                        _penalty(values, path), _count(values, "min_new_tokens", path))
 
 
-def not_taken(directory: Path) -> list[str]:
+def ignored_settings(directory: Path) -> list[str]:
     """Keys of generation_config.json that the job sets instead (beams, draws, lengths), or unknown.
     Raises InputError if the file cannot be read."""
     path = directory / "generation_config.json"
@@ -81,9 +81,9 @@ def not_taken(directory: Path) -> list[str]:
             if value is not None and key not in NO_INFLUENCE and key not in _NOT_DONE]
 
 
-def refuse_given_tokens(directory: Path, engine: str) -> None:
+def refuse_unsupported_rules(directory: Path, engine: str) -> None:
     """Raises InputError with every setting of the model that the engine does not implement."""
-    given, path = given_tokens(directory), _file_of(directory)
+    given, path = generation_rules(directory), _file_of(directory)
     asked = {"forced_bos_token_id": given.first, "forced_eos_token_id": given.last,
              "no_repeat_ngram_size": given.unrepeated or None,
              "repetition_penalty": given.repetition_penalty if given.repetition_penalty != 1

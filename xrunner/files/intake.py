@@ -26,14 +26,14 @@ from xgpt.requests.request import Asked, Request, RequestError, Requests, synthe
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xrunner.checkpoint.source import read_spec
-from xrunner.files.generation import GivenTokens, given_tokens
+from xrunner.files.generation import GenerationRules, generation_rules
 from xrunner.files.results import write_errors
 from xrunner.files.runnable import runnable
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery, Sampling
 
-_NOTHING_GIVEN = GivenTokens()
+_NO_RULES = GenerationRules()
 _LINES_AT_A_TIME = 4096  # chosen
 _CHARS_AT_A_TIME = 2**22  # chosen: characters (or 1/8 of tokens) in memory at once
 NO_TOKENIZER = ("the model's folder has no tokenizer: give this request as `tokens`, or put the "
@@ -337,10 +337,10 @@ def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str,
     rules: dict[str, Any] = {}
     if record.targets or record.pooled:  # no token is chosen
         return rules
-    before, least, given = 0, record.min_tokens or 0, given_tokens(plan.model_dir)
+    before, least, given = 0, record.min_tokens or 0, generation_rules(plan.model_dir)
     if record.repetition_penalty is not None:
         given = replace(given, repetition_penalty=record.repetition_penalty)
-    if least or given != _NOTHING_GIVEN:
+    if least or given != _NO_RULES:
         # an encoder-decoder model's positions count from the decoder's first token
         said = ((start_token(plan.model_dir),) if _is_encoder_decoder(plan.model_dir)
                 else tuple(spool.tokens(index)))

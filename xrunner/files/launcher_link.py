@@ -4,7 +4,7 @@
                                        how many exceeded the latency limit
     adjust.json     launcher -> head   settings from the next phase on
 
-Step times travel in heartbeats (xrunner.files.beat). The runner never imports the planner: it
+Step times travel in heartbeats (xrunner.files.heartbeat). The runner never imports the planner: it
 reports, and applies changes. Both files are replaced whole, so readers see one state."""
 
 import json
@@ -20,7 +20,7 @@ from xrunner.query import FinishedQuery
 from xrunner.rules.changes import Changeable, Changes, ChangesByShape, changes_of_shape
 
 
-class Kept(NamedTuple):
+class LatencyCounts(NamedTuple):
     """Counts of this run's requests from index `first` on. `done`: finished with an answer. `over`:
     of these, slower than the latency limit. `failed`: without an answer."""
 
@@ -68,7 +68,7 @@ class ObservedState:
     first: int
     finished: LengthsSoFar
     active: LengthsSoFar
-    kept: Kept | None = None
+    kept: LatencyCounts | None = None
 
 
 def read_observed(output: Path) -> ObservedState | None:
@@ -80,7 +80,7 @@ def read_observed(output: Path) -> ObservedState | None:
     finished, active = ({query: (inputs, outputs) for query, inputs, outputs in raw[key]}
                         for key in ("finished", "active"))
     return ObservedState(first=raw["first"], finished=finished, active=active,
-                         kept=Kept(*raw["kept"]) if "kept" in raw else None)
+                         kept=LatencyCounts(*raw["kept"]) if "kept" in raw else None)
 
 
 class LauncherLink:
@@ -101,7 +101,7 @@ class LauncherLink:
         self._finished: LengthsSoFar = {}
         self._waiting: LengthsSoFar = {}  # done, but an earlier one is not
         self._first = self._next = first_query
-        self._kept, self._limit_s = Kept(first_query, 0, 0), limit_s
+        self._kept, self._limit_s = LatencyCounts(first_query, 0, 0), limit_s
         self._last_s = 0.0
         self.revision = 0  # of the last change applied
         self.taken: list[dict[str, Any]] = []  # changes, with the first phase of each
@@ -115,8 +115,9 @@ class LauncherLink:
 
     def finished(self, result: FinishedQuery) -> None:
         first, done, over, failed = self._kept
-        self._kept = Kept(first, done + 1, over + (result.latency_s > self._limit_s), failed) if (
-            result.output_ids) else Kept(first, done, over, failed + 1)
+        is_over = result.latency_s > self._limit_s
+        self._kept = LatencyCounts(first, done + 1, over + is_over, failed) if (
+            result.output_ids) else LatencyCounts(first, done, over, failed + 1)
         lengths = len(result.query.input_ids), len(result.output_ids)
         place = self._place.pop(result.query.index, result.query.index)
         if self._at_work is not None:

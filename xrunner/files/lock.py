@@ -26,7 +26,7 @@ _TRIES, _PAUSE_S = 5, 0.05  # chosen: `is_locked` holds the lock for an instant,
 _TOUCH_S, STALE_S = 10.0, 60.0  # chosen
 
 
-class Taken(XgptError):
+class FolderTaken(XgptError):
     """Another process has the folder. `who`: its description."""
 
     who = ""
@@ -35,8 +35,8 @@ class Taken(XgptError):
 @contextmanager
 def output_lock(output: Path) -> Iterator[int]:
     """Holds the folder's lock; yields its descriptor. A child that inherits the descriptor keeps
-    the lock while it lives, even if this process is killed. Raises Taken if another run has it:
-    their lines would mix in results.jsonl."""
+    the lock while it lives, even if this process is killed. Raises FolderTaken if another run has
+    it: their lines would mix in results.jsonl."""
     with (output / _FILE).open("w") as file:
         _lock(output, file)
         with _owned(output):
@@ -150,13 +150,14 @@ def _age_s(output: Path, path: Path) -> float | None:
             probe.unlink(missing_ok=True)
 
 
-def _refusal(output: Path) -> Taken:
+def _refusal(output: Path) -> FolderTaken:
     owner = _read(output / _OWNER) or {}
     who = (f" (process {owner['pid']} on {owner['host']})" if {"pid", "host"} <= owner.keys()
            else "")
-    taken = Taken(f"{output}: another run is writing there{who} (see `xgpt status`); wait for "
-                  "it, or give this one another `output`. If its host is dead, the folder is "
-                  f"free {STALE_S:.0f} s after its last sign of life")
+    taken = FolderTaken(
+        f"{output}: another run is writing there{who} (see `xgpt status`); wait for it, or give "
+        "this one another `output`. If its host is dead, the folder is free "
+        f"{STALE_S:.0f} s after its last sign of life")
     taken.who = f"another xgpt{who}, since {owner.get('since')}: {owner.get('command')}"
     return taken
 

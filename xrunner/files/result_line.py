@@ -182,7 +182,7 @@ class Line(NamedTuple):
     parts: int
 
 
-class Checked(NamedTuple):
+class CheckedResults(NamedTuple):
     """State of a results file. `good_bytes`: length of its valid start, with the first
     `num_queries` results. `behind`: offset and line of valid results that follow, by first request.
     `fault`: why the valid start ends there; empty if nothing or a torn line follows."""
@@ -199,22 +199,22 @@ class Checked(NamedTuple):
                          for query in range(line.query, line.query + line.parts))
 
 
-def checked(path: Path) -> Checked:
+def checked_results(path: Path) -> CheckedResults:
     """Checks all of a results file; cached until it changes. A run may be writing it."""
     spool = path.parent / "spool" / "spool.json"
     stamps = [(found.st_ino, found.st_size, found.st_mtime_ns)
               for found in (file.stat() for file in (path, spool) if file.is_file())]
-    return _checked(path, *stamps) if path.is_file() else Checked()
+    return _checked(path, *stamps) if path.is_file() else CheckedResults()
 
 
 @lru_cache(4)
-def _checked(path: Path, *stamps: tuple[int, int, int]) -> Checked:
+def _checked(path: Path, *stamps: tuple[int, int, int]) -> CheckedResults:
     good_bytes = count = offset = 0
     fault, is_over, behind = "", False, dict[int, tuple[int, Line]]()
     spool = spool_of(path.parent)
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
-            line, is_whole = told(text, spool), text.endswith(b"\n")
+            line, is_whole = line_of(text, spool), text.endswith(b"\n")
             if not is_over and is_whole and line is not None and line.query == count:
                 good_bytes, count = good_bytes + len(text), count + line.parts
             else:
@@ -226,15 +226,15 @@ def _checked(path: Path, *stamps: tuple[int, int, int]) -> Checked:
                 if line is not None and line.query >= count:
                     behind.setdefault(line.query, (offset, line))
             offset += len(text)
-    return Checked(good_bytes, count, behind, fault)
+    return CheckedResults(good_bytes, count, behind, fault)
 
 
-def forget() -> None:
+def drop_cached_checks() -> None:
     """Drops cached checks."""
     _checked.cache_clear()
 
 
-def told(text: bytes, spool: Spool | None) -> Line | None:
+def line_of(text: bytes, spool: Spool | None) -> Line | None:
     """The requests of a line; None if it is no result of the spool's job."""
     try:
         try:
@@ -257,7 +257,7 @@ def spool_of(output: Path) -> Spool | None:
         return None
 
 
-def lines_behind(path: Path, found: Checked) -> dict[int, str]:
+def lines_behind(path: Path, found: CheckedResults) -> dict[int, str]:
     """Lines that `checked` found `behind`, by request, in the form of held.jsonl."""
     lines = dict[int, str]()
     with path.open("rb") as file:

@@ -18,18 +18,18 @@ from xgpt.core.system.whole_file import sync_folder, write_atomically
 from xgpt.requests.choices import merged
 from xgpt.requests.request import RequestError
 from xrunner.files.result_line import (
-    checked,
+    checked_results,
+    drop_cached_checks,
     error_line,
-    forget,
+    line_of,
     lines_behind,
     result_line,
     spool_of,
-    told,
 )
 from xrunner.query import FinishedQuery
 
 
-def is_still(path: Path, descriptor: int) -> bool:
+def is_same_file(path: Path, descriptor: int) -> bool:
     """Whether `path` still names the open file."""
     own = os.fstat(descriptor)
     try:
@@ -39,7 +39,7 @@ def is_still(path: Path, descriptor: int) -> bool:
     return (own.st_dev, own.st_ino) == (named.st_dev, named.st_ino)
 
 
-def put_back(path: Path, descriptor: int) -> XgptError:
+def restored_name(path: Path, descriptor: int) -> XgptError:
     """Restores the name of an open file that was removed or replaced; returns the error to
     raise."""
     goes_on = "the same command goes on from there"
@@ -155,9 +155,9 @@ class ResultWriter:
             raise self._trouble
         if is_last or time.monotonic() - self._looked_s >= _LOOK_S:
             self._looked_s = time.monotonic()
-            if not is_still(self._path, self._file.fileno()):
+            if not is_same_file(self._path, self._file.fileno()):
                 self._file.flush()
-                raise put_back(self._path, self._file.fileno())
+                raise restored_name(self._path, self._file.fileno())
 
     def _keep(self, interval_s: float) -> None:
         """Syncs the files at intervals; runs in a thread."""
@@ -200,7 +200,7 @@ class ResultWriter:
 def answered(path: Path) -> Answered:
     """Results of earlier runs, by the results file at `path` and held.jsonl beside it. Changes
     nothing: a run may be writing there."""
-    found = checked(path)
+    found = checked_results(path)
     held = found.held.union(read_held(path.with_name(HELD_FILE), found.num_queries))
     return Answered(found.num_queries, held, found.fault)
 
@@ -227,20 +227,20 @@ def _told_by_last(path: Path) -> int | None:
     except OSError:
         return None
     whole = tail[:tail.rfind(b"\n") + 1]
-    line = told(whole[whole.rfind(b"\n", 0, -1) + 1:], None)
+    line = line_of(whole[whole.rfind(b"\n", 0, -1) + 1:], None)
     return None if line is None else line.query + line.parts
 
 
 def count_results(path: Path) -> int:
     """Counts the requests with valid lines at the start of a results file; cuts off what follows.
     Valid results behind are moved to held.jsonl. 0 without a file."""
-    found, held_path = checked(path), path.with_name(HELD_FILE)
+    found, held_path = checked_results(path), path.with_name(HELD_FILE)
     if found.behind:
         HeldFile(held_path).tidy({**lines_behind(path, found),
                                   **read_held(held_path, found.num_queries)})
     if path.is_file() and path.stat().st_size > found.good_bytes:
         os.truncate(path, found.good_bytes)
-        forget()  # the same size may be reached again within the file clock's resolution
+        drop_cached_checks()  # times of files are too coarse to rely on
     return found.num_queries
 
 
@@ -334,7 +334,7 @@ def read_held(path: Path, first_index: int) -> dict[int, str]:
         with path.open("rb") as file:
             spool = spool_of(path.parent)
             for text in file:
-                line = told(text, spool) if text.endswith(b"\n") else None
+                line = line_of(text, spool) if text.endswith(b"\n") else None
                 if line is not None and line.query >= first_index:
                     held[line.query] = text.decode().removesuffix("\n")
     except FileNotFoundError:

@@ -20,7 +20,7 @@ from xrunner.engine.graphs import CudaCapture
 from xrunner.engine.group import Model
 from xrunner.engine.pipeline import RankReport, Route, routes
 from xrunner.engine.stage import StageExecutor
-from xrunner.files.beat import Beat
+from xrunner.files.heartbeat import Heartbeat
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.weights import WHOLE, Shard
 from xrunner.ops import invariant
@@ -76,9 +76,9 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     pool, stage = next((pool, stage) for pool in replica.pools for stage in pool.stages
                        if rank in stage.ranks)
     invariant.ask(plan.deterministic)
-    beat = Beat(plan.output, rank=rank, stage=replica.first_stage + stage.index, pool=pool.name,
-                replica=replica.number)
-    beat.start()
+    heartbeat = Heartbeat(plan.output, rank=rank, stage=replica.first_stage + stage.index,
+                          pool=pool.name, replica=replica.number)
+    heartbeat.start()
     weights = kept_weights.weights(weights_key(plan, schedule), lambda: _read(
         plan, schedule, replica, pool, stage, world))
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
@@ -86,7 +86,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode"
     capture = CudaCapture(world.device) if is_captured and world.has_own_gpus else None
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
-                             beat=beat, capture=capture)
+                             heartbeat=heartbeat, capture=capture)
     if is_captured and capture is None:
         executor.graphs_said = "no CUDA graphs: ranks share a GPU, whose memory is planned"
     executor.records.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank,

@@ -21,7 +21,7 @@ OFF, BACK = 0.8, 1.5  # chosen: the rest is re-planned if share left / share pla
 LEAST = 0.2  # chosen: least share planned for, as a share of the limit's own (1 % of 5 %)
 
 
-class Kept(NamedTuple):
+class LatencyCounts(NamedTuple):
     """Counts of the queries from `first` on: done with an answer, of these over the limit, and
     failed (xrunner.files.launcher_link)."""
 
@@ -43,7 +43,7 @@ class Allowance:
         self._next = LEAST_QUERIES  # queries done at the next check
         self._was_lost = False
 
-    def share(self, kept: Kept | None) -> float | None:
+    def share(self, kept: LatencyCounts | None) -> float | None:
         """The share of the remaining queries that may miss the limit, at most the limit's own; None
         without an allowance."""
         if self._own is None or kept is None:
@@ -54,7 +54,7 @@ class Allowance:
         return min(max((self._own * total - kept.over) / max(left, 1), LEAST * self._own),
                    self._own)
 
-    def look(self, kept: Kept | None) -> AllowanceEvidence | None:
+    def look(self, kept: LatencyCounts | None) -> AllowanceEvidence | None:
         """The evidence for re-planning; None while about the planned share is left."""
         share = self.share(kept)
         if share is None or kept is None or self._planned is None or kept.done < self._next:
@@ -68,31 +68,31 @@ class Allowance:
         return AllowanceEvidence(kept=kept, left=left, share=share, planned=self._planned,
                                  is_lost=is_lost)
 
-    def take(self, kept: Kept | None) -> None:
+    def take(self, kept: LatencyCounts | None) -> None:
         """Records that the rest is now planned for the share that `kept` leaves."""
         self._planned = self.share(kept)
         if kept is not None:
             self._next = kept.done + LEAST_QUERIES
             self._was_lost = self._own is not None and self._is_lost(kept)
 
-    def constrained(self, constraint: Constraint, kept: Kept | None) -> Constraint:
+    def constrained(self, constraint: Constraint, kept: LatencyCounts | None) -> Constraint:
         """The constraint for the remaining queries."""
         share = self.share(kept)
         return constraint if share is None or share == self._own else (
             constraint.with_latency(quantile=1 - share))
 
-    def _is_lost(self, kept: Kept) -> bool:
+    def _is_lost(self, kept: LatencyCounts) -> bool:
         """Whether more queries missed the limit than the whole job may have."""
         assert self._own is not None, "who looks"
         total, _ = self._counts(kept)
         return kept.over > self._own * total + 1e-6
 
-    def _counts(self, kept: Kept) -> tuple[int, int]:
+    def _counts(self, kept: LatencyCounts) -> tuple[int, int]:
         """(queries of the run with an answer now or later, those of them that are left)."""
         total = self._num_queries - kept.first - kept.failed
         return total, total - kept.done
 
-    def _may_come_back(self, kept: Kept, left: int) -> bool:
+    def _may_come_back(self, kept: LatencyCounts, left: int) -> bool:
         """Whether the excess of late queries so far may be made up for by chance: it is at most one
         standard deviation of the late queries among those left."""
         assert self._own is not None, "who looks"
@@ -104,7 +104,7 @@ class AllowanceEvidence:
     """The share of the remaining queries that may miss the limit differs from the planned share.
     is_lost: more queries missed it than the whole job may have."""
 
-    kept: Kept
+    kept: LatencyCounts
     left: int
     share: float
     planned: float

@@ -20,7 +20,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile_timing import Retimed
 from xprofiler.timing import TimingSource
 from xscheduler.fallback import FIRST_QUERIES
-from xscheduler.live.allowance import Allowance, AllowanceEvidence, Kept
+from xscheduler.live.allowance import Allowance, AllowanceEvidence, LatencyCounts
 from xscheduler.live.evidence import LengthEvidence, StepTimeEvidence
 from xscheduler.live.observations import (
     LEAST_QUERIES,
@@ -53,7 +53,7 @@ MOST_UNKNOWN = 0.02  # chosen: probability of outputs longer than any query was 
 
 class Written(Protocol):
     """Progress of a run: {index of the query: (input, output) tokens} of finished and active ones.
-    Queries before `first` are left out. kept: counts as xscheduler.live.allowance.Kept."""
+    Queries before `first` are left out. kept: counts as xscheduler.live.allowance.LatencyCounts."""
 
     @property
     def first(self) -> int: ...
@@ -124,7 +124,7 @@ class Decider:
             followed.problem, timing, followed.schedule.estimate, longest=followed.longest,
             threshold=followed.step_threshold)
         self.allowance = Allowance(followed.problem.constraint, followed.num_queries)
-        self._kept: Kept | None = None  # latest counts
+        self._kept: LatencyCounts | None = None  # latest counts
         self._known = followed.problem  # with the latest lengths
         self.is_observing = followed.is_observing
         self.needed = followed.enough  # finished queries for the next look
@@ -173,7 +173,7 @@ class Decider:
     def look_at_bound(self, written: Written) -> AllowanceEvidence | None:
         """Evidence about late queries; None if about as many are late as planned, or the job only
         drains."""
-        self._kept = None if written.kept is None else Kept(*written.kept)
+        self._kept = None if written.kept is None else LatencyCounts(*written.kept)
         if self.followed.step_threshold is None or self.is_observing:
             return None
         admitted = max((*written.finished, *written.active), default=-1) + 1

@@ -1,7 +1,7 @@
 """Step times of a run compared with the plan.
 
-Each rank reports its latest steps once a second (xrunner.files.beat). The ratio of a step is its
-seconds over those that the timing source gives for its kind and size on its stage. Steps differ
+Each rank reports its latest steps once a second (xrunner.files.heartbeat). The ratio of a step is
+its seconds over those that the timing source gives for its kind and size on its stage. Steps differ
 from the plan if both halves of a window of the latest ratios do: by more than the threshold, by
 more than BEYOND_CHANCE standard errors and by more than the overhead of a step. So neither a short
 burst of another program counts, nor one that has passed.
@@ -63,7 +63,7 @@ LONG = Window(96, 64, is_mean=True)
 
 
 class Step(Protocol):
-    """A step as a rank reports it: see xrunner.files.beat.ToldStep."""
+    """A step as a rank reports it: see xrunner.files.heartbeat.ReportedStep."""
 
     @property
     def kind(self) -> str: ...

@@ -32,7 +32,7 @@ from xgpt.core.schedule_file import write_json
 from xgpt.report.lanes import EXPECTED_FILE, VERSION
 from xgpt.run_folder.files import Place, place_of
 from xgpt.run_folder.state import signs_of_life
-from xrunner.files.beat import BEATS, Beat, RankState
+from xrunner.files.heartbeat import HEARTBEATS, Heartbeat, RankState
 from xrunner.files.lock import output_lock
 from xrunner.files.sink import Progress, write_progress
 
@@ -42,7 +42,7 @@ def place(tmp_path):
     """A job of two ranks that runs, as far as its files tell."""
     write_progress(tmp_path / "progress.json", RUNNING)
     for rank in (0, 1):
-        Beat(tmp_path, rank=rank, stage=rank, pool="all")(60.0, 45.0, 24)
+        Heartbeat(tmp_path, rank=rank, stage=rank, pool="all")(60.0, 45.0, 24)
     KeptTeller(LogTeller(), tmp_path).say("times: measured\nthe schedule " + "is long " * 20)
     return Place(name="nightly", output=tmp_path, bound_s=2.0)
 
@@ -269,7 +269,7 @@ class Run:
 
     def __init__(self, output: Path, limit_s: float | None = None) -> None:
         self.output, self.now = output, 0.0
-        (output / BEATS).mkdir()
+        (output / HEARTBEATS).mkdir()
         self.states = {0: STATE, 1: replace(STATE, rank=1, stage=1)}
         self.watch = StallWatch(output, ranks=2, limit_s=limit_s, clock=lambda: self.now)
 
@@ -283,7 +283,7 @@ class Run:
                 if rank in works:
                     state = replace(state, num_steps=state.num_steps + 1)
                 self.states[rank] = state
-                (self.output / BEATS / f"{rank}.json").write_text(json.dumps(asdict(state)))
+                (self.output / HEARTBEATS / f"{rank}.json").write_text(json.dumps(asdict(state)))
             self.watch.look()
 
 

@@ -33,7 +33,7 @@ from xprofiler.profile import LearnedSteps, Profile, TableKey, cached_profile_pa
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
-from xrunner.files.beat import ToldStep
+from xrunner.files.heartbeat import ReportedStep
 from xscheduler.live.pace import Ratios
 
 TOY = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=32, num_heads=2,
@@ -205,9 +205,9 @@ def test_a_job_of_few_queries_is_measured_at_what_its_fixed_schedule_keeps_prese
 # What a run's log of steps teaches the profile that it was planned with.
 
 
-SHORT = ToldStep("decode", 2, 2, 2, 45.0, 60, 0.0, 1.0)
-LONG = ToldStep("decode", 64, 64, 64, 45.0, 60, 0.0, 1.0)
-ENCODE = ToldStep("encode", 4, 160, 0, 0.0, 0, 40.0, 1.0)
+SHORT = ReportedStep("decode", 2, 2, 2, 45.0, 60, 0.0, 1.0)
+LONG = ReportedStep("decode", 64, 64, 64, 45.0, 60, 0.0, 1.0)
+ENCODE = ReportedStep("encode", 4, 160, 0, 0.0, 0, 40.0, 1.0)
 
 
 @dataclass
@@ -218,12 +218,12 @@ class Ran:
     profile: Profile
     schedule: Schedule
 
-    def expected_s(self, step: ToldStep) -> float:
+    def expected_s(self, step: ReportedStep) -> float:
         ratio = Ratios(self.opened.problem, ProfileTiming(self.profile), self.schedule.estimate,
                        longest=104).of(0, step)
         return ratio.expected_s
 
-    def learned(self, *took: tuple[ToldStep, float, int]) -> dict[str, LearnedSteps]:
+    def learned(self, *took: tuple[ReportedStep, float, int]) -> dict[str, LearnedSteps]:
         """By kind, from steps that took so many times what was expected, each so often."""
         rows = []
         for step, factor, count in took:

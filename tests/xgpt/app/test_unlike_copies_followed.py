@@ -23,7 +23,7 @@ from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile_timing import Factor, Retimed
 from xrunner.checkpoint.source import ModelFiles
-from xrunner.files.beat import BEATS, RankState
+from xrunner.files.heartbeat import HEARTBEATS, RankState
 from xrunner.files.launcher_link import load_change_order
 from xrunner.plan import load_plan
 from xrunner.rank.world import replicas_of
@@ -68,13 +68,13 @@ class Run:
     def __init__(self, session: OpenedJob, schedule: Schedule) -> None:
         self.session, self.schedule, self.output = session, schedule, session.job.output
         (self.output / "adjust.json").unlink(missing_ok=True)
-        shutil.rmtree(self.output / BEATS, ignore_errors=True)
+        shutil.rmtree(self.output / HEARTBEATS, ignore_errors=True)
         self.own: Rescheduler = follow(session, schedule)
         self._now_s = 0.0
 
     def tell(self, factor: Callable[[int], float], times: int = 4) -> list[bool]:
         """As the ranks would, were the steps of each shape so many times as long as planned."""
-        (self.output / BEATS).mkdir(exist_ok=True)
+        (self.output / HEARTBEATS).mkdir(exist_ok=True)
         looks = []
         told = [steps_of(self.session.problem, timing_of(self.session), shape,
                          lambda kind, stage, of=place: factor(of))
@@ -88,7 +88,7 @@ class Run:
                         rank=stage.ranks[0], stage=replica.first_stage + stage.index, pool="all",
                         elapsed_s=self._now_s, busy_s=self._now_s, recent_share=1.0, queries=1,
                         steps=tuple(steps[stage.index]), replica=replica.number)
-                    (self.output / BEATS / f"{state.rank}.json").write_text(
+                    (self.output / HEARTBEATS / f"{state.rank}.json").write_text(
                         json.dumps(asdict(state)))
             looks.append(self.own.update())
         return looks

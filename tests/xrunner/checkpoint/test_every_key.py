@@ -18,7 +18,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.hf.config import MODEL_TYPES, PLANNED_TYPES, from_hf_config
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.tensors import check_weights
-from xrunner.files.generation import given_tokens, not_taken
+from xrunner.files.generation import generation_rules, ignored_settings
 
 TOYS = ("llama", "mistral-window", "qwen2-windows", "qwen3", "gemma2", "gemma3", "phi3", "smollm3",
         "olmo2", "granite", "mixtral", "qwen3-moe", "opt", "gpt2", "t5", "mt5", "bart", "mbart")
@@ -172,11 +172,11 @@ def test_every_key_of_generation_config_is_done_refused_or_told(tmp_path):
         folder.mkdir()
         (folder / "generation_config.json").write_text(json.dumps({key: 7}))
         try:
-            given_tokens(folder)
+            generation_rules(folder)
         except InputError as error:
             assert key in str(error)
         else:
-            assert not_taken(folder) == [key]
+            assert ignored_settings(folder) == [key]
         shutil.rmtree(folder)
 
 

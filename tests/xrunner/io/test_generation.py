@@ -10,7 +10,7 @@ from holding import rule_of
 from plans import plan_of, spooled
 
 from xgpt.core.errors import InputError
-from xrunner.files.generation import GivenTokens, given_tokens, refuse_given_tokens
+from xrunner.files.generation import GenerationRules, generation_rules, refuse_unsupported_rules
 from xrunner.files.intake import SpooledQueries
 from xrunner.query import FinishedQuery, PreparedQuery
 
@@ -57,14 +57,15 @@ def test_an_exact_length_has_no_end_that_is_given(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "expected"), [
-    ({"model_type": "bart"}, GivenTokens(None, 2)),
-    ({"model_type": "mbart", "forced_eos_token_id": None, "min_length": 3}, GivenTokens(least=3)),
-    ({"model_type": "t5"}, GivenTokens()),
+    ({"model_type": "bart"}, GenerationRules(None, 2)),
+    ({"model_type": "mbart", "forced_eos_token_id": None, "min_length": 3},
+     GenerationRules(least=3)),
+    ({"model_type": "t5"}, GenerationRules()),
     ({"model_type": "bart", "forced_bos_token_id": 0, "forced_eos_token_id": [9, 4]},
-     GivenTokens(0, 4))])
+     GenerationRules(0, 4))])
 def test_where_config_json_alone_is_there_it_says(tmp_path, config, expected):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert given_tokens(tmp_path) == expected
+    assert generation_rules(tmp_path) == expected
 
 
 def test_what_is_not_done_is_refused_by_every_key(tmp_path):
@@ -75,18 +76,18 @@ def test_what_is_not_done_is_refused_by_every_key(tmp_path):
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({**says, "repetition_penalty": 1.2, "suppress_tokens": [4]}))
     with pytest.raises(InputError) as caught:
-        given_tokens(tmp_path)
+        generation_rules(tmp_path)
     assert [mistake.key for mistake in caught.value.mistakes] == ["suppress_tokens"]
     assert all(mistake.file == str(path) for mistake in caught.value.mistakes)
-    given_tokens.cache_clear()
+    generation_rules.cache_clear()
     path.write_text(json.dumps(says))
-    assert given_tokens(tmp_path) == GivenTokens(0, 2, 56, 3)
-    given_tokens.cache_clear()
+    assert generation_rules(tmp_path) == GenerationRules(0, 2, 56, 3)
+    generation_rules.cache_clear()
     for key in ("forced_bos_token_id", "forced_eos_token_id", "min_length",
                 "no_repeat_ngram_size"):
         path.write_text(json.dumps({key: "7"}))
         with pytest.raises(InputError, match=key):
-            given_tokens(tmp_path)
+            generation_rules(tmp_path)
 
 
 SAYS = {
@@ -106,7 +107,7 @@ def answered(request, tmp_path_factory):
     (tmp_path / "generation_config.json").write_text(json.dumps(
         {"bos_token_id": 1, "eos_token_id": toys.EOS, "pad_token_id": 0, **SAYS[request.param]}))
     model.generation_config = GenerationConfig.from_pretrained(tmp_path)
-    given_tokens.cache_clear()
+    generation_rules.cache_clear()
     plan = plan_of(tmp_path, tmp_path, temperature=0.0, query_kv_tokens=100)
     spool, errors = spooled(plan, *(
         {"tokens": list(one.input_ids)[:1 if one.index % 5 == 0 else None],
@@ -116,7 +117,7 @@ def answered(request, tmp_path_factory):
     assert any(len(query.input_ids) == 1 for query in queries)
     yield tmp_path, queries, {query.index: toys.greedily(
         model, query.input_ids, query.max_new_tokens) for query in queries}
-    given_tokens.cache_clear()
+    generation_rules.cache_clear()
 
 
 def tokens_of(results: list[FinishedQuery], queries: list[PreparedQuery]) -> dict[int, list[int]]:
@@ -154,13 +155,13 @@ def test_an_engine_that_does_not_do_it_refuses_it_by_key(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(
         {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "forced_eos_token_id": 2,
          "min_length": 4}))
-    given_tokens.cache_clear()
-    refuse_given_tokens(tmp_path, "xgpt")
+    generation_rules.cache_clear()
+    refuse_unsupported_rules(tmp_path, "xgpt")
     for engine, keys in (("vllm", {"no_repeat_ngram_size", "forced_eos_token_id"}),
                          ("deepspeed", {"no_repeat_ngram_size", "forced_eos_token_id",
                                         "repetition_penalty"})):
         with pytest.raises(InputError) as caught:
-            refuse_given_tokens(tmp_path, engine)
+            refuse_unsupported_rules(tmp_path, engine)
         assert {mistake.key for mistake in caught.value.mistakes} == keys
         assert all(engine in mistake.allowed for mistake in caught.value.mistakes)
-    given_tokens.cache_clear()
+    generation_rules.cache_clear()

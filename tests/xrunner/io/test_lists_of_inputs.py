@@ -28,7 +28,7 @@ from xgpt.requests.reader import read_requests
 from xgpt.requests.request import Terms
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import Spool, SpoolWriter
-from xrunner.files.generation import given_tokens
+from xrunner.files.generation import generation_rules
 from xrunner.files.intake import SpooledQueries, hand_on, take_in
 from xrunner.files.result_line import result_line
 from xrunner.files.results import HELD_FILE, Answered, answered, count_results
@@ -142,7 +142,7 @@ def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_sa
     model = toys.make_model("llama", tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({
         "repetition_penalty": 1.3, "eos_token_id": toys.EOS, "pad_token_id": 0}))
-    given_tokens.cache_clear()
+    generation_rules.cache_clear()
     plan = plan_of(tmp_path, tmp_path, temperature=0.0)
     asked = (None, 1, 1.6)
     spool, errors = spooled(plan, *({"tokens": A, "repetition_penalty": penalty, "max_tokens": 20}
@@ -150,7 +150,7 @@ def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_sa
     assert not errors
     sink, _ = toy_runs.run_in_process(tmp_path, list(SpooledQueries(spool, plan)), degrees=(1,))
     found = answers_of(sink)
-    given_tokens.cache_clear()
+    generation_rules.cache_clear()
     for index, penalty in enumerate((1.3, 1.0, 1.6)):
         assert found[index] == toys.greedily(model, A, 20, repetition_penalty=penalty)
     assert found[0] != found[1] != found[2]

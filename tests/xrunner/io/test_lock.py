@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import XgptError
-from xrunner.files.beat import BEATS, Beat, read_beats
+from xrunner.files.heartbeat import HEARTBEATS, Heartbeat, read_heartbeats
 from xrunner.files.lock import is_locked, output_lock
 
 
@@ -126,28 +126,28 @@ def test_what_a_dead_process_of_this_host_left_is_taken_over_at_once(tmp_path):
 
 
 def test_a_rank_tells_its_state_about_once_a_second(tmp_path):
-    beat = Beat(tmp_path, rank=1, stage=0, pool="all")
-    beat(2.0, 1.0, 5)
-    first = read_beats(tmp_path)
+    heartbeat = Heartbeat(tmp_path, rank=1, stage=0, pool="all")
+    heartbeat(2.0, 1.0, 5)
+    first = read_heartbeats(tmp_path)
     assert [(s.rank, s.recent_share, s.queries) for s in first] == [(1, 0.5, 5)]
-    beat(2.9, 1.9, 6)
-    assert read_beats(tmp_path) == first, "too soon"
-    beat(4.0, 2.5, 7)
-    (state,) = read_beats(tmp_path)
+    heartbeat(2.9, 1.9, 6)
+    assert read_heartbeats(tmp_path) == first, "too soon"
+    heartbeat(4.0, 2.5, 7)
+    (state,) = read_heartbeats(tmp_path)
     assert (state.recent_share, state.busy_s, state.queries) == (0.75, 2.5, 7)
-    beat(0.5, 0.25, 2)  # its clock is restarted
-    (state,) = read_beats(tmp_path)
+    heartbeat(0.5, 0.25, 2)  # its clock is restarted
+    (state,) = read_heartbeats(tmp_path)
     assert (state.recent_share, state.queries) == (0.5, 2)
 
 
 def test_ranks_come_in_their_order_and_half_a_file_is_left_out(tmp_path):
     for rank in (10, 2, 0):
-        Beat(tmp_path, rank=rank, stage=rank, pool="all")(1.0, 1.0, 0)
-    (tmp_path / BEATS / "3.json").write_text('{"rank": 3')
-    assert [state.rank for state in read_beats(tmp_path)] == [0, 2, 10]
-    assert read_beats(tmp_path / "elsewhere") == []
+        Heartbeat(tmp_path, rank=rank, stage=rank, pool="all")(1.0, 1.0, 0)
+    (tmp_path / HEARTBEATS / "3.json").write_text('{"rank": 3')
+    assert [state.rank for state in read_heartbeats(tmp_path)] == [0, 2, 10]
+    assert read_heartbeats(tmp_path / "elsewhere") == []
 
 
 def test_a_folder_that_cannot_be_written_to_does_not_end_a_run(tmp_path):
-    (tmp_path / BEATS).write_text("a file in its place")
-    Beat(tmp_path, rank=0, stage=0, pool="all")(1.0, 1.0, 0)
+    (tmp_path / HEARTBEATS).write_text("a file in its place")
+    Heartbeat(tmp_path, rank=0, stage=0, pool="all")(1.0, 1.0, 0)

@@ -79,7 +79,7 @@ def test_the_last_whole_line_tells_how_many_there_are(tmp_path, monkeypatch, chu
     (tmp_path / "held.jsonl").write_text('{"index": 7}\n{"index": 9}\n')
     found = answered(path)
     monkeypatch.setattr(results_module, "_CHUNK_BYTES", chunk)
-    monkeypatch.setattr(results_module, "checked", None)  # which reads all
+    monkeypatch.setattr(results_module, "checked_results", None)  # which reads all
     assert answered_by_last_line(path) == found and found[:2] == (8, {9})
 
 

@@ -15,7 +15,7 @@ from xgpt.core.controls import max_in_system
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile_timing import Factor, Retimed
 from xscheduler.evaluator import Evaluator
-from xscheduler.live.allowance import LEAST, Allowance, AllowanceEvidence, Kept
+from xscheduler.live.allowance import LEAST, Allowance, AllowanceEvidence, LatencyCounts
 from xscheduler.live.decisions import Decider, Followed
 from xscheduler.live.evidence import StepTimeEvidence
 from xscheduler.live.observations import LEAST_QUERIES
@@ -99,7 +99,7 @@ def test_what_is_over_the_bound_leads_to_one_too(planned):
     decider, look = planned.decider(), _slower(1.4)
     decision = decider.decide_at_once(look)
     assert decision is not None and decider.take(look, decision)
-    lost = AllowanceEvidence(kept=Kept(0, 600, 5), left=2400, share=0.01, planned=0.01,
+    lost = AllowanceEvidence(kept=LatencyCounts(0, 600, 5), left=2400, share=0.01, planned=0.01,
                              is_lost=True)
     assert decider.decide_at_once(lost) is None, "no less may be over it than was planned for"
 
@@ -188,13 +188,14 @@ OWN = latency_constraint(10.0, kind="queries", quantile=0.95)
 
 @pytest.mark.parametrize(("kept", "share"), [
     # what is left of what the whole job may have, and never more than was asked for
-    (None, 0.05), (Kept(0, 400, 32), 18 / 600), (Kept(0, 400, 2), 0.05),
+    (None, 0.05), (LatencyCounts(0, 400, 32), 18 / 600), (LatencyCounts(0, 400, 2), 0.05),
     # where nobody knows what was over it of 500 queries of an earlier run: of its own 500 alone
-    (Kept(500, 100, 9), 16 / 400),
+    (LatencyCounts(500, 100, 9), 16 / 400),
     # a plan for less is hopeless; and nothing saves a bound that is lost
-    (Kept(0, 400, 49), LEAST * 0.05), (Kept(0, 400, 50), LEAST * 0.05), (Kept(0, 400, 51), 0.05),
+    (LatencyCounts(0, 400, 49), LEAST * 0.05), (LatencyCounts(0, 400, 50), LEAST * 0.05),
+    (LatencyCounts(0, 400, 51), 0.05),
     # queries that failed are none of those that may be late
-    (Kept(0, 400, 22, failed=300), 13 / 300)], ids=str)
+    (LatencyCounts(0, 400, 22, failed=300), 13 / 300)], ids=str)
 def test_what_is_left_is_what_the_whole_job_may_have(kept, share):
     own = Allowance(OWN, 1000)
     assert own.share(kept) == pytest.approx(share)
@@ -204,34 +205,34 @@ def test_what_is_left_is_what_the_whole_job_may_have(kept, share):
 
 def test_a_bound_that_is_lost_is_said_to_be_once():
     own = Allowance(OWN, 1000)
-    failed = own.look(Kept(0, 400, 36, failed=300))
+    failed = own.look(LatencyCounts(0, 400, 36, failed=300))
     assert failed is not None and failed.is_lost and failed.left == 300
-    lost = own.look(Kept(0, 400, 60))
+    lost = own.look(LatencyCounts(0, 400, 60))
     assert lost is not None and lost.is_lost
     assert lost.sentence.startswith("60 of 400 queries took longer than the bound, more than may")
     own.take(lost.kept)
-    assert own.look(Kept(0, 900, 300)) is None
+    assert own.look(LatencyCounts(0, 900, 300)) is None
 
 
 def test_a_look_is_due_when_less_is_left_than_planned_for():
     own = Allowance(OWN, 1000)
     assert own.look(None) is None
-    assert own.look(Kept(0, LEAST_QUERIES - 1, 40)) is None, "few tell little of a share"
-    assert own.look(Kept(0, 200, 15)) is None, "35 of 800 is about as much"
-    found = own.look(Kept(0, 300, 24))
+    assert own.look(LatencyCounts(0, LEAST_QUERIES - 1, 40)) is None, "few tell little of a share"
+    assert own.look(LatencyCounts(0, 200, 15)) is None, "35 of 800 is about as much"
+    found = own.look(LatencyCounts(0, 300, 24))
     assert found is not None and found.share == pytest.approx(26 / 700)
     assert (found.done, found.left) == (300, 700)
     assert found.sentence == ("24 of 300 queries took longer than the bound: 3.7% of those left "
                               "may (5.0% were planned for)")
     own.take(found.kept)
-    assert own.look(Kept(0, 320, 30)) is None, "it has only just been planned"
-    assert own.look(Kept(0, 400, 28)) is None, "as planned"
-    worse = own.look(Kept(0, 400, 33))
+    assert own.look(LatencyCounts(0, 320, 30)) is None, "it has only just been planned"
+    assert own.look(LatencyCounts(0, 400, 28)) is None, "as planned"
+    worse = own.look(LatencyCounts(0, 400, 33))
     assert worse is not None and worse.planned == pytest.approx(found.share)
     own = Allowance(OWN, 1000)
-    own.take(Kept(0, 400, 38))  # 2 % are left
-    assert own.look(Kept(0, 600, 39)) is None
-    back = own.look(Kept(0, 700, 39))
+    own.take(LatencyCounts(0, 400, 38))  # 2 % are left
+    assert own.look(LatencyCounts(0, 600, 39)) is None
+    back = own.look(LatencyCounts(0, 700, 39))
     assert back is not None and back.share == pytest.approx(11 / 300), "what came back is given"
 
 
@@ -240,5 +241,5 @@ def test_a_look_is_due_when_less_is_left_than_planned_for():
     latency_constraint(math.inf, kind="queries", quantile=0.95)])
 def test_other_bounds_have_none(constraint):
     own = Allowance(constraint, 1000)  # type: ignore[arg-type]
-    assert own.look(Kept(0, 400, 300)) is None
-    assert own.constrained(constraint, Kept(0, 400, 300)) is constraint  # type: ignore[arg-type]
+    assert own.look(LatencyCounts(0, 400, 300)) is None
+    assert own.constrained(constraint, LatencyCounts(0, 400, 300)) is constraint  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from xgpt.core.units import format_seconds
 from xgpt.run_folder.state import SILENT_S
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of
-from xrunner.files.beat import RankState, read_beats
+from xrunner.files.heartbeat import RankState, read_heartbeats
 from xrunner.files.launcher_link import ChangeOrder, read_observed
 from xrunner.files.lock import StopRequest
 from xrunner.rules.changes import Changes, ChangesByShape, changes_of
@@ -121,7 +121,7 @@ class Rescheduler:
         """What ranks tell of their steps, but for those that a plan beside them made slower."""
         if self.decider.pace is None or time.monotonic() < self._deaf_until_s:
             return
-        for rank in read_beats(self._output):
+        for rank in read_heartbeats(self._output):
             self.decider.pace.hear(rank.rank, rank.stage, rank.elapsed_s, rank.steps)
 
     def _decide(self, look: Evidence, found: list[Decision | None]) -> None:
@@ -247,7 +247,7 @@ class StallWatch:
         if now - before > _AWAY_S:  # the ranks may have been stopped with it
             for seen in self._seen.values():
                 seen.changed_s = seen.worked_s = now
-        for state in read_beats(self._output):
+        for state in read_heartbeats(self._output):
             self._take(state, now)
         if (why := self._why(now)) is not None:
             raise RanksHang(f"the run hangs: {why}. It was ended; what is done is kept")

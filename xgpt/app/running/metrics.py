@@ -39,7 +39,7 @@ from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.checkpoint.source import cache_dir
-from xrunner.files.beat import ToldStep
+from xrunner.files.heartbeat import ReportedStep
 from xrunner.plan import AGREEMENT_FILE, RunPlan
 from xscheduler.evaluator import in_run_order, job_lengths
 from xscheduler.live.pace import KINDS, Ratio, Ratios
@@ -287,7 +287,7 @@ def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
         row = json.loads(line)
         if row["kind"] not in KINDS:
             continue
-        step = ToldStep(
+        step = ReportedStep(
             row["kind"], row["queries"], row["tokens"], row["decoded"], row["context_tokens"],
             row["longest_context"], row["input_tokens"], row["end_s"] - row["start_s"])
         if (ratio := ratios.of(row["stage"], step)) is not None:

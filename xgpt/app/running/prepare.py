@@ -30,7 +30,7 @@ from xrunner.backends.engine import engine_of, mistake
 from xrunner.checkpoint.identity import files_state, model_files, weights_whole
 from xrunner.checkpoint.source import shape_to_make, write_random_model
 from xrunner.checkpoint.tensors import check_weights
-from xrunner.files.generation import refuse_given_tokens
+from xrunner.files.generation import refuse_unsupported_rules
 from xrunner.files.intake import make
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, is_locked
@@ -165,7 +165,7 @@ def check_model(opened: OpenedJob) -> None:
     if files.spec.is_encoder_decoder:
         start_token(files.directory)
     if not opened.job.workload.only_encodes:  # which chooses no tokens
-        refuse_given_tokens(files.directory, opened.job.run.engine)
+        refuse_unsupported_rules(files.directory, opened.job.run.engine)
 
 
 def make_folder(job: Job) -> None:

@@ -63,7 +63,7 @@ from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of, program_of
-from xrunner.files.beat import BEATS
+from xrunner.files.heartbeat import HEARTBEATS
 from xrunner.files.intake import SpooledQueries, hand_on
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, output_lock
@@ -299,7 +299,7 @@ class Run:
             with suppress(OSError):  # of a folder that cannot be written to: what ended the run
                 for name in (OBSERVED_FILE, ADJUST_FILE):  # says so
                     (self.output / name).unlink(missing_ok=True)
-            shutil.rmtree(self.output / BEATS, ignore_errors=True)  # measured.json has it all
+            shutil.rmtree(self.output / HEARTBEATS, ignore_errors=True)  # measured.json has it all
 
     def follow(self, guard: Guard, rescheduler: Rescheduler | None) -> None:
         """Looks at the ranks while they work; called often. Raises what ends them."""

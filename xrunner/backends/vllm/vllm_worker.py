@@ -33,7 +33,7 @@ from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import SINGLE_RANK, Neighbours
 from xrunner.engine.pool_requests import Vocabulary
-from xrunner.files.beat import Beat
+from xrunner.files.heartbeat import Heartbeat
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.files.sink import RunSink
 from xrunner.files.tokenizer import TextTokenizer, eos_ids
@@ -80,9 +80,9 @@ def run(plan: RunPlan, world: World) -> None:
         return EngineCore(settings_of(plan, schedule, message,
                                       needs_tokenizer=refusals.are_forms))
 
-    beat = Beat(plan.output, rank=0, stage=0, pool=schedule.deployment.pools[0].name)
-    beat.start()
-    executor = VllmExecutor(make_core, tokens_of, clock=clock, beat=beat)
+    heartbeat = Heartbeat(plan.output, rank=0, stage=0, pool=schedule.deployment.pools[0].name)
+    heartbeat.start()
+    executor = VllmExecutor(make_core, tokens_of, clock=clock, heartbeat=heartbeat)
     head = Head(rule=rule, executor=executor, sink=sink, clock=clock,
                 neighbours=Neighbours(world.comm, SINGLE_RANK),
                 vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
@@ -212,11 +212,12 @@ class VllmExecutor(DecoderOnly):
 
     def __init__(self, make_core: Callable[[StartMessage], EngineCore],
                  tokens_of: Callable[[int, int], tuple[Sequence[int], int]], *,
-                 clock: Callable[[], float] = time.perf_counter, beat: Beat | None = None) -> None:
+                 clock: Callable[[], float] = time.perf_counter,
+                 heartbeat: Heartbeat | None = None) -> None:
         """`make_core`: for caches of the sizes that the start says. `tokens_of`: the first so many
         tokens of a query, which steps bring in chunks and vLLM wants at once, and how many of them
         are its own output."""
-        super().__init__(clock, beat)
+        super().__init__(clock, heartbeat)
         self._make_core, self._tokens_of, self._numbers = make_core, tokens_of, count()
         self._core: EngineCore
         self._groups: list[GroupSlots[str]] = []
@@ -241,8 +242,8 @@ class VllmExecutor(DecoderOnly):
         """inputs: tokens, which the core has already of those who decode. Returns the next token
         of each who decodes, slot by slot, then of each whose encoding ends, [n]; with what is told
         of them (xrunner.ops.likelihoods.packed), where anything is."""
-        if self._beat is not None:
-            self._beat.begin(message)
+        if self._heartbeat is not None:
+            self._heartbeat.begin(message)
         start_s, slots = self._clock(), self._groups[message.group]
         self._leave(slots, message.removed)
         decoding = self._decoding(message, slots)

@@ -17,12 +17,12 @@ from xrunner.comm.messages import StepMessage
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import StepRecord
 
-BEATS = "ranks"  # folder within the output folder
+HEARTBEATS = "ranks"  # folder within the output folder
 _INTERVAL_S = 1.0  # chosen
 MOST_STEPS = 24  # chosen: latest steps of each kind in a state
 
 
-class ToldStep(NamedTuple):
+class ReportedStep(NamedTuple):
     """A step as a state reports it: see xrunner.step_record.StepRecord."""
 
     kind: str
@@ -53,7 +53,7 @@ class RankState:
     queries: int
     replica: int = 0
     at_s: float | None = None
-    steps: tuple[ToldStep, ...] = ()
+    steps: tuple[ReportedStep, ...] = ()
     num_steps: int = 0  # steps done
     longest_step_s: float = 0.0
     told: str = ""
@@ -66,19 +66,19 @@ class RankState:
         return f"rank {self.rank} ({place}{f', replica {self.replica}' if self.replica else ''})"
 
 
-class Beat:
+class Heartbeat:
     """Writes one rank's heartbeat file. Call it after every step; `start` a thread to write
     meanwhile."""
 
     def __init__(self, output: Path, *, rank: int, stage: int, pool: str,
                  replica: int = 0) -> None:
-        self._path = output / BEATS / f"{rank}.json"
+        self._path = output / HEARTBEATS / f"{rank}.json"
         self._place = {"rank": rank, "stage": stage, "pool": pool, "replica": replica}
         self._written_s, self._busy_s = -math.inf, 0.0
         self._elapsed_s, self._share, self._queries = 0.0, 0.0, 0
         self._num_steps, self._longest_s = 0, 0.0
         self._steps: dict[str, deque[StepRecord]] = {}  # by kind, since the last state
-        self._told: tuple[ToldStep, ...] = ()
+        self._told: tuple[ReportedStep, ...] = ()
         self._message: StepMessage | None = None
         self._since_s: float | None = None
         self._lock, self._is_over = threading.Lock(), threading.Event()
@@ -86,7 +86,7 @@ class Beat:
 
     def start(self) -> None:
         """Starts the thread that shows that this process lives."""
-        self._thread = threading.Thread(target=self._live, name="beat", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -138,8 +138,8 @@ class Beat:
             write_atomically(self._path, json.dumps(asdict(state)) + "\n", is_durable=False)
 
 
-def _told(step: StepRecord) -> ToldStep:
-    return ToldStep(step.kind, step.queries, step.tokens, step.decoded,
+def _told(step: StepRecord) -> ReportedStep:
+    return ReportedStep(step.kind, step.queries, step.tokens, step.decoded,
                     round(step.context_tokens, 1), step.longest_context,
                     round(step.input_tokens, 1), round(step.seconds, 7))
 
@@ -153,14 +153,14 @@ def _in_words(message: StepMessage | None) -> str:
     return f"to {kind} ({of}{joined})"
 
 
-def read_beats(output: Path) -> list[RankState]:
+def read_heartbeats(output: Path) -> list[RankState]:
     """The last state of each rank, in their order; empty if there is none."""
     states = []
-    for path in (output / BEATS).glob("*.json"):
+    for path in (output / HEARTBEATS).glob("*.json"):
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             states.append(RankState(**{**raw, "steps": tuple(
-                ToldStep(*step) for step in raw.get("steps", ()))}))
+                ReportedStep(*step) for step in raw.get("steps", ()))}))
         except (OSError, ValueError, TypeError, AttributeError):
             continue
     return sorted(states, key=lambda state: state.rank)
