@@ -1,5 +1,5 @@
 """The cells of a problem: every policy under every tensor plan, on every number of devices that a
-copy of the model may have."""
+replica may have."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,9 +52,9 @@ def names_of(problem: Problem) -> list[str]:
 
 
 def parts_of(problem: Problem, *, is_any: bool = False) -> list[Problem]:
-    """The problem of one copy, for every number of devices that it may have: part of a node, or
-    whole nodes. Of more than MANY_NODES nodes, each number of copies takes as many nodes as it can.
-    is_any: also numbers of devices that are too few for the weights."""
+    """The problem of one replica, for every number of devices that it may have: part of a node, or
+    whole nodes. Of more than MANY_NODES nodes, each number of replicas takes as many nodes as it
+    can. is_any: also numbers of devices that are too few for the weights."""
     cluster, wanted, found = problem.cluster, problem.fixed.replicas, []
     nodes, each = cluster.num_nodes, cluster.devices_per_node
     whole = {each * (nodes // copies) for copies in range(1, nodes + 1)}

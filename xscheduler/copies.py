@@ -1,8 +1,8 @@
-"""Equal copies (replicas) of the model on parts of a cluster, each with a share of the queries.
+"""Equal replicas (replicas) of the model on parts of a cluster, each with a share of the requests.
 
-A part is some devices of one node, or whole nodes. Each number of copies takes the largest parts
-that the cluster has so many of: two nodes of eight devices have copies on 16, 8, 4, 2 or 1 devices.
-Left-over devices idle."""
+A part is some devices of one node, or whole nodes. Each number of replicas takes the largest parts
+that the cluster has so many of: two nodes of eight devices have replicas on 16, 8, 4, 2 or 1
+devices. Left-over devices idle."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def sizes_of(cluster: Cluster) -> list[int]:
 
 
 def most_copies(cluster: Cluster, devices: int) -> int:
-    """Number of copies on `devices` devices each that the cluster has room for."""
+    """Number of replicas on `devices` devices each that the cluster has room for."""
     if devices <= cluster.devices_per_node:
         return cluster.num_nodes * (cluster.devices_per_node // devices)
     nodes, rest = divmod(devices, cluster.devices_per_node)
@@ -27,8 +27,8 @@ def most_copies(cluster: Cluster, devices: int) -> int:
 
 
 def problems_of_copies(problem: Problem) -> list[Problem]:
-    """The problem of one copy, on the largest part that it may have, for every number of copies
-    that the job allows, the most first. There are no more copies than queries."""
+    """The problem of one replica, on the largest part that it may have, for every number of
+    replicas that the job allows, the most first. There are no more replicas than requests."""
     cluster, wanted = problem.cluster, problem.fixed.replicas
     largest = {min(most_copies(cluster, devices), wanted or cluster.num_devices): devices
                for devices in sizes_of(cluster)}
@@ -39,7 +39,8 @@ def problems_of_copies(problem: Problem) -> list[Problem]:
 
 
 def problem_of_copy(problem: Problem, copies: int, part: Cluster) -> Problem:
-    """The problem of one copy: its part of the cluster and its share of the queries, rounded up."""
+    """The problem of one copy: its part of the cluster and its share of the requests, rounded
+    up."""
     if copies == 1 and part == problem.cluster:
         return problem
     share = None if problem.num_queries is None else -(-problem.num_queries // copies)
@@ -47,7 +48,7 @@ def problem_of_copy(problem: Problem, copies: int, part: Cluster) -> Problem:
 
 
 def problem_on(problem: Problem, devices: int) -> Problem:
-    """The problem of one of the most copies that have `devices` devices each."""
+    """The problem of one of the most replicas that have `devices` devices each."""
     return problem_of_copy(problem, most_copies(problem.cluster, devices),
                            _part_of(problem.cluster, devices))
 
@@ -59,7 +60,8 @@ def _part_of(cluster: Cluster, devices: int) -> Cluster:
 
 
 def problem_for(problem: Problem, estimate: Estimate) -> Problem:
-    """The problem of one of the estimate's copies; `problem` itself if it is that of a copy."""
+    """The problem of one of the estimate's replicas; `problem` itself if it is that of a
+    replica."""
     deployment = estimate.deployment
     copies, devices = deployment.replicas, deployment.devices_per_replica
     if (problem.copies, problem.cluster.num_devices) == (copies, devices):
@@ -68,13 +70,13 @@ def problem_for(problem: Problem, estimate: Estimate) -> Problem:
 
 
 def has_room(problem: Problem) -> bool:
-    """Whether the devices of a copy together hold the weights; other memory is not counted."""
+    """Whether the devices of a replica together hold the weights; other memory is not counted."""
     room = problem.cluster.num_devices * capacity_bytes(problem.cluster.device)
     return least_weight_bytes(problem) <= room
 
 
 def idle_note(cluster: Cluster, estimate: Estimate) -> str:
-    """A note on devices that no copy has; "" if there are none."""
+    """A note on devices that no replica has; "" if there are none."""
     idle = cluster.num_devices - estimate.num_devices
     if idle <= 0:
         return ""

@@ -1,10 +1,11 @@
 """Sensitivity of a schedule to output lengths other than planned (paper section 7.6, Figure 11):
 mean, standard deviation or skewness change while the other two stay.
 
-The unchanged schedule is replayed on queries of the changed distribution, and so is the best
+The unchanged schedule is replayed on requests of the changed distribution, and so is the best
 schedule for that distribution. As in the paper two latencies are compared with the limit: (a)
-`queries_s`, the constraint's quantile over all queries, and (b) `sequence_s`, the mean latency of
-a query of the length that was planned at that quantile. All replays use the same random numbers."""
+`queries_s`, the constraint's quantile over all requests, and (b) `sequence_s`, the mean latency of
+a request of the length that was planned at that quantile. All replays use the same random
+numbers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -61,7 +62,7 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
     """Rows for the FACTORS of mean and of std and the SKEWNESS_CHANGES, in this order.
 
     search: the best estimate for a problem with other lengths; raises InfeasibleError. It takes
-    the limit's query length from the changed distribution."""
+    the limit's request length from the changed distribution."""
 
     @cache
     def figures(lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:
@@ -76,7 +77,7 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
             for result in results]) for kind in ("queries", "sequence"))
         if of_all is None or of_one is None:
             return None
-        # of equal copies only one was replayed
+        # of equal replicas only one was replayed
         copies = 1 if estimate.others else estimate.deployment.replicas
         return DriftFigures(throughput_qps=copies * of_all.throughput_qps,
                             queries_s=of_all.latency_s, sequence_s=of_one.latency_s)

@@ -30,11 +30,11 @@ from xsimulator.replay.replicas import replayer_of
 from xsimulator.replay.step_clock import StepClocks
 from xsimulator.rough.formulas import Formulas
 
-MOST_REPLAYS, MOST_REPLAYED = 5, 1500  # chosen: replays of a job; queries of these together
+MOST_REPLAYS, MOST_REPLAYED = 5, 1500  # chosen: replays of a job; requests of these together
 
 
 class _Part(NamedTuple):
-    """One copy of an estimate: its problem, rough formulas and replays."""
+    """One replica of an estimate: its problem, rough formulas and replays."""
 
     problem: Problem
     formulas: Formulas
@@ -48,7 +48,7 @@ class Evaluator:
                  plans: PlanCache | None = None) -> None:
         """plans: stage plans by the same times, shared with other problems."""
         self.problem, self.timing, self._plans = problem, timing, plans or PlanCache(timing)
-        self._parts: dict[tuple[int, int], _Part] = {}  # by copies, and devices of each
+        self._parts: dict[tuple[int, int], _Part] = {}  # by replicas, and devices of each
         self._rough: dict[Estimate, dict[str, float]] = {}
         self._shown: dict[Estimate, Estimate] = {}
         self._jobs: dict[tuple[Estimate, int], JobPrediction | None] = {}
@@ -59,7 +59,7 @@ class Evaluator:
         return StepClocks(self.problem, self.timing)
 
     def seconds(self, estimate: Estimate, metric: Metric) -> float:
-        """The metric in seconds by the rough formula; for the makespan, what one more query adds.
+        """The metric in seconds by the rough formula; for the makespan, what one more request adds.
         Margins are ratios of these under other times and lengths."""
         if estimate not in self._rough:
             self._rough[estimate] = self._part(estimate).formulas.of(
@@ -92,8 +92,8 @@ class Evaluator:
         return self._parts[key]
 
     def job(self, estimate: Estimate, replays: int | None = None) -> JobPrediction | None:
-        """Prediction for the problem's own queries, the mean of so many replays (None: fewer for a
-        longer job); None without known times or queries that can run."""
+        """Prediction for the problem's own requests, the mean of so many replays (None: fewer for a
+        longer job); None without known times or requests that can run."""
         if replays is None:
             replays = min(max(MOST_REPLAYED // (self.problem.num_queries or 1), 1), MOST_REPLAYS)
         key = estimate, replays
@@ -109,7 +109,7 @@ class Evaluator:
 def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
             clocks: StepClocks | None = None) -> JobPrediction | None:
     """Prediction for the job with ramp-up and drain, the mean of so many replays if lengths are not
-    all known; None without queries."""
+    all known; None without requests."""
     replayed = replays_of(problem, timing, estimate, replays=replays, clocks=clocks,
                           has_steps=False)
     return None if replayed is None else mean_prediction(replayed.results, replayed.num_queries)
@@ -125,7 +125,7 @@ class JobReplays(NamedTuple):
 
 def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
                clocks: StepClocks | None = None, has_steps: bool = True) -> JobReplays | None:
-    """Replays of the problem's own queries, at most MOST_PREDICTED of them; None without queries.
+    """Replays of the problem's own requests, at most MOST_PREDICTED of them; None without requests.
     has_steps: see xsimulator.replay.job.Replayer."""
     if problem.num_queries is None:
         return None
@@ -147,7 +147,7 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
 
 
 def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:
-    """Lengths of the queries that the schedule can run, in the order of the run; the others become
+    """Lengths of the requests that the schedule can run, in the order of the run; the others become
     error records. None if the lengths are unknown before tokenising."""
     found = _runnable(problem, estimate)
     return None if found is None else found[0].take(
@@ -155,7 +155,7 @@ def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:
 
 
 def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntArray] | None:
-    """(lengths of the problem's queries, indices of those that the schedule can run); None if the
+    """(lengths of the problem's requests, indices of those that the schedule can run); None if the
     lengths are unknown."""
     known = problem.queries
     if problem.is_synthetic and problem.num_queries is not None:
@@ -170,6 +170,6 @@ def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntAr
 
 
 def in_run_order(problem: Problem, estimate: Estimate, count: int) -> list[int]:
-    """Indices of `count` queries in the order of a run."""
+    """Indices of `count` requests in the order of a run."""
     window = batch_sizer.window_of(problem.adjustment.shuffle, estimate.figures.encode_batch)
     return list(batch_sizer.in_run_order(count, window, problem.seed))

@@ -1,10 +1,10 @@
 """The schedule that a job starts with if `workload.output_tokens: observe` has no feasible one.
 
-Such a job is planned as if every query ran to its cap. If no schedule keeps the latency limit that
-way, the job starts with the quickest schedule and is planned again once output lengths have been
-observed (xscheduler.live). Each batch is decoded to its end before the next is encoded: no query
-is quicker than one that no encoding interrupts, and a phase ends with its actual outputs. The
-largest batch within NEAR of the least latency is taken: queries that run to their cap are late
+Such a job is planned as if every request ran to its cap. If no schedule keeps the latency limit
+that way, the job starts with the quickest schedule and is planned again once output lengths have
+been observed (xscheduler.live). Each batch is decoded to its end before the next is encoded: no
+request is quicker than one that no encoding interrupts, and a phase ends with its actual outputs.
+The largest batch within NEAR of the least latency is taken: requests that run to their cap are late
 anyway, the others are far from the limit. A limit that not even an answer of one token keeps is
 refused, since no observed lengths could help."""
 
@@ -27,7 +27,7 @@ from xscheduler.copies import problems_of_copies
 from xscheduler.search_planner import SearchPlanner
 
 NEAR = 0.1  # chosen: share of the least latency that a larger batch may cost
-FIRST_QUERIES = 20  # chosen: queries done before the lengths are first estimated
+FIRST_QUERIES = 20  # chosen: requests done before the lengths are first estimated
 
 
 def hint(problem: Problem, timing: TimingSource) -> str:
@@ -90,7 +90,7 @@ def one_token_s(problem: Problem, timing: TimingSource) -> float:
 
 
 def _able(problem: Problem, timing: TimingSource) -> list[_Quickest]:
-    """For every number of copies that fits, the policy that decodes each batch to its end."""
+    """For every number of replicas that fits, the policy that decodes each batch to its end."""
     if (name := changeable_policy(problem.fixed)) is None:
         return []
     return [one for part in problems_of_copies(problem)
@@ -98,15 +98,16 @@ def _able(problem: Problem, timing: TimingSource) -> list[_Quickest]:
 
 
 class _Quickest(NamedTuple):
-    """A planner of copies that decode each batch to its end, and the least latency, in seconds, of
-    a query at its cap."""
+    """A planner of replicas that decode each batch to its end, and the least latency, in seconds,
+    of a request at its cap."""
 
     planner: SearchPlanner
     least_s: float
 
 
 def _quickest(name: str, problem: Problem, timing: TimingSource) -> _Quickest | None:
-    """For one of the copies, by the policy `name`; None if it cannot be divided or does not fit."""
+    """For one of the replicas, by the policy `name`; None if it cannot be divided or does not
+    fit."""
     fixed = replace(problem.fixed, policies=(name,), replicas=problem.copies)
     if fixed.decode_iterations is None:
         most = problem.lengths.outputs.max - (not problem.model.is_encoder_decoder)

@@ -1,8 +1,8 @@
-"""Sampling error of a latency limit on a share of the job's queries.
+"""Sampling error of a latency limit on a share of the job's requests.
 
-The job's N queries are a sample of the planned length distribution. If a share q of them must keep
+The job's N requests are a sample of the planned length distribution. If a share q of them must keep
 the limit, the k = ceil(q N) quickest must. The k-th of N independent values lies at the quantile
-U ~ Beta(k, N + 1 - k) of their distribution (order statistics), not at q. Example: with 32 queries
+U ~ Beta(k, N + 1 - k) of their distribution (order statistics), not at q. Example: with 32 requests
 and q = 0.99 it is the slowest, and with 95 % confidence its quantile is below 0.998."""
 
 import math
@@ -19,9 +19,9 @@ _MOST = 1 - 1e-9
 
 
 def levels_of(problem: Problem) -> FloatArray:
-    """[levels] rising, equally likely quantiles of the planned lengths at which the deciding query
-    of the job may lie. One level if the job's outputs are known; none if the limit is on a query
-    of one length, or the job has no end."""
+    """[levels] rising, equally likely quantiles of the planned lengths at which the deciding
+    request of the job may lie. One level if the job's outputs are known; none if the limit is on a
+    request of one length, or the job has no end."""
     constraint, count = problem.constraint, problem.num_queries
     if constraint.kind != "queries" or math.isinf(constraint.latency_s) or not count:
         return np.empty(0)
@@ -53,12 +53,12 @@ def _beta_levels(quantile: float, count: int) -> FloatArray:
 
 
 def _kept(quantile: float, count: int) -> int:
-    """Number of queries, of `count`, that must keep the limit."""
+    """Number of requests, of `count`, that must keep the limit."""
     return max(math.ceil(quantile * count - 1e-9), 1)
 
 
 def _known_outputs(problem: Problem) -> IntArray | None:
-    """Output lengths of the job's own queries, those of all copies; None if they are unknown."""
+    """Output lengths of the job's own requests, those of all replicas; None if they are unknown."""
     count = problem.num_queries
     if problem.is_synthetic and count is not None:
         return synthetic_lengths(problem.lengths, count * problem.copies, problem.seed)[1]

@@ -1,9 +1,9 @@
-"""The schedule with the shortest makespan, for a job of few queries.
+"""The schedule with the shortest makespan, for a job of few requests.
 
-The search maximises throughput in steady state. A short job (less than SHORT times the queries in
+The search maximises throughput in steady state. A short job (less than SHORT times the requests in
 the system) spends much of its time in ramp-up and drain, so another schedule may finish earlier:
 fewer, even batches, or a single one. Promising configurations that keep the limit are therefore
-replayed with the job's own queries, and the quickest that keeps it with its own margin is chosen.
+replayed with the job's own requests, and the quickest that keeps it with its own margin is chosen.
 Nothing is proved about makespans; the upper bound on steady-state throughput stays."""
 
 import math
@@ -24,15 +24,15 @@ from xscheduler.prospects import keeps_pace
 from xscheduler.room import with_room
 from xscheduler.space import LEAST_GAIN, OPTIMISM, Cell, Limits, Point
 
-SHORT = 10  # chosen: a job with more queries, as a multiple of those in the system, is not short
-MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # chosen: configurations and queries of the first round
+SHORT = 10  # chosen: a job with more requests, as a multiple of those in the system, is not short
+MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # chosen: configurations and requests of the first round
 FINALISTS = 5  # chosen: configurations of the second round
 ROUGHLY = 3  # chosen: for a rough comparison one configuration in so many is replayed
 _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
 
 class _Entry(NamedTuple):
-    throughput_qps: float  # of all copies, roughly
+    throughput_qps: float  # of all replicas, roughly
     cell: Cell
     point: Point
 
@@ -41,7 +41,7 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
                 cells: Sequence[Cell], *,
                 has_margin: bool = True, is_rough: bool = False,
                 cuts: Callable[[], bool] = lambda: False) -> Schedule:
-    """`schedule`, or one that finishes the problem's own queries at least LEAST_GAIN sooner.
+    """`schedule`, or one that finishes the problem's own requests at least LEAST_GAIN sooner.
 
     cells: the configurations to choose from. has_margin: the limit holds with the constraint's
     confidence. is_rough: fewer replays, for a comparison. cuts: true once replays must end."""
@@ -98,7 +98,7 @@ class _JobTime:
 
     def __call__(self, estimate: Estimate, replays: int | None) -> float:
         """Makespan in seconds, the mean of so many replays (see Evaluator.job); infinite if the
-        estimate cannot run all queries that `schedule` can."""
+        estimate cannot run all requests that `schedule` can."""
         self.asked.add(estimate)
         estimate = self._roomy(estimate)
         if self._num_runnable(estimate) < self._most:

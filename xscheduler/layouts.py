@@ -59,7 +59,7 @@ class Compared:
             self.queries_per_s[one.layout] for one in self.tried if one is not rough)
 
     def seconds(self, one: LaidOut) -> float:
-        """Expected seconds of the job; infinite without a schedule or a number of queries."""
+        """Expected seconds of the job; infinite without a schedule or a number of requests."""
         rate = self.queries_per_s[one.layout]
         return one.problem.num_queries / rate if one.problem.num_queries and rate else math.inf
 

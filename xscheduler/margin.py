@@ -8,13 +8,13 @@ A schedule is planned for limit / factor, so that P(latency <= limit) is at leas
   profile has one more error common to all tables. The effect of each error on the latency is found
   with that table's times raised. Effects add as squares, and their sum is taken as log-normal. A
   briefly measured profile has a least error. The scatter of single steps does not matter, since a
-  query takes hundreds of them.
+  request takes hundreds of them.
 - *times*, computed (roofline): errors as xprofiler.source_errors found them in published
   measurements: one common to all steps, one of each group of operators by its share of the latency,
   one by size. Their distribution has longer tails.
 - *lengths*: observed lengths are a sample. LEVELS resampled distributions (smoothed bootstrap,
   fixed seed) take its place. Given distributions are taken as true.
-- *sample*: a limit on a share of all queries is one on the job's own, which are a sample of the
+- *sample*: a limit on a share of all requests is one on the job's own, which are a sample of the
   distribution (xscheduler.job_sample).
 - *inputs*: if input lengths were estimated from characters, all of them are longer or shorter by
   one log-normal factor (xrunner.files.runnable). Its effect adds to that of the times.
@@ -104,7 +104,7 @@ class Margins:
 
     def __init__(self, problem: Problem, evaluator: Evaluator, *,
                  is_of_job: bool = True) -> None:
-        """evaluator: of the problem, under any limit. is_of_job: the problem's queries are the
+        """evaluator: of the problem, under any limit. is_of_job: the problem's requests are the
         whole job that the limit is for, not the rest of it."""
         self.problem, self.evaluator = problem, evaluator
         timing = evaluator.timing
@@ -118,7 +118,7 @@ class Margins:
         self._variants: dict[Hashable, Evaluator] = {}  # with other times or lengths
         lengths = problem.lengths
         self._counts = [part.num_samples for part in (lengths.inputs, lengths.outputs)
-                        if part.num_samples is not None]  # queries by which lengths are known
+                        if part.num_samples is not None]  # requests by which lengths are known
         self._levels = levels_of(problem) if is_of_job else np.empty(0)
         # lower bound on the latency margin of every schedule
         self.least_factor = 1.0 if not self._computed or self.is_certain("latency") else (
@@ -133,7 +133,7 @@ class Margins:
 
     def margin(self, estimate: Estimate, metric: Metric = "latency") -> MarginParts:
         """The safety margin on a metric. The sentence is for latency only. The makespan's margin is
-        that of the time which one more query adds."""
+        that of the time which one more request adds."""
         confidence = self.problem.constraint.confidence
         if self.is_certain(metric):
             return self._worded(MarginParts(factor=1.0, sentence=""), 0.0, _ComputedMargin())

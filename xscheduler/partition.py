@@ -1,6 +1,6 @@
-"""The division of a cluster into copies of several sizes that has the most requests/s.
+"""The division of a cluster into replicas of several sizes that has the most requests/s.
 
-    qps_of  {number of devices: requests/s of one copy on as many}
+    qps_of  {number of devices: requests/s of one replica on as many}
     best    largest sum over all multisets of sizes that fit the cluster
 
 The best division of d devices follows from the best ones of fewer (dynamic programming), so that
@@ -13,7 +13,7 @@ from xgpt.core.problem import Problem
 
 
 class Division(NamedTuple):
-    """Devices of each copy, the largest first, and the requests/s of all copies together."""
+    """Devices of each replica, the largest first, and the requests/s of all replicas together."""
 
     throughput_qps: float
     sizes: tuple[int, ...]
@@ -24,14 +24,16 @@ NOTHING = Division(0.0, ())
 
 def best_division(qps_of: Mapping[int, float], devices: int,
                   parts: int | None = None) -> Division | None:
-    """The best division of at most `devices` into `parts` copies (None: any number), of equals the
-    one of fewest copies; None if no sizes add up to `parts`. A size of no requests/s is unused."""
+    """The best division of at most `devices` into `parts` replicas (None: any number), of equals
+    the one of fewest replicas; None if no sizes add up to `parts`. A size of no requests/s is
+    unused."""
     return _of_rooms(qps_of, devices, parts)[devices]
 
 
 def division_of(problem: Problem, qps_of: Mapping[int, float]) -> Division | None:
-    """The best division of the problem's cluster into copies, equal or not, each on devices of one
-    node or on whole nodes; None if there is none. qps_of: requests/s of a copy by its devices."""
+    """The best division of the problem's cluster into replicas, equal or not, each on devices of
+    one node or on whole nodes; None if there is none. qps_of: requests/s of a replica by its
+    devices."""
     cluster, copies = problem.cluster, problem.fixed.replicas
     each, nodes = cluster.devices_per_node, cluster.num_nodes
     if copies is not None:
@@ -50,7 +52,7 @@ def division_of(problem: Problem, qps_of: Mapping[int, float]) -> Division | Non
 
 
 def _of_nodes(qps_of: Mapping[int, float], each: int, nodes: int, parts: int) -> Division | None:
-    """The best division of `nodes` nodes of `each` devices into exactly `parts` copies."""
+    """The best division of `nodes` nodes of `each` devices into exactly `parts` replicas."""
     within = {size: own for size, own in qps_of.items() if size <= each}
     inside = [best_division(within, each, count) for count in range(min(parts, each) + 1)]
     whole = [size for size in _able(qps_of) if size > each]

@@ -4,7 +4,7 @@
                and its confidence, explained
     beginning  where outputs are known only as caps and no schedule keeps the bound with those:
                the quickest there is
-    job        for a job of few queries what answers these soonest, ramp and drain included
+    job        for a job of few requests what answers these soonest, ramp and drain included
     room       for the longest request, where memory allows it"""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Horizon = Literal["job", "steady"]
 class PlanOptions:
     """`gap`: the search ends once nothing is better by more than this share; None: when it expects
     nothing better. `max_nodes`: replays of one look over all configurations at most; None: as many
-    as it takes. `horizon`: plan for the problem's own queries, where it has any, or for the steady
+    as it takes. `horizon`: plan for the problem's own requests, where it has any, or for the steady
     state of a job without end. `untimed`: why the times are not those of what will run ("" where
     they are). `has_margin`: the bound is kept with the constraint's confidence; else as it is
     expected. `is_brief`: not explained, and not compared with what there would be without a bound.
@@ -70,7 +70,7 @@ def plan(problem: Problem, timing: TimingSource, options: PlanOptions | None = N
 
 def plan_with_enough(problem: Problem, plan: Callable[[Problem], Schedule],
                      tell: Callable[[str], None]) -> Schedule:
-    """`plan` of the problem or, where nothing but its number of queries forbids what the job fixes
+    """`plan` of the problem or, where nothing but its number of requests forbids what the job fixes
     (a job file that is tried on its first lines), of one without a number: its batches never fill.
     Raises InfeasibleError."""
     try:
@@ -125,8 +125,8 @@ class Planner:
                 lambda enough: self._like(enough)._steady(enough), lambda note: None)
 
     def of(self, problem: Problem) -> Schedule:
-        """The steady state's schedule of a problem like this one, with the same options, by copies
-        of unlike sizes where these are better. Raises InfeasibleError."""
+        """The steady state's schedule of a problem like this one, with the same options, by
+        replicas of unlike sizes where these are better. Raises InfeasibleError."""
         own = self if _bounded(problem, self.problem.constraint.latency_s) == self.problem else (
             Planner(problem, self.timing, self.options))
         return own.steady(problem.constraint.latency_s)
@@ -142,7 +142,7 @@ class Planner:
         return self._watch
 
     def _like(self, problem: Problem) -> Planner:
-        """The planner of the problem under any bound, perhaps without its number of queries."""
+        """The planner of the problem under any bound, perhaps without its number of requests."""
         if problem.num_queries == self.problem.num_queries:
             return self
         if self._numberless is None:
@@ -200,7 +200,7 @@ def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:
 
 
 def _noted(problem: Problem, schedule: Schedule) -> Schedule:
-    """The schedule with a word on devices that no copy has."""
+    """The schedule with a word on devices that no replica has."""
     note = idle_note(problem.cluster, schedule.estimate)
     return schedule.changed(notes=(*schedule.estimate.notes, note)) if note else schedule
 

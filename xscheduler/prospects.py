@@ -51,7 +51,7 @@ def judged(schedule: Schedule, margins: Margins, tell: Callable[[str], None], *,
 
 
 def _makespan_of(margins: Margins, estimate: Estimate, has_margin: bool) -> Prospect | None:
-    """Makespan of the problem's own queries by replay; None without a limit on it, or if some step
+    """Makespan of the problem's own requests by replay; None without a limit on it, or if some step
     has no known time."""
     bound = margins.problem.constraint.bound_on("makespan")
     if bound is None or math.isinf(bound.limit_s):

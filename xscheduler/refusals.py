@@ -29,7 +29,7 @@ _PACE: tuple[Metric, ...] = ("ttft", "tpot")
 
 
 class Smallest(NamedTuple):
-    """The point that needs least memory: bytes on its fullest device, queries present. is_timed:
+    """The point that needs least memory: bytes on its fullest device, requests present. is_timed:
     step times are known for some size."""
 
     memory_bytes: float = math.inf

@@ -1,4 +1,4 @@
-"""Replays of configurations on one part of the cluster, all of the same random queries."""
+"""Replays of configurations on one part of the cluster, all of the same random requests."""
 
 import math
 from collections.abc import Hashable
@@ -18,12 +18,12 @@ from xsimulator.replay.steady_state import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
 
 SEED = 20240427
-DRAWN = 4096  # chosen: queries drawn at a time
+DRAWN = 4096  # chosen: requests drawn at a time
 _SHOWN = ("throughput_qps", "latency_s", "ttft_s", "tpot_s")
 
 
 class Replayed(NamedTuple):
-    """The steady state of a replay of so many queries; figures None: there was none, or steps had
+    """The steady state of a replay of so many requests; figures None: there was none, or steps had
     sizes without known times."""
 
     estimate: Estimate
@@ -32,7 +32,7 @@ class Replayed(NamedTuple):
 
     @property
     def throughput_qps(self) -> float:
-        """Requests/s of one copy."""
+        """Requests/s of one replica."""
         return 0.0 if self.figures is None else self.figures.throughput_qps
 
     @property
@@ -41,7 +41,7 @@ class Replayed(NamedTuple):
         return math.inf if self.figures is None else self.figures.latency_s
 
     def shown(self, problem: Problem) -> Estimate:
-        """The estimate with the replay's figures; those that no query had stay the formula's."""
+        """The estimate with the replay's figures; those that no request had stay the formula's."""
         if self.figures is None:
             return self.estimate
         seen = {name: value for name in _SHOWN
@@ -61,9 +61,9 @@ class Replays:
         self.known: dict[Hashable, Replayed] = {}
 
     def of(self, estimate: Estimate, queries: int) -> Replayed:
-        """The steady state in a replay of so many queries."""
+        """The steady state in a replay of so many requests."""
         problem = self.problem
-        while len(self._drawn[0]) < queries:  # a longer replay begins with the same queries
+        while len(self._drawn[0]) < queries:  # a longer replay begins with the same requests
             more = problem.lengths.sample(DRAWN, self._rng)
             self._drawn = (np.concatenate([self._drawn[0], more[0]]),
                            np.concatenate([self._drawn[1], more[1]]))
@@ -74,6 +74,6 @@ class Replays:
         try:
             figures = steady_replay(problem, self.timing, estimate, planned_queries(
                 problem, inputs, outputs), self._clocks)
-        except XgptError:  # a query that never fits
+        except XgptError:  # a request that never fits
             figures = None
         return Replayed(estimate, figures, queries)

@@ -1,5 +1,5 @@
 """Sizes of the KV caches, which are allocated once. They hold the job's longest request, if memory
-allows, and the queries that a running job may hold after its schedule has changed."""
+allows, and the requests that a running job may hold after its schedule has changed."""
 
 import math
 from dataclasses import replace
@@ -11,9 +11,9 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.paged import BLOCK_TOKENS
 from xrunner.rules.rra import most_active
 from xscheduler.copies import problem_for
-from xscheduler.live.given_stages import GivenStages
+from xscheduler.live.fixed_stages import FixedStages
 
-# chosen: queries a group has room for over those planned: if outputs are shorter than planned, and
+# chosen: requests a group has room for over those planned: if outputs are shorter than planned, and
 # at least while lengths are still observed
 HEADROOM, LEAST_OBSERVING = 2.0, 8.0
 SHORT = 16  # chosen: outputs still to be observed may be this many times shorter than their caps
@@ -27,8 +27,8 @@ def with_room(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Schedule:
-    """`schedule` with KV tokens for a query of `query_tokens` in every group; unchanged if they do
-    not fit."""
+    """`schedule` with KV tokens for a request of `query_tokens` in every group; unchanged if they
+    do not fit."""
     deployment, figures = schedule.deployment, schedule.figures
     if getattr(schedule.controls, "token_budget", None):  # its memory is paged
         query_tokens = -(-query_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -43,7 +43,7 @@ def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Sc
 
 
 def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> float:
-    """Ratio of the queries that a group may hold once output lengths have been observed to those
+    """Ratio of the requests that a group may hold once output lengths have been observed to those
     planned; infinite if short outputs have no schedule."""
     problem, estimate = problem_for(problem, estimate), estimate.one_copy
     outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
@@ -52,7 +52,7 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
                     tp_gpus=deployment.tp_gpus, decode_micro_batches=deployment.num_groups)
     short = replace(problem, fixed=fixed, lengths=JointLengths(
         inputs=problem.lengths.inputs, outputs=outputs))
-    best = GivenStages(estimate, short, timing).best(problem.constraint, has_margin=False)
+    best = FixedStages(estimate, short, timing).best(problem.constraint, has_margin=False)
     if best.estimate is None or best.reason is not None:
         return math.inf
     return max(LEAST_OBSERVING, most_active(best.estimate) / most_active(estimate))
@@ -60,7 +60,7 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
 
 def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float, *,
               in_blocks: bool = False) -> int:
-    """Number of queries that a group's cache has room for: `times` those planned, at most what the
+    """Number of requests that a group's cache has room for: `times` those planned, at most what the
     memory of every rank holds (rows of `longest` tokens, unless `in_blocks`) and what the job has;
     at least those planned."""
     planned, groups = most_active(estimate), estimate.deployment.num_groups
@@ -78,7 +78,7 @@ def kv_tokens_for(estimate: Estimate, problem: Problem, most: int) -> int:
 
 
 def _most_tokens(estimate: Estimate, problem: Problem) -> float:
-    """Number of tokens of a group whose KV entries fit on every rank."""
+    """Number of tokens of a group whose KV cache fit on every rank."""
     deployment, figures = estimate.deployment, estimate.figures
     fits = []
     for stage in deployment.stages:
@@ -91,10 +91,10 @@ def _most_tokens(estimate: Estimate, problem: Problem) -> float:
 
 
 def mean_present(slots: int) -> int:
-    """Mean number of queries of a group whose three-sigma maximum is `slots` (see most_active)."""
+    """Mean number of requests of a group whose three-sigma maximum is `slots` (see most_active)."""
     return max(math.floor(((math.sqrt(9 + 4 * slots) - 3) / 2) ** 2), 1)
 
 
 def _layer_bytes(problem: Problem) -> int:
-    """Bytes of one token's KV entries in a layer."""
+    """Bytes of one token's KV cache in a layer."""
     return problem.model.kv_elements_per_token_layer * problem.kv_item_bytes

@@ -4,7 +4,7 @@
 2. The most promising point of the most promising cell is replayed. The replay corrects the formula
    around that point and for similar cells.
 3. Step 2 repeats until no cell is expected to beat the best replayed point (the incumbent).
-4. The incumbent and points within OPTIMISM of it are replayed with more queries, and a local search
+4. The incumbent and points within OPTIMISM of it are replayed with more requests. A local search
    goes from each to better neighbours.
 5. Among the finalists the longest replay decides."""
 
@@ -34,12 +34,12 @@ from xscheduler.space import (
 from xsimulator.replay.prediction import CHECKED_ROUNDS, LEAST_CHECKED, num_checked_queries
 from xsimulator.replay.steady_state import ROUNDING, enough_queries
 
-SURE = 4  # chosen: queries of the longest replay, as a multiple of a whole one's
+SURE = 4  # chosen: requests of the longest replay, as a multiple of a whole one's
 TRIES = 8  # chosen: points of which the best, or the quickest, are replayed longest
 
 
 class Found(NamedTuple):
-    """Equal copies that are part of a schedule: their cell, their point and their number."""
+    """Equal replicas that are part of a schedule: their cell, their point and their number."""
 
     cell: Cell
     point: Point
@@ -57,7 +57,7 @@ class ReplayedCells:
         """cells: fresh ones, each with the replays of its part of the cluster, which may be shared
         with other searches."""
         self.problem, self._replays, self.num_replays = problem, dict(cells), 0
-        self.cells: dict[int, list[Cell]] = {}  # by devices of a copy
+        self.cells: dict[int, list[Cell]] = {}  # by devices of a replica
         # (everything that the expectation depends on, the expectation)
         self._expected: dict[Cell, tuple[tuple[object, ...], Expected]] = {}
         for cell in self._replays:
@@ -83,7 +83,7 @@ class ReplayedCells:
 
     def best_of(self, keeps: Feasibility, is_wanted: Callable[[Cell], bool],
                 chosen_qps: float = math.inf) -> Found | None:
-        """The best replayed point of the wanted cells, or None; only cells with as many copies as
+        """The best replayed point of the wanted cells, or None; only cells with as many replicas as
         the job asks for. A point that beats `chosen_qps` in a short replay is replayed as long as
         the chosen one was."""
         cells = [cell for cell in self._replays if is_wanted(cell) and self.is_whole(cell)]
@@ -95,7 +95,7 @@ class ReplayedCells:
         return one
 
     def is_whole(self, cell: Cell) -> bool:
-        """Whether the cell has as many copies as the job asks for."""
+        """Whether the cell has as many replicas as the job asks for."""
         return self.problem.fixed.replicas in (None, cell.copies)
 
     def best_replayed(self, keeps: Feasibility, cells: Sequence[Cell]) -> Found | None:
@@ -134,8 +134,8 @@ class ReplayedCells:
         return known[1]
 
     def replay(self, cell: Cell, point: Point, *, times: int = 0) -> Replayed:
-        """Replays a point with `times` as many queries as it takes to check a latency limit, or
-        (0) with the fewer queries of a first replay. A longer replay of the point is reused."""
+        """Replays a point with `times` as many requests as it takes to check a latency limit, or
+        (0) with the fewer requests of a first replay. A longer replay of the point is reused."""
         found = cell.replayed.get(point)
         estimate = cell.formula.estimate(cell.plan, point) if found is None else found.estimate
         whole = num_checked_queries(cell.problem, estimate)
@@ -188,7 +188,7 @@ class Search(ReplayedCells):
 
     def best(self, keeps: Feasibility, enough_qps: float = math.inf, *,
              is_compared: bool = False) -> list[Found]:
-        """The copies, equal or not, with the highest throughput together; [] if none was found
+        """The replicas, equal or not, with the highest throughput together; [] if none was found
         that keeps the limits. enough_qps: throughput at which the search may stop. is_compared:
         the result is only shown beside the chosen schedule, so steps 4 and 5 are left out."""
         found = self._look(keeps) or (self._look(keeps) if self.quickest() else [])
@@ -216,7 +216,7 @@ class Search(ReplayedCells):
         return max(sure, self._surely_best(self._look(keeps), keeps), key=together_qps)
 
     def _surely_best(self, found: list[Found], keeps: Feasibility) -> list[Found]:
-        """Replays the best points with most queries, one after the other, until no other point
+        """Replays the best points with most requests, one after the other, until no other point
         promises noticeably more than the best of these."""
         best: list[Found] = []
         for _ in range(TRIES):

@@ -90,7 +90,7 @@ class SearchPlanner:
     def best(self, latency_bound_s: float, *, has_margin: bool) -> Schedule:
         """The schedule with the highest throughput within the latency limit (seconds). has_margin:
         the limit holds with the constraint's confidence. Raises InfeasibleError, and InputError
-        for fixed values that no copy can have."""
+        for fixed values that no replica can have."""
         self._before = self.nodes
         self.search = self._anew()
         began, before = time.monotonic(), self._before
@@ -170,7 +170,7 @@ class SearchPlanner:
         return []
 
     def _margin(self, keeps: Feasibility, found: Sequence[Found]) -> Margin:
-        """The safety margin of the copies whose latency with margin is longest."""
+        """The safety margin of the replicas whose latency with margin is longest."""
         parts = [(one.replayed.latency_s * keeps.margin(one.cell, one.point).factor,
                   keeps.margin(one.cell, one.point)) for one in found]
         return max(parts, key=lambda pair: pair[0])[1].kept()
@@ -200,7 +200,8 @@ class SearchPlanner:
 
     def _bound_of(self, part: Problem, plans: Sequence[tuple[int, int]], kind: Kind,
                   limit_s: float) -> float:
-        """Upper bound, requests/s, on one copy on this part of the cluster by any of the plans."""
+        """Upper bound, requests/s, on one replica on this part of the cluster by any of the
+        plans."""
         key = part.cluster.num_devices, plans, kind, limit_s
         if key not in self._upper:
             bound: UpperBound = self._bounds(part)
@@ -253,7 +254,7 @@ class SearchPlanner:
                 for why, names in reasons.items()]
 
     def _covers(self) -> str:
-        """Numbers of devices of a copy that the upper bound covers; "" on fewer than three."""
+        """Numbers of devices of a replica that the upper bound covers; "" on fewer than three."""
         cluster = self.problem.cluster
         if cluster.num_devices < 3:
             return ""
@@ -262,7 +263,7 @@ class SearchPlanner:
             f", but for {', '.join(map(str, unseen))}" if unseen else "")
 
     def _over_copies(self, found: Sequence[Found], keeps: Feasibility) -> tuple[CopiesTried, ...]:
-        """A row for every number of devices of a copy, and one for copies of unequal sizes."""
+        """A row for every number of devices of a replica, and one for replicas of unequal sizes."""
         rows, qps = [], sum(one.copies * one.replayed.throughput_qps for one in found)
         for size in sorted(self.search.cells):
             part = self.search.cells[size][0].problem
@@ -291,12 +292,12 @@ class SearchPlanner:
 
     @property
     def all_cells(self) -> list[Cell]:
-        """Every policy by every tensor plan, on every number of devices that a copy may have."""
+        """Every policy by every tensor plan, on every number of devices that a replica may have."""
         return self.search.all_cells
 
 
 def shown(one: Found) -> Estimate:
-    """All copies of one shape, with the figures that a replay showed."""
+    """All replicas of one shape, with the figures that a replay showed."""
     return one.replayed.shown(one.cell.problem).in_copies(one.copies)
 
 

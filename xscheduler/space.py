@@ -1,6 +1,6 @@
 """The search space: cells and their points.
 
-A cell is a number of devices of a copy, a policy and a tensor plan. A point of it is a value of
+A cell is a number of devices of a replica, a policy and a tensor plan. A point of it is a value of
 each control variable. A rough formula says what a point does. A replay of a point shows by which
 factor the formula is wrong there. Elsewhere the formula is corrected by the factors of the nearest
 replayed points, or by the mean factor of similar cells."""
@@ -42,7 +42,7 @@ class Limits:
 
     def are_kept(self, figures: SteadyFigures, longer: float = 1.0) -> bool:
         """Whether a replay's figures, its latency times `longer`, are within the limits. A figure
-        that no query had (nan) is."""
+        that no request had (nan) is."""
         return not (longer * figures.latency_s > self.latency_s or figures.ttft_s > self.ttft_s
                     or figures.tpot_s > self.tpot_s)
 
@@ -63,7 +63,7 @@ class Alike(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The best point of a cell (None: it has none), its requests/s over all copies, and whether a
+    """The best point of a cell (None: it has none), its requests/s over all replicas, and whether a
     replay shows them."""
 
     throughput_qps: float = 0.0
@@ -73,7 +73,7 @@ class Expected(NamedTuple):
 
 @dataclass(eq=False)
 class Cell:
-    """The points of one policy under one tensor plan. problem: of one copy. is_chunked: only the
+    """The points of one policy under one tensor plan. problem: of one replica. is_chunked: only the
     points that encode in chunks beside decoding (True), only the others (False), or all (None)."""
 
     problem: Problem
@@ -109,7 +109,7 @@ class Cell:
 
     @cached_property
     def _after(self) -> float:
-        """1 + LATENCY_OFF times the tokens after the first of the query that the limit is for."""
+        """1 + LATENCY_OFF times the tokens after the first of the request that the limit is for."""
         outputs = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
         return (1 + LATENCY_OFF) * max(outputs - 1, 1)
 
@@ -238,7 +238,7 @@ def _around(grid: IntArray, point: IntArray) -> IntArray:
 
 
 def fresh(cell: Cell) -> Cell:
-    """A copy of the cell without its replays; the formula's figures are shared."""
+    """A replica of the cell without its replays; the formula's figures are shared."""
     own = Cell(cell.problem, cell.formula, cell.plan, cell.is_chunked, _fine=cell._fine)
     if "_grid" in cell.__dict__:
         own.__dict__["_grid"] = cell._grid

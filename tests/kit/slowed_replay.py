@@ -20,7 +20,7 @@ from xrunner.files.heartbeat import MOST_STEPS, ReportedStep
 from xrunner.rules.changes import Changeable, changes_of
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import EncodingRule, Step, rules_for
-from xscheduler.live.decisions import Decider, Decision, Evidence, Followed
+from xscheduler.live.decisions import Decider, Decision, Evidence, FollowedRun
 from xscheduler.room import HEADROOM, slots_for
 from xsimulator.replay.event_replay import Arrivals, Handover
 from xsimulator.replay.job import planned_queries
@@ -150,28 +150,28 @@ class _Launcher:
             self._told_s = now
             for stage, kinds in self._pools[0].told.items():
                 steps = [step for own in kinds.values() for step in own[-MOST_STEPS:]]
-                self._decider.pace.hear(stage, stage, now, steps)
+                self._decider.step_monitor.add_report(stage, stage, now, steps)
                 kinds.clear()
         if self._is_planning:
             look = None
         else:
             seen = self._seen()
-            at_bound = self._decider.look_at_bound(seen)
-            look = self._decider.look_at_steps(seen) or at_bound
+            at_bound = self._decider.late_evidence(seen)
+            look = self._decider.step_evidence(seen) or at_bound
         if look is not None:
             self._decide(look, now)
         self._kernel.at(now + LOOK_S, ARRIVAL, self.look)
 
     def _decide(self, look: Evidence, now: float) -> None:
         self._is_planning = True
-        at_once = self._decider.decide_at_once(look)
+        at_once = self._decider.decide_quickly(look)
         decision = at_once or self._decider.decide(look)
         takes_s = self._plan_s if at_once is None else AT_ONCE_S
         self._kernel.at(now + takes_s, ARRIVAL, lambda at: self._take(look, decision, at))
 
     def _take(self, look: Evidence, decision: Decision, now: float) -> None:
         self._is_planning = False
-        self._decider.take(look, decision)
+        self._decider.carry_out(look, decision)
         self._found.decisions.append((now, decision))
         if decision.schedule is not None:
             self._kernel.at(now + TAKES_S / 2, ARRIVAL, lambda at: self._change(decision, at))
@@ -234,7 +234,7 @@ def slowed_replay(problem: Problem, timing: TimingSource, schedule: Schedule, wo
     found = Replayed(start_s=np.zeros(0), latency_s=np.zeros(0))
     if threshold is not None:
         assert isinstance(rules[0], Changeable)
-        decider = Decider(Followed(
+        decider = Decider(FollowedRun(
             problem=problem, schedule=schedule, step_threshold=threshold, threshold=None,
             is_observing=False, slots=slots, longest=longest), timing)
         launcher = _Launcher(decider, kernel, queries, rules[0], pools, found, plan_s)

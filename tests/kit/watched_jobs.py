@@ -19,7 +19,7 @@ from xprofiler.timing import TimingSource
 from xrunner.files.heartbeat import HEARTBEATS, RankState, ReportedStep
 from xrunner.files.launcher_link import OBSERVED_FILE
 from xscheduler.copies import problem_for
-from xscheduler.live.pace import expected_s
+from xscheduler.live.step_monitor import expected_s
 from xsimulator.replay.step_clock import StepClocks
 
 

@@ -18,8 +18,8 @@ from xgpt.report.figures import plain
 from xgpt.report.table import fact, paragraph, shown_width, table
 from xscheduler.drift import DriftRow, drift_rows
 from xscheduler.fallback import hint
-from xscheduler.live.given_stages import Way
-from xscheduler.live.reschedule import Reschedule, reschedule, variables
+from xscheduler.live.fixed_stages import Option
+from xscheduler.live.reschedule import Reschedule, configuration_words, reschedule
 from xscheduler.planner import Horizon, Planner, PlanOptions
 from xscheduler.price import AS_IT_IS, Offer, price
 from xscheduler.room import with_room
@@ -117,12 +117,12 @@ def _ways(planner: Planner, deployed: Schedule) -> Reschedule:
                       latency_limit_s=limit_s)
 
 
-def _way(way: Way) -> str:
+def _way(way: Option) -> str:
     if way.estimate is None:
         return way.reason or "-"
     e = way.estimate
     text = (f"{plain(e.figures.throughput_qps)} requests/s, latency "
-            f"{format_seconds(e.figures.latency_s)}: {variables(e)}")
+            f"{format_seconds(e.figures.latency_s)}: {configuration_words(e)}")
     return text if way.reason is None else f"not admissible, {way.reason} ({text})"
 
 

@@ -1,12 +1,12 @@
-"""The share of the remaining queries that may still miss the latency limit.
+"""Share of the remaining requests that may still exceed the latency limit.
 
-A limit on a share of all queries (95 % within ten seconds) allows a number of queries of the whole
-job to miss it. Queries that were late so far have used up some of them. The rest of the job is
-planned for the share that is left, so that the whole job keeps its limit. If more queries were late
-than the whole job may have, the limit is lost; the rest is then planned for the original share,
-since more would cost throughput and save nothing.
+A limit on a share of all requests (95 % within ten seconds) allows a number of requests of the
+whole job to exceed it. Late requests have used up some of them. The rest of the job is planned for
+the share that is left, so that the whole job keeps its limit. If more requests were late than the
+whole job may have, the limit is lost. The rest is then planned for the original share, since a
+tighter one would cost throughput and save nothing.
 
-A limit on a query of one length ("sequence") and a run without a limit have no allowance."""
+A limit on a request of one length ("sequence") and a run without a limit have no allowance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST = 0.2  # chosen: least share planned for, as a share of the limit's own (1
 
 
 class LatencyCounts(NamedTuple):
-    """Counts of the queries from `first` on: done with an answer, of these over the limit, and
+    """Counts of the requests from `first` on: done with an answer, of these over the limit, and
     failed (xrunner.files.launcher_link)."""
 
     first: int
@@ -32,79 +32,80 @@ class LatencyCounts(NamedTuple):
 
 
 class Allowance:
-    """Follows how many queries of one run miss its latency limit."""
+    """Counts how many requests of one run exceed its latency limit, and says when to re-plan."""
 
     def __init__(self, constraint: Constraint, num_queries: int) -> None:
-        """num_queries: of the whole job, also if this run only resumes it."""
+        """num_queries: requests of the whole job, even if this run only resumes it."""
         bound = constraint.latency
-        self._own = 1 - bound.quantile if (
+        self._limit_share = 1 - bound.quantile if (
             bound.kind == "queries" and math.isfinite(bound.limit_s)) else None
-        self._num_queries, self._planned = num_queries, self._own
-        self._next = LEAST_QUERIES  # queries done at the next check
+        self._num_queries, self._planned = num_queries, self._limit_share
+        self._next = LEAST_QUERIES  # requests done at the next check
         self._was_lost = False
 
-    def share(self, kept: LatencyCounts | None) -> float | None:
-        """The share of the remaining queries that may miss the limit, at most the limit's own; None
-        without an allowance."""
-        if self._own is None or kept is None:
-            return self._own
-        if self._is_lost(kept):
-            return self._own
-        total, left = self._counts(kept)
-        return min(max((self._own * total - kept.over) / max(left, 1), LEAST * self._own),
-                   self._own)
+    def share(self, counts: LatencyCounts | None) -> float | None:
+        """Share of the remaining requests that may exceed the limit, at most the limit's own share;
+        None without an allowance."""
+        if self._limit_share is None or counts is None:
+            return self._limit_share
+        if self._is_lost(counts):
+            return self._limit_share
+        total, left = self._counts(counts)
+        allowed = (self._limit_share * total - counts.over) / max(left, 1)
+        return min(max(allowed, LEAST * self._limit_share), self._limit_share)
 
-    def look(self, kept: LatencyCounts | None) -> AllowanceEvidence | None:
+    def evidence(self, counts: LatencyCounts | None) -> AllowanceEvidence | None:
         """The evidence for re-planning; None while about the planned share is left."""
-        share = self.share(kept)
-        if share is None or kept is None or self._planned is None or kept.done < self._next:
+        share = self.share(counts)
+        if share is None or counts is None or self._planned is None or counts.done < self._next:
             return None
-        _, left = self._counts(kept)
-        is_lost = self._is_lost(kept)
+        _, left = self._counts(counts)
+        is_lost = self._is_lost(counts)
         if (OFF * self._planned <= share <= BACK * self._planned or (
-                share < self._planned and self._may_come_back(kept, left))) and not (
+                share < self._planned and self._may_come_back(counts, left))) and not (
                 is_lost and not self._was_lost):  # reported once
             return None
-        return AllowanceEvidence(kept=kept, left=left, share=share, planned=self._planned,
+        return AllowanceEvidence(counts=counts, left=left, share=share, planned=self._planned,
                                  is_lost=is_lost)
 
-    def take(self, kept: LatencyCounts | None) -> None:
-        """Records that the rest is now planned for the share that `kept` leaves."""
-        self._planned = self.share(kept)
-        if kept is not None:
-            self._next = kept.done + LEAST_QUERIES
-            self._was_lost = self._own is not None and self._is_lost(kept)
+    def accept(self, counts: LatencyCounts | None) -> None:
+        """Records that the rest is now planned for the share that `counts` leaves."""
+        self._planned = self.share(counts)
+        if counts is not None:
+            self._next = counts.done + LEAST_QUERIES
+            self._was_lost = self._limit_share is not None and self._is_lost(counts)
 
-    def constrained(self, constraint: Constraint, kept: LatencyCounts | None) -> Constraint:
-        """The constraint for the remaining queries."""
-        share = self.share(kept)
-        return constraint if share is None or share == self._own else (
+    def constrained(self, constraint: Constraint, counts: LatencyCounts | None) -> Constraint:
+        """The constraint for the remaining requests."""
+        share = self.share(counts)
+        return constraint if share is None or share == self._limit_share else (
             constraint.with_latency(quantile=1 - share))
 
-    def _is_lost(self, kept: LatencyCounts) -> bool:
-        """Whether more queries missed the limit than the whole job may have."""
-        assert self._own is not None, "who looks"
-        total, _ = self._counts(kept)
-        return kept.over > self._own * total + 1e-6
+    def _is_lost(self, counts: LatencyCounts) -> bool:
+        """Whether more requests exceeded the limit than the whole job may have."""
+        assert self._limit_share is not None
+        total, _ = self._counts(counts)
+        return counts.over > self._limit_share * total + 1e-6
 
-    def _counts(self, kept: LatencyCounts) -> tuple[int, int]:
-        """(queries of the run with an answer now or later, those of them that are left)."""
-        total = self._num_queries - kept.first - kept.failed
-        return total, total - kept.done
+    def _counts(self, counts: LatencyCounts) -> tuple[int, int]:
+        """(requests of the run with an answer now or later, those of them that are not done)."""
+        total = self._num_queries - counts.first - counts.failed
+        return total, total - counts.done
 
-    def _may_come_back(self, kept: LatencyCounts, left: int) -> bool:
-        """Whether the excess of late queries so far may be made up for by chance: it is at most one
-        standard deviation of the late queries among those left."""
-        assert self._own is not None, "who looks"
-        return kept.over - self._own * kept.done <= math.sqrt(self._own * left)
+    def _may_come_back(self, counts: LatencyCounts, left: int) -> bool:
+        """Whether chance may make up for the excess of late requests so far: it is at most one
+        standard deviation of the late requests among those left."""
+        assert self._limit_share is not None
+        return counts.over - self._limit_share * counts.done <= math.sqrt(self._limit_share * left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowanceEvidence:
-    """The share of the remaining queries that may miss the limit differs from the planned share.
-    is_lost: more queries missed it than the whole job may have."""
+    """The share of the remaining requests that may exceed the limit differs from the planned share.
+    left: number of remaining requests. is_lost: more requests exceeded it than the whole job may
+    have."""
 
-    kept: LatencyCounts
+    counts: LatencyCounts
     left: int
     share: float
     planned: float
@@ -114,17 +115,17 @@ class AllowanceEvidence:
 
     @property
     def done(self) -> int:
-        return self.kept.done
+        return self.counts.done
 
     def record(self) -> dict[str, Any]:
-        return {"cause": "bound", "after_queries": self.kept.done, "queries_left": self.left,
-                "over": self.kept.over, "share_left": {"planned": self.planned,
-                                                       "observed": self.share}}
+        return {"cause": "bound", "after_queries": self.counts.done, "queries_left": self.left,
+                "over": self.counts.over, "share_left": {"planned": self.planned,
+                                                         "observed": self.share}}
 
     @property
     def sentence(self) -> str:
-        what = f"{self.kept.over} of {self.kept.done} queries took longer than the bound"
+        late = f"{self.counts.over} of {self.counts.done} requests exceeded the latency limit"
         if self.is_lost:
-            return (f"{what}, more than may of the whole job: it is lost, and the rest is planned "
-                    f"for as if it were a job of its own")
-        return f"{what}: {self.share:.1%} of those left may ({self.planned:.1%} were planned for)"
+            return (f"{late}: the job as a whole cannot keep it any more, and the rest is planned "
+                    "like a job of its own")
+        return f"{late}: {self.share:.1%} of the remaining ones may (planned: {self.planned:.1%})"

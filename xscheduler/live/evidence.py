@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from xscheduler.live.observations import Drift, Observation, ObservedLengths
-from xscheduler.live.pace import KINDS, PaceDrift
+from xscheduler.live.step_monitor import KINDS, StepDrift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeEvidence:
-    """Step times that differ from the plan, after `done` queries with `left` more to do."""
+    """Step times that differ from the plan. done, left: requests done, and still to do."""
 
-    drift: PaceDrift
+    drift: StepDrift
     left: int
     done: int
 
@@ -31,15 +31,17 @@ class StepTimeEvidence:
     @property
     def sentence(self) -> str:
         is_slower = self.drift.slowed > 1
-        return (f"steps{self.drift.where} are {'slower' if is_slower else 'quicker'} than planned "
-                f"with: {self.drift.words} what the profile says, after {self.done} queries")
+        return (f"after {self.done} requests steps{self.drift.where} are "
+                f"{'slower' if is_slower else 'quicker'} than planned ({self.drift.words} of the "
+                "profile's times)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthEvidence:
-    """Observed output lengths that differ from the plan; `admitted`: queries admitted so far."""
+    """Output lengths that differ from the plan. done, left: requests done, and still to do.
+    admitted: requests admitted so far."""
 
-    seen: Observation
+    observation: Observation
     observed: ObservedLengths
     drift: Drift
     is_observing: bool
@@ -53,18 +55,18 @@ class LengthEvidence:
                 "queries_left": self.left,
                 "mean_output_tokens": {"planned": drift.planned_mean,
                                        "observed": drift.observed_mean},
-                "quantile_output_tokens": {"planned": drift.planned_reach,
-                                           "observed": drift.observed_reach}}
+                "quantile_output_tokens": {"planned": drift.planned_quantile,
+                                           "observed": drift.observed_quantile}}
 
     @property
     def sentence(self) -> str:
         drift = self.drift
         figures = f"mean {_figure(drift.planned_mean)} -> {_figure(drift.observed_mean)}"
-        if drift.is_reach or not drift.is_mean:
-            figures += (f", {drift.quantile * 100:g} % within {drift.planned_reach} -> "
-                        f"{drift.observed_reach}")
+        if drift.is_quantile_off or not drift.is_mean:
+            figures += (f", {drift.quantile * 100:g} % within {drift.planned_quantile} -> "
+                        f"{drift.observed_quantile}")
         what = "observed" if self.is_observing else "drifted"
-        return f"output lengths {what}: {figures} after {self.done} queries"
+        return f"output lengths {what}: {figures} after {self.done} requests"
 
 
 def _figure(value: float) -> str:

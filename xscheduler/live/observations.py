@@ -1,13 +1,13 @@
 """Estimate of the output lengths from a running job, and its difference from the plan.
 
-Queries that finish first have short outputs, so the mean of the finished ones is too low. A query
-still at work has an output longer than what it has written. Queries are admitted in the order of
-the file, independent of their lengths, so the product-limit estimate (Kaplan and Meier, 1958) of
-both is unbiased up to the longest time that queries were watched. Beyond it, the planned
-distribution is used.
+Requests that finish first have short outputs, so the mean of the finished ones is too low. A
+request still at work has an output longer than the tokens it has written. Requests are admitted in
+the order of the file, independent of their lengths. So the product-limit estimate (Kaplan and
+Meier, 1958) of both is unbiased up to the longest time that requests were watched. Beyond it, the
+planned distribution is used.
 
-Symbols: d(k) queries ended with token k of n(k) that were seen to write it; S(k) = P(length > k) =
-product of 1 - d(j) / n(j) over j <= k. The variance of the mean, the sum of S, is Greenwood's."""
+Symbols: d(k) requests ended with token k, of n(k) that wrote it; S(k) = P(length > k) = product of
+1 - d(j) / n(j) over j <= k. The variance of the mean, the sum of S, is Greenwood's."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths, Lengths, joint_empirical
-from xscheduler.live.pace import BEYOND_CHANCE
+from xscheduler.live.step_monitor import BEYOND_CHANCE
 from xscheduler.margin import MOST_DRAWN
 
-LEAST_QUERIES = 50  # chosen: queries done before they count
+LEAST_QUERIES = 50  # chosen: requests done before they count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observation:
-    """Queries of a run: [n, 2] (input, output) tokens of the finished ones, and of the active ones
+    """Requests of a run: [n, 2] (input, output) tokens of the finished ones, and of the active ones
     with the output so far."""
 
     finished: IntArray
@@ -36,8 +36,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ObservedLengths:
-    """Estimated output lengths. unknown: probability of outputs longer than any query was watched
-    for, whose lengths are the plan's. mean_error: standard error of the mean."""
+    """Estimated output lengths. unknown: probability of outputs longer than any that was observed;
+    their lengths are the plan's. mean_error: standard error of the mean, in tokens."""
 
     outputs: Lengths
     unknown: float
@@ -46,24 +46,25 @@ class ObservedLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """Difference of the outputs from the plan. reach: output length at the limit's quantile."""
+    """Difference of the output lengths, in tokens, from the plan. It is true if the mean or the
+    length at the limit's `quantile` is off (is_mean, is_quantile_off)."""
 
     planned_mean: float
     observed_mean: float
-    planned_reach: int
-    observed_reach: int
+    planned_quantile: int
+    observed_quantile: int
     quantile: float
     num_finished: int
     is_mean: bool
-    is_reach: bool
+    is_quantile_off: bool
 
     def __bool__(self) -> bool:
-        return self.is_mean or self.is_reach
+        return self.is_mean or self.is_quantile_off
 
 
-def observed_lengths(seen: Observation, planned: Lengths, longest: int) -> ObservedLengths:
+def observed_lengths(observation: Observation, planned: Lengths, longest: int) -> ObservedLengths:
     """The product-limit estimate of the output lengths. longest: most tokens of an output."""
-    ends, watched = seen.finished[:, 1], seen.active[:, 1]
+    ends, watched = observation.finished[:, 1], observation.active[:, 1]
     top = int(max(ends.max(initial=1), watched.max(initial=1)))
     done = np.bincount(ends, minlength=top + 1)[1:top + 1]
     at_risk = _at_least(ends, top) + _at_least(watched, top)
@@ -76,16 +77,16 @@ def observed_lengths(seen: Observation, planned: Lengths, longest: int) -> Obser
     whole[:top] += pmf
     whole[:len(tail)] += unknown * tail
     whole = np.trim_zeros(whole, "b")
-    outputs = Lengths(pmf=whole / whole.sum(), num_samples=max(seen.num_finished, 1),
-                      note=f"observed in the run, {seen.num_finished} queries done")
+    outputs = Lengths(pmf=whole / whole.sum(), num_samples=max(observation.num_finished, 1),
+                      note=f"observed in the run, {observation.num_finished} requests done")
     return ObservedLengths(outputs=outputs, unknown=unknown, mean_error=_greenwood(
         hazard, at_risk, survival))
 
 
-def drift_of(planned: Lengths, observed: ObservedLengths, *, threshold: float, quantile: float,
+def length_drift(planned: Lengths, observed: ObservedLengths, *, threshold: float, quantile: float,
              ) -> Drift:
-    """The difference from the plan: true if the mean, or the length at the quantile, is off by more
-    than a share `threshold` and by more than BEYOND_CHANCE standard errors."""
+    """The difference from the plan. The mean, or the length at the quantile, is off if it differs
+    by more than a share `threshold` and by more than BEYOND_CHANCE standard errors."""
     own = observed.outputs
     count = own.num_samples or 1
     error = observed.mean_error
@@ -96,18 +97,19 @@ def drift_of(planned: Lengths, observed: ObservedLengths, *, threshold: float, q
     chance = BEYOND_CHANCE * math.sqrt(beyond * quantile / count)
     above = _exceed(own, math.floor(reach * (1 + threshold))) - beyond
     below = beyond - _exceed(own, math.floor(reach * (1 - threshold)))
-    return Drift(planned_mean=planned.mean, observed_mean=own.mean, planned_reach=reach,
-                 observed_reach=own.quantile(quantile), quantile=quantile, num_finished=count,
+    return Drift(planned_mean=planned.mean, observed_mean=own.mean, planned_quantile=reach,
+                 observed_quantile=own.quantile(quantile), quantile=quantile, num_finished=count,
                  is_mean=away > max(threshold * planned.mean, BEYOND_CHANCE * error),
-                 is_reach=max(above, below) > chance)
+                 is_quantile_off=max(above, below) > chance)
 
 
-def joint_of(seen: Observation, observed: ObservedLengths, planned: JointLengths) -> JointLengths:
-    """The observed outputs together with inputs: as pairs if the two are correlated, else with the
-    planned inputs, which are known better."""
-    pairs = _weighted_pairs(seen, observed)
+def joint_lengths(observation: Observation, observed: ObservedLengths,
+                  planned: JointLengths) -> JointLengths:
+    """The observed outputs with inputs: as pairs if the two are correlated, else with the planned
+    inputs, which are known better."""
+    pairs = _weighted_pairs(observation, observed)
     inputs, outputs = pairs[:, 0], pairs[:, 1]
-    if inputs.std() > 0 and outputs.std() > 0 and math.sqrt(len(seen.finished)) * abs(
+    if inputs.std() > 0 and outputs.std() > 0 and math.sqrt(len(observation.finished)) * abs(
             np.corrcoef(inputs, outputs)[0, 1]) > BEYOND_CHANCE:
         joint = joint_empirical(pairs, observed.outputs.note)
         count = observed.outputs.num_samples
@@ -124,7 +126,8 @@ def _at_least(values: IntArray, top: int) -> IntArray:
 
 
 def _tail(planned: Lengths, top: int, longest: int) -> FloatArray:
-    """Planned probabilities of the lengths beyond `top`; of `longest` alone if none is planned."""
+    """[tokens] planned probabilities of the lengths beyond `top`; of `longest` alone if none is
+    planned."""
     size = max(planned.max, longest, top + 1)
     tail = np.zeros(size)
     tail[:planned.max] = planned.pmf
@@ -147,15 +150,17 @@ def _exceed(lengths: Lengths, length: int) -> float:
     return float(lengths.pmf[max(length, 0):].sum())
 
 
-def _weighted_pairs(seen: Observation, observed: ObservedLengths) -> IntArray:
-    """[MOST_DRAWN, 2] (input, output) pairs, each as often as its weight: of finished queries the
-    probability of their length, of the longest active ones a share of that of longer outputs."""
-    pmf, ends = observed.outputs.pmf, seen.finished[:, 1]
+def _weighted_pairs(observation: Observation, observed: ObservedLengths) -> IntArray:
+    """[MOST_DRAWN, 2] (input, output) pairs, each as often as its weight. The weight of finished
+    requests is the probability of their length. The longest active ones share the weight of longer
+    outputs."""
+    pmf, ends = observed.outputs.pmf, observation.finished[:, 1]
     same = np.bincount(ends, minlength=len(pmf) + 1)
-    pairs, weights = seen.finished, pmf[ends - 1] / same[ends]
-    top = int(max(ends.max(initial=1), seen.active[:, 1].max(initial=1)))
-    longest = seen.active[seen.active[:, 1] >= np.quantile(seen.active[:, 1], 0.8)] if len(
-        seen.active) else seen.active
+    pairs, weights = observation.finished, pmf[ends - 1] / same[ends]
+    top = int(max(ends.max(initial=1), observation.active[:, 1].max(initial=1)))
+    longest = observation.active
+    if len(longest):
+        longest = longest[longest[:, 1] >= np.quantile(longest[:, 1], 0.8)]
     if len(longest) and observed.unknown > 0:
         rest = pmf[top:] / max(pmf[top:].sum(), 1e-300)
         places = (np.arange(len(longest)) + 0.5) / len(longest)

@@ -1,21 +1,21 @@
-"""What to do when the lengths change: keep the schedule, adjust it, or deploy another one (paper
+"""The choice when lengths change: keep the schedule, adjust it, or deploy another one (paper
 sections 7.6 and 7.7).
 
-    keep      the current control variables under the new lengths
-    adjust    the best without moving a layer: stages, tensor plan and (WAA) the division of the
-              devices stay; batch sizes, (RRA) decode_iterations and chunks change
-    redeploy  the best of the whole search; ranks load the weights that they lack
+    keep      The present control variables under the new lengths.
+    adjust    The best without moving a layer: stages, tensor plan and (WAA) the division of the
+              devices stay. Batch sizes, (RRA) decode_iterations and chunks change.
+    redeploy  The best of the whole search; ranks load the weights that they lack.
 
-A redeployment stops the ranks for `cost_s`. It pays after N queries, with q and q' the throughput
+A redeployment stops the ranks for `cost_s`. It pays after N requests, with q and q' the throughput
 of the best alternative and of the new schedule:
 
     N / q = cost_s + N / q',  so  N = cost_s q q' / (q' - q)
 
 The drain before and the ramp-up after a change are not counted.
 
-`revise` adjusts a schedule while it runs: weights and caches stay where they are, and the control
-variables are searched on the given stages (`given_stages.py`) within the limit and its confidence,
-as for the first schedule."""
+`revise` adjusts a schedule while it runs: weights and caches stay where they are. The control
+variables are searched on fixed stages (`fixed_stages.py`) within the limit and its confidence, as
+for the first schedule."""
 
 import math
 from dataclasses import dataclass, replace
@@ -29,8 +29,8 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
-from xscheduler.live.deployment import Loading, redeployment
-from xscheduler.live.given_stages import GivenStages, Way, fits_the_job, variables_words
+from xscheduler.live.fixed_stages import FixedStages, Option, check_deployable, variables_words
+from xscheduler.live.weight_loading import Loading, loading_between
 from xscheduler.search_planner import SearchPlanner
 from xscheduler.space import LEAST_GAIN, NOTHING
 
@@ -39,43 +39,44 @@ Choice = Literal["keep", "adjust", "redeploy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reschedule:
-    """The three ways, and the best for the remaining queries. loading None: no redeployment."""
+    """The three options, and the choice for the remaining requests. loading: None without a
+    redeployment."""
 
-    keep: Way
-    adjust: Way
-    redeploy: Way
+    keep: Option
+    adjust: Option
+    redeploy: Option
     loading: Loading | None
     cost_s: float  # of the redeployment, weights loaded from DRAM; 0 without one
     break_even_queries: float  # inf: never; 0: nothing else is admissible
-    queries_left: float  # inf where the problem does not say
-    choice: Choice | None  # None: no way is admissible
+    queries_left: float  # inf: unknown
+    choice: Choice | None  # None: no option is admissible
     sentence: str
 
     @property
     def chosen(self) -> Estimate | None:
-        """The estimate of the way chosen."""
-        way: Way | None = None if self.choice is None else getattr(self, self.choice)
+        """The estimate of the chosen option; None if none is admissible."""
+        way: Option | None = None if self.choice is None else getattr(self, self.choice)
         return None if way is None else way.estimate
 
 
 def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSource, *,
                latency_limit_s: float | None = None,
                best: Schedule | InfeasibleError | InputError | None = None) -> Reschedule:
-    """The best way to go on with `problem`, which has the new lengths and the remaining queries,
-    while `current` is deployed on its cluster.
+    """The best option for `problem`, which has the new lengths and the remaining requests, while
+    `current` is deployed on its cluster.
 
     latency_limit_s: limit / margin; None: the limit. best: the best schedule of the problem or its
     refusal; None: a search without margin finds it. Raises InputError for a schedule of another
     model, cluster or policy."""
     deployed = current.estimate if isinstance(current, Schedule) else current
-    fits_the_job(deployed, problem)
+    check_deployable(deployed, problem)
     limit_s = problem.constraint.latency_s if latency_limit_s is None else latency_limit_s
-    stages = GivenStages(deployed, problem, timing)
+    stages = FixedStages(deployed, problem, timing)
     limited = problem.constraint.with_latency(limit_s=limit_s)
-    keep = adjust = stages.as_it_is(limited, has_margin=False)
+    keep = adjust = stages.unchanged(limited, has_margin=False)
     if not isinstance(deployed.controls, ContinuousControls):
         adjust = stages.best(limited, has_margin=False)
-    if keep.qps > adjust.qps:  # it holds more queries than are left, or the job fixes other values
+    if keep.qps > adjust.qps:  # it holds more requests than are left, or the job fixes other values
         adjust = keep
     if best is None:
         try:
@@ -83,18 +84,18 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
                 problem.constraint.latency_s, has_margin=False)
         except (InfeasibleError, InputError) as cause:
             best = cause
-    redeploy = (Way(estimate=best.estimate, reason=None) if isinstance(best, Schedule) else
-                Way(estimate=None, reason=str(best)))
+    redeploy = (Option(estimate=best.estimate, reason=None) if isinstance(best, Schedule) else
+                Option(estimate=None, reason=str(best)))
     loading = None
     if redeploy.estimate is not None:
         old, new = deployed.deployment, redeploy.estimate.deployment
-        loading = redeployment(deployed.all_pools, redeploy.estimate.all_pools,
+        loading = loading_between(deployed.all_pools, redeploy.estimate.all_pools,
                                problem.model, problem.dtype, problem.cluster)
         # no layer would move; another policy needs a new start all the same
         if loading.total_bytes == 0 and new.replicas == old.replicas and (
                 redeploy.estimate.policy == deployed.policy):
             adjust = redeploy if redeploy.qps > adjust.qps else adjust
-            redeploy, loading = Way(estimate=None, reason="no layer would move"), None
+            redeploy, loading = Option(estimate=None, reason="no layer would move"), None
     cost_s = 0.0 if loading is None else loading.from_dram_s
     return _recommend(Reschedule(
         keep=keep, adjust=adjust, redeploy=redeploy, loading=loading, cost_s=cost_s,
@@ -104,7 +105,7 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
 
 
 def break_even(old_qps: float, new_qps: float, cost_s: float) -> float:
-    """Number of queries after which a stop of `cost_s` has paid; inf if the new schedule is not
+    """Number of requests after which a stop of `cost_s` has paid; inf if the new schedule is not
     quicker, 0 if the old one has no throughput."""
     if new_qps <= old_qps:
         return math.inf
@@ -112,7 +113,7 @@ def break_even(old_qps: float, new_qps: float, cost_s: float) -> float:
 
 
 def _recommend(ways: Reschedule) -> Reschedule:
-    """`ways` with its choice and sentence; of equal ways the one that changes less."""
+    """`ways` with its choice and sentence. Of equal options the one that changes less is chosen."""
     keep, adjust, left = ways.keep.qps, ways.adjust.qps, ways.queries_left
     best = max(keep, adjust)
     is_better = ways.redeploy.qps > best * (1 + NOTHING)
@@ -120,7 +121,7 @@ def _recommend(ways: Reschedule) -> Reschedule:
         return replace(ways, choice="redeploy", sentence=_redeploy_words(ways))
     if best == 0:
         return replace(ways, choice=None, sentence=(
-            f"No schedule meets the bound. Without moving layers: {ways.adjust.reason}. "
+            f"No schedule keeps the limit. Without moving layers: {ways.adjust.reason}. "
             f"With redeployment: {ways.redeploy.reason}"))
     unless = ""
     if is_better:
@@ -129,13 +130,13 @@ def _recommend(ways: Reschedule) -> Reschedule:
     if adjust <= keep * (1 + NOTHING):
         return replace(ways, choice="keep", sentence=(
             f"Keep the schedule: under these lengths it answers {keep:.4g} requests/s within the "
-            f"bound, and no other batch sizes bring more than {NOTHING:.1%}{unless}."))
+            f"limit, and no other batch sizes bring more than {NOTHING:.1%}{unless}."))
     gain = (f"{adjust / keep - 1:.1%} more than now" if keep
             else f"while the current one no longer serves ({ways.keep.reason})")
     assert ways.adjust.estimate is not None
     return replace(ways, choice="adjust", sentence=(
-        f"Change the batch sizes to {variables(ways.adjust.estimate)}: {adjust:.4g} requests/s, "
-        f"{gain}, and no layer moves{unless}."))
+        f"Change the batch sizes to {configuration_words(ways.adjust.estimate)}: {adjust:.4g} "
+        f"requests/s, {gain}, and no layer moves{unless}."))
 
 
 def _redeploy_words(ways: Reschedule) -> str:
@@ -143,7 +144,8 @@ def _redeploy_words(ways: Reschedule) -> str:
     best = max(ways.keep.qps, ways.adjust.qps)
     loaded = (f"{format_bytes(ways.loading.total_bytes)} are loaded in "
               f"{format_seconds(ways.cost_s)}")
-    start = f"Redeploy as {variables(ways.redeploy.estimate)}: {ways.redeploy.qps:.4g} requests/s"
+    start = (f"Redeploy as {configuration_words(ways.redeploy.estimate)}: {ways.redeploy.qps:.4g} "
+             "requests/s")
     if not best:
         return (f"{start}; {loaded}. Without moving layers no schedule is admissible "
                 f"({ways.adjust.reason}).")
@@ -151,19 +153,21 @@ def _redeploy_words(ways: Reschedule) -> str:
             f"{loaded}, which is made up for after {math.ceil(ways.break_even_queries)} queries.")
 
 
-def variables(estimate: Estimate) -> str:
+def configuration_words(estimate: Estimate) -> str:
     """The policy, its control variables and its tensor plan, in words."""
     return (f"{estimate.policy}, {variables_words(estimate)}, tp_degree "
             f"{estimate.deployment.tp_degree}, tp_gpus {estimate.deployment.tp_gpus}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Revised:
-    """A decision about a running schedule. keep: the present control variables under the new
-    lengths. estimate: what to change to; None: nothing. reason: why. is_kept: whether what runs
-    from now on keeps the limit with its confidence."""
+class Revision:
+    """A decision on a running schedule.
 
-    keep: Way
+    `keep`: the present control variables under the new lengths. `estimate`: the configuration to
+    change to; None: no change. `reason`: why. `is_kept`: whether the schedule from now on keeps the
+    limit with its confidence."""
+
+    keep: Option
     estimate: Estimate | None
     reason: str
     is_kept: bool
@@ -171,38 +175,40 @@ class Revised:
 
 def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
            most_present: int | None = None, caution: float = 1.0,
-           began: Estimate | None = None) -> Revised:
-    """What to change for `problem`, which has the new lengths and the remaining queries, while
-    `running` is executed. most_present: queries that the caches of a copy hold. caution: share of
-    the limit that a change is planned for. began: the schedule that the caches were made for, of a
-    policy whose sizes may only shrink; None: RRA, whose batches may grow up to `most_present`."""
+           initial: Estimate | None = None) -> Revision:
+    """The revision of the running schedule for `problem`, which has the new lengths and the
+    remaining requests.
+
+    `most_present`: requests that the caches of a replica hold. `caution`: share of the limit that a
+    change is planned for. `initial`: the schedule that the caches were made for, of a policy whose
+    sizes may only shrink. None: RRA, whose batches may grow up to `most_present`."""
     now, bound = running.estimate, problem.constraint
-    assert policy(now.policy).is_changeable or began is not None, f"{now.policy = }"
-    stages = GivenStages(now, held_problem(now, problem, most_present), timing, began=began)
-    keep = stages.as_it_is(bound, has_margin=True)
+    assert policy(now.policy).is_changeable or initial is not None, f"{now.policy = }"
+    stages = FixedStages(now, problem_of_run(now, problem, most_present), timing, initial=initial)
+    keep = stages.unchanged(bound, has_margin=True)
     cautious = bound.with_latency(limit_s=caution * bound.latency_s)
     best = stages.best(cautious, has_margin=True)
 
-    def stays(reason: str) -> Revised:
-        return Revised(keep=keep, estimate=None, reason=reason, is_kept=keep.qps > 0)
+    def stays(reason: str) -> Revision:
+        return Revision(keep=keep, estimate=None, reason=reason, is_kept=keep.qps > 0)
 
     if best.estimate is None or best.reason is not None:
         if best.estimate is None or keep.qps or not _is_quicker(
                 best.estimate, keep, cautious.latency_s):
-            return stays(f"no other batch sizes do: {best.reason}")
-        return Revised(keep=keep, estimate=best.estimate, is_kept=False, reason=(
-            f"as it was it no longer serves: {keep.reason}; the tightest there is keeps the bound, "
-            f"if not with a confidence of {bound.confidence:g}"))
+            return stays(f"no other batch sizes keep the limit: {best.reason}")
+        return Revision(keep=keep, estimate=best.estimate, is_kept=False, reason=(
+            f"the present one no longer serves: {keep.reason}; the smallest latency keeps the "
+            f"limit, though not with a confidence of {bound.confidence:g}"))
     if keep.qps and best.qps <= keep.qps * (1 + LEAST_GAIN):
         return stays(f"other batch sizes bring no more than {LEAST_GAIN:.0%}")
     gain = (f"{best.qps / keep.qps - 1:.0%} more requests/s" if keep.qps
-            else f"as it was it no longer serves: {keep.reason}")
-    return Revised(keep=keep, estimate=best.estimate, reason=gain, is_kept=True)
+            else f"the present one no longer serves: {keep.reason}")
+    return Revision(keep=keep, estimate=best.estimate, reason=gain, is_kept=True)
 
 
-def held_problem(now: Estimate, problem: Problem, most_present: int | None) -> Problem:
-    """`problem` of one copy, with everything fixed that a run of `now` cannot change, and with no
-    more queries than its caches hold."""
+def problem_of_run(now: Estimate, problem: Problem, most_present: int | None) -> Problem:
+    """`problem` for one replica. All values that a run of `now` cannot change are fixed, and there
+    are no more requests than its caches hold."""
     fixed = replace(problem.fixed, policies=(now.policy,), tp_degree=now.deployment.tp_degree,
                     tp_gpus=now.deployment.tp_gpus, decode_micro_batches=now.deployment.num_groups)
     problem = problem_for(problem, now)
@@ -210,7 +216,8 @@ def held_problem(now: Estimate, problem: Problem, most_present: int | None) -> P
     return replace(problem, fixed=fixed, num_queries=min(most, default=None))
 
 
-def _is_quicker(nearest: Estimate, keep: Way, bound_s: float) -> bool:
-    """Whether the quickest configuration keeps the limit, or is clearly quicker than what runs."""
+def _is_quicker(nearest: Estimate, keep: Option, bound_s: float) -> bool:
+    """Whether the configuration of least latency keeps the limit, or is clearly quicker than the
+    running one."""
     kept_s = math.inf if keep.estimate is None else keep.estimate.figures.latency_s
     return nearest.figures.latency_s <= min(bound_s, (1 - LEAST_GAIN) * kept_s)

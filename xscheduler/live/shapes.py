@@ -1,11 +1,11 @@
-"""Re-planning a run whose copies have several shapes, each with a schedule of its own.
+"""Re-planning of a run whose replicas have several shapes, each with a schedule of its own.
 
-    lengths, late queries   observed over all copies: every shape is planned again
+    lengths, late requests  observed over all replicas: every shape is planned again
     step times              observed per shape: only that shape is planned again
 
-Each shape gets its share of the remaining queries by its throughput; all have the same limit. The
-sizes of the copies stay, since others would need other layers on every rank. Equal copies are the
-case of one shape."""
+Each shape gets a share of the remaining requests by its throughput, and all have the same limit.
+The sizes of the replicas stay, since others would need other layers on every rank. Equal replicas
+are the case of one shape."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,52 +18,53 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile_timing import Factor
 from xprofiler.timing import TimingSource
-from xscheduler.live.given_stages import Way
-from xscheduler.live.pace import Pace, PaceDrift, Step
-from xscheduler.live.reschedule import Revised
+from xscheduler.live.fixed_stages import Option
+from xscheduler.live.reschedule import Revision
+from xscheduler.live.step_monitor import Step, StepDrift, StepMonitor
 from xscheduler.room import mean_present, with_room_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """Cache sizes of a shape's copies: slots of a group; kv_tokens: tokens in blocks of a group (0:
-    the planned number, or rows)."""
+class CacheSizes:
+    """Cache sizes of a shape's replicas. slots: of a group. kv_tokens: tokens in blocks of a group
+    (0: the planned number, or rows)."""
 
     slots: int
     kv_tokens: int = 0
 
 
-class Follows(Protocol):
-    """An observer of the step times of a run."""
+class StepObserver(Protocol):
+    """An observer of the step times of a run. Its methods are those of StepMonitor."""
 
-    def hear(self, rank: int, stage: int, told_s: float, steps: Iterable[Step]) -> None: ...
-    def drift(self) -> PaceDrift | None: ...
-    def take(self, drift: PaceDrift) -> None: ...
+    def add_report(self, rank: int, stage: int, reported_s: float,
+                   steps: Iterable[Step]) -> None: ...
+    def drift(self) -> StepDrift | None: ...
+    def accept(self, drift: StepDrift) -> None: ...
     def factors_of(self, shape: int) -> dict[str, Factor]: ...
 
 
-class PaceOfShapes:
-    """Step times of copies of several shapes, each observed by itself, since kinds of steps differ
-    between shapes."""
+class ShapesMonitor:
+    """Step times of replicas of several shapes. Each shape has its own monitor, since kinds of
+    steps differ between shapes."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate, *,
                  threshold: float, longest: int) -> None:
-        """See Pace."""
+        """Takes the arguments of StepMonitor."""
         self._shapes = estimate.shapes
-        self._paces = [Pace(problem, timing, shape, threshold=threshold, longest=longest)
+        self._paces = [StepMonitor(problem, timing, shape, threshold=threshold, longest=longest)
                        for shape in self._shapes]
         counts = [shape.deployment.replicas * len(shape.deployment.stages)
                   for shape in self._shapes]
-        self._firsts = [0, *accumulate(counts)]  # stages, counted over all copies
+        self._firsts = [0, *accumulate(counts)]  # stages, counted over all replicas
 
-    def hear(self, rank: int, stage: int, told_s: float, steps: Iterable[Step]) -> None:
-        """See Pace."""
+    def add_report(self, rank: int, stage: int, reported_s: float, steps: Iterable[Step]) -> None:
         shape = max(k for k, first in enumerate(self._firsts[:-1]) if first <= stage)
-        self._paces[shape].hear(rank, stage - self._firsts[shape], told_s, steps)
+        self._paces[shape].add_report(rank, stage - self._firsts[shape], reported_s, steps)
 
-    def drift(self) -> PaceDrift | None:
-        """The drift of the shape that slowed down most, or if none did, that sped up most."""
-        found = [replace(drift, shape=shape, where=f" of the copies on {_on(self._shapes[shape])}",
+    def drift(self) -> StepDrift | None:
+        """The drift of the shape that slowed down most; if none did, of the one that sped up
+        most."""
+        found = [replace(drift, shape=shape, where=f" of replicas on {_on(self._shapes[shape])}",
                          stages={kind: self._firsts[shape] + stage
                                  for kind, stage in drift.stages.items()})
                  for shape, pace in enumerate(self._paces)
@@ -71,19 +72,17 @@ class PaceOfShapes:
         return max(found, default=None, key=lambda drift: (
             drift.slowed if drift.slowed > 1 else 1 / drift.slowed - 1e9))
 
-    def take(self, drift: PaceDrift) -> None:
-        """See Pace."""
-        self._paces[drift.shape].take(drift)
+    def accept(self, drift: StepDrift) -> None:
+        self._paces[drift.shape].accept(drift)
 
     def factors_of(self, shape: int) -> dict[str, Factor]:
-        """See Pace."""
         return self._paces[shape].factors
 
 
-def pace_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, threshold: float,
-            longest: int) -> Follows:
+def make_monitor(problem: Problem, timing: TimingSource, estimate: Estimate, *, threshold: float,
+            longest: int) -> StepObserver:
     """An observer of the step times of a run of `estimate`."""
-    kind = PaceOfShapes if estimate.others else Pace
+    kind = ShapesMonitor if estimate.others else StepMonitor
     return kind(problem, timing, estimate, threshold=threshold, longest=longest)
 
 
@@ -92,27 +91,29 @@ def can_change_lengths(estimate: Estimate) -> bool:
     return any(policy(shape.policy).is_changeable for shape in estimate.shapes)
 
 
-def most_at_work(estimate: Estimate) -> float:
-    """Most queries in the system over all copies, by their control variables."""
+def most_allowed(estimate: Estimate) -> float:
+    """Most requests in the system over all replicas that the control variables allow."""
     return sum(shape.deployment.replicas * max_in_system(shape.controls)
                for shape in estimate.shapes)
 
 
 def most_planned(estimate: Estimate) -> float:
-    """Most queries in the system over all copies, as planned."""
+    """Most requests in the system over all replicas, as planned."""
     return sum(shape.deployment.replicas * shape.most_in_system for shape in estimate.shapes)
 
 
-def revise_shapes(running: Schedule, shapes: Sequence[int], problem: Problem, began: Estimate,
-                  rooms: Sequence[Room], revise: Callable[..., Revised | None]) -> Revised | None:
-    """The revision of the given shapes of a running schedule; None if `revise` has none for any.
-    began: the first schedule of the run, which the caches were made for. rooms: of each shape.
-    revise(shape, schedule of its copies, problem with its share of the queries, began=,
-    most_present=): see reschedule.revise."""
+def revise_shapes(running: Schedule, shapes: Sequence[int], problem: Problem, initial: Estimate,
+                  rooms: Sequence[CacheSizes],
+                  revise: Callable[..., Revision | None]) -> Revision | None:
+    """The revision of these shapes of a running schedule; None if `revise` returns none for any.
+
+    `initial`: the first schedule of the run, which the caches were made for. `rooms`: cache sizes
+    of each shape. `revise(shape, schedule of its replicas, problem with its share of the requests,
+    initial=, most_present=)`: see reschedule.revise."""
     all_qps = running.figures.throughput_qps
-    found: list[Revised | None] = [None] * len(running.estimate.shapes)
+    found: list[Revision | None] = [None] * len(running.estimate.shapes)
     for shape in shapes:
-        own, first = running.estimate.shapes[shape], began.shapes[shape]
+        own, first = running.estimate.shapes[shape], initial.shapes[shape]
         share = own.figures.throughput_qps / all_qps if running.estimate.others else 1.0
         count = problem.num_queries
         part = problem if count is None or share == 1 else replace(
@@ -121,12 +122,12 @@ def revise_shapes(running: Schedule, shapes: Sequence[int], problem: Problem, be
         most = first.deployment.num_groups * mean_present(rooms[shape].slots) if is_rra else (
             max_in_system(first.controls) or None)
         found[shape] = revise(shape, replace(running, estimate=own), part,
-                              began=None if is_rra else first, most_present=most)
+                              initial=None if is_rra else first, most_present=most)
     return _together(running.estimate, found)
 
 
-def _together(now: Estimate, found: Sequence[Revised | None]) -> Revised | None:
-    """The revisions of all shapes as one. None stands for a shape that stays as it is."""
+def _together(now: Estimate, found: Sequence[Revision | None]) -> Revision | None:
+    """The revisions of all shapes as one. None stands for a shape that does not change."""
     if len(found) == 1 or all(one is None for one in found):
         return found[0]
     pairs = list(zip(now.shapes, found, strict=True))
@@ -137,8 +138,8 @@ def _together(now: Estimate, found: Sequence[Revised | None]) -> Revised | None:
     reasons = [one.keep.reason for _, one in known if one.keep.reason]
     after = [shape if one is None or one.estimate is None else one.estimate for shape, one in pairs]
     is_changed = any(one.estimate is not None for _, one in known)
-    return Revised(
-        keep=Way(estimate=kept[0].beside(tuple(kept[1:])) if kept else None,
+    return Revision(
+        keep=Option(estimate=kept[0].beside(tuple(kept[1:])) if kept else None,
                  reason=None if kept else "; ".join(reasons)),
         estimate=after[0].beside(tuple(after[1:])) if is_changed else None,
         reason="; ".join(f"on {_on(shape)}: {one.reason}" for shape, one in known),
@@ -150,9 +151,10 @@ def differ(old: Estimate, new: Estimate) -> bool:
     return (old.controls, old.deployment) != (new.controls, new.deployment)
 
 
-def roomy(running: Schedule, changed: Estimate, problem: Problem, longest: int) -> Schedule | None:
-    """The running schedule with `changed` put in and, for RRA, caches for the longest request; None
-    if there is no room for it."""
+def with_caches(running: Schedule, changed: Estimate, problem: Problem,
+                longest: int) -> Schedule | None:
+    """The running schedule with `changed` put in and, for RRA, caches large enough for the longest
+    request; None if they do not fit."""
     shapes = []
     for old, new in zip(running.estimate.shapes, changed.shapes, strict=True):
         if differ(old, new) and policy(new.policy).is_changeable:
@@ -164,7 +166,7 @@ def roomy(running: Schedule, changed: Estimate, problem: Problem, longest: int) 
 
 
 def variables_of(estimate: Estimate) -> dict[str, int]:
-    """{name: value} of the variables that may change in a run; with several shapes, each name says
+    """{name: value} of the variables that may change in a run. With several shapes, each name says
     on how many devices."""
     if not estimate.others:
         return _variables(estimate)

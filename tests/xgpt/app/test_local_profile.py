@@ -34,7 +34,7 @@ from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
 from xrunner.files.heartbeat import ReportedStep
-from xscheduler.live.pace import Ratios
+from xscheduler.live.step_monitor import Ratios
 
 TOY = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=32, num_heads=2,
                 num_kv_heads=1, vocab_size=64, intermediate_size=48, max_positions=200)

@@ -245,7 +245,7 @@ def test_a_slowed_run_is_planned_anew_and_keeps_its_bound(paced):
     first = run.own.decisions[0]
     assert first.record["cause"] == "step times" and first.record["choice"] == "adjust"
     assert first.record["step_times"]["decode"]["observed"] == pytest.approx(1.4, rel=0.05)
-    assert "steps are slower than planned with: " in first.sentence
+    assert "steps are slower than planned (" in first.sentence
     assert first.follow_up is not None and run.own.decisions[1].record["follows"]
     found = next(own for own in reversed(run.own.decisions) if own.schedule is not None)
     assert found.schedule is not None and first.schedule is not None
@@ -291,12 +291,12 @@ def test_what_is_slowed_in_pulses_takes_as_long_as_its_mean_step(paced):
 def test_switched_off(paced, tmp_path):
     schedule = paced[1]
     session = session_of(tmp_path, run="step_times: off")
-    assert follow(session, schedule).decider.pace is None
+    assert follow(session, schedule).decider.step_monitor is None
     for key in ("reschedule: off", "reschedule: off, step_times: 20%"):
         session = session_of(tmp_path, run=key)
         assert rescheduler_of(session, timing_of(session), schedule) is None
     session = session_of(tmp_path, run="step_times: 30%")
-    pace = follow(session, schedule).decider.pace
+    pace = follow(session, schedule).decider.step_monitor
     assert pace is not None and pace._threshold == 0.3
 
 
@@ -304,6 +304,6 @@ def test_steps_are_watched_where_lengths_are_known(tmp_path):
     session = session_of(tmp_path, outputs="from_requests", request=', "forced_tokens": 30')
     schedule = plan_job(session, timing_of(session)).schedule
     own = follow(session, schedule)
-    assert own.decider.followed.threshold is None and own.decider.pace is not None
+    assert own.decider.followed.threshold is None and own.decider.step_monitor is not None
     write_state(session, [30] * 3000, phases=6)
     assert own.update() is False, "nothing to say of lengths"

@@ -167,8 +167,8 @@ def test_slowed_steps_of_one_shape_change_its_schedule_alone(planned):
     assert any(run.tell(lambda shape: 1.5 if shape else 1.0, times=6))
     first = run.own.decisions[0]
     assert first.record["cause"] == "step times" and first.record["choice"] == "adjust"
-    assert first.record["of"] == "of the copies on 1 device"
-    assert "steps of the copies on 1 device are slower than planned with: " in first.sentence
+    assert first.record["of"] == "of replicas on 1 device"
+    assert "steps of replicas on 1 device are slower than planned with: " in first.sentence
     seen = first.record["step_times"]["decode"]
     assert seen["observed"] == pytest.approx(1.5, rel=0.05)
     assert seen["stage"] in range(len(run.schedule.deployment.stages), 4), "over all copies"
@@ -182,7 +182,7 @@ def test_slowed_steps_of_one_shape_change_its_schedule_alone(planned):
     before = run.told[1]
     assert any(run.tell(lambda shape: 1.5, times=6))
     assert isinstance(run.told[0], PhaseControls) and run.told[1] == before
-    assert run.own.decisions[-1].record["of"] == "of the copies on 2 devices"
+    assert run.own.decisions[-1].record["of"] == "of replicas on 2 devices"
     count = len(run.own.decisions)
     assert not any(run.tell(lambda shape: 1.5, times=4)) and len(run.own.decisions) == count
 

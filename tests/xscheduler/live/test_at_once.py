@@ -16,12 +16,12 @@ from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile_timing import Factor, Retimed
 from xscheduler.evaluator import Evaluator
 from xscheduler.live.allowance import LEAST, Allowance, AllowanceEvidence, LatencyCounts
-from xscheduler.live.decisions import Decider, Followed
+from xscheduler.live.decisions import Decider, FollowedRun
 from xscheduler.live.evidence import StepTimeEvidence
 from xscheduler.live.observations import LEAST_QUERIES
-from xscheduler.live.pace import PaceDrift
-from xscheduler.live.quick_change import FollowUpEvidence, revise_at_once
+from xscheduler.live.quick_change import FollowUpEvidence, revise_quickly
 from xscheduler.live.reschedule import revise
+from xscheduler.live.step_monitor import StepDrift
 
 
 class Planned(NamedTuple):
@@ -29,7 +29,7 @@ class Planned(NamedTuple):
     schedule: Schedule
 
     def decider(self) -> Decider:
-        return Decider(Followed(
+        return Decider(FollowedRun(
             problem=self.session.problem, schedule=self.schedule, threshold=None,
             is_observing=False, slots=400, longest=200, step_threshold=0.15),
             timing_of(self.session))
@@ -56,7 +56,7 @@ def _factors(factor: float) -> dict[str, Factor]:
 
 def _slower(factor: float, before: float = 1.0) -> StepTimeEvidence:
     factors = _factors(factor)
-    return StepTimeEvidence(done=500, left=2500, drift=PaceDrift(
+    return StepTimeEvidence(done=500, left=2500, drift=StepDrift(
         before=dict.fromkeys(factors, before), now=factors, planned=factors,
         stages=dict.fromkeys(factors, 0), steps=16))
 
@@ -65,7 +65,7 @@ def test_smaller_batches_keep_the_bound(planned):
     decider, look = planned.decider(), _slower(1.4)
     limit_s = planned.session.problem.constraint.latency_s
     assert planned.latency_s(planned.schedule, 1.4) > limit_s, "else there is nothing to do"
-    decision = decider.decide_at_once(look)
+    decision = decider.decide_quickly(look)
     assert decision is not None and decision.schedule is not None and decision.is_kept
     now, old = decision.schedule.estimate, planned.schedule.estimate
     assert planned.latency_s(decision.schedule, 1.4) <= limit_s / planned.schedule.margin.factor
@@ -77,31 +77,31 @@ def test_smaller_batches_keep_the_bound(planned):
     assert decision.record["cause"] == "step times" and decision.record["choice"] == "adjust"
     assert decision.record["revision"] == 1 and decision.record["search_s"] >= 0
     assert "at once, of a few schedules that were simulated" in decision.sentence
-    assert decider.take(look, decision) and decider.running is decision.schedule
+    assert decider.carry_out(look, decision) and decider.running is decision.schedule
     follow_up = decision.follow_up
-    assert isinstance(follow_up, FollowUpEvidence) and decider.decide_at_once(follow_up) is None
+    assert isinstance(follow_up, FollowUpEvidence) and decider.decide_quickly(follow_up) is None
     whole = decider.decide(follow_up)
     assert whole.record["follows"] == "a change at once" and whole.follow_up is None
     assert whole.record["cause"] == "step times"
-    assert decider.take(follow_up, whole)
+    assert decider.carry_out(follow_up, whole)
     assert decider.revision == 1 + (whole.schedule is not None)
     assert planned.latency_s(decider.running, 1.4) <= limit_s
 
 
 def test_where_nothing_presses_there_is_no_change_at_once(planned):
     decider = planned.decider()
-    assert decider.decide_at_once(_slower(0.7)) is None, "quicker: that can wait for a plan"
-    assert decider.decide_at_once(_slower(1.0)) is None, "what runs keeps the bound"
+    assert decider.decide_quickly(_slower(0.7)) is None, "quicker: that can wait for a plan"
+    assert decider.decide_quickly(_slower(1.0)) is None, "what runs keeps the bound"
 
 
 def test_what_is_over_the_bound_leads_to_one_too(planned):
     """After the change that slower steps led to, more is over the bound than was planned for."""
     decider, look = planned.decider(), _slower(1.4)
-    decision = decider.decide_at_once(look)
-    assert decision is not None and decider.take(look, decision)
-    lost = AllowanceEvidence(kept=LatencyCounts(0, 600, 5), left=2400, share=0.01, planned=0.01,
+    decision = decider.decide_quickly(look)
+    assert decision is not None and decider.carry_out(look, decision)
+    lost = AllowanceEvidence(counts=LatencyCounts(0, 600, 5), left=2400, share=0.01, planned=0.01,
                              is_lost=True)
-    assert decider.decide_at_once(lost) is None, "no less may be over it than was planned for"
+    assert decider.decide_quickly(lost) is None, "no less may be over it than was planned for"
 
 
 # --- within the caches ------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def assert_is_within(now: Estimate, began: Estimate) -> None:
 def test_limits_only_fall(name):
     """Shorter outputs leave room that was not there when the caches were made."""
     began, problem = began_of(name), toy_problem(outputs=SHORTER)
-    found = revise(schedule_of(problem, began), problem, roofline_of(problem), began=began)
+    found = revise(schedule_of(problem, began), problem, roofline_of(problem), initial=began)
     if found.estimate is not None:
         assert_is_within(found.estimate, began)
     assert found.keep.estimate is not None and found.is_kept
@@ -147,19 +147,19 @@ def test_limits_only_fall(name):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_tight_bound_is_kept_with_less(name):
     began, free = began_of(name), toy_problem()
-    keep = revise(schedule_of(free, began), free, roofline_of(free), began=began).keep
+    keep = revise(schedule_of(free, began), free, roofline_of(free), initial=began).keep
     assert keep.estimate is not None
     problem = toy_problem(latency_s=0.93 * keep.estimate.figures.latency_s)
-    for revised in (revise, revise_at_once):
-        given: dict[str, Any] = {"most_present": None} if revised is revise_at_once else {}
-        found = revised(schedule_of(problem, began), problem, roofline_of(problem), began=began,
+    for revised in (revise, revise_quickly):
+        given: dict[str, Any] = {"most_present": None} if revised is revise_quickly else {}
+        found = revised(schedule_of(problem, began), problem, roofline_of(problem), initial=began,
                         **given)
         assert found is not None and found.estimate is not None and found.keep.qps == 0
         assert found.keep.reason is not None and found.keep.reason.startswith("latency would be ")
         assert_is_within(found.estimate, began)
         assert found.estimate.figures.latency_s <= problem.constraint.latency_s
     # and back again, no further than the caches of the beginning
-    back = revise(schedule_of(free, found.estimate), free, roofline_of(free), began=began)
+    back = revise(schedule_of(free, found.estimate), free, roofline_of(free), initial=began)
     assert back.estimate is not None
     assert_is_within(back.estimate, began)
     assert back.estimate.figures.throughput_qps >= 0.98 * keep.qps
@@ -205,34 +205,34 @@ def test_what_is_left_is_what_the_whole_job_may_have(kept, share):
 
 def test_a_bound_that_is_lost_is_said_to_be_once():
     own = Allowance(OWN, 1000)
-    failed = own.look(LatencyCounts(0, 400, 36, failed=300))
+    failed = own.evidence(LatencyCounts(0, 400, 36, failed=300))
     assert failed is not None and failed.is_lost and failed.left == 300
-    lost = own.look(LatencyCounts(0, 400, 60))
+    lost = own.evidence(LatencyCounts(0, 400, 60))
     assert lost is not None and lost.is_lost
-    assert lost.sentence.startswith("60 of 400 queries took longer than the bound, more than may")
-    own.take(lost.kept)
-    assert own.look(LatencyCounts(0, 900, 300)) is None
+    assert lost.sentence.startswith("60 of 400 requests exceeded the latency limit: the job as a")
+    own.accept(lost.counts)
+    assert own.evidence(LatencyCounts(0, 900, 300)) is None
 
 
 def test_a_look_is_due_when_less_is_left_than_planned_for():
     own = Allowance(OWN, 1000)
-    assert own.look(None) is None
-    assert own.look(LatencyCounts(0, LEAST_QUERIES - 1, 40)) is None, "few tell little of a share"
-    assert own.look(LatencyCounts(0, 200, 15)) is None, "35 of 800 is about as much"
-    found = own.look(LatencyCounts(0, 300, 24))
+    assert own.evidence(None) is None
+    assert own.evidence(LatencyCounts(0, LEAST_QUERIES - 1, 40)) is None, "too few"
+    assert own.evidence(LatencyCounts(0, 200, 15)) is None, "35 of 800 is about as much"
+    found = own.evidence(LatencyCounts(0, 300, 24))
     assert found is not None and found.share == pytest.approx(26 / 700)
     assert (found.done, found.left) == (300, 700)
-    assert found.sentence == ("24 of 300 queries took longer than the bound: 3.7% of those left "
-                              "may (5.0% were planned for)")
-    own.take(found.kept)
-    assert own.look(LatencyCounts(0, 320, 30)) is None, "it has only just been planned"
-    assert own.look(LatencyCounts(0, 400, 28)) is None, "as planned"
-    worse = own.look(LatencyCounts(0, 400, 33))
+    assert found.sentence == ("24 of 300 requests exceeded the latency limit: 3.7% of the "
+                              "remaining ones may (planned: 5.0%)")
+    own.accept(found.counts)
+    assert own.evidence(LatencyCounts(0, 320, 30)) is None, "it has only just been planned"
+    assert own.evidence(LatencyCounts(0, 400, 28)) is None, "as planned"
+    worse = own.evidence(LatencyCounts(0, 400, 33))
     assert worse is not None and worse.planned == pytest.approx(found.share)
     own = Allowance(OWN, 1000)
-    own.take(LatencyCounts(0, 400, 38))  # 2 % are left
-    assert own.look(LatencyCounts(0, 600, 39)) is None
-    back = own.look(LatencyCounts(0, 700, 39))
+    own.accept(LatencyCounts(0, 400, 38))  # 2 % are left
+    assert own.evidence(LatencyCounts(0, 600, 39)) is None
+    back = own.evidence(LatencyCounts(0, 700, 39))
     assert back is not None and back.share == pytest.approx(11 / 300), "what came back is given"
 
 
@@ -241,5 +241,5 @@ def test_a_look_is_due_when_less_is_left_than_planned_for():
     latency_constraint(math.inf, kind="queries", quantile=0.95)])
 def test_other_bounds_have_none(constraint):
     own = Allowance(constraint, 1000)  # type: ignore[arg-type]
-    assert own.look(LatencyCounts(0, 400, 300)) is None
+    assert own.evidence(LatencyCounts(0, 400, 300)) is None
     assert own.constrained(constraint, LatencyCounts(0, 400, 300)) is constraint  # type: ignore[arg-type]

@@ -27,8 +27,8 @@ from xrunner.files.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, phase_controls, rra_rule
 from xscheduler.fallback import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.decisions import CAUTION
-from xscheduler.live.given_stages import GivenStages
-from xscheduler.live.reschedule import Revised, revise
+from xscheduler.live.fixed_stages import FixedStages
+from xscheduler.live.reschedule import Revision, revise
 from xscheduler.room import slots_for
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import ReplayResult
@@ -273,7 +273,7 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(b
     (back,) = own.decisions
     assert back.schedule is not None and back.schedule.estimate == start
     assert back.record["choice"] == "adjust" and back.record["revision"] == 1
-    assert "back to the beginning, encode_batch" in back.sentence
+    assert "back to the first schedule, encode_batch" in back.sentence
     told = load_change_order(own._output)
     assert told is not None and told.revision == 1
     assert (told.controls.encode_batch, told.controls.decode_iterations) == (
@@ -288,7 +288,8 @@ def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(begun, tmp_pa
     assert at(own, long[:80]) is True
     (found,) = own.decisions
     assert found.schedule is None and found.record["choice"] == "keep"
-    assert "the schedule stays: no other batch sizes do: the tightest latency" in found.sentence
+    assert ("the schedule stays: no other batch sizes keep the limit: the smallest latency"
+            in found.sentence)
     assert at(own, long[:150]) is False, "until as many again are done"
     assert at(own, long[:200]) is False, "which is nothing new"
     assert own.decider.needed == 400 and len(own.decisions) == 1
@@ -320,21 +321,21 @@ def test_what_keeps_the_bound_without_its_margin_alone_is_better_than_what_break
     timing = timing_of(session)
     lengths = JointLengths(inputs=session.problem.lengths.inputs, outputs=empirical([60, 80]))
 
-    def revised(limit_s: float) -> Revised:
+    def revised(limit_s: float) -> Revision:
         constraint = session.problem.constraint.with_latency(limit_s=limit_s)
         return revise(schedule, replace(session.problem, lengths=lengths, constraint=replace(
             constraint, drift=0.2)), timing)
 
-    stages = GivenStages(schedule.estimate, replace(session.problem, lengths=lengths), timing)
+    stages = FixedStages(schedule.estimate, replace(session.problem, lengths=lengths), timing)
     tightest = stages.best(session.problem.constraint.with_latency(limit_s=1e-9),
                            has_margin=False).estimate
     assert tightest is not None
     tightest_s = tightest.figures.latency_s
     near, none = revised(1.05 * tightest_s), revised(0.95 * tightest_s)
     assert near.keep.qps == 0 and not near.is_kept
-    assert near.estimate is not None and "if not with a confidence of" in near.reason
+    assert near.estimate is not None and "though not with a confidence of" in near.reason
     assert near.estimate.figures.latency_s <= 1.05 * tightest_s
-    assert none.estimate is None and none.reason.startswith("no other batch sizes do")
+    assert none.estimate is None and none.reason.startswith("no other batch sizes keep the limit")
 
 
 def test_the_short_ones_alone_decide_nothing(begun, tmp_path):

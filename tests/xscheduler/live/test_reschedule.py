@@ -15,9 +15,9 @@ from xgpt.core.controls import FixedSchedule
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.errors import InfeasibleError, InputError
 from xscheduler.evaluator import Evaluator
-from xscheduler.live.deployment import holdings, redeployment
-from xscheduler.live.given_stages import GivenStages
+from xscheduler.live.fixed_stages import FixedStages
 from xscheduler.live.reschedule import break_even, reschedule
+from xscheduler.live.weight_loading import holdings, loading_between
 from xsimulator import memory
 
 LONGER, SHORTER = (14, 6, 30), (6, 3, 14)
@@ -47,7 +47,7 @@ def uneven():
 
 
 def given(deployed, problem):
-    return GivenStages(deployed, problem, roofline_of(problem))
+    return FixedStages(deployed, problem, roofline_of(problem))
 
 
 def adjusted(deployed, problem):
@@ -108,7 +108,7 @@ def test_the_search_on_given_stages_is_not_below_what_is_drawn(name, case, outpu
 @pytest.mark.parametrize("name", ["rra", "rra in part", "waa-c", "waa-m", "waa in groups"])
 def test_what_runs_has_the_figures_of_its_replay(name):
     deployed, problem = DEPLOYED[name](), toy_problem()
-    way = given(deployed, problem).as_it_is(problem.constraint, has_margin=False)
+    way = given(deployed, problem).unchanged(problem.constraint, has_margin=False)
     assert (way.estimate.controls, way.estimate.deployment) == (
         deployed.controls, deployed.deployment)
     shown = Evaluator(problem, roofline_of(problem)).shown(deployed).figures  # of fewer queries
@@ -163,7 +163,7 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
     free = reschedule(rra(), problem, roofline_of(problem), best=schedule_of(problem, better))
     assert free.choice == "redeploy" and free.chosen == better and math.isinf(free.queries_left)
-    assert free.loading == redeployment(rra().deployment.pools, better.deployment.pools,
+    assert free.loading == loading_between(rra().deployment.pools, better.deployment.pools,
                                         problem.model, problem.dtype, problem.cluster)
     assert free.cost_s == free.loading.from_dram_s > 0
     left = replace(problem, num_queries=int(factor * free.break_even_queries))
@@ -259,7 +259,7 @@ def two_nodes(**rates: float) -> Cluster:
     pool_of([40], degree=4)])
 def test_a_rank_loads_what_the_simulator_says_it_holds(pools):
     (pool,) = pools
-    stages, found = pool.stages, redeployment((), pools, OPT, "float16", NODE)
+    stages, found = pool.stages, loading_between((), pools, OPT, "float16", NODE)
     expected = memory.weight_bytes(OPT, stages, "float16")
     by_rank = {rank: size for stage, size in zip(stages, expected, strict=True)
                for rank in stage.ranks}
@@ -273,19 +273,19 @@ def test_waa_loads_a_decoder_only_model_twice_and_the_parts_of_another_once():
     once = pool_of([10, 10, 10, 10])
     ends = OPT.embedding_params + OPT.head_params
     layers = 40 * OPT.decoder_layer_params
-    assert redeployment((), once, OPT, "float16", NODE).total_bytes == 2 * (layers + ends)
-    assert redeployment((), twice, OPT, "float16", NODE).total_bytes == 2 * 2 * (layers + ends)
+    assert loading_between((), once, OPT, "float16", NODE).total_bytes == 2 * (layers + ends)
+    assert loading_between((), twice, OPT, "float16", NODE).total_bytes == 2 * 2 * (layers + ends)
     parts = (*pool_of([0, 0], role="encode", encoder=[12, 12]),
              *pool_of([12, 12], role="decode", first_rank=2, first_index=2))
     # the encode pool has no output head, but an embedding of its own
-    assert redeployment((), parts, T5, "float16", NODE).total_bytes == 2 * (
+    assert loading_between((), parts, T5, "float16", NODE).total_bytes == 2 * (
         24 * T5.encoder_layer_params + 24 * T5.decoder_layer_params
         + 2 * T5.embedding_params + T5.head_params)
 
 
 def test_the_ssd_is_shared_by_a_nodes_devices_and_reads_a_piece_once():
     pools = pool_of([40], degree=4)
-    found = redeployment((), pools, OPT, "float16", NODE)
+    found = loading_between((), pools, OPT, "float16", NODE)
     distinct = 2 * (40 * OPT.decoder_layer_params + OPT.embedding_params + OPT.head_params)
     # the embedding lies on all four ranks, and comes off the drive once
     assert found.node_bytes == pytest.approx((distinct,))
@@ -295,29 +295,29 @@ def test_the_ssd_is_shared_by_a_nodes_devices_and_reads_a_piece_once():
 
 def test_nodes_load_at_the_same_time_and_the_fullest_counts():
     pools = pool_of([10, 10, 10, 10])
-    one = redeployment((), pools, OPT, "float16", NODE)
-    two = redeployment((), pools, OPT, "float16", two_nodes(ssd_bytes_per_s=1e9))
+    one = loading_between((), pools, OPT, "float16", NODE)
+    two = loading_between((), pools, OPT, "float16", two_nodes(ssd_bytes_per_s=1e9))
     assert sum(two.node_bytes) == one.node_bytes[0] and two.from_dram_s == one.from_dram_s
     assert two.from_ssd_s == pytest.approx(max(two.node_bytes) / 1e9)
     # a drive quicker than the copies does not make these any quicker
-    quick = redeployment((), pools, OPT, "float16", two_nodes(ssd_bytes_per_s=100e9))
+    quick = loading_between((), pools, OPT, "float16", two_nodes(ssd_bytes_per_s=100e9))
     assert quick.from_ssd_s == quick.from_dram_s
 
 
 def test_only_layers_that_a_rank_lacks_are_loaded():
     old, new = pool_of([10, 10, 10, 10]), pool_of([12, 10, 10, 8])
     layer = 2 * OPT.decoder_layer_params
-    same = redeployment(old, old, OPT, "float16", NODE)
+    same = loading_between(old, old, OPT, "float16", NODE)
     assert same.total_bytes == 0 and same.from_dram_s == same.from_ssd_s == 0
     # rank 0 gets layers 10, 11; rank 1 holds 12..21, has 10..19; rank 2 22..31; rank 3 32..39
-    assert redeployment(old, new, OPT, "float16", NODE).rank_bytes == (
+    assert loading_between(old, new, OPT, "float16", NODE).rank_bytes == (
         2 * layer, 2 * layer, 2 * layer, 0)
 
 
 def test_another_degree_is_another_shard():
     old, new = pool_of([20, 20], degree=2), pool_of([40], degree=4)
-    found = redeployment(old, new, OPT, "float16", NODE)
-    everything = redeployment((), new, OPT, "float16", NODE)
+    found = loading_between(old, new, OPT, "float16", NODE)
+    everything = loading_between((), new, OPT, "float16", NODE)
     embedding = 2 * OPT.embedding_params  # whole on ranks 0 and 1 before and after
     assert found.rank_bytes == tuple(
         size - (embedding if rank < 2 else 0) for rank, size in enumerate(everything.rank_bytes))

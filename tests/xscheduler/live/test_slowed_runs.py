@@ -13,7 +13,7 @@ from slowed_replay import Replayed, Worked, in_pulses, slowed_replay, steadily
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.schedule import executable, plan_job
 from xgpt.core.schedule import Schedule
-from xscheduler.live.decisions import Decider, Followed
+from xscheduler.live.decisions import Decider, FollowedRun
 
 QUERIES, SHARE = 2000, 0.05
 JOB = """
@@ -106,21 +106,21 @@ def test_the_bound_is_kept_where_it_can_be(planned):
 
 def test_what_is_over_the_bound_so_far_is_made_up_for(planned):
     schedule, problem = planned.schedule, planned.session.problem
-    decider = Decider(Followed(
+    decider = Decider(FollowedRun(
         problem=problem, schedule=schedule, threshold=None, is_observing=False, slots=200,
         longest=200, step_threshold=0.15), timing_of(planned.session))
     as_planned = Seen(dict.fromkeys(range(400), (48, 20)), (0, 400, 20))
-    assert decider.look_at_bound(as_planned) is None
-    look = decider.look_at_bound(as_planned._replace(kept=(0, 400, 60)))
+    assert decider.late_evidence(as_planned) is None
+    look = decider.late_evidence(as_planned._replace(kept=(0, 400, 60)))
     assert look is not None and look.share == pytest.approx(40 / 1600)
     decision = decider.decide(look)
     assert decision.schedule is not None and decision.is_kept
     assert decision.schedule.figures.decode_batch < schedule.figures.decode_batch
     assert decision.record["cause"] == "bound" and decision.record["over"] == 60
-    assert decider.take(look, decision)
-    assert decider.look_at_bound(as_planned._replace(kept=(0, 500, 62))) is None, "as planned now"
+    assert decider.carry_out(look, decision)
+    assert decider.late_evidence(as_planned._replace(kept=(0, 500, 62))) is None, "as planned now"
     nearly_done = Seen(dict.fromkeys(range(QUERIES - 5), (48, 20)), (0, QUERIES - 5, 300))
-    assert decider.look_at_bound(nearly_done) is None, "nobody waits whom it would concern"
+    assert decider.late_evidence(nearly_done) is None, "nobody waits whom it would concern"
 
 
 @pytest.mark.slow

@@ -12,8 +12,17 @@ from problems import estimate_of, roofline_of, toy_problem
 from watched_jobs import steps_of
 
 from xgpt.core.lengths import JointLengths, empirical, truncated_normal
-from xscheduler.live.observations import Observation, drift_of, joint_of, observed_lengths
-from xscheduler.live.pace import LASTING_S, LONG, MOST_PATIENCE, SWIFT, Pace, PaceDrift, Ratio, Seen
+from xscheduler.live.observations import Observation, joint_lengths, length_drift, observed_lengths
+from xscheduler.live.step_monitor import (
+    LASTING_S,
+    LONG,
+    MOST_PATIENCE,
+    SWIFT,
+    Ratio,
+    StepDrift,
+    StepMonitor,
+    StepSample,
+)
 
 _FAST = toy_problem(per_node=2)
 PROBLEM = replace(_FAST, cluster=replace(_FAST.cluster, device=replace(
@@ -27,13 +36,13 @@ class Told:
     """Decode steps of all stages, so many times as long as the source says, one after another."""
 
     def __init__(self) -> None:
-        self.pace = Pace(PROBLEM, TIMING, ESTIMATE, threshold=THRESHOLD, longest=100)
+        self.pace = StepMonitor(PROBLEM, TIMING, ESTIMATE, threshold=THRESHOLD, longest=100)
         self._now_s = 0.0
         self._steps = {stage: [step for step in own if step.kind == "decode"] for stage, own in (
             steps_of(PROBLEM, TIMING, ESTIMATE, lambda kind, stage: 1.0, count=AT_ONCE).items())}
 
     def tell(self, factors: Iterator[float] | float, most: int = 1600, *,
-             is_by_second: bool = False) -> tuple[int, PaceDrift] | None:
+             is_by_second: bool = False) -> tuple[int, StepDrift] | None:
         """Until there is a drift: (steps that it took, the drift); None after `most` without.
         `factors`: of each step, or of all that are told of in a second."""
         of: Callable[[], float] = (lambda: factors) if isinstance(factors, float) else (
@@ -42,11 +51,11 @@ class Told:
             factor = [of()] * AT_ONCE if is_by_second else [of() for _ in range(AT_ONCE)]
             self._now_s += 1
             for stage, own in self._steps.items():
-                self.pace.hear(stage, stage, self._now_s, [
+                self.pace.add_report(stage, stage, self._now_s, [
                     step._replace(seconds=step.seconds * times)
                     for step, times in zip(own, factor, strict=True)])
             if (found := self.pace.drift()) is not None:
-                self.pace.take(found)
+                self.pace.accept(found)
                 return count, found
         return None
 
@@ -129,13 +138,13 @@ def test_a_slow_stage_counts_as_far_as_it_holds_up_the_others(groups, factor):
     """Of two equal stages one takes twice as long: a single group waits for both of them, several
     wait for the slow one."""
     slow, quick = [Ratio(math.log(2), 8, 0.02)] * 3, [Ratio(0.0, 8, 0.02)] * 3
-    seen = Seen(groups, {0: quick, 1: slow})
+    seen = StepSample(groups, {0: quick, 1: slow})
     assert seen.slowest == 1 and seen.expected_s == 0.02
     assert [math.exp(own.log) for own in (seen.mean, seen.median)] == pytest.approx([factor] * 2)
-    assert Seen(groups, {0: quick, 1: quick}).mean == (0.0, 0.0)
+    assert StepSample(groups, {0: quick, 1: quick}).mean == (0.0, 0.0)
     # stages that are held up in turn are as slow as each is in the mean, and no slower
     turns = [slow[0], quick[0]] * 8
-    in_turn = Seen(groups, {0: turns, 1: [*turns[1:], turns[0]]})
+    in_turn = StepSample(groups, {0: turns, 1: [*turns[1:], turns[0]]})
     assert math.exp(in_turn.mean.log) == pytest.approx(1.5)
 
 
@@ -207,7 +216,7 @@ def test_what_nobody_was_watched_for_is_as_planned_or_else_at_the_cap():
 def drift(actual, count: int, seed: int, quantile: float = 0.99, threshold: float = 0.1):
     seen = at_work(actual.sample(2 * count, np.random.default_rng(seed)), per_phase=count // 8,
                    iterations=20, phases=12)
-    return drift_of(PLANNED, observed_lengths(seen, PLANNED, 240), threshold=threshold,
+    return length_drift(PLANNED, observed_lengths(seen, PLANNED, 240), threshold=threshold,
                     quantile=quantile)
 
 
@@ -226,8 +235,8 @@ def test_a_longer_tail_is_drift_though_the_mean_stays():
                                       np.full(600, 150)]))
     assert tails.mean == pytest.approx(50, rel=0.06)
     found = drift(tails, 400, 1)
-    assert found.is_reach and not found.is_mean
-    assert found.observed_reach == 150 > 1.1 * found.planned_reach
+    assert found.is_quantile_off and not found.is_mean
+    assert found.observed_quantile == 150 > 1.1 * found.planned_quantile
 
 
 def test_inputs_stay_with_their_outputs_where_the_two_are_correlated():
@@ -238,7 +247,7 @@ def test_inputs_stay_with_their_outputs_where_the_two_are_correlated():
     found = []
     for inputs in (like, rng.permutation(like)):
         seen = at_work(outputs, per_phase=25, iterations=15, phases=12, inputs=inputs)
-        found.append(joint_of(seen, observed_lengths(seen, PLANNED, 120), planned))
+        found.append(joint_lengths(seen, observed_lengths(seen, PLANNED, 120), planned))
     together, apart = found
     assert np.corrcoef(*together.pairs.T)[0, 1] > 0.9
     assert together.outputs.mean == pytest.approx(PLANNED.mean, rel=0.08)

@@ -29,10 +29,10 @@ from xrunner.files.launcher_link import ChangeOrder, read_observed
 from xrunner.files.lock import StopRequest
 from xrunner.rules.changes import Changes, ChangesByShape, changes_of
 from xscheduler.fallback import can_settle
-from xscheduler.live.decisions import Decider, Decision, Evidence, Followed
+from xscheduler.live.decisions import Decider, Decision, Evidence, FollowedRun
 from xscheduler.live.observations import LEAST_QUERIES
-from xscheduler.live.quick_change import is_pressing
-from xscheduler.live.shapes import Room, differ
+from xscheduler.live.quick_change import is_urgent
+from xscheduler.live.shapes import CacheSizes, differ
 from xscheduler.room import HEADROOM, headroom, kv_tokens_for, slots_for
 
 LOOK_S = 0.5
@@ -56,7 +56,7 @@ _GRACE_S = 20.0  # at least, between a request to stop and the end of who does n
 class Rescheduler:
     """Follows one run. `update` is called many times a second; it never waits for a plan."""
 
-    def __init__(self, followed: Followed, timing: TimingSource, output: Path, *,
+    def __init__(self, followed: FollowedRun, timing: TimingSource, output: Path, *,
                  waits: bool = False) -> None:
         """waits: `update` does wait (tests)."""
         self.decider, self._output, self._waits = Decider(followed, timing), output, waits
@@ -67,7 +67,7 @@ class Rescheduler:
         self._turns = self._decided()
 
     @property
-    def rooms(self) -> tuple[Room, ...]:
+    def rooms(self) -> tuple[CacheSizes, ...]:
         """What the caches of each shape of copies are to have room for."""
         return self.decider.followed.rooms
 
@@ -96,7 +96,7 @@ class Rescheduler:
             if not found or (decision := found[0]) is None:
                 return
             follow_up, before = decision.follow_up, self.decider.running.estimate
-            is_taken = self.decider.take(look, decision)
+            is_taken = self.decider.carry_out(look, decision)
             if is_taken and decision.schedule is not None:
                 ChangeOrder(revision=self.decider.revision, controls=self._changes(
                     before, decision.schedule.estimate)).save(self._output)
@@ -114,23 +114,24 @@ class Rescheduler:
             return None
         self._hear()
         # the first tells the others of how the bound was kept so far
-        at_bound = self.decider.look_at_bound(written)
-        return self.decider.look(written) or self.decider.look_at_steps(written) or at_bound
+        at_bound = self.decider.late_evidence(written)
+        return (self.decider.length_evidence(written) or self.decider.step_evidence(written)
+                or at_bound)
 
     def _hear(self) -> None:
         """What ranks tell of their steps, but for those that a plan beside them made slower."""
-        if self.decider.pace is None or time.monotonic() < self._deaf_until_s:
+        if self.decider.step_monitor is None or time.monotonic() < self._deaf_until_s:
             return
         for rank in read_heartbeats(self._output):
-            self.decider.pace.hear(rank.rank, rank.stage, rank.elapsed_s, rank.steps)
+            self.decider.step_monitor.add_report(rank.rank, rank.stage, rank.elapsed_s, rank.steps)
 
     def _decide(self, look: Evidence, found: list[Decision | None]) -> None:
         if sys.platform == "linux" and not self._waits:  # there a thread has its own priority
             thread = threading.get_native_id()  # of a command under `nice` it has that already
             os.setpriority(os.PRIO_PROCESS, thread, max(
-                _URGENT if is_pressing(look) else _NICENESS,
+                _URGENT if is_urgent(look) else _NICENESS,
                 os.getpriority(os.PRIO_PROCESS, thread)))
-        found.append(self.decider.decide_at_once(look) or self.decider.decide(look))
+        found.append(self.decider.decide_quickly(look) or self.decider.decide(look))
 
     def _changes(self, before: Estimate, now: Estimate) -> Changes | ChangesByShape:
         """What the rules are to obey now: an order takes the place of one that the run may not have
@@ -188,19 +189,19 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
     in_blocks = lies_in_blocks(opened, estimate)
     first, *others = (_room(shape, problem, longest, headroom(shape, problem, timing)
                             if is_observing else HEADROOM, in_blocks=in_blocks)
-                      if policy(shape.policy).is_changeable else Room(slots=0)
+                      if policy(shape.policy).is_changeable else CacheSizes(slots=0)
                       for shape in estimate.shapes)
-    return Rescheduler(Followed(
+    return Rescheduler(FollowedRun(
         problem=problem, schedule=schedule, step_threshold=thresholds.steps,
         threshold=thresholds.lengths, other_rooms=tuple(others), is_observing=is_observing,
         slots=first.slots, kv_tokens=first.kv_tokens, longest=longest), timing, job.output)
 
 
 def _room(estimate: Estimate, problem: Problem, longest: int, times: float, *,
-          in_blocks: bool) -> Room:
+          in_blocks: bool) -> CacheSizes:
     """What the caches of copies that execute RRA are to have room for (xscheduler.room)."""
     slots = slots_for(estimate, problem, longest, times, in_blocks=in_blocks)
-    return Room(slots=slots, kv_tokens=kv_tokens_for(
+    return CacheSizes(slots=slots, kv_tokens=kv_tokens_for(
         estimate, problem, longest * slots) if in_blocks else 0)
 
 

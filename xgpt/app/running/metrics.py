@@ -42,7 +42,7 @@ from xrunner.checkpoint.source import cache_dir
 from xrunner.files.heartbeat import ReportedStep
 from xrunner.plan import AGREEMENT_FILE, RunPlan
 from xscheduler.evaluator import in_run_order, job_lengths
-from xscheduler.live.pace import KINDS, Ratio, Ratios
+from xscheduler.live.step_monitor import KINDS, Ratio, Ratios
 from xsimulator.memory import kv_bytes
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.prediction import MOST_PREDICTED

@@ -1,7 +1,7 @@
-"""The best control variables on given stages, without moving a layer.
+"""The best control variables on fixed stages, without moving a layer.
 
 The planner's search (xscheduler.search) runs over one cell: the stages are those of a schedule, and
-the points are those that its caches hold."""
+the points are those that fit into its caches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,21 +36,21 @@ _LIMITED = ("max_active", "token_budget")  # may only shrink within given caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to go on. reason: why it is not admissible; None if it is. estimate: its figures, if
-    they are known."""
+class Option:
+    """One way to continue. reason: why it is not admissible; None if it is. estimate: its figures,
+    if they are known."""
 
     estimate: Estimate | None
     reason: str | None
 
     @property
     def qps(self) -> float:
-        """Throughput of an admissible way, else 0."""
+        """Throughput, requests/s, of an admissible option, else 0."""
         return self.estimate.figures.throughput_qps if self.estimate and not self.reason else 0.0
 
 
-class GivenPlans:
-    """Stage plans with the layers where a schedule has them (xsimulator.plans.PlanSource)."""
+class FixedPlans:
+    """Stage plans with the layers on the stages of a schedule (xsimulator.plans.PlanSource)."""
 
     def __init__(self, problem: Problem, timing: TimingSource, pools: tuple[Pool, ...]) -> None:
         self.problem, self._plans = problem, StagePlans(problem, timing)
@@ -70,46 +70,45 @@ class GivenPlans:
         return self._pools.get(tuple(ranks)) or self._plans.pool(ranks, role, first_index)
 
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
-        """See PlanSource."""
+        """The pool of these stages."""
         return self._plans.of_stages(stages, role)
 
     def pairs(self, tp_degree: int, tp_gpus: int) -> PoolPairs:
-        """The given division into two pools."""
+        """The schedule's division into two pools."""
         encode, *rest = self._ranks
         return PoolPairs(self, (tp_degree, tp_gpus),
                          {self._devices: (encode, rest[0])} if rest else {})
 
 
-class WithinCaches:
-    """A policy's rough formula (see Formula) at the points that a run can change to.
+class CacheLimitedFormula:
+    """A policy's rough formula (see Formula) at the points that a run can change to. Methods
+    without a docstring are those of Formula.
 
     RRA's batches may grow within the memory of their caches. Other policies' sizes may only shrink.
     A run cannot change between chunks and whole batches, which use their slots differently."""
 
-    def __init__(self, own: Formula, now: Estimate, began: Estimate | None,
+    def __init__(self, own: Formula, now: Estimate, initial: Estimate | None,
                  most: Mapping[str, int]) -> None:
-        """now: the running schedule. began: the schedule that the caches were made for; None for
+        """now: the running schedule. initial: the schedule that the caches were made for; None for
         RRA, or if nothing runs yet. most: upper limits of control variables."""
         self.policy, self.problem = own.policy, own.problem
-        self._own, self._now, self._began = own, now, began
-        self.as_it_is = point_of(now)
+        self._own, self._now, self._initial = own, now, initial
+        self.current_point = point_of(now)
         names = policy(own.policy).variable_names
         self._column = {name: names.index(name) for name in names}
         self._most = {name: limit for name, limit in most.items() if name in names}
 
     def can_allocate(self, plan: tuple[int, int]) -> bool:
-        """See Formula."""
         return True
 
     def points(self, plan: tuple[int, int]) -> IntArray:
-        """See Formula."""
         own = self._own.points(plan)
         capped = own.copy()
         for name, most in self._most.items():
             capped[:, self._column[name]] = np.minimum(capped[:, self._column[name]], most)
-        if all(self.problem.fixed.value_of(name) in (None, self.as_it_is[column])
+        if all(self.problem.fixed.value_of(name) in (None, self.current_point[column])
                for name, column in self._column.items()):
-            capped = np.concatenate([capped, [self.as_it_is]])
+            capped = np.concatenate([capped, [self.current_point]])
         every = np.unique(capped, axis=0)
         return every[self._are_free(every)]
 
@@ -119,7 +118,7 @@ class WithinCaches:
             free &= points[:, self._column[name]] <= most
         if CHUNK in self._column:
             column = self._column[CHUNK]
-            chunk, now = points[:, column], self.as_it_is[column]
+            chunk, now = points[:, column], self.current_point[column]
             is_rra = isinstance(self._now.controls, RraControls)
             free &= (chunk > 0) == (now > 0) if is_rra else chunk == now
         if isinstance(self._now.controls, ContinuousControls):
@@ -127,7 +126,7 @@ class WithinCaches:
         return free
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> RoughFigures:
-        """See Formula. Points that the run cannot change to need infinite memory."""
+        """The rough figures; points that the run cannot change to need infinite memory."""
         if not len(points):
             return RoughFigures(**{name: np.empty(0) for name in RoughFigures.__slots__})
         found = self._own.rough(plan, points)
@@ -135,33 +134,31 @@ class WithinCaches:
                                                     np.inf))
 
     def of_estimate(self, estimate: Estimate) -> dict[str, float]:
-        """See Formula."""
         return self._own.of_estimate(estimate)
 
     def estimate(self, plan: tuple[int, int], point: Point) -> Estimate:
-        """See Formula."""
         found = self._own.estimate(plan, point)
-        if point == self.as_it_is:
+        if point == self.current_point:
             now = self._now.one_copy
             return replace(found, controls=now.controls, deployment=now.deployment,
                            figures=replace(found.figures, memory_bytes=now.figures.memory_bytes))
-        if self._began is None:
+        if self._initial is None:
             return found
-        began = self._began.one_copy
-        found = replace(found, deployment=began.deployment, figures=replace(
-            found.figures, memory_bytes=began.figures.memory_bytes))
-        if isinstance(began.controls, WaaControls):
+        initial = self._initial.one_copy
+        found = replace(found, deployment=initial.deployment, figures=replace(
+            found.figures, memory_bytes=initial.figures.memory_bytes))
+        if isinstance(initial.controls, WaaControls):
             found = found.changed(max_in_system=min(
-                max_in_system(found.controls), max_in_system(began.controls)))
+                max_in_system(found.controls), max_in_system(initial.controls)))
         return found
 
 
-class GivenStages:
-    """Searches one problem on the stages of `now`, for one of its equal copies."""
+class FixedStages:
+    """Searches one problem on the stages of `now`, for one of its equal replicas."""
 
     def __init__(self, now: Estimate, problem: Problem, timing: TimingSource, *,
-                 began: Estimate | None = None, most: Mapping[str, int] | None = None) -> None:
-        """began, most: see WithinCaches."""
+                 initial: Estimate | None = None, most: Mapping[str, int] | None = None) -> None:
+        """initial, most: see CacheLimitedFormula."""
         self._now, self._timing = now, timing
         part = problem_for(problem, now)
         fixed = part.fixed
@@ -171,84 +168,84 @@ class GivenStages:
             fixed = replace(fixed, encode_chunk=now.controls.encode_chunk)
         self.problem = replace(part, fixed=replace(fixed, replicas=None))
         limits = dict(most or {})
-        if began is not None and isinstance(began.controls, ContinuousControls):
+        if initial is not None and isinstance(initial.controls, ContinuousControls):
             limits |= {name: value for name in _LIMITED
-                       if (value := getattr(began.controls, name)) is not None}
-        elif began is not None:
-            most_batch = began.figures.encode_batch
+                       if (value := getattr(initial.controls, name)) is not None}
+        elif initial is not None:
+            most_batch = initial.figures.encode_batch
             limits["encode_batch"] = min(limits.get("encode_batch", most_batch), most_batch)
-        formulas = Formulas(self.problem, timing, plans=GivenPlans(
+        formulas = Formulas(self.problem, timing, plans=FixedPlans(
             self.problem, timing, now.deployment.pools))
         plan = now.deployment.tp_degree, now.deployment.tp_gpus
-        self._formula = WithinCaches(formulas.of(now.policy), now, began, limits)
+        self._formula = CacheLimitedFormula(formulas.of(now.policy), now, initial, limits)
         self._cell = Cell(self.problem, self._formula, plan)
         self._replays = Replays(self.problem, timing)
         self._evaluator = Evaluator(self.problem, timing)
-        self._margins_of = cache(self._made_margins)
+        self._margins_of = cache(self._make_margins)
 
     def keeps(self, constraint: Constraint, *, has_margin: bool) -> Feasibility:
         """The check of points against a constraint."""
         return Feasibility(constraint, lambda part: self._margins_of(constraint),
                           has_margin=has_margin)
 
-    def _made_margins(self, constraint: Constraint) -> Margins:
+    def _make_margins(self, constraint: Constraint) -> Margins:
         return Margins(replace(self.problem, constraint=constraint), self._evaluator,
                       is_of_job=False)
 
-    def as_it_is(self, constraint: Constraint, *, has_margin: bool) -> Way:
-        """Going on with the present control variables."""
-        if (reason := self._excluded()) is not None:
-            return Way(estimate=None, reason=reason)
+    def unchanged(self, constraint: Constraint, *, has_margin: bool) -> Option:
+        """The option to continue with the present control variables."""
+        if (reason := self._exclusion()) is not None:
+            return Option(estimate=None, reason=reason)
         search, keeps = self._search(), self.keeps(constraint, has_margin=has_margin)
-        point = self._formula.as_it_is
+        point = self._formula.current_point
         found = search.replay(self._cell, point, times=SURE)
         if found.figures is None:
-            return Way(estimate=None, reason="queries of these lengths do not fit into its caches, "
-                                             "or the profile says nothing about such sizes")
+            return Option(estimate=None, reason="requests of these lengths do not fit into its "
+                                                "caches, or the profile has no such sizes")
         reason = None
         if not keeps.is_kept(self._cell, point):
-            reason = self._broken(constraint, point) or (
+            reason = self._broken_limit(constraint, point) or (
                 f"latency would be {format_seconds(found.latency_s)}, within the limit of "
                 f"{format_seconds(constraint.latency_s)}, but not with the confidence asked for")
-        return self._way(point, reason)
+        return self._option(point, reason)
 
     def best(self, constraint: Constraint, *, has_margin: bool,
-             most_replays: int | None = None) -> Way:
-        """The admissible point with the highest throughput; else the quickest one, with the reason.
-        most_replays: for a quick answer."""
-        if (reason := self._excluded()) is not None:
-            return Way(estimate=None, reason=reason)
+             most_replays: int | None = None) -> Option:
+        """The admissible option with the highest throughput; else the one of least latency, with
+        the reason why it is not admissible. most_replays: limit of replays, for a quick answer."""
+        if (reason := self._exclusion()) is not None:
+            return Option(estimate=None, reason=reason)
         search = self._search(most_replays)
         keeps = self.keeps(constraint, has_margin=has_margin)
         found = search.best(keeps, is_compared=most_replays is not None)
         if found:
-            return self._way(found[0].point, None)
+            return self._option(found[0].point, None)
         quickest = search.quickest()
         if not quickest:
-            return Way(estimate=None, reason=(
+            return Option(estimate=None, reason=(
                 "not even the smallest batch has room in the memory, or times in the profile"))
         best = min(quickest, key=lambda one: one.replayed.latency_s)
-        return self._way(best.point, self._out_of_reach(best.point, constraint))
+        return self._option(best.point, self._refusal(best.point, constraint))
 
-    def _out_of_reach(self, point: Point, constraint: Constraint) -> str:
-        """Why no point keeps the constraint, by the point with the least latency."""
+    def _refusal(self, point: Point, constraint: Constraint) -> str:
+        """Why no point keeps the constraint, in words, by the point of least latency."""
         replayed = self._cell.replayed[point]
-        if (broken := self._broken(constraint, point)) is None:
-            broken = (f"with the confidence asked for the limit of {constraint.latency_s:.4g} s is "
-                      "not kept")
+        if (broken_limit := self._broken_limit(constraint, point)) is None:
+            broken_limit = (f"the limit of {constraint.latency_s:.4g} s is not kept with the "
+                            "confidence asked for")
         elif replayed.latency_s > constraint.latency_s:
-            broken = f"the limit is {constraint.latency_s:.4g} s"
-        return (f"the tightest latency on these stages is {replayed.latency_s:.4g} s, with "
-                f"{variables_words(replayed.estimate)}; {broken}")
+            broken_limit = f"the limit is {constraint.latency_s:.4g} s"
+        return (f"the smallest latency on these stages is {replayed.latency_s:.4g} s, with "
+                f"{variables_words(replayed.estimate)}; {broken_limit}")
 
     def _search(self, most_replays: int | None = None) -> Search:
         return Search(self.problem, [(self._cell, self._replays)], most_replays=most_replays)
 
-    def _way(self, point: Point, reason: str | None) -> Way:
+    def _option(self, point: Point, reason: str | None) -> Option:
         estimate = self._cell.replayed[point].shown(self.problem)
-        return Way(estimate=estimate.in_copies(self._now.deployment.replicas), reason=reason)
+        return Option(estimate=estimate.in_copies(self._now.deployment.replicas), reason=reason)
 
-    def _excluded(self) -> str | None:
+    def _exclusion(self) -> str | None:
         """Why the job rules out the deployed policy or tensor plan; None if it does not."""
         fixed, now = self.problem.fixed, self._now.variables
         for key in ("policy", "tp_degree", "tp_gpus"):
@@ -257,8 +254,8 @@ class GivenStages:
                 return f"the job fixes {key} {wanted}, deployed is {now[key]}"
         return None
 
-    def _broken(self, constraint: Constraint, point: Point) -> str | None:
-        """The limit that a replay misses without a margin, in words; None if it misses none."""
+    def _broken_limit(self, constraint: Constraint, point: Point) -> str | None:
+        """The limit that a replay exceeds without a margin, in words; None if it exceeds none."""
         figures = self._cell.replayed[point].figures
         for metric in _PACED:
             limit_s, seen_s = constraint.limit_s(metric), getattr(figures, f"{metric}_s")
@@ -268,7 +265,7 @@ class GivenStages:
         return None
 
 
-def fits_the_job(deployed: Estimate, problem: Problem) -> None:
+def check_deployable(deployed: Estimate, problem: Problem) -> None:
     """Raises InputError if the schedule cannot be deployed for this problem."""
     mistakes = []
 
@@ -280,7 +277,7 @@ def fits_the_job(deployed: Estimate, problem: Problem) -> None:
                f"one of {', '.join(replanned_policies())}: others have no schedule to change")
     if deployed.others:
         refuse("others", len(deployed.others),
-               "none: how to go on is worked out for copies that are alike")
+               "none: only a schedule with equal replicas can be revised")
         raise InputError(mistakes)
     deployment, cluster = deployed.deployment, problem.cluster
     ranks = sorted(rank for stage in deployment.stages for rank in stage.ranks)
@@ -301,7 +298,7 @@ def fits_the_job(deployed: Estimate, problem: Problem) -> None:
 
 
 def variables_words(estimate: Estimate) -> str:
-    """The control variables in words."""
+    """The control variables of an estimate in words."""
     figures, controls = estimate.figures, estimate.controls
     if isinstance(controls, ContinuousControls):
         budget = f", token_budget {controls.token_budget}" if controls.token_budget else ""

@@ -1,5 +1,5 @@
-"""Cost of deploying a schedule: bytes that each rank loads, seconds from SSD and from DRAM (paper
-section 7.7 and Table 4).
+"""Cost of deploying a schedule: bytes that each rank loads, and seconds from SSD and from DRAM
+(paper section 7.7 and Table 4).
 
 A rank's weights are pieces: embedding, output head, and layers, each whole or a shard of a
 tensor-parallel group. A rank loads every piece that it does not hold already as the same shard of
@@ -36,7 +36,8 @@ Holdings = Mapping[int, Mapping[Piece, int]]  # rank -> its pieces' bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """`rank_bytes` [ranks] to load, in rank order; `node_bytes` [nodes] of distinct pieces."""
+    """Bytes and seconds of a deployment. rank_bytes: [ranks] to load, in rank order. node_bytes:
+    [nodes] of distinct pieces."""
 
     rank_bytes: tuple[int, ...]
     node_bytes: tuple[int, ...]
@@ -49,7 +50,8 @@ class Loading:
 
 
 def holdings(pools: Sequence[Pool], model: ModelSpec, dtype: str) -> Holdings:
-    """{rank: {piece: bytes}} of the pools' ranks; a rank of two pools holds both."""
+    """{rank: {piece: bytes}} that the pools' ranks hold; a rank of two pools holds the pieces of
+    both."""
     held: dict[int, dict[Piece, int]] = {}
     for stage, pieces in _stage_pieces(pools, model):
         degree = stage.tp_degree
@@ -63,9 +65,9 @@ def holdings(pools: Sequence[Pool], model: ModelSpec, dtype: str) -> Holdings:
     return held
 
 
-def redeployment(old: Sequence[Pool], new: Sequence[Pool], model: ModelSpec, dtype: str,
+def loading_between(old: Sequence[Pool], new: Sequence[Pool], model: ModelSpec, dtype: str,
                  cluster: Cluster) -> Loading:
-    """The loading of what the new pools' ranks do not hold from the old ones."""
+    """The loading of all pieces that the new pools' ranks do not hold from the old ones."""
     held = holdings(old, model, dtype)
     return _loading({
         rank: {piece: size for piece, size in pieces.items() if piece not in held.get(rank, {})}
@@ -74,7 +76,7 @@ def redeployment(old: Sequence[Pool], new: Sequence[Pool], model: ModelSpec, dty
 
 def _stage_pieces(pools: Sequence[Pool], model: ModelSpec,
                   ) -> Iterator[tuple[StageAssignment, list[tuple[str, int, float]]]]:
-    """Each stage with its (part, index, parameters)."""
+    """Yields each stage with its pieces [(part, layer index, number of parameters)]."""
     layer, encoder_layer = float(model.decoder_layer_params), float(model.encoder_layer_params)
     for pool in pools:
         for stage in pool.stages:
