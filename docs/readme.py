@@ -1,4 +1,4 @@
-"""Rewrites README.md's results, screen and first commands, and the picture of docs/accuracy.md.
+"""Rewrites README.md's commands, screen and results, and the picture of docs/accuracy.md.
 
     python docs/readme.py
 
@@ -25,9 +25,15 @@ TITLES = ("", "xgpt", "compared with", "", "machine", "date")
 def blocks() -> dict[str, str]:
     """Markdown of each generated part of the README, by the name of its markers."""
     given = json.loads((HERE / "readme.json").read_text(encoding="utf-8"))
-    return {"plan": f"      {given['plan']['command']}\n\n  It tells {given['plan']['answer']}.",
+    return {"readers": "\n".join(map(reader, given["readers"])),
+            "install": f"    {given['install']}", "tests": f"    {given['tests']}",
             "screen": "\n".join(f"    {line}".rstrip() for line in given["screen"]),
             "results": results([*given["results"], *published(given["published"])])}
+
+
+def reader(row: dict[str, str]) -> str:
+    """A bullet: who reads this, what the command gives, and the command."""
+    return f"- **{row['who']}** {row['words']}\n\n      {row['command']}\n"
 
 
 def published(common: dict[str, Any]) -> list[dict[str, Any]]:
@@ -38,15 +44,20 @@ def published(common: dict[str, Any]) -> list[dict[str, Any]]:
         "test", "none"))
     kept = dict(points["kept"])[0.95]
     return [
-        {"what": "request time, published runs", "xgpt": f"{held_out.mean():.1%} off (mean)",
-         "against": f"{len(held_out)} held-out runs", "factor": f"worst {held_out.max():.0%}",
+        {"what": "request time, published runs", "xgpt": f"{percent(held_out.mean())} off (mean)",
+         "against": f"{len(held_out)} held-out runs", "factor": f"worst {percent(held_out.max())}",
          **common},
         {"what": "best of their configurations within a limit",
-         "xgpt": f"chosen in {chosen['exact']:.0%}",
+         "xgpt": f"chosen in {percent(chosen['exact'])}",
          "against": f"{chosen['cases']} held-out choices",
-         "factor": f"{chosen['regret']:.1%} throughput lost", **common},
-        {"what": "a limit promised with 95 %", "xgpt": f"kept in {kept:.0%}",
+         "factor": f"{percent(chosen['regret'])} throughput lost", **common},
+        {"what": "a limit promised with 95 %", "xgpt": f"kept in {percent(kept)}",
          "against": f"{len(held_out)} held-out runs", "factor": "", **common}]
+
+
+def percent(share: float) -> str:
+    """`share` in per cent, with a decimal below 10."""
+    return f"{100 * share:.1f} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
 def results(rows: list[dict[str, Any]]) -> str:
