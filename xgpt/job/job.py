@@ -24,6 +24,7 @@ from xgpt.requests.request_files import RequestFiles
 
 LOCAL_CLUSTER = "local"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_WORDS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 WEIGHTS = ("checkpoint", "random")
 KV_LAYOUTS = ("auto", "rows", "blocks")
 RESCHEDULE = 0.1  # run.reschedule: auto
@@ -54,9 +55,9 @@ class RunSpec:
 
     __pydantic_config__ = typed.CONFIG
     ranks: Annotated[int, typed.whole(1, 100_000)] | None = None
-    dtype: Annotated[str, typed.choice(DTYPES)] = "auto"
+    dtype: Annotated[str, typed.choice(DTYPES, DTYPE_WORDS)] = "auto"
     # as which weights are multiplied; int8: activations with them
-    weight_dtype: Annotated[str, typed.choice((*DTYPES, INT8, FP8))] = "auto"
+    weight_dtype: Annotated[str, typed.choice((*DTYPES, INT8, FP8), DTYPE_WORDS)] = "auto"
     # as which entries of the cache are held; planned for alone
     kv_dtype: Annotated[str, typed.choice(("auto", FP8, INT8))] = "auto"
     # how what is reserved for a query lies

@@ -39,6 +39,7 @@ from xgpt.job.typed import (
     Reading,
     amount,
     choice,
+    counted,
     is_one_of,
     number,
     read,
@@ -264,10 +265,12 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
         ("policies", Annotated[tuple[str, ...], Field(alias="policy"), Of(_policies, anyOf=[
             {"enum": [AUTO, *names]},
             {"type": "array", "minItems": 1, "items": {"enum": names}}])], ()),
+        # None: as many as are best
         ("replicas", Annotated[int | None, that(
-            lambda value: value == AUTO or (is_one_of(value, int) and 1 <= value <= MOST_PARTS),
+            lambda value: value == AUTO or (
+                is_one_of(counted(value), int) and 1 <= counted(value) <= MOST_PARTS),
             f"auto, or a whole number of copies from 1 to {MOST_PARTS}",
-            lambda value: None if value == AUTO else value)], None),  # None: as many as are best
+            lambda value: None if value == AUTO else counted(value))], None),
         ("tp_degree", Annotated[int, whole(1, MOST_PARTS)] | None, None),
         ("tp_gpus", Annotated[int, whole(0, MOST)] | None, None),  # 0: no groups
         *((name, Annotated[int, range_] | None, None) for name, range_ in variables.items()),

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -16,7 +17,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
 from xgpt.core.errors import Mistake, nearest
-from xgpt.core.units import parse_bytes, parse_seconds, parse_share
+from xgpt.core.units import parse_bytes, parse_count, parse_seconds, parse_share
 from xgpt.job.yaml_tree import Field as Node
 from xgpt.job.yaml_tree import data_of
 
@@ -138,16 +139,17 @@ def matching(pattern: str, allowed: str, flags: int = 0, **schema: Any) -> Of:
         pattern, str(value), flags), allowed, str, **schema)
 
 
-def choice(names: Sequence[str] | Callable[[], Sequence[str]]) -> Of:
-    """One of these names, exactly."""
+def choice(names: Sequence[str] | Callable[[], Sequence[str]],
+           also: Mapping[str, str] = MappingProxyType({})) -> Of:
+    """One of these names, exactly. `also`: other words for some of them."""
     def value_of(value: Any) -> str:
         known = names() if callable(names) else names
-        if isinstance(value, str) and value in known:
-            return value
+        if isinstance(value, str) and also.get(value, value) in known:
+            return also.get(value, value)
         raise ValueError(nearest(value if isinstance(value, str) else "", known).replace(
             "known:", "allowed:"))
 
-    return Of(value_of, enum=lambda: [*(names() if callable(names) else names)])
+    return Of(value_of, enum=lambda: [*(names() if callable(names) else names), *also])
 
 
 def amount(parse: Callable[[Any], float], is_allowed: Callable[[float], bool],
@@ -177,14 +179,42 @@ def is_one_of(value: object, *types: type) -> bool:
     return isinstance(value, types) and not isinstance(value, bool)
 
 
-def whole(least: int, most: int) -> Any:
-    return Field(strict=True, ge=least, le=most)
+class Number:
+    """A number of the annotated type, given as one or as text that xgpt.core.units.parse_count
+    reads. `bounds`: as pydantic names them."""
+
+    def __init__(self, allowed: str, **bounds: float) -> None:
+        self._allowed, self._bounds = allowed, bounds
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        own: Any = self._bounds
+        return core_schema.no_info_before_validator_function(
+            counted, core_schema.int_schema(strict=True, **own) if source is int else
+            core_schema.float_schema(strict=True, allow_inf_nan=False, **own))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Json:
+        found: Json = handler(schema)
+        words = {"description": self._allowed} if self._allowed else {}
+        return {**words, **found, "type": [found["type"], "string"]}
 
 
-def number(allowed: str, **bounds: float) -> Any:
-    """A finite number within bounds, as pydantic names them."""
-    named: dict[str, Any] = {"le": LARGEST_NUMBER, **bounds}
-    return Field(strict=True, allow_inf_nan=False, description=allowed, **named)
+def counted(value: Any) -> Any:
+    """The number that a text or a whole float stands for; other values as they are."""
+    if not is_one_of(value, str, float):
+        return value
+    try:
+        return parse_count(value)
+    except ValueError:
+        return value
+
+
+def whole(least: int, most: int) -> Number:
+    return Number("", ge=least, le=most)
+
+
+def number(allowed: str, **bounds: float) -> Number:
+    """A finite number within bounds."""
+    return Number(allowed, **{"le": LARGEST_NUMBER, **bounds})
 
 
 Flag = Annotated[bool, Field(strict=True)]
@@ -330,7 +360,7 @@ def _allowed(form: Json) -> str:
         return str(form["description"])
     form = next(_forms(form), {})
     match form.get("type"):
-        case "integer":
+        case ["integer", "string"]:
             return f"a whole number >= {form['minimum']} and <= {form['maximum']}"
         case "boolean":
             return "true or false"
