@@ -351,11 +351,13 @@ def _check(job: Job, to: str, nodes: int) -> None:
     own = [("workload.requests", path) for path in files] + [("output", job.output)]
     own += [("model", Path(job.model))] if Path(job.model).is_absolute() else []
     own += [("profile", job.profile)] if job.profile is not None else []
-    mistakes = [mistake(job, key, str(path), f"below {folder}: that folder alone is taken along")
+    mistakes = [mistake(job, key, str(path), f"below {folder}, the only folder that is taken "
+                        f"along: `--set {key}={path.name}`, where it lies there")
                 for key, path in own if not path.is_relative_to(folder)]
     if to == "skypilot" and nodes > 1:
         mistakes.append(mistake(job, "cluster", nodes, "one node: those of SkyPilot share no file "
-                                "system, which ranks on several hosts need"))
+                                "system, which ranks on several hosts need (`--to jobset`, or "
+                                "`--set constraint.max_gpus` of one node)"))
     refuse(mistakes)
 
 

@@ -22,7 +22,7 @@ from xgpt.app.running.resume import goes_on, taken_over
 from xgpt.app.running.run import Run, at_work, open_to_run
 from xgpt.app.schedule import Plan, plan_job, to_run
 from xgpt.app.telling import Teller
-from xgpt.core.errors import EXIT_RESUMABLE, StoppedEarly, XgptError, refuse
+from xgpt.core.errors import EXIT_RESUMABLE, StoppedEarly, XgptError, refuse, wrong
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.system.machine import why_no_torch
 from xgpt.job.job import LOCAL_CLUSTER, Job
@@ -63,6 +63,9 @@ def run(job: Job, tell: Teller, standby: Standby | None = None,
         if (found := taken_over(opened)) is not None:
             return found
         path = schedule_file or opened.job.output / "schedule.json"
+        if schedule_file is None and not path.exists():
+            raise wrong(path, "schedule", None, "this job has none yet: `xgpt submit` plans and "
+                        "runs it, and `--schedule FILE` runs one of `xgpt schedule --out FILE`")
         plan = to_run(opened, load_schedule(path), path)
         return Run(plan, lock).execute()
 

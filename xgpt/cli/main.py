@@ -97,8 +97,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stop": ("xgpt.cli.status:stop", "End a run in good order, here or under Slurm."),
     "doctor": ("xgpt.cli.models:doctor", "What this machine has of what xgpt can use."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}
+# command, or option -> what to use instead
 GONE = {"validate": "`xgpt models --accuracy` says how far computed times are off",
-        "completion": "`_XGPT_COMPLETE=bash_source xgpt` prints it (zsh_source, fish_source)"}
+        "completion": "`_XGPT_COMPLETE=bash_source xgpt` prints it (zsh_source, fish_source)",
+        "--verify": "`--set run.verify=true` does it",
+        "--engines": "`xgpt sweep JOB.yaml --over engine=xgpt,vllm,deepspeed` compares them",
+        "--baselines": "`xgpt sweep JOB.yaml --over policy=all` compares them",
+        "--budget": "`xgpt profile JOB.yaml` measures every usual size, in minutes",
+        "--format": "`xgpt sweep` writes sweep.csv, and `xgpt report DIR --format png` pictures",
+        "--gpus": "`--set constraint.max_gpus=N` limits them, `--set cluster=8xH100` names them"}
 
 
 class LazyGroup(click.Group):
@@ -119,9 +126,26 @@ class LazyGroup(click.Group):
         command: click.Command = load_row(COMMANDS[cmd_name][0])
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            raise click.UsageError(_option_words(error), error.ctx) from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+def _option_words(error: click.NoSuchOption) -> str:
+    """An unknown option, and what may be meant: a later way, or the job's key of that name."""
+    option, said = error.option_name, error.format_message()
+    if option in GONE:
+        return f"no option {option}: {GONE[option]}"
+    if error.ctx is None or all(one.name != "overrides" for one in error.ctx.command.params):
+        return said
+    key = load_row("xgpt.job.job_file:key_places")().get(option.lstrip("-").replace("-", "_"))
+    return said if key is None else f"{said} `--set {key}=...` sets that key of the job."
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

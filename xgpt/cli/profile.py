@@ -29,6 +29,10 @@ class JobOrCommand(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = next((word for word in args if not word.startswith("-")), None)
+        if first == "merge":
+            raise click.UsageError("no command 'profile merge': the cache adds up what is measured "
+                                   "of a model, `xgpt profile JOB.yaml --tp 1,2,4` all degrees",
+                                   ctx)
         asks_help = not args or args[0] in ("-h", "--help")
         if first not in self.commands and not asks_help:
             args = ["measure", *args]

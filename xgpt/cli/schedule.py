@@ -23,7 +23,7 @@ from xgpt.cli.options import (
 )
 from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.engines import VLLM
-from xgpt.core.errors import InfeasibleError, MissingExtraError
+from xgpt.core.errors import InfeasibleError, MissingExtraError, wrong
 from xgpt.core.schedule_file import load_schedule, plain, save_schedule, to_json
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import parse_share
@@ -182,12 +182,12 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
 
 
 def _picture_files(path: Path) -> list[Path]:
-    """[picture, trace] of `--timeline FILE`: a page where the name does not say otherwise, and
-    FILE.trace.json.gz, whatever dots FILE has."""
+    """[picture, trace] of `--timeline FILE`: a page where the name has no ending, and
+    FILE.trace.json.gz. Raises InputError for another ending."""
+    if path.suffix not in ("", ".html", *SUFFIXES):
+        raise wrong("command line", "--timeline", str(path),
+                    f"a name that ends in .html, {', '.join(SUFFIXES)}, or has no ending")
     if path.suffix in SUFFIXES and not can_draw():
         raise MissingExtraError("matplotlib", "report", f"drawing a {path.suffix} (a name that "
                                 "ends in .html needs jinja2 alone)")
-    is_named = path.suffix in (*SUFFIXES, ".html")
-    stem = path.stem if is_named else path.name
-    return [path if is_named else path.with_name(f"{stem}.html"),
-            path.with_name(f"{stem}.trace.json.gz")]
+    return [path.with_suffix(path.suffix or ".html"), path.with_suffix(".trace.json.gz")]

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -19,7 +20,7 @@ from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import OBJECTIVES, Objective
 from xgpt.core.engines import OWN_ENGINE, VLLM
-from xgpt.core.errors import InputError, Mistake, nearest, wrong
+from xgpt.core.errors import InputError, Mistake, XgptError, nearest, wrong
 from xgpt.core.hf.values import gguf_in
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.core.units import parse_seconds
@@ -47,7 +48,7 @@ from xgpt.job.sections import (
     requests_of,
     results_of,
 )
-from xgpt.job.yaml_tree import Field, apply_override, read_tree
+from xgpt.job.yaml_tree import OVERRIDE_FILE, Field, apply_override, read_tree
 from xgpt.requests.request import Terms
 from xgpt.requests.request_files import format_of
 
@@ -172,9 +173,20 @@ def job_schema() -> dict[str, Any]:
     return {**schema, "properties": {**schema["properties"], "schedule": own}}
 
 
-def _places() -> dict[str, str]:
-    """By the last name of a key, all of it; of sections, not of mappings within them."""
-    places: dict[str, str] = {}
+# what other tools call a key -> ours
+_FOREIGN = {"max_num_seqs": "schedule.max_active", "max_batch_size": "schedule.max_active",
+            "max_num_batched_tokens": "schedule.token_budget",
+            "tensor_parallel_size": "schedule.tp_degree", "tp": "schedule.tp_degree",
+            "data_parallel_size": "schedule.replicas", "dp": "schedule.replicas",
+            "gpus": "constraint.max_gpus", "num_gpus": "constraint.max_gpus",
+            "total_gpus": "constraint.max_gpus", "kv_cache_dtype": "run.kv_dtype",
+            "quantization": "run.weight_dtype", "max_new_tokens": "workload.max_tokens"}
+
+
+def key_places() -> dict[str, str]:
+    """Dotted keys of job files by their last names, and by what other tools call them; of sections,
+    not of mappings within them."""
+    places = dict(_FOREIGN)
     for key, own in job_schema()["properties"].items():
         places.setdefault(key, key)
         for name in (name for form in own.get("anyOf", [own]) for name in form.get(
@@ -209,6 +221,9 @@ def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake]) -> F
                     f"{shlex.quote(str(path))}` writes a job file for them")
     tree = read_tree(path, mistakes)
     for override in overrides:
+        if (refused := _part_of_a_name(tree, override)) is not None:
+            mistakes.append(refused)
+            continue
         tree = apply_override(tree, override, mistakes)
     if not isinstance(tree.value, dict):
         what = "the file is empty" if tree.value is None else "not a mapping of keys to values"
@@ -220,11 +235,27 @@ def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake]) -> F
     return tree
 
 
+def _part_of_a_name(tree: Field, override: str) -> Mistake | None:
+    """A mistake where `cluster.links=...` is set of a cluster that the file only names; it says how
+    the whole is written."""
+    key = override.partition("=")[0].strip()
+    named = tree.value.get("cluster") if isinstance(tree.value, dict) else None
+    if not key.startswith("cluster.") or named is None or not isinstance(named.value, str):
+        return None
+    words = f"a key of a cluster that is described; the file has the name {named.value!r}"
+    with suppress(XgptError):
+        own = catalog.cluster(named.value)
+        words += (f", which is {{device: {own.device.name}, num_nodes: {own.num_nodes}, "
+                  f"devices_per_node: {own.devices_per_node}, intra_link: {own.intra_link.name}, "
+                  f"inter_link: {own.inter_link.name}}}: write that with your change")
+    return Mistake(file=OVERRIDE_FILE, line=None, key=key, value=None, allowed=words)
+
+
 def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
     """The job of a file's tree; to be discarded where `mistakes` were added."""
     folder, reading = Path(os.path.abspath(path)).parent, typed.Reading(tree, mistakes)
-    own: JobFile = typed.read(JobFile, tree, "", mistakes, _places, folder)
-    schedule, adjustment = schedule_of(reading, _places)
+    own: JobFile = typed.read(JobFile, tree, "", mistakes, key_places, folder)
+    schedule, adjustment = schedule_of(reading, key_places)
     for key, words in (
             ("model", f"required: {_MODEL}"),
             ("cluster", f"required: {cluster_words()}"),

@@ -282,6 +282,12 @@ def test_a_wrong_command_ends_in_words(folder, monkeypatch, command, code, said)
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_run_before_any_plan_names_submit(tmp_path):
+    path = job_file(tmp_path, model="smollm2-135m", cluster="local", run="{weights: random}")
+    done = xgpt("run", path)
+    assert done.returncode == 2 and "none yet: `xgpt submit` plans and runs it" in done.stderr
+
+
 def test_five_mistakes_are_five_lines_and_as_many_objects(tmp_path):
     path = job_file(tmp_path, model="opt-13c", cluster="a40-5", constraint="{latency_s: -1}",
                     workload="{requests: {count: 0}, task: S}", schdule="auto")

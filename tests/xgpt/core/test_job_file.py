@@ -103,6 +103,15 @@ def fixed(job):
     ('run.stop=["\\n", " "]', lambda job: job.run.stop, ("\n", " ")),
     ("run.engine=deepspeed", lambda job: (job.run.engine, job.plan_engine), ("deepspeed",) * 2),
     ("plan.engine=vllm", lambda job: (job.run.engine, job.plan_engine), ("xgpt", "vllm")),
+    *((f"workload={{requests: {{count: {text}}}, task: S}}", lambda job: job.workload.count, count)
+      for text, count in (("3e6", 3_000_000), ("3M", 3_000_000), ("1.2k", 1200), ("'256'", 256))),
+    ("run.top_p='0.9'", lambda job: job.run.top_p, 0.9),
+    ("run.ranks=2.0", lambda job: job.run.ranks, 2),
+    ("schedule.replicas='2'", lambda job: job.schedule.replicas, 2),
+    *((f"run.dtype={text}", lambda job: job.run.dtype, dtype) for text, dtype in (
+        ("fp16", "float16"), ("half", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"))),
+    ("model=OPT-13B", lambda job: job.model, "opt-13b"),
+    ("cluster=16xA100", lambda job: job.cluster, "16xA100-80"),
     ("model=./my-model", lambda job: job.model.startswith("/"), True),
     ("model=my-model", lambda job: job.model.endswith("/my-model"), True),
     ("model=facebook/opt-125m", lambda job: job.model, "facebook/opt-125m"),
