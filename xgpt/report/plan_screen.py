@@ -75,7 +75,7 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
         yield "others", "; ".join(f"{engine} {format_seconds(seconds)}" for engine, seconds in
                                   times.by_engine) + ", for the same schedule (plan.engine)"
     if cluster.assumed:
-        yield "links", f"assumed: {cluster.assumed.partition('; ')[0]}"
+        yield "links", f"assumed: {cluster.assumed}"
     if margin.factor > 1:
         metric = "time" if math.isinf(schedule.bound.limit_s) else "latency"
         yield "margin", (f"{percent(margin.factor - 1, 0)} on the {metric}, to be "

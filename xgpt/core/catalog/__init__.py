@@ -177,7 +177,7 @@ def gpu_cluster(count: int, device_name: str) -> Cluster:
                   f"({between.bandwidth_bytes_per_s / 1e9:g} GB/s) between nodes")
     return Cluster(name=f"{count}x{own.name}", device=own, num_nodes=max(nodes, 1),
                    devices_per_node=min(count, NODE_SIZE), intra_link=inside, inter_link=between,
-                   assumed=f"{words}; a mapping under `cluster` describes other links")
+                   assumed=words)
 
 
 def device_named(text: str) -> Device:
