@@ -138,7 +138,7 @@ PLACES = (
           '"seconds above 0: nothing takes no time"))', '"seconds above 0")) if False else None',
           "tests/xprofiler/test_profile_file.py"),
     Place("5 ranges", "whole numbers of a job have no most", "xgpt/job/typed.py",
-          "return Field(strict=True, ge=least, le=most)", "return Field(strict=True, ge=least)",
+          'return Number("", ge=least, le=most)', 'return Number("", ge=least)',
           "tests/xgpt/core/test_wrong_jobs.py"),
     Place("5 ranges", "whole numbers of a schedule have no most", "xgpt/core/units.py",
           "MAX_COUNT = 2**53 ", "MAX_COUNT = 10**40 ", "tests/xgpt/core/test_whole_file.py::"
