@@ -76,7 +76,7 @@ def test_smaller_batches_keep_the_bound(planned):
     # it is said as others are, and then all is planned
     assert decision.record["cause"] == "step times" and decision.record["choice"] == "adjust"
     assert decision.record["revision"] == 1 and decision.record["search_s"] >= 0
-    assert "at once, of a few schedules that were simulated" in decision.sentence
+    assert "best of a few simulated schedules" in decision.sentence
     assert decider.carry_out(look, decision) and decider.running is decision.schedule
     follow_up = decision.follow_up
     assert isinstance(follow_up, FollowUpEvidence) and decider.decide_quickly(follow_up) is None

@@ -199,7 +199,7 @@ def test_adjusts_where_the_current_variables_break_the_bound():
     assert tighter.adjust.estimate.figures.latency_s <= found.chosen.figures.latency_s * 0.9
     impossible = reschedule(old, problem, roofline_of(problem), best=none, latency_limit_s=1e-9)
     assert impossible.choice is None and impossible.chosen is None
-    assert "No schedule meets the bound" in impossible.sentence
+    assert "No schedule keeps the limit" in impossible.sentence
 
 
 def test_redeploys_where_nothing_else_is_admissible():
