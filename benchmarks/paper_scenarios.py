@@ -1,77 +1,59 @@
-"""The scenarios of the paper's evaluation (its section 7.1): models, clusters, tasks, and latency
-bounds chosen from FasterTransformer's latencies.
+"""The scenarios of the paper's evaluation (its section 7.1), their latency limits, and the best
+schedule of some policies for one of them.
 
 The twenty scenarios are the pairs of model and task: four small to mid-sized models with S, T and
 C1 (7.3), three large ones with G, C1 and C2 (7.4), of which GPT-3 101B with C1 belongs to both.
 GPT-3 175B was run on two clusters, which makes 23 rows. The paper counts twenty and does not list
-them: this reading is ours.
-
-Bounds: FT's latencies at batches of 4, 8, 12 ... up to memory's limit, one micro-batch a stage, for
-a sequence of the 99th percentile; the 10th, 30th and 70th percentile of these latencies, and none.
+them: this reading is ours. Times are the roofline's, of the catalog's clusters.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from xgpt.core import catalog
-from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.lengths import FloatArray
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.lengths import JointLengths
 from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
-from xscheduler.replays import Replays
-from xsimulator.memory import capacity_bytes
-from xsimulator.rough.formulas import Formulas
+from xscheduler.ft_latency import ft_latency_s
+from xscheduler.search_planner import SearchPlanner
 
 SMALL = (("t5-11b", "a40-8"), ("opt-13b", "a40-4"), ("gpt3-39b", "a40-16"),
          ("gpt3-101b", "a100-16"))
 LARGE = (("gpt3-101b", "a100-16"), ("gpt3-175b", "a40-32"), ("gpt3-175b", "a100-16"),
          ("gpt3-341b", "a40-48"))
 SMALL_TASKS, LARGE_TASKS = ("S", "T", "C1"), ("G", "C1", "C2")
-PERCENTILES = (10, 30, 70)  # of FT's latencies; the fourth bound is infinite
-BATCH_STEP = 4
+BOUNDS = {"ft10": 10, "ft30": 30, "ft70": 70, "inf": None}  # percentiles of FT's latencies
 QUANTILE = 0.99
-STAGED = "pcie4-x16"  # copies go through the host's memory
-LEAST_BATCHES = 12  # chosen: of a replay
-_MOST_BATCHES = 4096  # steps of FT's batch that are looked at
+PAPERS = ("rra", "waa-c", "waa-m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`has_peer_access`: PCIe cards copy to each other, instead of through the host's memory."""
+    """A model on a cluster with a task of the paper, or with `lengths` under the task's name."""
 
     model: str
     cluster: str
     task: str
-    has_peer_access: bool = False
+    lengths: JointLengths | None = None
 
     @property
     def name(self) -> str:
         return f"{self.model}/{self.cluster}/{self.task}"
 
-    @property
-    def is_small(self) -> bool:
-        return (self.model, self.cluster) in SMALL and self.task in SMALL_TASKS
-
-    @property
-    def is_large(self) -> bool:
-        return (self.model, self.cluster) in LARGE and self.task in LARGE_TASKS
-
-    @property
-    def has_pcie(self) -> bool:
-        return catalog.cluster(self.cluster).intra_link.has_peer_access
-
     def problem(self, latency_s: float = math.inf, quantile: float = QUANTILE) -> Problem:
-        lengths = catalog.task(self.task)
+        """`quantile`: of the output lengths, whose sequence keeps to the limit."""
+        lengths = self.lengths or catalog.task(self.task)
         return Problem(
-            model=catalog.model(self.model), cluster=self._cluster(), lengths=lengths,
-            dtype="float16", num_queries=None, fixed=FixedSchedule(),
+            model=catalog.model(self.model), cluster=catalog.cluster(self.cluster),
+            lengths=lengths, dtype="float16", num_queries=None, fixed=FixedSchedule(),
             constraint=latency_constraint(latency_s=latency_s, quantile=quantile),
             default_max_tokens=lengths.outputs.max)
 
@@ -79,41 +61,44 @@ class Scenario:
         problem = self.problem()
         return Roofline(problem.model, problem.cluster.device, problem.dtype)
 
-    def _cluster(self) -> Cluster:
-        """The catalog's, or the same without peer access between its PCIe cards."""
-        cluster = catalog.cluster(self.cluster)
-        if self.has_peer_access or not self.has_pcie:
-            return cluster
-        return replace(cluster, intra_link=catalog.link(STAGED))
+    def bounds(self) -> dict[str, float]:
+        """{name: seconds} of the four latency limits."""
+        return {name: math.inf if percent is None else ft_latency_s(
+            self.problem(), self.timing(), percent) for name, percent in BOUNDS.items()}
 
 
-def scenarios(*, has_peer_access: bool = False) -> list[Scenario]:
+def scenarios() -> list[Scenario]:
     """All 23, each once."""
-    found = [Scenario(model=model, cluster=cluster, task=task, has_peer_access=has_peer_access)
+    found = [Scenario(model=model, cluster=cluster, task=task)
              for rows, tasks in ((SMALL, SMALL_TASKS), (LARGE, LARGE_TASKS))
              for model, cluster in rows for task in tasks]
     return list(dict.fromkeys(found))
 
 
-def ft_plan(cluster: Cluster) -> tuple[int, int]:
-    """(tp_degree, tp_gpus) of the paper's FT: tensor parallelism over a machine's GPUs, the
-    machines as a pipeline."""
-    return cluster.devices_per_node, cluster.num_devices
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The result of a search. `estimate` None: nothing keeps the limit."""
+
+    estimate: Estimate | None
+    seconds: float
+
+    @property
+    def throughput_qps(self) -> float | None:
+        return None if self.estimate is None else self.estimate.figures.throughput_qps
 
 
-def ft_latencies(problem: Problem, timing: TimingSource) -> FloatArray:
-    """[batches] seconds at 4, 8, 12 ... queries, as far as memory reaches, by replay."""
-    degree, gpus = ft_plan(problem.cluster)
-    batches = BATCH_STEP * np.arange(1, _MOST_BATCHES)
-    form, replays = Formulas(problem, timing).of("ft"), Replays(problem, timing)
-    points = np.stack([batches, np.full(len(batches), gpus // degree)], axis=1)
-    fits = form.rough((degree, gpus), points).memory_bytes <= capacity_bytes(
-        problem.cluster.device)
-    return np.array([replays.of(form.estimate((degree, gpus), (batch, groups)),
-                                LEAST_BATCHES * batch).latency_s
-                     for batch, groups in points[fits].tolist()])
-
-
-def bounds_of(problem: Problem, timing: TimingSource) -> tuple[float, ...]:
-    """The four latency bounds, seconds."""
-    return (*np.percentile(ft_latencies(problem, timing), PERCENTILES).tolist(), math.inf)
+def best_schedule(problem: Problem, timing: TimingSource, policies: tuple[str, ...],
+                  plan: tuple[int, int] | None = None, *, has_chunks: bool = True,
+                  replicas: int | None = 1) -> Found:
+    """The best schedule by these policies without a safety margin. `plan`: its (tp_degree,
+    tp_gpus); `has_chunks`: RRA and WAA may encode beside decoding; `replicas` None: any number."""
+    degree, gpus = plan or (None, None)
+    fixed = replace(problem.fixed, policies=policies, replicas=replicas, tp_degree=degree,
+                    tp_gpus=gpus, encode_chunk=None if has_chunks else 0)
+    began = time.process_time()
+    planner = SearchPlanner(replace(problem, fixed=fixed), timing, is_brief=True)
+    try:
+        estimate = planner.best(problem.constraint.latency_s, has_margin=False).estimate
+    except InfeasibleError:
+        estimate = None
+    return Found(estimate=estimate, seconds=time.process_time() - began)

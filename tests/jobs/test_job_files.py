@@ -63,6 +63,7 @@ def test_the_paper_s_sweep_is_twenty_scenarios_under_four_bounds_by_every_policy
     assert len({tuple(point.values.items()) for point in spec.points}) == len(spec.points)
     assert len({tuple(point.values.values())[:3] for point in spec.points}) == 20
     assert all(point.job.run.dtype == "float16" for point in spec.points)
+    assert {point.values["bound"] for point in spec.points} == {"ft10", "ft30", "ft70", "inf"}
 
 
 def test_the_quickstart_reads_its_prompts():

@@ -13,8 +13,8 @@ from xgpt.job.sweep_file import load_sweep
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), metavar="JOB.yaml|SWEEP.yaml")
 @job_options
-@click.option("--bounds", metavar="B,B,...", help="Latency bounds: seconds, inf, or shares of the "
-              "latency at the highest throughput, e.g. 5,10,50%,inf.")
+@click.option("--bounds", metavar="B,B,...", help="Latency bounds: seconds, inf, shares of the "
+              "latency at the highest throughput, or percentiles of FT's, e.g. 5,10,50%,ft10,inf.")
 @click.option("--over", multiple=True, metavar="AXIS=V,V,...",
               help="Vary model, cluster, gpus, task, engine, profile, policy (policy=all: every "
               "one), or any dotted key of the job file; may be repeated.")

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ DEFAULT_BOUNDS = "10%,20%,30%,50%,70%,100%,inf"
 Horizon = Literal["steady", "job"]
 ALL, AUTO = "all", "auto"  # as policies: every one there is; the one that the search chooses
 OVER, BOUNDS = "--over", "--bounds"
+FT = "ft"  # before a percentile of the latencies of FasterTransformer's batches
+_FT_BOUND = re.compile(rf"{FT}[1-9]\d?")
 _SECTIONS = ("workload", "constraint", "schedule", "run")
 _FORM = f"{OVER} takes AXIS=VALUE,VALUE,...; for example policy=rra,waa-c"
 
@@ -68,12 +71,12 @@ REPLACES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisValue:
-    """One value of an axis. `shown` is what rows hold; `share`: of a bound given as a share of the
-    latency at the highest throughput, whose `field` is no bound at all."""
+    """One value of an axis. `shown` is what rows hold. `is_relative`: a bound such as `50%` or
+    `ft10`, whose seconds follow from the job; its `field` is no bound at all."""
 
     shown: str | int
     field: Field
-    share: float | None = None
+    is_relative: bool = False
 
 
 Setting = dict[SweepAxis, list[AxisValue]]
@@ -81,12 +84,13 @@ Setting = dict[SweepAxis, list[AxisValue]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPoint:
-    """One combination. `values`: of each axis that the sweep sets, as rows show it. `share`: of the
-    latency at the highest throughput, which is to be the job's bound; None: the job has its own."""
+    """One combination. `values`: of each axis that the sweep sets, as rows show it.
+    `relative_bound`: `50%` of the latency at the highest throughput, or `ft10`, the tenth
+    percentile of FT's latencies; None: the job has its own bound."""
 
     job: Job
     values: Mapping[str, str | int]
-    share: float | None
+    relative_bound: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +239,7 @@ def _point(tree: Field, base_path: Path, chosen: Mapping[SweepAxis, AxisValue],
             allowed="a file: a sweep reads requests more than once"))
     return SweepPoint(job=job,
                       values={axis.name: value.shown for axis, value in chosen.items()},
-                      share=None if bound is None else bound.share)
+                      relative_bound=str(bound.shown) if bound and bound.is_relative else None)
 
 
 def axis_of(name: str) -> SweepAxis | None:
@@ -314,8 +318,9 @@ def _read_value(axis: SweepAxis, field: Field, key: str,
         return None
     if axis == POLICY and value in (None, AUTO):
         return AxisValue(shown=AUTO, field=replace(field, value=None))
-    if axis == BOUND and isinstance(value, str) and value.strip().endswith("%"):
-        return _read_share(field, key, mistakes)
+    if axis == BOUND and isinstance(value, str) and (
+            value.strip().endswith("%") or value.strip().startswith(FT)):
+        return _read_relative(field, key, mistakes)
     if axis == BOUND and isinstance(value, (int, float)) and not isinstance(value, bool):
         return AxisValue(shown="inf" if math.isinf(value) else f"{value:g} s", field=field)
     counts = axis.name in ("gpus", COPIES.name)
@@ -325,17 +330,18 @@ def _read_value(axis: SweepAxis, field: Field, key: str,
     return AxisValue(shown=shown, field=field)
 
 
-def _read_share(field: Field, key: str, mistakes: list[Mistake]) -> AxisValue | None:
+def _read_relative(field: Field, key: str, mistakes: list[Mistake]) -> AxisValue | None:
     text = str(field.value).strip()
     try:
-        share = parse_share(text)
+        is_right = _FT_BOUND.fullmatch(text) or 0 < parse_share(text) < math.inf
     except ValueError:
-        share = math.nan
-    if not 0 < share < math.inf:
-        _reject(mistakes, field, key, "seconds, inf, or a share above 0 % of the latency at the "
-                                      "highest throughput, for example 50%")
+        is_right = False
+    if not is_right:
+        _reject(mistakes, field, key, "seconds, inf, a share above 0 % of the latency at the "
+                                      "highest throughput, for example 50%, or a percentile of "
+                                      "FT's latencies, ft1 to ft99")
         return None
-    return AxisValue(shown=text, field=replace(field, value=math.inf), share=share)
+    return AxisValue(shown=text, field=replace(field, value=math.inf), is_relative=True)
 
 
 def _reject(mistakes: list[Mistake], field: Field, key: str, allowed: str) -> None:

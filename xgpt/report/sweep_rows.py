@@ -315,12 +315,13 @@ def sweep_text(rows: Sequence[Row]) -> str:
 
 
 def bound_text(row: Row) -> str:
-    """The bound in seconds, with the share that it was given as."""
+    """The bound in seconds, after what it was given as: `ft10 (3.08 s)`, `50% (10 s)`."""
     bound_s = number_of(row, "bound_s")
     if bound_s is None:
         return str(row["bound"])
-    text = bound_words(bound_s)
-    return f"{text} ({row['bound']})" if str(row["bound"]).endswith("%") else text
+    text, given = bound_words(bound_s), str(row["bound"])
+    is_relative = given.endswith("%") or given.startswith("ft")
+    return f"{given} ({text})" if is_relative else text
 
 
 def bound_words(bound_s: float) -> str:

@@ -254,8 +254,8 @@ grid:
         ("model", ("opt-13b", "gpt3-39b")), ("task", ("S", "T")), ("policy", ("rra", "auto")),
         ("bound", ("5 s", "50%", "inf"))]
     first, shared = spec.points[0], spec.points[1]
-    assert (first.job.constraint.latency_s, first.share) == (5, None)
-    assert (shared.job.constraint.latency_s, shared.share) == (math.inf, 0.5)
+    assert (first.job.constraint.latency_s, first.relative_bound) == (5, None)
+    assert (shared.job.constraint.latency_s, shared.relative_bound) == (math.inf, "50%")
     assert spec.points[3].job.schedule.policy is None
 
 
@@ -283,7 +283,8 @@ def test_flags_take_the_place_of_a_file_s_axes_and_set_changes_its_base(job):
 
 def test_a_job_file_alone_and_an_inline_base_are_swept(job, tmp_path):
     spec = load_sweep(job)
-    assert [point.share for point in spec.points] == [0.1, 0.2, 0.3, 0.5, 0.7, 1.0, None]
+    assert [point.relative_bound for point in spec.points] == [
+        "10%", "20%", "30%", "50%", "70%", "100%", None]
     assert spec.output == job.parent / "out" / "sweep" and spec.name == "base"
     spec = load_sweep(write(tmp_path, """
 base: {model: opt-13b, cluster: a40-4, workload: {task: S}}
@@ -304,7 +305,7 @@ cases:
   - 4
   - {task: T, polizy: rra}
 grid:
-  bound: [5, 0%, -3, soon]
+  bound: [5, 0%, ft0, -3, soon]
   modle: [a]
   task: [S, Q]
   policy: []
@@ -312,11 +313,12 @@ grid:
 horizont: job
 """))
     places = [one.partition(": ")[0] for one in told]
-    assert places == [f"sweep.yaml:{line}" for line in (3, 4, 5, 5, 7, 7, 7, 8, 9, 10, 11, 12)]
+    assert places == [f"sweep.yaml:{line}" for line in (3, 4, 5, 5, 7, 7, 7, 7, 8, 9, 10, 11, 12)]
     text = "\n".join(told)
     for part in ("model = 'opt-13c': unknown model; did you mean 'opt-13b'?",
                  "cases[1]: a mapping of axes", "cases[2].polizy = 'rra': unknown axis; did you",
-                 "task: also an axis of the grid", "grid.bound = '0%': seconds, inf, or a share",
+                 "task: also an axis of the grid", "grid.bound = '0%': seconds, inf, a share",
+                 "grid.bound = 'ft0': seconds, inf, a share", "FT's latencies, ft1 to ft99",
                  "constraint.latency_s = 'soon': seconds > 0", "grid.modle: unknown axis",
                  "workload.task = 'Q': allowed: S, T", "grid.policy: at least one value",
                  "workload.tsk: unknown key; did you mean 'task'?", "horizont: unknown key"):

@@ -15,11 +15,13 @@ from xgpt.app.schedule import JobPlanner, Plan
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptError
 from xgpt.core.schedule_file import plain
+from xgpt.core.units import parse_share
 from xgpt.job.job import Job
-from xgpt.job.sweep_file import AUTO, BOUND, COPIES, POLICY, SweepPoint, SweepSpec
+from xgpt.job.sweep_file import AUTO, BOUND, COPIES, FT, POLICY, SweepPoint, SweepSpec
 from xgpt.report.sweep_rows import COLUMNS, INFEASIBLE, OK, REFUSED, Row
 from xgpt.report.words import controls_line, value_of
 from xscheduler.evaluator import predict
+from xscheduler.ft_latency import ft_latency_s
 from xscheduler.planner import PlanOptions
 
 Unit = Mapping[str, SweepPoint]  # points by key that differ in their bound alone
@@ -38,7 +40,7 @@ _FREE_S: dict[tuple[str, PlanOptions], float] = {}
 def key_of(point: SweepPoint, spec: SweepSpec) -> str:
     """16 hex digits of all that a point asks. What the point is called, where its file lies and
     where its results go is not part of it."""
-    return _digest([_asked(point.job), point.share, spec.horizon, spec.has_margin])
+    return _digest([_asked(point.job), point.relative_bound, spec.horizon, spec.has_margin])
 
 
 def common_key(job: Job) -> str:
@@ -83,11 +85,11 @@ def rows_of(unit: Unit, options: PlanOptions, tell: Teller) -> Iterator[Row]:
     for key, point in unit.items():
         row: Row = {column.name: None for column in COLUMNS} | _axes(point) | {
             "key": key, "fingerprint": fingerprint(point.job)}
-        bound_s: float | None = None if point.share else point.job.constraint.latency_s
+        bound_s: float | None = None if point.relative_bound else point.job.constraint.latency_s
         try:
             planner = planner or _planner(point.job, options, tell)
-            if point.share is not None:
-                bound_s = float(f"{point.share * _free_latency_s(point, options):.3g}")
+            if point.relative_bound is not None:
+                bound_s = float(f"{_limit_s(point, point.relative_bound, planner, options):.3g}")
             row |= _figures(planner.plan(bound_s))
         except StoppedEarly:
             raise
@@ -99,6 +101,14 @@ def rows_of(unit: Unit, options: PlanOptions, tell: Teller) -> Iterator[Row]:
 def _planner(job: Job, options: PlanOptions, tell: Teller) -> JobPlanner:
     return JobPlanner(open_job(
         job, tell, "lengths" if options.horizon == "job" else "shape"), options)
+
+
+def _limit_s(point: SweepPoint, bound: str, planner: JobPlanner, options: PlanOptions) -> float:
+    """Seconds of a relative bound. Raises InfeasibleError."""
+    if not bound.startswith(FT):
+        return parse_share(bound) * _free_latency_s(point, options)
+    own = planner.of(None)[1]
+    return ft_latency_s(own.problem, own.timing, int(bound.removeprefix(FT)))
 
 
 def _free_latency_s(point: SweepPoint, options: PlanOptions) -> float:

@@ -93,6 +93,23 @@ def test_a_share_is_of_the_latency_at_the_highest_throughput_of_any_policy(job):
     assert rows[0]["bound_s"] == rows[2]["bound_s"] == float(f"{free_s / 2:.3g}")
 
 
+def test_the_paper_s_bounds_are_worked_out_and_named(job):
+    """Its Table 6 has 3.1, 5.9 and 11.5 s for OPT-13B and task S on four A40."""
+    done = swept(job, "policy=ft,dsi", bounds="ft10,ft30,ft70,inf")
+    bounds_s = [row["bound_s"] for row in done.rows]
+    assert bounds_s[:3] == pytest.approx([3.1, 6.7, 14.1], rel=0.02)
+    assert bounds_s[4:] == bounds_s[:4] and bounds_s[3] == "inf"
+    assert all(row["latency_s"] <= row["bound_s"] for row in done.rows[:3])
+    for name, seconds in zip(("ft10", "ft30", "ft70"), bounds_s[:3], strict=True):
+        assert f"{name} ({seconds:.3g} s)" in str(done)
+
+
+def test_a_model_that_ft_does_not_divide_has_no_such_bound(job):
+    rows = swept(job, "policy=ft", "gpus=3", bounds="ft10").rows
+    assert rows[0]["status"] == "infeasible"
+    assert "over 3 devices: give the latency limit in seconds" in rows[0]["reason"]
+
+
 def test_a_combination_that_cannot_be_planned_is_a_row_with_the_reason(job):
     rows = swept(job, "policy=sarathi,ft", "cluster=a40-8", "model=t5-11b", bounds="inf").rows
     assert [row["status"] for row in rows] == ["refused", "ok"]
