@@ -1,1 +1,2 @@
-"""What executes a schedule: the runner's own engine and others', each one row (engine.py)."""
+"""Engines that execute a schedule: our own and others', a row each (engine.py); xgpt imports the
+rows."""

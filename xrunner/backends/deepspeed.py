@@ -1,6 +1,6 @@
-"""DeepSpeed-Inference: its AutoTP takes all ranks as one tensor-parallel group and works static
-batches. How many queries a batch has is decided by the times of xgpt's own kernels, the only ones
-there are."""
+"""DeepSpeed-Inference as an engine: AutoTP takes all ranks as one tensor-parallel group and works
+static batches. The batch size is chosen by the times of xgpt's own kernels, since there are no
+others."""
 
 import importlib.util
 import os
@@ -40,7 +40,7 @@ def _refusals(job: Job) -> Iterator[Mistake]:
 
 
 def _check_installed(job: Job) -> None:
-    """Raises MissingExtraError without DeepSpeed, XgptError without what it compiles with."""
+    """Raises MissingExtraError without DeepSpeed, XgptError without a compiler for it."""
     if importlib.util.find_spec("deepspeed") is None:
         raise MissingExtraError("deepspeed", "deepspeed", f"`{_KEY}: {NAME}`")
     compiler = os.environ.get("CXX", "c++")
@@ -51,7 +51,7 @@ def _check_installed(job: Job) -> None:
 
 
 def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
-    """All ranks are in one group."""
+    """The problem with all ranks in one group and a static policy. Raises InputError."""
     mistakes, fixed, ranks = list(_unknown(job, problem)), problem.fixed, (
         problem.cluster.num_devices)
     if schedule is not None:

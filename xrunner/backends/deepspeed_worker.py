@@ -1,7 +1,7 @@
 """One rank of DeepSpeed-Inference:
 `mpiexec -n N python -m mpi4py -m xrunner.backends.deepspeed_worker OUT/run.json`.
 
-DeepSpeed's AutoTP divides a Hugging Face model over all ranks, one tensor-parallel group; rank 0
+DeepSpeed's AutoTP divides a Hugging Face model over all ranks, one tensor-parallel group. Rank 0
 decides, draws the tokens and writes."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from xrunner.rank.world import World, connect
 from xrunner.rules.static import static_rule
 from xrunner.rules.steps import StepKind
 
-_ALL_REDUCE = "deepspeed_shm_comm"  # what DeepSpeed compiles at first use
+_ALL_REDUCE = "deepspeed_shm_comm"  # the extension that DeepSpeed compiles at first use
 
 
 def main(arguments: list[str]) -> int:
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(plan: RunPlan, world: World) -> None:
-    """Everything one rank does."""
+    """Runs one rank from start to end."""
     torch.set_num_threads(plan.threads_per_rank)
     schedule = load_schedule(plan.output / "schedule.json")
     _check_fits(schedule, world)
@@ -94,7 +94,7 @@ def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
 
 
 def _load(plan: RunPlan, world: World, clock: Stopwatch) -> tuple[PaddedModel, float]:
-    """(this rank's part, seconds it took)"""
+    """(this rank's part, seconds that loading took)."""
     started_s = clock()
     spec = read_spec(plan.model_dir, plan.model_name)
     model = load_model(plan, world.comm.size, world.barrier)
@@ -118,9 +118,9 @@ def _report(plan: RunPlan, rank: int, executor: PaddedModel, load_s: float) -> R
 
 
 def join_ranks() -> dict[str, str]:
-    """What DeepSpeed and torch.distributed ask of the environment, from the communicator. A
-    collective call. mpiexec sets none of it, and without LOCAL_SIZE DeepSpeed's all-reduce through
-    shared memory ends in a segmentation fault."""
+    """Environment variables that DeepSpeed and torch.distributed need. Collective. mpiexec sets
+    none of them. Without LOCAL_SIZE DeepSpeed's all-reduce through shared memory ends in a
+    segmentation fault."""
     rank, size, local_rank, local_size = 0, 1, 0, 1
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -140,8 +140,8 @@ def join_ranks() -> dict[str, str]:
 
 
 def load_model(plan: RunPlan, ranks: int, barrier: Callable[[], None]) -> Any:
-    """This rank's slices; a collective call. Each rank reads the whole model first: AutoTP divides
-    what is loaded."""
+    """This rank's slices of the model. Collective. Each rank reads the whole model first, since
+    AutoTP divides a loaded one."""
     os.environ.update(join_ranks())
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_dir() / "torch_extensions"))
     import deepspeed
@@ -160,9 +160,9 @@ def load_model(plan: RunPlan, ranks: int, barrier: Callable[[], None]) -> Any:
 
 
 def _compile(folder: Path, barrier: Callable[[], None]) -> None:
-    """DeepSpeed's all-reduce, on the first rank of each host, where it is not there yet. What a
-    killed run leaves of torch's lock would be waited for without end: it is removed under a lock
-    that goes with its process."""
+    """Compiles DeepSpeed's all-reduce on the first rank of each host, unless it is there. torch
+    would wait for ever for the lock file of a killed run. It is removed under a lock that ends with
+    its process."""
     from deepspeed.accelerator import get_accelerator
 
     if os.environ["LOCAL_RANK"] == "0":
@@ -176,8 +176,8 @@ def _compile(folder: Path, barrier: Callable[[], None]) -> None:
 
 
 def _forget_shared_memory() -> None:
-    """Once every rank has loaded: removes the names of DeepSpeed's buffers in shared memory, which
-    it leaves behind otherwise. The ranks hold the memory itself as long as they live."""
+    """Removes the names of DeepSpeed's shared memory, which it would leave; call it after loading.
+    The ranks hold the memory itself while they live."""
     names = "deepspeed_allreduce_buffer_*_{MASTER_ADDR}_{MASTER_PORT}_*".format(**os.environ)
     for path in Path("/dev/shm").glob(names):
         path.unlink(missing_ok=True)
@@ -185,34 +185,34 @@ def _forget_shared_memory() -> None:
 
 @dataclass(slots=True)
 class _PaddedRows:
-    """One group's part of a batch; W: tokens of its longest input, and of its outputs so far."""
+    """One group's part of a batch. W: tokens of its longest input and of its outputs so far."""
 
     phase: int
-    cache: Any  # transformers' DynamicCache, of W entries a row
-    mask: Tensor  # [rows, W] 0 where a row is padded
+    cache: Any  # transformers' DynamicCache with W entries a row
+    mask: Tensor  # [rows, W], 0 where a row is padded
     positions: list[int]  # tokens of each row so far
     choices: list[Sampling]
 
 
 class PaddedModel(DecoderOnly):
-    """A model that every rank calls alike."""
+    """A model that every rank calls with the same inputs."""
 
     def __init__(self, model: Any, *, max_positions: int | None, gives_answers: bool = True,
                  clock: Callable[[], float] = time.perf_counter) -> None:
-        """`gives_answers`: whether this rank draws the tokens (the group's first does)."""
+        """`gives_answers`: whether this rank draws the tokens (only the first one does)."""
         super().__init__(clock)
         self._model, self._max_positions = model, max_positions
         self._gives_answers = gives_answers
         self._groups: dict[int, _PaddedRows] = {}
 
     def start(self, message: StartMessage) -> None:
-        """transformers' caches grow by themselves: there is nothing to set up."""
+        """Clears the groups; transformers' caches grow by themselves."""
         self._groups.clear()
 
     @torch.inference_mode()
     def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | None:
-        """inputs: the joining queries' tokens one after the other [T], or the last token of each
-        row [n]. Returns the next token of each, [n]; None on ranks that draw none."""
+        """Next token of each request, [n]; None on ranks that draw none. `inputs`: tokens of
+        joining requests one after the other [T], or the last token of each row [n]."""
         start_s = self._clock()
         is_encode = message.kind is StepKind.ENCODE
         out = (self._encode if is_encode else self._decode)(message, inputs)
@@ -240,7 +240,7 @@ class PaddedModel(DecoderOnly):
         rows.mask = pad(rows.mask, (0, 1), value=1)
         positions = torch.tensor(rows.positions)
         if self._max_positions is not None:
-            # only a row that is done, in a batch that is not, gets this far
+            # only a finished row of an unfinished batch gets this far
             positions = positions.clamp(max=self._max_positions - 1)
         out = self._model(input_ids=inputs[:, None], attention_mask=rows.mask,
                           position_ids=positions[:, None], past_key_values=rows.cache,
@@ -251,13 +251,13 @@ class PaddedModel(DecoderOnly):
 
     def _sample(self, logits: Tensor, choices: Sequence[Sampling],
                 positions: Sequence[int]) -> Tensor | None:
-        """logits [n, 1, V]"""
+        """Tokens [n] drawn from logits [n, 1, V]; None on ranks that draw none."""
         return sample(
             WholeScores(logits[:, -1]), choices, positions) if self._gives_answers else None
 
 
 def padded_left(inputs: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Packed tokens [T] -> tokens and mask, both [rows, longest]."""
+    """Tokens and mask, both [rows, longest], of packed tokens [T]."""
     width = max(lengths)
     ids = torch.zeros((len(lengths), width), dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -270,7 +270,7 @@ def padded_left(inputs: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]
 
 
 def _together(first: _PaddedRows, second: _PaddedRows) -> _PaddedRows:
-    """Parts of a group that were encoded one after the other, as one; the narrower is padded."""
+    """Two parts of a group, encoded one after the other, as one; the narrower is padded."""
     width = max(first.mask.shape[1], second.mask.shape[1])
     for mine, other in zip(first.cache.layers, second.cache.layers, strict=True):
         mine.keys = torch.cat([_wider(mine.keys, width), _wider(other.keys, width)])
@@ -281,7 +281,7 @@ def _together(first: _PaddedRows, second: _PaddedRows) -> _PaddedRows:
 
 
 def _wider(entries: Tensor, width: int) -> Tensor:
-    """[rows, heads, W, head_dim] with padding before, up to `width`."""
+    """KV [rows, heads, W, head_dim], padded on the left to `width`."""
     return pad(entries, (0, 0, width - entries.shape[2], 0))
 
 

@@ -1,11 +1,10 @@
-"""Runs a module of ours in another interpreter, which has none of our packages:
+"""Runs a module of ours in another interpreter, which does not have our packages:
 `OTHER_PYTHON .../xrunner/backends/elsewhere.py MODULE [ARGUMENT ...]`.
 
-Only our own five packages come from here. Everything else is that interpreter's: versions of torch
-or transformers of two environments must not meet in one process.
-
-A process that `multiprocessing` spawns from there (a rank of vLLM's) runs this file as its main
-module, by another name, and so finds our packages, too."""
+Only our five packages come from here. Everything else is that interpreter's, since versions of
+torch or transformers of two environments must not meet in one process. Processes that
+`multiprocessing` spawns from there (vLLM's ranks) run this file as their main module, under another
+name, and so find our packages too."""
 
 import importlib.abc
 import importlib.machinery
@@ -21,22 +20,22 @@ _OURS = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
 
 
 class _Ours(importlib.abc.MetaPathFinder):
-    """Finds our packages where this file lies."""
+    """Finds our packages beside this file's package."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None,
                   target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         if name not in _OURS:
-            return None  # what lies within a package is found by its own path
+            return None  # modules within a package are found by its own path
         return importlib.machinery.PathFinder.find_spec(name, [str(_ROOT)])
 
 
 def main() -> None:
-    # this script's own folder: a module of ours there must not stand for a package of that name
+    # drop this script's folder, in which our modules could hide packages of the same name
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve()
                    != Path(__file__).resolve().parent]
     sys.meta_path.insert(0, _Ours())
     del sys.argv[0]
-    # this file stays sys.modules["__main__"], for what is spawned
+    # this file stays sys.modules["__main__"], for spawned processes
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=False)
 
 

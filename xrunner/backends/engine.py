@@ -1,5 +1,5 @@
-"""A row of the table of engines: what one executes, what it refuses, and what plans for it. The
-runner's own (xrunner.rank.worker) executes every policy and every layout."""
+"""A row of the table of engines: what an engine executes and refuses, and who plans for it. The
+runner's own engine (xrunner.rank.worker) executes every policy and layout."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,27 +19,30 @@ Restriction = Callable[[Job, Problem, Schedule | None], Problem]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One engine. Its ranks run `python -m WORKER OUT/run.json`: they read run.json, schedule.json
-    and the requests, and write results.jsonl, progress.json and measured.json (xrunner.files).
+    """One engine, whose ranks run `python -m WORKER OUT/run.json`.
 
-    restricted: a job's problem as this engine executes it, its policy and layout among those that
-    the engine knows, for planning or for the schedule given; raises InputError with every mistake.
-    refusals: what is wrong by the job file alone, before anything is fetched.
-    check_installed: raises XgptError where something is missing.
-    command: what starts its only process, of (job, module, argument), in an interpreter of its own;
-    None: its ranks are started as ours are.
-    profiler: measures its times, as `python -m PROFILER REQUEST.json`. identity: what these depend
-    on besides the model and the machine; None: our own code."""
+    They read run.json, schedule.json and the requests, and write results.jsonl, progress.json and
+    measured.json (xrunner.files).
+
+    `restricted`: the problem with a policy and layout that the engine executes. It is called to
+    plan, or
+      for a given schedule, and raises InputError with every mistake.
+    `refusals`: mistakes that the job file alone shows, before anything is fetched.
+    `check_installed`: raises XgptError if something is missing.
+    `command`: (job, module, argument) to the command of its only process, in another interpreter.
+      None: ranks are started as ours are.
+    `profiler`: module that measures its times, as `python -m PROFILER REQUEST.json`.
+    `identity`: what its times depend on besides model and machine; None: our own code."""
 
     name: str
     worker: str
     restricted: Restriction
     refusals: Callable[[Job], Iterable[Mistake]] = lambda job: ()
     check_installed: Callable[[Job], None] = lambda job: None
-    is_predicted: bool = False  # by times that are measured of it
-    is_changeable: bool = False  # takes up another schedule while it runs
+    is_predicted: bool = False  # by measured times of its own
+    is_changeable: bool = False  # applies a changed schedule while it runs
     tells_steps: bool = False  # its heartbeats report steps, from which profiles learn
-    note: str = ""  # of every schedule, where it is not predicted
+    note: str = ""  # printed with every schedule if it is not predicted
     command: Callable[[Job, str, str], list[str]] | None = None
     profiler: str = "xprofiler.measure.worker"
     identity: Callable[[Job], str] | None = None
@@ -51,18 +54,18 @@ def engine_of(job: Job) -> Engine:
 
 
 def program_of(job: Job, module: str, argument: Path) -> tuple[str, ...]:
-    """What starts a module as the only process of the job's engine; () where ours are started."""
+    """Command of the only process of the job's engine; () if ranks are started as ours are."""
     command = engine_of(job).command
     return () if command is None else tuple(command(job, module, str(argument)))
 
 
 def mistake(job: Job, key: str, value: object, allowed: str) -> Mistake:
-    """A Mistake of the job's file."""
+    """A Mistake in the job's file."""
     return Mistake(file=str(job.source), line=None, key=key, value=value, allowed=allowed)
 
 
 def as_one_group(problem: Problem, policies: tuple[str, ...]) -> Problem:
-    """By these policies, on all devices as one tensor-parallel group."""
+    """The problem with these policies and all devices as one tensor-parallel group."""
     devices = problem.cluster.num_devices
     return replace(problem, fixed=replace(
         problem.fixed, policies=policies, replicas=1, tp_degree=devices,
@@ -70,7 +73,7 @@ def as_one_group(problem: Problem, policies: tuple[str, ...]) -> Problem:
 
 
 def not_one_group(job: Job, problem: Problem) -> Iterator[Mistake]:
-    """What the job's schedule says that is no such group."""
+    """Mistakes of the job's schedule for an engine that takes all ranks as one group."""
     fixed, devices = problem.fixed, problem.cluster.num_devices
     for key, value, only in (("replicas", fixed.replicas, (1,)),
                              ("tp_degree", fixed.tp_degree, (devices,)),
@@ -81,8 +84,9 @@ def not_one_group(job: Job, problem: Problem) -> Iterator[Mistake]:
 
 
 def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
-    """Every policy that its own kind of model allows, every layout. What else is named is left out
-    by the search, which says so."""
+    """The problem as our own runner executes it: every layout and policy for its kind of model. The
+    search leaves out and reports other policies that the job names. Raises InputError if none is
+    left."""
     fixed = problem.fixed
     if job.workload.only_encodes and problem.model.is_encoder_decoder:
         key, value = ("score", True) if job.workload.score else ("embed", job.workload.embed)

@@ -1,5 +1,5 @@
-"""What other engines' executors have in common: each holds a decoder-only model of its own, whose
-steps end with tokens."""
+"""What executors of other engines share: each holds a decoder-only model, whose steps end with
+tokens."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,21 +10,21 @@ from xrunner.engine.pipeline import Executor, RankReport
 from xrunner.files.heartbeat import Heartbeat
 from xrunner.step_record import NO_SIZES, StepRecord, StepSizes
 
-_LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
+_LOG_LIMIT = 200_000  # chosen: steps kept for the report; a longer job keeps its last ones
 
 
 class DecoderOnly(Executor):
-    """An executor, and the account of its steps."""
+    """An executor that keeps a log of its steps."""
 
     def __init__(self, clock: Callable[[], float], heartbeat: Heartbeat | None = None) -> None:
-        """`heartbeat`: is told of every step."""
+        """`heartbeat`: called with every step."""
         self._clock, self._heartbeat = clock, heartbeat
         self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
         self.busy_s = 0.0
 
     def record(self, message: StepMessage, queries: int, tokens: int, start_s: float,
                sizes: StepSizes = NO_SIZES, *, seats: int = 0) -> None:
-        """The step that began at `start_s` is over. `seats`: queries that the rank has."""
+        """Logs the step that began at `start_s` and ends now. `seats`: requests on this rank."""
         record = StepRecord(message.kind.value, message.group, message.phase, message.iteration,
                             queries, tokens, start_s, self._clock(), *sizes)
         self.log.append(record)
@@ -34,7 +34,7 @@ class DecoderOnly(Executor):
 
     def report(self, rank: int, load_s: float, model_dir: Path, peak_bytes: int,
                operators: str | None = None) -> RankReport:
-        """The rank's account, which read the weights in `model_dir` within `load_s`."""
+        """Figures of the rank, which read the weights of `model_dir` in `load_s` seconds."""
         files = [*model_dir.glob("*.safetensors")] or [*model_dir.glob("*.bin")]
         return RankReport(rank=rank, stage=0, log=tuple(self.log), busy_s=self.busy_s,
                           load_s=load_s, bytes_read=sum(path.stat().st_size for path in files),

@@ -1,13 +1,13 @@
-"""A GGUF file: its tensors by the names that Hugging Face's checkpoints of the same families have,
-and the model's folder that is made of it, once, in xgpt's cache: config.json of its metadata, its
-tokenizer's files, and a link to it. The weights stay where they are. The package `gguf` knows the
-types and widens them; it needs numpy alone.
+"""GGUF files: their tensors by Hugging Face's names, and a model folder made of them.
 
-Of the architecture `llama` (Mistral's files have it, too) llama.cpp stores the rows of each head of
-queries and keys in the order in which it rotates them, pair by pair; they are put back here. What
-of the metadata is not understood is refused by its key: it may change the answers. transformers'
-reader does not serve: of `llama` it leaves out rope_freqs, `rope.scaling.*` and
-`attention.sliding_window` without a word, and it holds all tensors at once."""
+The folder is made once, in xgpt's cache: config.json from the metadata, tokenizer files, and a link
+to the file. Weights stay where they are. The package `gguf`, which needs only numpy, widens the
+types.
+
+For architecture `llama` (also Mistral's) llama.cpp stores the rows of query and key heads in its
+order of rotation, pair by pair; they are reordered here. Unknown metadata is refused by its key,
+since it may change answers. transformers' reader is not used: for `llama` it ignores rope_freqs,
+`rope.scaling.*` and `attention.sliding_window`, and it holds all tensors at once."""
 
 import contextlib
 import hashlib
@@ -31,9 +31,9 @@ from xgpt.core.units import format_bytes
 from xrunner.checkpoint.quantised.parts import Stored
 from xrunner.checkpoint.tokenizer_copy import by_transformers
 
-NAME = "model.gguf"  # in a folder that was made of one
-FREQUENCIES = "rope_freqs.weight"  # what each pair's frequency is divided by (Llama 3.1)
-# architectures that are read: our `model_type`, and whether heads lie pair by pair
+NAME = "model.gguf"  # in a folder made of a GGUF file
+FREQUENCIES = "rope_freqs.weight"  # divisors of each pair's frequency (Llama 3.1)
+# architecture -> our `model_type`, and whether heads lie pair by pair
 ARCHITECTURES = {"llama": ("llama", True), "qwen2": ("qwen2", False), "qwen3": ("qwen3", False)}
 _LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
           "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -56,15 +56,15 @@ _TOKENS = {"eos_token_id": "eos_token_id", "bos_token_id": "bos_token_id",
 
 
 class _Place(NamedTuple):
-    """A tensor of the file; `heads`: of rows that lie pair by pair, None of others."""
+    """A tensor of the file. `heads`: their number if rows lie pair by pair, else None."""
 
     tensor: Any
     heads: int | None
 
 
 class GgufFile:
-    """The file at `path`. Raises InputError where it is none, or of an architecture that is not
-    read; MissingExtraError without the package."""
+    """The file at `path`. Raises InputError if it is no GGUF file or its architecture is unknown,
+    MissingExtraError without the package."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._gguf, self._reader = path, *_opened(path)
@@ -76,12 +76,12 @@ class GgufFile:
                                    f"{', '.join(ARCHITECTURES)}")
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Of the metadata, under the architecture's own name."""
+        """Metadata `key` of the architecture."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     @cached_property
     def places(self) -> dict[str, _Place]:
-        """Those of which we have no name under the file's own."""
+        """Tensors by our names; those without keep the file's."""
         named, is_paired = dict(self._names()), ARCHITECTURES[self.architecture][1]
         found = {}
         for tensor in self._reader.tensors:
@@ -94,7 +94,7 @@ class GgufFile:
 
     @property
     def types(self) -> list[str]:
-        """Of all its tensors, by GGUF's names, that of the most elements first."""
+        """GGUF types of all tensors, the one with the most elements first."""
         elements = Counter[str]()
         for tensor in self._reader.tensors:
             elements[tensor.tensor_type.name] += int(tensor.n_elements)
@@ -106,7 +106,7 @@ class GgufFile:
 
     def rows(self, name: str, rows: range | None = None, columns: range | None = None,
              ) -> tuple[npt.NDArray[np.float32], int]:
-        """(the tensor, or those rows and columns of it, widened; the bytes that were read)."""
+        """(the tensor, or these rows and columns of it, in float32; bytes read)."""
         tensor, heads = self.places[name]
         data, kind, first = tensor.data, tensor.tensor_type, 0
         own = range(len(data)) if rows is None else rows
@@ -124,7 +124,7 @@ class GgufFile:
         return widened, taken.nbytes
 
     def _names(self) -> Iterator[tuple[str, str]]:
-        """(the file's name, ours) of every tensor that our families have."""
+        """Yields (the file's name, ours) of every tensor that our families have."""
         architecture = next(key for key, name in self._gguf.MODEL_ARCH_NAMES.items()
                             if name == self.architecture)
         layers = int(self.value("block_count", 0))
@@ -138,8 +138,8 @@ class GgufFile:
 
 
 def _of_pairs(rows: range, height: int) -> npt.NDArray[np.intp]:
-    """Where the rows of heads of `height` lie that in our order are `rows`: a head's row j height
-    / 2 + i (j of 0, 1) lies at 2 i + j."""
+    """Rows in the file that are `rows` in our order, for heads of `height` rows. A head's row j *
+    height / 2 + i, with j 0 or 1, lies at 2 i + j."""
     own = np.arange(rows.start, rows.stop)
     head, row = np.divmod(own, height)
     half, pair = np.divmod(row, height // 2)
@@ -148,7 +148,7 @@ def _of_pairs(rows: range, height: int) -> npt.NDArray[np.intp]:
 
 
 def _opened(path: Path) -> tuple[Any, Any]:
-    """(the package, its reader of the file)"""
+    """(the package, its reader of the file)."""
     try:
         import gguf
     except ImportError:
@@ -160,7 +160,7 @@ def _opened(path: Path) -> tuple[Any, Any]:
 
 
 def folder_of(path: Path, cache: Path) -> Path:
-    """The folder of the file at `path`, made if need be. Raises XgptError."""
+    """The folder made of the file at `path`; makes it if need be. Raises XgptError."""
     status = path.stat()
     state = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
     target = cache / f"{path.stem}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
@@ -172,14 +172,14 @@ def folder_of(path: Path, cache: Path) -> Path:
             made.mkdir()
             (made / NAME).symlink_to(path.resolve())
             _describe(path, config, made)
-            with contextlib.suppress(OSError):  # another process was quicker: its result serves
+            with contextlib.suppress(OSError):  # another process was faster: its folder is used
                 os.replace(made, target)
     return target
 
 
 def write_plain(path: Path, target: Path) -> None:
-    """The same with the weights as safetensors in float32, which other engines read, too. Raises
-    XgptError where there is no room for them."""
+    """Writes a folder with the weights as float32 safetensors, which other engines read too. Raises
+    XgptError if the disk is too full."""
     try:
         from safetensors.numpy import save_file
     except ImportError:
@@ -205,7 +205,7 @@ def _describe(path: Path, config: dict[str, Any], target: Path) -> None:
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """The config.json that states what the file's metadata does. Raises InputError."""
+    """A config.json equal to the file's metadata. Raises InputError."""
     if mistakes := list(_mistakes(file)):
         raise InputError(mistakes)
     heads, hidden = file.value("attention.head_count"), file.value("embedding_length")
@@ -214,7 +214,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     is_windowed = file.architecture == "llama" and window and window < context
     model_type = "mistral" if is_windowed else ARCHITECTURES[file.architecture][0]
     is_biased = model_type in ("llama", "qwen3") and (
-        "model.layers.0.self_attn.q_proj.bias" in file.places)  # of the others it is no question
+        "model.layers.0.self_attn.q_proj.bias" in file.places)  # others have no such key
     config = {
         "model_type": model_type, "architectures": [f"{model_type.title()}ForCausalLM"],
         **{ours: file.value(key) for key, ours in _SIZES.items()},
@@ -260,7 +260,7 @@ def _mistakes(file: GgufFile) -> Iterator[Mistake]:
 
 
 def _scaling(file: GgufFile, context: int) -> dict[str, Any] | None:
-    if FREQUENCIES in file.places:  # the same as short factors within the trained positions
+    if FREQUENCIES in file.places:  # equal to short factors within the trained positions
         factors = file.rows(FREQUENCIES)[0].tolist()
         return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors,
                 "factor": 1.0, "original_max_position_embeddings": context}
@@ -274,5 +274,5 @@ def _scaling(file: GgufFile, context: int) -> dict[str, Any] | None:
 
 
 def _shortest(value: float) -> float:
-    """Of the numbers that are the same in the file's 32 bits, the one with the fewest digits."""
+    """The number with the fewest digits that equals `value` in float32."""
     return float(str(np.float32(value)))

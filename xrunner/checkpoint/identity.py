@@ -1,10 +1,9 @@
-"""What tells one model from another that lies in the same folder: a digest of each file that
-decides its answers, whatever the folder is called and whenever it was written. Free of torch.
+"""Identity of a model: hashes of the files that decide its answers; free of torch.
 
-Small files are read whole. Of weights, which may be hundreds of gigabytes, the size, the beginning
-(where a safetensors file has its header) and blocks at even distances are: other weights, another
-training step or another type differ in all of them. A change of a few bytes between two blocks is
-seen by `weights_whole` alone, for which all is read."""
+Names and dates of folders do not matter. Small files are hashed whole. Of weights, which may be
+hundreds of gigabytes, the size, the beginning (safetensors' header) and evenly spaced blocks are.
+Other weights, training steps or types differ in all of these. Only `weights_whole`, which reads
+all, sees a change of a few bytes between two blocks."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -12,15 +11,15 @@ from functools import lru_cache
 from pathlib import Path
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
-# config, generation_config, tokenizer, its vocabulary and merges, the chat's template
+# config, generation_config, tokenizer, its vocabulary and merges, chat template
 WITHOUT_WEIGHTS = (".json", ".txt", ".model", ".jinja")
-_BLOCKS, _BLOCK_BYTES, _BEGINNING_BYTES = 32, 2**14, 2**20
+_BLOCKS, _BLOCK_BYTES, _BEGINNING_BYTES = 32, 2**14, 2**20  # chosen
 
 
 def model_files(directory: Path,
                 suffixes: Collection[str] = (*_WEIGHTS, *WITHOUT_WEIGHTS)) -> dict[str, str]:
-    """The files that decide a model's answers, or those of them with these suffixes: name -> 16
-    hexadecimal digits. Raises OSError."""
+    """Hash (16 hex digits) by name of the files that decide a model's answers. `suffixes`: only of
+    files with these. Raises OSError."""
     return {path.relative_to(directory).as_posix(): _digest(path)
             for path in _deciding(directory, suffixes)}
 
@@ -31,8 +30,8 @@ def _deciding(directory: Path, suffixes: Collection[str]) -> list[Path]:
 
 
 def files_state(directory: Path) -> str:
-    """16 hexadecimal digits that are others once one of those files was written or replaced, at the
-    price of asking for their sizes and times. Raises OSError."""
+    """Hash (16 hex digits) of these files' sizes and times: changes when one is written. Reads no
+    contents. Raises OSError."""
     digest = hashlib.sha256()
     for path in _deciding(directory, (*_WEIGHTS, *WITHOUT_WEIGHTS)):
         found = path.stat()
@@ -42,8 +41,8 @@ def files_state(directory: Path) -> str:
 
 
 def weights_whole(directory: Path) -> dict[str, str]:
-    """The files of weights: name -> SHA-256 of all their bytes. One that this process has read is
-    read again where its size or time has changed. Raises OSError."""
+    """SHA-256 by name of the weight files. A file is hashed again only if its size or time has
+    changed. Raises OSError."""
     found = {}
     for path in sorted(directory.iterdir()):
         if path.suffix in _WEIGHTS and path.is_file():
@@ -59,7 +58,7 @@ def _whole(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The names of those that differ, or are on one side alone."""
+    """Sorted names of files whose hashes differ or that only one side has."""
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 

@@ -1,5 +1,5 @@
-"""Names and shapes of the tensors that a model of a given shape takes of its checkpoint, as the
-layers of xrunner.models ask for them (a test compares the two). Free of torch."""
+"""Names and shapes of the tensors that a model takes from its checkpoint. The layers of
+xrunner.models ask for the same ones (by test). Free of torch."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,8 +9,7 @@ from xgpt.core.model import ModelSpec
 Shape = tuple[int, ...]
 HEAD = "lm_head.weight"
 _LOGITS_BIAS = "final_logits_bias"
-# What a family's file calls the table of tokens: transformers ties these to each other, so that
-# any of them may be the only one.
+# Names of the token table by family; transformers ties them, so any one may be the only one.
 _EMBEDDINGS = {
     "llama": ("model.embed_tokens.weight",), "opt": ("model.decoder.embed_tokens.weight",),
     "gpt2": ("wte.weight",), **dict.fromkeys(("t5", "bart"), (
@@ -19,7 +18,7 @@ _PADDING_ROWS = 2  # of OPT's and BART's position tables
 
 
 class ExpertNames(NamedTuple):
-    """What a layer calls its router, its experts by their number, and the products of each."""
+    """Names of a layer's router, its experts by number, and each expert's products."""
 
     router: str
     expert: str
@@ -35,28 +34,25 @@ EXPERTS = {
 
 
 def embedding_names(spec: ModelSpec) -> tuple[str, ...]:
-    """What the file may call the table of tokens; those of them that are there have to be the same.
-    Of a tied model the head is among them."""
+    """Possible names of the token table, with a tied model's head; those present must be equal."""
     names: tuple[str, ...] = _EMBEDDINGS[spec.family]
     return (*names, HEAD) if spec.tied_embeddings else names
 
 
 def is_optional(spec: ModelSpec, name: str) -> bool:
-    """Whether a wanted tensor may be absent: a bias of zeros; T5's head, which transformers ties
-    wherever the file has none."""
+    """Whether the tensor may be absent: a zero bias, or T5's head, which is then tied."""
     return name == _LOGITS_BIAS or name == HEAD and spec.family == "t5"
 
 
 def wanted_tensors(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    """(name, shape) of each, those of the first layer first. An untied head is among them."""
+    """Yields (name, shape) of each tensor, layer by layer, then an untied head."""
     yield from _FAMILIES[spec.family](spec)
     if not spec.tied_embeddings:
         yield HEAD, (spec.vocab_size, spec.hidden_size)
 
 
 def norm_names(spec: ModelSpec) -> dict[str, str]:
-    """A gated decoder's norms of a layer: what each is of (xrunner.models.decoder.LayerWeights) ->
-    its name."""
+    """Names of a gated decoder's norms by field of xrunner.models.decoder.LayerWeights."""
     return {
         "before": {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
         "after": {"attended_norm": "post_attention_layernorm",
@@ -177,7 +173,7 @@ def _bart(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
 
 
 def _bart_layer(spec: ModelSpec, layer: str, *attentions: str) -> Iterator[tuple[str, Shape]]:
-    """One of BART's, or OPT's."""
+    """Tensors of a layer of BART's, or OPT's."""
     hidden, ffn = spec.hidden_size, spec.intermediate_size
     for name, out, into in (
             *((f"{attention}.{n}_proj", hidden, hidden) for attention in attentions

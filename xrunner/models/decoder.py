@@ -1,8 +1,8 @@
-"""The one decoder layer of all decoder-only families, without its attention kernel: norms, and what
-a layer does to each row after attention (two products, gated or not, or experts'); and the ends of
-a model. A family reads its checkpoint's names and layouts into `LayerWeights`; what is done
-with them is xgpt.core.model.Decoder's to say.
-"""
+"""The decoder layer of all decoder-only families, without its attention kernel, and a model's ends.
+
+After attention a layer applies an MLP (plain or gated) or experts to each row. A family reads its
+checkpoint's names and layouts into `LayerWeights`; xgpt.core.model.Decoder says what is
+computed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,43 +22,43 @@ from xrunner.ops.rows import Residual, Rotation, layer_norm, rms_norm
 
 
 class Norm(NamedTuple):
-    """weight [H]; with `bias` [H] a layer norm, else an RMS norm."""
+    """A norm with weight [H]: a layer norm if it has a `bias` [H], else an RMS norm."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """rows [T, H] -> [T, H]"""
+        """Normed rows, [T, H]."""
         if self.bias is None:
             return rms_norm(rows, self.weight, self.eps)
         return layer_norm(rows, self.weight, self.bias, self.eps)
 
     def of(self, hidden: Residual) -> Tensor:
-        """The stream's rows [T, H], with what is still to be added to them."""
+        """Normed rows [T, H] of the stream, pending additions included."""
         if self.bias is None:
             return hidden.rms_norm(self.weight, self.eps)
         return hidden.layer_norm(self.weight, self.bias, self.eps)
 
 
 def rms_weight(weights: WeightSource, name: str, size: int, *, adds_one: bool) -> Tensor:
-    """[size]; `adds_one`: of a family that stores it less one."""
+    """Weight of an RMS norm, [size]. `adds_one`: the checkpoint stores it less one."""
     weight = weights.get(f"{name}.weight", (size,))
     return weight + 1 if adds_one else weight
 
 
 class HeadNorms:
-    """RMS norms of queries and keys, before they are rotated: over each head alone, or over all
-    heads of queries and all of keys, whichever rank of a group holds them."""
+    """RMS norms of queries and keys before rotation. Over each head, or over all heads of queries
+    and all of keys, also those of other ranks."""
 
     def __init__(self, weight: Tensor, eps: float, *, over: tuple[int, int] | None = None,
                  sums: Callable[[Tensor], Tensor] | None = None) -> None:
-        """weight [h + k, d]. `over`: the elements of all ranks' queries, and keys, that a norm is
-        over; None: a head's own. `sums`: of a group's ranks; None: this one has all heads."""
+        """`weight`: [h + k, d]. `over`: elements that a norm of queries, and of keys, is over;
+        None: a head's. `sums`: sums over the ranks of a group (None: this rank has all heads)."""
         self.weight, self._eps, self._over, self._sums = weight, eps, over, sums
 
     def __call__(self, joint: Tensor, heads: int) -> Tensor:
-        """joint [T, (h + 2 k) d], changed in place: its first `heads` are queries, then keys."""
+        """Norms `joint` [T, (h + 2 k) d] in place and returns it; its first `heads` are queries."""
         count, dim = self.weight.shape
         part = joint.view(len(joint), -1, dim)[:, :count]
         wide = part.float()
@@ -70,7 +70,7 @@ class HeadNorms:
                 squares[:, :heads], squares[:, heads:])], dim=1)
             if self._sums is not None:
                 sums = self._sums(sums)
-            # by numbers of the host: a tensor of them would make it wait for a GPU
+            # numbers of the host: a tensor of them would wait for a GPU
             mean = torch.cat([(sums[:, side:side + 1] / over).expand(-1, width) for side, (
                 over, width) in enumerate(zip(self._over, (heads, count - heads), strict=True))],
                 dim=1)[:, :, None]
@@ -84,14 +84,14 @@ def all_heads(weights: WeightSource, name: str, heads: int, dim: int, shard: Sha
     return weights.get(f"{name}.weight", (heads * dim,), part).view(-1, dim)
 
 
-# ModelSpec.activation -> of a gate
+# activation of a gate, by ModelSpec.activation
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"),
     "relu": F.relu}
 
 
 class Mlp(Protocol):
-    """rows [T, H] -> this shard's partial sums [T, H]."""
+    """Maps rows [T, H] to this shard's partial sums [T, H]."""
 
     @property
     def products(self) -> tuple[Product, ...]: ...
@@ -100,8 +100,7 @@ class Mlp(Protocol):
 
 
 class PlainMlp:
-    """`up` [f, H], which ends with its activation, and `down` [H, f], of f columns of this
-    shard."""
+    """down(activation(up)), with `up` [f, H] and `down` [H, f], f columns of this shard."""
 
     def __init__(self, up: Product, down: Product) -> None:
         self.up, self.down = up, down
@@ -115,7 +114,7 @@ class PlainMlp:
 
 
 class GatedMlp:
-    """`gate_up` [2 f, H], gate first, and `down` [H, f]: down(activation(gate) * up)."""
+    """down(activation(gate) * up), with `gate_up` [2 f, H], gate first, and `down` [H, f]."""
 
     def __init__(self, gate_up: Tensor, down: Product, activation: str) -> None:
         self.gate_up = Product(gate_up, activation="silu_mul" if activation == "silu" else "none")
@@ -127,14 +126,14 @@ class GatedMlp:
 
     def __call__(self, rows: Tensor) -> Tensor:
         joint = self.gate_up(rows)
-        if self._activation == "silu":  # the product's own
+        if self._activation == "silu":  # applied by the product
             return self.down(joint)
         gate, up = joint.chunk(2, dim=-1)
         return self.down(GATES[self._activation](gate) * up)
 
 
 class Mixture:
-    """A router [E, H], whole on every rank, and E gated MLPs, of each this shard's columns."""
+    """A router [E, H], whole on every rank, and E gated MLPs, this shard's columns of each."""
 
     def __init__(self, router: Tensor, mlps: list[GatedMlp], experts: Experts) -> None:
         self.router, self.mlps, self._experts = router, mlps, experts
@@ -144,12 +143,12 @@ class Mixture:
         return tuple(product for mlp in self.mlps for product in mlp.products)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Each row through its experts, weighted; an expert takes all of its rows at once."""
+        """Weighted sum [T, H] of each row's experts; an expert takes all of its rows at once."""
         shares = F.linear(rows, self.router.to(rows.dtype)).softmax(-1, dtype=torch.float)
         weights, chosen = shares.topk(self._experts.per_token, dim=-1)
         if self._experts.is_normed:
             weights = weights / weights.sum(-1, keepdim=True)
-        # who goes to which: rows by expert, those of one after the other, in their own order
+        # rows sorted by expert, each expert's in their order
         experts, order = chosen.flatten().sort(stable=True)
         counts = experts.bincount(minlength=self._experts.count).tolist()
         out, first = torch.zeros_like(rows), 0
@@ -164,10 +163,10 @@ class Mixture:
 
 
 class LayerWeights(NamedTuple):
-    """One layer's, or one rank's shard of them. Norms are of what goes into attention and MLP, or
-    of what comes out; None: there is none."""
+    """Weights of one layer, or one rank's shard of them. Norms are of the inputs of attention and
+    MLP, or of their outputs; None: no norm."""
 
-    qkv: Product  # of query, key and value, [(h + 2 k) d, H]
+    qkv: Product  # query, key and value, [(h + 2 k) d, H]
     out: Product
     mlp: Mlp
     input_norm: Norm | None = None
@@ -178,16 +177,16 @@ class LayerWeights(NamedTuple):
 
 
 def read_norm(spec: ModelSpec, weights: WeightSource, name: str) -> Norm:
-    """A layer norm with a bias."""
+    """A layer norm with bias."""
     size = (spec.hidden_size,)
     return Norm(weights.get(f"{name}.weight", size), weights.get(f"{name}.bias", size),
                 spec.norm_eps)
 
 
 class DecoderLayer:
-    """One decoder layer, or one rank's shard of it. `heads` (h) and `kv_heads` (k) are this
-    shard's, each of size `dim` (d). `scoring`: how its scores are made; `rotary`: which of its
-    ends' rotations it takes, None: none."""
+    """One decoder layer, or one rank's shard of it, with `heads` (h) and `kv_heads` (k) of size
+    `dim` (d). `scoring`: how attention scores are computed. `rotary`: number of the rotation among
+    the model's (None: no rotation)."""
 
     def __init__(self, spec: ModelSpec, shard: Shard, index: int, weights: LayerWeights) -> None:
         self.heads, self.kv_heads = shard.share(spec.num_heads), shard.share(spec.kv_heads)
@@ -202,13 +201,13 @@ class DecoderLayer:
         return self.weights.qkv, self.weights.out, *self.weights.mlp.products
 
     def qkv(self, hidden: Residual) -> Tensor:
-        """hidden [T, H] -> query, key and value of each token [T, (h + 2 k) d], not yet rotated."""
+        """Query, key and value of each token, [T, (h + 2 k) d], unrotated, from hidden [T, H]."""
         joint = self.weights.qkv(_normed(hidden, self.weights.input_norm))
         norms = self.weights.head_norms
         return joint if norms is None else norms(joint, self.heads)
 
     def finish(self, hidden: Residual, attended: Tensor) -> None:
-        """hidden [T, H], attended [T, h * d]: hidden becomes the layer's output."""
+        """Turns hidden [T, H] into the layer's output, in place, by attended [T, h * d]."""
         weights = self.weights
         self._add(hidden, weights.out(attended), weights.attended_norm)
         self._add(hidden, weights.mlp(_normed(hidden, weights.mlp_norm)), weights.output_norm)
@@ -231,8 +230,8 @@ class DecoderEnds:
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
                  norm: str, shard: Shard = WHOLE, table: tuple[str, int] | None = None) -> None:
-        """`norm`: what a family's checkpoints call the last one; `table`: and that of learned
-        positions, with its row of position 0, where norms have biases too."""
+        """`norm`: name of the final norm in checkpoints. `table`: name of the learned positions and
+        row of position 0; norms then have biases."""
         self._spec, self._rotaries, self._scale = spec, rotaries(spec), spec.decoder.embedding_scale
         self.embedding: Tensor | None = None
         self.head: OutputHead | None = None
@@ -241,8 +240,8 @@ class DecoderEnds:
         name, self._offset = table or ("", 0)
         if first:
             self.embedding = embedding_weight(spec, weights)
-            # rounded as the embedding is, as in transformers; here, for a GPU would have to be
-            # waited for to take it
+            # rounded like the embedding, as in transformers; read now, since later it would wait
+            # for a GPU
             self._scale = float(torch.tensor(self._scale, dtype=self.embedding.dtype))
         if first and table is not None:
             assert spec.max_positions is not None, "a model with learned positions"
@@ -255,7 +254,7 @@ class DecoderEnds:
             self.head = OutputHead(head_weight(spec, weights, self.embedding, shard))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens [T], positions [T] -> hidden [T, H]."""
+        """Hidden states [T, H] of tokens [T] at positions [T]."""
         assert self.embedding is not None, "only the first stage embeds"
         hidden = F.embedding(tokens, self.embedding)
         if self._scale != 1.0:
@@ -266,16 +265,16 @@ class DecoderEnds:
         return hidden + F.embedding(at, self.positions)
 
     def rotation(self, positions: Tensor) -> tuple[Rotation, ...]:
-        """positions [T] -> what the layers rotate queries and keys by, by their `rotary`."""
+        """Rotations of queries and keys at positions [T], indexed by a layer's `rotary`."""
         return tuple(rotary(positions) for rotary in self._rotaries)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> the model's last hidden states [n, H], which the head multiplies."""
+        """Last hidden states [n, H] after the final norm; the head multiplies them."""
         assert self.norm is not None, "only the last stage has the last norm"
         return self.norm(hidden)
 
     def scores(self, hidden: Tensor) -> Scores:
-        """hidden [n, H] -> the logits [n, V_local] of this shard's share of the vocabulary."""
+        """Logits [n, V_local] of this shard's share of the vocabulary, from hidden [n, H]."""
         decoder = self._spec.decoder
         assert self.head is not None, "only the last stage has a head"
         rows = self.normed(hidden)

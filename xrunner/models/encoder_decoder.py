@@ -1,8 +1,6 @@
-"""The slice of an encoder-decoder model that one stage holds: layers of both kinds, and the ends.
-
-An encode step goes through the encoder's layers, stage after stage; its output then goes to every
-stage that holds decoder layers, which leave its keys and values in their cross-attention's caches.
-"""
+"""The slice of an encoder-decoder model that one stage holds: layers of both kinds, and ends. An
+encode step goes through the encoder's layers, stage after stage. Its output then goes to every
+stage with decoder layers, which store keys and values of it in their cross-attention caches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +20,11 @@ from xrunner.ops.rows import place
 
 
 class EncoderDecoderStage(Stage):
-    """Both kinds of layer of a stage, as its StageAssignment counts them. Loads only those.
+    """Encoder and decoder layers of a stage, by its StageAssignment; it loads only those.
 
-    `is_first` takes tokens, `is_last` gives the encoder's output and the logits. A stage may hold
-    no encoder layer, and then passes the hidden state on as it is. A pool that works one phase
-    holds the encoder or the decoder alone, with its ends.
-    """
+    The first stage (`is_first`) takes tokens, the last one returns the encoder output and logits. A
+    stage without encoder layers passes the hidden state on. A pool with one role holds the encoder
+    or the decoder alone, with its ends."""
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
                  shard: Shard = WHOLE, device: torch.device | str = "cpu",
@@ -61,9 +58,8 @@ class EncoderDecoderStage(Stage):
                 embedding=self.ends.embedding if decodes else None)  # one table serves both
 
     def encode(self, inputs: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Whole inputs, packed, through the encoder's layers. `inputs`: tokens [T] on the first
-        stage, hidden [T, H] after it. Returns hidden [T, H]; on the last stage the encoder's
-        output."""
+        """Hidden states [T, H] of whole inputs, packed; the encoder output on the last stage.
+        `inputs`: tokens [T] on the first stage, hidden [T, H] after it."""
         positions = on_device(torch.cat([torch.arange(n) for n in lengths]), inputs.device)
         hidden = residual(self.encoder_ends.embed(inputs, positions) if self.is_first else inputs,
                           self.work_dtype, is_own=self.is_first)
@@ -78,8 +74,8 @@ class EncoderDecoderStage(Stage):
 
     def store_encoded(self, encoded: Tensor, cache: Layers, first_slot: int,
                       lengths: Sequence[int]) -> None:
-        """The encoder's output [T, H] as keys and values in the cross-attention's cache
-        [layers, 2, slots, k, capacity, d], from `first_slot` on."""
+        """Stores keys and values of the encoder output [T, H] in the cross-attention cache.
+        `cache`: [layers, 2, slots, k, capacity, d], written from `first_slot` on."""
         places = encode_context(whole_inputs(lengths, first_slot), encoded.device).places
         encoded = encoded.to(self.work_dtype)
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
@@ -88,9 +84,9 @@ class EncoderDecoderStage(Stage):
 
     def decode(self, inputs: Tensor, cache: Layers, encoded: Layers, step: DecodeContext,
                across: DecodeContext) -> Tensor:
-        """One token of each active query. `inputs`: tokens [n] on the first stage, hidden [n, H]
-        after it; `cache` of the tokens so far, as `step` reads it; `encoded` of the inputs, which
-        are read whole (`across`). Returns hidden [n, H]."""
+        """Hidden states [n, H] of one token of each active request. `inputs`: tokens [n] on the
+        first stage, hidden [n, H] after it. `cache`: of the tokens so far, read by `step`.
+        `encoded`: of the inputs, read whole by `across`."""
         hidden = residual(self.ends.embed(inputs, step.positions) if self.is_first else inputs,
                           self.work_dtype, is_own=self.is_first)
         bias = self.ends.bias(step.longest)

@@ -1,9 +1,8 @@
 """Rotary positions: how fast each pair of a head's elements turns, by kind (docs/models.md).
 
-A pair is elements i and i + d / 2, as the kernels rotate them. Where only a head's first r elements
-turn (Phi-4-mini), whose pairs are i and i + r / 2, the elements of queries and keys are put in
-another order when the weights are loaded: their products stay what they are.
-"""
+A pair is elements i and i + d / 2, as the kernels rotate them. In Phi-4-mini only a head's first r
+elements turn, in pairs i and i + r / 2. Elements of queries and keys are then reordered when
+weights are loaded, which leaves their products unchanged."""
 
 import math
 
@@ -16,15 +15,15 @@ from xrunner.ops.rows import Rotation
 
 
 class Rotary:
-    """Of the layers of one kind."""
+    """Rotation of the layers of one kind."""
 
     def __init__(self, inverse_frequency: Tensor, scale: float, dim: int) -> None:
-        """inverse_frequency [r / 2] of heads of `dim` elements; `scale`: of cos and sin."""
+        """`inverse_frequency`: [r / 2], of heads of `dim` elements. `scale`: of cos and sin."""
         self._inverse, self._scale, self._still = (
             inverse_frequency, scale, dim // 2 - len(inverse_frequency))
 
     def __call__(self, positions: Tensor) -> Rotation:
-        """positions [T] -> what queries and keys are rotated by, [T, d / 2] each."""
+        """Cosines and sines at positions [T], [T, d / 2] each."""
         if self._inverse.device != positions.device:  # once: it stays there
             self._inverse = on_device(self._inverse, positions.device)
         angles = positions[:, None].float() * self._inverse
@@ -39,8 +38,8 @@ class Rotary:
 
 
 def rotaries(spec: ModelSpec) -> tuple[Rotary, ...]:
-    """Those of the layers that attend to all and, where they have a base of their own, of those
-    with a window. None of a model whose positions are learned."""
+    """A model's rotations: that of global layers, then that of windowed layers if it differs. Empty
+    for learned positions."""
     if spec.has_learned_positions:
         return ()
     dim = spec.head_dim
@@ -52,7 +51,7 @@ def rotaries(spec: ModelSpec) -> tuple[Rotary, ...]:
 
 
 def rotary_of(spec: ModelSpec, layer: int) -> int | None:
-    """Which of the `rotaries` a layer's queries and keys are rotated by; None: they are not."""
+    """Index in `rotaries` of a layer's rotation; None if it is not rotated."""
     if spec.has_learned_positions or layer in spec.decoder.unrotated:
         return None
     is_local = (spec.decoder.local_rope_theta is not None
@@ -61,7 +60,7 @@ def rotary_of(spec: ModelSpec, layer: int) -> int | None:
 
 
 def element_order(spec: ModelSpec) -> Tensor | None:
-    """[d]: which of a head's stored elements each of ours is; None: in their own order."""
+    """Index of the stored element for each of a head's elements, [d]; None: unchanged order."""
     rotated, dim = spec.decoder.rotary_dim, spec.head_dim
     if rotated is None:
         return None
@@ -74,8 +73,8 @@ def _inverse(theta: float, rotated: int) -> Tensor:
 
 
 def _scaled(spec: ModelSpec, rotated: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [r / 2], and the scale of cos and sin, as transformers'
-    modeling_rope_utils computes them."""
+    """Inverse frequencies [r / 2] and scale of cos and sin, as in transformers'
+    modeling_rope_utils."""
     inverse, scaling = _inverse(spec.rope_theta, rotated), dict(spec.rope_scaling or ())
     match scaling.get("rope_type", scaling.get("type")):
         case None:
@@ -110,10 +109,10 @@ def _llama3(inverse: Tensor, scaling: dict[str, RopeValue]) -> Tensor:
 
 
 def _yarn(inverse: Tensor, scaling: dict[str, RopeValue], theta: float) -> Tensor:
-    """YaRN (arXiv:2309.00071): fast pairs as they were trained, slow ones stretched."""
+    """YaRN (arXiv:2309.00071): fast pairs unchanged, slow ones stretched."""
     trained, dim = _number(scaling, "original_max_position_embeddings"), 2 * len(inverse)
 
-    def pair(turns: float) -> float:  # that makes so many turns over the trained positions
+    def pair(turns: float) -> float:  # the pair that makes so many turns over the trained positions
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair(_number(scaling, "beta_fast", 32.0)), pair(_number(scaling, "beta_slow", 1.0))
@@ -139,7 +138,7 @@ def _yarn_scale(scaling: dict[str, RopeValue]) -> float:
 
 
 def _longrope_scale(scaling: dict[str, RopeValue]) -> float:
-    """LongRoPE (arXiv:2402.13753), within the positions that it was trained on first."""
+    """LongRoPE (arXiv:2402.13753), within the positions of its first training."""
     if "attention_factor" in scaling:
         return _number(scaling, "attention_factor")
     factor, trained = (_number(scaling, key) for key in (

@@ -1,7 +1,6 @@
-"""The slice of a model that one stage holds: its layers, and the ends where it has them; and how
-the checkpoints of decoder-only families are read: OPT (positions offset by 2, ReLU) and GPT-2 and 3
-(GELU by tanh), with layer norms that have biases and learned positions, and gated decoders (Llama
-and what came after it)."""
+"""The slice of a model that one stage holds, and the readers of decoder-only checkpoints. OPT
+(positions offset by 2, ReLU), GPT-2 and GPT-3 (GELU by tanh) have layer norms with biases and
+learned positions. Gated decoders are Llama and its successors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -52,8 +51,8 @@ opt_ends = partial(DecoderEnds, norm="model.decoder.final_layer_norm",
 
 def opt_layer(spec: ModelSpec, weights: WeightSource, index: int,
               shard: Shard = WHOLE) -> DecoderLayer:
-    """As in transformers' OPTDecoderLayer, with do_layer_norm_before: a decoder's layer of BART's
-    without its cross-attention."""
+    """A layer as transformers' OPTDecoderLayer with do_layer_norm_before. It is a decoder layer of
+    BART without cross-attention."""
     read = BartReader(spec, weights, "model.decoder", index, shard)
     return DecoderLayer(spec, shard, index, LayerWeights(
         input_norm=read.norm("self"), qkv=read.joint("self", "qkv"), out=read.output("self"),
@@ -65,13 +64,13 @@ gpt2_ends = partial(DecoderEnds, table=("wpe.weight", 0), norm="ln_f")
 
 def gpt2_layer(spec: ModelSpec, weights: WeightSource, index: int,
                shard: Shard = WHOLE) -> DecoderLayer:
-    """Makes a layer that computes what transformers' GPT2Block does."""
+    """A layer as transformers' GPT2Block."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     prefix = f"h.{index}."
 
     def columns(name: str, out: int, parts: list[TensorPart | None],
                 activation: str = "none") -> Product:
-        """`parts` of a product's columns: of the weight [H, out] and of the bias [out]."""
+        """Product of these parts of the columns of a weight [H, out] and its bias [out]."""
         held = [weights.get(f"{prefix}{name}.weight", (hidden, out), p).t() for p in parts]
         biases = [weights.get(f"{prefix}{name}.bias", (out,), _of_bias(p)) for p in parts]
         return Product(torch.cat(held).contiguous(), torch.cat(biases), activation=activation)
@@ -115,8 +114,8 @@ class _Reader:
                           adds_one=self._spec.decoder.norm_adds_one)
 
     def _columns(self, name: str, *shape: int, first: int = 0, size: int | None = None) -> Tensor:
-        """This shard's rows of a weight or bias (columns of the product); of the `size` of them
-        from `first` on, where several are stored as one."""
+        """This shard's rows of a weight or bias (columns of the product). first, size: of these
+        rows alone, where several weights are stored as one."""
         part = self._shard.part(0, size or shape[0], first=first)
         if part is None and size is not None:
             part = TensorPart(0, first, first + size)
@@ -145,7 +144,7 @@ class _Reader:
         return Product(torch.cat(parts), torch.cat(biases) if biases else None)
 
     def _ordered(self, rows: Tensor) -> Tensor:
-        """Rows of heads' elements [h d, ...] in the order in which they are rotated."""
+        """Rows of heads' elements [h d, ...] in the order of rotation."""
         if self._order is None:
             return rows
         heads = rows.view(-1, self._spec.head_dim, *rows.shape[1:])
@@ -170,7 +169,7 @@ class _Reader:
                          sums=None if shard.degree == 1 else shard.exact_sum)
 
     def _heads_ordered(self, weight: Tensor) -> Tensor:
-        """[heads, d]"""
+        """The weight [heads, d] in the order of rotation."""
         return weight if self._order is None else weight[:, self._order.to(weight.device)]
 
     def _out(self) -> Product:
@@ -211,7 +210,7 @@ class _Reader:
 
 def gated_layer(spec: ModelSpec, weights: WeightSource, index: int,
                 shard: Shard = WHOLE) -> DecoderLayer:
-    """As in transformers' decoder layer of the family."""
+    """A layer as transformers' decoder layer of the family."""
     return DecoderLayer(spec, shard, index, _Reader(spec, weights, index, shard).layer())
 
 
@@ -219,7 +218,7 @@ gated_ends = partial(DecoderEnds, norm="model.norm")
 
 
 class Family(NamedTuple):
-    """Reads a checkpoint's layers and ends, by its names and layout."""
+    """Readers of a checkpoint's layers and ends, by its names and layout."""
 
     layer: Callable[[ModelSpec, WeightSource, int, Shard], DecoderLayer]
     ends: Callable[..., DecoderEnds]
@@ -233,8 +232,7 @@ FAMILIES: dict[str, Family] = {
 
 
 class EncoderDecoder(NamedTuple):
-    """How an encoder-decoder family's layers and ends of either side are read, and the scores of
-    all its attention made."""
+    """Readers of an encoder-decoder family's layers and ends, and how its scores are computed."""
 
     scoring: Scoring
     encoder_layer: Callable[[ModelSpec, WeightSource, int, Shard], EncoderLayer]
@@ -251,33 +249,34 @@ ENCODER_DECODER_CLASSES: dict[str, EncoderDecoder] = {
                                         ("bart", PLAIN, BartReader, bart_ends))}
 
 
-PIECE_TOKENS = 2080  # as many as XProfiler's largest usual encode step
+PIECE_TOKENS = 2080  # chosen: as many as XProfiler's largest usual encode step
 
 
 def packed(layer: Any, weight_dtype: torch.dtype) -> Any:
-    """The layer, its products laid out for the processor."""
+    """Packs the layer's products for the processor and returns the layer."""
     for product in layer.products:
         product.pack(weight_dtype)
     return layer
 
 
 def residual(inputs: Tensor, dtype: torch.dtype, *, is_own: bool) -> Residual:
-    """What a step begins with, as `dtype`. `is_own`: nobody else has the tensor (within a process
-    a message may be another rank's, too)."""
+    """The residual stream of a step's input as `dtype`; a copy unless `is_own`. Within a process
+    another rank may hold the tensor of a message too."""
     hidden = inputs.to(dtype)
     return Residual(hidden if is_own or hidden is not inputs else inputs.clone())
 
 
 class Stage:
-    """What a stage of any family is: one rank's `shard` of every layer and of the head, on
-    `device`. Weights are multiplied as `as_type`, activations are of the `work_dtype` (int8:
-    float32, narrowed within a product); the caches, and what goes to other ranks, of `dtype`."""
+    """One rank's `shard` of every layer and of the head of a stage, on `device`. Weights are
+    multiplied as `as_type`. Activations are of `work_dtype` (float32 for int8 weights); caches and
+    messages of `dtype`."""
 
     ends: Any
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, shard: Shard,
                  device: torch.device | str, weight_dtype: torch.dtype | None) -> None:
-        """`weight_dtype`: None: `dtype`. Raises XgptError where the shards are none."""
+        """`weight_dtype`: None for `dtype`. Raises XgptError if the model cannot be split that
+        way."""
         if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
             raise XgptError(f"model {spec.name!r}: {reason}")
         self.spec, self.dtype, self.shard, self.device = spec, dtype, shard, torch.device(device)
@@ -286,20 +285,19 @@ class Stage:
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads of this shard, as its caches hold them."""
+        """KV heads of this shard."""
         return self.shard.share(self.spec.kv_heads)
 
     def scores(self, hidden: Tensor) -> Scores:
-        """hidden [n, H] -> the logits [n, V_local] of this shard's tokens; last stage only."""
+        """Logits [n, V_local] of this shard's tokens, from hidden [n, H]; last stage only."""
         scores: Scores = self.ends.scores(hidden)
         return scores
 
 
 class StageModel(Stage):
-    """Layers first_layer .. first_layer + num_layers - 1. Loads only what the stage executes.
-
-    `narrows`: whether the last layer leaves out what nobody asks for; XProfiler, which times whole
-    layers, lets it do all."""
+    """Layers first_layer .. first_layer + num_layers - 1 of a decoder-only model; it loads only
+    these. `narrows`: the last layer skips rows that nobody reads. XProfiler, which times whole
+    layers, turns it off."""
 
     narrows = True
     ends: DecoderEnds
@@ -323,28 +321,30 @@ class StageModel(Stage):
 
     def encode(self, inputs: Tensor, cache: Layers, step: EncodeContext, *,
                ends_only: bool = False) -> Tensor:
-        """Whole inputs, or spans of them, packed. `inputs`: tokens [T] on the first stage, hidden
-        [T, H] after it; cache [layers, 2, slots, k, capacity, d]. Returns hidden [T, H], or of
-        `ends_only` as `mixed` does."""
+        """Hidden states [T, H] of whole inputs or spans of them, packed. `inputs`: tokens [T] on
+        the first stage, hidden [T, H] after it. `cache`: [layers, 2, slots, k, capacity, d].
+        `ends_only`: as in `mixed`."""
         return self.mixed(inputs, cache, None, step, ends_only=ends_only)
 
     def decode(self, inputs: Tensor, cache: Layers, step: DecodeContext) -> Tensor:
-        """One token of each active query. `inputs`: tokens [n] on the first stage, hidden [n, H]
-        after it. Returns hidden [n, H]."""
+        """Hidden states [n, H] of one token of each active request. `inputs`: tokens [n] on the
+        first stage, hidden [n, H] after it."""
         return self.mixed(inputs, cache, step, None)
 
     def mixed(self, inputs: Tensor, cache: Layers, decoded: DecodeContext | None,
               encoded: EncodeContext | None, *, ends_only: bool = False) -> Tensor:
-        """One token of each of n queries (None: of none), then spans of inputs (None: none),
-        packed: one product for all rows, attention apart (ORCA's selective batching). `inputs`:
-        tokens [n + T] on the first stage, hidden [n + T, H] after it. Returns hidden [n + T, H].
+        """Hidden states [n + T, H] of a decode step and of spans of inputs, in one pass.
 
-        `ends_only` (of the last stage): of the spans, those rows alone that predict a token, an
-        input's last; for the others the last layer ends once their keys and values are cached.
+        One product covers all rows, attention is computed apart (ORCA's selective batching).
+        `inputs`: tokens [n + T] on the first stage, hidden [n + T, H] after it; decoding rows come
+        first. decoded, encoded: None for no rows of that kind.
 
-        On a CPU more than PIECE_TOKENS rows go through the layers in pieces of at most so many (but
-        for a longer span): they are no quicker together, and leave its caches (measured: a sixth
-        slower at 6,900)."""
+        ends_only, on the last stage: returns of the spans only rows that predict a token. For the
+        others the last layer ends once their keys and values are cached.
+
+        On a CPU more than PIECE_TOKENS rows are computed in pieces of at most as many (a longer
+        span is one piece). Together they are no faster and exceed the processor's caches (measured:
+        17 % slower at 6,900)."""
         if encoded is None or self.device.type != "cpu" or len(inputs) <= PIECE_TOKENS:
             return self._together(inputs, cache, decoded, encoded, ends_only=ends_only)
         n = 0 if decoded is None else len(decoded.slots)
@@ -385,11 +385,11 @@ class StageModel(Stage):
         return hidden.total() if self.is_last else hidden.total().to(self.dtype)
 
     def _within(self, positions: Tensor) -> Tensor:
-        """A static batch decodes the rows of queries that are done, beyond the model's positions if
-        others need as long; what comes of it is dropped."""
+        """Positions clamped to the model's: a static batch decodes finished rows on, which nobody
+        reads."""
         most = self.spec.max_positions
         return positions if most is None else positions.clamp(max=most - 1)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> the model's last hidden states [n, H]; last stage only."""
+        """Last hidden states [n, H] after the final norm; last stage only."""
         return self.ends.normed(hidden)

@@ -1,10 +1,9 @@
-"""Where a layer's tensors come from: `WeightSource`, random weights of any catalog shape, and one
-rank's share of a tensor-parallel layer, after Megatron-LM (arXiv:1909.08053).
+"""Sources of a layer's tensors, and one rank's share of a tensor-parallel layer.
 
-Query, key, value and the MLP's inner columns are divided over the group (column parallel), so the
-products that follow them yield partial sums (row parallel), which `all_reduce` completes: twice a
-layer, three times with cross-attention. A row-parallel bias is held by the group's first rank
-alone, which adds it exactly once."""
+After Megatron-LM (arXiv:1909.08053): query, key, value and the MLP's inner columns are divided over
+the group (column parallel). The products after them yield partial sums (row parallel), which
+`all_reduce` completes: twice a layer, three times with cross-attention. Only the group's first rank
+holds a row-parallel bias, so it is added once."""
 
 import math
 import zlib
@@ -20,7 +19,7 @@ from torch import Tensor
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.layout import HEAD, embedding_names, is_optional
 
-# Elements drawn at a time, from one seed: fewer need no memory, more leave less to skip.
+# chosen: elements drawn at a time from one seed; fewer save no memory, more skip less
 _BLOCK_ELEMENTS = 1 << 20
 
 
@@ -37,26 +36,25 @@ class TensorPart(NamedTuple):
         return (*whole[:self.dim], self.stop - self.start, *whole[self.dim + 1:])
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A view of `tensor`."""
+        """The part of `tensor`, as a view."""
         return tensor.narrow(self.dim, self.start, self.stop - self.start)
 
 
 class WeightSource(Protocol):
-    """Tensors by their Hugging Face name, all of one dtype: that of the run."""
+    """Tensors by their Hugging Face names, all of the run's dtype."""
 
     dtype: torch.dtype
 
     def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
-        """The tensor `name`, whose full shape is `shape`, or `part` of it; no more than the part
-        is ever held. Raises XgptError."""
+        """The tensor `name` of full shape `shape`, or `part` of it. Raises XgptError. Never holds
+        more than the part."""
         ...
 
     def has(self, name: str) -> bool: ...
 
 
 class Placed:
-    """Another source's tensors, on `device`; those of one dimension (norms and biases) as `wide`:
-    the type of the activations that they meet."""
+    """Another source's tensors on `device`; norms and biases as `wide`, the activations' dtype."""
 
     def __init__(self, weights: WeightSource, device: torch.device, wide: torch.dtype) -> None:
         self._weights, self._device, self._wide = weights, device, wide
@@ -71,9 +69,9 @@ class Placed:
 
 
 class RandomWeights:
-    """Weights for performance work: an element's value depends on its tensor's name and shape and
-    its place alone, so that every rank agrees on it however the tensor is divided. `bytes_read`
-    counts what was made."""
+    """Random weights for performance work. An element depends on its tensor's name and shape and
+    its place alone, so all ranks agree on it however tensors are divided. `bytes_read` counts the
+    bytes made."""
 
     def __init__(self, dtype: torch.dtype, *, scale: float = 0.02) -> None:
         self.dtype, self.scale, self.bytes_read = dtype, scale, 0
@@ -84,19 +82,19 @@ class RandomWeights:
         return tensor
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
     def _made(self, name: str, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
         wanted = part if part is not None else TensorPart(0, 0, shape[0])
         if _is_norm(name):
             return torch.ones(wanted.shape(shape), dtype=self.dtype)
-        if name.endswith("logits_bias"):  # of zeros in published checkpoints, and then never added
+        if name.endswith("logits_bias"):  # zero in published checkpoints, and then never added
             return torch.zeros(wanted.shape(shape), dtype=self.dtype)
         out = torch.empty(wanted.shape(shape), dtype=self.dtype)
         rows = TensorPart(0, 0, shape[0]) if wanted.dim != 0 else wanted
         block_rows = min(max(_BLOCK_ELEMENTS // math.prod(shape[1:]), 1), shape[0])
 
-        is_inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
+        is_inference = torch.is_inference_mode_enabled()  # each thread has a mode of its own
 
         def draw(first: int) -> None:
             with torch.inference_mode(is_inference):
@@ -111,7 +109,7 @@ class RandomWeights:
         if workers <= 1:
             for first in firsts:
                 draw(first)
-        else:  # a generator draws on one core: 13 billion elements take it a minute
+        else:  # one generator draws on one core: 13 billion elements take a minute
             with ThreadPoolExecutor(workers) as pool:
                 list(pool.map(draw, firsts))
         return out
@@ -145,14 +143,14 @@ def _sum_as(all_reduce: Callable[[Tensor], Tensor], dtype: torch.dtype, tensor: 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `index` of a group of `degree`. `all_reduce` sums a [T, H] tensor over the group;
-    `gather` stacks every rank's tensor on the first one, and gives None on the others."""
+    """Rank `index` of a tensor-parallel group of `degree` ranks. `all_reduce`: sums a [T, H] tensor
+    over the group. `gather`: stacks every rank's tensor on the first rank; None on the others."""
 
     index: int = 0
     degree: int = 1
     all_reduce: Callable[[Tensor], Tensor] = _identity
     gather: Callable[[Tensor], Tensor | None] = _alone
-    unrounded: Callable[[Tensor], Tensor] | None = None  # all_reduce, before it rounded
+    unrounded: Callable[[Tensor], Tensor] | None = None  # all_reduce without rounding
 
     def __post_init__(self) -> None:
         assert 0 <= self.index < self.degree, f"{self.index = } {self.degree = }"
@@ -163,27 +161,27 @@ class Shard:
 
     @property
     def completes(self) -> Callable[[Tensor], Tensor] | None:
-        """What makes partial sums whole; None for a rank alone, whose sums are."""
+        """Completes partial sums; None for a rank alone, whose sums are complete."""
         return None if self.degree == 1 else self.all_reduce
 
     def rounding(self, dtype: torch.dtype) -> Self:
-        """The same, whose sums are of `dtype` on their way between ranks, whatever the tensors."""
+        """This shard with sums rounded to `dtype` between ranks, whatever the tensors' dtype."""
         return replace(self, all_reduce=partial(_sum_as, self.all_reduce, dtype),
                        unrounded=self.all_reduce)
 
     @property
     def exact_sum(self) -> Callable[[Tensor], Tensor]:
-        """all_reduce of few numbers that must not be rounded on their way."""
+        """all_reduce for a few numbers that must not be rounded."""
         return self.unrounded or self.all_reduce
 
     def share(self, count: int) -> int:
-        """This rank's part of `count` heads or columns, which the degree divides."""
+        """This rank's number of `count` heads or columns; the degree must divide it."""
         assert count % self.degree == 0, f"{count = } {self.degree = }"
         return count // self.degree
 
     def part(self, dim: int, size: int, *, first: int = 0) -> TensorPart | None:
-        """This rank's even share of the `size` rows (dim 0) or columns (dim 1) from `first` on;
-        None for a rank alone, which takes the tensor as it is."""
+        """This rank's even share of the `size` rows (dim 0) or columns (dim 1) from `first` on.
+        None for a rank alone, which takes the whole tensor."""
         if self.degree == 1:
             return None
         share = self.share(size)
@@ -191,7 +189,7 @@ class Shard:
         return TensorPart(dim, start, start + share)
 
     def vocabulary_part(self, vocab_size: int) -> TensorPart | None:
-        """Rows of the output head: ceil(V / degree) each, fewer (or none) on the last ranks."""
+        """Rows of the output head: ceil(V / degree), fewer (or none) on the last ranks."""
         if self.degree == 1:
             return None
         share = self.vocabulary_share(vocab_size)
@@ -208,7 +206,7 @@ WHOLE = Shard()
 
 def embedding_weight(spec: ModelSpec, weights: WeightSource,
                      part: TensorPart | None = None) -> Tensor:
-    """The table of tokens [V, H], or part of it, by whichever of its names the file has it."""
+    """Token table [V, H], or part of it, by whichever of its names the file has."""
     names = embedding_names(spec)
     return weights.get(next(filter(weights.has, names), names[0]),
                        (spec.vocab_size, spec.hidden_size), part)
@@ -216,8 +214,7 @@ def embedding_weight(spec: ModelSpec, weights: WeightSource,
 
 def head_weight(spec: ModelSpec, weights: WeightSource, embedding: Tensor | None,
                 shard: Shard) -> Tensor:
-    """Output head [V_local, H]. `embedding`: where this rank holds it; a tied head is a view of
-    it."""
+    """Output head [V_local, H]; a tied head is a view of `embedding`, if this rank holds it."""
     part = shard.vocabulary_part(spec.vocab_size)
     if not spec.tied_embeddings and (weights.has(HEAD) or not is_optional(spec, HEAD)):
         return weights.get(HEAD, (spec.vocab_size, spec.hidden_size), part)

@@ -1,12 +1,12 @@
-"""Attention over the KV cache, apart from the rest of a layer (as XProfiler times it).
+"""Attention over the KV cache, apart from the rest of a layer, as XProfiler times it.
 
-Shapes: T tokens of an encode batch, n active queries, h heads, k KV heads, d head size. A layer's
-cache is keys and values, each [blocks, k, size, d] (xrunner.ops.contexts); what a step adds is
-there before attention reads it (`xrunner.ops.rows.place`). A query may be of another type than the
-cache (float32 beside bfloat16); what comes out is of the query's. The native operators
-(csrc/ops/cpu/decode_attention.cpp, encode_attention.cpp) serve where they can, each query read as
-far as it is long; else torch, which pads and masks.
-"""
+Shapes: T tokens of an encode (prefill) batch, n decoding requests, h heads, k KV heads, d head
+size. A layer's cache is keys and values, each [blocks, k, size, d] (xrunner.ops.contexts). A step's
+own KV is there before attention reads it (`xrunner.ops.rows.place`). The query may have another
+type than the cache (float32 beside bfloat16), and the output has the query's.
+
+Native operators (csrc/ops/cpu/decode_attention.cpp, encode_attention.cpp) read each request as far
+as it is long. Elsewhere torch pads and masks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from xrunner.ops.cuda.kernels import MAX_DIM, CudaOps
 
 
 class Scoring(NamedTuple):
-    """How a layer's scores are made, and of what: a query's entry times a key's, times `scale`
-    (None: 1 / sqrt(d)); with a `cap` the result s becomes cap * tanh(s / cap); of the last
-    `window` entries alone, the token's own among them (None: of all)."""
+    """How attention scores are computed: query times key, times `scale` (None: 1 / sqrt(d)). `cap`:
+    a score s becomes cap * tanh(s / cap). `window`: only the last keys count, the token's own among
+    them (None: all)."""
 
     scale: float | None = None
     window: int | None = None
@@ -37,17 +37,16 @@ class Scoring(NamedTuple):
 
 PLAIN = Scoring()
 _NO_WEIGHT = -1e30
-# Of a mean span, from which on torch's flash attention is quicker: on an H200 by 1.4 at 2 ** 29
-# (256 tokens of 4,096 elements); ours, all spans in one launch, by 1.4 at 2 ** 27.3 (128 of 5,120).
+# Flops of a mean span above which torch's flash attention is used. Measured on an H200: it is 1.4
+# times as fast at 2 ** 29 (256 tokens of 4,096 elements); ours, all spans in one launch, is 1.4
+# times as fast at 2 ** 27.3 (128 of 5,120).
 _FLASH_FLOPS = 2**29
 
 
 def decode_attention(query: Tensor, cache: Cache, step: DecodeContext,
                      scoring: Scoring = PLAIN, bias: DistanceBias | None = None) -> Tensor:
-    """One token of each of n queries against its own entries, the last of which is its own.
-
-    query [n, h, d], rows contiguous. Returns [n, h * d].
-    """
+    """Attention of one token of each of n requests to its KV, its own included: [n, h * d].
+    `query`: [n, h, d], rows contiguous."""
     keys, values = cache
     n, heads, dim = query.shape
     num_blocks, kv_heads, size, _ = keys.shape
@@ -66,7 +65,7 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext,
     out, lib = query.new_empty(n, heads * dim), library()
     assert lib is not None
     table, width, center = _addresses(bias)
-    # threads divide all queries' entries evenly, wherever that cuts a query's; one cuts none
+    # threads divide all requests' KV evenly, cutting within requests; one thread cuts none
     num_threads = 1 if invariant.is_asked() else threads()
     check(lib.xgpt_decode_attention(
         dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
@@ -77,9 +76,8 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext,
 
 
 def _window_bias(heads: int, window: int, longest: int, device: torch.device) -> DistanceBias:
-    """That leaves entries farther than a window out of account: a score that low has no weight
-    beside the token's own. Not an infinity, which the kernels would subtract from itself where it
-    is the largest score so far."""
+    """Bias that gives keys outside the window no weight beside the token's own. It is finite: the
+    kernels would subtract an infinity from itself if it were the largest score so far."""
     table = torch.zeros(heads, longest, device=device)
     table[:, :longest - window] = _NO_WEIGHT
     return DistanceBias(table, longest - 1)
@@ -87,9 +85,9 @@ def _window_bias(heads: int, window: int, longest: int, device: torch.device) ->
 
 def _by_rows(query: Tensor, cache: Cache, step: DecodeContext, scoring: Scoring,
              bias: DistanceBias | None) -> Tensor:
-    """By torch, of rows as they lie where queries have the first ones, else of a copy. A block
-    that another query has left may hold what is no number, which a masked score would still
-    multiply."""
+    """Decode attention by torch, over cache rows in place or over a copy of them. Rows are used in
+    place if requests have the first slots. Values beyond a request are zeroed in the copy: they may
+    be NaN, which a masked score still multiplies."""
     n, heads, dim = query.shape
     kv_heads = cache[0].shape[1]
     at = torch.arange(step.longest, device=query.device)
@@ -113,8 +111,8 @@ def _by_rows(query: Tensor, cache: Cache, step: DecodeContext, scoring: Scoring,
 
 def _attended(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
               scoring: Scoring) -> Tensor:
-    """query [..., m, d], keys and values [..., s, d], `mask` added to the scores [..., m, s]:
-    [..., m, d]."""
+    """Attention output [..., m, d] of query [..., m, d] over keys and values [..., s, d]. `mask`:
+    added to the scores [..., m, s]."""
     if scoring.cap is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask,
                                             scale=scoring.scale)
@@ -127,8 +125,8 @@ def _attended(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
 
 def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
                      scoring: Scoring = PLAIN) -> Tensor:
-    """Causal: a token attends to its query's entries up to its own. query [T, h, d], rows
-    contiguous. Returns [T, h * d]."""
+    """Causal attention of each token to its request's KV up to its own: [T, h * d]. `query`: [T, h,
+    d], rows contiguous."""
     keys, values = cache
     tokens, heads, dim = query.shape
     num_blocks, kv_heads, size, _ = keys.shape
@@ -153,9 +151,9 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
 
 
 def _suits_flash(query: Tensor, step: EncodeContext) -> bool:
-    """Whether a GPU is left to torch's flash attention, a call for each span: in half precision,
-    where a span, be it a whole input or a chunk of one, has so much to do in the mean that its
-    tensor cores save more than the calls cost (_FLASH_FLOPS)."""
+    """Whether torch's flash attention, a call per span, is faster on a GPU. It is in half
+    precision, if a mean span (an input or a chunk) has enough work for its tensor cores
+    (_FLASH_FLOPS)."""
     _, heads, dim = query.shape
     pairs = sum(span.tokens * (2 * span.first + span.tokens) for span in step.spans)  # twice
     return (query.dtype != torch.float32
@@ -178,8 +176,8 @@ def _encode_by_span(query: Tensor, cache: Cache, step: EncodeContext, scoring: S
 
 def _causal(at: Tensor, first: int, tokens: int, scoring: Scoring,
             dtype: torch.dtype) -> Tensor | None:
-    """Added to the scores [t, s] of the tokens from `first` on; None: torch knows it itself. Of a
-    chunk it is told in a word on GPUs, whose flash attention knows that, too."""
+    """Mask added to the scores [t, s] of the tokens from `first` on; None if `is_causal` suffices.
+    On GPUs a chunk's mask is symbolic, which flash attention supports too."""
     window = scoring.window or first + tokens
     if window >= first + tokens and scoring.cap is None:
         if first == 0:
@@ -192,8 +190,8 @@ def _causal(at: Tensor, first: int, tokens: int, scoring: Scoring,
 
 
 def in_a_word(tokens: int, entries: int) -> Tensor:
-    """The mask of a chunk's tokens, which are the last of so many entries: without its numbers."""
-    # brings torch's compiler along, a second of a rank's start: cuda_modules has GPUs import it
+    """Symbolic mask of a chunk's tokens, the last of so many keys, without its numbers."""
+    # imports torch's compiler, for a second: cuda_modules imports it when a rank starts on a GPU
     from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right(tokens, entries)
@@ -201,11 +199,8 @@ def in_a_word(tokens: int, entries: int) -> Tensor:
 
 def packed_attention(joint: Tensor, heads: int, lengths: Sequence[int], scale: float | None = None,
                      bias: DistanceBias | None = None) -> Tensor:
-    """Every token of an input attends to all of that input (an encoder); inputs are packed.
-
-    joint [T, 3 h d]: query, key, value of each token; `scale` None: 1 / sqrt(d). Returns
-    [T, h * d].
-    """
+    """Attention of every token to all of its input (an encoder's); inputs are packed: [T, h * d].
+    `joint`: [T, 3 h d], query, key and value of each token. `scale`: None for 1 / sqrt(d)."""
     tokens = len(joint)
     dim = joint.shape[1] // (3 * heads)
     query, key, value = joint.view(tokens, 3, heads, dim).unbind(1)
@@ -238,8 +233,8 @@ def _packed_by_input(query: Tensor, key: Tensor, value: Tensor, lengths: Sequenc
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                 scoring: Scoring, *, is_causal: bool = False) -> Tensor:
-    """Tokens [t, h, d] of one query against keys and values [k, s, d], each of which serves h / k
-    heads. Returns [t, h * d]."""
+    """Attention [t, h * d] of one request's tokens [t, h, d] over keys and values [k, s, d]. Each
+    KV head serves h / k heads."""
     tokens, heads, dim = query.shape
     kv_heads, context = key.shape[:2]
     group = (kv_heads, heads // kv_heads, context, dim)
@@ -252,7 +247,7 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 
 def store_packed(key: Tensor, value: Tensor, cache: Cache, places: Places) -> None:
-    """Keys and values [T, k, d] of packed inputs into the cache."""
+    """Writes keys and values [T, k, d] of packed inputs into the cache."""
     for part, new in zip(cache, (key, value), strict=True):
         part[places.slots, :, places.positions] = new.to(part.dtype)
 
@@ -262,7 +257,7 @@ def _is_native(query: Tensor, keys: Tensor) -> bool:
 
 
 def _cuda(query: Tensor, keys: Tensor) -> CudaOps | None:
-    """The CUDA operators, where they serve such tensors."""
+    """The CUDA operators, if they support such tensors."""
     gpu = cuda_modules.ops_for(query)
     if gpu is None or query.shape[2] > MAX_DIM or keys.dtype != query.dtype:
         return None
@@ -270,7 +265,7 @@ def _cuda(query: Tensor, keys: Tensor) -> CudaOps | None:
 
 
 def _are_plain(query: Tensor, keys: Tensor) -> bool:
-    """Whether both lie as an operator reads them: the rows of the query may be apart."""
+    """Whether both have the layout that operators read; the query's rows may be apart."""
     return (keys.is_contiguous() and query.stride(2) == 1
             and query.stride(1) == query.shape[2])
 

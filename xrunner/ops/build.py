@@ -1,8 +1,6 @@
-"""csrc/ compiled into one shared library, kept by all that makes one differ from another.
-
-Free of torch and of this project's other modules: the wheel's build hook runs it, too, where
-neither is installed.
-"""
+"""Compiles csrc/ into one shared library, cached by everything that makes builds differ. Free of
+torch and of this project's other modules: the wheel's build hook runs it where neither is
+installed."""
 
 import contextlib
 import ctypes
@@ -26,48 +24,48 @@ from pathlib import Path
 from typing import NamedTuple
 
 LIBRARY = "libxgpt_native.so"
-REPLAYS = "replay/*.cpp"  # what planning alone needs, and compiles for itself
-EVERYTHING, OPERATORS = "**/*.cpp", "ops/cpu/*.cpp"  # a wheel's; what ranks need, and is kept apart
+REPLAYS = "replay/*.cpp"  # what planning needs, compiled apart
+EVERYTHING, OPERATORS = "**/*.cpp", "ops/cpu/*.cpp"  # sources of a wheel; of ranks
 VARIABLE = "XGPT_NATIVE"  # auto, off or require
-# Which instruction sets are compiled into a library that is kept on this machine: `own` (those that
-# serve on its processor, which takes a third of the time), or `all`, as in a wheel.
+# Instruction sets in a library cached on this machine: `own` (those that its processor uses, a
+# third of the build time) or `all`, as in a wheel.
 LEVELS_VARIABLE = "XGPT_NATIVE_LEVELS"
-# Portable: what instruction set serves is chosen when it runs (csrc/ops/cpu/levels.h), so that one
-# library is right on every CPU of a family. No OpenMP: it is handed torch's (threads.h there).
+# Portable: the instruction set is chosen at run time (csrc/ops/cpu/levels.h), so one library suits
+# every CPU of a family. No OpenMP: it gets torch's (threads.h there).
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
-_PROBE = "ops/cpu/levels.cpp"  # tells the processor's best set
-_WIDE = 2  # the set that those above build on
+_PROBE = "ops/cpu/levels.cpp"  # reports the processor's best set
+_WIDE = 2  # number of the set that those above build on
 _COMPILERS = ("g++", "c++", "clang++")
-_LIMIT_S = 600.0
+_LIMIT_S = 600.0  # chosen
 _CPU_KEYS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "Features")
 _PR_SET_PDEATHSIG = 1
-_AGAIN_S = 0.05
+_AGAIN_S = 0.05  # chosen
 
 
 class BuildError(Exception):
-    """No library, and why in one line."""
+    """There is no library; the message says why in one line."""
 
 
 class Compiler(NamedTuple):
-    """`command`: as it is called, more than one word of `$CXX` included."""
+    """A C++ compiler. `command`: its words, as of `$CXX`."""
 
     command: tuple[str, ...]
-    version: str  # its own first line about itself
+    version: str  # first line of its --version
 
 
 def source_folder() -> Path:
-    """csrc/ of an installed wheel, or else of the checkout."""
+    """csrc/ of an installed wheel, else of the checkout."""
     packaged = Path(__file__).resolve().parent.parent / "csrc"
     return packaged if packaged.is_dir() else packaged.parent.parent / "csrc"
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept: the cache's place as xrunner.checkpoint.source has it."""
+    """Folder of compiled libraries, in the cache of xrunner.checkpoint.source."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xgpt" / "native"
 
 
 def find_compiler() -> Compiler:
-    """`$CXX`, or the first that is on the PATH. Raises BuildError."""
+    """`$CXX`, or the first compiler on the PATH. Raises BuildError."""
     asked = shlex.split(os.environ.get("CXX", ""))
     commands = [asked] if asked else [[name] for name in _COMPILERS]
     command = next((c for c in commands if shutil.which(c[0])), None)
@@ -82,13 +80,13 @@ def find_compiler() -> Compiler:
 
 
 def extra_flags() -> tuple[str, ...]:
-    """What `$XGPT_NATIVE_FLAGS` adds to the compiler's options (a sanitizer's, say)."""
+    """Compiler options in `$XGPT_NATIVE_FLAGS` (a sanitizer's, say)."""
     return tuple(shlex.split(os.environ.get("XGPT_NATIVE_FLAGS", "")))
 
 
 def library_key(folder: Path, compiler: Compiler, flags: Sequence[str] = (),
                 names: str = EVERYTHING) -> str:
-    """Fingerprint of the sources, the compiler, its options and the CPU."""
+    """Hash (16 hex digits) of the sources, the compiler, its options and the CPU."""
     digest = hashlib.sha256()
     sources = list(folder.glob(names))
     headers = [path for beside in {s.parent for s in sources} for path in beside.glob("*.h")]
@@ -102,13 +100,12 @@ def library_key(folder: Path, compiler: Compiler, flags: Sequence[str] = (),
 
 def compile_library(folder: Path, target: Path, compiler: Compiler,
                     flags: Sequence[str] = (), names: str = EVERYTHING) -> None:
-    """All of `folder`'s C++, or those of such names (a pattern), as `target`, which is there whole
-    or not at all: as many sources at once as there are cores, the largest first. Raises
-    BuildError."""
+    """Compiles the C++ files of `folder` that match `names` to `target`, all or nothing. Uses all
+    cores, the slowest sources first. Raises BuildError."""
     sources = sorted(folder.glob(names), key=_work, reverse=True)
     if not sources:
         raise BuildError(f"no sources in {folder}")
-    # of this process on this machine: others may share the folder, where nothing can be locked
+    # unique to this process and machine: others may share the folder, and locks may not work there
     temporary = target.with_name(f".{target.name}.{platform.node()}.{os.getpid()}.tmp")
     command = [*compiler.command, *_FLAGS, *flags]
     try:
@@ -127,7 +124,7 @@ def compile_library(folder: Path, target: Path, compiler: Compiler,
 
 
 def _work(source: Path) -> int:
-    """How long a source takes, roughly: what is compiled for each instruction set far longer."""
+    """Estimated compile time of a source; code for each instruction set takes far longer."""
     text = source.read_text(encoding="utf-8", errors="replace")
     bodies = [source.parent / str(name) for name in re.findall(r'#define XGPT_BODY "(.*)"', text)]
     return len(text) + 10 * sum(body.stat().st_size for body in bodies if body.is_file())
@@ -140,9 +137,9 @@ def _compile(command: Sequence[str]) -> None:
 
 
 def own_levels(folder: Path, compiler: Compiler) -> tuple[str, ...]:
-    """Options that leave out instruction sets, and products, which never serve on this processor;
-    none where all are asked for, the sources do not tell, or nothing can be loaded from the
-    temporary folder (a cluster's administrators may forbid that)."""
+    """Compiler options that leave out instruction sets and products this processor cannot use.
+    Empty if all are asked for, the sources have no probe, or nothing can be loaded from the
+    temporary folder (administrators may forbid it)."""
     if _levels_wish() == "all" or not (folder / _PROBE).is_file():
         return ()
     with tempfile.TemporaryDirectory(prefix="xgpt-native-") as scratch:
@@ -158,7 +155,7 @@ def own_levels(folder: Path, compiler: Compiler) -> tuple[str, ...]:
 
 
 def _levels_wish() -> str:
-    """Raises BuildError for one that there is not."""
+    """Value of LEVELS_VARIABLE, "own" by default. Raises BuildError for another."""
     wish = os.environ.get(LEVELS_VARIABLE, "").strip() or "own"
     if wish not in ("own", "all"):
         raise BuildError(f"{LEVELS_VARIABLE} is {wish!r}; it may be own, all")
@@ -166,12 +163,12 @@ def _levels_wish() -> str:
 
 
 def cached_library(cache: Path, names: str = OPERATORS) -> Path:
-    """The library of the operators, or of sources of such names, on this machine, compiled where it
-    is not in the folder `cache`. Ranks that start together wait for one of them, and share its
-    failure. Raises BuildError, or OSError where the folder cannot be written to."""
+    """Library of the operators (or of sources matching `names`) in the folder `cache`. Compiles it
+    if need be. Of ranks that start together one compiles, and the others share its result. Raises
+    BuildError, or OSError if the folder is not writable."""
     compiler, flags, asked_at = find_compiler(), extra_flags(), time.time()
     folder, wish = source_folder(), _levels_wish()
-    # the processor, whose sets are taken, is in the key
+    # the key includes the processor, whose sets are taken
     key = library_key(folder, compiler, (*flags, *([wish] if wish == "all" else [])), names)
     target, failure = cache / f"{key}.so", cache / f"{key}.failed"
     if target.is_file():
@@ -193,9 +190,8 @@ def cached_library(cache: Path, names: str = OPERATORS) -> Path:
 
 
 def why_not_native(cache: Path) -> str:
-    """Why torch will serve on this machine's CPU instead of native operators; empty where they
-    will. Found without loading them; they are compiled here where need be, so that no rank has
-    to."""
+    """Why torch is used on this CPU instead of native operators; "" if it is not. Compiles them if
+    need be, so that no rank has to, but does not load them."""
     if os.environ.get(VARIABLE, "").strip() == "off":
         return f"{VARIABLE} is off"
     try:
@@ -207,15 +203,15 @@ def why_not_native(cache: Path) -> str:
 
 
 def keep_here() -> None:
-    """What runs of this checkout will look for in the user's cache is compiled into it, where it
-    is not there. Raises BuildError or OSError as `cached_library`."""
+    """Compiles the libraries that runs of this checkout look for in the user's cache. Raises
+    BuildError or OSError as `cached_library`."""
     if os.environ.get(VARIABLE, "").strip() != "off":
         for names in (REPLAYS, OPERATORS):
             cached_library(cache_folder(), names)
 
 
 def why_no_cupy() -> str | None:
-    """Why cupy cannot be had, without importing it; None where it is installed."""
+    """Why cupy is missing, without importing it; None if it is installed."""
     if importlib.util.find_spec("cupy") is None:
         return ("cupy is not installed (pip install -e '.[cuda12]', or '.[cuda13]' where the "
                 "driver is of CUDA 13)")
@@ -223,8 +219,7 @@ def why_no_cupy() -> str | None:
 
 
 def why_no_kernels() -> str:
-    """Why torch will serve on GPUs instead of our kernels, as far as it can be told without
-    looking at one; empty where they will, unless they differ from torch there."""
+    """Why torch is used on GPUs instead of our kernels, as far as known without a GPU; else ""."""
     if os.environ.get(VARIABLE, "").strip() == "off":
         return f"{VARIABLE} is off"
     return why_no_cupy() or ""
@@ -232,8 +227,8 @@ def why_no_kernels() -> str:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Holds the lock, where the file system has locks: without one several ranks compile the same,
-    and the last one's library stays."""
+    """Holds the lock. On file systems without locks ranks compile the same, and the last one's
+    stays."""
     with path.open("w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -241,7 +236,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _cpu() -> str:
-    """The family, as the first processor tells it."""
+    """The CPU's family, by its first processor."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
     except OSError:
@@ -251,7 +246,7 @@ def _cpu() -> str:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """The compiler's answer in C's own words: a user's language must not change the key."""
+    """Runs the compiler in the C locale: a user's language must not change the key."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False,
                               errors="replace", stdin=subprocess.DEVNULL, timeout=_LIMIT_S,
@@ -261,35 +256,34 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """The first error the compiler names, or what it said last."""
+    """The first error that the compiler names, or its last line."""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     wrong = [line for line in lines if "error" in line.lower()]
     return (wrong or lines[-1:] or [f"exit code {done.returncode}"])[0].strip()
 
 
 def _ended(*_: object) -> None:
-    """Of a process that compiles for another which has ended: its compilers end, its files are
-    taken away, and no failure is kept."""
-    signal.signal(signal.SIGTERM, lambda *_: None)  # not ignored, which compilers would inherit
+    """Ends a process that compiles for another which has ended. Its compilers end, its files are
+    removed, and no failure is recorded."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which compilers inherit
     if os.getpgrp() == os.getpid():
         threading.Thread(target=_end_compilers, daemon=True).start()
     raise SystemExit(128 + signal.SIGTERM)
 
 
 def _end_compilers() -> None:
-    """As long as this process lasts: where one ends, another may have begun on the next source
-    before what is left is given up."""
+    """Ends compilers until this process ends: after one, the next source's may have started."""
     while True:
         os.killpg(0, signal.SIGTERM)
         time.sleep(_AGAIN_S)
 
 
 def _end_with(parent: int) -> None:
-    """This process is told when the one that started it ends, however that ends."""
+    """Ends this process when the one that started it ends, however that ends."""
     signal.signal(signal.SIGTERM, _ended)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # it has ended already
         _ended()
 
 

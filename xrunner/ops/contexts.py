@@ -1,11 +1,9 @@
-"""What every layer of one step shares: whose tokens they are, how much of the KV cache each reads,
-and where it lies. Built once a step, so that nothing in a layer grows with the number of queries in
-Python.
+"""Data of a step that all layers share: its tokens, and which KV each reads.
 
-A layer's cache is keys and values, each [blocks, k, size, d]. A slot's entries lie in blocks of
-`size` tokens, which a table names; or, without a table, in one row: then a slot is a block, as
-large as the longest query.
-"""
+Built once per step, so that no layer's Python work grows with the number of requests. A layer's
+cache is keys and values, each [blocks, k, size, d]. A slot's KV lies in blocks of `size` tokens
+that a table names. Without a table it lies in one row: a slot is then a block that holds the
+longest request."""
 
 from __future__ import annotations
 
@@ -21,47 +19,46 @@ from xrunner.devices import on_device
 from xrunner.rules.slots import Span
 
 Cache = tuple[Tensor, Tensor]
-# All layers': [layers, 2, blocks, k, size, d], or each one's keys and values, which saves a step
-# from taking them apart.
+# all layers: [layers, 2, blocks, k, size, d], or keys and values of each, taken apart beforehand
 Layers = Tensor | Sequence[Cache]
 
 
 def layers_of(store: Tensor) -> list[Cache]:
-    """store [layers, 2, blocks, k, size, d], taken apart."""
+    """Keys and values of each layer, from store [layers, 2, blocks, k, size, d]."""
     return [(keys, values) for keys, values in store]
 
 
 class DistanceBias(NamedTuple):
-    """Added to a scaled score by the position of its key less its token's, which is 0 at `center`:
-    `values` [h, width] float32. What is farther away than it reaches has its farthest's."""
+    """Bias of scaled scores by distance: key position - token position, 0 at column `center`.
+    `values`: [h, width] float32. Distances beyond the last column get its value."""
 
     values: Tensor
     center: int
 
 
 class Places(NamedTuple):
-    """Where a step's tokens go in the cache: token t to slots[t], positions[t], each [T] int64; of
-    entries that lie in blocks, a slot is a block, and a position that within it."""
+    """Where a step's tokens go in the cache: token t to slots[t], positions[t], each [T] int64.
+    With a block table these are a block and a position within it."""
 
     slots: Tensor
     positions: Tensor
 
 
 class BlockTable(NamedTuple):
-    """The blocks of each slot: `blocks` [slots, most] int64, those in use first; entry p of a slot
-    is number p % size of its block p // size."""
+    """Blocks of each slot, [slots, most] int64, those in use first. Token p of a slot is number p %
+    size of its block p // size."""
 
     blocks: Tensor
     size: int
 
     def places(self, slots: Tensor, positions: Tensor) -> Places:
-        """Where the entries at these positions of these slots lie."""
+        """Places of the tokens at these positions of these slots."""
         return Places(self.blocks[slots, positions // self.size], positions % self.size)
 
 
 def rows_of(cache: Cache, blocks: Tensor, count: int) -> list[Tensor]:
-    """A copy of the first `count` keys and values of rows of `blocks` [n, most]: each [n, k, count,
-    d]. For torch's attention, which reads rows; what lies beyond a query's length is anything."""
+    """Copies of the first `count` keys and values in rows of `blocks` [n, most]: each [n, k, count,
+    d]. For torch's attention, which reads rows. Values beyond a request's length are arbitrary."""
     size = cache[0].shape[2]
     if count <= size:
         return [part[:, :, :count][blocks[:, 0].clamp(min=0)] for part in cache]
@@ -71,23 +68,23 @@ def rows_of(cache: Cache, blocks: Tensor, count: int) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeContext:
-    """Of one token of each of n queries: which slots, how much of each is read."""
+    """Context of a decode step: one token of each of n requests."""
 
     slots: Tensor  # [n] int64, rising
-    blocks: Tensor  # [n, most] int64 that they have; without a table the slots
+    blocks: Tensor  # [n, most] int64 blocks of each; without a table the slots
     positions: Tensor  # [n] int64 of the token being decoded
     places: Places  # where those tokens go
-    lengths: Tensor  # [n] int64 entries that a query reads, that token's too: positions + 1
+    lengths: Tensor  # [n] int64 tokens that each reads, its own included: positions + 1
     longest: int
-    width: int  # slots below which all of `slots` lie
-    in_blocks: bool = False  # a table names them
+    width: int  # 1 + the last of `slots`
+    in_blocks: bool = False  # whether a table names the blocks
 
 
 def decode_context(lengths: Sequence[int], slots: Sequence[int] | None = None,
                    device: torch.device | str = "cpu",
                    table: BlockTable | None = None) -> DecodeContext:
-    """`lengths`: entries that each query reads, the token's own too; `slots`: theirs, rising; None:
-    0, 1, 2, ...; `table`: where their entries lie in blocks."""
+    """Context of a decode step. `lengths`: tokens that each request reads, its own included.
+    `slots`: rising (None: 0, 1, 2, ...). `table`: of the blocks (None: rows)."""
     where = range(len(lengths)) if slots is None else slots
     held, own = on_device([[*lengths], [*where]], torch.device(device))
     positions = held - 1
@@ -102,34 +99,34 @@ def decode_context(lengths: Sequence[int], slots: Sequence[int] | None = None,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeContext:
-    """Of spans of inputs, packed one after the other."""
+    """Context of an encode (prefill) `step`: spans of inputs, packed one after the other."""
 
     spans: Sequence[Span]
-    first: Tensor  # [spans] int64 position of the first token of each
+    first: Tensor  # [spans] int64 position of each span's first token
     tokens: Tensor  # [spans] int64
     starts: Tensor  # [spans] int64 rows before each
-    longest: int  # entries that one token reads at most
+    longest: int  # most tokens that one token reads
     longest_span: int  # tokens
-    blocks: Tensor  # [spans, most] int64 of each span's slot; without a table the slots
+    blocks: Tensor  # [spans, most] int64 blocks of each span's slot; without a table the slots
     positions: Tensor  # [T] int64 of every token
     places: Places  # of every token
-    in_blocks: bool  # a table names them
-    tails: Sequence[int] = ()  # of each span, rows at its end that are asked for; (): one of each
+    in_blocks: bool  # whether a table names the blocks
+    tails: Sequence[int] = ()  # rows asked for at each span's end; (): one each
 
     @property
     def ends(self) -> Tensor:
-        """Rows that predict what is asked for: the last token of each input whose end is among the
-        spans, or as many of its last ones as `tails` says."""
+        """Rows that predict what is asked for, of inputs whose end is among the spans. The last row
+        of each, or as many as `tails` says."""
         tails = self.tails or [1] * len(self.spans)
         behind = accumulate(span.tokens for span in self.spans)
         return on_device([row for span, end, tail in zip(self.spans, behind, tails, strict=True)
                           if span.is_last for row in range(end - tail, end)], self.positions.device)
 
     def pieces(self, most: int) -> Iterator[tuple[slice, EncodeContext]]:
-        """The same in pieces of whole spans of at most `most` tokens, of evenly many; a span that
-        is longer is a piece of its own. Each comes with its rows."""
+        """Yields (rows, context) of pieces of whole spans, of at most `most` tokens and evenly
+        large. A longer span is a piece of its own."""
         total = sum(span.tokens for span in self.spans)
-        share = total / -(-total // most)  # all pieces as large, or the last would be a small one
+        share = total / -(-total // most)  # all pieces equally large, or the last would be small
         first = begin = end = 0
         for i, span in enumerate(self.spans):
             if end > begin and (end + span.tokens - begin > most or end - begin >= share):
@@ -139,7 +136,7 @@ class EncodeContext:
         yield slice(begin, end), self.part(slice(first, len(self.spans)), slice(begin, end))
 
     def part(self, some: slice, rows: slice) -> EncodeContext:
-        """Some of the spans, whose tokens these rows are."""
+        """Context of some of the spans, whose tokens are these rows."""
         return EncodeContext(
             spans=self.spans[some], first=self.first[some], tokens=self.tokens[some],
             starts=self.starts[some] - rows.start, **_longest(self.spans[some]),
@@ -155,8 +152,8 @@ def _longest(spans: Sequence[Span]) -> dict[str, int]:
 
 def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu",
                    table: BlockTable | None = None, tails: Sequence[int] = ()) -> EncodeContext:
-    """A span's tokens are those from `first` on of the query in its slot; `table`: where their
-    entries lie in blocks; `tails`: see EncodeContext."""
+    """Context of an encode step. `table`: of the blocks (None: rows); `tails`: see
+    EncodeContext."""
     slots = chain.from_iterable([span.slot] * span.tokens for span in spans)
     positions = chain.from_iterable(range(s.first, s.first + s.tokens) for s in spans)
     before = accumulate((span.tokens for span in spans), initial=0)
@@ -172,5 +169,5 @@ def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu",
 
 
 def whole_inputs(lengths: Sequence[int], first_slot: int = 0) -> list[Span]:
-    """Inputs of these lengths, in slots from `first_slot` on."""
+    """Spans of whole inputs of these lengths, in slots from `first_slot` on."""
     return [Span(first_slot + i, 0, length, True) for i, length in enumerate(lengths)]

@@ -1,13 +1,11 @@
-"""Batch invariance (`run.deterministic`): what is computed of a token depends on its own query
-alone, not on who is computed beside it, so that a query's answer is the same, bit for bit, in every
-batch, chunk and schedule of the same number of ranks a group.
+"""Batch invariance (`run.deterministic`): a request's answer is the same in every batch.
 
-Libraries choose a product's order of summation by its number of rows. So every product of theirs
-takes the same number, a tile of rows, the last one filled up with zeros; and which tile is tried
-when the weight is laid out: equal rows must give equal rows. Our own products sum every row alike.
-Attention reads each query's entries from the first on, no query's divided between threads; norms,
-rotations and sampling go row by row as it is.
-"""
+It is equal bit for bit in every batch, chunk and schedule with the same number of ranks per group.
+Libraries choose a product's order of summation by its number of rows. So each of their products
+takes a fixed number, a tile of rows, the last one padded with zeros. The tile is found by trial
+when a weight is packed: equal rows must give equal rows. Our own products sum every row alike.
+Attention reads each request's KV from its start, undivided between threads. Norms, rotations and
+sampling are per row anyway."""
 
 from __future__ import annotations
 
@@ -19,14 +17,14 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xrunner.ops.cpu.native import library
 
-_TILES = (32, 16, 8, 4, 2, 1)  # rows; larger ones are quicker where many are computed
-_TRIALS = 3
+_TILES = (32, 16, 8, 4, 2, 1)  # chosen: rows; larger tiles are faster for many rows
+_TRIALS = 3  # chosen
 _asked = [False]
 
 
 def ask(is_asked: bool) -> None:
-    """For all products that are laid out, and all attention, from now on in this process. Raises
-    XgptError where it cannot be had."""
+    """Turns batch invariance on or off for all products packed, and all attention, from now on.
+    Raises XgptError if it is not available."""
     if is_asked and library() is None:
         raise XgptError("run.deterministic needs the native operators (`xgpt doctor` says why they "
                         "are not there): torch's attention depends on the batch")
@@ -38,8 +36,8 @@ def is_asked() -> bool:
 
 
 def tile_of(product: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype) -> int:
-    """The most rows of which the product gives each as if it were anywhere else among them. Raises
-    XgptError where there is none."""
+    """Largest number of equal rows for which the product gives equal results. Raises XgptError if
+    there is none."""
     generator = torch.Generator().manual_seed(inputs)
     for tile in _TILES:
         rows = torch.randn(_TRIALS, inputs, generator=generator).to(dtype)
@@ -54,8 +52,8 @@ def tile_of(product: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype
 
 
 def in_tiles(product: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> Tensor:
-    """product(x), `tile` rows at a time. Each lies in memory of its own, as the first did: a
-    library may look at addresses, too."""
+    """product(x), computed `tile` rows at a time. Each tile lies in fresh memory, since a library
+    may depend on addresses too."""
     outs = []
     for first in range(0, len(x), tile):
         here = min(tile, len(x) - first)

@@ -1,9 +1,9 @@
-"""Entries of the KV cache copied, all layers at once: onto other slots, into one block and back.
+"""Copies of KV, all layers at once: onto other slots, into a block, and back.
 
-A store is [layers, 2, slots, k, capacity, d] (keys, then values, of each layer), or the part of one
-that some layers and heads make; k KV heads, d head size. A block is [layers, 2, k, tokens, d], the
-queries' tokens one after the other. All raise ValueError for slots and lengths beyond the store.
-"""
+A store is [layers, 2, slots, k, capacity, d] (keys, then values, of each layer), or a slice of
+layers and heads; k KV heads, d head size. A block is [layers, 2, k, tokens, d], the requests'
+tokens one after the other. All functions raise ValueError for slots and lengths beyond the
+store."""
 
 import ctypes
 import mmap
@@ -22,19 +22,17 @@ from xrunner.ops.cpu import native
 from xrunner.ops.cuda import cuda_kv, cuda_modules
 from xrunner.rules.slots import Move
 
-_LEAST_BYTES = 4 * 2**20  # what is smaller comes quickly from the allocator, which keeps it
+_LEAST_BYTES = 4 * 2**20  # chosen: the allocator serves and keeps smaller memory quickly
 
 
 class ReusedMemory:
-    """Keeps one stretch of memory, the largest that came back: pages that are there already are
-    written in a third of the time of new ones."""
+    """Keeps the largest memory returned: writing existing pages takes a third of new ones' time."""
 
     def __init__(self) -> None:
         self._free: mmap.mmap | None = None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor on the CPU with any contents. Its memory comes back here when no tensor is left
-        that has part of it."""
+        """An uninitialised tensor on the CPU; its memory returns here after its last tensor."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes < _LEAST_BYTES:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -42,9 +40,9 @@ class ReusedMemory:
         if memory is None or len(memory) < num_bytes:
             try:
                 memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except (OSError, ValueError, OverflowError):  # torch says in words what was asked for
+            except (OSError, ValueError, OverflowError):  # torch reports what was asked for
                 return torch.empty(tuple(shape), dtype=dtype)
-        holder = np.frombuffer(memory, np.uint8, num_bytes)  # every tensor of it holds this
+        holder = np.frombuffer(memory, np.uint8, num_bytes)  # every tensor of it refers to this
         weakref.finalize(holder, self._take_back, memory).atexit = False
         return torch.from_numpy(holder).view(dtype).view(tuple(shape))
 
@@ -57,7 +55,7 @@ _BLOCKS = ReusedMemory()
 
 
 def compact(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) -> None:
-    """The first `lengths[i]` entries of each move's source onto its target, one after the other."""
+    """Copies the first `lengths[i]` tokens of each move's source onto its target, in order."""
     sources, targets = [move.source for move in moves], [move.target for move in moves]
     _check(store, sources, lengths)
     _check(store, targets, lengths)
@@ -79,7 +77,7 @@ def compact_torch(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) 
 
 
 def gather(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """The first `lengths[i]` entries of each of the `slots`, as a block."""
+    """Block of the first `lengths[i]` tokens of each of the `slots`."""
     _check(store, slots, lengths)
     if (launch := cuda_modules.launch_for(store)) is not None:
         return cuda_kv.gather(launch, store, slots, lengths)
@@ -100,13 +98,13 @@ def gather_torch(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) ->
 
 
 def scatter(store: Tensor, slots: Sequence[int], lengths: Sequence[int], block: Tensor) -> None:
-    """The tokens of a block, or of a stretch of one, to the slots of their queries, each of which
-    is named once."""
+    """Copies the tokens of a block, or of a slice of one, to the slots of their requests. Each slot
+    may be named once."""
     _check(store, slots, lengths)
     if block.shape != _block_shape(store, sum(lengths)) or len(set(slots)) < len(slots):
         raise ValueError(f"a block {list(block.shape)} for tokens {list(lengths)} in the slots "
                          f"{list(slots)} of a store {list(store.shape)}")
-    block = on_device(block, store.device)  # from another pool it comes by the host's memory
+    block = on_device(block, store.device)  # a block from another pool arrives in host memory
     launch = cuda_modules.launch_for(store)
     if launch is not None and block.dtype == store.dtype:
         cuda_kv.scatter(launch, store, slots, lengths, block.contiguous())
@@ -130,21 +128,21 @@ def scatter_torch(store: Tensor, slots: Sequence[int], lengths: Sequence[int],
 
 
 class _Form(NamedTuple):
-    """A store as the operators take it. `arrays`: addresses, their number, bytes between slots;
-    `sizes`: KV heads, bytes of an entry, slots, capacity."""
+    """A store as operators take it. `arrays`: addresses, their number, bytes between slots.
+    `sizes`: KV heads, bytes of a token, slots, capacity."""
 
     arrays: tuple[Any, int, int]
     sizes: tuple[int, int, int, int]
 
 
 def _form_of(store: Tensor) -> _Form | None:
-    """None for a store that is not in this machine's memory, or whose heads' rows are apart."""
+    """The store's form; None if it is not in host memory, or a head's tokens are not contiguous."""
     if not store.is_cpu:
         return None
     return _form(store.data_ptr(), tuple(store.shape), store.stride(), store.element_size())
 
 
-@lru_cache(maxsize=64)  # the stores of a rank are few, and stay where they are
+@lru_cache(maxsize=64)  # a rank's stores are few, and never move
 def _form(base: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> _Form | None:
     layers, pair, slots, kv_heads, capacity, dim = shape
     if strides[3:] != (capacity * dim, dim, 1):

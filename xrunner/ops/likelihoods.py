@@ -1,10 +1,9 @@
-"""Log-likelihoods of given tokens, and the likeliest ones beside them: of chosen tokens
-(`logprobs`), and of the tokens of a given text (`xgpt score`).
+"""Log-likelihoods of chosen tokens (`logprobs`) or of a given text's (`xgpt score`), and of the
+likeliest tokens beside them.
 
-They are the log-softmax of the logits as the model gives them, in float32: before temperature,
-top-k, top-p and tokens that are barred, as in OpenAI's API. A rank of a tensor-parallel group
-brings the logarithm of its share's sum, the target's logit where it has it, and its own likeliest;
-the first rank puts them together."""
+They are the float32 log-softmax of the model's logits before temperature, top-k, top-p and barred
+tokens, as in OpenAI's API. Each rank of a tensor-parallel group sends the logarithm of its share's
+sum, the target's logit if it has it, and its likeliest tokens. The first rank combines them."""
 
 from __future__ import annotations
 
@@ -19,16 +18,15 @@ from xrunner.models.weights import Shard
 from xrunner.ops.output_head import Scores
 from xrunner.query import Sampling, TokenLikelihood
 
-# Logits of so many rows are in memory at a time: of 150,000 tokens 154 MB.
+# chosen: rows whose logits are in memory at once: 154 MB for 150,000 tokens
 _ROWS_AT_A_TIME = 256
 
 
 def likelihoods(scores: Scores, rows: Sequence[int], targets: Tensor, top: int, shard: Shard,
                 vocab_size: int) -> Tensor | None:
-    """rows: places in `scores`, rising; targets: [rows] int64, the same on every rank of the group;
-    top: how many of the likeliest tokens of each row. Returns [rows, 1 + 2 top] float32: the
-    target's log-likelihood, then the likeliest tokens, then their log-likelihoods; None on all but
-    the group's first rank."""
+    """Log-likelihoods by row, [rows, 1 + 2 top] float32; None on all but the group's first rank.
+    Columns: the target's, then the `top` likeliest tokens, then theirs. `rows`: rising indices into
+    `scores`. `targets`: [rows] int64, the same on every rank."""
     parts = []
     for first in range(0, len(rows), _ROWS_AT_A_TIME):
         end = first + _ROWS_AT_A_TIME
@@ -41,7 +39,7 @@ def likelihoods(scores: Scores, rows: Sequence[int], targets: Tensor, top: int, 
 
 def _of_rows(logits: Tensor, targets: Tensor, top: int, shard: Shard,
              vocab_size: int) -> Tensor | None:
-    """logits [n, V_local] -> [n, 1 + 2 top]; None on all but the first rank."""
+    """Log-likelihoods [n, 1 + 2 top] from logits [n, V_local]; None on all but the first rank."""
     before = shard.index * shard.vocabulary_share(vocab_size)
     held = logits.shape[1]
     local = on_device(targets, logits.device) - before
@@ -70,20 +68,20 @@ def _of_rows(logits: Tensor, targets: Tensor, top: int, shard: Shard,
 
 
 def targets_of(tokens: Tensor | None, count: int, shard: Shard, device: torch.device) -> Tensor:
-    """The `count` tokens that the group's first rank has chosen, on every rank of it: [count]."""
+    """Tokens [count] that the group's first rank has chosen, on every rank."""
     if shard.degree == 1:
         assert tokens is not None, "a rank alone chooses"
         return tokens
     own = torch.zeros((count, 1), device=device) if tokens is None else (
         on_device(tokens, device).float()[:, None])
-    # a sum of one rank's and zeros: the one collective that every group has
+    # a sum of one rank's and zeros, since every group can all-reduce
     return shard.all_reduce(own)[:, 0].long()
 
 
 def packed(tokens: Tensor, told: Sequence[Tensor | None]) -> Tensor:
-    """tokens [n] with what is told of each, a [rows, columns] tensor, an embedding [columns] or
-    nothing: one float32 tensor of n tokens, n numbers of rows (0 of an embedding), n numbers of
-    columns, and the values. `unpacked` reads it."""
+    """Tokens [n] and what is reported of each, as one float32 tensor; `unpacked` reads it. `told`:
+    for each token a [rows, columns] tensor, an embedding [columns], or None. The tensor has n
+    tokens, n numbers of rows (0 for an embedding), n numbers of columns, and the values."""
     shapes = [(0, 0) if one is None else (0, len(one)) if one.ndim == 1 else tuple(one.shape)
               for one in told]
     header = torch.tensor([[rows for rows, _ in shapes], [columns for _, columns in shapes]],
@@ -93,20 +91,20 @@ def packed(tokens: Tensor, told: Sequence[Tensor | None]) -> Tensor:
 
 
 def as_row(one: TokenLikelihood) -> Tensor:
-    """[1, 1 + 2 top], as `likelihoods` has it."""
+    """A likelihood as a row [1, 1 + 2 top] of `likelihoods`."""
     return torch.tensor([[one.logprob, *(token for token, _ in one.top),
                           *(value for _, value in one.top)]])
 
 
 class Told(NamedTuple):
-    """What came with a query's token."""
+    """Likelihoods, or embedding, that came with a request's token."""
 
     likelihoods: tuple[TokenLikelihood, ...] = ()
     embedding: tuple[float, ...] = ()
 
 
 def unpacked(tensor: Tensor, count: int) -> tuple[list[int], list[Told]]:
-    """Tokens of `count` queries, and what is told of each: of a tensor of tokens alone nothing."""
+    """Tokens of `count` requests, and what came with each; [] for a tensor of tokens alone."""
     if tensor.dtype == torch.int64:
         return tensor.tolist(), []
     head = tensor[:3 * count].long().tolist()
@@ -131,5 +129,5 @@ def unpacked(tensor: Tensor, count: int) -> tuple[list[int], list[Told]]:
 
 
 def asks(choices: Sequence[Sampling]) -> bool:
-    """Whether anything is to be told of their tokens."""
+    """Whether likelihoods are asked for."""
     return any(choice.targets or choice.top_logprobs is not None for choice in choices)

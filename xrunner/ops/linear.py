@@ -1,12 +1,10 @@
-"""A layer's matrix products: torch's, oneDNN's, MKL's and our own, on weights laid out once for the
-processor.
+"""A layer's matrix products: torch's, oneDNN's, MKL's and our own, on weights packed once.
 
-A weight is a view of the checkpoint until `pack` copies it into a library's own blocked layout,
-which spares that from doing it at every call (benchmarks/floor.py measures all; oneDNN's bfloat16
-on an Intel Xeon without AMX: 1.05 to 2.4 times as quick at 1 to 128 rows).
-A bfloat16 weight may be kept as float32, which some processors multiply twice as fast. Activations
-are float32 then, so that nothing is widened before a product or rounded after it.
-"""
+A weight is a view of the checkpoint until `pack` copies it into a library's blocked layout, which
+saves that from doing it at every call. Measured (benchmarks/floor.py), oneDNN's bfloat16 on a Xeon
+without AMX: 1.05 to 2.4 times as fast at 1 to 128 rows. A bfloat16 weight may be held as float32,
+which some processors multiply twice as fast. Activations are then float32, so that nothing is
+converted around a product."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,37 +26,37 @@ from xrunner.ops.rows import silu_mul
 _PACKED = torch.ops.mkldnn
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh"),
-    "gelu_erf": F.gelu, "silu_mul": silu_mul}  # [T, 2 f], gate first, -> [T, f]: halves of the rest
-# -> oneDNN's name, and its algorithm
+    "gelu_erf": F.gelu, "silu_mul": silu_mul}  # [T, 2 f], gate first, to [T, f]
+# activation -> oneDNN's name and algorithm
 _ONEDNN = {"relu": ("relu", ""), "gelu": ("gelu", "tanh"),
            "gelu_erf": ("gelu", "none")}
 _EXACT = ("none", "relu", "silu_mul")  # of a row, whatever rows are beside it
 
 
 class Product:
-    """y = x W^T + b, then `activation`: one of ACTIVATIONS. Of `silu_mul` y is [T, out / 2]."""
+    """activation(x W^T + b), with one of ACTIVATIONS; [T, out / 2] with `silu_mul`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *,
                  activation: str = "none") -> None:
-        """weight [out, in], bias [out]."""
+        """`weight`: [out, in], `bias`: [out]."""
         assert activation in ACTIVATIONS, f"{activation = }"
         assert activation != "silu_mul" or len(weight) % 2 == 0, f"{weight.shape = }"
         self.weight: Tensor | None = weight
         self.bias, self._activation = bias, activation
         self.shape = tuple(weight.shape)
         self._packed: Tensor | None = None
-        self._tile: int | None = None  # rows of a product, where batches must not matter
+        self._tile: int | None = None  # rows of a product for batch invariance
         self._other: Int8Weight | MklWeight | PairsWeight | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it holds: weight, then bias if it has one."""
+        """Tensors that it holds: the weight, then the bias if it has one."""
         held = [] if self._other is None else self._other.tensors
         return held + [t for t in (self.weight, self._packed, self.bias) if t is not None]
 
     def pack(self, dtype: torch.dtype) -> None:
-        """Copies the weight, as `dtype`, into MKL's or oneDNN's layout where one serves, and lets
-        go of the checkpoint's; elsewhere it is held as `dtype` in torch's."""
+        """Copies the weight as `dtype` into MKL's, oneDNN's or our layout, and frees the
+        checkpoint's. Where none is supported, the weight is held as `dtype` in torch's layout."""
         weight = self.weight
         if weight is None:
             return
@@ -68,13 +66,13 @@ class Product:
 
     @property
     def _is_gated(self) -> bool:
-        """Whether it is one with what gates it: a bias is beyond that."""
+        """Whether one product with a gate is used, which has no bias."""
         return self._activation == "silu_mul" and self.bias is None
 
     @property
     def _is_row_by_row(self) -> bool:
-        """Whether the sums of a row are those of our own products, in one order whatever is
-        computed beside it (tested), and what follows them is exact."""
+        """Whether rows are summed in one order whatever is beside them, and the activation is
+        exact."""
         return isinstance(self._other, PairsWeight) and self._activation in _EXACT
 
     def _lay_out(self, weight: Tensor, dtype: torch.dtype) -> None:
@@ -92,7 +90,7 @@ class Product:
             return
         if not weight.is_cpu or not is_packable(dtype) or 0 in weight.shape:
             return
-        # MKL has no activations; oneDNN does them in the product's pass
+        # MKL has no activations; oneDNN applies them within the product
         is_mkl = self._activation not in _ONEDNN and not invariant.is_asked()
         if dtype == torch.float32 and is_mkl and is_mkl_served():
             self._other = MklWeight(self.weight)
@@ -101,8 +99,8 @@ class Product:
         self.weight = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out], or what the activation makes of it, of the dtype that
-        `activations_of` gives the held weight's."""
+        """Output [T, out] of x [T, in], activation applied, of dtype `activations_of` the
+        weight's."""
         return self._product(x) if self._tile is None else invariant.in_tiles(
             self._product, x, self._tile)
 
@@ -122,7 +120,7 @@ class Product:
 
 
 def activations_of(weight_dtype: torch.dtype) -> torch.dtype:
-    """The type of what a product takes and gives where weights are held as `weight_dtype`."""
+    """Dtype of a product's input and output for weights held as `weight_dtype`."""
     return torch.float32 if weight_dtype == torch.int8 else weight_dtype
 
 

@@ -1,10 +1,9 @@
 """The output head: the vocabulary's product in pieces, and the largest logit of each row.
 
-A greedy query needs no more of its logits than which one is largest. So that is looked for piece
-by piece while a piece's logits lie in the caches, and n x V float32 logits are never in memory;
-whole rows are made of drawn queries alone. A piece of 8,192 tokens is large enough that the weights
-of a small batch stream as quickly as in one product (measured beside 1,024 to 4,096).
-"""
+A greedy request needs only its largest logit. It is searched piece by piece while logits lie in the
+processor's caches, so n x V float32 logits are never in memory. Whole rows are computed only for
+drawn requests. Measured beside 1,024 to 4,096: with pieces of 8,192 tokens the weights of a small
+batch stream as fast as in one product."""
 
 from __future__ import annotations
 
@@ -18,25 +17,24 @@ from xrunner.devices import on_device
 from xrunner.ops.cpu.native import check, dtype_code, library, serves, threads
 from xrunner.ops.linear import Product
 
-PIECE_TOKENS = 8192
+PIECE_TOKENS = 8192  # chosen
 
 
 class BestTokens(NamedTuple):
-    """The largest logit of each row so far [n] float32, and its token [n] int64: the lowest of
-    those that are equally likely."""
+    """Largest logit of each row so far [n] float32, and its token [n] int64, the lowest if tied."""
 
     logits: Tensor
     tokens: Tensor
 
 
 class Scores(Protocol):
-    """The logits of a step's rows over this rank's share of the vocabulary; `rows` are rising."""
+    """Logits of a step's rows over this rank's share of the vocabulary; `rows` must be rising."""
 
     def best(self, rows: Sequence[int]) -> BestTokens:
-        """Of these rows; -inf and token 0 of a share without a token."""
+        """Largest logit and token of each of these rows; -inf and 0 for a share without tokens."""
 
     def of(self, rows: Sequence[int]) -> Tensor:
-        """[rows, V_local]"""
+        """Logits of these rows, [rows, V_local]."""
 
 
 class OutputHead:
@@ -56,12 +54,12 @@ class OutputHead:
             piece.pack(dtype)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [n, H] -> [n, V_local], of the dtype that the weight is held as."""
+        """Logits [n, V_local] of x [n, H], of the dtype that the weight is held as."""
         parts = [piece(x) for piece in self._pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def best(self, x: Tensor) -> BestTokens:
-        """x [n, H]: the largest of each row."""
+        """Largest logit and token of each row of x [n, H]."""
         best, first = no_tokens(len(x), x.device), 0
         for piece in self._pieces:
             best = keep_best(best, piece(x), first)
@@ -70,8 +68,8 @@ class OutputHead:
 
 
 class HeadScores:
-    """Scores of what goes into a head: x [n, H]. With a `cap` each score s becomes
-    cap * tanh(s / cap), which keeps their order; `bias` [V_local] is added: whole rows are made."""
+    """Scores of a head's input x [n, H]. `cap`: a score s becomes cap * tanh(s / cap), which keeps
+    their order. `bias`: [V_local], added to whole rows."""
 
     def __init__(self, head: OutputHead, x: Tensor, *, cap: float | None = None,
                  bias: Tensor | None = None) -> None:
@@ -92,7 +90,7 @@ class HeadScores:
 
 
 class WholeScores:
-    """Scores of logits that are there: [n, V_local]."""
+    """Scores of given logits [n, V_local]."""
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -109,19 +107,19 @@ def _best_of(logits: Tensor) -> BestTokens:
 
 
 def _taken(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """These rows of it, which are rising."""
+    """Rows of the tensor; `rows` must be rising."""
     return tensor if len(rows) == len(tensor) else tensor[on_device([*rows], tensor.device)]
 
 
 def no_tokens(rows: int, device: torch.device) -> BestTokens:
-    """What to begin with."""
+    """Initial BestTokens, before any logits."""
     return BestTokens(torch.full((rows,), float("-inf"), device=device),
                       torch.zeros(rows, dtype=torch.long, device=device))
 
 
 def keep_best(best: BestTokens, logits: Tensor, first_token: int) -> BestTokens:
-    """`best` after the logits [n, v] of the v tokens from `first_token` on, which are higher than
-    those before. `best` is given up. No number, of a model that overflowed, is never the best."""
+    """`best` updated by the logits [n, v] of the tokens from `first_token` on; may overwrite
+    `best`. These tokens must be higher than those before. NaN is never the best."""
     if serves(logits) and logits.is_contiguous():
         lib = library()
         assert lib is not None

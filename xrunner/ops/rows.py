@@ -1,7 +1,5 @@
-"""What a layer does to each token's row between its products; one pass over the row each.
-
-The native operators (csrc/ops/cpu/rows.cpp) serve where they can, else torch.
-"""
+"""Operations on each token's row between a layer's products, in one pass each. Uses native
+operators (csrc/ops/cpu/rows.cpp) where available, else torch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,15 +14,15 @@ from xrunner.ops.cuda import cuda_modules
 
 
 class Rotation(NamedTuple):
-    """Rotary cos and sin of one step's tokens, shared by all layers: each [T, d / 2] float32."""
+    """Rotary cos and sin of one step's tokens, each [T, d / 2] float32, shared by all layers."""
 
     cos: Tensor
     sin: Tensor
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> Tensor:
-    """hidden [T, H] += added [T, H], if any, in place; then, with weight [H],
-    hidden / sqrt(mean(hidden^2) + eps) * weight."""
+    """RMS norm of hidden [T, H], after `added` [T, H] is added in place. hidden /
+    sqrt(mean(hidden^2) + eps) * weight, with weight [H]."""
     assert added is None or _are_alike(added, hidden), f"{added.shape = } {hidden.shape = }"
     gpu = cuda_modules.ops_for(hidden)
     if gpu is not None and hidden.is_contiguous():
@@ -43,8 +41,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, added: Tensor | None = 
 
 def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float,
                added: Tensor | None = None) -> Tensor:
-    """hidden [T, H] += added [T, H], if any, in place; then the normalised rows, scaled by weight
-    [H] and shifted by bias [H]."""
+    """Layer norm of hidden [T, H], after `added` [T, H] is added in place; weight, bias [H]."""
     assert added is None or _are_alike(added, hidden), f"{added.shape = } {hidden.shape = }"
     gpu = cuda_modules.ops_for(hidden)
     if gpu is not None and hidden.is_contiguous():
@@ -62,7 +59,7 @@ def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float,
 
 
 def silu_mul(joint: Tensor) -> Tensor:
-    """joint [T, 2 I], gate then up of each token -> silu(gate) * up [T, I]."""
+    """silu(gate) * up, [T, I], of joint [T, 2 I]: gate, then up, of each token."""
     tokens, inner = len(joint), joint.shape[1] // 2
     gpu = cuda_modules.ops_for(joint)
     if gpu is not None and joint.is_contiguous():
@@ -79,11 +76,11 @@ def silu_mul(joint: Tensor) -> Tensor:
 
 def place(joint: Tensor, heads: int, cache: tuple[Tensor, Tensor], places: Places,
           rotation: Rotation | None = None) -> Tensor:
-    """Rotates query and key, if the family does, and puts key and value into the cache.
+    """Rotates query and key, writes key and value into the cache; returns the query [T, h, d].
 
-    joint [T, (h + 2 k) d]: query, key, value of each token, given up; cache: keys and values, each
-    [slots, k, capacity, d], of any type. Returns the query [T, h, d], a view of `joint`.
-    """
+    `joint`: [T, (h + 2 k) d], query, key, value of each token, overwritten; the result is a view of
+    it. `cache`: keys and values, each [slots, k, capacity, d], of any type. `rotation`: None for no
+    rotation."""
     keys, values = cache
     num_slots, kv_heads, capacity, dim = keys.shape
     split = joint.view(len(joint), heads + 2 * kv_heads, dim)
@@ -112,7 +109,7 @@ def place(joint: Tensor, heads: int, cache: tuple[Tensor, Tensor], places: Place
 
 
 def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """x [T, heads, d]; the halves form the rotated pairs, as in transformers."""
+    """x [T, heads, d] rotated; pairs are a head's halves, as in transformers."""
     cos, sin = (torch.cat([part, part], dim=-1)[:, None, :].to(x.dtype) for part in rotation)
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin
@@ -130,17 +127,17 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 class Residual:
-    """hidden [T, H], which changes in place, and a product that is still to be added to it: the
-    next norm does both in one pass over the rows."""
+    """The residual stream [T, H] with a product still to be added. The next norm adds it and norms
+    in one pass over the rows."""
 
     def __init__(self, hidden: Tensor) -> None:
-        """`hidden` belongs to the stream from now on."""
+        """Takes over `hidden`, which changes in place."""
         self._hidden = hidden
         self._added: Tensor | None = None
 
     def add(self, product: Tensor, all_reduce: AllReduce | None = None) -> None:
-        """product [T, H]; `all_reduce` sums it over a tensor-parallel group first, None: this rank
-        has all of it."""
+        """Adds a product [T, H] later. `all_reduce`: sums it over a group first (None: not
+        needed)."""
         self.total()
         self._added = product if all_reduce is None else all_reduce(product)
 
@@ -151,13 +148,12 @@ class Residual:
         return layer_norm(self._hidden, weight, bias, eps, self._taken())
 
     def total(self) -> Tensor:
-        """hidden [T, H] with everything added."""
+        """The stream [T, H] with everything added."""
         added = self._taken()
         return self._hidden if added is None else self._hidden.add_(added)
 
     def become(self, rows: Tensor) -> None:
-        """`rows` [T, H], which belong to the stream from now on, are what goes on; of a norm that
-        is of the sum."""
+        """Replaces the stream by `rows` [T, H], a norm of its sum."""
         assert self._added is None, "something is still to be added"
         self._hidden = rows
 

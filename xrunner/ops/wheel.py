@@ -1,11 +1,9 @@
-"""What pip does beyond copying Python files (declared in setup.cfg). Into a wheel csrc/ goes along,
-as xrunner/csrc/, with the library compiled from it. For a checkout that is installed as it lies
-(`pip install -e`) the library is compiled into the user's cache, under the name by which runs look
-for it, so that the first of them compiles nothing. Without a compiler there is none, and the runner
-compiles one where it can (xrunner.ops.cpu.native).
+"""Build hooks of pip (declared in setup.cfg).
 
-setuptools loads this file alone, before anything of this project can be imported.
-"""
+A wheel gets csrc/ as xrunner/csrc/, with the library compiled from it. For an editable checkout
+(`pip install -e`) the library is compiled into the user's cache, where runs look for it. Without a
+compiler there is no library, and the runner compiles one where it can (xrunner.ops.cpu.native).
+setuptools loads this file alone, before anything of this project can be imported."""
 
 import importlib.util
 import shutil
@@ -21,7 +19,7 @@ _SOURCES = ("*.cpp", "*.h", "*.cu")
 
 
 def _build() -> ModuleType:
-    """xrunner.ops.build, from its file."""
+    """The module xrunner.ops.build, loaded from its file."""
     path = Path(__file__).with_name("build.py")
     spec = importlib.util.spec_from_file_location("xgpt_build", path)
     assert spec is not None and spec.loader is not None
@@ -35,11 +33,11 @@ def _sources() -> list[Path]:
 
 
 class BuildPy(build_py):  # type: ignore[misc]  # setuptools is untyped
-    """Python files, and the native operators beside them."""
+    """Builds Python files with the native operators beside them."""
 
     def run(self) -> None:
         super().run()
-        if self.editable_mode:  # the checkout's own csrc/ serves
+        if self.editable_mode:  # the checkout's own csrc/ is used
             self._keep()
         else:
             self._copy_sources()
@@ -49,7 +47,7 @@ class BuildPy(build_py):  # type: ignore[misc]  # setuptools is untyped
         return [*super().get_outputs(include_bytecode), *map(str, self._native_files())]
 
     def get_source_files(self) -> list[str]:
-        """What a source distribution has to hold."""
+        """Files of a source distribution."""
         return [*super().get_source_files(),
                 *(str(path.relative_to(_ROOT)) for path in _sources())]
 
@@ -71,7 +69,7 @@ class BuildPy(build_py):  # type: ignore[misc]  # setuptools is untyped
         try:
             build.keep_here()
         except (build.BuildError, OSError, RuntimeError, ValueError) as error:
-            # nothing depends on it; and a user may have no home to keep it in
+            # nothing depends on it, and a user may have no home
             self.warn(f"the native operators are not compiled now: {error}")
 
     def _compile(self) -> None:
@@ -84,8 +82,8 @@ class BuildPy(build_py):  # type: ignore[misc]  # setuptools is untyped
 
 
 class BdistWheel(bdist_wheel):  # type: ignore[misc]
-    """A wheel of this platform where it holds a library, of any where it does not; of any Python,
-    since the library is loaded by ctypes."""
+    """A wheel for this platform if it has a library, else for any; for any Python. The library is
+    loaded by ctypes."""
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()

@@ -1,6 +1,5 @@
-"""vLLM's engine core, in this process: started with what a schedule needs, fed and stepped.
-
-Imports vLLM when it starts one, in whose interpreter this runs."""
+"""vLLM's engine core, in this process: started with what a schedule needs, fed and stepped. Runs in
+the interpreter that has vLLM, and imports it when a core is started."""
 
 import json
 import os
@@ -17,12 +16,12 @@ from xgpt.core.errors import XgptError
 from xrunner.backends.vllm.row import LORA, QUIET, engine_arguments
 from xrunner.query import Sampling, TokenLikelihood
 
-_LOOK_S = 0.001  # between looks whether a form is compiled
+_LOOK_S = 0.001  # chosen: seconds between polls for a compiled grammar
 
 
 def parameters_of(sampling: Sampling, num_tokens: int, config: Any, max_tokens: int) -> Any:
-    """vLLM's SamplingParams of a query that has so many tokens, its own output included, by an
-    engine's `config`. Raises ValueError where vLLM does not sample so."""
+    """vLLM's SamplingParams of a request with `num_tokens` tokens, its output included. `config`:
+    an engine's. Raises ValueError if vLLM does not sample that way."""
     from vllm.sampling_params import SamplingParams
 
     given: dict[str, Any] = {"temperature": 0.0}
@@ -37,8 +36,8 @@ def parameters_of(sampling: Sampling, num_tokens: int, config: Any, max_tokens: 
         **given, max_tokens=max_tokens, ignore_eos=True, detokenize=False,
         logprobs=sampling.top_logprobs,
         min_tokens=min(max(sampling.barred_until - num_tokens, 0), max_tokens))
-    # what is barred before so many tokens, and may end a form; vLLM does not stop by these, as it
-    # would by `stop_token_ids`
+    # tokens barred before min_tokens, and those that may end a grammar; unlike `stop_token_ids`
+    # vLLM does not stop at them
     parameters._all_stop_token_ids = {*sampling.barred}
     if sampling.passed:
         parameters.verify(config.model_config, config.speculative_config,
@@ -47,7 +46,7 @@ def parameters_of(sampling: Sampling, num_tokens: int, config: Any, max_tokens: 
 
 
 def tokenizer_of(config: Any) -> Any:
-    """vLLM's own, which compiles forms; None where no query needs it."""
+    """vLLM's tokenizer, which compiles grammars; None if no request needs it."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     model = config.model_config
@@ -55,8 +54,8 @@ def tokenizer_of(config: Any) -> Any:
 
 
 def await_form(request: Any) -> None:
-    """Returns when the form of a vLLM request's output, if it has one, is compiled: the batching
-    rule counts on it in the very next step. Raises whatever its compiler did."""
+    """Waits until the grammar of a request's output, if any, is compiled. The batching rule needs
+    it in the next step. Raises the compiler's error."""
     form = request.structured_output_request
     if form is None:
         return
@@ -67,7 +66,7 @@ def await_form(request: Any) -> None:
 
 
 def _passed(passed: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's own parameters, as vLLM's types have them."""
+    """A request's own parameters as vLLM's types."""
     from vllm.sampling_params import StructuredOutputsParams
 
     given = dict(passed)
@@ -79,20 +78,20 @@ def _passed(passed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class FromTheStart(torch.Generator):
-    """A CPU generator that goes back, by whatever offset it is told, to its seed. vLLM draws after
-    each chunk of an input, gives all but the last draw up and sets the generator back, which CPU
-    generators cannot do; nothing that was drawn counts until the input is encoded."""
+    """A CPU generator that returns to its seed whatever offset is set. vLLM draws after each chunk
+    of an input, drops all but the last draw and resets the generator, which CPU generators cannot
+    do. No draw counts until the input is encoded."""
 
     def get_offset(self) -> int:
         return 0
 
     def set_offset(self, offset: int) -> torch.Generator:
-        """Draws again what it drew first."""
+        """Resets the generator to its seed."""
         return self.manual_seed(self.initial_seed())
 
 
 def rewind_draws(worker: Any) -> None:
-    """Has this worker's requests draw by generators that can be set back."""
+    """Lets this worker's requests draw by generators that can be reset."""
     batch = worker.model_runner.input_batch
     add = batch.add_request
 
@@ -107,20 +106,21 @@ def rewind_draws(worker: Any) -> None:
 
 
 SCHEDULER = "xrunner.backends.vllm.scheduler.StepScheduler"
-# Tokens of one pass at most: a step of more goes through the model in several. vLLM tries its
-# largest pass when it starts, and keeps memory for it.
+# chosen: most tokens of one pass; a larger step takes several. vLLM runs its largest pass at the
+# start, and reserves memory for it.
 MOST_TOKENS = 4096
-PREFIX = "filled-"  # of requests whose inputs count as encoded already (filled.py)
+PREFIX = "filled-"  # of requests whose inputs count as encoded (filled.py)
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSettings:
-    """What one engine core is started with. `tp_degree`: processes that divide each layer, of
-    `threads` each; `max_tokens`: positions of the longest query; `kv_tokens`: that all queries
-    together hold at most, of so many bytes each in all processes; `most_tokens`: of one pass.
-    `is_random`: weights of the model's shape. `arguments`: vLLM's own (run.engine_args), which win.
-    `needs_tokenizer`: some outputs are held to a form."""
+    """Settings of one engine core.
+
+    `tp_degree`: processes that divide each layer, of `threads` each. `max_tokens`: positions of the
+    longest request. `kv_tokens`: KV tokens of all requests together, of `kv_token_bytes` each over
+    all processes. `most_tokens`: tokens of one pass. `is_random`: random weights. `arguments`:
+    run.engine_args, which override ours. `needs_tokenizer`: some outputs follow a grammar."""
 
     model_dir: Path
     dtype: str
@@ -138,25 +138,24 @@ class CoreSettings:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a KV block: vLLM's own choice on CPUs and on GPUs."""
+        """Tokens of a KV block: vLLM's defaults for CPUs and GPUs."""
         return int(self.arguments.get("block_size") or (
             128 if self.device_kind == "cpu" else 16))
 
     @property
     def num_blocks(self) -> int:
-        """Every query's last block is filled in part; one block is vLLM's own."""
+        """KV blocks: each request fills its last block in part, and vLLM takes one itself."""
         return self.kv_tokens // self.block_tokens + self.max_queries + 1
 
     @property
     def kv_bytes(self) -> int:
-        """Of one process's cache."""
+        """Bytes of one process's KV cache."""
         return self.num_blocks * self.block_tokens * -(-self.kv_token_bytes // self.tp_degree)
 
 
 class Token(NamedTuple):
-    """What a pass gave one request: its next token. `is_finite`: its logits were numbers.
-    `is_end`: the request has all the tokens it can hold, and is gone. `likelihood`: where it is
-    asked for."""
+    """One request's next token. `is_finite`: its logits were finite. `is_end`: the request is full
+    and gone. `likelihood`: where asked for."""
 
     value: int
     is_finite: bool = True
@@ -165,11 +164,11 @@ class Token(NamedTuple):
 
 
 def environment(settings: CoreSettings) -> dict[str, str]:
-    """What vLLM reads when it starts: its scheduler in this process, threads of their own on cores
-    of this process for each that computes, no use of the network, and a count of logits that are
-    no numbers."""
+    """Environment variables that vLLM reads when it starts. They keep its scheduler in this process
+    and the network unused, give each process cores of its own, and count logits that are not
+    finite."""
     values = {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_COMPUTE_NANS_IN_LOGITS": "1"}
-    if settings.tp_degree > 1:  # this process has threads already, with which no fork goes well
+    if settings.tp_degree > 1:  # this process has threads, so a fork is unsafe
         values["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if settings.device_kind == "cpu":
         # its default binding reserves a core, and takes the others' hyperthreads
@@ -179,7 +178,7 @@ def environment(settings: CoreSettings) -> dict[str, str]:
 
 
 def _cores_of_each(settings: CoreSettings) -> list[str]:
-    """The cores of each process, as vLLM reads them. Where there are too few they share them."""
+    """Cores of each process in vLLM's notation; shared if there are too few."""
     cores = sorted(os.sched_getaffinity(0))
     each = [[cores[(rank * settings.threads + thread) % len(cores)]
              for thread in range(min(settings.threads, len(cores)))]
@@ -188,10 +187,10 @@ def _cores_of_each(settings: CoreSettings) -> list[str]:
 
 
 class EngineCore:
-    """One vLLM engine core: requests by name, passes by the tokens wanted of each."""
+    """One vLLM engine core: requests by name, and passes over the tokens wanted of each."""
 
     def __init__(self, settings: CoreSettings) -> None:
-        """Loads the model. Raises XgptError with vLLM's reason where it does not."""
+        """Loads the model. Raises XgptError with vLLM's reason if it cannot."""
         os.environ.update(environment(settings))
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine import EngineCoreRequest
@@ -200,7 +199,7 @@ class EngineCore:
 
         self._request, self._adapter = EngineCoreRequest, _adapter_of(settings)
         self._num_processes = settings.tp_degree
-        self._tops: dict[str, int] = {}  # likeliest tokens that each request asks for
+        self._tops: dict[str, int] = {}  # number of likeliest tokens that each request asks for
         self.max_pass = MOST_TOKENS
         try:
             config = EngineArgs(**self._arguments(settings)).create_engine_config()
@@ -213,8 +212,8 @@ class EngineCore:
         self.max_tokens = config.model_config.max_model_len
 
     def add(self, name: str, tokens: Sequence[int], sampling: Sampling, generated: int = 0) -> None:
-        """A request that waits from now on; it ends when it is told to, and not before. The last
-        `generated` tokens are output of its own, from before it was evicted."""
+        """Adds a waiting request, which ends only by `end`. `generated`: how many of the last
+        tokens are its own output, from before an eviction."""
         request, _ = self._core.preprocess_add_request(self._request(
             request_id=name, prompt_token_ids=list(tokens), mm_features=None,
             sampling_params=parameters_of(sampling, len(tokens), self._core.vllm_config,
@@ -229,15 +228,15 @@ class EngineCore:
         self._core.add_request(request)
 
     def end(self, names: Sequence[str]) -> None:
-        """These requests are done, or evicted: their blocks are free."""
+        """Removes requests that are done or evicted, and frees their blocks."""
         for name in names:
-            self._tops.pop(name, None)  # of one that ended by itself it is gone already
+            self._tops.pop(name, None)  # a request that ended by itself is gone already
         if names:
             self._core.abort_requests(list(names))
 
     def step(self, tokens: Mapping[str, int]) -> dict[str, Token]:
-        """One pass, of so many tokens of each request: the next token of each whose input it
-        ended. Raises XgptError where vLLM does anything else."""
+        """Executes one pass over so many tokens of each request. Returns the next token of each
+        request whose input it ended. Raises XgptError if vLLM schedules anything else."""
         self._core.scheduler.want(tokens)
         outputs, _ = self._core.step()
         given = {one.request_id: Token(
@@ -250,18 +249,18 @@ class EngineCore:
         return given
 
     def peak_memory_bytes(self) -> int:
-        """Of all processes together."""
+        """Peak memory of all processes together, in bytes."""
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return own + (sum(self._core.model_executor.collective_rpc(_peak_bytes))
                       if self._num_processes > 1 else 0)
 
     def close(self) -> None:
-        """Ends the processes that vLLM has started, and waits for them: what they used is ours."""
+        """Ends vLLM's processes and waits for them."""
         if self._num_processes > 1:
             self._core.shutdown()
 
     def _arguments(self, settings: CoreSettings) -> dict[str, Any]:
-        """vLLM's arguments: ours beneath the user's."""
+        """Arguments of vLLM's engine: ours, overridden by the user's."""
         return {"model": str(settings.model_dir), "dtype": settings.dtype, "seed": 0,
                 "skip_tokenizer_init": not settings.needs_tokenizer, "trust_remote_code": False,
                 "max_model_len": settings.max_tokens, "max_num_seqs": settings.max_queries,
@@ -271,11 +270,11 @@ class EngineCore:
                 "enforce_eager": settings.device_kind == "cpu", "disable_log_stats": True,
                 "tensor_parallel_size": settings.tp_degree,
                 "block_size": settings.block_tokens,
-                # layers with a window keep all tokens, as is planned: with groups of layers of
-                # their own a query would need a block of each, and there are not so many
+                # windowed layers keep all tokens, as planned: separate groups of layers would take
+                # a block of each per request, and there are not that many
                 "disable_hybrid_kv_cache_manager": True,
                 **engine_arguments(settings.arguments),
-                # what the batching rule relies on
+                # the batching rule relies on these
                 "scheduler_cls": SCHEDULER, "async_scheduling": False}
 
 
@@ -284,7 +283,7 @@ def _peak_bytes(worker: Any) -> int:
 
 
 def _adapter_of(settings: CoreSettings) -> Any:
-    """What every request names: the job's adapter, or none."""
+    """The job's adapter, which every request names; None if there is none."""
     if LORA not in settings.arguments:
         return None
     from vllm.lora.request import LoRARequest
@@ -293,8 +292,8 @@ def _adapter_of(settings: CoreSettings) -> Any:
 
 
 def _likelihood(logprobs: Any, top: int) -> TokenLikelihood | None:
-    """Of vLLM's lists for one token, [1, 1 + likeliest], the chosen token first; there are as many
-    likeliest as any request of the pass asks for."""
+    """Log-likelihoods of one token from vLLM's lists [1, 1 + likeliest], the chosen token first.
+    The lists have as many likeliest tokens as any request of the pass asks for."""
     if logprobs is None:
         return None
     tokens, values = (part[0].tolist() for part in (logprobs.logprob_token_ids, logprobs.logprobs))

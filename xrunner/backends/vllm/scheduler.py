@@ -1,6 +1,5 @@
-"""vLLM's scheduler, told what each pass through the model is.
-
-Imported by vLLM itself, in the interpreter it is installed in (`scheduler_cls`)."""
+"""A scheduler of vLLM that executes the passes it is given. Imported by vLLM, in the interpreter it
+is installed in (`scheduler_cls`)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +10,8 @@ from xgpt.core.errors import XgptError
 
 
 class StepScheduler(Scheduler):  # type: ignore[misc]  # untyped: vLLM is in no environment of ours
-    """Schedules exactly the tokens that it was told to. Which queries work together, and when, is
-    the batching rule's to decide; blocks, the persistent batch and the account of tokens stay
-    vLLM's own."""
+    """Schedules exactly the tokens passed to `want`. The batching rule decides which requests work
+    together, and when. Blocks, the persistent batch and the account of tokens stay vLLM's."""
 
     running: list[Any]  # requests
 
@@ -22,14 +20,14 @@ class StepScheduler(Scheduler):  # type: ignore[misc]  # untyped: vLLM is in no 
         self._wanted: dict[str, int] = {}
 
     def want(self, tokens: Mapping[str, int]) -> None:
-        """The next pass: so many tokens of each of these requests, in this order. Those that are
-        new must be all that wait."""
+        """Sets the next pass: so many tokens of each of these requests, in this order. All waiting
+        requests must be among them."""
         self._wanted = dict(tokens)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """vLLM's own, over a queue of running requests that holds none but those wanted, with a
-        budget of just their tokens. Raises XgptError where it schedules anything else: it lacks
-        blocks, or is of a version that schedules otherwise."""
+        """vLLM's schedule, with only the wanted requests running and a budget of their tokens.
+        Raises XgptError if vLLM schedules anything else: it lacks blocks, or its version schedules
+        otherwise."""
         running = {request.request_id: request for request in self.running}
         self.running = [running[name] for name in self._wanted if name in running]
         self.max_num_scheduled_tokens = sum(self._wanted.values())

@@ -1,8 +1,8 @@
-"""Calls of tools in what a model wrote, found by one of vLLM's own parsers, which the job names
-(`run.engine_args: {tool_call_parser: hermes}`). `PYTHON -m xrunner.backends.vllm.tool_calls` says
-what the vLLM of that interpreter can be given, these parsers among it, as one line of JSON.
+"""Finds tool calls in a model's output by one of vLLM's parsers, which the job names
+(`run.engine_args: {tool_call_parser: hermes}`).
 
-Imports vLLM where it is used, in whose interpreter this runs."""
+`PYTHON -m xrunner.backends.vllm.tool_calls` prints vLLM's arguments and parsers as a line of JSON.
+Imports vLLM where it is used, in the interpreter that has it."""
 
 import json
 from dataclasses import MISSING, fields, replace
@@ -13,14 +13,14 @@ from xrunner.query import FinishedQuery, ToolCall
 
 
 def known_parsers() -> list[str]:
-    """What the parsers of this vLLM are called."""
+    """Names of vLLM's tool-call parsers."""
     from vllm.tool_parsers import ToolParserManager
 
     return sorted(ToolParserManager.list_registered())
 
 
 class CallsFinder:
-    """Turns the answers of chats with tools into calls of them."""
+    """Turns answers of chats with tools into tool calls."""
 
     def __init__(self, parser: str, model_dir: Path) -> None:
         from vllm.tokenizers import get_tokenizer
@@ -31,8 +31,7 @@ class CallsFinder:
         self._ends = {self._tokenizer.eos_token_id}
 
     def __call__(self, result: FinishedQuery) -> FinishedQuery:
-        """The result with the calls that its answer makes, if it makes any: what is no call stays
-        its text."""
+        """The result with its tool calls, if there are any; the rest of the text stays."""
         query = result.query
         if not query.tools or result.error is not None:
             return result
@@ -43,7 +42,7 @@ class CallsFinder:
         ids = list(result.output_ids)
         if ids and ids[-1] in self._ends:
             ids.pop()
-        # a call's marks are special tokens of some models, which their plain text leaves out
+        # some models mark calls by special tokens, which plain text leaves out
         found = parser.extract_tool_calls(
             self._tokenizer.decode(ids, skip_special_tokens=False), request)
         if not found.tools_called:
@@ -53,7 +52,7 @@ class CallsFinder:
 
 
 def arguments() -> dict[str, str]:
-    """name -> its type in words, of every argument of an engine."""
+    """Types in words, by name, of all arguments of vLLM's engine."""
     from vllm.engine.arg_utils import EngineArgs
 
     return {one.name: str(one.type) for one in fields(EngineArgs)

@@ -1,7 +1,8 @@
-"""vLLM at work on a run: `PYTHON -m xrunner.backends.vllm.vllm_worker OUT/run.json`, in the
-interpreter that has vLLM. One process, whatever vLLM starts itself (of a tensor-parallel group, the
-others); it decides by the schedule's rule, steps vLLM, and writes what every engine's first
-rank writes."""
+"""Executes a run with vLLM: `PYTHON -m xrunner.backends.vllm.vllm_worker OUT/run.json`.
+
+It is one process, in the interpreter that has vLLM, besides those that vLLM starts for a
+tensor-parallel group. It decides by the schedule's rule, steps vLLM, and writes what every engine's
+first rank writes."""
 
 if __name__ == "__main__":  # before what takes seconds to import
     from xgpt.core.system.lifeline import begin_rank
@@ -62,9 +63,9 @@ def main(arguments: list[str]) -> int:
 
 
 def run(plan: RunPlan, world: World) -> None:
-    """The run of the schedule in the plan's folder, from its first query to its last."""
+    """Runs the schedule in the plan's folder from the first request to the last."""
     schedule = load_schedule(plan.output / "schedule.json")
-    (rule,) = rules_for(schedule.estimate)  # of one pool: the engine's row refuses others
+    (rule,) = rules_for(schedule.estimate)  # one pool: the engine's row refuses others
     os.environ.update(QUIET)
     queries, num_errors, before = open_requests(plan)
     clock = Stopwatch()
@@ -113,8 +114,7 @@ def run(plan: RunPlan, world: World) -> None:
 
 def _watch(plan: RunPlan, head: Head, sink: RunSink, order: Sequence[int], *,
            first_query: int, limit_s: float) -> None:
-    """Room for what the launcher may change the schedule to, and, where it follows the lengths, the
-    link to it."""
+    """Makes room for schedule changes and, if lengths are watched, links to the launcher."""
     rule = head.rule
     is_rra = isinstance(rule, RraRule)
     if isinstance(rule, RraRule):
@@ -127,14 +127,14 @@ def _watch(plan: RunPlan, head: Head, sink: RunSink, order: Sequence[int], *,
 
 
 def _parsed(plan: RunPlan) -> dict[str, Any]:
-    """What finds calls of tools, where the job names a parser of vLLM's."""
+    """Arguments of RunSink that find tool calls, if the job names a parser."""
     parser = plan.engine_args.get(TOOL_PARSER)
     return {} if parser is None else {"parsed": CallsFinder(parser, plan.model_dir)}
 
 
 def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage, *,
                 needs_tokenizer: bool = False) -> CoreSettings:
-    """What vLLM is started with: room for what the rule lets be there at once."""
+    """Settings of vLLM for as many requests as the rule has at once."""
     queries = message.slots * message.num_groups
     spec = read_spec(plan.model_dir, plan.model_name)
     return CoreSettings(
@@ -149,24 +149,23 @@ def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage, *,
 
 
 def version_words() -> str:
-    """Whose kernels served, in a line."""
+    """vLLM's version, for the run's figures."""
     import vllm
 
     return f"vLLM {vllm.__version__}"
 
 
 class Refusals:
-    """Which queries vLLM cannot answer, said before a run: one must not cost the others. It tries
-    their sampling parameters, and compiles the forms of their outputs, by a configuration of
-    vLLM's own and without its model. Most jobs ask for nothing that it might not: none of vLLM is
-    loaded for them."""
+    """Finds requests that vLLM cannot answer before the run, so that others do not suffer. It tries
+    their sampling parameters and compiles their grammars with a configuration of vLLM, without its
+    model. For jobs that need neither, vLLM is not imported."""
 
     def __init__(self, plan: RunPlan) -> None:
-        self._plan, self.are_forms = plan, False  # whether some outputs are held to a form
+        self._plan, self.are_forms = plan, False  # whether some outputs follow a grammar
 
     @cached_property
     def _judges(self) -> tuple[Any, Any]:
-        """(configuration, what compiles forms). vLLM's environment is set up."""
+        """(vLLM's configuration, its compiler of grammars)."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.structured_output import StructuredOutputManager
 
@@ -178,13 +177,13 @@ class Refusals:
         return config, StructuredOutputManager(config)
 
     def of(self, query: PreparedQuery) -> str | None:
-        """Why vLLM does not answer it; None where it does."""
+        """Why vLLM cannot answer the request; None if it can."""
         sampling, inputs = query.sampling, list(query.input_ids)
         if not sampling.passed:
             return None
         is_form = has_form(sampling.passed)
         if is_form and not TextTokenizer(self._plan.model_dir).is_there:
-            return "the model's folder has no tokenizer, by which vLLM holds an output to a form"
+            return "the model's folder has no tokenizer, which vLLM needs for a structured output"
         config, manager = self._judges
         from vllm.v1.request import Request
 
@@ -195,34 +194,33 @@ class Refusals:
                                   sampling_params=parameters, pooling_params=None)
                 manager.grammar_init(request)
                 await_form(request)
-        except Exception as cause:  # of what compiles a form, which raises as it likes
+        except Exception as cause:  # a grammar compiler raises any error
             return f"vLLM: {str(cause).strip() or type(cause).__name__}"
         self.are_forms |= is_form
         return None
 
 
-# of a query that is done, in a batch that is not, once it holds as much as there may be
+# token of a full request in an unfinished batch
 _DEAD = Token(0)
 
 
 class VllmExecutor(DecoderOnly):
-    """Executes the steps that the rule decides (xrunner.engine.pipeline.Executor). One request of
-    the core for each query in a slot. A query that is evicted leaves it, and comes back as a new
-    one whose input is all that it had."""
+    """Executes the rule's steps with one vLLM request per slot. An evicted request is removed, and
+    returns as a new one whose input is all its tokens."""
 
     def __init__(self, make_core: Callable[[StartMessage], EngineCore],
                  tokens_of: Callable[[int, int], tuple[Sequence[int], int]], *,
                  clock: Callable[[], float] = time.perf_counter,
                  heartbeat: Heartbeat | None = None) -> None:
-        """`make_core`: for caches of the sizes that the start says. `tokens_of`: the first so many
-        tokens of a query, which steps bring in chunks and vLLM wants at once, and how many of them
-        are its own output."""
+        """`make_core`: starts a core with caches of the sizes in the start message. `tokens_of`:
+        first tokens of a request, and how many of these are its own output. vLLM wants them at
+        once, though steps bring them in chunks."""
         super().__init__(clock, heartbeat)
         self._make_core, self._tokens_of, self._numbers = make_core, tokens_of, count()
         self._core: EngineCore
         self._groups: list[GroupSlots[str]] = []
-        self._ended: set[str] = set()  # requests that hold as much as there may be
-        self._held: dict[str, int] = {}  # tokens of each request that are in the cache
+        self._ended: set[str] = set()  # requests that are full
+        self._held: dict[str, int] = {}  # cached tokens of each request
         self.passes = 0
 
     def start(self, message: StartMessage) -> None:
@@ -230,18 +228,18 @@ class VllmExecutor(DecoderOnly):
         self._groups = [GroupSlots() for _ in range(message.num_groups)]
 
     def peak_memory_bytes(self) -> int:
-        """Of the engine's processes."""
+        """Peak memory of the engine's processes in bytes."""
         return self._core.peak_memory_bytes()
 
     def close(self) -> None:
-        """Ends what the core has started, if there is one."""
+        """Ends the core's processes, if it has started."""
         if hasattr(self, "_core"):
             self._core.close()
 
     def execute(self, message: StepMessage, inputs: Tensor) -> Tensor:
-        """inputs: tokens, which the core has already of those who decode. Returns the next token
-        of each who decodes, slot by slot, then of each whose encoding ends, [n]; with what is told
-        of them (xrunner.ops.likelihoods.packed), where anything is."""
+        """Next tokens [n]: of decoding requests by slot, then of those whose encoding ends. Packed
+        with likelihoods where asked for (xrunner.ops.likelihoods.packed). `inputs`: tokens; vLLM
+        already has those of decoding requests."""
         if self._heartbeat is not None:
             self._heartbeat.begin(message)
         start_s, slots = self._clock(), self._groups[message.group]
@@ -285,7 +283,7 @@ class VllmExecutor(DecoderOnly):
         self._ended.difference_update(names)
 
     def _decoding(self, message: StepMessage, slots: GroupSlots[str]) -> list[int]:
-        """The slots whose queries decode in this step, before others join."""
+        """Slots that decode in this step, before others join."""
         if message.kind is StepKind.ENCODE:
             return []
         others = {*message.replaced, *message.resting}
@@ -304,7 +302,7 @@ class VllmExecutor(DecoderOnly):
 
     def _sizes(self, decoded: Sequence[tuple[str, int]],
                encoded: Sequence[tuple[str, int]]) -> StepSizes:
-        """What the step's time depends on; what these requests hold is counted on."""
+        """Sizes of the step; also counts its tokens as cached."""
         held = self._held
         sizes = decoded_sizes([held[name] + 1 for name, _ in decoded])._replace(
             input_tokens=equal_input_tokens([(held[name], tokens) for name, tokens in encoded]))
@@ -314,7 +312,8 @@ class VllmExecutor(DecoderOnly):
 
 
 def passes(wanted: Sequence[tuple[str, int]], most: int) -> Iterator[dict[str, int]]:
-    """`wanted` tokens of each request, in order, as passes of at most `most` tokens."""
+    """Divides the `wanted` tokens of each request, in order, into passes of at most `most`
+    tokens."""
     current: dict[str, int] = {}
     for name, tokens in wanted:
         while tokens:

@@ -1,0 +1,2 @@
+"""Quantised weights: their formats, checked and widened; only xrunner.checkpoint imports it."""
+

@@ -1,10 +1,8 @@
-"""The ways to store weights of fewer bits that are read: a row each. A row's config is read by
-xgpt.core.hf.quantised, whose `Quantised.format` names it.
+"""Formats of quantised weights, a row each; `Quantised.format` (xgpt.core.hf.quantised) names one.
 
-Integers of a few bits are packed into words of 32: value i is at bit i * bits of its row, the
-lowest bits of a word first. Where the bits do not divide 32 (3 of them), a value may lie in two
-words: AutoGPTQ's three words for 32 values, with the values 10 and 21 in two of them, are the
-same."""
+Integers of a few bits are packed into words of 32 bits: value i is at bit i * bits of its row, the
+lowest bits of a word first. With 3 bits a value may lie in two words. AutoGPTQ's three words for 32
+values, of which values 10 and 21 lie in two, are the same."""
 
 from __future__ import annotations
 
@@ -34,14 +32,13 @@ WORD_BITS = 32
 
 
 def words_of(count: int, bits: int, what: str) -> int:
-    """Words that hold so many values. Raises ValueError where they would not fill them."""
+    """Words that hold `count` values. Raises ValueError if these do not fill them."""
     unit = WORD_BITS // bits if WORD_BITS % bits == 0 else WORD_BITS
     return divided(count, unit, what) * unit * bits // WORD_BITS
 
 
 def whole_units(wanted: range, bits: int) -> tuple[range, range]:
-    """(values, words): the shortest range of values around `wanted` that begins and ends with a
-    word, and its words."""
+    """(values, words): the shortest range around `wanted` that starts and ends with a word."""
     unit = WORD_BITS // bits if WORD_BITS % bits == 0 else WORD_BITS
     first, last = wanted.start // unit, per(wanted.stop, unit)
     width = unit * bits // WORD_BITS
@@ -49,12 +46,12 @@ def whole_units(wanted: range, bits: int) -> tuple[range, range]:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """words [..., n] int32 -> their values [..., n * 32 / bits], each 0 .. 2 ** bits - 1, uint8."""
+    """Values [..., n * 32 / bits] uint8, each 0 .. 2 ** bits - 1, of words [..., n] int32."""
     import torch
 
     mask = 2 ** bits - 1
     if 8 % bits == 0:
-        # a copy: one column of a transposed tensor is contiguous, and yet not for a view
+        # a copy, since a column of a transposed tensor is contiguous but not to a view
         octets = words.new_empty(words.shape).copy_(words).view(torch.uint8)
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
         values: Tensor = ((octets.unsqueeze(-1) >> shifts) & mask).flatten(-2)
@@ -68,13 +65,13 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def widened(values: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
-    """(values - zeros) * scales as float32, where integers and products are exact."""
+    """(values - zeros) * scales in float32, where integers and products are exact."""
     return (values.float() - zeros.float()) * scales.float()
 
 
 def groups_of(held: Held, ending: str, inputs: range, group: int, count: int) -> Tensor:
-    """Of each input its group, of `count`: by the list of that name, or, without one, in order.
-    Raises ValueError where the list names another."""
+    """Group of each input, of `count`: by the tensor `ending` or, without it, in order. Raises
+    ValueError if the tensor names another group."""
     import torch
 
     if not held.has(ending):
@@ -86,13 +83,15 @@ def groups_of(held: Held, ending: str, inputs: range, group: int, count: int) ->
 
 
 class Gptq:
-    """As AutoGPTQ and GPTQModel store it: transposed, [inputs, outputs], the inputs packed. `g_idx`
-    names each input's group, which is not its place where inputs were quantised in the order of
-    their activations (`desc_act`). Zero points are packed along the outputs: in the format `gptq`
-    less by one, and 0 as the largest number, so that one is added without a carry; in `gptq_v2` as
+    """The format of AutoGPTQ and GPTQModel: [inputs, outputs], inputs packed into words.
+
+    `g_idx` names each input's group; it is not in order if inputs were quantised in the order of
+    their activations (`desc_act`). Zero points are packed along the outputs. In `gptq` they are
+    stored less one, 0 as the largest number, so that one is added without carry; in `gptq_v2` as
     they are.
 
-    `qweight`, `qzeros`, `scales` and `g_idx`, which may be absent where inputs are in order."""
+    Tensors: `qweight`, `qzeros`, `scales` and `g_idx`, which may be absent if inputs are in
+    order."""
 
     endings = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -130,10 +129,9 @@ _PLACES = tuple(_STORED_ORDER.index(output) for output in range(len(_STORED_ORDE
 
 
 class Awq:
-    """As AutoAWQ stores it (version `gemm`): transposed, [inputs, outputs], eight outputs of 4 bits
-    in a word, within which 0, 2, 4, 6, 1, 3, 5, 7 follow each other; zero points are packed alike.
-
-    `qweight`, `qzeros` and `scales`; one of each a group of inputs but for the first."""
+    """AutoAWQ's format (version `gemm`): [inputs, outputs], eight 4-bit outputs a word, in the
+    order 0, 2, 4, 6, 1, 3, 5, 7; zero points likewise. Tensors: `qweight`, and `qzeros` and
+    `scales` with a row per group of inputs."""
 
     endings = ("qweight", "qzeros", "scales")
 
@@ -168,18 +166,20 @@ class Awq:
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """[n, outputs] as they lie in words -> in their own order."""
+    """Values [n, outputs] in their own order, from their order within words."""
     eights = values.reshape(len(values), values.shape[1] // len(_PLACES), len(_PLACES))
     return eights[..., list(_PLACES)].flatten(-2)
 
 
 class PackQuantized:
-    """compressed-tensors' `pack-quantized`: [outputs, inputs], the inputs packed into words, a
-    row's last one filled up. Values are stored more by half of their range, as are zero points,
-    which are packed along the outputs; without zero points 0 is the middle.
+    """compressed-tensors' `pack-quantized`: [outputs, inputs], inputs packed, a row's last word
+    padded.
 
-    `weight_packed`, `weight_scale` and `weight_zero_point`; `weight_shape`, and `weight_g_idx`
-    where inputs are in groups by a list."""
+    Values and zero points are stored plus half of their range; zero points are packed along the
+    outputs, and the middle without them.
+
+    Tensors: `weight_packed`, `weight_scale`, `weight_zero_point`, `weight_shape`, and
+    `weight_g_idx` if inputs are grouped by a list."""
 
     endings = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
                "weight_g_idx")
@@ -223,7 +223,7 @@ class PackQuantized:
 
 
 def _zeros(stored: Quantised, held: Held, outputs: range) -> Tensor | None:
-    """[outputs, groups]; None where all are the middle of the range."""
+    """Zero points [outputs, groups]; None if all are the middle of the range."""
     if not stored.has_zeros:
         return None
     around, words = whole_units(outputs, stored.bits)
@@ -233,11 +233,11 @@ def _zeros(stored: Quantised, held: Held, outputs: range) -> Tensor | None:
 
 
 class Scaled:
-    """One number of 8 bits an element beside scales of rectangles of them: fp8 (as DeepSeek-V3 and
-    Qwen3-FP8 publish it, or with one scale a weight), `float-quantized` and `int-quantized`.
+    """Formats of 8-bit elements with scales of rectangles of them.
 
-    `weight` with `weight_scale` (`weight_scale_inv`: the same under DeepSeek's name), and with
-    `weight_zero_point` where it has one."""
+    fp8 (of DeepSeek-V3 and Qwen3-FP8, or with one scale per weight), `float-quantized` and
+    `int-quantized`. Tensors: `weight`, `weight_scale` (DeepSeek's name: `weight_scale_inv`), and
+    `weight_zero_point` if there are zero points."""
 
     endings = ("weight_scale", "weight_scale_inv", "weight_zero_point", "weight")
 
@@ -270,7 +270,7 @@ def _scale(stored: Quantised, has: Callable[[str], bool]) -> str:
 
 
 def rectangle(stored: Quantised, shape: Shape) -> tuple[int, int]:
-    """Outputs and inputs that share a scale."""
+    """Numbers of outputs and inputs that share a scale."""
     outputs, inputs = shape
     if stored.is_per_tensor:
         return outputs, inputs
@@ -278,8 +278,8 @@ def rectangle(stored: Quantised, shape: Shape) -> tuple[int, int]:
 
 
 def scale_shapes(stored: Quantised, shape: Shape) -> tuple[Shape, ...]:
-    """Of the scales of a weight of this shape; of one dimension less where that is 1. Raises
-    ValueError where groups do not divide its inputs."""
+    """Allowed shapes of the scales of a weight; a dimension of size 1 may be left out. Raises
+    ValueError if groups do not divide its inputs."""
     if stored.group is not None:
         divided(shape[1], stored.group, "inputs")
     rows, columns = (per(count, size) for count, size in zip(
@@ -291,7 +291,7 @@ def scale_shapes(stored: Quantised, shape: Shape) -> tuple[Shape, ...]:
 
 
 class Spread:
-    """Scales or zero points, each on all the elements of a window that share it."""
+    """Scales or zero points, each repeated for all elements of a window that share it."""
 
     def __init__(self, held: Tensor, stored: Quantised, shape: Shape, window: Window) -> None:
         high, wide = rectangle(stored, shape)
@@ -300,18 +300,18 @@ class Spread:
         self._columns = [column // wide for column in window.columns]
 
     def __call__(self, first: int, last: int) -> Tensor:
-        """Of the window's rows first .. last - 1, float32 [rows, columns]."""
+        """Values for the window's rows first .. last - 1, float32 [rows, columns]."""
         return self._grid[self._rows[first:last]][:, self._columns]
 
 
-# those that the package widens, but for the plain ones
+# types that the package widens, without plain ones
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0",
          "TQ2_0", "MXFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M",
          "IQ4_NL", "IQ4_XS")
 
 
 class Gguf:
-    """One tensor, which the package `gguf` widens as it is read (xrunner.checkpoint.gguf_file)."""
+    """GGUF: one tensor, which the package `gguf` widens (xrunner.checkpoint.gguf_file)."""
 
     endings = ("weight",)
 
@@ -329,17 +329,16 @@ class Gguf:
 FORMATS: Mapping[str, Format] = {
     "awq": Awq(), "gptq": Gptq(), "pack-quantized": PackQuantized(), "scaled": Scaled(),
     "gguf": Gguf()}
-# Of activations and caches, where a method quantises them, too: ours are not, and nothing takes
-# these.
+# tensors of quantised activations and caches, which this runner does not quantise
 UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".input_zero_point",
           ".activation_scale")
 
 
 def parts_of(quantised: Quantised, name: str, shape: Shape,
              find: Callable[[str], Stored | None]) -> dict[str, Part] | None:
-    """The tensors in which the weight `name` is stored, by their names; None where it is stored
-    plainly, or not at all. `find`: what a tensor's file says of it. Raises ValueError where no such
-    shape can be stored so."""
+    """Tensors in which the weight `name` is stored, by name; None if it is plain or missing.
+    `find`: a tensor's entry in its file. Raises ValueError if no weight of this shape can be stored
+    so."""
     if len(shape) != 2 or not name.endswith(WEIGHT):
         return None
     form, module = FORMATS[quantised.format], name.removesuffix(WEIGHT)
@@ -353,7 +352,7 @@ def parts_of(quantised: Quantised, name: str, shape: Shape,
 
 def misfits(parts: Mapping[str, Part], quantised: Quantised,
             find: Callable[[str], Stored | None]) -> Iterator[tuple[str, str, object]]:
-    """(tensor, what it should be, what it is instead or None) of each that is missing or wrong."""
+    """Yields (tensor, what is required, what was found or None) of missing or wrong tensors."""
     for name, part in parts.items():
         found, shapes = find(name), " or ".join(str(list(shape)) for shape in part.shapes)
         if found is None:

@@ -1,5 +1,4 @@
-"""What a weight of fewer bits is made of in a checkpoint's files: tensors beside each other, whose
-names begin alike. Free of torch but for annotations."""
+"""Parts of a quantised weight in a checkpoint: tensors whose names begin alike; free of torch."""
 
 from __future__ import annotations
 
@@ -15,13 +14,12 @@ Shape = tuple[int, ...]
 SCALES = ("F16", "BF16", "F32")
 WEIGHT = ".weight"
 
-# safetensors' names of the types of plain weights; any other (F8_E4M3, I8, I32, ...) holds numbers
-# that are no weights without their scales
+# types of plain weights by safetensors' names; others (F8_E4M3, I8, I32, ...) need scales
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 class Stored(NamedTuple):
-    """What a file says of a tensor; `type` by safetensors' names."""
+    """A file's entry of a tensor; `type` by safetensors' name."""
 
     shape: Shape
     type: str
@@ -32,8 +30,8 @@ class Stored(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One of the tensors: how its name ends, its `shapes` (any of them), and its `types` by
-    safetensors' names. `is_optional`: may be absent."""
+    """One tensor of a weight: ending of its name, allowed `shapes` and `types` (safetensors'
+    names)."""
 
     ending: str
     shapes: tuple[Shape, ...]
@@ -42,47 +40,48 @@ class Part(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Outputs first .. last - 1 (rows) and inputs (columns) of a weight [outputs, inputs]."""
+    """A part of a weight [outputs, inputs]: ranges of outputs (rows) and inputs (columns)."""
 
     rows: range
     columns: range
 
 
 class Held(Protocol):
-    """The tensors of one weight, in its file."""
+    """Reads the tensors of one weight from its file."""
 
     def has(self, ending: str) -> bool: ...
 
     def read(self, ending: str, rows: range | None = None,
              columns: range | None = None) -> Tensor:
-        """The tensor, or those rows and columns of it, in memory."""
+        """The tensor, or these rows and columns of it, in memory."""
         ...
 
 
-# Rows first .. last - 1 of a window as float32 [rows, columns]; counted from its first row.
+# float32 [rows, columns] of a window's rows first .. last - 1, counted from its first row
 Rows = Callable[[int, int], "Tensor"]
 
 
 class Format(Protocol):
-    """A way to store weights. Stateless: what differs between checkpoints is in `Quantised`."""
+    """A format of weights. Stateless: checkpoints differ in `Quantised`."""
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Of its tensors' names, any of which tells that a weight is stored so."""
+        """Endings of its tensors' names; any of them shows that a weight has this format."""
         ...
 
     def parts(self, stored: Quantised, shape: Shape, has: Callable[[str], bool]) -> list[Part]:
-        """Of a weight of this shape, which is [outputs, inputs]. Raises ValueError, in words, where
-        no weight of this shape can be stored so."""
+        """Parts of a weight of shape [outputs, inputs]. Raises ValueError, in words, if no such
+        weight can be stored so."""
         ...
 
     def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
-        """Reads what the window takes. Raises ValueError where the values cannot be right."""
+        """Reads the window, and returns a function of its rows. Raises ValueError for wrong
+        values."""
         ...
 
 
 def per(count: int, size: int) -> int:
-    """Parts of `size` that hold `count`."""
+    """Parts of size `size` that hold `count` elements."""
     return -(-count // size)
 
 

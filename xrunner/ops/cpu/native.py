@@ -1,10 +1,9 @@
-"""The native operators of csrc/ for CPUs: one shared library, loaded when it is first asked for.
+"""Native operators of csrc/ for CPUs: one shared library, loaded on first use.
 
-`XGPT_NATIVE` is `auto` (native where it can be had, else torch serves), `off`, or `require` (an
-error where it cannot be had). An operator is called on addresses, None for a null:
+`XGPT_NATIVE` is `auto` (native where available, else torch), `off`, or `require` (an error where
+unavailable). An operator takes addresses, None for a null:
 
-    check(library().xgpt_silu_mul(code, out.data_ptr(), joint.data_ptr(), tokens, inner, threads()))
-"""
+check(library().xgpt_silu_mul(code, out.data_ptr(), joint.data_ptr(), tokens, inner, threads()))"""
 
 import ctypes
 import os
@@ -29,11 +28,11 @@ from xrunner.ops.build import (
 )
 
 WISHES = ("auto", "off", "require")
-# In the order of csrc/ops/cpu/native.h.
+# in the order of csrc/ops/cpu/native.h
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
 
-# Of csrc/ops/cpu/native.h, where the arguments have names: the result, then the arguments.
-# p: an address; i: int; l: int64_t; f: float; s: a text; v: nothing.
+# Signatures of csrc/ops/cpu/native.h, which names the arguments: result, then arguments. p:
+# address; i: int; l: int64_t; f: float; s: text; v: nothing.
 OPERATORS = {
     "xgpt_words": "s i",
     "xgpt_best_level": "i",
@@ -64,7 +63,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Native(NamedTuple):
-    """What loading came to. `origin`: where the library is from; `reason`: why there is none."""
+    """Result of loading. `origin`: where the library is from; `reason`: why there is none."""
 
     library: ctypes.CDLL | None
     origin: str = ""
@@ -76,13 +75,12 @@ _lock = threading.Lock()
 
 
 def library() -> ctypes.CDLL | None:
-    """The operators; None where torch has to serve. Raises XgptError where they are required and
-    cannot be had."""
+    """The library; None if torch is used. Raises XgptError if it is required and unavailable."""
     return (_native or _load_once()).library
 
 
 def describe() -> str:
-    """One line: which operators serve on CPUs, and why no others do."""
+    """Which native operators are used on CPUs, or why none, in a line."""
     native = _native or _load_once()
     if native.library is None:
         return f"native operators: none, torch's serve: {native.reason}"
@@ -91,7 +89,7 @@ def describe() -> str:
 
 
 def check(code: int) -> None:
-    """Raises ValueError for a code other than 0 that an operator returned."""
+    """Raises ValueError if an operator returned another code than 0."""
     if code:
         lib = library()
         assert lib is not None, f"{code = } of no library"
@@ -99,29 +97,29 @@ def check(code: int) -> None:
 
 
 def dtype_code(tensor: Tensor) -> int | None:
-    """The operators' number of its elements' type; None for one that they do not serve."""
+    """The operators' number of the tensor's dtype; None if they do not support it."""
     return _DTYPES.get(tensor.dtype)
 
 
 def serves(tensor: Tensor) -> bool:
-    """Whether native operators can work on such a tensor here."""
+    """Whether native operators support such a tensor here."""
     return tensor.is_cpu and tensor.dtype in _DTYPES and library() is not None
 
 
 def threads() -> int:
-    """How many threads an operator may use: as many as torch does."""
+    """Threads that an operator may use: torch's number."""
     return torch.get_num_threads()
 
 
 def levels() -> tuple[str, ...]:
-    """Instruction sets of this build that this processor has, the best one last."""
+    """Instruction sets that this build and this processor have, the best one last."""
     lib = library()
     return () if lib is None else LEVELS[lib.xgpt_least_level():lib.xgpt_best_level() + 1]
 
 
 @contextmanager
 def left_aside() -> Iterator[None]:
-    """Torch serves meanwhile: to compare the two."""
+    """Uses torch meanwhile, to compare the two."""
     global _native
     before, _native = _native, Native(None, reason="left aside")
     try:
@@ -131,7 +129,7 @@ def left_aside() -> Iterator[None]:
 
 
 def open_native(wish: str) -> Native:
-    """What `wish` (of `WISHES`) comes to on this machine. Raises XgptError."""
+    """Loads the library as `wish` (of `WISHES`) says. Raises XgptError."""
     if wish not in WISHES:
         raise XgptError(f"{VARIABLE} is {wish!r}; it may be {', '.join(WISHES)}")
     if wish == "off":
@@ -152,7 +150,7 @@ def _load_once() -> Native:
 
 
 def _open() -> Native:
-    """The wheel's library, or the one compiled here."""
+    """Loads the wheel's library, or the one compiled here."""
     why = []
     packaged = source_folder() / LIBRARY
     if packaged.is_file() and not extra_flags():
@@ -169,8 +167,8 @@ def _open() -> Native:
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
-    """The library with every operator declared, and torch's threads. Raises OSError, also where it
-    is another processor's, or AttributeError where it is not that of these sources."""
+    """The library with every operator declared and torch's threads. Raises OSError, also if it is
+    for another processor, or AttributeError if it is of other sources."""
     lib = ctypes.CDLL(str(path))
     for name, signature in OPERATORS.items():
         result, _, arguments = signature.partition(" ")
@@ -185,8 +183,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _gomp_parallel() -> int | None:
-    """The address of OpenMP's entry in the library that torch itself uses, found through torch's;
-    None where torch was built with an OpenMP that has none."""
+    """Address of OpenMP's entry in torch's own library; None if torch's OpenMP has none."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         entry = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel

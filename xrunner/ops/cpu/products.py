@@ -1,20 +1,17 @@
-"""Matrix products of CPUs that torch does not have, each on weights laid out once.
+"""Matrix products on CPUs that torch lacks, each on weights packed once.
 
-In 8-bit integers: weights by output channel, activations by token, both
-symmetric about zero, sums exact in int32 (oneDNN's products, through torch).
+In 8-bit integers: weights by output channel, activations by token, both symmetric about zero, sums
+exact in int32 (oneDNN, through torch): y[t, o] = scale[t] * scale[o] * sum_i (code[t, i] * code[o,
+i]). This is "W8A8 with dynamic per-token activations", after LLM.int8() (arXiv:2208.07339, section
+2.1) without separate outliers.
 
-y[t, o] = scale[t] * scale[o] * sum_i (code[t, i] * code[o, i]): "W8A8 with dynamic per-token
-activations", after LLM.int8() (arXiv:2208.07339, section 2.1) without its outliers kept apart.
+In bfloat16, for processors whose dot products of pairs are twice as fast as float32 (AMD's with
+AVX512-BF16). oneDNN's reach that rate only with many rows; at 30 to 100 rows, a decode step's, two
+thirds of it. Sums are in float32 and rounded once, as oneDNN's.
 
-In bfloat16, for processors on which dot products of pairs do twice what float32 products do (AMD's
-with AVX512-BF16): oneDNN's reach that rate at many rows alone, at the 30 to 100 rows of a decode
-step two thirds of it. Sums are in float32 and rounded once, as oneDNN's are.
-
-In float32 by MKL, for Intel's: 0.75 of the time of oneDNN's packed weights for one row, 0.84 for 32
-and 100, 0.88 for 190, 0.95 for 2,080 (two cores of a Xeon without AMX, SmolLM2-135M's products).
-A packed weight has room for 8 to 10 MB more than MKL writes: address space, no page of which is
-ever touched.
-"""
+In float32 by MKL, for Intel's. Measured against oneDNN's packed weights: 0.75 of the time for one
+row, 0.84 for 32 and 100, 0.88 for 190, 0.95 for 2,080 (two cores of a Xeon without AMX,
+SmolLM2-135M). A packed weight reserves 8 to 10 MB of address space that are never touched."""
 
 from __future__ import annotations
 
@@ -28,21 +25,20 @@ from torch.nn import functional as F
 from xrunner.ops.cpu.native import check, dtype_code, library, serves, threads
 
 _ONEDNN = torch.ops.onednn
-_ZERO = 128  # of the activations' codes: processors multiply unsigned by signed bytes
+_ZERO = 128  # zero point of the activations' codes: processors multiply unsigned by signed bytes
 
 
 def is_int8_served() -> bool:
-    """Whether this processor multiplies bytes at once and exactly (VNNI); others saturate sums of
-    two products at 16 bits."""
+    """Whether this processor multiplies bytes exactly (VNNI); others saturate sums at 16 bits."""
     return bool(torch.cpu._is_vnni_supported()) and (
         torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 class Int8Weight:
-    """A weight as codes [out, in] of int8, laid out for oneDNN, and a scale for each output."""
+    """A weight as int8 codes [out, in], packed for oneDNN, with a scale for each output."""
 
     def __init__(self, weight: Tensor) -> None:
-        """weight [out, in]; neither size is 0."""
+        """`weight`: [out, in]; neither size is 0."""
         wide = weight.float()
         self.scales = (wide.abs().amax(dim=1) / 127).clamp_min_(torch.finfo(torch.float32).tiny)
         codes = (wide / self.scales[:, None]).round_().to(torch.int8)
@@ -51,11 +47,11 @@ class Int8Weight:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it holds."""
+        """Tensors that it holds."""
         return [self.packed, self.scales, self._zeros]
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in], float32 or bfloat16 -> x W^T + bias, [T, out] float32; bias [out] float32."""
+        """x W^T + bias, [T, out] float32, of x [T, in] float32 or bfloat16; bias [out] float32."""
         codes, scales = quantise(x)
         sums: Tensor = _ONEDNN.qlinear_pointwise(
             codes, 1.0, _ZERO, self.packed, self.scales, self._zeros, None, 1.0, 0, torch.float32,
@@ -64,8 +60,8 @@ class Int8Weight:
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K] -> codes [T, K] uint8 and scales [T] float32: x is near (codes - 128) * scale. A row
-    that holds an infinity or a NaN has the scale NaN, so that what is made of it is NaN."""
+    """Codes [T, K] uint8 and scales [T] float32 with x [T, K] near (codes - 128) * scale. A row
+    with an infinity or NaN gets the scale NaN, so that its results are NaN."""
     lib = library()
     if lib is not None and serves(x) and x.is_contiguous():
         codes, scales = torch.empty_like(x, dtype=torch.uint8), x.new_empty(
@@ -81,7 +77,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rescale(sums: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """sums [T, N] float32, each row times its scale [T], + bias [N] float32; in place."""
+    """Multiplies each row of sums [T, N] float32 by its scale [T] and adds bias [N], in place."""
     lib = library()
     if lib is not None and serves(sums) and sums.is_contiguous():
         check(lib.xgpt_rescale_rows(sums.data_ptr(), scales.data_ptr(),
@@ -92,23 +88,23 @@ def rescale(sums: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     return sums if bias is None else sums.add_(bias)
 
 
-PANEL = 48  # of csrc/ops/cpu/pairs.cpp
-_AT_ONCE = 16  # panels: what of a weight lies there a third time while it is laid out
+PANEL = 48  # as in csrc/ops/cpu/pairs.cpp
+_AT_ONCE = 16  # chosen: panels packed at a time, for which memory is needed twice
 
 
 def is_pairs_served() -> bool:
-    """Whether this processor has such dot products at that rate, and native operators serve."""
+    """Whether this processor has fast dot products of bfloat16 pairs, and native operators are
+    used."""
     lib = library()
     return lib is not None and bool(lib.xgpt_has_pairs())
 
 
 class PairsWeight:
-    """A weight in panels [out / 48, in / 2, 48, 2]; of a gated one those of the gate, then those
-    of what it gates."""
+    """A weight in panels [out / 48, in / 2, 48, 2]; a gated one's gate panels come first."""
 
     def __init__(self, weight: Tensor, *, is_gated: bool = False) -> None:
-        """weight [out, in] bfloat16, gate first; neither size is 0. `is_gated`: of the product,
-        silu(its first half) times its second is wanted."""
+        """`weight`: [out, in] bfloat16, gate first; neither size is 0. `is_gated`: compute
+        silu(first half) * second half of the product."""
         halves, inputs = weight.chunk(1 + is_gated), weight.shape[1]
         self._out, self._is_gated = len(halves[0]), is_gated
         pairs, panels = (inputs + 1) // 2, -(-self._out // PANEL)
@@ -121,13 +117,12 @@ class PairsWeight:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it holds."""
+        """Tensors that it holds."""
         return [self.panels]
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
-        """x [T, in] -> x W^T + bias, [T, out] bfloat16; bias [out] bfloat16. Of a gated weight,
-        which has no bias: silu(gate) * up [T, out / 2], one panel's gated while it is in a core's
-        cache."""
+        """x W^T + bias, [T, out] bfloat16, of x [T, in]; bias [out] bfloat16. A gated weight, which
+        has no bias, gives silu(gate) * up [T, out / 2], a panel at a time in a core's cache."""
         lib = library()
         assert lib is not None, "its products are native alone"
         x = x.to(torch.bfloat16).contiguous()
@@ -144,9 +139,9 @@ class PairsWeight:
 
 
 _MKL = torch.ops.mkl
-# MKL blocks for a product of so many rows, and any other number is right, too (tried below). 256
-# was the quickest, or within 1 % of that, from 1 to 2,080 rows and 576 to 8,192 outputs; packed
-# for 64, 190 rows took up to a quarter longer; packed for 2,048, all did up to twice as long.
+# Rows that MKL packs for; other numbers of rows are right too (tried below). Measured: 256 is the
+# fastest, or within 1 % of it, from 1 to 2,080 rows and 576 to 8,192 outputs. Packed for 64, 190
+# rows take up to a quarter longer; packed for 2,048, all take up to twice as long.
 _ROWS = 256
 
 
@@ -154,20 +149,20 @@ class MklWeight:
     """A weight in MKL's layout. NOTE: MKL's data may not be copied to another address."""
 
     def __init__(self, weight: Tensor) -> None:
-        """weight [out, in] float32; neither size is 0."""
+        """`weight`: [out, in] float32; neither size is 0."""
         self.packed: Tensor = _MKL._mkl_reorder_linear_weight(weight.contiguous(), _ROWS)
-        # torch asks a weight for its shape, and multiplies by it where it was packed for another
-        # number of rows than it is told: what came of that would be NaN
+        # torch reads its shape, and multiplies by it if the number of rows is not the one packed
+        # for: the result would be NaN
         self._form = torch.tensor([torch.nan]).expand(weight.shape)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it holds."""
+        """Tensors that it holds."""
         return [self.packed]
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] -> x W^T + bias, [T, out] float32; bias [out] float32."""
-        # so many rows as there are: torch would not take the packed weight for others
+        """x W^T + bias, [T, out] float32, of x [T, in]; bias [out] float32."""
+        # the actual number of rows: torch would not use the packed weight for others
         result: Tensor = _MKL._mkl_linear(x.to(torch.float32), self.packed, self._form, bias,
                                           len(x))
         return result
@@ -175,8 +170,8 @@ class MklWeight:
 
 @cache
 def is_mkl_served() -> bool:
-    """Whether torch has MKL, this is a processor that it is made for, and a weight packed for one
-    number of rows multiplies others: torch's own check is passed by, so that is tried."""
+    """Whether torch has MKL, the processor is Intel's, and packed weights multiply any number of
+    rows. The last is tried, since torch's own check is bypassed."""
     cpuinfo = Path("/proc/cpuinfo")
     if not (torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
             and hasattr(_MKL, "_mkl_linear") and cpuinfo.is_file()

@@ -1,0 +1,2 @@
+"""CUDA operators and their launches; only xrunner.ops, the engine and `xgpt doctor` import them."""
+

@@ -1,11 +1,8 @@
-"""Entries of the KV cache copied on a GPU: all layers in one launch, as xrunner.ops.kv_entries
-says.
+"""Copies of KV on a GPU, all layers in one launch; see xrunner.ops.kv_entries.
 
-A store is [layers, 2, slots, k, capacity, d] (keys, then values, of each layer), or the part of one
-that some layers and heads make; a block is [layers, 2, k, tokens, d]. Any type of two bytes or a
-multiple of them, in stores whose heads' entries follow each other. xrunner.ops.kv_entries has
-checked slots, lengths and blocks.
-"""
+A store is [layers, 2, slots, k, capacity, d] (keys, then values, of each layer), or a slice of
+layers and heads; a block is [layers, 2, k, tokens, d]. Elements are of any type of 2 n bytes, and a
+head's tokens contiguous. xrunner.ops.kv_entries has checked slots, lengths and blocks."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -16,15 +13,15 @@ from torch import Tensor
 from xrunner.ops.cuda.launch import KV_COMPACT, KV_PACK, Launch, Launcher, Struct, filled, numbers
 from xrunner.rules.slots import Move
 
-_THREADS = 256
-_BYTES_OF_BLOCK = 16 * _THREADS * 4  # that a block of threads copies, at least
+_THREADS = 256  # chosen
+_BYTES_OF_BLOCK = 16 * _THREADS * 4  # chosen: least bytes that a block of threads copies
 _MAX_GRID = 65535
 
 
 def compact(launch: Launcher, store: Tensor, moves: Sequence[Move],
             lengths: Sequence[int]) -> None:
-    """The first `lengths[i]` entries of each move's source onto its target, as if one after the
-    other: moves that meet the same slot go into launches of their own."""
+    """Copies the first `lengths[i]` tokens of each move's source onto its target, in order. Moves
+    that meet the same slot go into separate launches."""
     for wave in _waves(moves):
         taken = [i for i in wave if lengths[i] and moves[i].source != moves[i].target]
         if not taken:
@@ -40,7 +37,7 @@ def compact(launch: Launcher, store: Tensor, moves: Sequence[Move],
 
 def gather(launch: Launcher, store: Tensor, slots: Sequence[int],
            lengths: Sequence[int]) -> Tensor:
-    """The first `lengths[i]` entries of each of the `slots`, as a block."""
+    """Block of the first `lengths[i]` tokens of each of the `slots`."""
     layers, pair, _, kv_heads, _, dim = store.shape
     block = torch.empty((layers, pair, kv_heads, sum(lengths), dim), dtype=store.dtype,
                         device=store.device)
@@ -50,7 +47,7 @@ def gather(launch: Launcher, store: Tensor, slots: Sequence[int],
 
 def scatter(launch: Launcher, store: Tensor, slots: Sequence[int], lengths: Sequence[int],
             block: Tensor) -> None:
-    """The tokens of a block to the slots of their queries."""
+    """Copies a block's tokens to the slots of their requests."""
     _pack(launch, "kv_scatter", store, (slots, lengths), block)
 
 
@@ -70,8 +67,8 @@ def _pack(launch: Launcher, kernel: str, store: Tensor,
 
 
 def _waves(moves: Sequence[Move]) -> Iterator[list[int]]:
-    """The moves' numbers, cut where one reads or writes what an earlier one of the wave wrote, or
-    writes what it reads."""
+    """Yields indices of moves that can be made at once. A wave ends before a move that reads or
+    writes what an earlier one wrote, or writes what it reads."""
     wave: list[int] = []
     read: set[int] = set()
     written: set[int] = set()
@@ -87,7 +84,7 @@ def _waves(moves: Sequence[Move]) -> Iterator[list[int]]:
 
 
 def _rows(store: Tensor) -> tuple[dict[str, Tensor | int | float | None], Tensor]:
-    """Where the store's rows lie, and what must live until the launch is made."""
+    """Addresses of the store's rows, and the tensor that must live until the launch is made."""
     layers, pair, _, kv_heads, _, dim = store.shape
     size = store.element_size()
     assert store.stride()[-2:] == (dim, 1), f"{store.stride() = }"
@@ -101,7 +98,7 @@ def _rows(store: Tensor) -> tuple[dict[str, Tensor | int | float | None], Tensor
 
 def _launch_rows(launch: Launcher, kernel: str, store: Tensor, lengths: Sequence[int],
                  arguments: Struct) -> None:
-    """A row of blocks for every head of every array, and every query or move."""
+    """Launches a row of blocks for every head of every array, and every request or move."""
     layers, pair, _, kv_heads, _, dim = store.shape
     longest = max(lengths, default=0) * dim * store.element_size()
     if layers * pair * kv_heads and longest:

@@ -1,11 +1,8 @@
-"""The CUDA kernels of csrc/ on a GPU: compiled by cupy (NVRTC, which needs no nvcc), and launched
-on torch's current stream.
+"""CUDA kernels of csrc/: compiled by cupy (NVRTC, without nvcc), launched on torch's stream.
 
-`ops_for` is what an operator's public function asks. Where cupy is missing, or the card refuses
-the kernels, torch serves, and `describe` says so in one line. `XGPT_NATIVE` (see
-xrunner.ops.cpu.native) may ask for none, or for all. `xgpt doctor --gpu` compares every kernel with
-torch on a card.
-"""
+An operator's public function asks `ops_for`. If cupy is missing or the card refuses the kernels,
+torch is used, and `describe` says so in a line. `XGPT_NATIVE` (xrunner.ops.cpu.native) can turn
+them off or require them. `xgpt doctor --gpu` compares every kernel with torch on a card."""
 
 import ctypes
 import os
@@ -25,11 +22,11 @@ from xrunner.ops.cuda.launch import DTYPES, Launch, Launcher
 
 SOURCES = ("decode_attention", "decode_tiles", "encode_attention", "encode_tiles", "rows", "kv")
 _HEADER = re.compile(r'^#include "(cuda_\w+\.h)"$', re.M)
-_USUAL_SHARED_BYTES = 48 << 10  # more than that a kernel must ask for
+_USUAL_SHARED_BYTES = 48 << 10  # a kernel must ask for more than that
 
 
 class Gpu(NamedTuple):
-    """What the kernels came to on one GPU. `reason`: why there are none."""
+    """Our kernels on one GPU. `reason`: why there are none."""
 
     ops: CudaOps | None
     launch: Launcher | None
@@ -41,23 +38,22 @@ _lock = threading.Lock()
 
 
 def ops_for(tensor: Tensor) -> CudaOps | None:
-    """The operators, where they can work on this tensor; None where torch has to."""
-    if tensor.is_cpu and not _gpus:  # the usual case on a CPU, at the price of a look
+    """The operators, if they support this tensor; None if torch is used."""
+    if tensor.is_cpu and not _gpus:  # the usual case on a CPU
         return None
     return gpu_of(tensor.device).ops if tensor.dtype in DTYPES else None
 
 
 def launch_for(tensor: Tensor) -> Launcher | None:
-    """What carries out the launches of xrunner.ops.cuda.cuda_kv, for any type of elements; None
-    where torch has to copy."""
+    """Launches the kernels of xrunner.ops.cuda.cuda_kv for this tensor; None if torch copies."""
     if tensor.is_cpu and not _gpus:
         return None
     return None if tensor.element_size() % 2 else gpu_of(tensor.device).launch
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The kernels on a device, compiled when it is first asked for. Raises XgptError
-    where `XGPT_NATIVE` requires them and they cannot be had."""
+    """The kernels on a device, compiled on first use. Raises XgptError if required and
+    unavailable."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     gpu = _gpus.get(device)
@@ -72,7 +68,7 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def describe(device: torch.device) -> str:
-    """One line: whether our kernels serve on that GPU, or why not."""
+    """Whether our kernels are used on that GPU, or why not, in a line."""
     gpu = gpu_of(device)
     if gpu.ops is None:
         return f"CUDA operators: none, torch's serve: {gpu.reason}"
@@ -90,7 +86,7 @@ def _load(device: torch.device, wish: str) -> Gpu:
         except XgptError as error:
             why = str(error)
         else:
-            import_module("torch.nn.attention.bias")  # for chunks (xrunner.ops.attention): a second
+            import_module("torch.nn.attention.bias")  # for chunks' masks; takes a second
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             return Gpu(CudaOps(launch, processors), launch)
     if wish == "require":
@@ -99,12 +95,12 @@ def _load(device: torch.device, wish: str) -> Gpu:
 
 
 def kernels_folder() -> Path:
-    """Where the kernels' sources lie."""
+    """Folder of the kernels' sources."""
     return source_folder() / "ops" / "cuda"
 
 
 def source_of(name: str) -> str:
-    """A source with its headers in it: cupy keys what it compiled by the text that it is given."""
+    """A source with its headers inlined: cupy caches compiled code by the text."""
     folder, seen = kernels_folder(), set[str]()
 
     def inlined(file: str) -> str:
@@ -121,12 +117,12 @@ def source_of(name: str) -> str:
 
 
 class CupyLauncher:
-    """Compiles each source when a kernel of it is first launched, or all at once. Raises XgptError
-    where cupy, the compiler or the driver refuse."""
+    """Launches kernels; compiles each source on first use, or all at once. Raises XgptError if
+    cupy, the compiler or the driver refuse."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        # a number: of a device torch finds it out anew, several calls each time that it is asked
+        # a number: torch looks a device object up anew, several calls each time
         self._index = device.index
         self._cupy = _import_cupy()
         self._refusals = (self._cupy.cuda.compiler.CompileException,
@@ -136,7 +132,7 @@ class CupyLauncher:
         self._kernels: dict[str, Any] = {}
 
     def compile_all(self) -> None:
-        """Every source now: what cannot be compiled is known before a run begins."""
+        """Compiles every source, so that errors show before a run begins."""
         for source in SOURCES:
             try:
                 with self._cupy.cuda.Device(self._index):
@@ -156,7 +152,7 @@ class CupyLauncher:
         if (launch.shared_bytes > _USUAL_SHARED_BYTES
                 and launch.shared_bytes > kernel.max_dynamic_shared_size_bytes):
             kernel.max_dynamic_shared_size_bytes = launch.shared_bytes
-        # the struct's address is the only argument: cupy's own call takes numbers and arrays alone
+        # the struct's address is the only argument: cupy's own call takes only numbers and arrays
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(launch.arguments))
         self._cupy.cuda.driver.launchKernel(
             kernel.kernel.ptr, *launch.grid, launch.threads, 1, 1, launch.shared_bytes,
@@ -182,6 +178,6 @@ def _refused(what: str, error: Exception) -> XgptError:
 def _import_cupy() -> Any:
     try:
         import cupy
-    except ImportError as error:  # of another CUDA than the driver's, say
+    except ImportError as error:  # for another CUDA than the driver's, say
         raise XgptError(f"cupy cannot be imported: {error}".splitlines()[0]) from error
     return cupy

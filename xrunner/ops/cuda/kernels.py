@@ -1,12 +1,10 @@
-"""The CUDA operators: arguments checked, and the kernels of csrc/ launched on torch's stream.
+"""CUDA operators: checks arguments, and launches the kernels of csrc/ on torch's stream.
 
-Shapes and letters as in csrc/ops/cpu/native.h: T tokens, n queries that decode, h heads, k KV
-heads, d head size, H hidden size; a layer's cache is two arrays [blocks, k, size, d], and a query's
-entries lie in blocks (xrunner.ops.contexts). float32, bfloat16 and float16; sums are float32. Wrong
-shapes and types raise ValueError before anything is launched. Blocks, lengths and positions lie on
-the GPU, so their values are not looked at here; a kernel leaves out a query whose first block is no
-block.
-"""
+Shapes as in csrc/ops/cpu/native.h: T tokens, n decoding requests, h heads, k KV heads, d head size,
+H hidden size. A layer's cache is two arrays [blocks, k, size, d] (xrunner.ops.contexts). Types are
+float32, bfloat16 and float16; sums are float32. Wrong shapes and types raise ValueError before
+anything is launched. Blocks, lengths and positions lie on the GPU and are not checked; a kernel
+skips a request whose first block is invalid."""
 
 import torch
 from torch import Tensor
@@ -29,21 +27,21 @@ from xrunner.ops.cuda.launch import (
     refusal,
 )
 
-MAX_DIM = 256  # of a head, in attention
-_MAX_GRID = 65535  # blocks along y and z
+MAX_DIM = 256  # largest head size in attention
+_MAX_GRID = 65535  # most blocks along y and z
 _THREADS = 128
 _MOST_PARTS = 64
-_BLOCKS_EACH = 4  # of threads, for a multiprocessor: fewer, and contexts are split
-_TILE_HEADS = 8  # of a block, in decode_tiles.cu
-_TILE_TOKENS = {64: 64, 128: 64, 256: 32}  # of a block, by the heads' width, in encode_tiles.cu
-_TILE_BITS = 4  # of an entry's number: 16 of them lie in one block
-_ONE_BLOCK = 62  # bits of an entry's number: more than any has
-_ENCODE_TOKENS, _ENCODE_KEYS = 16, 32  # of a block and at a time, in encode_attention.cu
+_BLOCKS_EACH = 4  # chosen: blocks of threads per multiprocessor; with fewer, contexts are split
+_TILE_HEADS = 8  # heads of a block, in decode_tiles.cu
+_TILE_TOKENS = {64: 64, 128: 64, 256: 32}  # tokens of a block by head width, in encode_tiles.cu
+_TILE_BITS = 4  # of a token's number: 16 of them lie in one block
+_ONE_BLOCK = 62  # bits of a token's number: more than any has
+_ENCODE_TOKENS, _ENCODE_KEYS = 16, 32  # of a block, and at a time (encode_attention.cu)
 
 
 class CudaOps:
-    """The operators over something that launches kernels. `multiprocessors` of the GPU: fewer
-    blocks than that, and the contexts are split."""
+    """The operators over a kernel launcher. `multiprocessors`: of the GPU; contexts are split if
+    there are fewer blocks of threads."""
 
     def __init__(self, launch: Launcher, multiprocessors: int) -> None:
         self._launch = launch
@@ -52,12 +50,9 @@ class CudaOps:
     def decode_attention(self, query: Tensor, cache: tuple[Tensor, Tensor], blocks: Tensor,
                          lengths: Tensor, scale: float,
                          bias: DistanceBias | None = None) -> Tensor:
-        """One new token of each of n queries against its own context.
-
-        query [n, h, d], its rows anywhere; cache: keys and values; blocks [n, most], lengths [n]
-        int64; a length of 0 gives zeros. A context is split into as many parts as fill the GPU.
-        Returns [n, h, d].
-        """
+        """Attention of one new token of each of n requests to its own context: [n, h, d]. `query`:
+        [n, h, d], rows anywhere. `cache`: keys and values. `blocks`: [n, most], lengths [n] int64;
+        a length of 0 gives zeros. A context is split into as many parts as fill the GPU."""
         n, heads, dim = query.shape
         kv_heads, sizes = _check_cache(query, cache, blocks)
         check_numbers(query.device, n, lengths)
@@ -104,11 +99,8 @@ class CudaOps:
 
     def encode_attention(self, query: Tensor, cache: tuple[Tensor, Tensor], step: EncodeContext,
                          scale: float) -> Tensor:
-        """Spans of inputs, packed: each token against what its query has up to it (causal), the
-        entries of the spans themselves included, which are in the cache already.
-
-        query [T, h, d], its rows anywhere. Returns [T, h, d].
-        """
+        """Causal attention of packed spans of inputs: [T, h, d]. `query`: [T, h, d], rows anywhere.
+        The spans' own KV is in the cache already."""
         tokens, heads, dim = query.shape
         kv_heads, sizes = _check_cache(query, cache, step.blocks)
         if len(step.positions) != tokens:
@@ -125,7 +117,7 @@ class CudaOps:
         if not by_tiles:
             kernel, height = f"encode_attention_{name}", _ENCODE_TOKENS
             shared = 4 * (_ENCODE_TOKENS * (dim + _ENCODE_KEYS) + _ENCODE_KEYS * (dim + 1))
-        for at in range(0, num_spans, _MAX_GRID):  # as many as one launch can take
+        for at in range(0, num_spans, _MAX_GRID):  # as many as one launch takes
             own = step if num_spans <= _MAX_GRID else step.part(
                 slice(at, at + _MAX_GRID), slice(0, tokens))
             arguments = filled(
@@ -140,13 +132,14 @@ class CudaOps:
 
     def add_rms_norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor,
                      eps: float) -> Tensor:
-        """hidden [T, H] += added [T, H] (None: nothing), in place; returns its RMS norm times
-        weight [H]."""
+        """Adds added [T, H] (None: nothing) to hidden [T, H] in place; returns its RMS norm.
+        `weight`: [H], a factor of the norm."""
         return self._add_norm("add_rms_norm", hidden, added, (weight, None), eps)
 
     def add_layer_norm(self, hidden: Tensor, added: Tensor | None,
                        weight_bias: tuple[Tensor, Tensor], eps: float) -> Tensor:
-        """The same with layer norm; weight, bias [H]."""
+        """Adds added [T, H] to hidden [T, H] in place; returns its layer norm. weight, bias:
+        [H]."""
         return self._add_norm("add_layer_norm", hidden, added, weight_bias, eps)
 
     def _add_norm(self, name: str, hidden: Tensor, added: Tensor | None,
@@ -171,9 +164,11 @@ class CudaOps:
 
     def place(self, joint: Tensor, rotation: tuple[Tensor, Tensor] | None,
               cache: tuple[Tensor, Tensor], slots: Tensor, positions: Tensor) -> None:
-        """joint [T, (h + 2k) d]: query, key and value of each token. Rotates query, in place, and
-        key by `rotation`: cos and sin [T, d / 2] float32 (None: no rotation; the halves of a head
-        form the pairs), and writes key and value to slots[t], positions[t] of the cache."""
+        """Rotates query and key, and writes key and value to slots[t], positions[t] of the cache.
+
+        `joint`: [T, (h + 2k) d], query, key and value of each token; the query is rotated in place.
+        `rotation`: cos and sin [T, d / 2] float32 for pairs of a head's halves (None: no
+        rotation)."""
         check_alike(joint, joint, *cache)
         keys, values = cache
         slots_there, kv_heads, capacity, dim = keys.shape
@@ -193,14 +188,14 @@ class CudaOps:
                 PLACE, joint=joint, cos=cos, sin=sin, keys=keys, values=values,
                 slots=slots, positions=positions, tokens=tokens, heads=heads,
                 kv_heads=kv_heads, dim=dim, num_slots=slots_there, capacity=capacity,
-                # of a rotation, halves of a head are read so
+                # a rotation reads halves of heads
                 is_wide=is_wide(joint, *cache, row=dim if rotation is None else dim // 2)
                 and joint.stride(0) % 8 == 0)
             self._launch(Launch("rows", f"place_{DTYPES[joint.dtype]}", (tokens, 1, 1), 256, 0,
                                 arguments))
 
     def silu_mul(self, joint: Tensor) -> Tensor:
-        """silu(gate) * up of joint [T, 2 I]: gate, then up, of each token. Returns [T, I]."""
+        """silu(gate) * up, [T, I], of joint [T, 2 I]: gate, then up, of each token."""
         check_alike(joint, joint)
         if joint.shape[1] % 2 != 0:
             raise refusal(f"rows of {joint.shape[1]} do not have two halves")
@@ -216,20 +211,20 @@ class CudaOps:
 
 
 def _may_tile(query: Tensor, sizes: dict[str, int]) -> bool:
-    """Whether attention over rows of whole 16 bytes may go by tensor cores (cuda_tiles.h):
-    half precision, and 16 entries that begin at a multiple of 16 always in one block."""
+    """Whether attention over rows of whole 16 bytes may use tensor cores (cuda_tiles.h). In half
+    precision, if 16 tokens that begin at a multiple of 16 always lie in one block."""
     return query.dtype != torch.float32 and sizes["block_bits"] >= _TILE_BITS
 
 
 def _tile_width(dim: int) -> int:
-    """The elements of a head that a kernel is compiled for."""
+    """Elements of a head that a kernel is compiled for."""
     return 64 if dim <= 64 else 128 if dim <= 128 else MAX_DIM
 
 
 def _check_cache(query: Tensor, cache: tuple[Tensor, Tensor],
                  blocks: Tensor) -> tuple[int, dict[str, int]]:
-    """KV heads of a cache that such queries can read, and how entries lie in blocks (native.h,
-    Entries of cuda_elements.h)."""
+    """Number of KV heads of a cache that fits the query, and how its tokens lie in blocks. See
+    native.h, and Entries of cuda_elements.h. Raises ValueError."""
     check_alike(query, *cache)
     keys, values = cache
     n, heads, dim = query.shape
@@ -248,7 +243,7 @@ def _check_cache(query: Tensor, cache: tuple[Tensor, Tensor],
         raise refusal(f"blocks {list(blocks.shape)} {blocks.dtype} where [n, most] int64 belongs")
     if most > 1 and size.bit_count() != 1:
         raise refusal(f"several blocks a query, of {size} entries: no power of two")
-    # a query in one block has all its entries there, however large the block is
+    # a request in one block has all its tokens there, however large the block is
     return kv_heads, {"num_blocks": num_blocks, "block_size": size,
                       "block_bits": size.bit_length() - 1 if most > 1 else _ONE_BLOCK,
                       "most_blocks": most}

@@ -1,8 +1,6 @@
-"""A launch of a CUDA kernel of csrc/: which, over how many blocks, with which arguments.
-
-A kernel takes one struct by value; the classes here are those structs, whose members are those of
-the `.cu` files in the same order (a test compares them).
-"""
+"""Launches of CUDA kernels of csrc/: which one, over how many blocks, with which arguments. A
+kernel takes one struct by value. The structs here have the members of the `.cu` files in the same
+order (by test)."""
 
 import ctypes
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from torch import Tensor
 from xrunner.devices import on_device
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# members whose C type is not `i64`; all of them take eight bytes but the float at the end
+# members whose C type is not `i64`; all take eight bytes but the float at the end
 _FLOATS = {"scale", "eps"}
 _POINTERS = {"out", "query", "keys", "values", "slots", "blocks", "lengths", "bias", "parts",
              "first", "tokens_of", "starts", "normed", "hidden", "added", "weight", "joint", "cos",
@@ -25,9 +23,9 @@ _MEMBERS: dict[type[Struct], tuple[str, ...]] = {}
 
 
 class Launch(NamedTuple):
-    """`grid`: blocks along x, y, z; `threads` of a block; `arguments`: an instance of a struct."""
+    """One launch. `grid`: blocks along x, y, z; `threads`: of a block; `arguments`: a struct."""
 
-    source: str  # the name of the file, without .cu
+    source: str  # name of the file, without .cu
     kernel: str
     grid: tuple[int, int, int]
     threads: int
@@ -35,12 +33,12 @@ class Launch(NamedTuple):
     arguments: Struct
 
 
-# What carries launches out: cupy on a GPU (xrunner.ops.cuda.cuda_modules), a test on the CPU.
+# executes launches: cupy on a GPU (xrunner.ops.cuda.cuda_modules), a test on the CPU
 Launcher = Callable[[Launch], None]
 
 
 def struct(name: str, members: str) -> type[Struct]:
-    """The struct `name` of these members."""
+    """A ctypes struct class with these members."""
     kinds: dict[str, Any] = {**dict.fromkeys(_FLOATS, ctypes.c_float),
                              **dict.fromkeys(_POINTERS, ctypes.c_void_p)}
     made = type(name, (Struct,), {"_fields_": [
@@ -64,30 +62,30 @@ KV_PACK = struct("KvPack", _ROWS + "slots lengths starts block queries tokens")
 
 
 def filled(kind: type[Struct], **values: Tensor | float | None) -> Struct:
-    """The struct with these members, all of them in its order; of a tensor its address."""
+    """The struct with these members, in its order; a tensor becomes its address."""
     assert tuple(values) == _MEMBERS[kind], f"{kind.__name__}: {tuple(values)}"
     return kind(*[value.data_ptr() if isinstance(value, Tensor) else value
                   for value in values.values()])
 
 
 def is_wide(*tensors: Tensor | None, row: int) -> bool:
-    """Whether rows of `row` elements of all of them lie on 16 bytes and are whole eights, so that
-    a kernel may read and write 16 bytes at a time."""
+    """Whether a kernel may read and write 16 bytes at a time. It may if all tensors lie on 16 bytes
+    and rows of `row` elements are whole eights."""
     beside = row % 8
-    for tensor in tensors:  # no generator: every operator of every layer asks
+    for tensor in tensors:  # no generator: every operator of every layer calls this
         if tensor is not None:
             beside |= tensor.data_ptr() % 16
     return beside == 0
 
 
 def refusal(words: str) -> ValueError:
-    """What is raised where an argument cannot be served."""
+    """Error of an argument that is not supported."""
     return ValueError(f"CUDA operator: {words}")
 
 
 def check_alike(first: Tensor, *others: Tensor | None) -> None:
-    """All are of one type that the kernels know, on one device, and contiguous but for `first`,
-    whose rows alone must be."""
+    """Raises ValueError unless all have one supported type and device, and are contiguous. Of
+    `first` only the rows must be contiguous."""
     dtype, device = first.dtype, first.device
     if dtype not in DTYPES:
         raise refusal(f"elements are {dtype}, not float32, bfloat16 or float16")
@@ -100,7 +98,7 @@ def check_alike(first: Tensor, *others: Tensor | None) -> None:
 
 
 def check_plain(device: torch.device, *tensors: Tensor | None) -> None:
-    """All are on the device, and contiguous."""
+    """Raises ValueError unless all are on the device and contiguous."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -111,7 +109,7 @@ def check_plain(device: torch.device, *tensors: Tensor | None) -> None:
 
 
 def check_numbers(device: torch.device, count: int, *tensors: Tensor) -> None:
-    """All are [count] int64 on the device."""
+    """Raises ValueError unless all are [count] int64 on the device."""
     check_plain(device, *tensors)
     for tensor in tensors:
         if tensor.dtype != torch.int64 or tensor.shape != (count,):
@@ -119,6 +117,6 @@ def check_numbers(device: torch.device, count: int, *tensors: Tensor) -> None:
 
 
 def numbers(device: torch.device, *columns: list[int]) -> Tensor:
-    """Columns of the same length as [columns, length] int64 on the device, in one transfer that
-    the host does not wait for."""
+    """Columns of equal length as [columns, length] int64 on the device, in one asynchronous
+    transfer."""
     return on_device([*columns], device)
