@@ -33,7 +33,7 @@ def ft_latency_s(problem: Problem, timing: TimingSource, percent: float) -> floa
     def is_too_large(batch: int) -> bool:
         return bool(form.rough(plan, np.array([[batch, groups]])).memory_bytes[0] > capacity)
 
-    count = bisect_left(BATCHES, True, key=is_too_large) if form.can_lay_out(plan) else 0
+    count = bisect_left(BATCHES, True, key=is_too_large) if form.can_allocate(plan) else 0
     if not count:
         raise InfeasibleError(
             f"no static batch of {BATCHES[0]} requests of {problem.model.name} fits with tensor "
