@@ -83,7 +83,7 @@ def test_a_model_nobody_has_is_refused_with_every_reason(monkeypatch, tmp_path):
             reasons.append(f"hub {hub_id}: unreachable")
 
     monkeypatch.setattr(source, "_from_hub", no_hub)
-    with pytest.raises(XgptError, match="no local directory.*someone/nothing: unreachable"):
+    with pytest.raises(XgptError, match="no folder of that name.*someone/nothing: unreachable"):
         source.find_model("someone/nothing", say=lambda message: None)
 
 
@@ -136,7 +136,7 @@ def test_without_a_network_nothing_is_tried_six_times(failing, monkeypatch, tmp_
     failing(urllib.error.URLError(UNKNOWN))
     assert source.config_from_hub("a/b") == (
         None, "https://mirror.example cannot be reached: Name or service not known")
-    with pytest.raises(XgptError, match="no local directory of that name; https://mirror.example "
+    with pytest.raises(XgptError, match="no folder of that name; https://mirror.example "
                                         "cannot be reached: Name or service not known"):
         source.find_model("a/b", lambda message: None)
     assert calls == [True]
