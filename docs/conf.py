@@ -32,8 +32,8 @@ def setup(app: Any) -> None:
 
 
 def _keep_off_the_sidebar(app: Any, name: str, source: list[str]) -> None:
-    """Makes the README and pages of results orphans: docs/results.md lists the latter."""
-    if name == "README" or name.startswith("benchmarks/"):
+    """Makes the README, transcripts and pages of results orphans: docs/results.md lists these."""
+    if name == "README" or name.startswith(("benchmarks/", "docs/first-hour/")):
         source[0] = f"---\norphan: true\n---\n{source[0]}"
 
 

@@ -3,7 +3,8 @@
     python docs/readme.py
 
 The text between `<!-- NAME -->` and `<!-- /NAME -->` comes from docs/readme.json and
-docs/pictures/accuracy.json; benchmarks/validated.py writes the latter."""
+docs/pictures/accuracy.json; benchmarks/validated.py writes the latter. `proof`
+of a result: texts of its page, which a test looks for."""
 
 from __future__ import annotations
 

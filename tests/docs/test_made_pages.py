@@ -1,6 +1,7 @@
 """The README's generated parts and the page of commands are as their scripts make them; cells of
 the job file's tables are short; the package carries its documents."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -30,6 +31,13 @@ def test_a_row_of_the_results_has_a_date_a_machine_and_a_page():
         (page,) = re.findall(r"\]\((.+)\)", first)
         assert (ROOT / page).is_file() and xgpt and machine
         assert re.fullmatch(r"2026-\d\d-\d\d", date), row
+
+
+def test_the_page_of_a_result_has_its_figures():
+    rows = json.loads((ROOT / "docs" / "readme.json").read_text("utf-8"))["results"]
+    for row in rows:
+        page = (ROOT / "benchmarks" / "results" / f"{row['page']}.md").read_text("utf-8")
+        assert row["proof"] and not [part for part in row["proof"] if part not in page], row
 
 
 def test_a_part_of_the_readme_without_its_markers_is_found():
