@@ -15,10 +15,10 @@ class Sampling:
     `top_logprobs`: number of likeliest tokens reported with each token, besides its own
       log-likelihood (None: neither).
     `targets`: tokens to score instead of generating (`xgpt score`); all but the last end the input.
-    `barred`: tokens that may not be chosen before position `barred_until`. With a grammar of
-    another
+    `barred`: tokens that may not be chosen before position `barred_until`. With a form and another
       engine, the tokens that may end its output.
-    `passed`: options of another engine's sampler, as JSON (xgpt.requests.chat).
+    `passed`: options of the engine's sampler, as JSON (xgpt.requests.chat); of our own engine, the
+      form of the output alone.
     `fixed`: (position, token) that are output whatever the model computes; the last of one position
       counts.
     `unrepeated`: length of token sequences that may not occur twice (0: any may).
@@ -26,6 +26,8 @@ class Sampling:
     it.
     `said`: tokens that count as having occurred from the start: the input or, with an
       encoder-decoder model, the decoder's first tokens. () where neither rule above applies.
+    `written`: output tokens so far, of a request that was evicted or comes from another pool.
+    `allowed`: bit mask of the tokens that its form lets come next (xrunner.files.forms); b"": all.
     `pooled`: "last" or "mean" hidden state to return as an embedding; "": no embedding."""
 
     temperature: float = 0.0
@@ -41,6 +43,8 @@ class Sampling:
     unrepeated: int = 0
     repetition_penalty: float = 1.0
     said: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    allowed: bytes = b""
     pooled: str = ""
 
     @property
@@ -59,7 +63,7 @@ class Sampling:
     @property
     def needs_history(self) -> bool:
         """Whether the next token depends on earlier tokens, and not on logits alone."""
-        return bool(self.unrepeated) or self.is_penalised
+        return bool(self.unrepeated or self.passed) or self.is_penalised
 
     def fixed_at(self, position: int) -> int | None:
         """The fixed output token at `position`, from 0; None if the model chooses it."""

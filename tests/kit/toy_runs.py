@@ -23,6 +23,7 @@ from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, Route, await_start, routes, serve_stage
 from xrunner.engine.pool_requests import Vocabulary
 from xrunner.engine.stage import StageExecutor
+from xrunner.files.forms import Forms
 from xrunner.files.tokenizer import start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.weights import WHOLE, Shard
@@ -205,8 +206,9 @@ def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
                 role: Role = "both", **couriers: Any) -> StageExecutor:
     """One rank's, which checks its caches after every step."""
     reader = open_weights(directory, dtype)
-    model = load_stage(spec_of(directory), reader, stage, shard, device, role=role)
-    return CheckedExecutor(model, **couriers)
+    spec = spec_of(directory)
+    model = load_stage(spec, reader, stage, shard, device, role=role)
+    return CheckedExecutor(model, forms=Forms(directory, spec.vocab_size), **couriers)
 
 
 def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rule: BatchingRule,

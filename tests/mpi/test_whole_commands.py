@@ -65,7 +65,7 @@ def test_requests_are_opened_once_and_the_spool_by_those_who_need_it(tmp_path, l
         (r["id"], f"\"{r['id']}\",\n") for r in requests]
     assert [int(row["output_tokens"]) for row in rows[:-1]] == [
         len(r["output_ids"]) for r in results]
-    assert rows[-1]["error"] == "tokens is null: the cell is empty" and not rows[-1]["text"]
+    assert rows[-1]["error"] == "tokens is null: the cell is empty" and not rows[-1]["answer"]
     metrics = json_of(out / "metrics.json")
     assert 0 < metrics["ttft_p50_s"]["measured"] <= metrics["ttft_p99_s"]["measured"]
     assert metrics["tpot_p50_s"]["measured"] > 0

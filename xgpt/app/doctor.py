@@ -36,7 +36,8 @@ _MANAGERS = (("apt-get", "sudo apt-get install -y g++"), ("dnf", "sudo dnf insta
 _TORCH_INDEX = {"12": "cu128", "13": "cu130"}
 # package -> (extra, what it is for)
 _OPTIONAL = {"jinja2": ("report", "reports"), "matplotlib": ("report", "plots in reports"),
-             "pyarrow": ("parquet", "Parquet files"), "rich": ("top", "xgpt top")}
+             "pyarrow": ("parquet", "Parquet files"), "rich": ("top", "xgpt top"),
+             "llguidance": ("structured", "answers held to a form")}
 _FAILS = "fails: "  # how what cannot be used is told
 _LIMIT_S = 600.0  # the native operators may have to be compiled
 _INSTRUCTION_SETS = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "AVX-512 bf16"),

@@ -33,7 +33,7 @@ from xgpt.report.words import counted
 from xgpt.requests.formats import USUAL, arrow, delimiter_of
 from xgpt.requests.keys import CONTENTS
 from xgpt.requests.reader import read_requests
-from xgpt.requests.request import Request, RequestError
+from xgpt.requests.request import Request, RequestError, Terms
 from xgpt.requests.request_files import SUFFIXES, TABLES, RequestFiles, opened
 from xrunner.checkpoint.source import model_at_hand
 
@@ -68,12 +68,12 @@ cluster: local
 workload:
 {about_prompts}
   requests: {requests}
-  # true: a prompt is put to the model as a chat message, where its files have a template
+{added}  # true: a prompt is put to the model as a chat message, where its files have a template
   # for that; false: the model goes on with the text as it is
   chat: true
   # Most tokens of an answer (a token is about three quarters of an English word). One that
   # is longer is cut off there; a high cap that is never reached costs memory, and so speed.
-  max_tokens: {max_tokens}
+  {max_tokens}
   # How long answers really are is learned while the job runs. If you know it, say so, and
   # the schedule is right from the start: {{mean: 54, std: 37, max: 160}}
   output_tokens: observe
@@ -146,10 +146,10 @@ def likeliest(columns: list[PromptColumn]) -> PromptColumn | None:
     return max(texts, key=lambda column: column.mean_chars, default=None)
 
 
-def look_at(path: Path, column: str | None) -> PromptsLook:
-    """Reads the entries, with the prompts in this column (None: the one that is called so). Raises
-    InputError for a file that cannot be read, or has no such column."""
-    files = RequestFiles(paths=(path,), prompt=column)
+def look_at(path: Path, column: str | None, template: str = "") -> PromptsLook:
+    """Reads the entries, with the prompts in this column (None: the one that is called so), or in a
+    template of columns. Raises InputError for a file that cannot be read, or has no such column."""
+    files = RequestFiles(paths=(path,), prompt=column, terms=Terms(template=template))
     source = read_requests(files)
     entries = list(itertools.islice(source, MOST_READ + 1))
     is_all, entries = len(entries) <= MOST_READ, entries[:MOST_READ]
@@ -238,15 +238,38 @@ def _chars(request: Request) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AddedKeys:
+    """The keys that say what is asked of each row, and how it is answered; "" and () for none."""
+
+    prompt: str = ""
+    system: str = ""
+    choices: tuple[str, ...] = ()
+    json_schema: Path | None = None
+
+    def lines(self, folder: Path) -> str:
+        """Returns their lines in the section workload, of a job file in `folder`."""
+        schema = "" if self.json_schema is None else _scalar(_shown(self.json_schema, folder))
+        rows = (("prompt", _scalar(self.prompt), "Columns of the file in braces; {{ is a brace."),
+                ("system", _scalar(self.system), "A message before each prompt."),
+                ("choices", f"[{', '.join(map(json.dumps, self.choices))}]",
+                 "Each answer is exactly one of these."),
+                ("json_schema", schema, "Each answer keeps this schema."))
+        return "".join(f"  # {words}\n  {key}: {value}\n" for key, value, words in rows
+                       if getattr(self, key))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NewJob:
-    """What is asked of somebody who begins. `latency_s` infinite: no bound."""
+    """What is asked of somebody who begins. `latency_s` infinite: no bound. `max_tokens` None: as
+    many as the longest choice takes."""
 
     path: Path
     model: str
     check: ModelCheck
     look: PromptsLook
-    max_tokens: int
+    max_tokens: int | None
     latency_s: float
+    added: AddedKeys = AddedKeys()
 
     @property
     def name(self) -> str:
@@ -310,7 +333,9 @@ def text_of(job: NewJob) -> str:
         about_prompts=_comment(_prompts_words(look) + own, "  "),
         requests=file if column in (None, "prompt") else
         f"{{file: {file}, prompt: {_scalar(column)}}}",
-        max_tokens=job.max_tokens,
+        max_tokens="# max_tokens: as much as the longest choice takes"
+        if job.max_tokens is None else f"max_tokens: {job.max_tokens}",
+        added=job.added.lines(job.path.parent),
         latency="inf" if math.isinf(job.latency_s) else f"{job.latency_s:g}",
         output=_scalar(f"out/{job.name}"))
 

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog
-from xgpt.core.engines import VLLM
+from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
 from xgpt.core.hf.values import gguf_in
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem
 from xgpt.core.units import format_bytes
+from xgpt.job.answer_forms import most_tokens_of
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_file import load_job
 from xgpt.job.resolve import known_model, resolve
@@ -30,6 +31,7 @@ from xgpt.requests.spool_columns import ColumnsWriter
 from xgpt.run_folder.files import standard_input
 from xgpt.run_folder.state import State, state_left
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
+from xrunner.files.forms import Forms
 from xrunner.files.intake import ModelTokeniser, Tokenised, errors_of, take_in
 from xrunner.files.runnable import (
     ASCII_PER_TOKEN,
@@ -94,6 +96,9 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
             tell.say(paragraph(
                 f"note: {len(requests.bad_lines)} of {counted(total, 'entry')} cannot be used, "
                 f"the first in {files.place(first.file, first.line)}: {first.error}"))
+    choices, most = job.workload.choices, job.workload.max_tokens
+    if need != "shape" and choices and most == most_tokens_of(choices):
+        tell.say(f"note: max_tokens is {most}: the longest choice takes no more")
     found = model.files()
     if requests is not None:
         requests = replace(requests, input_error=model.input_error)
@@ -244,8 +249,14 @@ class _Model:
             raise wrong(self._job.source, f"workload.chat_template_kwargs.{unknown[0]}", None,
                         "left out: the model's chat template does not read it. It reads "
                         + (", ".join(sorted(known)) or "nothing of this kind"))
-        return ModelTokeniser(tokenizer, workload.chat, files.spec.vocab_size,
-                              workload.chat_template_kwargs)
+        if workload.requests and workload.requests.terms.system and tokenizer.template is None:
+            raise wrong(self._job.source, "workload.system", None, "left out: this model's "
+                        "tokenizer has no chat template, which would place a system message. "
+                        "workload.prompt can begin with the same words")
+        is_own = self._need == "run" and self._job.run.engine == OWN_ENGINE
+        vocab_size = files.spec.vocab_size
+        return ModelTokeniser(tokenizer, workload.chat, vocab_size, workload.chat_template_kwargs,
+                              Forms(files.directory, vocab_size) if is_own else None)
 
     @property
     def input_error(self) -> float:

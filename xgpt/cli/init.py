@@ -9,6 +9,7 @@ import click
 
 from xgpt.app.init import (
     USUAL_FILE,
+    AddedKeys,
     NewJob,
     PromptsLook,
     columns_of,
@@ -28,8 +29,10 @@ from xgpt.cli.options import check_writable, json_option, print_json
 from xgpt.cli.terminal import Terminal, is_terminal, say, show
 from xgpt.core.errors import wrong
 from xgpt.core.units import parse_seconds
+from xgpt.job.answer_forms import choices_of, json_schema_of
 from xgpt.report.table import paragraph, table
 from xgpt.report.words import counted
+from xgpt.requests.template import columns_in
 
 
 @click.command()
@@ -39,6 +42,13 @@ from xgpt.report.words import counted
               help="CSV, Parquet, JSON, JSON lines or a prompt a line; default: the only such "
               "file here.")
 @click.option("--column", metavar="NAME", help="Which column of it holds the prompts.")
+@click.option("--prompt", default="", metavar="TEXT",
+              help="What is asked of each row, with columns in braces: 'Summarise: {text}'.")
+@click.option("--system", default="", metavar="TEXT", help="A system message before each prompt.")
+@click.option("--choices", metavar="A,B,...",
+              help="Labels with commas between them, of which each answer is one.")
+@click.option("--json-schema", type=click.Path(path_type=Path), metavar="FILE",
+              help="A JSON schema that each answer keeps.")
 @click.option("--model", metavar="NAME|DIR|ID",
               help="A name of `xgpt models`, a folder, or a hub id; default: one that is on this "
               "machine, else a small one.")
@@ -48,9 +58,9 @@ from xgpt.report.words import counted
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
 @click.option("--yes", is_flag=True, help="Ask nothing: take what is found here.")
 @json_option
-def init(job_file: Path, prompts: Path | None, column: str | None, model: str | None,
-         max_tokens: int | None, latency: str | None, force: bool, yes: bool,
-         as_json: bool) -> None:
+def init(job_file: Path, prompts: Path | None, column: str | None, prompt: str, system: str,
+         choices: str | None, json_schema: Path | None, model: str | None, max_tokens: int | None,
+         latency: str | None, force: bool, yes: bool, as_json: bool) -> None:
     """Write a job file for your model, your prompts and this machine.
 
     On a terminal it asks for what no option says, and proposes an answer to every question.
@@ -60,16 +70,22 @@ def init(job_file: Path, prompts: Path | None, column: str | None, model: str | 
     check_writable(job_file, "JOB.yaml")
     asks = can_ask() and not yes and not as_json
     latency_s = None if latency is None else _latency(latency)
-    look = _look(_prompts(prompts, asks), column, asks)
+    added = _added(prompt, system, choices, json_schema)
+    if prompt and column is not None:
+        raise wrong("command line", "--column", column, "left out beside --prompt, which names "
+                    "columns itself")
+    look = _look(_prompts(prompts, asks), column, asks, prompt)
     check = _model(model, asks)
     assert check.spec is not None
-    cap = max_tokens or _max_tokens(usual_max_tokens(check.spec, look), look, asks)
+    cap = max_tokens
+    if cap is None and not added.choices:
+        cap = _max_tokens(usual_max_tokens(check.spec, look), look, asks)
     if latency_s is None:
         latency_s = math.inf if not asks else float(click.prompt(
             "How long may one answer take (30s, 2min; inf: it does not matter)",
             err=True, default="inf", value_proc=_latency))
     write_new_job(NewJob(path=job_file, model=check.name, check=check, look=look, max_tokens=cap,
-                         latency_s=latency_s))
+                         latency_s=latency_s, added=added))
     if as_json:
         print_json({"job": job_file, "model": check.name, "prompts": look.count,
                     "max_tokens": cap, "latency_s": latency_s, "is_executed": check.is_executed})
@@ -107,11 +123,30 @@ def _prompts(given: Path | None, asks: bool) -> Path:
     return given
 
 
-def _look(path: Path, column: str | None, asks: bool) -> PromptsLook:
-    """What is in the file, with the prompts in the column that is given, chosen or plain."""
+def _added(prompt: str, system: str, choices: str | None, schema: Path | None) -> AddedKeys:
+    """Returns what these options add to a job. Raises InputError."""
+    if prompt and not columns_in(prompt):
+        raise wrong("command line", "--prompt", prompt, "text that names a column in braces, such "
+                    "as 'Summarise: {text}'")
+    if choices is not None and schema is not None:
+        raise wrong("command line", "--choices", choices, "left out beside --json-schema: an "
+                    "answer has one form")
+    option, value = ("--choices", choices) if schema is None else ("--json-schema", str(schema))
+    try:
+        if schema is not None:
+            json_schema_of(str(schema), Path.cwd())
+        labels = () if choices is None else choices_of([one.strip() for one in choices.split(",")])
+    except ValueError as cause:
+        raise wrong("command line", option, value, str(cause)) from None
+    return AddedKeys(prompt=prompt, system=system, choices=labels, json_schema=schema)
+
+
+def _look(path: Path, column: str | None, asks: bool, template: str = "") -> PromptsLook:
+    """What is in the file, with the prompts in the column that is given, chosen or plain, or in a
+    template of columns."""
     tell_delimiters(delimiters_of(path), Terminal())
     columns = columns_of(path)
-    if column is None and needs_column(path, columns):
+    if column is None and not template and needs_column(path, columns):
         best = likeliest(columns)
         if asks:
             say(table(("column", "characters", "its first entry"), [
@@ -129,7 +164,7 @@ def _look(path: Path, column: str | None, asks: bool) -> PromptsLook:
             column = best.name
             say(paragraph(f"prompts: from the column {column!r} of {path.name} (it has "
                           f"{', '.join(c.name for c in columns)}); --column names another"))
-    look = look_at(path, column)
+    look = look_at(path, column, template)
     if not look.count:
         first = look.errors[0] if look.errors else None
         raise wrong(path, "--prompts", None, "holds no usable prompt" + (

@@ -33,9 +33,10 @@ _ROWS = {OWN_ENGINE: "xrunner.backends.engine:OWN",
 # the job names ranks, over which the engine divides each layer.
 ONE_PROCESS = (VLLM,)
 # What an engine gives of a request besides plain sampling: log-likelihoods of chosen tokens, a
-# least number of them, a penalty of those said, and its own sampler's (xgpt.requests.chat).
-_GIVES = {OWN_ENGINE: frozenset({"logprobs", "min_tokens", "penalty"}),
-          VLLM: frozenset({"logprobs", "min_tokens", "penalty", "passed"})}
+# least number of them, a penalty of those said, answers held to a form, and its own sampler's
+# parameters (xgpt.requests.chat).
+_GIVES = {OWN_ENGINE: frozenset({"logprobs", "min_tokens", "penalty", "form"}),
+          VLLM: frozenset({"logprobs", "min_tokens", "penalty", "form", "passed"})}
 
 
 def gives(engine: str | None, what: str) -> bool:

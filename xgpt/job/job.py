@@ -160,6 +160,7 @@ class WorkloadSpec:
     input_tokens: LengthSpec
     output_tokens: LengthSpec
     max_tokens: int | None = None  # cap on generated tokens of requests that name none
+    choices: tuple[str, ...] = ()  # texts of which each answer is one; (): any text
     chat: bool = True  # apply the tokenizer's chat template, if it has one
     # what that is told besides (`enable_thinking`); a request's own counts before it
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

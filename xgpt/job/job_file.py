@@ -25,6 +25,13 @@ from xgpt.core.hf.values import gguf_in
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.core.units import parse_seconds
 from xgpt.job import typed
+from xgpt.job.answer_forms import (
+    check_asked,
+    choices_of,
+    form_of_answers,
+    json_schema_of,
+    most_tokens_of,
+)
 from xgpt.job.job import LOCAL_CLUSTER, Job, LengthSpec, RunSpec, WorkloadSpec, check_run
 from xgpt.job.plan_sections import (
     AUTO,
@@ -51,6 +58,7 @@ from xgpt.job.sections import (
 from xgpt.job.yaml_tree import OVERRIDE_FILE, Field, apply_override, read_tree
 from xgpt.requests.request import Terms
 from xgpt.requests.request_files import format_of
+from xgpt.requests.template import columns_in
 
 SWEEP_KEYS = ("base", "grid", "cases")  # any of which makes a file a sweep's
 POOLINGS = ("last", "mean")  # of a text's last hidden states, where it is embedded
@@ -109,6 +117,16 @@ class _Lengths:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Workload:
     requests: AnyRequests = None
+    prompt: Annotated[str | None, typed.that(
+        lambda value: isinstance(value, str) and columns_in(value), "text that names a column in "
+        "braces, such as 'Summarise: {text}'", type="string")] = None
+    system: Annotated[str | None, typed.that(
+        lambda value: isinstance(value, str) and value.strip(), "text", type="string")] = None
+    json_schema: Annotated[Any, typed.InFolder(
+        json_schema_of, "a JSON schema, or the name of a file that holds one",
+        type=["object", "string"])] = None
+    choices: Annotated[tuple[str, ...], typed.Of(
+        choices_of, "a list of different texts", type="array")] = ()
     task: Annotated[str | None, typed.choice(lambda: catalog.names("task"))] = None
     input_tokens: Annotated[Any, typed.OrMapping(_Lengths, _words(
         "from_requests"), f"{_LENGTHS}, or from_requests")] = None
@@ -267,7 +285,8 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
     if workload.requests is not None:
         workload = replace(workload, requests=replace(workload.requests, terms=Terms(
             workload.score, None if run.engine == OWN_ENGINE else run.engine,
-            workload.embed or "")))
+            workload.embed or "", own.workload.prompt or "", own.workload.system or "",
+            form_of_answers(own.workload.json_schema, own.workload.choices))))
     cluster = built_cluster(own.cluster, reading) if isinstance(
         own.cluster, InlineCluster) else own.cluster
     job = Job(
@@ -280,6 +299,7 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         quote_formulas=own.quote_formulas, source=Path(os.path.abspath(path)),
         profile=own.profile, max_search_s=own.search.max_seconds)
     _check(job, reading)
+    check_asked(job, reading)
     if workload.only_encodes:
         _check_encoded(job, reading)
         job = replace(job, schedule=replace(
@@ -347,8 +367,9 @@ def _workload(own: _Workload, reading: typed.Reading) -> WorkloadSpec:
             ("input_tokens", own.input_tokens), ("output_tokens", own.output_tokens)))
     return WorkloadSpec(
         requests=requests, count=count, input_tokens=inputs, output_tokens=outputs,
-        max_tokens=own.max_tokens, chat=not only_encodes if own.chat is None else own.chat,
-        score=own.score, embed=own.embed, chat_template_kwargs=own.chat_template_kwargs)
+        max_tokens=own.max_tokens or most_tokens_of(own.choices), choices=own.choices,
+        chat=not only_encodes if own.chat is None else own.chat, score=own.score,
+        embed=own.embed, chat_template_kwargs=own.chat_template_kwargs)
 
 
 def _check_encoded(job: Job, reading: typed.Reading) -> None:

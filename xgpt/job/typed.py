@@ -23,7 +23,8 @@ from xgpt.job.yaml_tree import data_of
 
 Json = dict[str, Any]
 CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)  # of each dataclass of a file
-_OF_OTHERS = ("engine_args", "chat_template_kwargs")  # mappings whose keys others know
+# mappings whose keys others know
+_OF_OTHERS = ("engine_args", "chat_template_kwargs", "json_schema")
 # What no quantity of a job file exceeds: beyond lies a slip of the hand, and numbers that overflow.
 LARGEST_NUMBER = 1e18  # FLOP/s of an exascale machine
 LARGEST: dict[Callable[[Any], float], float] = {

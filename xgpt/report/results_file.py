@@ -37,7 +37,7 @@ _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", *"\uff1d\uff0b\uff0d\uff20") 
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", re.ASCII)
 COUNTS = ("input_tokens", "output_tokens")
 TIMES = ("latency_s", "encode_start_s", "ttft_s", "tpot_s")
-ANSWER = ("text", "finish_reason", *COUNTS, "error", *TIMES)
+ANSWER = ("answer", "finish_reason", *COUNTS, "error", *TIMES)
 _ROWS_AT_A_TIME = 1024
 
 
@@ -289,7 +289,8 @@ def _answers(output: Path, spool: Spool) -> Iterator[tuple[tuple[int, int], dict
 
 
 def _answer(result: Mapping[str, Any]) -> dict[str, Any]:
-    row = {name: flat_result(result).get(name) for name in ANSWER}
+    flat = flat_result(result)
+    row = {**{name: flat.get(name) for name in ANSWER}, "answer": flat.get("text")}
     error = result.get("error")  # of OpenAI's form an object
     row["error"] = error.get("message") if isinstance(error, dict) else error
     return row

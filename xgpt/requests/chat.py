@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from xgpt.core.errors import shorten
+from xgpt.requests.forms import why_wrong
 
 Message: TypeAlias = "dict[str, Any]"  # role, content, which is text, if any; what else is said
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -129,10 +130,12 @@ _KINDS: dict[str, tuple[str, Callable[[Any], object]]] = {
 _FORM = "structured_outputs"
 
 
-def passed_of(asked: Mapping[str, Any]) -> str:
-    """vLLM's sampling parameters as JSON; "" where nothing is asked for. Raises BadRecord."""
+def passed_of(asked: Mapping[str, Any], usual: str = "", *, checks_form: bool = False) -> str:
+    """Returns vLLM's sampling parameters as JSON, `usual` where nothing is asked for. Raises
+    BadRecord. `checks_form`: our own engine is to hold the answer to its form."""
     given = {key: asked[key] for key in _OF_LOGITS if asked.get(key)}
     form = _of_response_format(asked["response_format"]) if "response_format" in asked else None
+    where = "response_format.json_schema.schema"
     if _FORM in asked:
         if form is not None:
             raise BadRecord(f"response_format, {_FORM}: an answer has one form")
@@ -140,9 +143,13 @@ def passed_of(asked: Mapping[str, Any]) -> str:
         if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in _KINDS:
             raise BadRecord(f"{_FORM} must be an object with one of {', '.join(_KINDS)}")
         (kind, held), = value.items()
-        form = _checked(kind, held, f"{_FORM}.{kind}")
+        form, where = _checked(kind, held, f"{_FORM}.{kind}"), f"{_FORM}.{kind}"
     if form is not None:
+        if checks_form and (why := why_wrong(*next(iter(form.items())))):
+            raise BadRecord(where + why)
         given[_FORM] = form
+    elif usual:
+        given |= json.loads(usual)
     text = json.dumps(given, ensure_ascii=False) if given else ""
     check_encodable(text, ", ".join(given))
     return text
@@ -150,7 +157,17 @@ def passed_of(asked: Mapping[str, Any]) -> str:
 
 def has_form(passed: str) -> bool:
     """Whether the output is held to a form, which says itself where it ends."""
-    return bool(passed) and _FORM in json.loads(passed)
+    return bool(form_of(passed))
+
+
+def form_of(passed: str) -> dict[str, Any]:
+    """The form among what is passed to a sampler, such as {"choice": [...]}; {} where none is."""
+    return dict(json.loads(passed).get(_FORM, {})) if passed else {}
+
+
+def form_text(kind: str, value: Any) -> str:
+    """The form as `passed_of` returns it."""
+    return json.dumps({_FORM: {kind: value}}, ensure_ascii=False)
 
 
 def _of_response_format(value: object) -> dict[str, Any] | None:

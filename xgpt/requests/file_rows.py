@@ -14,6 +14,7 @@ from xgpt.requests.chat import BadRecord
 from xgpt.requests.keys import CONTENTS, KEYS, OWN_KEYS
 from xgpt.requests.request import is_openai, misspelt_option, refuse_misspelt
 from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.template import TEXT_COLUMN, columns_in, filled
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # lone, which no file takes
 NO_OTHERS: Mapping[str, Any] = {}
@@ -105,14 +106,20 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Which column of a table is what. `used`: (role, its place in the header)."""
+    """Which column of a table is what. `used`: (role, its place in the header); a column of the
+    `template` has its name in braces for a role."""
 
     used: tuple[tuple[str, int], ...]
     carried: tuple[tuple[str, int], ...]  # (name in the results, place in the header)
+    template: str = ""
 
     def record(self, values: Sequence[Any] | Mapping[int, Any]) -> dict[str, Any]:
         """A row, by its columns' places, as the record of a request. Raises BadRecord."""
-        return {role: _cell(role, values[place]) for role, place in self.used}
+        cells = {role: _cell(role, values[place]) for role, place in self.used}
+        if not self.template:
+            return cells
+        own = {role[1:-1]: cells.pop(role) for role in [*cells] if role.startswith("{")}
+        return {"prompt": prompt_of(self.template, own), **cells}
 
     def name(self, values: Sequence[Any] | Mapping[int, Any]) -> str | None:
         """The id of a row, if it has one."""
@@ -134,7 +141,12 @@ def roles_of(header: Sequence[str], files: RequestFiles, path: Path) -> Roles:
     for role, name in roles.items():
         if name not in names:
             raise wrong(path, f"workload.requests.{role}", name, _missing(name, names), 1)
-    if not roles.keys() & set(CONTENTS):
+    template = files.terms.template
+    for name in columns_in(template):
+        if name not in names:
+            raise wrong(path, "workload.prompt", f"{{{name}}}", _missing(name, names) + _BRACES, 1)
+        roles[f"{{{name}}}"] = name
+    if not template and not roles.keys() & set(CONTENTS):
         content = next((name for name in CONTENTS if name in names), None)
         if content is None:
             raise wrong(path, "workload.requests.prompt", None, _missing("prompt", names)
@@ -150,8 +162,10 @@ def roles_of(header: Sequence[str], files: RequestFiles, path: Path) -> Roles:
             if name not in roles.values() and (meant := misspelt_option(name)) is not None:
                 raise wrong(path, "requests", name, f"did you mean the column {meant!r}? rename "
                             "it or, if it is none of xgpt's options, say `options: false`", 1)
-    # a key that is asked for and not given is refused; what asks for nothing is carried
-    carried = [name for name in names if name not in roles.values() or (
+    # a key that is asked for and not given is refused; what asks for nothing is carried, and so are
+    # prompts, beside which answers are read
+    carried = [name for name in names if name not in roles.values() or f"{{{name}}}" in roles
+               or roles.get("prompt") == name or (
         roles.get(name) == name and name not in (*files.options, *CONTENTS, "id"))]
     if files.carry is not None:
         if absent := [name for name in files.carry if name not in names]:
@@ -159,7 +173,25 @@ def roles_of(header: Sequence[str], files: RequestFiles, path: Path) -> Roles:
         carried = list(files.carry)
     place_of = {name: place for place, name in enumerate(names)}
     return Roles(used=tuple((role, place_of[name]) for role, name in roles.items()),
-                 carried=tuple((name, place_of[name]) for name in carried))
+                 carried=tuple((name, place_of[name]) for name in carried), template=template)
+
+
+_BRACES = ". A brace of the prompt's own is written twice: {{"
+
+
+def prompt_of(template: str, values: Mapping[str, Any]) -> str:
+    """The template filled with a row's columns. Raises BadRecord."""
+    if missing := [name for name in columns_in(template) if name not in values]:
+        raise BadRecord("workload.prompt: " + _missing(missing[0], [*values]) + _BRACES)
+    if (prompt := filled(template, values)) is None:
+        raise BadRecord("the columns of the prompt are empty: " + ", ".join(columns_in(template)))
+    return prompt
+
+
+def text_record(line: str, files: RequestFiles) -> dict[str, Any]:
+    """The record of a line of text, which is a prompt or goes into the job's template."""
+    template = files.terms.template
+    return {"prompt": prompt_of(template, {TEXT_COLUMN: line}) if template else line}
 
 
 def _missing(name: str, there: Sequence[str]) -> str:
@@ -210,18 +242,24 @@ def _of_text(role: str, text: str) -> Any:
 def of_object(record: Mapping[str, Any], files: RequestFiles) -> tuple[
         Mapping[str, Any], Mapping[str, Any]]:
     """(a request's keys, the others) of an object of a JSON file. Raises BadRecord."""
+    template = files.terms.template
     if is_openai(record):
+        if template:
+            raise BadRecord("workload.prompt is filled with columns; a line in OpenAI's format "
+                            "has its own prompt")
         return record, NO_OTHERS
     given = {role: name for role in ("prompt", "messages", "id")
              if (name := getattr(files, role)) is not None}
-    names_content = bool(given.keys() & set(CONTENTS))
+    names_content = bool(template or given.keys() & set(CONTENTS))
     taken = {role: record[name] for role, name in given.items() if name in record}
+    if template:
+        taken["prompt"] = prompt_of(template, record)
     own = [*(CONTENTS if not names_content else ()), *(("id",) if "id" not in given else ()),
            *(files.options if files.has_options else ())]
     used = {*given.values(), *own}
     others = {key: value for key, value in record.items() if key not in used} if (
         files.carry is None) else {key: record[key] for key in files.carry if key in record}
-    if not given and files.has_options:
+    if not given and not template and files.has_options:
         return record, others
     if files.has_options:
         refuse_misspelt(record.keys() - used)

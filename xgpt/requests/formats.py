@@ -26,6 +26,7 @@ from xgpt.requests.file_rows import (
     parsed,
     parsed_items,
     roles_of,
+    text_record,
 )
 from xgpt.requests.request_files import RequestFiles, unreadable
 from xgpt.requests.spool_columns import ROWS_COLUMN, ColumnsWriter
@@ -42,10 +43,10 @@ def read_jsonl(stream: IO[bytes], files: RequestFiles) -> Iterator[Row]:
     return _rows(_lines(stream), lambda line: of_object(_object(line), files))
 
 
-def read_text(stream: IO[bytes]) -> Iterator[Row]:
+def read_text(stream: IO[bytes], files: RequestFiles) -> Iterator[Row]:
     """Yields a prompt a line, without what ends it."""
     return _rows(_lines(stream), lambda line: (
-        {"prompt": _decoded(line).removesuffix("\r")}, NO_OTHERS))
+        text_record(_decoded(line).removesuffix("\r"), files), NO_OTHERS))
 
 
 def _rows(entries: Iterable[tuple[int, Any]],
@@ -80,7 +81,7 @@ def read_array(stream: IO[bytes], files: RequestFiles, path: Path) -> Iterator[R
 
     def taken(item: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         if isinstance(item, str):
-            return {"prompt": item}, NO_OTHERS
+            return text_record(item, files), NO_OTHERS
         if isinstance(item, dict):
             return of_object(item, files)
         raise item if isinstance(item, RepeatedKeyError) else BadRecord(

@@ -92,8 +92,8 @@ _ROWS = {
     "repetition_penalty": Key(_number(0, 2, is_above=True), _CHOSEN, "penalty", (1,)),
     "min_p": Key(_number(0, 1), _ANSWERED, "passed", (0,)),
     "logit_bias": Key(_BIAS, _ANSWERED, "passed", ({},)),
-    "response_format": Key(_OBJECT, _ANSWERED, "passed", ({"type": "text"},)),
-    "structured_outputs": Key(_ANY, _ANSWERED, "passed"),
+    "response_format": Key(_OBJECT, _ANSWERED, "form", ({"type": "text"},)),
+    "structured_outputs": Key(_ANY, _ANSWERED, "form"),
     # of the service that would answer, not of the answer; `model` is that of the job
     "model user service_tier safety_identifier prompt_cache_key prompt_cache_retention": Key(
         _TEXT, _OPENAI, is_column=True),

@@ -62,7 +62,7 @@ def _rows(stream: IO[bytes], known: str, files: RequestFiles, path: Path,
         return read_delimited(stream, files, path, USUAL[known], divided)
     if known == "json":
         return read_array(stream, files, path)
-    return read_text(stream) if known == "text" else read_jsonl(stream, files)
+    return read_text(stream, files) if known == "text" else read_jsonl(stream, files)
 
 
 def _taken(row: Row, file: int, default: str, seen: SeenIds, files: RequestFiles,

@@ -100,11 +100,15 @@ _KNOWN = Request.__dataclass_fields__.keys() | KEYS.keys()
 
 
 class Terms(NamedTuple):
-    """What a job makes of its requests: whether they are scored, or how embedded, and by whom."""
+    """What a job makes of its requests: whether they are scored, or how embedded, and by whom;
+    and the prompt's template, the system message and the form of the answer that it adds."""
 
     is_scored: bool = False
     engine: str | None = None  # which honours keys of its own; None: ours
     pooled: str = ""  # see Asked
+    template: str = ""  # makes a prompt of a row's columns (xgpt.requests.template)
+    system: str = ""  # goes before a prompt, and before messages that bring none
+    form: str = ""  # of answers to requests that name none (see Asked.passed)
 
 
 def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
@@ -140,7 +144,8 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
         temperature=asked.get("temperature"), top_k=None if top_k is None else max(top_k, 0),
         top_p=asked.get("top_p"), repetition_penalty=asked.get("repetition_penalty"),
         stop=tuple(_text(one, "stop") for one in ([stop] if isinstance(stop, str) else stop or ())),
-        top_logprobs=told, min_tokens=asked.get("min_tokens"), passed=passed_of(asked),
+        top_logprobs=told, min_tokens=asked.get("min_tokens"),
+        passed=passed_of(asked, terms.form, checks_form=terms.engine is None),
         samples=asked.get("n", asked.get("samples", 1)),
         tools=tools_of(body) if place == CHAT else "")
     if forced is not None and limit is not None and forced > limit:
@@ -150,7 +155,7 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
     if (forced or request.min_tokens) and has_form(request.passed):
         raise BadRecord(f"{'forced' if forced else 'min'}_tokens goes with no form of the output, "
                         "which says itself where it ends")
-    return _with_content(request, body, place)
+    return _with_content(request, body, place, terms.system)
 
 
 def _scored(record: Mapping[str, Any], request: Request) -> Request:
@@ -228,7 +233,8 @@ def _body_of(record: Mapping[str, Any], urls: Sequence[str]) -> tuple[Mapping[st
     return body, usual if url is None else str(url)
 
 
-def _with_content(request: Request, body: Mapping[str, Any], place: str) -> Request:
+def _with_content(request: Request, body: Mapping[str, Any], place: str,
+                  system: str = "") -> Request:
     keys = ("input",) if place == EMBEDDINGS else ("prompt", "messages", "tokens")
     given = [key for key in keys if body.get(key) is not None]
     if len(given) != 1:
@@ -236,8 +242,15 @@ def _with_content(request: Request, body: Mapping[str, Any], place: str) -> Requ
         raise BadRecord(why + (f"; has {', '.join(given)}" if given else ""))
     key, value = given[0], body[given[0]]
     request = replace(request, chat_template_kwargs=options_of(body))
+    if system and (key == "tokens" or place == COMPLETION):
+        raise BadRecord(f"workload.system goes before a chat; this {key} goes into none")
+    if system and key == "prompt":
+        key, value = "messages", [{"role": "user", "content": _text(value, key)}]
     if key == "messages":
-        inputs = [replace(request, messages=messages_of(value))]
+        messages = messages_of(value)
+        if system and messages[0]["role"] not in ("system", "developer"):
+            messages = ({"role": "system", "content": system}, *messages)
+        inputs = [replace(request, messages=messages)]
     elif key == "tokens":
         inputs = [replace(request, tokens=_tokens(value, key))]
     elif request.is_openai and isinstance(value, list):

@@ -14,6 +14,7 @@ from xrunner.comm.messages import Joined, StartMessage, StepMessage
 from xrunner.devices import free_bytes, on_device
 from xrunner.engine.graphs import DecodeGraphs
 from xrunner.engine.kv import BlockPool, KvCache, KvShape, Room, block_tokens, kv_shape
+from xrunner.files.forms import Forms, Matcher
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.contexts import DecodeContext
@@ -22,11 +23,13 @@ from xrunner.rules.slots import GroupSlots, Move
 
 
 class TokenHistory:
-    """Tokens that occurred in each request, for two sampling rules of the last stage. The rules of
-    the model's files are `no_repeat_ngram_size` and `repetition_penalty`."""
+    """Tokens that occurred in each request, for three sampling rules of the last stage. The rules
+    of the model's files are `no_repeat_ngram_size` and `repetition_penalty`. The third is the form
+    of an answer."""
 
     def __init__(self) -> None:
         self._texts: dict[int, tuple[Joined, _History]] = {}
+        self.forms: Forms | None = None  # of the model's answers
 
     def with_history(self, seats: Sequence[Joined], positions: Sequence[int]) -> list[Sampling]:
         """Sampling of each request's next token, with tokens that would repeat a sequence barred.
@@ -41,12 +44,21 @@ class TokenHistory:
             return own
         known = self._texts.get(seat.query)
         if known is None or known[0] is not seat:  # evicted requests bring their tokens
-            known = self._texts[seat.query] = seat, _History(own.unrepeated, own.said)
+            known = self._texts[seat.query] = seat, _History(
+                own.unrepeated, own.said, self._matcher_of(own))
         text = known[1]
+        if text.matcher is not None:
+            own = replace(own, allowed=text.matcher.allowed)
         if barred := text.barred:
             also = own.barred if own.is_barred(position) else ()
             own = replace(own, barred=(*also, *barred), barred_until=position + 1)
         return replace(own, said=tuple(text.different)) if own.is_penalised else own
+
+    def _matcher_of(self, own: Sampling) -> Matcher | None:
+        if not own.passed:
+            return None
+        assert self.forms is not None, f"{own.passed = } for a stage without a tokenizer"
+        return self.forms.matcher(own.passed, own.written)
 
     def take(self, seats: Sequence[Joined], tokens: Sequence[int]) -> None:
         """Records the new token of each request."""
@@ -64,15 +76,20 @@ class TokenHistory:
 class _History:
     """Tokens of one request, and which tokens followed each sequence of `size - 1` of them."""
 
-    def __init__(self, size: int, said: Sequence[int]) -> None:
-        """`size`: 0 if followers are not needed. `said`: tokens it starts with."""
+    def __init__(self, size: int, said: Sequence[int], matcher: Matcher | None = None) -> None:
+        """`size`: 0 if followers are not needed. `said`: tokens it starts with. `matcher`: of the
+        answer's form, if any, after its output so far."""
         self._size, self._tokens = size, list[int]()
+        self.matcher: Matcher | None = None
         self.different: dict[int, None] = {}  # each token once, in order
         self._followers: dict[tuple[int, ...], list[int]] = {}
         for token in said:
             self.add(token)
+        self.matcher = matcher  # which knows these tokens already
 
     def add(self, token: int) -> None:
+        if self.matcher is not None and token >= 0:  # below 0: the logits were not finite
+            self.matcher.add([token])
         self.different[token] = None
         if not self._size:
             return

@@ -19,6 +19,7 @@ from xrunner.rules.steps import BatchingRule, Step, StepKind, kv_budget
 
 _NO_NUMBERS = ("logits not finite: the model computes no number here, or one beyond its type's "
                "range")
+_NO_TOKEN = "no token may come next: the answer's form allows none here, or " + _NO_NUMBERS
 _RECENT_TOKENS = 32  # chosen, a power of two: most recent tokens searched for a stop string
 # Characters that decoding from the middle of a text may change: a space or part of a character at
 # the cut, and a character at the end whose last bytes are to come.
@@ -190,8 +191,9 @@ class PoolRequests:
         # encoding starts with all tokens generated; a request from another pool has only its input
         tokens = active.input_tokens if is_handed else active.num_tokens
         sampling = active.query.sampling
-        if sampling.said and active.output_ids:  # from before an eviction, or from another pool
-            sampling = replace(sampling, said=(*sampling.said, *active.output_ids))
+        if sampling.needs_history and active.output_ids:  # evicted before, or from another pool
+            written = tuple(active.output_ids)
+            sampling = replace(sampling, said=(*sampling.said, *written), written=written)
         return Joined(query=index, input_tokens=tokens, sampling=sampling, is_handed=is_handed,
                       goes_on=self._start_token is not None or active.query.max_new_tokens > 1)
 
@@ -300,7 +302,8 @@ class ActiveQuery:
         if token == NOT_FINITE:
             # its row may be decoded on until the head hears of it, which takes a token
             self.output_ids.append(0)
-            self.ending = Ending("error", None, _NO_NUMBERS)
+            self.ending = Ending("error", None, _NO_TOKEN if self.query.sampling.passed
+                                 else _NO_NUMBERS)
             return True
         query, reason = self.query, None
         self.output_ids.append(token)
@@ -332,7 +335,7 @@ class ActiveQuery:
         assert self.ending is not None, f"{self.query.index = } is not done"
         assert self.first_token_s is not None, "who has ended has a token"
         reason, text, error = self.ending
-        ids = self.output_ids[:-1] if error == _NO_NUMBERS else self.output_ids
+        ids = self.output_ids[:-1] if error in (_NO_NUMBERS, _NO_TOKEN) else self.output_ids
         if text is None:
             try:
                 text = decode_text(ids)

@@ -16,6 +16,7 @@ from xrunner.engine.graphs import Capture, capture_steps
 from xrunner.engine.group import LastTokens, Model, PendingInputs, StageGroup, make_groups
 from xrunner.engine.pipeline import Executor
 from xrunner.engine.step_log import StepLog
+from xrunner.files.forms import Forms
 from xrunner.files.heartbeat import Heartbeat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
@@ -33,9 +34,11 @@ class StageExecutor(Executor):
 
     def __init__(self, model: Model, *, clock: Callable[[], float] = time.perf_counter,
                  sender: EntrySender | None = None, receiver: EntryReceiver | None = None,
-                 heartbeat: Heartbeat | None = None, capture: Capture | None = None) -> None:
+                 heartbeat: Heartbeat | None = None, capture: Capture | None = None,
+                 forms: Forms | None = None) -> None:
         """`sender`, `receiver`: of the KV that WAA's pools hand over. `heartbeat`: progress file.
-        `capture`: captures decode steps (None: nothing is captured)."""
+        `capture`: captures decode steps (None: nothing is captured). `forms`: of the model's
+        answers (None: they have none)."""
         self.model = model
         self.records = StepLog(model.device, clock, heartbeat)
         self.log = self.records.steps
@@ -44,12 +47,15 @@ class StageExecutor(Executor):
         self.keeps_tokens = self._is_whole and model.shard.degree == 1
         self.returns_early = model.device.type != "cpu"
         self.sender, self.receiver, self._capture = sender, receiver, capture
+        self._forms = forms
         self.groups: list[StageGroup] = []
         self.graphs_said: str | None = None  # which steps are captured, or why none are, in a line
         self.rows_compacted = 0
 
     def start(self, message: StartMessage) -> None:
         self.groups = make_groups(self.model, message)
+        for group in self.groups:
+            group.history.forms = self._forms
         if self._capture is not None:
             graphs, self.graphs_said = capture_steps(
                 self.model, [group.cache for group in self.groups], message.slots, self._capture)

@@ -26,6 +26,7 @@ from xgpt.requests.request import Asked, Request, RequestError, Requests, synthe
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xrunner.checkpoint.source import read_spec
+from xrunner.files.forms import Forms
 from xrunner.files.generation import GenerationRules, generation_rules
 from xrunner.files.results import write_errors
 from xrunner.files.runnable import runnable
@@ -140,6 +141,7 @@ class ModelTokeniser:
     is_chat: bool  # apply the chat template to prompts, if there is one
     vocab_size: int
     options: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template
+    forms: Forms | None = None  # of answers that our own engine is to give
 
     def tokenise(self, requests: Sequence[Request]) -> list[Tokenised]:
         """Token ids of each request, or a sentence that says why there are none."""
@@ -147,6 +149,9 @@ class ModelTokeniser:
         for i, request in enumerate(requests):
             ids = result[i]
             if isinstance(ids, (str, Scored)):
+                continue
+            if self.forms is not None and has_form(request.passed) and self.forms.refusal:
+                result[i] = self.forms.refusal
                 continue
             if request.continuation_tokens is not None:
                 result[i] = _scored(ids, [*ids, *request.continuation_tokens])
@@ -324,7 +329,8 @@ def _prepared(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:
         passed=record.passed, **_ruled(spool, plan, index, record))
     return PreparedQuery(index=index, id=record.id, input_ids=spool.tokens(index),
                         max_new_tokens=spool.most_output_tokens(index),
-                        is_forced=record.is_forced or plan.ignore_eos, sampling=sampling,
+                        is_forced=record.is_forced or (
+                            plan.ignore_eos and not has_form(record.passed)), sampling=sampling,
                         stop=record.stop or (() if record.targets or record.pooled else plan.stop),
                         is_openai=record.is_openai, is_chat=record.is_chat,
                         sample=record.sample, tools=record.tools,
@@ -340,6 +346,8 @@ def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str,
     before, least, given = 0, record.min_tokens or 0, generation_rules(plan.model_dir)
     if record.repetition_penalty is not None:
         given = replace(given, repetition_penalty=record.repetition_penalty)
+    if is_formed := has_form(record.passed):  # the form says what comes, and where it ends
+        given = replace(given, first=None, last=None)
     if least or given != _NO_RULES:
         # an encoder-decoder model's positions count from the decoder's first token
         said = ((start_token(plan.model_dir),) if _is_encoder_decoder(plan.model_dir)
@@ -354,7 +362,7 @@ def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str,
                       "repetition_penalty": given.repetition_penalty}
         if fixed := given.fixed(before, spool.most_output_tokens(index)):
             rules["fixed"] = fixed
-    if least > 0 or has_form(record.passed):
+    if least > 0 or is_formed:
         rules |= {"barred": tuple(sorted(_ends_of(plan.model_dir))),
                   "barred_until": before + least if least > 0 else 0}
     return rules

@@ -220,6 +220,15 @@ class TextTokenizer:
         """Whether the folder has a tokenizer."""
         return self._backend is not None
 
+    @property
+    def num_tokens(self) -> int:
+        """Size of its vocabulary."""
+        return int(self._backend.get_vocab_size())
+
+    def to_json(self) -> str:
+        """The tokenizer.json of it, without padding and truncation."""
+        return str(self._backend.to_str())
+
     def encode_many(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Tokens of several texts (the library works in parallel). `special`: add special
         tokens."""

@@ -37,9 +37,11 @@ def sample(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int]
 
 def _parted(choices: Sequence[Sampling], positions: Sequence[int]) -> tuple[list[int], list[int]]:
     """The rows whose largest logit is all that counts, and those that are drawn, or of whose
-    tokens some are barred, or made less likely."""
+    tokens some are barred, or made less likely. Rows held to a form are of the latter: the head's
+    own search for the largest knows no mask."""
     assert len(choices) == len(positions), f"{len(choices) = } {len(positions) = }"
     is_whole = [choice.is_drawn or choice.is_barred(position) or choice.is_penalised
+                or bool(choice.allowed)
                 for choice, position in zip(choices, positions, strict=True)]
     rows = range(len(choices))
     return [row for row in rows if not is_whole[row]], [row for row in rows if is_whole[row]]
@@ -60,7 +62,24 @@ def _ruled(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
         at, penalty = on_device(said, logits.device), choice.repetition_penalty
         values = logits[place, at]
         logits[place, at] = torch.where(values < 0, values * penalty, values / penalty)
-    return _without_barred(logits, rows, choices, positions, first_token)
+    logits = _without_barred(logits, rows, choices, positions, first_token)
+    return _allowed_alone(logits, [choices[row].allowed for row in rows], first_token)
+
+
+def _allowed_alone(logits: Tensor, masks: Sequence[bytes], first_token: int) -> Tensor:
+    """logits [rows, V_local] of the tokens from `first_token` on, -inf where a row's mask has no
+    bit; b"" lets all of them be."""
+    own = [place for place, mask in enumerate(masks) if mask]
+    if not own:
+        return logits
+    joined = bytearray().join(masks[place] for place in own)
+    packed = torch.frombuffer(joined, dtype=torch.uint8).view(len(own), -1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (on_device(packed, logits.device)[:, :, None] >> shifts & 1).flatten(1).bool()
+    bits = bits[:, first_token:first_token + logits.shape[1]]
+    places, logits = on_device(own, logits.device), logits.clone()
+    logits[places] = logits[places].masked_fill(~bits, float("-inf"))
+    return logits
 
 
 def _without_barred(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],

@@ -20,6 +20,7 @@ from xrunner.engine.graphs import CudaCapture
 from xrunner.engine.group import Model
 from xrunner.engine.pipeline import RankReport, Route, routes
 from xrunner.engine.stage import StageExecutor
+from xrunner.files.forms import Forms
 from xrunner.files.heartbeat import Heartbeat
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.weights import WHOLE, Shard
@@ -86,7 +87,8 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode"
     capture = CudaCapture(world.device) if is_captured and world.has_own_gpus else None
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
-                             heartbeat=heartbeat, capture=capture)
+                             heartbeat=heartbeat, capture=capture,
+                             forms=Forms(plan.model_dir, weights.model.spec.vocab_size))
     if is_captured and capture is None:
         executor.graphs_said = "no CUDA graphs: ranks share a GPU, whose memory is planned"
     executor.records.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank,

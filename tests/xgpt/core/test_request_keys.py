@@ -40,7 +40,7 @@ def refusal(place: str, engine: str | None = None, **keys: Any) -> str:
 
 ASKED_AND_NOT_GIVEN: list[tuple[str, Any]] = [
     ("frequency_penalty", 0.5), ("presence_penalty", -1), ("logit_bias", {"7": -100}),
-    ("min_p", 0.1), ("best_of", 3), ("response_format", {"type": "json_object"}),
+    ("min_p", 0.1), ("best_of", 3),
     ("tool_choice", "required"), ("functions", [{}]), ("stop_token_ids", [7]), ("echo", True),
     ("ignore_eos", True), ("stream", True), ("reasoning_effort", "high"), ("suffix", "x"),
     ("parallel_tool_calls", False), ("skip_special_tokens", False), ("enable_thinking", False),
@@ -181,7 +181,8 @@ def test_cells_of_a_table_ask_as_the_keys_of_an_object_do(tmp_path):
     said = [one.error.split(":")[0] for one in found if isinstance(one, RequestError)]
     assert said == ["frequency_penalty", "logit_bias",
                     "top_k must be a whole number from -1 to 2147483647"]
-    assert carried[0] == {"frequency_penalty": "0.0", "stream": "false", "topic": "x"}
+    assert carried[0] == {"prompt": "a", "frequency_penalty": "0.0", "stream": "false",
+                          "topic": "x"}
     found, _ = of_file(tmp_path / "r.csv", text, has_options=False)
     assert all(isinstance(one, Request) for one in found)
 

@@ -340,7 +340,8 @@ def test_an_array_beyond_what_is_held_in_memory_is_refused(tmp_path, monkeypatch
     path.write_text(json.dumps(["x" * 2**20]))
     with pytest.raises(InputError, match="more than 1 MiB: .*jsonl"):
         read(path)
-    assert list(lines.read_text(io.BytesIO(b"x" * (2**24 + 2))))[0].record == lines._TOO_LONG
+    row, = lines.read_text(io.BytesIO(b"x" * (2**24 + 2)), RequestFiles(paths=(path,)))
+    assert row.record == lines._TOO_LONG
 
 
 @pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, '{"a":' * 500 + "1" + "}" * 500])

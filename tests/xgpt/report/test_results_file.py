@@ -85,8 +85,9 @@ def carried(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 CSV = 'id,prompt,topic,"a, b"\n1,x,"in\nlines, ""quoted""",007\n2,,dry,\n3,z,,\u00e9\n'
-COLUMNS = [{"topic": 'in\nlines, "quoted"', "a, b": "007"}, {"topic": "dry", "a, b": ""},
-           {"topic": "", "a, b": "\u00e9"}]
+COLUMNS = [{"prompt": "x", "topic": 'in\nlines, "quoted"', "a, b": "007"},
+           {"prompt": "", "topic": "dry", "a, b": ""},
+           {"prompt": "z", "topic": "", "a, b": "\u00e9"}]
 
 
 @pytest.mark.parametrize("name", [
@@ -96,10 +97,10 @@ def test_csv_goes_into_every_format(tmp_path, name):
     output = ran(tmp_path / "out", tmp_path / "in.csv")
     said = write_results(output, tmp_path / name)
     rows = table(tmp_path / name)
-    assert carried(rows) == COLUMNS and "results: 3 rows" in said and list(rows[0])[:3] == [
-        "id", "topic", "a, b"]
+    assert carried(rows) == COLUMNS and "results: 3 rows" in said and list(rows[0])[:4] == [
+        "id", "prompt", "topic", "a, b"]
     assert [row["id"] for row in rows] == ["1", "2", "3"]
-    assert [row["text"] or "" for row in rows] == ["1", "", "3"]
+    assert [row["answer"] or "" for row in rows] == ["1", "", "3"]
     assert [bool(row["error"]) for row in rows] == [False, True, False]
     assert float(rows[2]["latency_s"]) == 1.5 and int(rows[2]["output_tokens"]) == 2
     again = (tmp_path / name).read_bytes()
@@ -124,13 +125,13 @@ def test_parquet_keeps_its_types_and_becomes_words_in_csv(tmp_path):
     pq.write_table(typed(), tmp_path / "in.parquet", row_group_size=2)
     write_results(ran(tmp_path / "out", tmp_path / "in.parquet"), tmp_path / "r.parquet")
     written = pq.read_table(tmp_path / "r.parquet")
-    expected = typed().drop_columns(["id", "prompt"])
+    expected = typed().drop_columns(["id"])
     assert written.select(expected.schema.names).cast(expected.schema).equals(expected)
     assert written.schema.field("when").type == pa.timestamp("ns", "UTC")
     assert written.schema.field("kind").type == expected.schema.field("kind").type
     assert written.schema.field("id").type == pa.int64()
     assert written.column("id").to_pylist() == [10, 20, 30]
-    assert written.column("text").to_pylist() == ["10", None, "30"]
+    assert written.column("answer").to_pylist() == ["10", None, "30"]
     assert written.schema.field("output_tokens").type == pa.int64()
     pq.write_table(typed(), tmp_path / "in.parquet")
     write_results(ran(tmp_path / "out", tmp_path / "in.parquet"), tmp_path / "r.csv")
@@ -167,30 +168,30 @@ def test_openai_lines_texts_arrays_and_files_of_several_kinds_become_one_table(t
     output = ran(tmp_path / "out", tmp_path / "in.json", tmp_path / "in.txt")
     write_results(output, tmp_path / "r.csv")
     rows = table(tmp_path / "r.csv")
-    assert [(row["id"], row["text"], row["output_tokens"]) for row in rows] == [
+    assert [(row["id"], row["answer"], row["output_tokens"]) for row in rows] == [
         ("o", "o", "2"), ("in.json:2", "in.json:2", "2"), ("in.txt:1", "in.txt:1", "2"),
         ("in.txt:3", "in.txt:3", "2")]
     pq.write_table(pa.table({"prompt": ["p", "q"], "n": pa.array([1, 2], pa.int16()),
                              "both": [1, 2]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"prompt": ["r"], "n": pa.array([70000], pa.int32()),
                              "only": [b"x"]}), tmp_path / "b.parquet")
-    (tmp_path / "c.csv").write_text("prompt,both,text\n,t,u\ns,v,w\n")
+    (tmp_path / "c.csv").write_text("prompt,both,answer\n,t,u\ns,v,w\n")
     paths = [tmp_path / name for name in ("a.parquet", "b.parquet", "c.csv")]
     said = write_results(ran(tmp_path / "out", *paths), tmp_path / "r.parquet")
-    assert "'text' of the requests is 'input_text' there" in " ".join(said.split())
+    assert "'answer' of the requests is 'input_answer' there" in " ".join(said.split())
     rows = table(tmp_path / "r.parquet")
     assert [row["id"] for row in rows] == [
         "a.parquet:1", "a.parquet:2", "b.parquet:1", "c.csv:1", "c.csv:2"]
-    assert [(row["n"], row["both"], row["only"], row["input_text"]) for row in rows] == [
+    assert [(row["n"], row["both"], row["only"], row["input_answer"]) for row in rows] == [
         (1, "1", None, None), (2, "2", None, None), (70000, None, b"x", None),
         (None, "t", None, "u"), (None, "v", None, "w")]
-    assert rows[3]["error"] and rows[4]["text"] == "c.csv:2"
+    assert rows[3]["error"] and rows[4]["answer"] == "c.csv:2"
 
 
 def test_columns_called_as_ours_get_another_name_and_moments_are_of_one_zone(tmp_path):
-    assert names_in_results(["topic", "text", "input_text", "tokens", "error", "id"]) == {
-        "topic": "topic", "text": "input_input_text", "input_text": "input_text",
-        "tokens": "tokens", "error": "input_error", "id": "input_id"}
+    assert names_in_results(["topic", "answer", "input_answer", "text", "error", "id"]) == {
+        "topic": "topic", "answer": "input_input_answer", "input_answer": "input_answer",
+        "text": "text", "error": "input_error", "id": "input_id"}
     moment = datetime(2026, 3, 1, 12, tzinfo=UTC)
     pq.write_table(pa.table({"prompt": ["x"], "at": [[moment]]}), tmp_path / "in.parquet")
     write_results(ran(tmp_path / "out", tmp_path / "in.parquet"), tmp_path / "r.jsonl")
@@ -250,7 +251,7 @@ def test_any_cell_any_name_and_any_text_arrive_in_every_format(tmp_path, cells, 
     output = ran(tmp_path / "out", tmp_path / "in.jsonl", text=text)
     for out in ("r.csv", "r.tsv", "r.jsonl", "r.parquet"):
         write_results(output, tmp_path / out)
-        assert [(row["id"], row[name], row["text"]) for row in table(tmp_path / out)] == [
+        assert [(row["id"], row[name], row["answer"]) for row in table(tmp_path / out)] == [
             (row["id"], row[name], text + row["id"]) for row in rows], out
 
 
@@ -260,7 +261,7 @@ def test_lone_surrogates_cost_no_file(tmp_path):
     for name in ("r.csv", "r.jsonl", "r.parquet"):
         write_results(output, tmp_path / name)
         (row,) = table(tmp_path / name)
-        assert row["topic"] == "\ufffd" and row["text"] == "\ufffd1"
+        assert row["topic"] == "\ufffd" and row["answer"] == "\ufffd1"
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -272,7 +273,8 @@ def test_what_is_no_number_is_null_in_json(tmp_path, suffix):
     else:
         path.write_text(json.dumps({"prompt": "x", "score": nan, "all": [1.5, -inf, nan]}) + "\n")
     write_results(ran(tmp_path / "out", path), tmp_path / "r.jsonl")
-    assert carried(table(tmp_path / "r.jsonl")) == [{"score": None, "all": [1.5, None, None]}]
+    (row,) = carried(table(tmp_path / "r.jsonl"))
+    assert (row["score"], row["all"]) == (None, [1.5, None, None])
 
 
 @pytest.mark.parametrize("name", ["r.csv", "r.tsv"])

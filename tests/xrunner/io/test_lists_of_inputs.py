@@ -267,10 +267,14 @@ def test_every_line_is_what_openai_promises(tmp_path):
     work(plan, connect("cpu"), KeptWeights())
     by_name = openai_batch.checked(out)
     openai_batch.check_plain(by_name)
-    lacking = {"schema": "response_format", "choice": "structured_outputs",
-               "pattern": "structured_outputs", "bias": "logit_bias", "call": "structured_outputs",
-               "no schema": "response_format"}
-    for name, key in lacking.items():
+    told = {name: openai_batch.choice_of(by_name[name]) for name in ("choice", "pattern", "call")}
+    assert told["choice"]["message"]["content"] in ("yes", "no")
+    head, _, tail = told["pattern"]["message"]["content"].partition("-")
+    assert head.isdecimal() and tail.isdecimal() and (len(head), len(tail)) == (3, 4)
+    assert {one["finish_reason"] for one in told.values()} == {"stop"}
+    for name, key in {"schema": "logit_bias", "bias": "logit_bias",
+                      "no schema": "response_format.json_schema.schema.type"}.items():
         assert key in openai_batch.why_not(by_name[name])
     # calls are not looked for: the answer is what the model wrote
+    assert "<tool_call>" in told["call"]["message"]["content"]
     assert "tool_calls" not in openai_batch.choice_of(by_name["tools"])["message"]

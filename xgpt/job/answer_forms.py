@@ -1,0 +1,87 @@
+"""The keys that a job adds to each of its requests: the prompt's template, a system message, and
+the form that an answer is held to."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xgpt.core.engines import gives
+from xgpt.job.job import Job
+from xgpt.job.sections import absolute
+from xgpt.job.typed import Reading
+from xgpt.requests.chat import form_text
+from xgpt.requests.forms import why_wrong
+
+_YAML = 'a list of different texts; put what YAML reads as something else in quotes: "yes", "no"'
+
+
+def json_schema_of(value: Any, folder: Path) -> dict[str, Any]:
+    """Returns a JSON schema that stands in the job file or in a file of its own. Raises ValueError,
+    which names the wrong part by its path in the schema."""
+    where = ""
+    if isinstance(value, str):
+        path = absolute(value, folder)
+        where = f"{path.name}: "
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as cause:
+            raise ValueError(f"the file of a JSON schema: {path}: {cause.strerror}") from None
+        except ValueError as cause:
+            raise ValueError(f"the file of a JSON schema: {path} is not JSON: {cause}") from None
+    if not isinstance(value, dict):
+        raise ValueError
+    if why := why_wrong("json", value):
+        raise ValueError(where + why.removeprefix(".").removeprefix(": "))
+    return value
+
+
+def choices_of(value: Any) -> tuple[str, ...]:
+    """Returns the texts of a list; whole numbers are written out. Raises ValueError."""
+    if not isinstance(value, list) or not value:
+        raise ValueError
+    if not all(isinstance(one, (str, int)) and not isinstance(one, bool) for one in value):
+        raise ValueError(_YAML)
+    texts = tuple(str(one) for one in value)
+    if not all(text.strip() and text.isprintable() for text in texts):
+        raise ValueError("a list of different texts, none of them empty")
+    if twice := [text for place, text in enumerate(texts) if text in texts[:place]]:
+        raise ValueError(f"a list of different texts; {twice[0]!r} is there twice")
+    return texts
+
+
+def form_of_answers(schema: Mapping[str, Any] | None, choices: Sequence[str]) -> str:
+    """Returns the form as a request has it (xgpt.requests.chat); "" where none is asked for."""
+    if schema is None and not choices:
+        return ""
+    return form_text("choice", [*choices]) if choices else form_text("json", schema)
+
+
+def most_tokens_of(choices: Sequence[str]) -> int | None:
+    """Returns the most tokens that an answer can have, its end among them; None without choices. A
+    model may write a text byte by byte."""
+    return max((len(text.encode()) for text in choices), default=0) + 1 if choices else None
+
+
+def check_asked(job: Job, reading: Reading) -> None:
+    """Records the mistakes of what these keys must agree on with others."""
+    work, engine = job.workload, job.run.engine
+    files = work.requests
+    why = ("left out where continuations are scored, or texts embedded" if work.only_encodes else
+           "left out where requests are made of random tokens" if work.count is not None else "")
+    for key in ("prompt", "system", "json_schema", "choices"):
+        if why and reading.has(f"workload.{key}"):
+            reading.reject(f"workload.{key}", why)
+    if files is None:
+        return
+    if files.terms.template and (files.prompt or files.messages):
+        reading.reject("workload.prompt", "left out beside workload.requests.prompt or .messages: "
+                       "it names the columns itself")
+    if files.terms.system and not work.chat:
+        reading.reject("workload.system", "left out with chat: false, where no message is sent")
+    if reading.has("workload.json_schema") and work.choices:
+        reading.reject("workload.choices", "left out beside workload.json_schema: an answer has "
+                       "one form")
+    elif files.terms.form and not gives(engine, "form"):
+        reading.reject("workload.choices" if work.choices else "workload.json_schema",
+                       f"left out with run.engine {engine}, which holds no answer to a form")

@@ -1,0 +1,68 @@
+"""Answers held to a form (xgpt.requests.forms): which tokens may come next. What may come follows
+from the tokens so far alone, so whoever takes a query up again is at the same place."""
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from xgpt.core.errors import XgptError
+from xgpt.requests.chat import form_of
+from xgpt.requests.forms import grammar_of, library
+from xrunner.files.tokenizer import TextTokenizer, eos_ids
+
+_MOST_KEPT = 256  # chosen: compiled forms of a job whose lines have their own
+
+
+class Matcher:
+    """Follows one answer, token by token."""
+
+    def __init__(self, matcher: Any) -> None:
+        """`matcher`: llguidance's LLMatcher, which is this object's own."""
+        self._matcher = matcher
+
+    @property
+    def allowed(self) -> bytes:
+        """The tokens that may come next, one bit each, token 0 the lowest bit of the first byte;
+        none at all once a token came that the form does not allow."""
+        mask: bytes = self._matcher.compute_bitmask()
+        return bytes(len(mask)) if self._matcher.is_error() else mask
+
+    def add(self, tokens: Sequence[int]) -> None:
+        self._matcher.consume_tokens(list(tokens))
+
+
+class Forms:
+    """Makes matchers for the answers of one model, whose tokenizer it reads for the first one."""
+
+    def __init__(self, directory: Path, vocab_size: int) -> None:
+        self._directory, self._vocab_size = directory, vocab_size
+        self._matcher = lru_cache(_MOST_KEPT)(self._compiled)
+
+    @cached_property
+    def refusal(self) -> str:
+        """Why no answer of this model can be held to a form; "" where one can."""
+        try:
+            assert self._tokenizer is not None
+        except (XgptError, ValueError) as cause:
+            return f"no answer of this model can be held to a form: {cause}"
+        return ""
+
+    def matcher(self, passed: str, written: Sequence[int] = ()) -> Matcher:
+        """The matcher of an answer with the form in `passed` (xgpt.requests.chat), after its tokens
+        so far. Raises MissingExtraError without llguidance."""
+        own = Matcher(self._matcher(passed).deep_copy())
+        own.add(written)
+        return own
+
+    def _compiled(self, passed: str) -> Any:
+        return library().LLMatcher(self._tokenizer, grammar_of(form_of(passed)), log_level=0)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        make, text = library().LLTokenizer, TextTokenizer(self._directory)
+        ends = sorted(eos_ids(self._directory))
+        if not ends or not text.is_there:
+            raise XgptError("its folder has no tokenizer" if ends else
+                            "its files name no end-of-sequence token")
+        return make(text.to_json(), n_vocab=max(self._vocab_size, text.num_tokens), eos_token=ends)
