@@ -4,15 +4,14 @@ Relative paths are relative to the job file's folder, whether they stand in the 
 command line. A key without a value (`constraint:`) counts as not given. Nothing is downloaded or
 created."""
 
-import math
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import Field as Described
 
@@ -22,17 +21,10 @@ from xgpt.core.constraint import OBJECTIVES, Objective
 from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, Mistake, XgptError, nearest, wrong
 from xgpt.core.hf.values import gguf_in
-from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.core.units import parse_seconds
 from xgpt.job import typed
-from xgpt.job.answer_forms import (
-    check_asked,
-    choices_of,
-    form_of_answers,
-    json_schema_of,
-    most_tokens_of,
-)
-from xgpt.job.job import LOCAL_CLUSTER, Job, LengthSpec, RunSpec, WorkloadSpec, check_run
+from xgpt.job.answer_forms import check_asked
+from xgpt.job.job import LOCAL_CLUSTER, Job, RunSpec, check_run
 from xgpt.job.plan_sections import (
     AUTO,
     AnyCluster,
@@ -45,29 +37,16 @@ from xgpt.job.plan_sections import (
     schedule_of,
     section_kind,
 )
-from xgpt.job.sections import (
-    AnyRequests,
-    Results,
-    SlurmSpec,
-    absolute,
-    check_slurm,
-    is_file,
-    requests_of,
-    results_of,
-)
+from xgpt.job.sections import Results, SlurmSpec, absolute, check_slurm, is_file, results_of
+from xgpt.job.workload_section import WorkloadSection, file_of, words_of, workload_of
 from xgpt.job.yaml_tree import OVERRIDE_FILE, Field, apply_override, read_tree
-from xgpt.requests.request import Terms
 from xgpt.requests.request_files import format_of
-from xgpt.requests.template import columns_in
 
 SWEEP_KEYS = ("base", "grid", "cases")  # any of which makes a file a sweep's
-POOLINGS = ("last", "mean")  # of a text's last hidden states, where it is embedded
 SCORING_POLICIES = ("rra", "ft", "dsi")  # which encode whole inputs, without decoding beside them
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MODEL = "a catalog name, a folder with config.json, or a hub id"
-_LENGTHS = "{mean, std, max}, {file: path}"
-_NO_DISTRIBUTION = LengthSpec(kind="observe")  # stands in for one that could not be read
 
 
 def _model(value: Any, folder: Path) -> str:
@@ -90,57 +69,6 @@ def _model(value: Any, folder: Path) -> str:
     return name
 
 
-def _file(allowed: str) -> typed.InFolder:
-    def value_of(value: Any, folder: Path) -> Path:
-        path = absolute(typed.text_of(value), folder)
-        if is_file(path):
-            return path
-        raise ValueError(f"no such file: {path}")
-
-    return typed.InFolder(value_of, allowed, type="string", minLength=1)
-
-
-def _words(*words: str) -> typed.Of:
-    return typed.that(lambda value: isinstance(value, str) and value in words, enum=[*words])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lengths:
-    """A truncated normal distribution, or what a file holds."""
-
-    mean: Annotated[float, typed.number("tokens >= 1", ge=1)] | None = None
-    std: Annotated[float, typed.number("tokens >= 0", ge=0)] | None = None
-    max: Annotated[int, typed.whole(1, MAX_LENGTH_TOKENS)] | None = None
-    file: Annotated[Path | None, _file("a file of lengths")] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Workload:
-    requests: AnyRequests = None
-    prompt: Annotated[str | None, typed.that(
-        lambda value: isinstance(value, str) and columns_in(value), "text that names a column in "
-        "braces, such as 'Summarise: {text}'", type="string")] = None
-    system: Annotated[str | None, typed.that(
-        lambda value: isinstance(value, str) and value.strip(), "text", type="string")] = None
-    json_schema: Annotated[Any, typed.InFolder(
-        json_schema_of, "a JSON schema, or the name of a file that holds one",
-        type=["object", "string"])] = None
-    choices: Annotated[tuple[str, ...], typed.Of(
-        choices_of, "a list of different texts", type="array")] = ()
-    task: Annotated[str | None, typed.choice(lambda: catalog.names("task"))] = None
-    input_tokens: Annotated[Any, typed.OrMapping(_Lengths, _words(
-        "from_requests"), f"{_LENGTHS}, or from_requests")] = None
-    output_tokens: Annotated[Any, typed.OrMapping(_Lengths, _words(
-        "from_requests", "observe"), f"{_LENGTHS}, or from_requests or observe")] = None
-    max_tokens: Annotated[int, typed.whole(1, MAX_LENGTH_TOKENS)] | None = None
-    chat: typed.Flag | None = None
-    chat_template_kwargs: Annotated[Mapping[str, Any], typed.any_keys(
-        "a mapping of what the model's chat template reads, such as {enable_thinking: false}")] = (
-            field(default_factory=dict))
-    score: typed.Flag = False
-    embed: Annotated[str | None, typed.choice(POOLINGS)] = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     engine: Annotated[str | None, typed.choice(lambda: catalog.names("engine"))] = None
@@ -161,13 +89,13 @@ class JobFile:
     name: Annotated[str | None, typed.text("a name of printable characters")] = None
     model: Annotated[str, typed.InFolder(_model, _MODEL, type="string", minLength=1)] = ""
     cluster: AnyCluster = ""
-    workload: Annotated[_Workload, Described(
-        description="a mapping with requests and lengths")] = _Workload()
+    workload: Annotated[WorkloadSection, Described(
+        description="a mapping with requests and lengths")] = WorkloadSection()
     objective: Annotated[Objective, typed.choice(OBJECTIVES)] = "throughput"
     constraint: Annotated[ConstraintSection, Described(
         description="a mapping, for example {latency_s: 11.5}")] = ConstraintSection()
     price_per_hour: Price | None = None
-    schedule: Annotated[Any, typed.OrMapping(Any, _words(AUTO), "auto, or a mapping of control "
+    schedule: Annotated[Any, typed.OrMapping(Any, words_of(AUTO), "auto, or a mapping of control "
                                        "variables")] = None
     run: RunSpec = field(default_factory=RunSpec)
     plan: Annotated[_Plan, Described(
@@ -180,7 +108,7 @@ class JobFile:
         minLength=1)] = None
     results: Results = None
     quote_formulas: typed.Flag = False
-    profile: Annotated[Path | None, _file("a profile file, from `xgpt profile --out`")] = None
+    profile: Annotated[Path | None, file_of("a profile file, from `xgpt profile --out`")] = None
 
 
 def job_schema() -> dict[str, Any]:
@@ -281,12 +209,7 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         if not reading.has(key):
             reading.reject(key, words)
     output, run = own.output or folder / "out", own.run
-    workload = _workload(own.workload, reading)
-    if workload.requests is not None:
-        workload = replace(workload, requests=replace(workload.requests, terms=Terms(
-            workload.score, None if run.engine == OWN_ENGINE else run.engine,
-            workload.embed or "", own.workload.prompt or "", own.workload.system or "",
-            form_of_answers(own.workload.json_schema, own.workload.choices))))
+    workload = workload_of(own.workload, run.engine, reading)
     cluster = built_cluster(own.cluster, reading) if isinstance(
         own.cluster, InlineCluster) else own.cluster
     job = Job(
@@ -340,38 +263,6 @@ def _check(job: Job, reading: typed.Reading) -> None:
                        "answers are")
 
 
-def _workload(own: _Workload, reading: typed.Reading) -> WorkloadSpec:
-    requests, count = requests_of(own.requests, reading)
-    if own.score and own.embed is not None:
-        reading.reject("workload.embed", "left out where continuations are scored")
-    only_encodes = own.score or own.embed is not None
-    place = reading.at("workload.requests")
-    has_file = place is not None and (not isinstance(place.value, dict) or reading.has(
-        "workload.requests.file"))
-    if only_encodes:
-        for key in ("output_tokens", "max_tokens", "task"):
-            if reading.has(f"workload.{key}"):
-                reading.reject(f"workload.{key}", "left out where continuations are scored, or "
-                               "texts embedded: nothing is written")
-        # each query ends with its first token, which counts as its output
-        inputs = _length(own.input_tokens, "input_tokens", has_file, reading)
-        outputs = LengthSpec(kind="normal", mean=1, std=0, maximum=1)
-    elif reading.has("workload.task"):
-        for key in ("input_tokens", "output_tokens"):
-            if reading.has(f"workload.{key}"):
-                reading.reject(f"workload.{key}", "give either task or input_tokens and "
-                               "output_tokens")
-        inputs = outputs = LengthSpec(kind="task", task=own.task)
-    else:
-        inputs, outputs = (_length(value, key, has_file, reading) for key, value in (
-            ("input_tokens", own.input_tokens), ("output_tokens", own.output_tokens)))
-    return WorkloadSpec(
-        requests=requests, count=count, input_tokens=inputs, output_tokens=outputs,
-        max_tokens=own.max_tokens or most_tokens_of(own.choices), choices=own.choices,
-        chat=not only_encodes if own.chat is None else own.chat, score=own.score,
-        embed=own.embed, chat_template_kwargs=own.chat_template_kwargs)
-
-
 def _check_encoded(job: Job, reading: typed.Reading) -> None:
     """What scores or embeds encodes whole inputs, and hands none on."""
     doing = "continuations are scored" if job.workload.score else "texts are embedded"
@@ -390,28 +281,3 @@ def _check_encoded(job: Job, reading: typed.Reading) -> None:
         reading.reject("run.stop", f"left out where {doing}")
 
 
-def _length(own: _Lengths | str | None, side: str, has_file: bool,
-            reading: typed.Reading) -> LengthSpec:
-    """One side's lengths. With a file of requests the input defaults to theirs, the output to
-    `observe`."""
-    key = f"workload.{side}"
-    if isinstance(own, str) or not reading.has(key):
-        if not has_file:
-            reading.reject(key, "needs workload.requests to be a file" if own else "required "
-                           f"without a file of requests: {_LENGTHS}, or workload.task")
-        usual = "from_requests" if side == "input_tokens" else "observe"
-        return LengthSpec(kind=cast(Any, own or usual))
-    if own is None:
-        return _NO_DISTRIBUTION
-    if reading.has(f"{key}.file"):
-        for name in ("mean", "std", "max"):
-            if reading.has(f"{key}.{name}"):
-                reading.reject(f"{key}.{name}", "give either file or mean, std and max")
-        return LengthSpec(kind="file", path=own.file)
-    for name in ("mean", "std", "max"):
-        if not reading.has(f"{key}.{name}"):
-            reading.reject(f"{key}.{name}", "required: mean, std and max describe a length "
-                           "together")
-        elif name != "max" and (getattr(own, name) or 0) > (own.max or math.inf):
-            reading.reject(f"{key}.{name}", f"must not exceed max = {own.max}")
-    return LengthSpec(kind="normal", mean=own.mean, std=own.std, maximum=own.max)

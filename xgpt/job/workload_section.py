@@ -1,0 +1,140 @@
+"""The section `workload` of a job file: what is asked, how long it is, and how it is answered."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from xgpt.core import catalog
+from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.lengths import MAX_LENGTH_TOKENS
+from xgpt.job import typed
+from xgpt.job.answer_forms import choices_of, form_of_answers, json_schema_of, most_tokens_of
+from xgpt.job.job import LengthSpec, WorkloadSpec
+from xgpt.job.sections import AnyRequests, absolute, is_file, requests_of
+from xgpt.requests.request import Terms
+from xgpt.requests.template import columns_in
+
+POOLINGS = ("last", "mean")  # of a text's last hidden states, where it is embedded
+_LENGTHS = "{mean, std, max}, {file: path}"
+_NO_DISTRIBUTION = LengthSpec(kind="observe")  # stands in for one that could not be read
+
+
+def file_of(allowed: str) -> typed.InFolder:
+    """The absolute path of a file that is there."""
+    def value_of(value: Any, folder: Path) -> Path:
+        path = absolute(typed.text_of(value), folder)
+        if is_file(path):
+            return path
+        raise ValueError(f"no such file: {path}")
+
+    return typed.InFolder(value_of, allowed, type="string", minLength=1)
+
+
+def words_of(*words: str) -> typed.Of:
+    """One of these words."""
+    return typed.that(lambda value: isinstance(value, str) and value in words, enum=[*words])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lengths:
+    """A truncated normal distribution, or what a file holds."""
+
+    mean: Annotated[float, typed.number("tokens >= 1", ge=1)] | None = None
+    std: Annotated[float, typed.number("tokens >= 0", ge=0)] | None = None
+    max: Annotated[int, typed.whole(1, MAX_LENGTH_TOKENS)] | None = None
+    file: Annotated[Path | None, file_of("a file of lengths")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSection:
+    """The keys of the section."""
+
+    requests: AnyRequests = None
+    prompt: Annotated[str | None, typed.that(
+        lambda value: isinstance(value, str) and columns_in(value), "text that names a column in "
+        "braces, such as 'Summarise: {text}'", type="string")] = None
+    system: Annotated[str | None, typed.that(
+        lambda value: isinstance(value, str) and value.strip(), "text", type="string")] = None
+    json_schema: Annotated[Any, typed.InFolder(
+        json_schema_of, "a JSON schema, or the name of a file that holds one",
+        type=["object", "string"])] = None
+    choices: Annotated[tuple[str, ...], typed.Of(
+        choices_of, "a list of different texts", type="array")] = ()
+    task: Annotated[str | None, typed.choice(lambda: catalog.names("task"))] = None
+    input_tokens: Annotated[Any, typed.OrMapping(_Lengths, words_of(
+        "from_requests"), f"{_LENGTHS}, or from_requests")] = None
+    output_tokens: Annotated[Any, typed.OrMapping(_Lengths, words_of(
+        "from_requests", "observe"), f"{_LENGTHS}, or from_requests or observe")] = None
+    max_tokens: Annotated[int, typed.whole(1, MAX_LENGTH_TOKENS)] | None = None
+    chat: typed.Flag | None = None
+    chat_template_kwargs: Annotated[Mapping[str, Any], typed.any_keys(
+        "a mapping of what the model's chat template reads, such as {enable_thinking: false}")] = (
+            field(default_factory=dict))
+    score: typed.Flag = False
+    embed: Annotated[str | None, typed.choice(POOLINGS)] = None
+
+
+def workload_of(own: WorkloadSection, engine: str, reading: typed.Reading) -> WorkloadSpec:
+    """The section, checked, as a job holds it. `engine`: that answers the requests."""
+    requests, count = requests_of(own.requests, reading)
+    if own.score and own.embed is not None:
+        reading.reject("workload.embed", "left out where continuations are scored")
+    only_encodes = own.score or own.embed is not None
+    place = reading.at("workload.requests")
+    has_file = place is not None and (not isinstance(place.value, dict) or reading.has(
+        "workload.requests.file"))
+    if only_encodes:
+        for key in ("output_tokens", "max_tokens", "task"):
+            if reading.has(f"workload.{key}"):
+                reading.reject(f"workload.{key}", "left out where continuations are scored, or "
+                               "texts embedded: nothing is written")
+        # each query ends with its first token, which counts as its output
+        inputs = _length(own.input_tokens, "input_tokens", has_file, reading)
+        outputs = LengthSpec(kind="normal", mean=1, std=0, maximum=1)
+    elif reading.has("workload.task"):
+        for key in ("input_tokens", "output_tokens"):
+            if reading.has(f"workload.{key}"):
+                reading.reject(f"workload.{key}", "give either task or input_tokens and "
+                               "output_tokens")
+        inputs = outputs = LengthSpec(kind="task", task=own.task)
+    else:
+        inputs, outputs = (_length(value, key, has_file, reading) for key, value in (
+            ("input_tokens", own.input_tokens), ("output_tokens", own.output_tokens)))
+    if requests is not None:
+        requests = replace(requests, terms=Terms(
+            own.score, None if engine == OWN_ENGINE else engine, own.embed or "",
+            own.prompt or "", own.system or "", form_of_answers(own.json_schema, own.choices)))
+    return WorkloadSpec(
+        requests=requests, count=count, input_tokens=inputs, output_tokens=outputs,
+        max_tokens=own.max_tokens or most_tokens_of(own.choices), choices=own.choices,
+        chat=not only_encodes if own.chat is None else own.chat, score=own.score,
+        embed=own.embed, chat_template_kwargs=own.chat_template_kwargs)
+
+
+def _length(own: _Lengths | str | None, side: str, has_file: bool,
+            reading: typed.Reading) -> LengthSpec:
+    """One side's lengths. With a file of requests the input defaults to theirs, the output to
+    `observe`."""
+    key = f"workload.{side}"
+    if isinstance(own, str) or not reading.has(key):
+        if not has_file:
+            reading.reject(key, "needs workload.requests to be a file" if own else "required "
+                           f"without a file of requests: {_LENGTHS}, or workload.task")
+        usual = "from_requests" if side == "input_tokens" else "observe"
+        return LengthSpec(kind=cast(Any, own or usual))
+    if own is None:
+        return _NO_DISTRIBUTION
+    if reading.has(f"{key}.file"):
+        for name in ("mean", "std", "max"):
+            if reading.has(f"{key}.{name}"):
+                reading.reject(f"{key}.{name}", "give either file or mean, std and max")
+        return LengthSpec(kind="file", path=own.file)
+    for name in ("mean", "std", "max"):
+        if not reading.has(f"{key}.{name}"):
+            reading.reject(f"{key}.{name}", "required: mean, std and max describe a length "
+                           "together")
+        elif name != "max" and (getattr(own, name) or 0) > (own.max or math.inf):
+            reading.reject(f"{key}.{name}", f"must not exceed max = {own.max}")
+    return LengthSpec(kind="normal", mean=own.mean, std=own.std, maximum=own.max)
