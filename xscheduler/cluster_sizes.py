@@ -4,6 +4,7 @@ A size is some devices of one node, or whole nodes. A size that misses a limit e
 margin is dropped. The others are planned in full: for `devices` the smallest first, for `cost` in
 the order of their cost without a margin, until no size left can be cheaper."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from xscheduler.margin import Margins
 from xscheduler.space import LEAST_GAIN
 from xsimulator.roofline_limit import roofline_limit_qps
 
+FEW_SIZES = 4  # chosen: up to so many are tried one after the other
 MILLION = 1_000_000  # queries that a cost is given for if the job has no number of them
 Refusal = InfeasibleError | InputError
 
@@ -74,18 +76,44 @@ class SizeSearch:
     def choose(self, objective: Objective, sizes: Sequence[int]) -> int:
         """The size to take. Raises the refusal of the largest if no size has a schedule."""
         assert objective != "throughput", f"{objective = }"
-        if objective == "devices":
-            best = next((size for size in sizes if self._try(size)), None)
-        else:
-            best = self._cheapest(sizes)
+        for size in sizes:  # rising; a job that is impossible on some devices is so on fewer
+            if reason := why_impossible(self.problem(size)):
+                self.refused[size] = InfeasibleError(reason)
+        possible = [size for size in sizes if size not in self.refused]
+        best = self._fewest(possible) if objective == "devices" else self._cheapest(possible)
         if best is None:
             raise self.refused[sizes[-1]]
         return best
 
+    def _fewest(self, sizes: Sequence[int]) -> int | None:
+        """The first size of a few that has a schedule. Of many the search begins where the time of
+        a smaller size, with its margin and divided by more devices, would keep the limit."""
+        start = 0
+        if len(sizes) > FEW_SIZES:
+            start = bisect_left(sizes, True, key=lambda size: self._has_rough(size))
+            if start < len(sizes):
+                size = sizes[start]
+                limit_s = self.problem(size).constraint.limit_s("makespan")
+                more = self._rough[size].with_margin_s / limit_s
+                start = min(bisect_left(sizes, size * max(more, 1.0)), len(sizes) - 1)
+        best = next((size for size in sizes[start:] if self._try(size)), None)
+        for size in reversed(sizes[:start]):
+            if best is None or not self._try(size):
+                break
+            best = size
+        return best
+
+    def _has_rough(self, size: int) -> bool:
+        """Whether the size has a schedule without a margin."""
+        if size not in self._rough and size not in self.refused:
+            rough = self._asked(size, has_margin=False)
+            if rough is not None:
+                self._rough[size] = self.spent(size, rough)
+        return size in self._rough
+
     def _cheapest(self, sizes: Sequence[int]) -> int | None:
         for size in sizes:
-            if (schedule := self._asked(size, has_margin=False)) is not None:
-                self._rough[size] = self.spent(size, schedule)
+            self._has_rough(size)
         best: int | None = None
         for size in sorted(self._rough, key=lambda size: (self._cost(self._rough[size]), size)):
             least = (1 - LEAST_GAIN) * self._cost(self._rough[size])
@@ -97,11 +125,8 @@ class SizeSearch:
 
     def _try(self, size: int) -> bool:
         """Whether the size has a schedule with its margin."""
-        if size not in self._rough:
-            rough = self._asked(size, has_margin=False)
-            if rough is None:
-                return False
-            self._rough[size] = self.spent(size, rough)
+        if not self._has_rough(size):
+            return False
         schedule = self._asked(size, has_margin=True)
         if schedule is None:
             return False
@@ -110,8 +135,6 @@ class SizeSearch:
 
     def _asked(self, size: int, *, has_margin: bool) -> Schedule | None:
         try:
-            if reason := why_impossible(self.problem(size)):
-                raise InfeasibleError(reason)
             return self.plan(size, has_margin)
         except (InfeasibleError, InputError) as refusal:
             self.refused[size] = refusal
@@ -126,9 +149,12 @@ class SizeSearch:
         return spent.devices * spent.seconds
 
     def schedule_of(self, best: int) -> Schedule:
-        """The schedule of the best size with a row for each size tried."""
+        """The schedule of the best size with a row for each size tried, and for the largest that is
+        impossible."""
+        rows = [*map(self._tried, sorted({*self._rough, *self.planned, *self.refused}))]
+        least = max((row.devices for row in rows if row.is_impossible), default=0)
         return self.planned[best].changed(
-            sizes=tuple(map(self._tried, sorted({*self._rough, *self.planned, *self.refused}))))
+            sizes=tuple(row for row in rows if row.devices >= least))
 
     def _tried(self, size: int) -> SizeTried:
         own = (self.spent(size, self.planned[size]) if size in self.planned else

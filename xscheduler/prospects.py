@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from xgpt.core.constraint import Metric, Prospect
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.policies import policy
+from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
-from xgpt.core.units import format_seconds, seconds_up
+from xgpt.core.units import format_seconds, time_up
 from xscheduler.margin import Margins
 
 PACE: tuple[Metric, ...] = ("ttft", "tpot")
@@ -46,7 +46,7 @@ def judged(schedule: Schedule, margins: Margins, tell: Callable[[str], None], *,
     if problem.observes:
         tell("note: whether the job is done in time is told once output lengths have been seen")
     elif not makespan.is_kept:
-        raise _too_long(makespan, problem.num_queries or 0, schedule.estimate)
+        raise _too_long(makespan, problem.num_queries or 0, problem)
     return schedule.changed(prospects=(*prospects, makespan))
 
 
@@ -64,16 +64,16 @@ def _makespan_of(margins: Margins, estimate: Estimate, has_margin: bool) -> Pros
                     with_margin_s=job.wall_s * factor)
 
 
-def _too_long(prospect: Prospect, num_queries: int, estimate: Estimate) -> InfeasibleError:
-    """The error for a makespan beyond its limit, with the shortest one found."""
+def _too_long(prospect: Prospect, num_queries: int, problem: Problem) -> InfeasibleError:
+    """The error for a makespan beyond its limit, with the shortest one found, and about how many
+    devices would keep it."""
+    devices, device = problem.cluster.num_devices, problem.cluster.device
     margin = "" if prospect.with_margin_s <= 1.001 * prospect.expected_s else (
-        f" ({format_seconds(prospect.expected_s)} without a margin)")
-    controls = ", ".join(f"{name} {value}" for name in policy(estimate.policy).variable_names
-                         if (value := estimate.variables.get(name)))
-    replicas = estimate.deployment.replicas
-    copies = f", in {replicas} copies of the model" if replicas > 1 else ""
+        f", {format_seconds(prospect.expected_s)} without the safety margin")
+    more = "" if device.kind == "cpu" else (
+        f". About {math.ceil(devices * prospect.with_margin_s / prospect.limit_s)} may do: "
+        "`objective: devices` on a larger cluster says how many")
     return InfeasibleError(
-        f"no schedule answers the {num_queries:,} queries within "
-        f"{format_seconds(prospect.limit_s)}: the shortest time that can be had is "
-        f"{seconds_up(prospect.with_margin_s)} s{margin}, by policy {estimate.policy}, "
-        f"{controls}{copies}")
+        f"no schedule answers the {num_queries:,} requests within "
+        f"{format_seconds(prospect.limit_s)}: {devices} x {device.name} need "
+        f"{time_up(prospect.with_margin_s)}{margin}{more}")

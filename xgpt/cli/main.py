@@ -84,6 +84,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "submit": ("xgpt.cli.run:submit", "Do all of it: profile, schedule, run, report."),
     "profile": ("xgpt.cli.profile:profile", "Time the model's layers on this machine."),
     "schedule": ("xgpt.cli.schedule:schedule", "Find the best schedule within the latency bound."),
+    "plan": ("xgpt.cli.plan:plan", "How many GPUs, or how long: a plan without a job file."),
     "explain": ("xgpt.cli.schedule:explain", "Say why a job or a run has its schedule."),
     "simulate": ("xgpt.cli.schedule:simulate",
                  "Replay a given schedule, step by step."),

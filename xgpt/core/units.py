@@ -102,6 +102,15 @@ def seconds_up(seconds: float) -> str:
     return f"{math.ceil(seconds * 10**digits) / 10**digits:.{max(digits, 0)}f}"
 
 
+def time_up(seconds: float) -> str:
+    """6000.1 -> '1 h 41 min': as `format_seconds`, never less than `seconds`, so that it works as a
+    limit itself."""
+    if not 120 <= seconds < math.inf:
+        return f"{seconds_up(seconds)} s"
+    unit_s = 60 if seconds > 3600 - 60 else 1
+    return format_seconds(unit_s * math.ceil(seconds / unit_s))
+
+
 def format_seconds(seconds: float) -> str:
     """0.00123 -> '1.23 ms'; 7261 -> '2 h 1 min'; inf -> 'inf'."""
     if math.isinf(seconds):

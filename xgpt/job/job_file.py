@@ -39,7 +39,7 @@ from xgpt.job.plan_sections import (
 )
 from xgpt.job.sections import Results, SlurmSpec, absolute, check_slurm, is_file, results_of
 from xgpt.job.workload_section import WorkloadSection, file_of, words_of, workload_of
-from xgpt.job.yaml_tree import OVERRIDE_FILE, Field, apply_override, read_tree
+from xgpt.job.yaml_tree import OVERRIDE_FILE, Field, apply_override, parse_tree, read_tree
 from xgpt.requests.request_files import format_of
 
 SWEEP_KEYS = ("base", "grid", "cases")  # any of which makes a file a sweep's
@@ -141,11 +141,11 @@ def key_places() -> dict[str, str]:
     return places
 
 
-def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
-    """The job in `path`, with `key.path=value` overrides put in. Raises InputError that carries
-    every mistake, in the order of the file's lines."""
+def load_job(path: Path, overrides: Sequence[str] = (), text: str | None = None) -> Job:
+    """The job in `path`, or in `text` that a file of that name would hold, with `key.path=value`
+    overrides put in. Raises InputError that carries every mistake, in the order of the lines."""
     mistakes: list[Mistake] = []
-    job = job_of(job_tree(path, overrides, mistakes), path, mistakes)
+    job = job_of(job_tree(path, overrides, mistakes, text), path, mistakes)
     if mistakes:
         raise in_order(mistakes)
     return job
@@ -156,16 +156,17 @@ def in_order(mistakes: Sequence[Mistake]) -> InputError:
     return InputError(sorted(mistakes, key=lambda m: (m.line is None, m.line or 0)))
 
 
-def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake]) -> Field:
+def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake],
+             text: str | None = None) -> Field:
     """The tree of a file with `key.path=value` overrides put in. Raises InputError for what is no
     mapping of keys."""
-    if path.is_dir():
+    if text is None and path.is_dir():
         raise wrong(path, "job file", None, "is a folder; a job file in it is wanted, for example "
                     f"{path / 'job.yaml'}")
-    if path.is_file() and format_of(path) is not None:
+    if text is None and path.is_file() and format_of(path) is not None:
         raise wrong(path, "job file", None, "looks like prompts, by its name; `xgpt init --prompts "
                     f"{shlex.quote(str(path))}` writes a job file for them")
-    tree = read_tree(path, mistakes)
+    tree = read_tree(path, mistakes) if text is None else parse_tree(text, str(path), mistakes)
     for override in overrides:
         if (refused := _part_of_a_name(tree, override)) is not None:
             mistakes.append(refused)
@@ -279,5 +280,3 @@ def _check_encoded(job: Job, reading: typed.Reading) -> None:
         reading.reject("run", f"engine: {OWN_ENGINE} where {doing}")
     if job.run.stop:
         reading.reject("run.stop", f"left out where {doing}")
-
-

@@ -47,6 +47,22 @@ class _Lengths:
     file: Annotated[Path | None, file_of("a file of lengths")] = None
 
 
+def _lengths_or(*words: str) -> typed.OrMapping:
+    """A distribution, the tokens that every request has, or one of these words."""
+    def value_of(value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool) and (
+                1 <= value <= MAX_LENGTH_TOKENS):
+            return _Lengths(mean=value, std=0, max=value)
+        if value in words:
+            return value
+        raise ValueError
+
+    one = typed.Of(value_of, anyOf=[
+        {"type": "integer", "minimum": 1, "maximum": MAX_LENGTH_TOKENS}, {"enum": [*words]}])
+    return typed.OrMapping(_Lengths, one, f"a number of tokens, {_LENGTHS}, or "
+                           f"{' or '.join(words)}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSection:
     """The keys of the section."""
@@ -63,10 +79,8 @@ class WorkloadSection:
     choices: Annotated[tuple[str, ...], typed.Of(
         choices_of, "a list of different texts", type="array")] = ()
     task: Annotated[str | None, typed.choice(lambda: catalog.names("task"))] = None
-    input_tokens: Annotated[Any, typed.OrMapping(_Lengths, words_of(
-        "from_requests"), f"{_LENGTHS}, or from_requests")] = None
-    output_tokens: Annotated[Any, typed.OrMapping(_Lengths, words_of(
-        "from_requests", "observe"), f"{_LENGTHS}, or from_requests or observe")] = None
+    input_tokens: Annotated[Any, _lengths_or("from_requests")] = None
+    output_tokens: Annotated[Any, _lengths_or("from_requests", "observe")] = None
     max_tokens: Annotated[int, typed.whole(1, MAX_LENGTH_TOKENS)] | None = None
     chat: typed.Flag | None = None
     chat_template_kwargs: Annotated[Mapping[str, Any], typed.any_keys(
@@ -131,7 +145,8 @@ def _length(own: _Lengths | str | None, side: str, has_file: bool,
             if reading.has(f"{key}.{name}"):
                 reading.reject(f"{key}.{name}", "give either file or mean, std and max")
         return LengthSpec(kind="file", path=own.file)
-    for name in ("mean", "std", "max"):
+    at = reading.at(key)
+    for name in ("mean", "std", "max") if at is not None and isinstance(at.value, dict) else ():
         if not reading.has(f"{key}.{name}"):
             reading.reject(f"{key}.{name}", "required: mean, std and max describe a length "
                            "together")

@@ -12,6 +12,7 @@ from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import percent, plain
 from xgpt.report.table import alternative_cells, fact, paragraph, table
 from xgpt.report.words import PROSPECTS, controls_line, counted, prospect_words
+from xscheduler.copies import sizes_of
 from xscheduler.layouts import LAYOUT_NOTE
 
 MOST_ALTERNATIVES, MOST_SIZES = 4, 5  # chosen: rows of the tables, for a screen of 25 lines
@@ -34,7 +35,7 @@ def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file
     near = os.path.relpath(job_file)
     name = near if len(near) < len(job_file) else job_file
     following = (f"run it: xgpt submit {name}\nwhy:    xgpt explain {name}"
-                 if os.path.exists(job_file) else f"next:   add --save {name}")
+                 if os.path.exists(job_file) else f"next:   --save {name} writes the job file")
     return "\n\n".join(filter(None, (
         paragraph(_head(problem)), "\n".join(rows),
         sizes_table(schedule, MOST_SIZES) or _alternatives_table(schedule), following)))
@@ -91,10 +92,11 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
 
 def _time(schedule: Schedule, problem: Problem, seconds: float) -> str:
     """`5 h 14 min expected, 7 h 35 min at 95 % (limit 8 h), without loading`."""
-    text = f"{format_seconds(seconds)}"
     limit = next((one for one in schedule.prospects if one.metric == "makespan"), None)
-    own = _size_of(schedule)
-    sure_s = limit.with_margin_s if limit else own.with_margin_s if own else None
+    sure_s = None if limit is None else limit.with_margin_s
+    if (own := _size_of(schedule)) is not None and own.expected_s is not None:
+        seconds, sure_s = own.expected_s, own.with_margin_s  # as in the table of sizes
+    text = format_seconds(seconds)
     if sure_s is not None and sure_s > seconds:
         text += f" expected, {format_seconds(sure_s)} at {problem.constraint.confidence:.0%}"
     if limit is not None:
@@ -115,11 +117,10 @@ def _devices(schedule: Schedule, problem: Problem) -> str:
     own = schedule.estimate.num_devices
     if problem.constraint.objective == "cost":
         return f"{own}: the least cost found, of {counted(len(schedule.sizes), 'size')}"
-    smaller = [row for row in schedule.sizes if row.devices < own]
-    if all(row.is_impossible for row in smaller):
-        return f"{own}: fewer are impossible (memory, roofline limit)" if smaller else f"{own}"
-    least = min(row.devices for row in smaller if not row.is_impossible)
-    return f"{own}: the fewest found; not proved fewest, {least} or more may do"
+    impossible = max((row.devices for row in schedule.sizes if row.is_impossible), default=0)
+    if impossible >= ([0, *sizes_of(problem.cluster)])[-2]:
+        return f"{own}: fewer are impossible (memory, roofline limit)"
+    return f"{own}: the fewest found; not proved fewest, more than {impossible} may do"
 
 
 def _latency(schedule: Schedule) -> str:

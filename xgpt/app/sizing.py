@@ -1,0 +1,98 @@
+"""A plan without a job file: how many GPUs of a kind a job needs, or how long given ones take."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xgpt.app.opened import OpenedJob, open_job
+from xgpt.app.schedule import Plan, plan_job
+from xgpt.app.telling import Teller
+from xgpt.core import catalog
+from xgpt.core.errors import InfeasibleError, UnknownNameError, nearest, wrong
+from xgpt.core.system.whole_file import write_atomically
+from xgpt.job.job_file import load_job
+from xscheduler.cluster_sizes import why_impossible
+
+NODE, MOST_GPUS = 8, 4096  # chosen: GPUs that are looked at
+SPARE = 4  # chosen: times as many as the roofline limit asks for are looked at first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A job in a few values, each as a job file would have it, and `on`: a kind of GPU, of which
+    the number is asked for, or a cluster of the catalog or such as 8xH100."""
+
+    model: str
+    on: str
+    prompts: str | None = None
+    input_tokens: str = ""
+    output_tokens: str = ""
+    within: str | None = None
+    latency: str | None = None
+    engine: str | None = None
+
+    @property
+    def asks_how_many(self) -> bool:
+        """Whether `on` is a kind of GPU alone."""
+        try:
+            return bool(catalog.device_named(self.on))
+        except UnknownNameError:
+            return False
+
+    def text(self, cluster: str, *, is_sized: bool = False) -> str:
+        """The job file on a cluster. is_sized: it asks for as few of its GPUs as will do."""
+        lines = [f"model: {self.model}", f"cluster: {cluster}", "workload:"]
+        if self.prompts is not None:
+            lines.append(f"  requests: {{count: {self.prompts}}}")
+        lines += [f"  input_tokens: {self.input_tokens}", f"  output_tokens: {self.output_tokens}"]
+        limits = [f"{key}: {limit}" for key, limit in (
+            ("makespan_s", self.within), ("latency_s", self.latency)) if limit is not None]
+        if limits:
+            lines.append(f"constraint: {{{', '.join(limits)}}}")
+        if self.engine is not None:
+            lines.append(f"plan: {{engine: {self.engine}}}")
+        if is_sized:
+            lines.append("objective: devices")
+        return "\n".join(lines) + "\n"
+
+
+def answer(question: Question, place: Path, overrides: Sequence[str], tell: Teller, *,
+           is_saved: bool) -> Plan:
+    """The plan that answers a question. place: where its job file is, or would be. is_saved:
+    whether to write that file, on as many GPUs as were found. Raises InputError, and
+    InfeasibleError if the limits cannot be kept."""
+    def opened(cluster: str, *, is_sized: bool = False) -> OpenedJob:
+        text = question.text(cluster, is_sized=is_sized)
+        return open_job(load_job(place, overrides, text), tell, "lengths")
+
+    cluster = question.on
+    if question.asks_how_many:
+        if question.within is None or question.prompts is None:
+            raise wrong("command line", "--on", question.on, "how many of them, as in --on "
+                        f"8x{question.on}; or --prompts and --within, to be told how many")
+        plan = _on_fewest(lambda count: opened(f"{count}x{question.on}", is_sized=True))
+        cluster = f"{plan.schedule.estimate.num_devices}x{question.on}"
+    elif not (cluster in catalog.names("cluster") or catalog.SIZED.fullmatch(cluster)):
+        known = [*catalog.names("device"), *catalog.names("cluster")]
+        raise wrong("command line", "--on", cluster, "a kind of GPU, so many of it (8xH100), or a "
+                    f"cluster; {nearest(cluster, known)}")
+    else:
+        plan = plan_job(opened(cluster))
+    if is_saved:
+        write_atomically(place, question.text(cluster))
+    return plan
+
+
+def _on_fewest(opened: Callable[[int], OpenedJob]) -> Plan:
+    """The plan on the fewest of some GPUs; of more where those do not suffice."""
+    count = NODE
+    while count < MOST_GPUS and why_impossible(opened(count).problem):
+        count *= 2
+    count = min(SPARE * count, MOST_GPUS)
+    while True:
+        try:
+            return plan_job(opened(count))
+        except InfeasibleError:
+            if count >= MOST_GPUS:
+                raise
+            count = min(2 * count, MOST_GPUS)
