@@ -154,6 +154,8 @@ METRICS = of_keys({
     "start_s": or_none(number("that ranks took besides the run, to be at work and to end")),
     "beginning": or_none(text("why it began with a schedule that does not keep the bound")),
     "agreement": or_none({"type": "object"}), "rescheduling": array({"type": "object"}),
+    "is_predicted_for_lengths": {"type": "boolean", "description": (
+        "whether the predictions are for the output lengths that came: none were known before")},
     "bound_kept": or_none({"type": "boolean", "description": "whether every bound was that can be "
                                                              "judged"}),
     "bounds": array(of_keys({

@@ -26,7 +26,7 @@ class Told(LogTeller):
     def say(self, message: str) -> None:
         self.lines.append(message)
 
-    def progress(self, line: str, *, is_last: bool = False) -> None:
+    def progress(self, line: str) -> None:
         self.shown.append(line)
 
     def end_progress(self) -> None:

@@ -159,7 +159,7 @@ def test_a_stop_is_heard_while_the_command_itself_is_stopped(tmp_path):
 @pytest.mark.slow
 def test_a_stop_before_the_ranks_start_and_of_what_has_ended(tmp_path):
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20).write()
-    assert "no run has started there" in job.command("stop").stderr
+    assert "No run in" in job.command("stop").stderr
     process = job.start()
     wait((job.output / ".owner.json").is_file, "the folder is taken")
     process.send_signal(signal.SIGSTOP)

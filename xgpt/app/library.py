@@ -12,11 +12,11 @@ from xgpt.app.schedule import Plan, default_horizon, plan_job, settled, to_run
 from xgpt.app.simulate import Simulation, simulate_job
 from xgpt.app.sweeps.sweep import Swept, sweep_points
 from xgpt.app.telling import LogTeller, Teller
-from xgpt.core.errors import XgptError
 from xgpt.job.job import Job
 from xgpt.job.sweep_file import load_sweep
 from xgpt.report.page import write_report as write_page
 from xgpt.report.results_file import write_results
+from xgpt.run_folder.files import no_run
 from xgpt.run_folder.state import has_begun
 from xscheduler.planner import Horizon, PlanOptions
 
@@ -83,7 +83,7 @@ def write_report(job: OpenedJob | Job) -> Path:
     started."""
     asked = job.job if isinstance(job, OpenedJob) else job
     if not has_begun(asked.output):
-        raise XgptError(f"{asked.output}: no run has started there")
+        raise no_run(asked.output)
     if asked.results is not None:
         write_results(asked.output, asked.results)
     return write_page(asked.output)

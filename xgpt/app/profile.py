@@ -31,6 +31,7 @@ from xgpt.core.system.machine import LARGE_SHARE, Contention, Layout, contention
 from xgpt.core.units import format_seconds
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.leftovers import passing_folder
+from xgpt.report.table import paragraph
 from xgpt.run_folder.state import is_asked_to_stop
 from xprofiler.points import (
     OWN_TABLE,
@@ -208,10 +209,14 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement) -> Prof
         _measure(wanted, target, session, tell, is_new=is_new)
         os.replace(target, path)  # `again`: what was there counts until its successor is whole
         profile = load_profile(path)
-    tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
-             f"{judge(profile).brief}")
+    tell.detail(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
+                f"{judge(profile).brief}")
     if (warning := _warning(profile, wanted, contention.others_share())) is not None:
-        tell.say(f"profile: {warning}")
+        tell.detail(f"profile: {warning}")
+    if bad := sum(len(noisy_points(profile, degree, wanted.points)) for degree in wanted.degrees):
+        tell.say(paragraph(f"WARNING: {bad} of {len(wanted.points)} sizes could not be timed well, "
+                           "and the schedule may be a poor one. End what else runs here and repeat "
+                           "the command: it times these sizes again"))
     return profile
 
 
@@ -224,8 +229,7 @@ def _warning(profile: Profile, wanted: WantedProfile, others_share: float | None
                      for words, of in ((noise_words, noisy_points),
                                        (disturbed_words, disturbed_points)))
     if found is not None:
-        return (f"WARNING: {found}{beside}. The schedule may be a poor one. End what else runs "
-                "here and repeat the command: it measures these sizes again")
+        return f"{found}{beside}"
     if marked is not None:
         return f"{marked}{beside}"
     return others and f"{others} (then measure it anew with `xgpt profile --again`)"
@@ -241,7 +245,7 @@ def _sufficient(path: Path, wanted: WantedProfile, session: _Measurement, tell: 
     judgement = judge(profile)
     anew = "; `xgpt profile JOB --again` measures it anew, best on a quiet machine" if (
         judgement.grade == "noisy") else ""
-    tell.say(f"profile: from the cache, {profile.metadata.date}; {judgement.brief}{anew}")
+    tell.detail(f"profile: from the cache, {profile.metadata.date}; {judgement.brief}{anew}")
     return profile
 
 
@@ -295,7 +299,7 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
     degrees = ", ".join(str(d) for d in wanted.degrees)
     timed = (f"{of.model}'s layers" if wanted.engine.identity is None
              else f"the steps of {wanted.engine.name} with {of.model}")
-    tell.say(
+    tell.detail(
         f"profile: {'timing' if is_new else 'timing more of'} {timed} on "
         f"{Layout(of.ranks, of.threads_per_rank).words} ({of.dtype}, tensor-parallel degree "
         f"{degrees}), {session.words}")
@@ -316,7 +320,7 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
                 "device_kind": cluster.device.kind}}), encoding="utf-8")
 
         def watch() -> None:
-            tell_share(tell, "profiling", progress)
+            tell_share(tell, f"profiling {of.model}", progress)
             if is_asked_to_stop(job.output):
                 stop.touch()
 

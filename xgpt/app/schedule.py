@@ -268,10 +268,10 @@ class JobPlanner:
         job_s = compared([first], is_steady=is_steady).seconds(first)
         if job_s * LAYOUT_GAIN * math.log2(layout.ranks / first.layout.ranks) >= cost_s:
             return True
-        self._jobs[layout].tell.say(
-            f"layout: {first.layout.words}; {layout.words} is not timed, which would take about "
-            f"{format_seconds(cost_s)}: more than it may save a job of {format_seconds(job_s)} "
-            f"(`--set run.ranks={layout.ranks}` names it)")
+        self._jobs[layout].tell.detail(
+            f"layout: {first.layout.words}. {layout.words} is not timed: that would take "
+            f"{format_seconds(cost_s)}, this job takes {format_seconds(job_s)} "
+            f"(`--set run.ranks={layout.ranks}` times it)")
         return False
 
     def _planner(self, layout: Layout, timing: TimingSource | None = None, *,

@@ -16,7 +16,7 @@ from typing import Any
 
 from xgpt.app.hand_in import shared_folders
 from xgpt.app.opened import open_job
-from xgpt.app.running.finished import done_already, shown
+from xgpt.app.running.finished import done_already
 from xgpt.app.running.prepare import refuse_what_no_machine_runs
 from xgpt.app.running.resume import goes_on, taken_over
 from xgpt.app.running.run import Run, at_work, open_to_run
@@ -28,7 +28,7 @@ from xgpt.core.system.machine import why_no_torch
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.launch.asked import warned_in_good_order
 from xgpt.launch.standby import Standby
-from xgpt.report.table import WIDTH, paragraph, schedule_table
+from xgpt.report.table import WIDTH, schedule_table, shown
 from xrunner.backends.engine import engine_of
 from xrunner.checkpoint.source import cache_dir
 from xrunner.files.lock import StopRequest
@@ -46,8 +46,7 @@ def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, 
         if (found := taken_over(opened)) is not None:
             return found
         plan = goes_on(opened, plan_job(opened))
-        opened.tell.say(paragraph(f"times: {plan.timing.provenance()}"))
-        opened.tell.say(schedule_table(plan.schedule))
+        opened.tell.detail(schedule_table(plan.schedule))
         return Run(plan, lock).execute()
 
 

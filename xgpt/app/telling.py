@@ -35,9 +35,12 @@ class Teller(Protocol):
     def say(self, message: str) -> None:
         """Takes a message of a line or more."""
 
-    def progress(self, line: str, *, is_last: bool = False) -> None:
-        """Takes the present state of something that takes a while, in one line. Most states are
-        outdated before anybody has read them and may be left out, but not the last."""
+    def detail(self, message: str) -> None:
+        """Takes a message that is shown with `--verbose` only."""
+
+    def progress(self, line: str) -> None:
+        """Takes the present state of something that takes a while, in one line, which may be left
+        out: most states are outdated before anybody has read them."""
 
     def end_progress(self) -> None:
         """Takes note that what is said next has a line of its own."""
@@ -49,7 +52,10 @@ class LogTeller:
     def say(self, message: str) -> None:
         _LOG.info("%s", message)
 
-    def progress(self, line: str, *, is_last: bool = False) -> None:
+    def detail(self, message: str) -> None:
+        self.say(message)
+
+    def progress(self, line: str) -> None:
         _LOG.debug("%s", line)
 
     def end_progress(self) -> None:
@@ -68,13 +74,20 @@ class KeptTeller:
 
     def say(self, message: str) -> None:
         self._tell.say(message)
+        self._keep(message)
+
+    def detail(self, message: str) -> None:
+        self._tell.detail(message)
+        self._keep(message)
+
+    def _keep(self, message: str) -> None:
         stamp = time.strftime("%H:%M:%S")
         lines = [f"{stamp} {line}\n" for line in message.splitlines() if line.strip()]
         with suppress(OSError), (self._output / MESSAGES_FILE).open("a", encoding="utf-8") as file:
             file.writelines(lines)
 
-    def progress(self, line: str, *, is_last: bool = False) -> None:
-        self._tell.progress(line, is_last=is_last)
+    def progress(self, line: str) -> None:
+        self._tell.progress(line)
         now = time.monotonic()
         if now - self._written_s >= _INTERVAL_S:
             self._written_s = now
@@ -119,7 +132,7 @@ def tell_share(tell: Teller, label: str, path: Path) -> None:
         return
     share, left_s = float(text[0]), float(text[1])
     left = f", {format_seconds(left_s)} left" if left_s > 0 else ""
-    tell.progress(f"{label} {bar(round(share * 100), 100)} {share:.0%}{left}", is_last=share >= 1)
+    tell.progress(f"{label} {bar(round(share * 100), 100)} {share:.0%}{left}")
 
 
 def tell_run(tell: Teller, path: Path, bound_s: float, silent: str | None = None) -> None:
@@ -127,26 +140,25 @@ def tell_run(tell: Teller, path: Path, bound_s: float, silent: str | None = None
     progress = read_progress(path)
     if progress is not None:
         left_s = None if silent else time_left_s(progress, path.parent)
-        tell.progress(progress_line(progress, bound_s, left_s, silent),
-                      is_last=progress.state in ("done", "stopped"))
+        tell.progress(f"running  {progress_line(progress, bound_s, left_s, silent)}")
 
 
 def progress_line(progress: Progress, bound_s: float, left_s: float | None = None,
                   silent: str | None = None) -> str:
-    """Queries, tokens per second, time left where it is known and the latency so far against its
-    bound, or the rank of which nothing is heard, in at most 79 columns."""
-    if progress.state == "loading":
-        return "reading the queries and the weights"
+    """Requests, tokens per second, time left where it is known and the latency so far against its
+    limit, or the rank of which nothing is heard."""
+    if progress.state == "loading" or not progress.total:
+        return "reading the requests and the weights"
     rate = progress.output_tokens / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
-    text = (f"{bar(progress.done, progress.total)} {progress.done}/{progress.total} queries "
-            f"{rate:.0f} tok/s")
+    text = (f"{bar(progress.done, progress.total)} {progress.done:,}/{progress.total:,}  "
+            f"{rate:,.0f} tok/s")
     if silent is not None:
-        return f"{text} {silent}"
+        return f"{text}  {silent}"
     if left_s is not None:
-        text += f" {format_seconds(left_s)} left"
+        text += f"  {format_seconds(left_s)} left"
     if progress.latency_p99_s is not None:
-        bound = "" if math.isinf(bound_s) else f"/{bound_s:.3g}"
-        text += f" p99 {progress.latency_p99_s:.3g}{bound} s"
+        bound = "" if math.isinf(bound_s) else f" of {bound_s:.3g}"
+        text += f"  P99 {progress.latency_p99_s:.3g}{bound} s"
     return text
 
 

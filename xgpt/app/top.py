@@ -17,8 +17,8 @@ from xgpt.app.telling import bar, time_left_s
 from xgpt.core.errors import MissingExtraError, XgptError, visible
 from xgpt.core.units import format_seconds
 from xgpt.launch.slurm_jobs import SlurmJob, take_back
-from xgpt.report.table import fact, shown_width, table
-from xgpt.run_folder.files import Place, SlurmRecord, doing, last_messages
+from xgpt.report.table import fact, shown, shown_width, table
+from xgpt.run_folder.files import Place, SlurmRecord, doing, last_messages, no_run
 from xgpt.run_folder.state import State, are_silent, job_status, signs_of_life
 from xrunner.files.heartbeat import RankState, read_heartbeats
 from xrunner.files.lock import StopRequest
@@ -28,6 +28,7 @@ _MESSAGES = 8
 COLUMNS = ("stage", "pool", "busy now", "on average", "queries")
 ASK_S = 10.0  # between questions to Slurm
 _LOOK_S = 1.0
+_PANEL = 4  # columns of its border
 _COLOURS: dict[str, str] = {State.RUNNING: "green", State.DONE: "green", State.DIED: "red",
                             State.STOPPED: "yellow", State.COMPLETE: "yellow"}
 _ASKED = "asked to stop: it ends in a few seconds, and the same command goes on from there"
@@ -71,12 +72,12 @@ class Glance:
         if p is None or not p.total:
             return facts
         left = self.left_s
-        facts.append(("queries", f"{p.done:,} of {p.total:,} done ({p.done / p.total:.0%})" + (
+        facts.append(("requests", f"{p.done:,} of {p.total:,} done ({p.done / p.total:.0%})" + (
             "" if left is None else f", about {format_seconds(left)} left")))
         if self.is_active and are_silent(self.ranks) and (said := signs_of_life(self.ranks)):
             facts.append(("silent", said))
         if self.queries is not None and self.is_active:
-            facts.append(("at work", f"{self.queries:,} queries in the system"))
+            facts.append(("at work", f"{self.queries:,} requests in the system"))
         if self.tokens_per_s is not None:
             mean = p.output_tokens / p.elapsed_s if p.elapsed_s > 0 else 0.0
             now = f"{self.tokens_per_s:,.0f} output tokens/s now, " if self.is_active else ""
@@ -84,9 +85,9 @@ class Glance:
                           f"{format_seconds(p.elapsed_s)}"))
         if p.latency_p99_s is not None and p.latency_p50_s is not None:
             verb = "OVER" if p.latency_p99_s > self.bound_s else "within"
-            bound = "no bound" if math.isinf(self.bound_s) else (
-                f"{verb} the bound of {format_seconds(self.bound_s)}")
-            facts.append(("latency", f"{format_seconds(p.latency_p50_s)} for half of the queries, "
+            bound = "no limit" if math.isinf(self.bound_s) else (
+                f"{verb} the limit of {format_seconds(self.bound_s)}")
+            facts.append(("latency", f"{format_seconds(p.latency_p50_s)} for half of the requests, "
                           f"{format_seconds(p.latency_p99_s)} for 99 %; {bound}"))
         return facts
 
@@ -112,24 +113,24 @@ class Glance:
                          f"{mean:.0%}", present[1]))
         return rows
 
-    def lines(self, most_ranks: int | None = None) -> list[str]:
-        """All of it but its name and state. `most_ranks`: of so many at most."""
-        lines = [fact(label, words) for label, words in self.facts]
+    def lines(self, most_ranks: int | None = None, width: int | None = None) -> list[str]:
+        """All of it but its name and state. `most_ranks`: of so many at most. width: columns."""
+        lines = [fact(label, words, width) for label, words in self.facts]
         if self.ranks:
             right = [place for place, name in enumerate(self.columns) if name != "pool"]
             lines += ["", table(self.columns, self.rank_rows[:most_ranks], right=right)]
             if (left := len(self.ranks) - (most_ranks or len(self.ranks))) > 0:
                 lines.append(f"and {left} more ranks")
         if self.remark:
-            lines += ["", fact("note", self.remark)]
+            lines += ["", fact("note", self.remark, width)]
         if self.messages:
-            lines += ["", "last messages", *(
-                "  " + textwrap.shorten(line, shown_width() - 2, placeholder=" ...")
-                for line in self.messages)]
+            lines += ["", "last messages", *(textwrap.fill(
+                " ".join(line.split()), width or shown_width(), initial_indent="  ",
+                subsequent_indent=" " * 11, break_on_hyphens=False) for line in self.messages)]
         return lines
 
     def __str__(self) -> str:
-        return "\n".join([fact(self.name, f"{self.state}, {self.output}"), *self.lines()])
+        return "\n".join([fact(self.name, f"{self.state}, {shown(self.output)}"), *self.lines()])
 
 
 class NowAndThen:
@@ -234,7 +235,8 @@ def screen(now: Glance) -> Any:
     from rich.text import Text
 
     most_ranks = max(shutil.get_terminal_size((80, 36)).lines - 20, 4)  # there are lines for
-    lines, p = now.lines(most_ranks), now.progress
+    inside = shutil.get_terminal_size((80, 24)).columns - _PANEL
+    lines, p = now.lines(most_ranks, inside), now.progress
     if p is not None and p.total:
         lines.insert(0, fact("progress", bar(p.done, p.total)))
     title = Text(visible(f"{now.name}: {now.state}"),
@@ -248,14 +250,14 @@ def stop_job(output: Path) -> str:
     where nothing is to be stopped."""
     status = job_status(output)
     if status is None:
-        raise XgptError(f"{output}: no run has started there")
+        raise no_run(output)
     record, said = status.record, status.said
     if record is not None and said is not None and said.is_waiting:
         take_back(record.job_id, record.cluster)
         return f"Slurm's job {record.job_id} waited, and is out of the queue"
     is_unknown = record is not None and status.trouble is not None
     if not status.is_active and not is_unknown:
-        raise XgptError(f"{output}: no run works there (state: {status.state})")
+        raise XgptError(f"{shown(output)}: no run works there (state: {status.state})")
     StopRequest(output).make_by_user()
     if is_unknown:
         return f"{status.trouble}; a run there that goes on is {_ASKED}"

@@ -43,14 +43,18 @@ def _keys(properties: Mapping[str, Any], within: str = "") -> Iterator[tuple[str
         yield from inner
 
 
+place_argument = click.argument("where", type=JOB_FILE, required=False, metavar="[DIR|JOB.yaml]")
+
+
 def job_arguments(command: F) -> F:
     """JOB.yaml, --set key.path=value (repeatable), --json."""
     return click.argument("job_file", type=JOB_FILE, metavar="JOB.yaml")(job_options(command))
 
 
 def run_arguments(command: F) -> F:
-    """JOB.yaml or an output folder, --set, --json."""
-    return click.argument("where", type=JOB_FILE, metavar="DIR|JOB.yaml")(job_options(command))
+    """JOB.yaml or an output folder (by default ./job.yaml, or the newest run under ./out), --set,
+    --json."""
+    return place_argument(job_options(command))
 
 
 def job_options(command: F) -> F:
@@ -59,6 +63,12 @@ def job_options(command: F) -> F:
                         shell_complete=complete_override,
                         help="Override one key of the job file; may be repeated.")(
                             json_option(command))
+
+
+def verbose_option(command: F) -> F:
+    """--verbose: what the command knows besides its screen."""
+    return click.option("--verbose", "is_verbose", is_flag=True,
+                        help="Also what is left out of the screen.")(command)
 
 
 def within_seconds(command: F) -> F:

@@ -13,6 +13,7 @@ from xgpt.cli.options import (
     job_arguments,
     job_options,
     print_json,
+    verbose_option,
     with_seconds,
     within_seconds,
 )
@@ -49,9 +50,10 @@ _strict_option = click.option(
 @click.option("--dry-run", is_flag=True,
               help="Print the schedule and, for Slurm, the batch script; start nothing.")
 @_strict_option
+@verbose_option
 def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool,
            through_slurm: bool, is_again: bool, results: Path | None, max_seconds: float | None,
-           dry_run: bool, is_strict: bool) -> None:
+           dry_run: bool, is_strict: bool, is_verbose: bool) -> None:
     """Profile, schedule, run and report: everything the job file asks for.
 
     A job that is done says so, and runs nothing (`--again` runs it anew).
@@ -65,12 +67,13 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
         overrides = (*overrides, f"results={json.dumps(str(results.absolute()))}")
     overrides = with_seconds(overrides, max_seconds)
     wanted = [_wanted(path, overrides, through_slurm) for path in job_files]
+    tell = Terminal(is_verbose=is_verbose)
     is_for_slurm = any(job.slurm is not None for job, _ in wanted)
     if through_slurm or (is_for_slurm and allocation_here() is None):
         if is_strict:
             raise click.UsageError("--strict is of a run here; of one that is handed in to Slurm, "
                                    "metrics.json says whether its bounds were kept (bound_kept)")
-        shown = import_module(_SLURM).hand_in_jobs(wanted, Terminal(), is_dry=dry_run,
+        shown = import_module(_SLURM).hand_in_jobs(wanted, tell, is_dry=dry_run,
                                                     is_again=is_again)
         if as_json:
             print_json(shown)
@@ -79,12 +82,12 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
         return
     jobs = [job for job, _ in wanted]
     if dry_run:
-        _show_plans(jobs, as_json)
+        _show_plans(jobs, as_json, tell, is_verbose=is_verbose)
     elif len(jobs) > 1:
-        shown = import_module(_USE_CASES).submit_all(jobs, Terminal(), is_again=is_again)
+        shown = import_module(_USE_CASES).submit_all(jobs, tell, is_again=is_again)
         _done(shown, shown["jobs"], as_json, is_strict)
-    elif (found := _done_already(jobs[0], is_again=is_again)) is None:
-        _do("submit", jobs[0], as_json, is_strict)
+    elif (found := _done_already(jobs[0], tell, is_again=is_again)) is None:
+        _do("submit", jobs[0], as_json, is_strict, tell)
     else:
         _done(found, [found], as_json, is_strict)
 
@@ -94,10 +97,12 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
 @click.option("--schedule", "schedule_file", type=click.Path(path_type=Path), metavar="FILE",
               help="The schedule to execute; default: schedule.json of the job's output folder.")
 @_strict_option
+@verbose_option
 def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
-        schedule_file: Path | None, is_strict: bool) -> None:
+        schedule_file: Path | None, is_strict: bool, is_verbose: bool) -> None:
     """Execute a schedule on the real model (and go on where a stopped run ended)."""
-    _do("run", load_job(job_file, overrides), as_json, is_strict, schedule_file=schedule_file)
+    _do("run", load_job(job_file, overrides), as_json, is_strict, Terminal(is_verbose=is_verbose),
+        schedule_file=schedule_file)
 
 
 @click.command()
@@ -106,20 +111,22 @@ def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
               help="Score a job that is done, or half done, from its beginning.")
 @click.option("--dry-run", is_flag=True, help="Print the schedule; start nothing.")
 @_strict_option
+@verbose_option
 def score(job_file: Path, overrides: tuple[str, ...], as_json: bool, is_again: bool, dry_run: bool,
-          is_strict: bool) -> None:
+          is_strict: bool, is_verbose: bool) -> None:
     """Log-likelihood per token of given continuations: `submit` with `workload.score: true`."""
     job = load_job(job_file, (*overrides, "workload.score=true"))
+    tell = Terminal(is_verbose=is_verbose)
     if dry_run:
-        _show_plans([job], as_json)
-    elif (found := _done_already(job, is_again=is_again)) is None:
-        _do("submit", job, as_json, is_strict)
+        _show_plans([job], as_json, tell, is_verbose=is_verbose)
+    elif (found := _done_already(job, tell, is_again=is_again)) is None:
+        _do("submit", job, as_json, is_strict, tell)
     else:
         _done(found, [found], as_json, is_strict)
 
 
-def _show_plans(jobs: Sequence[Job], as_json: bool) -> None:
-    plans = [import_module(_USE_CASES).planned(job, Terminal()) for job in jobs]
+def _show_plans(jobs: Sequence[Job], as_json: bool, tell: Terminal, *, is_verbose: bool) -> None:
+    plans = [import_module(_USE_CASES).planned(job, tell) for job in jobs]
     if as_json:
         shown = [to_json(plan.schedule) for plan in plans]
         print_json(shown[0] if len(jobs) == 1 else {"schedules": shown})
@@ -138,19 +145,20 @@ def _wanted(path: Path, overrides: tuple[str, ...], through_slurm: bool,
     return load_job(path, overrides), overrides
 
 
-def _done_already(job: Job, *, is_again: bool) -> dict[str, Any] | None:
+def _done_already(job: Job, tell: Terminal, *, is_again: bool) -> dict[str, Any] | None:
     """See xgpt.app.running.finished, which is not imported where there is nothing to be told: a
     rank is to be started first."""
     if not is_again and not (job.output / METRICS).exists():
         return None
     found: dict[str, Any] | None = import_module(_FINISHED).done_already(
-        job, Terminal(), is_again=is_again)
+        job, tell, is_again=is_again)
     return found
 
 
-def _do(use_case: str, job: Job, as_json: bool, is_strict: bool, **more: Any) -> None:
+def _do(use_case: str, job: Job, as_json: bool, is_strict: bool, tell: Terminal,
+        **more: Any) -> None:
     with standby_for(job) as standby:
-        metrics = getattr(import_module(_USE_CASES), use_case)(job, Terminal(), standby, **more)
+        metrics = getattr(import_module(_USE_CASES), use_case)(job, tell, standby, **more)
     _done(metrics, [metrics], as_json, is_strict)
 
 

@@ -32,6 +32,7 @@ from xgpt.job.job_file import load_job
 from xgpt.launch.exports import vllm_command
 from xgpt.report.chart import SUFFIXES, can_draw
 from xgpt.report.table import schedule_details
+from xgpt.run_folder.files import newest_run
 from xscheduler.planner import Horizon, PlanOptions
 
 
@@ -87,7 +88,8 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
     deployed = None if from_file is None else load_schedule(from_file)
     job = load_job(job_file, with_seconds(overrides, max_seconds))
     options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job))
-    opened = open_job(job, Terminal(), "lengths" if options.horizon == "job" else "shape")
+    opened = open_job(job, Terminal(is_verbose=verbose),
+                      "lengths" if options.horizon == "job" else "shape")
     answers = answers_for(opened, options, with_price=with_price, with_drift=with_drift,
                           deployed=deployed)
     if out is not None and (recommended := answers.recommended) is not None:
@@ -115,9 +117,10 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
 @click.command()
 @run_arguments
 @within_seconds
-def explain(where: Path, overrides: tuple[str, ...], as_json: bool,
+def explain(where: Path | None, overrides: tuple[str, ...], as_json: bool,
             max_seconds: float | None) -> None:
     """Say why a job or a run has its schedule: alternatives, bounds, stages."""
+    where = newest_run() if where is None else where
     if where.is_dir():
         found = load_schedule(where / "schedule.json")
     else:

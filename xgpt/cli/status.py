@@ -2,8 +2,10 @@
 whether it is alive, and what Slurm says of it; `xgpt top`, the same live; `xgpt stop`, its end;
 `xgpt report`, its page, a sweep's, or that of several runs."""
 
+import math
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
@@ -11,26 +13,43 @@ from typing import get_args
 import click
 
 from xgpt.app.report import Form, write_reports, write_tables
-from xgpt.app.telling import progress_line, time_left_s
+from xgpt.app.telling import time_left_s
 from xgpt.app.top import NowAndThen, follow, glance, stop_job
-from xgpt.cli.options import JOB_FILE, check_writable, job_options, print_json, run_arguments
+from xgpt.cli.options import (
+    check_writable,
+    job_options,
+    place_argument,
+    print_json,
+    run_arguments,
+)
 from xgpt.cli.terminal import show
-from xgpt.core.errors import XgptError, wrong
+from xgpt.core.errors import wrong
 from xgpt.core.system.whole_file import why_no_folder
-from xgpt.report.table import paragraph
-from xgpt.run_folder.files import doing, place_of
-from xgpt.run_folder.state import State, age_s, are_silent, job_status, oldest_s, signs_of_life
+from xgpt.core.units import format_seconds
+from xgpt.report.table import fact, shown
+from xgpt.report.words import counted
+from xgpt.run_folder.files import Place, doing, no_run, place_of
+from xgpt.run_folder.state import (
+    JobStatus,
+    State,
+    age_s,
+    are_silent,
+    job_status,
+    oldest_s,
+    signs_of_life,
+)
+from xrunner.files.results import count_errors
 
 
 @click.command()
 @run_arguments
-def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+def status(where: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """How far a run is (works from another terminal, and after it ended)."""
     place = place_of(where, overrides)
     output = place.output
     status = job_status(output)
     if status is None:
-        raise XgptError(f"{output}: no run has started there")
+        raise no_run(output)
     run = status.run
     if as_json:
         print_json({"output": output, **asdict(run.progress), "state": status.state,
@@ -40,24 +59,55 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
                         {**asdict(rank), "sign_of_life_s": age_s(rank)} for rank in run.ranks],
                     "slurm": status.to_dict()})
         return
-    show(f"{place.name}: {status.state}, {output}")
-    if run.progress.total or run.progress.state == "loading":
-        show(progress_line(run.progress, place.bound_s, None if are_silent(run.ranks)
-                           else time_left_s(run.progress, output)))
-    if status.is_active and (signs := signs_of_life(run.ranks)) is not None:
-        show(paragraph(signs))
-    if status.is_active and status.state == State.STARTING and (what := doing(output)):
-        show(paragraph(what))
+    show(fact(place.name, "   ".join(_how_far(status))))
     words = None if status.is_active else run.next_step
-    for sentence in filter(None, (status.in_words, words)):
-        show(paragraph(sentence))
+    for sentence in filter(None, (*_more(place, status), status.in_words, words)):
+        show(fact("", sentence))
     if (cause := status.cause) is not None:
         show(textwrap.indent(cause, "  "))
 
 
+def _how_far(status: JobStatus) -> Iterator[str]:
+    """State, requests done, speed, and the time that is left, or was taken."""
+    now, run = status.run.progress, status.run
+    yield status.state
+    if not now.total:
+        yield from ["reading the requests and the weights"] * (now.state == "loading")
+        return
+    yield f"{now.done:,}/{now.total:,} ({now.done / now.total:.0%})"
+    if now.elapsed_s > 0:
+        yield f"{now.output_tokens / now.elapsed_s:,.0f} tok/s"
+    left_s = None if are_silent(run.ranks) else time_left_s(now, run.output)
+    if status.is_active and left_s is not None:
+        yield f"{format_seconds(left_s)} left"
+    elif now.elapsed_s > 0:
+        yield f"{format_seconds(now.elapsed_s)} so far" if status.is_active else (
+            f"in {format_seconds(now.elapsed_s)}")
+
+
+def _more(place: Place, status: JobStatus) -> Iterator[str]:
+    """Latency against its limit, errors, ranks, and where the results are."""
+    run, said = status.run, []
+    if (latency_s := run.progress.latency_p99_s) is not None:
+        limit = "no limit" if math.isinf(place.bound_s) else (
+            f"limit {format_seconds(place.bound_s)}")
+        said.append(f"latency P99 {format_seconds(latency_s)}, {limit}")
+    if count := count_errors(place.output / "errors.jsonl"):
+        said.append(counted(count, "error"))
+    if status.is_active and run.ranks and not are_silent(run.ranks):
+        said.append(f"{counted(len(run.ranks), 'rank')} alive")
+    yield "   ".join(said)
+    if status.is_active and are_silent(run.ranks):
+        yield signs_of_life(run.ranks) or ""
+    if status.is_active and status.state == State.STARTING:
+        yield doing(place.output)
+    found = (place.results, place.output / "results.jsonl")
+    yield next((shown(path) for path in found if path is not None and path.is_file()), "")
+
+
 @click.command()
 @run_arguments
-def stop(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+def stop(where: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """End the run of an output folder, or of a job file, in good order.
 
     A job that waits in Slurm's queue is taken out of it. A run stops after the steps under way; the
@@ -72,8 +122,8 @@ def stop(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("where", type=JOB_FILE, metavar="DIR|JOB.yaml")
-def top(where: Path) -> None:
+@place_argument
+def top(where: Path | None) -> None:
     """A live view of a running job, here or under Slurm; Ctrl-C leaves it, and the job goes
     on. Where the output is no terminal it prints one state and ends."""
     place = place_of(where)
@@ -81,13 +131,12 @@ def top(where: Path) -> None:
     ask = NowAndThen()
     last = follow(lambda before: glance(place, before, ask)) if is_live else glance(place)
     if last is None:
-        raise XgptError(f"{place.output}: no run has started there")
+        raise no_run(place.output)
     show(str(last))
 
 
 @click.command()
-@click.argument("where", nargs=-1, required=True, type=click.Path(path_type=Path),
-                metavar="DIR|JOB.yaml ...")
+@click.argument("where", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR|JOB.yaml ...]")
 @click.option("--format", "form", type=click.Choice(get_args(Form)), default="html",
               help="A page (the default), or pictures.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
@@ -97,7 +146,7 @@ def top(where: Path) -> None:
 def report(where: tuple[Path, ...], form: Form, out: Path | None, overrides: tuple[str, ...],
            as_json: bool) -> None:
     """Report what lies in a run's or a sweep's folder; compare several runs."""
-    places = [place_of(one, overrides) for one in where]
+    places = [place_of(one, overrides) for one in where or (None,)]
     if out is not None and form == "png":
         allowed = "a folder: there is a picture a chart" if out.exists() and not out.is_dir() else (
             why_no_folder(out))

@@ -12,7 +12,7 @@ import click
 
 from xgpt.core.errors import visible
 
-_PLAIN_EVERY_S = 5.0
+_PLAIN_EVERY_S = 30.0  # chosen: a log of a day has some thousand lines of progress
 _REDRAW_EVERY_S = 0.2
 
 
@@ -55,21 +55,26 @@ def is_terminal() -> bool:
 
 
 class Terminal:
-    """Prints what use cases say (a Teller, xgpt.app.telling)."""
+    """Prints what use cases say (a Teller, xgpt.app.telling). is_verbose: details, too. Elsewhere
+    than on a terminal progress is a line after each _PLAIN_EVERY_S seconds."""
 
-    def __init__(self) -> None:
-        self._last_s, self._width, self._shown = -math.inf, 0, ""
+    def __init__(self, *, is_verbose: bool = False) -> None:
+        self._is_verbose = is_verbose
+        self._width, self._shown = 0, ""
+        self._last_s = -math.inf if is_terminal() else time.monotonic()
 
     def say(self, message: str) -> None:
-        if self._width and is_terminal():  # the line of progress makes way, and is drawn again
-            click.echo("\r" + " " * self._width + "\r", err=True, nl=False)
-            self._width, self._last_s, self._shown = 0, -math.inf, ""
+        self.end_progress()  # the line of progress makes way, and is drawn again
         say(message)
 
-    def progress(self, line: str, *, is_last: bool = False) -> None:
+    def detail(self, message: str) -> None:
+        if self._is_verbose:
+            self.say(message)
+
+    def progress(self, line: str) -> None:
         now, on_terminal = time.monotonic(), is_terminal()
         wait_s = _REDRAW_EVERY_S if on_terminal else _PLAIN_EVERY_S
-        if line == self._shown or (now - self._last_s < wait_s and not is_last):
+        if line == self._shown or now - self._last_s < wait_s:
             return
         self._last_s, self._shown = now, line
         if not on_terminal:
@@ -81,6 +86,6 @@ class Terminal:
         self._width = len(line)
 
     def end_progress(self) -> None:
-        if is_terminal() and self._width:
-            click.echo("", err=True)
-        self._last_s, self._width = -math.inf, 0
+        if self._width and is_terminal():
+            click.echo("\r" + " " * self._width + "\r", err=True, nl=False)
+            self._width, self._last_s, self._shown = 0, -math.inf, ""

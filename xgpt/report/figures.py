@@ -43,20 +43,27 @@ class Comparison:
         return "" if self.ratio is None else f"{self.ratio:.2f}"
 
     @property
+    def is_faster(self) -> bool:
+        """Whether the run was faster than predicted by more than GOOD_WITHIN."""
+        return self.ratio is not None and (self.ratio > 1) == self.is_rate and (
+            round(abs(self.ratio - 1), 9) > GOOD_WITHIN)
+
+    @property
     def verdict(self) -> str:
-        """"good", "fair", "bad" (never of a run that is quicker), or "none" without a ratio."""
+        """"good" (also if the run was faster), "fair", "bad", or "none" without a ratio."""
         if self.ratio is None:
             return "none"
         off = round(abs(self.ratio - 1), 9)  # 1.15 - 1 is a little more than 0.15 in binary
-        if off <= GOOD_WITHIN:
+        if off <= GOOD_WITHIN or self.is_faster:
             return "good"
-        is_quicker = (self.ratio > 1) == self.is_rate
-        return "fair" if off <= FAIR_WITHIN or is_quicker else "bad"
+        return "fair" if off <= FAIR_WITHIN else "bad"
 
     @property
     def verdict_text(self) -> str:
         if self.ratio is None:
             return ""
+        if self.is_faster:
+            return "faster than predicted"
         if self.verdict == "good":
             return f"within {percent(GOOD_WITHIN)}"
         if self.ratio >= TIMES:
@@ -235,18 +242,17 @@ def _checked(output: Output, bound: Bound) -> BoundCheck:
         return _check_makespan(output, bound)
     if not output.queries:
         return BoundCheck(None, f"{_named(bound)}, no query done yet", bound)
-    kept = "kept" if output.metrics is not None else "kept so far"
+    met = "met" if output.metrics is not None else "met so far"
     check = (_check_sequences if bound.metric == "latency" and bound.kind == "sequence" else
              _check_queries)
-    found = check(output.queries, bound, kept)
+    found = check(output.queries, bound, met)
     return found._replace(sentence=f"{found.sentence}, over all runs of this job"
                           ) if output.queries_before else found
 
 
 def _named(bound: Bound) -> str:
     limit = format_seconds(bound.limit_s)
-    return (f"latency bound of {limit}" if bound.metric == "latency" else
-            f"bound of {limit} on {METRIC_WORDS[bound.metric]}")
+    return f"limit of {limit} on {METRIC_WORDS[bound.metric]}"
 
 
 def _check_makespan(output: Output, bound: Bound) -> BoundCheck:
@@ -257,7 +263,7 @@ def _check_makespan(output: Output, bound: Bound) -> BoundCheck:
         return BoundCheck(None, f"{_named(bound)}: not judged, for the job took several runs",
                           bound)
     is_kept = took_s <= bound.limit_s
-    return BoundCheck(is_kept, f"{_named(bound)} {'kept' if is_kept else 'missed'}: it took "
+    return BoundCheck(is_kept, f"{_named(bound)} {'met' if is_kept else 'missed'}: it took "
                       f"{format_seconds(took_s)}", bound, int(not is_kept), 1, took_s)
 
 
@@ -268,23 +274,23 @@ def _seconds(queries: QueryColumns, metric: Metric) -> FloatArray:
     return told(queries.times("tpot_s" if metric == "tpot" else "latency_s"))
 
 
-def _check_queries(queries: QueryColumns, bound: Bound, kept: str) -> BoundCheck:
+def _check_queries(queries: QueryColumns, bound: Bound, met: str) -> BoundCheck:
     values = _seconds(queries, bound.metric)
     if not len(values):
         return BoundCheck(None, f"{_named(bound)}: the results do not tell", bound)
     over, slowest = int((values > bound.limit_s).sum()), float(values.max())
     share = 1 - over / len(values)
-    verb = kept if share >= bound.quantile else "missed"
+    verb = met if share >= bound.quantile else "missed"
     # rounded down: 98.99 % must not read as the 99 % that were asked for
     shown = f"{math.floor(share * 1000) / 10:g} %"
     worst = f"; {over} of {len(values):,} took longer, the slowest {format_seconds(slowest)}"
     return BoundCheck(share >= bound.quantile, (
-        f"{_named(bound)} {verb}: {shown} of the queries stayed within it, "
+        f"{_named(bound)} {verb}: {shown} of the requests stayed within it, "
         f"{bound.quantile * 100:g} % were asked for{worst if over else ''}"),
         bound, over, len(values), slowest)
 
 
-def _check_sequences(queries: QueryColumns, bound: Bound, kept: str) -> BoundCheck:
+def _check_sequences(queries: QueryColumns, bound: Bound, met: str) -> BoundCheck:
     lengths = queries.counts("output_tokens")
     place = min(math.ceil(bound.quantile * len(lengths)) - 1, len(lengths) - 1)
     longest = int(np.partition(lengths, place)[place])
@@ -295,9 +301,9 @@ def _check_sequences(queries: QueryColumns, bound: Bound, kept: str) -> BoundChe
         share = 100 * late / len(latencies)
         shown = f"{share:.2g}" if share < 10 else f"{math.floor(share)}"
         return found._replace(sentence=(
-            f"{_named(bound)} missed by {late} of {len(latencies):,} sequences "
-            f"({shown} %) of up to {longest} tokens, the slowest took "
+            f"{_named(bound)} missed by {late} of {len(latencies):,} requests "
+            f"({shown} %) of up to {longest} tokens; the slowest took "
             f"{format_seconds(slowest)}"))
     return found._replace(sentence=(
-        f"{_named(bound)} {kept}: no sequence of up to {longest} tokens took longer than "
+        f"{_named(bound)} {met}: the slowest request of up to {longest} tokens took "
         f"{format_seconds(slowest)}"))

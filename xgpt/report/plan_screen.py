@@ -68,7 +68,7 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
         if one.metric != "makespan":
             yield PROSPECTS[one.metric], prospect_words(one)
     yield "schedule", controls_line(schedule.estimate)
-    yield "placement", "; ".join(dict.fromkeys(map(_placement, schedule.estimate.shapes)))
+    yield "placement", "; ".join(dict.fromkeys(map(placement, schedule.estimate.shapes)))
     yield "memory", (f"{format_bytes(max(figures.memory_bytes, default=0))} of "
                      f"{format_bytes(figures.memory_capacity_bytes)} on the fullest device")
     yield "times", times.source
@@ -131,7 +131,8 @@ def _latency(schedule: Schedule) -> str:
     return f"{text}, limit {format_seconds(bound.limit_s)}"
 
 
-def _placement(shape: Estimate) -> str:
+def placement(shape: Estimate) -> str:
+    """`2 replicas x 4 devices (TP 1, PP 4)`."""
     deployment = shape.deployment
     copies, devices = deployment.replicas, deployment.devices_per_replica
     stages = " + ".join(f"{len(pool.stages)} to {pool.name}" if len(deployment.pools) > 1 else

@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
@@ -275,6 +276,12 @@ def _memory(e: Estimate) -> str:
     return f"{spread} of {format_bytes(e.figures.memory_capacity_bytes)} per rank{fits}"
 
 
+def shown(path: Path) -> str:
+    """The path as one would type it here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
 def shown_width() -> int:
     """Columns of what is shown: 80, or those of a terminal (or of COLUMNS) that has fewer."""
     if not (sys.stdout.isatty() or sys.stderr.isatty() or os.environ.get("COLUMNS")):
@@ -287,10 +294,13 @@ def paragraph(text: str, width: int | None = None) -> str:
     return textwrap.fill(_ascii(text), width or shown_width(), break_on_hyphens=False)
 
 
-def fact(label: str, value: str) -> str:
-    return textwrap.fill(_ascii(value), shown_width(),
-                         initial_indent=label.ljust(_LEFT_OF_FACTS),
-                         subsequent_indent=" " * _LEFT_OF_FACTS, break_on_hyphens=False)
+def fact(label: str, value: str, width: int | None = None) -> str:
+    """The value beside its label, in lines of `width` columns; None: as wide as is shown. A path is
+    never broken."""
+    return textwrap.fill(_ascii(value), width or shown_width(),
+                         initial_indent=f"{label} ".ljust(_LEFT_OF_FACTS),
+                         subsequent_indent=" " * _LEFT_OF_FACTS, break_on_hyphens=False,
+                         break_long_words="/" not in value)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:

@@ -21,9 +21,11 @@ from xgpt.core.schedule_file import write_json
 from xgpt.core.system.whole_file import read_object, temporary_of
 from xgpt.job.job import Job
 from xgpt.job.job_file import in_order, job_of, job_tree
+from xgpt.job.sweep_file import SWEEP_FOLDER
 from xgpt.job.yaml_tree import OVERRIDE_FILE
 from xgpt.launch.slurm_jobs import SlurmJob, ask
 from xgpt.report.lanes import EXPECTED_FILE
+from xgpt.report.table import shown
 from xgpt.report.words import counted
 from xgpt.requests.request_files import TABLES
 from xgpt.requests.spool import num_queries
@@ -153,8 +155,28 @@ class Place:
     quote_formulas: bool = False
 
 
-def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
-    """Raises InputError of a job file, for overrides of a folder, and where there is neither."""
+def no_run(output: Path | None = None) -> XgptError:
+    """What to raise if there is no run in `output`, or none at all."""
+    where = "here" if output is None else f"in {shown(output)}"
+    return XgptError(f"No run {where} yet. Start one: xgpt submit job.yaml")
+
+
+def newest_run() -> Path:
+    """./job.yaml, or the newest run or sweep under ./out. Raises XgptError if there is none."""
+    if (job := Path("job.yaml")).is_file():
+        return job
+    found = {path.stat().st_mtime: path.parents[depth] for name, depth in (
+        ("*/progress.json", 0), (f"*/{RECORD_FILE}", 0), (f"*/{SWEEP_FOLDER}/sweep.json", 1))
+        for path in Path("out").glob(name)}
+    if not found:
+        raise no_run()
+    return found[max(found)]
+
+
+def place_of(where: Path | None, overrides: Sequence[str] = ()) -> Place:
+    """The run of a folder or a job file; None: of ./job.yaml, or the newest under ./out. Raises
+    InputError of a job file, for overrides of a folder, and where there is neither."""
+    where = newest_run() if where is None else where
     if not where.exists() and where.suffix not in (".yaml", ".yml"):
         raise wrong("command line", "DIR|JOB.yaml", str(where), "no such folder, and no job file")
     if not where.is_dir():

@@ -102,7 +102,7 @@ def test_another_layout_is_timed_where_it_may_save_more_than_that_takes(
     monkeypatch.setattr("xgpt.app.telling.LogTeller.say", lambda _, message: said.append(message))
     plan_job(job_of(tmp_path, count=count))
     assert machine.measured == expected
-    assert len(expected) == 2 or ("1 rank x 2 threads; 2 ranks x 1 thread is not timed" in said[-1]
+    assert len(expected) == 2 or ("1 rank x 2 threads. 2 ranks x 1 thread is not timed" in said[-1]
                                   and "--set run.ranks=2" in said[-1])
 
 

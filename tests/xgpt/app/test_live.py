@@ -50,10 +50,9 @@ def place(tmp_path):
 def test_a_running_job_at_a_glance_is_as_its_screen_and_its_speed_that_since_the_last_look(place):
     with output_lock(place.output):
         now = glance(place)
-    path = r"\n? *".join(map(re.escape, str(place.output)))  # a long one goes over two lines
-    text = re.sub(rf"\s+{path}", " FOLDER", str(now))
+    text = re.sub(rf"\s+{re.escape(str(place.output))}", " FOLDER", str(now))
     assert now.is_active and now.state == "running" and now.queries == 24
-    assert now.left_s == pytest.approx(140.0) and "OVER the bound" in str(now)
+    assert now.left_s == pytest.approx(140.0) and "OVER the limit" in str(now)
     assert max(map(len, text.splitlines())) <= 80
     check_screen(Path(__file__).with_name("screens.txt"), "top, running", without_figures(
         re.sub(r"-{3,}", "---", text)))
@@ -85,7 +84,7 @@ def test_before_the_ranks_start_it_says_what_is_done(tmp_path):
         now = glance(place_of(tmp_path))
         assert now.state == "starting" and "profiling 43%, 20.0 s left" in str(now)
         plain = CliRunner().invoke(cli, ["status", str(tmp_path)], catch_exceptions=False).stdout
-        assert plain.splitlines()[-1] == "profiling 43%, 20.0 s left"
+        assert plain.splitlines()[-1].strip() == "profiling 43%, 20.0 s left"
         teller.end_progress()
         assert "profiling" not in str(glance(place_of(tmp_path)))
 
@@ -127,7 +126,7 @@ def test_piped_it_prints_one_state_and_without_rich_it_names_the_command(
     shown = CliRunner().invoke(cli, ["top", str(place.output)], catch_exceptions=False)
     assert shown.exit_code == 0 and "\x1b" not in shown.stdout and "died" in shown.stdout
     empty = CliRunner().invoke(cli, ["top", str(tmp_path_factory.mktemp("empty"))])
-    assert isinstance(empty.exception, XgptError) and "no run has started" in str(empty.exception)
+    assert isinstance(empty.exception, XgptError) and "No run in" in str(empty.exception)
     monkeypatch.setattr(live.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"\[top\]"):
         live.follow(lambda before: glance(place, before))
@@ -356,7 +355,7 @@ def test_the_oldest_sign_is_told_and_a_silent_rank_before_it_is_given_up(tmp_pat
     assert run.watch.silent == "rank 1 silent for 11.0 s"
     write_progress(tmp_path / "progress.json", RUNNING)
     said: list[str] = []
-    tell: Any = SimpleNamespace(progress=lambda line, is_last: said.append(line))
+    tell: Any = SimpleNamespace(progress=said.append)
     for silent in (None, run.watch.silent):
         tell_run(tell, tmp_path / "progress.json", 2.0, silent)
     assert "left" in said[0] and "left" not in said[1] and "rank 1 silent for 11.0 s" in said[1]

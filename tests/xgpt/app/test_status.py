@@ -95,7 +95,7 @@ def test_of_a_run_at_work_a_long_file_of_results_is_not_read(out, monkeypatch):
 def test_a_run_that_dies_before_it_begins_says_what_an_earlier_one_left(job, out):
     with output_lock(out):
         assert state(job)["state"] == "starting", "nothing is written yet"
-    assert "no run has started" in xgpt("status", job).stderr
+    assert "No run in" in xgpt("status", job).stderr
     write_progress(out / "progress.json", replace(RUNNING, state="loading", total=0, done=0))
     (out / "spool").mkdir(parents=True)
     (out / "spool" / "spool.json").write_text('{"queries": 400}\n')
@@ -178,7 +178,7 @@ def test_asking_does_not_keep_a_run_from_starting(tmp_path):
 
 def test_the_time_left_is_that_of_this_run_and_none_of_what_should_be_over(tmp_path):
     resumed = replace(RUNNING, done=200, done_before=190)  # 10 queries in a minute
-    assert "20 min 0 s left" in progress_line(resumed, 5.0, time_left_s(resumed, tmp_path))
+    assert "20 min left" in progress_line(resumed, 5.0, time_left_s(resumed, tmp_path))
     plan: Any = SimpleNamespace(output=tmp_path, model_name="toy", model_dir=None, sync_s=5.0,
                                 aside=())
     sink = RunSink(plan, num_queries=400, before=Answered(190, frozenset()))
@@ -347,7 +347,7 @@ def test_stop_takes_a_waiting_job_back_and_asks_a_running_one(slurm, queued):
 def test_stop_of_what_does_not_run_is_an_error(slurm, queued, tmp_path):
     with pytest.raises(XgptError, match="no run works there"):
         stop(queued)
-    with pytest.raises(XgptError, match="no run has started"):
+    with pytest.raises(XgptError, match="No run in"):
         stop(tmp_path)
     slurm.queue("PENDING|Priority|0:00|1:00:00|N/A|")
     slurm.says(scancel={"err": "scancel: error: Access denied\n", "code": 1})

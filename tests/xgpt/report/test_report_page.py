@@ -180,7 +180,7 @@ def test_a_killed_run_has_a_page_that_says_so(tmp_path, size):
     page = Page(write_report(directory).read_text(encoding="utf-8"))
     assert "This run has not finished: it wrote no metrics.json" in page.text
     assert ("The last line of results.jsonl is torn" in page.text) == (size > 0)
-    expected = "kept so far" if size == 5000 else "no query is done yet"
+    expected = "met so far" if size == 5000 else "no query is done yet"
     assert expected in page.text
 
 

@@ -3,7 +3,6 @@ a job decides, not how it came about: the machine, the hosts, or Slurm."""
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from xgpt.core.schedule_file import plain
 from xgpt.core.system.whole_file import read_object
 from xgpt.job.job import Job
 from xgpt.report.results_file import write_results
-from xgpt.report.table import paragraph
+from xgpt.report.table import paragraph, shown
 from xgpt.requests.choices import parts
 from xgpt.requests.request_files import STDIN
 from xgpt.run_folder.files import (
@@ -140,12 +139,6 @@ def _digest(job: Job, path: Path) -> str | None:
         return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def shown(path: Path) -> str:
-    """The path as one would type it here."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def refuse_no_answer(results: Path, facts: Mapping[str, Any]) -> None:

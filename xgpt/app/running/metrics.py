@@ -28,12 +28,13 @@ from xgpt.core.system.whole_file import read_object
 from xgpt.core.units import INT8
 from xgpt.launch.launcher import RankProgram, launcher_of, threads_per_rank
 from xgpt.report.figures import check_bounds, kept_facts, was_changed
-from xgpt.report.output import Output, read_output
+from xgpt.report.output import Output, read_output, text_at
 from xgpt.report.page import MAX_ANSWERS, write_page
 from xgpt.report.results_file import write_results
-from xgpt.report.table import paragraph, summary_table
-from xgpt.report.words import agreement_words, clean, counted
-from xgpt.run_folder.files import METRICS_FILE
+from xgpt.report.run_screen import end_screen
+from xgpt.report.table import shown, summary_table
+from xgpt.report.words import agreement_words, clean, counted, operators_words
+from xgpt.run_folder.files import MESSAGES_FILE, METRICS_FILE, RESULTS_FILE
 from xprofiler.profile import LearnedSteps, Profile, cached_profile_path, changing
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming
@@ -41,15 +42,13 @@ from xprofiler.timing import TimingSource
 from xrunner.checkpoint.source import cache_dir
 from xrunner.files.heartbeat import ReportedStep
 from xrunner.plan import AGREEMENT_FILE, RunPlan
-from xscheduler.evaluator import in_run_order, job_lengths
+from xscheduler.evaluator import in_run_order, job_lengths, predict
 from xscheduler.live.step_monitor import KINDS, Ratio, Ratios
 from xsimulator.memory import kv_bytes
 from xsimulator.replay.job import Replayer
-from xsimulator.replay.prediction import MOST_PREDICTED
+from xsimulator.replay.prediction import MOST_PREDICTED, JobPrediction
 from xsimulator.replay.recordings import Recording, load_recordings
 
-CHANGED = ("the schedule was changed while the queries ran; what was predicted is of the one that "
-           "the run began with")
 LEAST_STEPS = 30  # of a kind on a stage that a run must have taken for it to tell
 # or so few, which took so long together: a job of few queries encodes them in a few long steps
 _FEW_STEPS, LONG_S = 3, 1.0
@@ -59,66 +58,100 @@ _EXTREME = 0.1  # of a kind's steps, those whose ratios are farthest out, half a
 
 
 def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Schedule | None,
-                  measured: Mapping[str, Any], prediction: Any, **own: Any) -> dict[str, Any]:
-    """Writes metrics.json and the report, and tells a summary. Returns what metrics.json holds:
-    every measured figure beside its prediction (None where there is none), what is the run's `own`,
-    and why it took as long as it did. `timing`, `schedule`: where they are known."""
-    metrics = {**_measured_beside_predicted(opened, schedule, measured, prediction), **own}
-    # a replay of what was planned says nothing of a run that changed it
-    is_told = prediction is not None and not measured["changes"]
-    why = attribute(opened.problem, timing, schedule, opened.job.output, prediction.wall_s) if (
-        is_told and timing and schedule) else None
-    metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
+                  measured: Mapping[str, Any], prediction: JobPrediction | None, *,
+                  learned: str = "", **own: Any) -> dict[str, Any]:
+    """Writes metrics.json and the report, and tells the screen's end. Returns what metrics.json
+    holds: every measured figure beside its prediction (None where there is none), what is the run's
+    `own`, and why it took as long as it did. `timing`, `schedule`: where they are known. `learned`:
+    what the run added to the profile, in words."""
     output, tell = opened.job.output, opened.tell
     # read once: the figures of ten million queries are not to be there twice
-    left = replace(read_output(output, MAX_ANSWERS), metrics=metrics, schedule=schedule,
+    read, after = read_output(output, MAX_ANSWERS), None
+    if prediction is not None and timing and schedule:
+        after = _for_lengths(opened.problem, timing, schedule, read)
+    metrics = {**_measured_beside_predicted(opened, schedule, measured, after or prediction), **own}
+    metrics["is_predicted_for_lengths"] = after is not None
+    # a replay of what was planned says nothing of a run that changed it
+    why = attribute(opened.problem, timing, schedule, output, prediction.wall_s) if (
+        prediction is not None and not measured["changes"] and timing and schedule) else None
+    metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
+    left = replace(read, metrics=metrics, schedule=schedule,
                    queries_before=measured["queries_before"])
     # those of the ranks' earlier starts, too
     metrics["failed"] = max(metrics["failed"], left.queries.reasons()["error"])
-    metrics |= kept_facts(check_bounds(left))
+    checks = check_bounds(left)
+    metrics |= kept_facts(checks)
     write_json(output / METRICS_FILE, metrics)
-    report = _report(replace(left, metrics=plain(metrics)))
-    tell.say(summary_table(metrics, tuple(_ends(opened, left))))
-    if left.remarks:
-        tell.say(paragraph(f"note: {' '.join(left.remarks)} Nothing is told of what stood there."))
-    if (warning := contention_words(metrics["others_cpu_share"])) is not None:
-        tell.say(f"note: {warning}")
-    tell.say(report)
+    notes = [*_notes(opened, left, learned)]
+    files = {"answers": shown(output / RESULTS_FILE), "report": _report(
+        replace(left, metrics=plain(metrics)))}
     if opened.job.results is not None and metrics["status"] == "done":
-        tell.say(write_results(output, opened.job.results, opened.job.quote_formulas))
+        sentence = write_results(output, opened.job.results, opened.job.quote_formulas)
+        files["answers"] = shown(opened.job.results)
+        notes += filter(None, [sentence.partition("; ")[2]])
+    files["next"] = f"xgpt explain {shown(output)}   why this schedule"
+    tell.say(end_screen(metrics, checks, notes, files))
+    tell.detail(summary_table(metrics, (
+        *(check.sentence for check in checks if check.is_kept is not None), *notes)))
     return metrics
 
 
-def _report(left: Output) -> str:
-    """Writes the page; a sentence on it. Without it the run is done all the same."""
+def _for_lengths(problem: Problem, timing: TimingSource, schedule: Schedule,
+                 output: Output) -> JobPrediction | None:
+    """Prediction for the output lengths that came, of a job that was planned as if every answer
+    had its cap; None for any other job, or if requests were not run."""
+    known = problem.queries
+    if not problem.observes or known is None or len(output.queries) != len(known.inputs):
+        return None
+    came = np.maximum(output.queries.counts("output_tokens"), 1)
+    found = replace(problem, observes=False, queries=replace(
+        known, outputs=np.minimum(came, known.most_outputs)))
     try:
-        return f"report: {write_page(left)}"
+        return predict(found, timing, schedule.estimate, replays=1)
+    except XgptError:  # times that the profile refuses
+        return None
+
+
+def _report(left: Output) -> str:
+    """Writes the page; where it is, in words. Without it the run is done all the same."""
+    try:
+        return shown(write_page(left))
     except OSError as cause:
-        return (f"note: {cause.filename}: {cause.strerror}: the page is not written; `xgpt report` "
-                "does")
+        return f"not written ({cause.filename}: {cause.strerror}): `xgpt report` writes it"
 
 
-def _ends(opened: OpenedJob, output: Output) -> Iterator[str]:
-    """What the results say of the run besides its figures, in sentences: whether the bound was
-    kept, how many answers were cut, and why the first entry has none."""
-    yield from (check.sentence for check in check_bounds(output) if check.is_kept is not None)
+def _notes(opened: OpenedJob, output: Output, learned: str) -> Iterator[str]:
+    """What a user should know of the run besides its figures, the worst first, in sentences."""
     metrics = output.metrics or {}
-    if was_changed(metrics) and metrics["wall_s"]["predicted"] is not None:
-        yield CHANGED
-    known = opened.problem.queries
-    is_wished = opened.job.run.ignore_eos or (known is not None and known.outputs is not None)
-    cut = 0 if is_wished else output.queries.reasons()["length"]
-    if cut:
-        yield (f"{counted(cut, 'answer')} of {len(output.queries):,} reached the most tokens that "
-               "were allowed, and may end in mid-sentence")
+    yield from (check.sentence for check in check_bounds(output) if check.is_kept is False)
     if output.errors:
         first = output.errors[0]
         yield clean(f"the first error, in line {first.get('line')} of the requests: "
                     f"{first.get('error')}")
+    if output.remarks:
+        yield f"{' '.join(output.remarks)} What stood there is not counted."
+    known, reasons = opened.problem.queries, output.queries.reasons()
+    is_wished = opened.job.run.ignore_eos or (known is not None and known.outputs is not None)
+    if (cut := reasons["length"]) and not is_wished:
+        caps = set() if known is None else set(known.most_outputs.tolist())
+        at = f"max_tokens={caps.pop()}" if len(caps) == 1 else "their max_tokens"
+        yield (f"{cut} of {len(output.queries):,} answers were truncated at {at} "
+               "(raise workload.max_tokens)")
+    if was_changed(metrics):
+        count = len(metrics["rescheduling"])
+        yield (f"the schedule was changed during the run ({counted(count, 'decision')}: see "
+               f"{MESSAGES_FILE}); the prediction is of the first one")
+    if (warning := contention_words(metrics["others_cpu_share"])) is not None:
+        yield warning
+    words = text_at(metrics, "attribution", "sentence") or ""
+    if "slower" in words and not metrics["is_predicted_for_lengths"]:
+        yield words
+    yield from filter(None, (operators_words(metrics), learned))
 
 
 def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule | None,
-                               measured: Mapping[str, Any], prediction: Any) -> dict[str, Any]:
+                               measured: Mapping[str, Any],
+                               prediction: JobPrediction | None) -> dict[str, Any]:
     # what was predicted is the whole job: half of one, or a resumed rest, is something else. A job
     # whose schedule was changed is the one of which it was said how long it would take
     is_whole = measured["state"] == "done" and measured["queries_before"] == 0
@@ -175,9 +208,9 @@ class Attribution:
         def change(to_s: float, from_s: float) -> str:
             return f"{100 * (to_s / from_s - 1):+.0f} %"
 
-        total = change(self.measured_s, self.predicted_s)
-        return (f"time of the run against its prediction {total}: output lengths "
-                f"{change(self.with_lengths_s, self.predicted_s)}, step times "
+        total = self.measured_s / self.predicted_s - 1
+        return (f"{abs(total):.0%} {'slower' if total > 0 else 'faster'} than predicted: output "
+                f"lengths {change(self.with_lengths_s, self.predicted_s)} of the time, step times "
                 f"{change(self.with_times_s, self.with_lengths_s)}, the rest "
                 f"{change(self.measured_s, self.with_times_s)}")
 

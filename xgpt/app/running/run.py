@@ -48,11 +48,18 @@ from xgpt.core.schedule_file import save_schedule
 from xgpt.core.system.machine import Contention
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.job.job import Job
-from xgpt.launch.launcher import RankProgram, allocation_here, launcher_of, ranks_per_node
+from xgpt.launch.launcher import (
+    RankProgram,
+    allocation_here,
+    launcher_of,
+    ranks_per_node,
+    threads_per_rank,
+)
 from xgpt.launch.process import RanksFailed
 from xgpt.launch.standby import Standby
 from xgpt.report.lanes import EXPECTED_FILE, write_expected
 from xgpt.report.run_charts import replay_lanes
+from xgpt.report.run_screen import begin_screen, machine_words
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
 from xgpt.requests.spool import Spool, num_queries
@@ -74,6 +81,7 @@ from xrunner.query import FinishedQuery
 from xscheduler.evaluator import replays_of
 from xscheduler.fallback import said_of
 from xsimulator.replay.prediction import JobPrediction, mean_prediction
+from xsimulator.replay.records import ReplayResult
 
 SUSPECT = 2  # deaths at which a query was under way
 
@@ -193,7 +201,6 @@ def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> Opene
     refuse_what_cannot_run(job, tell)  # before a model is fetched for it
     opened = open_job(job, tell, "run")
     assert opened.files is not None, "fetched above"
-    tell.say(f"model: {job.model}, served by {opened.files.served_by}")
     check_model(opened)
     make_folder(job)
     digests = () if opened.requests is None else opened.requests.file_digests
@@ -256,6 +263,14 @@ class Run:
         if StopRequest(self.output).is_made:  # while the job was profiled and planned
             raise _stopped("asked to stop before the ranks were started; the same command goes on",
                            kept(opened.job))
+        self._prediction, first, why = _predicted(opened, self.timing, schedule)
+        assert opened.files is not None, "a run needs the model's files"
+        self.tell.say(begin_screen(
+            opened.problem, schedule, self._prediction, why_unknown=why,
+            model=f"{opened.job.model.rstrip('/').rpartition('/')[2]}, {opened.problem.dtype} "
+                  f"({opened.files.served_by})",
+            machine=machine_words(opened.problem, threads_per_rank(opened.job, opened.problem)),
+            times=self.timing.provenance()))
         make_room(self.output, plan, self.tell, opened.job.results, self._spool)
         hand_on(self._requests, self._spool, plan, model)
         if not num_queries(self.output):  # the schedule holds none of them
@@ -264,7 +279,9 @@ class Run:
         if isinstance(self.timing, ProfileTiming):
             save_profile(self.timing.profile, self.output / "profile.json")
         write_job(opened)
-        self._prediction = _predicted(opened, self.timing, schedule)
+        (self.output / EXPECTED_FILE).unlink(missing_ok=True)
+        if first is not None:
+            write_expected(self.output / EXPECTED_FILE, replay_lanes(first), first.times)
         self._agreement = agreement_of(opened, plan, plan.save(), self._lock)
         standby = opened.standby
         self._contention = Contention(alive=lambda: () if standby is None else standby.processes)
@@ -307,8 +324,7 @@ class Run:
         tell_run(self.tell, self.output / "progress.json", self.schedule.bound.limit_s,
                  guard.silent)
         if rescheduler is not None and rescheduler.update():
-            self.tell.end_progress()  # what it has to say gets lines of its own
-            self.tell.say(paragraph(rescheduler.decisions[-1].sentence))
+            self.tell.detail(paragraph(rescheduler.decisions[-1].sentence))
 
     def close(self) -> dict[str, Any]:
         """Writes what the ranks measured, beside what was predicted, and the report. Raises
@@ -319,15 +335,15 @@ class Run:
             return take_over(opened, self.timing, self.schedule, why="")
         measured = json.loads(account.read_text(encoding="utf-8"))
         decisions = [] if self._rescheduler is None else self._rescheduler.decisions
+        learned = self._learned(others_share) if measured["state"] == "done" else ""
         metrics = write_metrics(
-            opened, self.timing, self.schedule, measured, self._prediction,
+            opened, self.timing, self.schedule, measured, self._prediction, learned=learned,
             others_cpu_share=others_share, beginning=said_of(self.schedule),
             start_s=self._legs_s[0] - measured["wall_s"] if len(self._legs_s) == 1 else None,
             agreement=self._agreement,
             rescheduling=decisions_with_phases(decisions, measured["changes"]))
         result = {**metrics, **kept(opened.job)}
         if measured["state"] == "done":
-            self._learn(others_share)
             refuse_no_answer(self.output / RESULTS_FILE, result)
         if measured["state"] == "stopped":
             held = measured["queries_held"]
@@ -336,12 +352,14 @@ class Run:
                            "command goes on from there, and begins anew what was under way", result)
         return result
 
-    def _learn(self, others_share: float | None) -> None:
-        """Adds what a whole run took to the profile."""
-        if engine_of(self.opened.job).tells_steps and (learned := learn(
+    def _learned(self, others_share: float | None) -> str:
+        """Adds what a whole run took to the profile; what was added, in words."""
+        if not engine_of(self.opened.job).tells_steps or not (learned := learn(
                 self.opened, self.timing, self.schedule, others_share)):
-            self.tell.say("profile: this run's steps are added to it, " + ", ".join(
-                f"{own.kind} x {own.factor:.2f}" for own in learned))
+            return ""
+        factors = ", ".join(f"{own.kind} {own.factor:.2f} x" for own in learned)
+        return (f"this run was added to the profile, and the next plan uses it (steps by kind: "
+                f"{factors} the profile's time)")
 
 
 def _stopped(why: str, details: Mapping[str, Any]) -> StoppedEarly:
@@ -350,29 +368,22 @@ def _stopped(why: str, details: Mapping[str, Any]) -> StoppedEarly:
     return stop
 
 
-def _predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> JobPrediction | None:
-    """What the run is expected to measure, one replay of it left in the folder; None where what is
-    expected is not what the job is left with, or nothing is known of the engine's times."""
-    expected = opened.job.output / EXPECTED_FILE
-    expected.unlink(missing_ok=True)
+def _predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
+               ) -> tuple[JobPrediction | None, ReplayResult | None, str]:
+    """What the run is expected to measure, and one replay of all of it; without a prediction why
+    there is none, in words."""
     if (beginning := said_of(schedule)) is not None:
-        opened.tell.say(paragraph(f"note: {beginning}"))
-        return None
+        return None, None, beginning
     if not engine_of(opened.job).is_predicted:
-        return None
-    problem, estimate = opened.problem, schedule.estimate
-    replayed = replays_of(problem, timing, estimate)
+        return None, None, f"the step times of {opened.job.run.engine} are not known"
+    replayed = replays_of(opened.problem, timing, schedule.estimate)
     if replayed is None:
-        return None
+        return None, None, "no request of the job can run"
     first = next(replayed.results)
     prediction = mean_prediction(chain([first], replayed.results), replayed.num_queries) if (
         first.is_timed) else None
     if prediction is None or not math.isfinite(prediction.wall_s):
-        opened.tell.say(paragraph(
-            f"note: nothing is predicted of this run: it may take steps of more than "
-            f"{REFUSED_BEYOND:g} times the sizes that were measured (`xgpt profile JOB` "
-            "measures more)"))
-        return None
-    if replayed.is_whole:  # some of many queries have other curves than all
-        write_expected(expected, replay_lanes(first), first.times)
-    return prediction
+        return None, None, (f"it may take steps of more than {REFUSED_BEYOND:g} times the sizes "
+                            "that were measured (`xgpt profile JOB` measures more)")
+    # some of many queries have other curves than all
+    return prediction, first if replayed.is_whole else None, ""

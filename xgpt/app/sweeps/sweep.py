@@ -124,8 +124,8 @@ class _Once:
     """Says nothing twice: every point that is planned tells of the same profile."""
 
     def __init__(self, tell: Teller) -> None:
-        self.say, self.progress, self.end_progress = cache(
-            tell.say), tell.progress, tell.end_progress
+        self.say, self.detail = cache(tell.say), cache(tell.detail)
+        self.progress, self.end_progress = tell.progress, tell.end_progress
 
 
 def _take_up(folder: Path, points: Mapping[str, SweepPoint], tell: Teller) -> dict[str, Row]:
@@ -207,7 +207,7 @@ def _keep(planned: Iterator[Row], known: dict[str, Row], total: int, folder: Pat
         left_s = each_s * (total - len(known))
         left = f", {format_seconds(left_s)} left" if left_s > 0 else ""
         tell.progress(f"{bar(len(known), total)} {len(known)}/{total} points{left}: "
-                      f"{row['scenario']}, {row['policy']}", is_last=len(known) == total)
+                      f"{row['scenario']}, {row['policy']}")
 
 
 def _planned(units: Sequence[Unit], spec: SweepSpec, cores: int | None,

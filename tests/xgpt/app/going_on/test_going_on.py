@@ -176,14 +176,14 @@ def test_a_job_that_is_done_runs_anew_and_no_results_are_written_over(folder, ru
 
 def test_the_end_tells_cut_answers_the_bound_and_the_first_error(folder, run, monkeypatch, capsys):
     run()
-    assert "reached the most tokens" not in capsys.readouterr().err, "the lengths were wished for"
+    assert "truncated" not in capsys.readouterr().err, "the lengths were wished for"
     (folder / "requests.jsonl").write_text('{"tokens": [7, 8]}\n{"tokens": [9]}\nno JSON\n')
     monkeypatch.setitem(POLICIES, "rra", "encode_batch: 2, decode_iterations: 4}\n"
                         "constraint: {latency_s: 600")
     run()
     said = " ".join(capsys.readouterr().err.split())
-    assert "2 answers of 2 reached the most tokens that were allowed" in said
-    assert re.search(r"latency bound of .{1,12} kept: no sequence", said)
+    assert "2 of 2 answers were truncated at" in said
+    assert re.search(r"limit .{1,12} met", said)
     assert "the first error, in line 3 of the requests: not JSON" in said
 
 

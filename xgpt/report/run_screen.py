@@ -1,0 +1,100 @@
+"""The screen of a run: what will be done and how long it takes, then what was measured, what is
+wrong, and what comes next, in at most 25 lines together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Schedule
+from xgpt.core.units import format_bytes, format_seconds
+from xgpt.report.figures import BoundCheck, comparisons
+from xgpt.report.output import number, text_at
+from xgpt.report.plan_screen import placement
+from xgpt.report.table import fact
+from xgpt.report.words import controls_line, counted
+from xsimulator.replay.prediction import JobPrediction
+
+_MOST_NOTES = 4  # chosen: with their second lines they leave room for the rest of the screen
+
+
+def begin_screen(problem: Problem, schedule: Schedule, prediction: JobPrediction | None, *,
+                 model: str, machine: str, times: str, why_unknown: str = "") -> str:
+    """The lines before a run. model: its name and source. machine, times: in words. why_unknown:
+    why there is no prediction."""
+    duration = f"not predicted: {why_unknown}" if prediction is None else duration_words(
+        problem, prediction.wall_s, schedule.margin.factor)
+    rows = (("time", duration), ("model", model), ("machine", machine),
+            ("plan", f"{controls_line(schedule.estimate)}; {placement(schedule.estimate)}"),
+            ("times", times))
+    return "\n".join(fact(label, text) for label, text in rows)
+
+
+def duration_words(problem: Problem, seconds: float, margin: float) -> str:
+    """`7.9 s for 72 requests, 9.2 s at 95 %`, and that answers are planned at their cap where that
+    is so. margin: factor on the time with the constraint's confidence."""
+    text = f"{format_seconds(seconds)} for {counted(problem.num_queries or 0, 'request')}"
+    if margin > 1:
+        text += f", {format_seconds(margin * seconds)} at {problem.constraint.confidence:.0%}"
+    return text if not problem.observes else (
+        f"at most {text}, if every answer has {problem.default_max_tokens:,} tokens (how long "
+        "answers are is not known)")
+
+
+def machine_words(problem: Problem, threads: int) -> str:
+    """`2 CPU cores, 20 GiB`, or `1 x H200, 139 GiB`. threads: of each rank."""
+    cluster = problem.cluster
+    count, memory = cluster.num_devices, cluster.device.memory_bytes
+    if cluster.device.kind == "cpu":
+        return f"{counted(count * threads, 'CPU core')}, {format_bytes(count * memory)} free"
+    return f"{count} x {cluster.device.name}, {format_bytes(memory)} each"
+
+
+def end_screen(metrics: Mapping[str, Any], checks: Sequence[BoundCheck], notes: Sequence[str],
+               files: Mapping[str, str]) -> str:
+    """The lines after a run. notes: what is wrong, the worst first. files: what was written and
+    what comes next, by label."""
+    shown = list(notes[:_MOST_NOTES])
+    if (more := len(notes) - len(shown)) > 0:
+        shown[-1] += f" (and {counted(more, 'more note')}: --verbose)"
+    kept = "; ".join(check.sentence for check in checks if check.is_kept
+                     and check.bound is not None and check.bound.metric != "latency")
+    return "\n".join([
+        "", _done(metrics), *_measured(metrics, checks), *[fact("limits", kept)] * bool(kept),
+        *(fact("note", text) for text in shown), "",
+        *(fact(label, text) for label, text in files.items())])
+
+
+def _done(metrics: Mapping[str, Any]) -> str:
+    count, before = (int(number(metrics, key) or 0) for key in ("queries", "queries_before"))
+    failed = int((number(metrics, "failed") or 0) + (number(metrics, "errors") or 0))
+    wall_s = number(metrics, "wall_s", "measured")
+    text = counted(count - before, "request")
+    text += f" (and {before:,} by earlier runs)" * bool(before)
+    text += "" if wall_s is None else f" in {format_seconds(wall_s)}"
+    text += f", {failed:,} of them without an answer" * bool(failed)
+    return fact("stopped" if text_at(metrics, "status") == "stopped" else "done", text)
+
+
+def _measured(metrics: Mapping[str, Any], checks: Sequence[BoundCheck]) -> Iterator[str]:
+    """Measured beside predicted, and whether the latency limit was met."""
+    rows = {row.label: row for row in comparisons(metrics)}
+    limit = next((check for check in checks if check.bound is not None
+                  and check.bound.metric == "latency"), None)
+    kept = "" if limit is None or limit.is_kept is None or limit.bound is None else (
+        f"limit {format_seconds(limit.bound.limit_s)} {'met' if limit.is_kept else 'MISSED'}")
+    lines = [(name, row.measured.removesuffix(f" {unit}"), row.predicted.removesuffix(f" {unit}"),
+              row.verdict_text if unit == "requests/s" else "")
+             for label, name, unit in (("Throughput", "requests/s", "requests/s"),
+                                       ("Output tokens", "output tokens/s", "tokens/s"))
+             if (row := rows.get(label)) is not None]
+    if (p50 := rows.get("Latency P50")) is not None and (p99 := rows.get("Latency P99")):
+        lines.append(("latency P50 / P99", f"{p50.measured} / {p99.measured}", "-" if (
+            p99.predicted == "-") else f"{p50.predicted} / {p99.predicted}", kept))
+    if not lines:
+        return
+    after = metrics.get("is_predicted_for_lengths") is True
+    lines.insert(0, ("", "measured", "for these lengths" if after else "predicted", ""))
+    if all(line[2] == "-" for line in lines[1:]):
+        lines = [(line[0], line[1], "", line[3]) for line in lines]
+    for name, measured, predicted, verdict in lines:
+        yield f"  {name:<17} {measured:>17} {predicted:>17}  {verdict}".rstrip()
