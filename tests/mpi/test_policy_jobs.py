@@ -106,5 +106,5 @@ def test_a_job_of_8_bit_products_says_how_far_its_tokens_are_the_models_own(tmp_
         agreement = json.loads(done.stdout)["agreement"]
         assert agreement["positions"] == sum(len(query.input_ids) for query in queries)
         assert 0 < agreement["agreeing"] <= agreement["positions"]
-        assert said(done).count("int8: the most likely next token is that of float32") == 2
+        assert said(done).count("int8: the most likely next token is that of float32") == 1
     assert answers[0] == answers[1] and len(answers[0]) == 12

@@ -72,7 +72,8 @@ def submitted(folder: Path, model: Path, *, count: int, longest: int, outputs: i
                  "forced_tokens": 1 + (i * 7) % outputs} for i in range(count)]
     job = write_job(folder, model, requests,
                     schedule="policy: rra, encode_batch: 4, decode_iterations: 4", ranks=1)
-    done = xgpt("submit", job, "--json", "--set", "workload.output_tokens=from_requests")
+    done = xgpt("submit", job, "--json", "--verbose", "--set",
+                "workload.output_tokens=from_requests")
     assert done.returncode == 0, done.stderr
     return done
 
@@ -100,7 +101,7 @@ def test_the_second_job_measures_nothing(tmp_path, llama, home, monkeypatch):
     monkeypatch.setattr("xgpt.app.running.metrics.PASSING", 1e9)
     first = submitted(tmp_path / "first", llama[0], count=120, longest=8, outputs=20)
     assert "profile: timing" in first.stderr, first.stderr
-    assert "this run's steps are added" in first.stderr, first.stderr
+    assert "this run was added to the profile" in first.stderr, first.stderr
     before = cached(home)
     assert before.learned
     assert all(own.steps >= 30 and own.factor > 0 for own in before.learned)
