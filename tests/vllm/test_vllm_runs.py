@@ -170,6 +170,7 @@ plan: {engine: vllm}
                           capture_output=True, text=True)
     found = json.loads(done.stdout)
     words = found["export"]["words"]
+    assert words[:2] == ["vllm", "run-batch"]
     parsed = subprocess.run(
         [vllm_python, "-c", _PARSE, *words[2:]], check=True, capture_output=True, text=True)
     told = json.loads(parsed.stdout.splitlines()[-1])
@@ -185,7 +186,8 @@ import json, sys
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-parser.add_argument("model_tag")
+parser.add_argument("-i")
+parser.add_argument("-o")
 told = vars(parser.parse_args(sys.argv[1:]))
 print(json.dumps({key: told[key] for key in (
     "data_parallel_size", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens",

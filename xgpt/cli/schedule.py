@@ -22,7 +22,6 @@ from xgpt.cli.options import (
     within_seconds,
 )
 from xgpt.cli.terminal import Terminal, say, show
-from xgpt.core.engines import VLLM
 from xgpt.core.errors import InfeasibleError, MissingExtraError, wrong
 from xgpt.core.schedule_file import load_schedule, plain, save_schedule, to_json
 from xgpt.core.system.whole_file import write_atomically
@@ -55,6 +54,13 @@ def _times_of(job: Job) -> str:
     return job.run.engine if job.cluster == LOCAL_CLUSTER else job.plan_engine
 
 
+def _batch_files(job: Job) -> tuple[Path, Path]:
+    """(requests, answers) of an offline run: the job's own file where it is one of JSON lines."""
+    paths = job.workload.requests.paths if job.workload.requests is not None else ()
+    is_lines = len(paths) == 1 and paths[0].suffix == ".jsonl"
+    return (paths[0] if is_lines else Path("requests.jsonl")), job.output / "vllm.jsonl"
+
+
 @click.command()
 @job_arguments
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
@@ -71,8 +77,9 @@ def _times_of(job: Job) -> str:
               help="Stop improving once no schedule can be better by more than this.")
 @click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
               help="Replay N configurations at most in each round of the search.")
-@click.option("--export", "engine", type=click.Choice([VLLM]),
-              help="Also the command of vLLM with the flags nearest to the schedule.")
+@click.option("--export", "form", type=click.Choice(["vllm", "vllm-serve"]),
+              help="Also vLLM's command nearest to the schedule: `vllm` runs a file of OpenAI "
+              "batch requests offline, `vllm-serve` starts a server.")
 @click.option("--verbose", is_flag=True,
               help="Also why: alternatives, bounds and stages, as `xgpt explain` prints them.")
 @within_seconds
@@ -82,7 +89,7 @@ def _times_of(job: Job) -> str:
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
              with_price: bool, with_drift: bool, from_file: Path | None, gap: float | None,
              max_nodes: int | None, max_seconds: float | None, horizon: Horizon | None,
-             engine: str | None, verbose: bool) -> None:
+             form: str | None, verbose: bool) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
     check_writable(out, "--out")
     deployed = None if from_file is None else load_schedule(from_file)
@@ -104,9 +111,10 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
         refusal.details = plain(answers.to_dict())
         raise refusal
     exported = None
-    if engine is not None and (found := answers.recommended) is not None:
+    if form is not None and (found := answers.recommended) is not None:
         exported = vllm_command(found, answers.opened.problem, model=job.model,
-                                times_of=_times_of(job))
+                                times_of=_times_of(job),
+                                files=_batch_files(job) if form == "vllm" else None)
     if as_json:
         also = {} if exported is None else {"export": plain(asdict(exported))}
         print_json(answers.to_dict() | also)

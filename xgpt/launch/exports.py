@@ -1,15 +1,16 @@
 """A job for others to run: as files for other schedulers (a Kubernetes JobSet, a SkyPilot task),
-and as the command that starts vLLM as near to a schedule as its flags can say. Pure functions of
-the job and its schedule; nothing is started. What is put into the templates is JSON, and so YAML
-whatever it holds.
+and as vLLM's command, offline or as a server, as near to a schedule as its flags can say. Pure
+functions of the job and its schedule; nothing is started. What is put into the templates is JSON,
+and so YAML whatever it holds.
 
-What no flag of vLLM says (when to encode, batches kept even, the order of queries) is told beside
-the command, since the figures expected are the schedule's own. A schedule that it has no flags for
-at all is refused. The flags are read back by the parser of vLLM 0.32 in tests/vllm."""
+The command's notes say what no flag of vLLM does: when to prefill, even batches, the order of
+requests. A schedule that vLLM has no flags for is refused. The flags are read back by the parser of
+vLLM 0.32 in tests/vllm."""
 
 import json
 import math
 import shlex
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from xgpt.core.engines import VLLM
 from xgpt.core.errors import XgptError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
+from xgpt.core.units import DTYPE_BYTES, FP8
 from xgpt.launch.slurm_jobs import quoted
 
 _JOBSET = Template("""\
@@ -44,7 +46,7 @@ _PODS = Template("""\
         template:
           spec:
             restartPolicy: Never
-            # a run that is told to end saves what it has, and goes on when it is started again
+            # a run that is stopped saves what it has, and goes on when it is started again
             terminationGracePeriodSeconds: 120
             containers:
             - name: xgpt
@@ -71,15 +73,16 @@ num_nodes: 1
 resources: $resources
 run: $run
 """)
+_COMMENT = 78  # columns of a comment
 # our names of devices -> SkyPilot's, where they differ
 _SKYPILOT_NAMES = {"A100-40": "A100", "A100-80": "A100-80GB", "V100-32": "V100-32GB",
-                   "RTX-3090": "RTX3090", "RTX-4090": "RTX4090"}
+                   "RTX-3090": "RTX3090", "RTX-4090": "RTX4090", "RTX-5090": "RTX5090"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What a file is made of. `devices`: of each node; GPUs, or CPU workers where `gpu` is None.
-    `words`: what follows `xgpt submit JOB`. `remarks`: sentences at the file's head."""
+    """A job as the templates need it. `devices`: of each node; GPUs, or CPU workers where `gpu` is
+    None. `words`: what follows `xgpt submit JOB`. `remarks`: sentences at the file's head."""
 
     name: str  # lower-case letters, digits and dashes
     job_file: Path
@@ -135,62 +138,100 @@ def _filled(template: Template, job: Exported, **values: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCommand:
-    """A command, and what is to be known of it, a sentence each."""
+    """A command, what is to be known of it, a sentence each, and the commands that go before it on
+    the same machine."""
 
     engine: str
     words: tuple[str, ...]
     notes: tuple[str, ...]
+    before: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """For a shell, what is to be known as comments before it."""
-        return "\n".join([*(f"# {note}" for note in self.notes), shlex.join(self.words)])
+        return "\n".join([
+            *(f"# {line}" for note in self.notes for line in textwrap.wrap(
+                note, _COMMENT, break_long_words=False, break_on_hyphens=False)),
+            *self.before, shlex.join(self.words)])
 
 
-def vllm_command(schedule: Schedule, problem: Problem, *, model: str,
-                 times_of: str) -> EngineCommand:
-    """vLLM's command for a schedule of `problem`. model: as vLLM is to be told of it. times_of: by
-    whose times the schedule was planned: an engine, or a profile. Raises XgptError for a schedule
-    that vLLM has no flags for."""
+def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: str,
+                 files: tuple[Path, Path] | None) -> EngineCommand:
+    """vLLM's command for a schedule of `problem`. Raises XgptError for a schedule that vLLM has no
+    flags for.
+
+    model: the job's model.
+    times_of: by whose times the schedule was planned: an engine, or a profile.
+    files: requests and answers of an offline run (`vllm run-batch`); None: a server."""
     estimate, deployment = schedule.estimate, schedule.deployment
     pool, controls = _only_pool(schedule), estimate.controls
-    limit_s = schedule.bound.limit_s
-    limit = "" if math.isinf(limit_s) else f", of {limit_s:.3g} s allowed"
-    notes = [f"Expected: {schedule.figures.throughput_qps:.3g} requests/s, latency "
-             f"{schedule.figures.latency_s:.3g} s{limit}.",
-             f"These are by the times of {VLLM}." if times_of == VLLM else
-             f"These are by the times of {times_of}, not of {VLLM}: without a profile `--set "
-             f"plan.engine={VLLM}` plans for those."]
-    words = ["vllm", "serve", model, "--tensor-parallel-size", str(_degree(deployment)),
-             "--pipeline-parallel-size", str(len(pool.stages))]
-    if model == problem.model.name and "/" not in model:
-        notes.append(f"{model} is a shape of the catalog: put its checkpoint there.")
-    if deployment.replicas > 1:
-        words += ["--data-parallel-size", str(deployment.replicas)]
-    if estimate.others:
-        notes.append("This command is of the first copies alone: those of another shape have a "
-                     "schedule of their own (`others` in `--json`).")
-    words += ["--max-num-seqs", str(getattr(controls, "max_active", 0)
-                                    or math.ceil(estimate.most_in_system))]
+    name = model if "/" in model else problem.model.hub_id or model
+    words = ["vllm", "serve", name] if files is None else [
+        "vllm", "run-batch", "-i", str(files[0]), "-o", str(files[1]), "--model", name]
+    words += ["--tensor-parallel-size", str(_degree(deployment)),
+              "--pipeline-parallel-size", str(len(pool.stages))]
+    spread, before, notes = _over_nodes(deployment, problem.cluster.devices_per_node)
+    words += [*spread, "--max-num-seqs", str(getattr(controls, "max_active", 0)
+                                             or math.ceil(estimate.most_in_system))]
     budget, chunk = getattr(controls, "token_budget", None), getattr(controls, "encode_chunk", 0)
     if chunk:
         budget = chunk + math.ceil(estimate.figures.decode_batch)
-    if chunk or estimate.policy == "sarathi":
-        words += ["--max-num-batched-tokens", str(budget), "--enable-chunked-prefill"]
-    else:
-        words.append("--no-enable-chunked-prefill")
-        notes.append("Inputs are planned to be encoded whole"
-                     + (f", {budget} tokens a step at most." if budget else "."))
+    has_chunks = bool(chunk) or estimate.policy == "sarathi"
+    words += ["--max-num-batched-tokens", str(budget), "--enable-chunked-prefill"] if (
+        has_chunks) else ["--no-enable-chunked-prefill"]
     words += ["--max-model-len", str(_longest(problem))]
-    if problem.dtype in ("float32", "bfloat16", "float16"):
+    if problem.dtype in DTYPE_BYTES:
         words.append(f"--dtype={problem.dtype}")
-    return EngineCommand(engine=VLLM, words=tuple(words), notes=(*notes, *_unsaid(schedule, pool)))
+    words += ["--quantization", FP8] if problem.weight_dtype == FP8 else []
+    words += ["--kv-cache-dtype", FP8] if problem.kv_dtype == FP8 else []
+    return EngineCommand(engine=VLLM, words=tuple(words), before=before, notes=(
+        *_expected(schedule, times_of), *notes,
+        *(_OFFLINE if files is not None else ()),
+        *([f"{name} is a shape of the catalog: put its checkpoint there."] if name == (
+            problem.model.name) and "/" not in name else []),
+        *([] if has_chunks else ["Inputs are planned to be prefilled whole" + (
+            f", {budget} tokens a step at most." if budget else ".")]),
+        *_unsaid(schedule, pool)))
+
+
+# a line that begins with spaces is a command, which is not broken
+_OFFLINE = ("-i takes OpenAI's batch lines. For other files of prompts, on one node:",
+            f"  xgpt submit JOB.yaml --set run.engine={VLLM}")
+_JOIN = ("On each other node, once Ray runs on the first:",
+         "  ray start --address=FIRST_NODE:6379")
+
+
+def _expected(schedule: Schedule, times_of: str) -> list[str]:
+    """The schedule's figures, and whose times they are by."""
+    limit_s, figures = schedule.bound.limit_s, schedule.figures
+    limit = "" if math.isinf(limit_s) else f", of {limit_s:.3g} s allowed"
+    whose = f"Planned by the times of {VLLM}." if times_of == VLLM else (
+        f"Planned by the times of {times_of}; `--set plan.engine={VLLM}` takes those of {VLLM}.")
+    others = ["This command is of the first replicas alone. Those of another shape have a schedule "
+              "of their own (`others` in `--json`)."] if schedule.estimate.others else []
+    return [f"Expected: {figures.throughput_qps:.3g} requests/s, latency {figures.latency_s:.3g} s"
+            f"{limit}.", whose, *others]
+
+
+def _over_nodes(deployment: Deployment, each: int) -> tuple[list[str], tuple[str, ...], list[str]]:
+    """(flags of replicas and nodes, commands before, notes), on nodes of `each` devices."""
+    replicas, size = deployment.replicas, deployment.devices_per_replica
+    nodes, of_one = -(-deployment.num_devices // each), -(-size // each)
+    if nodes == 1:
+        return (["--data-parallel-size", str(replicas)] if replicas > 1 else []), (), []
+    head = ("ray start --head --port=6379",)
+    if of_one == 1:
+        return ["--data-parallel-size", str(replicas), "--data-parallel-size-local",
+                str(each // size), "--data-parallel-backend", "ray"], head, [*_JOIN]
+    several = [f"One replica of {replicas}, on {of_one} nodes: run each on nodes of its own, with "
+               "its part of the requests."] if replicas > 1 else []
+    return ["--distributed-executor-backend", "ray"], head, [*several, *_JOIN]
 
 
 def _only_pool(schedule: Schedule) -> Pool:
     deployment, policy = schedule.deployment, schedule.estimate.policy
     if len(deployment.pools) > 1:
-        raise _no_flags(f"{policy}'s queries are handed from a pool that encodes to one that "
-                        "decodes", "policy=[rra, sarathi]")
+        raise _no_flags(f"{policy}'s requests are handed from a pool that prefills to one "
+                        "that decodes", "policy=[rra, sarathi]")
     if policy in ("ft", "dsi"):
         raise _no_flags(f"{policy} holds a batch until its longest query is done", "policy=auto")
     return deployment.pools[0]
@@ -221,13 +262,13 @@ def _longest(problem: Problem) -> int:
 
 
 def _unsaid(schedule: Schedule, pool: Pool) -> list[str]:
-    """What the schedule decides and no flag says."""
+    """Notes on decisions of the schedule that no flag says."""
     notes = []
     if schedule.estimate.policy == "rra":
         controls = schedule.estimate.variables
-        notes.append(f"No flag says that {controls['encode_batch']} queries are encoded every "
-                     f"{controls['decode_iterations']} iterations: the engine encodes as soon as "
-                     "there is room, so latencies are others.")
+        notes.append(f"No flag says that {controls['encode_batch']} requests are prefilled every "
+                     f"{controls['decode_iterations']} iterations. The engine prefills as soon as "
+                     "there is room, so latencies differ.")
     layers = [stage.num_layers for stage in pool.stages]
     if len(set(layers)) > 1:
         notes.append(f"Planned with {', '.join(map(str, layers))} layers a stage; the engine "

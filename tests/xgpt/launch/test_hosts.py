@@ -145,8 +145,13 @@ def continuous(copies: int = 1) -> Schedule:
     return schedule_of(PROBLEM, one.in_copies(copies))
 
 
-def of(schedule: Schedule, times_of: str = "xgpt") -> EngineCommand:
-    return vllm_command(schedule, PROBLEM, model="org/some", times_of=times_of)
+def of(schedule: Schedule, times_of: str = "xgpt", *, each: int | None = None,
+       files: tuple[Path, Path] | None = None) -> EngineCommand:
+    """each: devices of a node, where they are not all on one."""
+    cluster = PROBLEM.cluster if each is None else replace(
+        PROBLEM.cluster, devices_per_node=each)
+    return vllm_command(schedule, replace(PROBLEM, cluster=cluster), model="org/some",
+                        times_of=times_of, files=files)
 
 
 def test_flags_say_the_schedules_numbers_as_their_screen_has_them():
@@ -155,7 +160,22 @@ def test_flags_say_the_schedules_numbers_as_their_screen_has_them():
         "vllm", PROBLEM, roofline_of(PROBLEM), FixedSchedule(max_active=12)))
     rra = schedule_of(PROBLEM, estimate_of(PROBLEM, encode_batch=4, decode_iterations=8))
     check_screen(Path(__file__).with_name("screens.txt"), "vLLM flags", "\n\n".join(map(str, (
-        of(continuous(copies=2)), of(whole), of(rra), of(rra, times_of="vllm")))))
+        of(continuous(copies=2), each=8), of(whole), of(rra), of(rra, times_of="vllm")))))
+
+
+def test_an_offline_run_on_several_nodes_begins_with_ray():
+    """Of two replicas of four devices: on nodes of four, and of two."""
+    files = Path("requests.jsonl"), Path("out/vllm.jsonl")
+    check_screen(Path(__file__).with_name("screens.txt"), "vLLM offline", "\n\n".join(
+        str(of(continuous(copies=2), each=each, files=files)) for each in (4, 2)))
+
+
+def test_eight_bits_and_a_catalog_name_are_said_in_vllms_words():
+    eight = replace(PROBLEM, weight_dtype="fp8", kv_dtype="fp8",
+                    model=replace(PROBLEM.model, hub_id="org/some"))
+    words = vllm_command(continuous(), eight, model="some", times_of="vllm", files=None).words
+    assert words[:3] == ("vllm", "serve", "org/some")
+    assert words[-4:] == ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
 
 
 def test_two_pools_and_static_batches_are_refused():
