@@ -195,7 +195,7 @@ class DecodeGraphs:
 
     @property
     def num_entries(self) -> int:
-        """Tokens that the cache has room for."""
+        """Number of tokens that the cache has room for."""
         num_blocks, _, size, _ = self.layers[0][0].shape
         return num_blocks * size
 

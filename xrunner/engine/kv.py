@@ -77,15 +77,15 @@ class Room(NamedTuple):
     groups: int = 1
 
     def num_blocks(self, size: int) -> int:
-        """Blocks of `size` tokens that hold whatever is admitted. A request leaves up to `size` -
-        `unit` uncounted tokens of its last block empty."""
+        """Number of blocks of `size` tokens that hold whatever is admitted. A request leaves up to
+        `size` - `unit` uncounted tokens of its last block empty."""
         assert size % self.unit == 0, f"{size = } {self.unit = }"
         slots = self.slots * self.groups
         least = -(-(self.tokens + slots * (size - self.unit)) // size)
         return min(least, slots * self.width(size))
 
     def width(self, size: int) -> int:
-        """Blocks of the longest request."""
+        """Number of blocks of the longest request."""
         return -(-self.capacity // size)
 
 

@@ -110,7 +110,7 @@ class RunSink:
 
     @property
     def num_held(self) -> int:
-        """Results that wait for an earlier one."""
+        """Number of results that wait for an earlier one."""
         return self._writer.num_held
 
     def close(self, wall_s: float, state: str) -> None:

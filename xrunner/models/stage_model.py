@@ -285,7 +285,7 @@ class Stage:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of this shard."""
+        """Number of KV heads of this shard."""
         return self.shard.share(self.spec.kv_heads)
 
     def scores(self, hidden: Tensor) -> Scores:

@@ -197,7 +197,8 @@ class Shard:
         return TensorPart(0, start, min(start + share, vocab_size))
 
     def vocabulary_share(self, vocab_size: int) -> int:
-        """Tokens of the vocabulary on every rank but the last ones, which may have fewer."""
+        """Number of tokens of the vocabulary on every rank but the last ones, which may have
+        fewer."""
         return -(-vocab_size // self.degree)
 
 

@@ -31,13 +31,13 @@ class BatchSizer:
     adjustment: float = 0.0
 
     def most(self, batch: int) -> int:
-        """Requests in the largest batch, for a planned number of `batch`."""
+        """Number of requests in the largest batch, for a planned number of `batch`."""
         is_adjusted = self.adjustment > 0 and batch >= LEAST_ADJUSTED
         return 2 * batch if is_adjusted else batch
 
     def correction(self, away: float, mean: float) -> int:
-        """Requests to add to the next batch (negative: to leave out); 0 within the threshold.
-        `away`: active requests beyond their mean. `mean`: that mean."""
+        """Number of requests to add to the next batch (negative: to leave out); 0 within the
+        threshold. `away`: active requests beyond their mean. `mean`: that mean."""
         return 0 if abs(away) <= self.adjustment * mean else -round(away)
 
     def count(self, inputs: Sequence[int], batch: int, correction: int = 0) -> int:
@@ -113,7 +113,8 @@ LEAST_WINDOW = 64
 
 
 def window_of(asked: bool | int, encode_batch: int) -> int:
-    """Requests in a shuffle window: the number asked for, the default (True), or 1 (False)."""
+    """Number of requests in a shuffle window: the number asked for, the default (True), or 1
+    (False)."""
     if isinstance(asked, bool):
         return max(WINDOW_BATCHES * encode_batch, LEAST_WINDOW) if asked else 1
     return max(asked, 1)

@@ -43,7 +43,7 @@ class _Parts:
         self._parts: list[PartialInput | None] = [None] * num_groups
 
     def num_partial(self, group: int) -> int:
-        """Partly encoded requests of the group: 0 or 1."""
+        """Number of partly encoded requests of the group: 0 or 1."""
         return int(self._parts[group] is not None)
 
     def _encoded(self, group: int, left: int, waiting: deque[Waiting],
@@ -117,7 +117,7 @@ class DecodePoolInputs(_Parts):
         self._waiting: deque[Waiting] = deque()
 
     def __len__(self) -> int:
-        """Requests that are not begun."""
+        """Number of requests that are not begun."""
         return len(self._waiting)
 
     def add(self, waiting: Waiting) -> None:

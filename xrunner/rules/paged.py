@@ -19,7 +19,7 @@ WATERMARK = 0.01  # share of blocks that admission keeps free, so that no evicti
 
 
 def blocks_of(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Number of blocks that hold so many tokens."""
     return -(-tokens // BLOCK_TOKENS)
 
 
@@ -43,7 +43,7 @@ class _PagedGroup:
 
     @property
     def num_needed(self) -> int:
-        """New blocks that the next decode step needs."""
+        """Number of new blocks that the next decode step needs."""
         return self._begins[-self._clock % BLOCK_TOKENS]
 
     def has_room(self, tokens: int) -> bool:

@@ -56,7 +56,7 @@ class Window:
     at_work: float = 0.0
 
     def missing(self, load: Load) -> int:
-        """Requests to give to a replica with this load."""
+        """Number of requests to give to a replica with this load."""
         return max(self.waiting - load.waiting, self.present - sum(load), 0)
 
     def can_begin(self, load: Load) -> bool:
@@ -246,7 +246,7 @@ class Router:
         return self.is_empty and not self._takers
 
     def num_left(self, replica: int) -> int:
-        """Requests of the replica's share that are not given out."""
+        """Number of requests of the replica's share that are not given out."""
         return len(self._shares[replica])
 
     def top_up(self, replica: int, load: Load) -> list[int]:

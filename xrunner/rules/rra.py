@@ -137,8 +137,8 @@ class RraRule:
         self._admitted.finish(query)
 
     def quota(self, group: int, phase: int) -> int:
-        """Requests that `group` encodes in `phase`; they sum to encode_batch over the groups.
-        Remainders rotate so that groups stay even."""
+        """Number of requests that `group` encodes in `phase`; they sum to encode_batch over the
+        groups. Remainders rotate so that groups stay even."""
         base, odd = divmod(self.controls.encode_batch, self.num_groups)
         return base + ((group + phase * odd) % self.num_groups < odd)
 
@@ -163,7 +163,8 @@ class RraRule:
                                     self.controls.group_max_active, self.controls.group_kv_tokens)
 
     def _wanted(self, group: int) -> int:
-        """Waiting requests that the group takes in this phase, if there is room for them."""
+        """Number of waiting requests that the group takes in this phase, if there is room for
+        them."""
         controls, quota, correction = self.controls, self.quota(group, self._phase), 0
         if not quota:
             return 0

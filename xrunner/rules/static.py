@@ -116,7 +116,7 @@ class StaticRule:
             self._batch = _Batch(self.num_groups, self.group_kv_tokens)
 
     def quota(self, group: int) -> int:
-        """Requests of a full batch that `group` takes; they sum to encode_batch."""
+        """Number of requests of a full batch that `group` takes; they sum to encode_batch."""
         base, odd = divmod(self.encode_batch, self.num_groups)
         return base + (group < odd)
 

@@ -133,7 +133,7 @@ class BatchingRule(Protocol):
 
     @property
     def num_groups(self) -> int:
-        """Groups that active requests are split into."""
+        """Number of groups that active requests are split into."""
 
     @property
     def group_max_active(self) -> int:
@@ -149,7 +149,7 @@ class BatchingRule(Protocol):
 
     @property
     def reserved_tokens(self) -> int:
-        """KV tokens held, over all groups."""
+        """Number of KV tokens held, over all groups."""
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         """Queues a request; returns False if it can never fit. `reserve_tokens`: most KV tokens it

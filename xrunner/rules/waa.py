@@ -83,7 +83,7 @@ class WaaEncodeRule:
 
     @property
     def reserved_tokens(self) -> int:
-        """KV tokens in this pool: inputs being encoded or handed over."""
+        """Number of KV tokens in this pool: inputs being encoded or handed over."""
         return self._held
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
@@ -145,7 +145,8 @@ class WaaEncodeRule:
         self._reserved -= self._in_system.pop(query)
 
     def _batch(self) -> int:
-        """Requests to encode now; 0 until a whole batch (or all that are left) has room."""
+        """Number of requests to encode now; 0 until a whole batch (or all that are left) has
+        room."""
         count, wanted, tokens = self._next_batch()
         if self._held + tokens > self.encode_kv_tokens:
             return 0
@@ -203,7 +204,7 @@ class WaaDecodeRule:
 
     @property
     def reserved_tokens(self) -> int:
-        """KV tokens of all requests here, active or about to join."""
+        """Number of KV tokens of all requests here, active or about to join."""
         return self._reserved
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:

@@ -138,13 +138,14 @@ class CoreSettings:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a KV block: vLLM's defaults for CPUs and GPUs."""
+        """Number of tokens in a KV block: vLLM's defaults for CPUs and GPUs."""
         return int(self.arguments.get("block_size") or (
             128 if self.device_kind == "cpu" else 16))
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks: each request fills its last block in part, and vLLM takes one itself."""
+        """Number of KV blocks: each request fills its last block in part, and vLLM takes one
+        itself."""
         return self.kv_tokens // self.block_tokens + self.max_queries + 1
 
     @property

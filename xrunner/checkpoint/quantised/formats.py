@@ -32,7 +32,7 @@ WORD_BITS = 32
 
 
 def words_of(count: int, bits: int, what: str) -> int:
-    """Words that hold `count` values. Raises ValueError if these do not fill them."""
+    """Number of words that hold `count` values. Raises ValueError if these do not fill them."""
     unit = WORD_BITS // bits if WORD_BITS % bits == 0 else WORD_BITS
     return divided(count, unit, what) * unit * bits // WORD_BITS
 

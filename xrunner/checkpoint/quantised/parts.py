@@ -81,7 +81,7 @@ class Format(Protocol):
 
 
 def per(count: int, size: int) -> int:
-    """Parts of size `size` that hold `count` elements."""
+    """Number of parts of `size` that hold `count` elements."""
     return -(-count // size)
 
 

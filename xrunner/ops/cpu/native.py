@@ -107,7 +107,7 @@ def serves(tensor: Tensor) -> bool:
 
 
 def threads() -> int:
-    """Threads that an operator may use: torch's number."""
+    """Number of threads that an operator may use: torch's number."""
     return torch.get_num_threads()
 
 

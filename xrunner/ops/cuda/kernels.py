@@ -217,7 +217,7 @@ def _may_tile(query: Tensor, sizes: dict[str, int]) -> bool:
 
 
 def _tile_width(dim: int) -> int:
-    """Elements of a head that a kernel is compiled for."""
+    """Number of elements of a head that a kernel is compiled for."""
     return 64 if dim <= 64 else 128 if dim <= 128 else MAX_DIM
 
 
