@@ -147,7 +147,7 @@ def compare(name: str, amount: float, peak: float | None, work: Callable[[], obj
     taken: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(ROUNDS + 1):  # the first of each warms up
         for is_native, seconds in taken.items():
-            with nullcontext() if is_native else native.left_aside():
+            with nullcontext() if is_native else native.torch_only():
                 start = time.perf_counter()
                 work()
                 seconds.append(time.perf_counter() - start)

@@ -52,7 +52,7 @@ def _cuda() -> Iterator[None]:
         yield
 
 
-TORCH = Implementation("torch", native.left_aside)
+TORCH = Implementation("torch", native.torch_only)
 SOURCES = Implementation("cuda-source", _cuda)
 IMPLEMENTATIONS = [TORCH, *map(_native, native.levels()), SOURCES, *(
     [Implementation("cuda", nullcontext, torch.device("cuda", 0))]

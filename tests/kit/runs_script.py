@@ -24,8 +24,8 @@ from xrunner.comm.collective import Group, TorchGroup
 from xrunner.comm.handover import LOOK_S
 from xrunner.comm.point_to_point import MpiComm, wait_politely
 from xrunner.devices import has_own_gpu_each, local_rank, select_device
-from xrunner.engine.links import ToDecodePool
 from xrunner.engine.pipeline import Route, routes
+from xrunner.engine.pool_links import ToDecodePool
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.weights import WHOLE, Shard
 from xrunner.rank.world import group_of

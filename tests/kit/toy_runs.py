@@ -19,8 +19,8 @@ from xrunner.checkpoint.reader import open_weights
 from xrunner.comm.handover import EntryReceiver, EntrySender, Transfer, transfers
 from xrunner.comm.point_to_point import Comm, local_comms
 from xrunner.engine.head import Head, PoolLink, Sink
-from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, Route, await_start, routes, serve_stage
+from xrunner.engine.pool_links import FromEncodePool, ToDecodePool
 from xrunner.engine.pool_requests import Vocabulary
 from xrunner.engine.stage import StageExecutor
 from xrunner.files.forms import Forms

@@ -20,10 +20,10 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def main() -> None:
     sys.path.insert(0, str(_ROOT / "xrunner" / "backends"))
-    import elsewhere
+    import other_python
 
     del sys.path[0]
-    sys.meta_path.insert(0, elsewhere._Ours())
+    sys.meta_path.insert(0, other_python._Ours())
     from xgpt.core.errors import XgptError
 
     for line in sys.stdin:

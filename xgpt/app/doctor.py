@@ -25,7 +25,7 @@ from xgpt.core.system.machine import (
 from xgpt.core.units import format_bytes
 from xgpt.launch.process import own_modules
 from xgpt.report.words import counted
-from xrunner.checkpoint.source import cache_dir, hub_address, is_offline, why_silent
+from xrunner.checkpoint.source import cache_dir, hub_address, hub_error, is_offline
 from xrunner.ops.build import BuildError, find_compiler
 
 INSTALL = 'pip install -c constraints.txt -e "{}"'
@@ -68,7 +68,7 @@ def hub_in_words() -> str:
         return "not asked: HF_HUB_OFFLINE is set, so models come from this machine alone"
     if importlib.util.find_spec("huggingface_hub") is None:
         return "huggingface_hub is not installed (the extra `run` has it)"
-    cause = why_silent(_HUB_LIMIT_S)
+    cause = hub_error(_HUB_LIMIT_S)
     return f"{hub_address()} answers" if cause is None else (
         f"{hub_address()} cannot be reached ({getattr(cause, 'strerror', None) or cause})")
 

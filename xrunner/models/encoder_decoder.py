@@ -13,7 +13,7 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.policies import Role
 from xrunner.devices import on_device
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, Stage, StageModel, packed, residual
-from xrunner.models.weights import WHOLE, Placed, Shard, WeightSource
+from xrunner.models.weights import WHOLE, PlacedWeights, Shard, WeightSource
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import DecodeContext, Layers, encode_context, whole_inputs
 from xrunner.ops.rows import place
@@ -38,7 +38,8 @@ class EncoderDecoderStage(Stage):
         self.is_last = (
             stage.first_layer + stage.num_layers == spec.num_layers if decodes else
             stage.first_encoder_layer + stage.num_encoder_layers == spec.num_encoder_layers)
-        placed, shard = Placed(weights, self.device, self.work_dtype), shard.rounding(self.dtype)
+        placed = PlacedWeights(weights, self.device, self.work_dtype)
+        shard = shard.rounding(self.dtype)
         self.encoder_layers: list[Any] = [
             packed(classes.encoder_layer(spec, placed, stage.first_encoder_layer + i, shard),
                    as_type) for i in range(stage.num_encoder_layers)]

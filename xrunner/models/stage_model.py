@@ -38,7 +38,7 @@ from xrunner.models.decoder import (
     rms_weight,
 )
 from xrunner.models.rotary import element_order
-from xrunner.models.weights import WHOLE, Placed, Shard, TensorPart, WeightSource
+from xrunner.models.weights import WHOLE, PlacedWeights, Shard, TensorPart, WeightSource
 from xrunner.ops.attention import PLAIN, Scoring, decode_attention, encode_attention
 from xrunner.ops.contexts import DecodeContext, EncodeContext, Layers, Places
 from xrunner.ops.linear import Product, activations_of
@@ -311,7 +311,7 @@ class StageModel(Stage):
         family = FAMILIES[spec.family]
         self.is_first = stage.first_layer == 0
         self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
-        placed, shard = Placed(weights, self.device, self.work_dtype), shard.rounding(dtype)
+        placed, shard = PlacedWeights(weights, self.device, self.work_dtype), shard.rounding(dtype)
         self.layers: list[DecoderLayer] = [
             packed(family.layer(spec, placed, stage.first_layer + i, shard), self.as_type)
             for i in range(stage.num_layers)]

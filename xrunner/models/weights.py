@@ -53,7 +53,7 @@ class WeightSource(Protocol):
     def has(self, name: str) -> bool: ...
 
 
-class Placed:
+class PlacedWeights:
     """Another source's tensors on `device`; norms and biases as `wide`, the activations' dtype."""
 
     def __init__(self, weights: WeightSource, device: torch.device, wide: torch.dtype) -> None:

@@ -66,7 +66,7 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext,
     assert lib is not None
     table, width, center = _addresses(bias)
     # threads divide all requests' KV evenly, cutting within requests; one thread cuts none
-    num_threads = 1 if invariant.is_asked() else threads()
+    num_threads = 1 if invariant.is_deterministic() else threads()
     check(lib.xgpt_decode_attention(
         dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
         keys.data_ptr(), values.data_ptr(), step.blocks.data_ptr(), step.blocks.shape[1],
@@ -183,13 +183,13 @@ def _causal(at: Tensor, first: int, tokens: int, scoring: Scoring,
         if first == 0:
             return None
         if at.is_cuda:
-            return in_a_word(tokens, first + tokens)
+            return symbolic_mask(tokens, first + tokens)
     seen = (at[None, :] <= at[first:, None]) & (at[None, :] > at[first:, None] - window)
     return torch.zeros(seen.shape, dtype=dtype, device=at.device).masked_fill_(
         ~seen, float("-inf"))
 
 
-def in_a_word(tokens: int, entries: int) -> Tensor:
+def symbolic_mask(tokens: int, entries: int) -> Tensor:
     """Symbolic mask of a chunk's tokens, the last of so many keys, without its numbers."""
     # imports torch's compiler, for a second: cuda_modules imports it when a rank starts on a GPU
     from torch.nn.attention.bias import causal_lower_right

@@ -202,7 +202,7 @@ def why_not_native(cache: Path) -> str:
     return ""
 
 
-def keep_here() -> None:
+def compile_for_user() -> None:
     """Compiles the libraries that runs of this checkout look for in the user's cache. Raises
     BuildError or OSError as `cached_library`."""
     if os.environ.get(VARIABLE, "").strip() != "off":

@@ -19,20 +19,20 @@ from xrunner.ops.cpu.native import library
 
 _TILES = (32, 16, 8, 4, 2, 1)  # chosen: rows; larger tiles are faster for many rows
 _TRIALS = 3  # chosen
-_asked = [False]
+_is_wanted = [False]
 
 
-def ask(is_asked: bool) -> None:
+def set_deterministic(is_wanted: bool) -> None:
     """Turns batch invariance on or off for all products packed, and all attention, from now on.
     Raises XgptError if it is not available."""
-    if is_asked and library() is None:
+    if is_wanted and library() is None:
         raise XgptError("run.deterministic needs the native operators (`xgpt doctor` says why they "
                         "are not there): torch's attention depends on the batch")
-    _asked[0] = is_asked
+    _is_wanted[0] = is_wanted
 
 
-def is_asked() -> bool:
-    return _asked[0]
+def is_deterministic() -> bool:
+    return _is_wanted[0]
 
 
 def tile_of(product: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype) -> int:

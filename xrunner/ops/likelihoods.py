@@ -16,7 +16,7 @@ from torch import Tensor
 from xrunner.devices import on_device
 from xrunner.models.weights import Shard
 from xrunner.ops.output_head import Scores
-from xrunner.query import Sampling, TokenLikelihood
+from xrunner.query import TokenLikelihood
 
 # chosen: rows whose logits are in memory at once: 154 MB for 150,000 tokens
 _ROWS_AT_A_TIME = 256
@@ -96,14 +96,14 @@ def as_row(one: TokenLikelihood) -> Tensor:
                           *(value for _, value in one.top)]])
 
 
-class Told(NamedTuple):
+class TokenExtras(NamedTuple):
     """Likelihoods, or embedding, that came with a request's token."""
 
     likelihoods: tuple[TokenLikelihood, ...] = ()
     embedding: tuple[float, ...] = ()
 
 
-def unpacked(tensor: Tensor, count: int) -> tuple[list[int], list[Told]]:
+def unpacked(tensor: Tensor, count: int) -> tuple[list[int], list[TokenExtras]]:
     """Tokens of `count` requests, and what came with each; [] for a tensor of tokens alone."""
     if tensor.dtype == torch.int64:
         return tensor.tolist(), []
@@ -113,7 +113,7 @@ def unpacked(tensor: Tensor, count: int) -> tuple[list[int], list[Told]]:
     told = []
     for own_rows, width in zip(rows, columns, strict=True):
         if width and not own_rows:
-            told.append(Told(embedding=tuple(values[first:first + width])))
+            told.append(TokenExtras(embedding=tuple(values[first:first + width])))
             first += width
             continue
         top = (width - 1) // 2
@@ -124,10 +124,5 @@ def unpacked(tensor: Tensor, count: int) -> tuple[list[int], list[Told]]:
                 (int(token), logprob) for token, logprob in zip(
                     row[1:1 + top], row[1 + top:], strict=True) if logprob > float("-inf"))))
             first += width
-        told.append(Told(tuple(own)))
+        told.append(TokenExtras(tuple(own)))
     return tokens, told
-
-
-def asks(choices: Sequence[Sampling]) -> bool:
-    """Whether likelihoods are asked for."""
-    return any(choice.targets or choice.top_logprobs is not None for choice in choices)

@@ -61,7 +61,7 @@ class Product:
         if weight is None:
             return
         self._lay_out(weight, dtype)
-        if invariant.is_asked() and 0 not in weight.shape and not self._is_row_by_row:
+        if invariant.is_deterministic() and 0 not in weight.shape and not self._is_row_by_row:
             self._tile = invariant.tile_of(self._product, self.shape[1], activations_of(dtype))
 
     @property
@@ -91,7 +91,7 @@ class Product:
         if not weight.is_cpu or not is_packable(dtype) or 0 in weight.shape:
             return
         # MKL has no activations; oneDNN applies them within the product
-        is_mkl = self._activation not in _ONEDNN and not invariant.is_asked()
+        is_mkl = self._activation not in _ONEDNN and not invariant.is_deterministic()
         if dtype == torch.float32 and is_mkl and is_mkl_served():
             self._other = MklWeight(self.weight)
         else:

@@ -67,7 +67,7 @@ class BuildPy(build_py):  # type: ignore[misc]  # setuptools is untyped
     def _keep(self) -> None:
         build = _build()
         try:
-            build.keep_here()
+            build.compile_for_user()
         except (build.BuildError, OSError, RuntimeError, ValueError) as error:
             # nothing depends on it, and a user may have no home
             self.warn(f"the native operators are not compiled now: {error}")

@@ -76,7 +76,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     replica = replica_of(schedule.estimate, rank)
     pool, stage = next((pool, stage) for pool in replica.pools for stage in pool.stages
                        if rank in stage.ranks)
-    invariant.ask(plan.deterministic)
+    invariant.set_deterministic(plan.deterministic)
     heartbeat = Heartbeat(plan.output, rank=rank, stage=replica.first_stage + stage.index,
                           pool=pool.name, replica=replica.number)
     heartbeat.start()

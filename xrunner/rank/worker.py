@@ -24,8 +24,8 @@ from xgpt.core.schedule_file import load_schedule
 from xgpt.requests.spool import Spool
 from xrunner.comm.point_to_point import Comm
 from xrunner.engine.head import FromSpool, Head, PoolLink, Sink, Supply
-from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
+from xrunner.engine.pool_links import FromEncodePool, ToDecodePool
 from xrunner.engine.pool_requests import Extent, Vocabulary
 from xrunner.engine.replicas import FromRankZero, ToReplicas
 from xrunner.files.intake import SpooledQueries

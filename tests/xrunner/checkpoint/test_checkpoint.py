@@ -108,7 +108,7 @@ def failing(monkeypatch):
     (ssl.SSLError(1, "certificate verify failed"), False), ("unknown url type", False)])
 def test_only_what_no_client_gets_round_is_in_vain(failing, cause, is_vain):
     failing(urllib.error.URLError(cause))
-    said = hub.why_in_vain(1.0)
+    said = hub.why_unreachable(1.0)
     assert (said is not None) == is_vain
     if is_vain:
         assert f"https://mirror.example cannot be reached: {cause.strerror or cause}" == said
@@ -116,10 +116,10 @@ def test_only_what_no_client_gets_round_is_in_vain(failing, cause, is_vain):
 
 def test_an_answer_of_any_kind_is_one(failing, monkeypatch):
     failing(urllib.error.HTTPError("https://mirror.example", 405, "no", {}, None))
-    assert hub.why_silent(1.0) is None and hub.why_in_vain(1.0) is None
+    assert hub.hub_error(1.0) is None and hub.why_unreachable(1.0) is None
     failing(urllib.error.URLError(UNKNOWN))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert hub.why_in_vain(1.0) is None  # the client says so itself, at once
+    assert hub.why_unreachable(1.0) is None  # the client says so itself, at once
 
 
 def test_without_a_network_nothing_is_tried_six_times(failing, monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ from xgpt.app.models import check_model_named
 from xgpt.core.errors import InputError, MissingExtraError, XgptError
 from xgpt.core.hf.values import gguf_in
 from xrunner.checkpoint import gguf_file
-from xrunner.checkpoint.gguf_file import write_plain
+from xrunner.checkpoint.gguf_file import write_safetensors
 from xrunner.checkpoint.layout import wanted_tensors
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import ModelFiles, model_at_hand, read_spec
@@ -200,7 +200,7 @@ def test_a_copy_as_safetensors_holds_the_same_and_is_read_by_transformers(
     import transformers
 
     path, model = toy(architecture)
-    write_plain(path, tmp_path / "made")
+    write_safetensors(path, tmp_path / "made")
     spec = read_spec(tmp_path / "made", "x")
     assert not check_weights(tmp_path / "made", spec) and not spec.stored_as
     assert dataclasses.replace(found(path).spec, stored_as="", name="x") == spec
@@ -212,7 +212,7 @@ def test_a_copy_as_safetensors_holds_the_same_and_is_read_by_transformers(
 def test_without_room_for_the_copy_what_is_needed_is_said(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=5))
     with pytest.raises(XgptError, match=r"are needed there for the weights of toy\.gguf"):
-        write_plain(toy("llama")[0], tmp_path / "made")
+        write_safetensors(toy("llama")[0], tmp_path / "made")
     assert not (tmp_path / "made").exists()
 
 

@@ -31,11 +31,11 @@ def deterministic():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        invariant.ask(True)
+        invariant.set_deterministic(True)
     except XgptError as cause:
         pytest.skip(str(cause))
     yield
-    invariant.ask(False)
+    invariant.set_deterministic(False)
     torch.set_num_threads(threads)
 
 

@@ -253,7 +253,7 @@ def by_kernel(launcher: cpu_cuda.CpuLauncher, spans: list[Span],
                         generator=generator).to(dtype)
     cache = torch.randn(2, 3, KV_HEADS, 12, WIDTH, generator=generator).to(dtype)
     launcher.launched.clear()
-    with cpu_cuda.using(launcher), native.left_aside():
+    with cpu_cuda.using(launcher), native.torch_only():
         out = encode_attention(query, (cache[0], cache[1]), encode_context(spans))
     return bool(launcher.launched), out
 

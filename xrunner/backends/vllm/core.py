@@ -53,7 +53,7 @@ def tokenizer_of(config: Any) -> Any:
     return None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
 
 
-def await_form(request: Any) -> None:
+def await_grammar(request: Any) -> None:
     """Waits until the grammar of a request's output, if any, is compiled. The batching rule needs
     it in the next step. Raises the compiler's error."""
     form = request.structured_output_request
@@ -77,7 +77,7 @@ def _passed(passed: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-class FromTheStart(torch.Generator):
+class RewindingGenerator(torch.Generator):
     """A CPU generator that returns to its seed whatever offset is set. vLLM draws after each chunk
     of an input, drops all but the last draw and resets the generator, which CPU generators cannot
     do. No draw counts until the input is encoded."""
@@ -96,9 +96,9 @@ def rewind_draws(worker: Any) -> None:
     add = batch.add_request
 
     def add_request(request: Any) -> Any:
-        if request.generator is not None and not isinstance(request.generator, FromTheStart):
+        if request.generator is not None and not isinstance(request.generator, RewindingGenerator):
             seed = request.generator.initial_seed()
-            request.generator = FromTheStart()
+            request.generator = RewindingGenerator()
             request.generator.manual_seed(seed)
         return add(request)
 
@@ -221,7 +221,7 @@ class EngineCore:
                                           self.max_tokens),
             pooling_params=None, arrival_time=time.time(), lora_request=self._adapter,
             cache_salt=None, data_parallel_rank=None))
-        await_form(request)
+        await_grammar(request)
         self._tops[name] = sampling.top_logprobs or 0
         form = request.structured_output_request
         if generated and form is not None:

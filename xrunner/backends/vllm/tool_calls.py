@@ -19,7 +19,7 @@ def known_parsers() -> list[str]:
     return sorted(ToolParserManager.list_registered())
 
 
-class CallsFinder:
+class ToolCallFinder:
     """Turns answers of chats with tools into tool calls."""
 
     def __init__(self, parser: str, model_dir: Path) -> None:

@@ -26,9 +26,9 @@ from xgpt.core.schedule_file import load_schedule
 from xgpt.core.units import DTYPE_BYTES
 from xgpt.requests.chat import has_form
 from xrunner.backends.executor import DecoderOnly
-from xrunner.backends.vllm.core import CoreSettings, EngineCore, Token, await_form, parameters_of
+from xrunner.backends.vllm.core import CoreSettings, EngineCore, Token, await_grammar, parameters_of
 from xrunner.backends.vllm.row import QUIET, TOOL_PARSER, engine_arguments
-from xrunner.backends.vllm.tool_calls import CallsFinder
+from xrunner.backends.vllm.tool_calls import ToolCallFinder
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.engine.head import Head
@@ -129,7 +129,7 @@ def _watch(plan: RunPlan, head: Head, sink: RunSink, order: Sequence[int], *,
 def _parsed(plan: RunPlan) -> dict[str, Any]:
     """Arguments of RunSink that find tool calls, if the job names a parser."""
     parser = plan.engine_args.get(TOOL_PARSER)
-    return {} if parser is None else {"parsed": CallsFinder(parser, plan.model_dir)}
+    return {} if parser is None else {"parsed": ToolCallFinder(parser, plan.model_dir)}
 
 
 def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage, *,
@@ -193,7 +193,7 @@ class Refusals:
                 request = Request(request_id=query.id, prompt_token_ids=inputs,
                                   sampling_params=parameters, pooling_params=None)
                 manager.grammar_init(request)
-                await_form(request)
+                await_grammar(request)
         except Exception as cause:  # a grammar compiler raises any error
             return f"vLLM: {str(cause).strip() or type(cause).__name__}"
         self.are_forms |= is_form

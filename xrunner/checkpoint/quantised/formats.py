@@ -14,14 +14,14 @@ from xrunner.checkpoint.quantised.parts import (
     SCALES,
     WEIGHT,
     Format,
-    Held,
     Part,
     Rows,
     Shape,
     Stored,
+    StoredTensors,
     Window,
-    divided,
-    per,
+    divide_evenly,
+    num_parts,
 )
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ WORD_BITS = 32
 def words_of(count: int, bits: int, what: str) -> int:
     """Number of words that hold `count` values. Raises ValueError if these do not fill them."""
     unit = WORD_BITS // bits if WORD_BITS % bits == 0 else WORD_BITS
-    return divided(count, unit, what) * unit * bits // WORD_BITS
+    return divide_evenly(count, unit, what) * unit * bits // WORD_BITS
 
 
 def whole_units(wanted: range, bits: int) -> tuple[range, range]:
     """(values, words): the shortest range around `wanted` that starts and ends with a word."""
     unit = WORD_BITS // bits if WORD_BITS % bits == 0 else WORD_BITS
-    first, last = wanted.start // unit, per(wanted.stop, unit)
+    first, last = wanted.start // unit, num_parts(wanted.stop, unit)
     width = unit * bits // WORD_BITS
     return range(first * unit, last * unit), range(first * width, last * width)
 
@@ -69,7 +69,7 @@ def widened(values: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
     return (values.float() - zeros.float()) * scales.float()
 
 
-def groups_of(held: Held, ending: str, inputs: range, group: int, count: int) -> Tensor:
+def groups_of(held: StoredTensors, ending: str, inputs: range, group: int, count: int) -> Tensor:
     """Group of each input, of `count`: by the tensor `ending` or, without it, in order. Raises
     ValueError if the tensor names another group."""
     import torch
@@ -97,13 +97,13 @@ class Gptq:
 
     def parts(self, stored: Quantised, shape: Shape, has: Callable[[str], bool]) -> list[Part]:
         outputs, inputs = shape
-        groups = per(inputs, stored.group or inputs)
+        groups = num_parts(inputs, stored.group or inputs)
         return [Part("qweight", ((words_of(inputs, stored.bits, "inputs"), outputs),), ("I32",)),
                 Part("qzeros", ((groups, words_of(outputs, stored.bits, "outputs")),), ("I32",)),
                 Part("scales", ((groups, outputs),), SCALES),
                 Part("g_idx", ((inputs,),), ("I32", "I64"), is_optional=not stored.is_ordered)]
 
-    def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
+    def open(self, stored: Quantised, shape: Shape, held: StoredTensors, window: Window) -> Rows:
         bits, group = stored.bits, stored.group or shape[1]
         inputs, words = whole_units(window.columns, bits)
         outputs, zero_words = whole_units(window.rows, bits)
@@ -137,16 +137,16 @@ class Awq:
 
     def parts(self, stored: Quantised, shape: Shape, has: Callable[[str], bool]) -> list[Part]:
         outputs, inputs = shape
-        groups = divided(inputs, stored.group or inputs, "inputs")
+        groups = divide_evenly(inputs, stored.group or inputs, "inputs")
         words = words_of(outputs, stored.bits, "outputs")
         return [Part("qweight", ((inputs, words),), ("I32",)),
                 Part("qzeros", ((groups, words),), ("I32",)),
                 Part("scales", ((groups, outputs),), SCALES)]
 
-    def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
+    def open(self, stored: Quantised, shape: Shape, held: StoredTensors, window: Window) -> Rows:
         group = stored.group or shape[1]
         around, words = whole_units(window.rows, stored.bits)
-        groups = range(window.columns.start // group, per(window.columns.stop, group))
+        groups = range(window.columns.start // group, num_parts(window.columns.stop, group))
         packed = held.read("qweight", window.columns, words)
         scales = held.read("scales", groups, window.rows)
         zeros = _ordered(unpack(held.read("qzeros", groups, words), stored.bits))
@@ -186,22 +186,22 @@ class PackQuantized:
 
     def parts(self, stored: Quantised, shape: Shape, has: Callable[[str], bool]) -> list[Part]:
         outputs, inputs = shape
-        groups = divided(inputs, stored.group or inputs, "inputs")
+        groups = divide_evenly(inputs, stored.group or inputs, "inputs")
         scales: tuple[Shape, ...] = ((outputs, groups),)
         if stored.is_per_tensor:
             scales = (), (1,), (1, 1)
-        parts = [Part("weight_packed", ((outputs, per(inputs * stored.bits, WORD_BITS)),),
+        parts = [Part("weight_packed", ((outputs, num_parts(inputs * stored.bits, WORD_BITS)),),
                       ("I32",)),
                  Part("weight_scale", scales, SCALES),
                  Part("weight_shape", ((2,),), ("I64", "I32")),
                  Part("weight_g_idx", ((inputs,),), ("I32", "I64"),
                       is_optional=not stored.is_ordered)]
         if stored.has_zeros:
-            rows = per(outputs * stored.bits, WORD_BITS)
+            rows = num_parts(outputs * stored.bits, WORD_BITS)
             parts.append(Part("weight_zero_point", ((rows, groups),), ("I32",)))
         return parts
 
-    def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
+    def open(self, stored: Quantised, shape: Shape, held: StoredTensors, window: Window) -> Rows:
         if (own := tuple(held.read("weight_shape").tolist())) != shape:
             raise ValueError(f"weight_shape says {list(own)}; by config.json it is {list(shape)}")
         bits, group = stored.bits, stored.group or shape[1]
@@ -222,7 +222,7 @@ class PackQuantized:
         return rows
 
 
-def _zeros(stored: Quantised, held: Held, outputs: range) -> Tensor | None:
+def _zeros(stored: Quantised, held: StoredTensors, outputs: range) -> Tensor | None:
     """Zero points [outputs, groups]; None if all are the middle of the range."""
     if not stored.has_zeros:
         return None
@@ -249,10 +249,10 @@ class Scaled:
             parts.append(Part("weight_zero_point", shapes, ("I8",)))
         return parts
 
-    def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
+    def open(self, stored: Quantised, shape: Shape, held: StoredTensors, window: Window) -> Rows:
         values = held.read("weight", window.rows, window.columns)
-        scales = Spread(held.read(_scale(stored, held.has)), stored, shape, window)
-        zeros = None if not stored.has_zeros else Spread(
+        scales = SpreadScales(held.read(_scale(stored, held.has)), stored, shape, window)
+        zeros = None if not stored.has_zeros else SpreadScales(
             held.read("weight_zero_point"), stored, shape, window)
 
         def rows(first: int, last: int) -> Tensor:
@@ -281,8 +281,8 @@ def scale_shapes(stored: Quantised, shape: Shape) -> tuple[Shape, ...]:
     """Allowed shapes of the scales of a weight; a dimension of size 1 may be left out. Raises
     ValueError if groups do not divide its inputs."""
     if stored.group is not None:
-        divided(shape[1], stored.group, "inputs")
-    rows, columns = (per(count, size) for count, size in zip(
+        divide_evenly(shape[1], stored.group, "inputs")
+    rows, columns = (num_parts(count, size) for count, size in zip(
         shape, rectangle(stored, shape), strict=True))
     if stored.is_per_tensor:
         return (), (1,), (1, 1)
@@ -290,12 +290,12 @@ def scale_shapes(stored: Quantised, shape: Shape) -> tuple[Shape, ...]:
     return (whole, (rows,)) if stored.group is None and stored.block is None else (whole,)
 
 
-class Spread:
+class SpreadScales:
     """Scales or zero points, each repeated for all elements of a window that share it."""
 
     def __init__(self, held: Tensor, stored: Quantised, shape: Shape, window: Window) -> None:
         high, wide = rectangle(stored, shape)
-        self._grid = held.float().reshape(per(shape[0], high), per(shape[1], wide))
+        self._grid = held.float().reshape(num_parts(shape[0], high), num_parts(shape[1], wide))
         self._rows = [row // high for row in window.rows]
         self._columns = [column // wide for column in window.columns]
 
@@ -318,7 +318,7 @@ class Gguf:
     def parts(self, stored: Quantised, shape: Shape, has: Callable[[str], bool]) -> list[Part]:
         return [Part("weight", (shape,), TYPES)]
 
-    def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
+    def open(self, stored: Quantised, shape: Shape, held: StoredTensors, window: Window) -> Rows:
         def rows(first: int, last: int) -> Tensor:
             own = range(window.rows.start + first, window.rows.start + last)
             return held.read("weight", own, window.columns)

@@ -46,7 +46,7 @@ class Window(NamedTuple):
     columns: range
 
 
-class Held(Protocol):
+class StoredTensors(Protocol):
     """Reads the tensors of one weight from its file."""
 
     def has(self, ending: str) -> bool: ...
@@ -74,18 +74,18 @@ class Format(Protocol):
         weight can be stored so."""
         ...
 
-    def open(self, stored: Quantised, shape: Shape, held: Held, window: Window) -> Rows:
+    def open(self, stored: Quantised, shape: Shape, held: StoredTensors, window: Window) -> Rows:
         """Reads the window, and returns a function of its rows. Raises ValueError for wrong
         values."""
         ...
 
 
-def per(count: int, size: int) -> int:
+def num_parts(count: int, size: int) -> int:
     """Number of parts of `size` that hold `count` elements."""
     return -(-count // size)
 
 
-def divided(count: int, unit: int, what: str) -> int:
+def divide_evenly(count: int, unit: int, what: str) -> int:
     if count % unit:
         raise ValueError(f"its {count} {what} are no multiple of {unit}")
     return count // unit

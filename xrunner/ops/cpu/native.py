@@ -118,7 +118,7 @@ def levels() -> tuple[str, ...]:
 
 
 @contextmanager
-def left_aside() -> Iterator[None]:
+def torch_only() -> Iterator[None]:
     """Uses torch meanwhile, to compare the two."""
     global _native
     before, _native = _native, Native(None, reason="left aside")

@@ -1,5 +1,5 @@
 """Runs a module of ours in another interpreter, which does not have our packages:
-`OTHER_PYTHON .../xrunner/backends/elsewhere.py MODULE [ARGUMENT ...]`.
+`OTHER_PYTHON .../xrunner/backends/other_python.py MODULE [ARGUMENT ...]`.
 
 Only our five packages come from here. Everything else is that interpreter's, since versions of
 torch or transformers of two environments must not meet in one process. Processes that
