@@ -1,5 +1,5 @@
-"""xgpt as a library: load a job, plan it, simulate it, run it (docs/python.md). The names are
-imported when they are used: `import xgpt` alone loads nothing."""
+"""xgpt as a library: load a job, plan it, simulate it, run it (docs/python.md). Each name is
+imported at its first use: `import xgpt` alone loads nothing."""
 
 from importlib import import_module
 from typing import Any

@@ -1,12 +1,12 @@
-"""What `xgpt` and `python -m xgpt` start. Until the command is imported nothing is begun, and
-Ctrl-C just ends the process, as it does a program that has not come to its own handler."""
+"""Entry point of `xgpt` and `python -m xgpt`. While the command is imported Ctrl-C just ends the
+process, as nothing has begun yet."""
 
 import signal
 from importlib import import_module
 
 
 def main() -> None:
-    """See xgpt.cli.main, which raises SystemExit."""
+    """Runs xgpt.cli.main, which raises SystemExit."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     answer = import_module("xgpt.cli.main").main
     signal.signal(signal.SIGINT, signal.default_int_handler)

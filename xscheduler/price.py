@@ -14,7 +14,7 @@ from typing import Any
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule, devices_of_copies, sum_of
+from xgpt.core.schedule import Estimate, Schedule, devices_of_copies, devices_sum
 from xgpt.core.units import format_bytes, format_seconds
 from xscheduler.space import NOTHING
 from xsimulator.memory import capacity_bytes
@@ -121,7 +121,7 @@ def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
     before, after = (_variables(estimate) for estimate in (old, new))
     pairs = ((name, before[name], after[name]) for name in VARIABLES)
     if old.others or new.others:
-        pairs = ((name, sum_of(devices_of_copies(a)), sum_of(devices_of_copies(b)))
+        pairs = ((name, devices_sum(devices_of_copies(a)), devices_sum(devices_of_copies(b)))
                  for name, a, b in [("copies on", old, new)])
     return tuple(Change(variable=name, old=a, new=b) for name, a, b in pairs if a != b)
 

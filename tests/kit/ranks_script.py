@@ -13,7 +13,7 @@ import sys
 import torch
 from mpi4py import MPI
 
-from xgpt.core.system.lifeline import all_imported
+from xgpt.core.system.lifeline import finish_imports
 from xrunner.comm.collective import MpiGroup, TorchGroup
 from xrunner.comm.exchange import ForeignMessage, all_gather, broadcast, gather
 from xrunner.comm.messages import TokensMessage
@@ -125,6 +125,6 @@ def check_sizes(world: MPI.Comm, over: str, most: int) -> None:
 
 
 if __name__ == "__main__":
-    all_imported()
+    finish_imports()
     for way in sys.argv[1:]:
         check_sizes(MPI.COMM_WORLD, way, MPI.COMM_WORLD.Get_size())

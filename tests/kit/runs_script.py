@@ -19,7 +19,7 @@ import toys
 from mpi4py import MPI
 
 from xgpt.core.deployment import Pool
-from xgpt.core.system.lifeline import all_imported
+from xgpt.core.system.lifeline import finish_imports
 from xrunner.comm.collective import Group, TorchGroup
 from xrunner.comm.handover import LOOK_S
 from xrunner.comm.point_to_point import MpiComm, wait_politely
@@ -105,7 +105,7 @@ def run_waa(case: dict[str, Any], pools: list[Pool], route: Route, messages: Mpi
 
 
 def main() -> None:
-    all_imported()
+    finish_imports()
     world = MPI.COMM_WORLD
     for over in sys.argv[3:]:
         ranks_script.check_sizes(world, over, most=3)

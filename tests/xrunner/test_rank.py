@@ -43,7 +43,7 @@ def test_a_rank_ends_with_the_pipe_of_its_launcher():
     rank = subprocess.Popen([sys.executable, "-c", _RANK], env={**os.environ, **line.name},
                             pass_fds=(line.end,), stdout=subprocess.PIPE)
     with rank:
-        line.is_handed_on()
+        line.close_ranks_end()
         assert rank.stdout is not None and rank.stdout.readline() == b"began\n"
         line.close()
         try:

@@ -13,7 +13,7 @@ from xgpt.app.schedule import JobPlanner
 from xgpt.core import catalog
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
-from xgpt.core.schedule import sum_of
+from xgpt.core.schedule import devices_sum
 from xgpt.job.job import Job
 from xgpt.job.job_file import load_job
 from xscheduler.cluster_sizes import Spent, spent
@@ -54,7 +54,7 @@ def test_of_equals_the_fewest_parts_are_taken():
 
 
 def test_sizes_read_as_a_sum():
-    assert sum_of((4, 3)) == "4 + 3" and sum_of((1, 5, 1, 1)) == "5 + 3 x 1"
+    assert devices_sum((4, 3)) == "4 + 3" and devices_sum((1, 5, 1, 1)) == "5 + 3 x 1"
 
 
 def over_nodes(nodes: int, each: int) -> Iterator[tuple[int, ...]]:

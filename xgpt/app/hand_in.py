@@ -28,7 +28,7 @@ from xgpt.job.resolve import resolve_cluster
 from xgpt.job.sections import SlurmSpec, time_of
 from xgpt.launch.exports import Exported, render_jobset, render_skypilot
 from xgpt.launch.launcher import Allocation, node_names
-from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, hand_in, quoted, render_sbatch
+from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, quoted, render_sbatch, submit_script
 from xgpt.report.table import WIDTH
 from xgpt.report.words import counted
 from xgpt.run_folder.files import SlurmRecord, load_record, standard_input
@@ -214,7 +214,7 @@ def submit_to_slurm(wanted: Sequence[Wanted], drafted: Draft) -> tuple[SlurmReco
     folder = batch.tasks[0].output
     script = folder / SCRIPT
     write_atomically(script, drafted.script)
-    job_id, cluster = hand_in(script)
+    job_id, cluster = submit_script(script)
     records = []
     for index, task in enumerate(batch.tasks):
         own = f"{job_id}_{index}" if batch.is_array else job_id

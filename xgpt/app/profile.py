@@ -30,7 +30,7 @@ from xgpt.core.errors import (
 from xgpt.core.system.machine import LARGE_SHARE, Contention, Layout, contention_words, why_no_torch
 from xgpt.core.units import format_seconds
 from xgpt.launch.launcher import RankProgram
-from xgpt.launch.leftovers import passing_folder
+from xgpt.launch.leftovers import scratch_folder
 from xgpt.report.table import paragraph
 from xgpt.run_folder.state import is_asked_to_stop
 from xprofiler.points import (
@@ -307,7 +307,7 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
         tell.say(f"profile: left out, {reason}")
     # every rank reads the request: hosts have the cache in common, but not /tmp
     shared = None if wanted.launcher.is_here else target.parent
-    with passing_folder("xgpt-profile-", shared) as scratch:
+    with scratch_folder("xgpt-profile-", shared) as scratch:
         request, progress, stop = (scratch / name for name in ("request.json", "progress", "stop"))
         request.write_text(json.dumps({
             "metadata": asdict(of), "model": asdict(wanted.problem.model),

@@ -20,7 +20,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.system.machine import Layout, usable_cores
 from xgpt.core.units import FP8, format_bytes, format_seconds
 from xgpt.job.job import Job
-from xgpt.job.resolve import laid_out, open_layouts, resolve_cluster, resolve_weight_dtype
+from xgpt.job.resolve import open_layouts, resolve_cluster, resolve_weight_dtype, with_layout
 from xgpt.launch.launcher import ranks_per_node, threads_per_rank
 from xgpt.report.plan_screen import PlanTimes, plan_screen
 from xgpt.report.table import schedule_details
@@ -116,7 +116,7 @@ def _on_size(opened: OpenedJob, devices: int) -> OpenedJob:
 
 
 def _on(opened: OpenedJob, layout: Layout, *, is_one_of_many: bool = False) -> OpenedJob:
-    job, problem = laid_out(opened.job, layout), opened.problem
+    job, problem = with_layout(opened.job, layout), opened.problem
     cluster, fixed = resolve_cluster(job), problem.fixed
     if is_one_of_many and fixed.tp_degree is None and not fixed.tp_gpus:
         # what tensor parallelism would divide among ranks, a layout of fewer divides among threads,

@@ -26,8 +26,8 @@ from xgpt.core.errors import EXIT_RESUMABLE, StoppedEarly, XgptError, refuse, wr
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.system.machine import why_no_torch
 from xgpt.job.job import LOCAL_CLUSTER, Job
-from xgpt.launch.asked import warned_in_good_order
 from xgpt.launch.standby import Standby
+from xgpt.launch.stop_signals import stopping_in_order
 from xgpt.report.table import WIDTH, schedule_table, shown
 from xrunner.backends.engine import engine_of
 from xrunner.checkpoint.source import cache_dir
@@ -42,7 +42,7 @@ def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, 
     whose command was killed with all results there. `standby`: may serve as its ranks. Raises
     StoppedEarly where it was asked to stop."""
     begin_compiling(job)
-    with warned_in_good_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
+    with stopping_in_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
         if (found := taken_over(opened)) is not None:
             return found
         plan = goes_on(opened, plan_job(opened))
@@ -58,7 +58,7 @@ def planned(job: Job, tell: Teller) -> Plan:
 def run(job: Job, tell: Teller, standby: Standby | None = None,
         schedule_file: Path | None = None) -> dict[str, Any]:
     """Does the same by the schedule of a file, by default the one in the job's output folder."""
-    with warned_in_good_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
+    with stopping_in_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
         if (found := taken_over(opened)) is not None:
             return found
         path = schedule_file or opened.job.output / "schedule.json"
@@ -131,7 +131,7 @@ def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> 
         refuse_what_no_machine_runs(job)
     turns, ranks = [Turn(job=job) for job in jobs], Standby(say=tell.say)
     try:
-        with warned_in_good_order():
+        with stopping_in_order():
             for number, turn in enumerate(turns, start=1):
                 tell.say(f"\n== job {number} of {len(turns)}: {turn.job.name}")
                 if not turn.take(tell, ranks, is_again=is_again):

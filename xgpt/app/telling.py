@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from xgpt.core.errors import XgptError, in_words
+from xgpt.core.errors import XgptError, run_error_words
 from xgpt.core.lengths import FloatArray
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_seconds
@@ -219,6 +219,6 @@ def troubles_told(output: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError, RuntimeError, ImportError) as error:
-        if (words := in_words(error, output)) is None:
+        if (words := run_error_words(error, output)) is None:
             raise
         raise XgptError(words) from None

@@ -16,7 +16,7 @@ from typing import Any
 from xgpt.app.telling import bar, time_left_s
 from xgpt.core.errors import MissingExtraError, XgptError, visible
 from xgpt.core.units import format_seconds
-from xgpt.launch.slurm_jobs import SlurmJob, take_back
+from xgpt.launch.slurm_jobs import SlurmJob, cancel_job
 from xgpt.report.table import fact, shown, shown_width, table
 from xgpt.run_folder.files import Place, SlurmRecord, doing, last_messages, no_run
 from xgpt.run_folder.state import State, are_silent, job_status, signs_of_life
@@ -253,7 +253,7 @@ def stop_job(output: Path) -> str:
         raise no_run(output)
     record, said = status.record, status.said
     if record is not None and said is not None and said.is_waiting:
-        take_back(record.job_id, record.cluster)
+        cancel_job(record.job_id, record.cluster)
         return f"Slurm's job {record.job_id} waited, and is out of the queue"
     is_unknown = record is not None and status.trouble is not None
     if not status.is_active and not is_unknown:

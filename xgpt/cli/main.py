@@ -24,12 +24,12 @@ from xgpt.core.errors import (
     EXIT_RESUMABLE,
     InputError,
     XgptError,
-    is_of_memory,
+    file_error_words,
+    is_out_of_memory,
     nearest,
-    of_a_file,
     shorten,
 )
-from xgpt.launch.asked import TO_STOP, warned_in_good_order
+from xgpt.launch.stop_signals import STOP_SIGNALS, stopping_in_order
 
 
 def settle() -> str | None:
@@ -123,7 +123,7 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"no command {cmd_name!r}: {known}", ctx)
         if cmd_name in _OF_RUNS and not ctx.resilient_parsing:
             # importing a run takes half a second
-            ctx.with_resource(warned_in_good_order(ends_process=True))
+            ctx.with_resource(stopping_in_order(ends_process=True))
         command: click.Command = load_row(COMMANDS[cmd_name][0])
         return command
 
@@ -172,7 +172,7 @@ def main() -> None:
 def _nothing_to_stop() -> None:
     """All is done and told, and the interpreter ends: a signal that came now would take the exit
     code of what was done."""
-    for number in TO_STOP:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -211,10 +211,10 @@ def _answer() -> None:
 
 def _of_the_machine(error: Exception) -> str | None:
     """What is no fault of xgpt's: memory that ran out, a file system that refuses."""
-    if isinstance(error, MemoryError) or is_of_memory(str(error)):
+    if isinstance(error, MemoryError) or is_out_of_memory(str(error)):
         return (f"memory ran out ({type(error).__name__}: {error}): look at `ulimit -v` and the "
                 "container's limit")
-    return of_a_file(error)
+    return file_error_words(error)
 
 
 def _tell(error: XgptError) -> None:

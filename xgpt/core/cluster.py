@@ -1,11 +1,10 @@
 """Devices, links and clusters as the planner sees them. A `Device` is a GPU or a CPU worker.
 
-Peak rates are the vendor's dense figures; what part of them is reached is the timing source's
-business (xprofiler), not the cluster's.
+Peak rates are the vendor's dense figures; the timing source (xprofiler) knows the share reached.
 
-What joins devices: the inner link of an island (a pair with an NVLink bridge) where one holds them
-all, else the node's own link (a switch that joins all of them, or a bus), else the link between
-nodes. A group's all-reduce goes at the pace of the slowest link that its ring must cross."""
+Devices are joined by the link of an island (a pair with an NVLink bridge) that holds them all, else
+by the node's link (a switch or a bus), else by the link between nodes. A group's all-reduce runs at
+the pace of the slowest link that its ring must cross."""
 
 from __future__ import annotations
 
@@ -26,42 +25,41 @@ class Device:
     flops_per_s: tuple[tuple[str, float], ...]  # (dtype, dense peak) pairs
     source: str = ""
     generation: str = ""  # of a GPU: ampere, hopper, ...
-    price_per_hour: float | None = None  # None: not known; `price_source` says whose and when
+    price_per_hour: float | None = None  # None: unknown; `price_source` says whose and when
     price_source: str = ""
-    reserved_bytes: int = 0  # of what may be planned: what the engine keeps for itself
+    reserved_bytes: int = 0  # of its memory, kept by the engine for itself
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Dense peak for `dtype`; falls back to float32 where the device has no faster unit."""
+        """Dense peak FLOP/s for `dtype`; that of float32 if the device has no rate for it."""
         table = dict(self.flops_per_s)
         return table.get(dtype, table["float32"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Point-to-point link, one direction: seconds = latency_s + bytes / bandwidth."""
+    """A point-to-point link, one direction: seconds = latency_s + bytes / bandwidth."""
 
     name: str
     bandwidth_bytes_per_s: float
     latency_s: float
     source: str = ""
-    has_peer_access: bool = False  # of a bus: cards read each other's memory over it
-    # Of groups over several nodes, what is crossed first: `per_node` devices in each, and the link
-    # that joins those. None: one device in each part.
+    has_peer_access: bool = False  # whether cards read each other's memory over this bus
+    # for a group over several nodes: the link between its `per_node` devices inside a node; None:
+    # one device in each node
     inside: Link | None = None
     per_node: int = 1
 
     @property
     def speed(self) -> tuple[float, bool, float]:
-        """Of two links the faster has the greater one: by its rate, then peer access, then
-        latency."""
+        """Sort key, greater for the faster link: by rate, then peer access, then latency."""
         return self.bandwidth_bytes_per_s, self.has_peer_access, -self.latency_s
 
 
-# What weights are loaded at, where a cluster does not say. From the SSD: the sequential read rate
-# on data sheets of data-centre drives on PCIe 4.0 x4 (6.8 to 7.0 GB/s; the bus carries 7.88). From
-# the host's DRAM: a rough constant for one process that copies ordinary (pageable) memory into its
-# device, through a pinned buffer by one CPU thread, in the range of the ExeGPT paper's Table 4 (4.1
-# to 5.4 GB/s a GPU); the bus of a device carries six times that.
+# Default rates of loading weights. SSD: sequential read rate on data sheets of data-centre drives
+# on PCIe 4.0 x4 (6.8 to 7.0 GB/s; the bus carries 7.88). DRAM: a rough constant for one process
+# that copies pageable memory to its device through a pinned buffer, by one CPU thread. It lies in
+# the range of the ExeGPT paper's Table 4 (4.1 to 5.4 GB/s per GPU); a device's bus carries 6 times
+# that.
 SSD_BYTES_PER_S = 7e9
 HOST_BYTES_PER_S = 5e9
 
@@ -69,11 +67,11 @@ HOST_BYTES_PER_S = 5e9
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """`num_nodes` equal nodes of `devices_per_node` equal devices, joined by `inter_link`. Weights
-    are loaded from a node's SSD at `ssd_bytes_per_s` for all its devices together, and from its
-    DRAM at `host_bytes_per_s` into each device, into all at once.
+    are loaded from a node's SSD at `ssd_bytes_per_s` for all its devices together, or from its
+    DRAM at `host_bytes_per_s` into every device at once.
 
-    Where `island_link` is there it joins neighbours of a node faster than the node's own link does:
-    `island_size` at a time, from the first one on."""
+    `island_link`, if set, joins each `island_size` neighbours of a node faster than `intra_link`
+    does."""
 
     name: str
     device: Device
@@ -92,20 +90,20 @@ class Cluster:
         return self.num_nodes * self.devices_per_node
 
     def equal_part(self, devices: int) -> Cluster:
-        """So many devices of one node, as the node has them several times beside each other: what
-        joins two of them in one of the parts only does not count."""
+        """A cluster of so many devices of one node, which the node holds several times. An island
+        counts only if every such part has it."""
         is_only = 2 * devices > self.devices_per_node
         size = self.island_size if is_only else math.gcd(self.island_size, devices)
         return replace(self, num_nodes=1, devices_per_node=devices, island_size=size,
                        island_link=self.island_link if size > 1 else None)
 
     def node_of(self, rank: int) -> int:
-        """Node that holds `rank`; ranks fill a node before the next."""
+        """Index of the node that holds `rank`; ranks fill one node before the next."""
         assert 0 <= rank < self.num_devices, f"{rank = } of {self = }"
         return rank // self.devices_per_node
 
     def link_between(self, rank_a: int, rank_b: int) -> Link:
-        """What a message between them goes over."""
+        """The link that a message between two ranks takes."""
         if self.node_of(rank_a) != self.node_of(rank_b):
             return self.inter_link
         first, second = (rank % self.devices_per_node // self.island_size
@@ -120,8 +118,8 @@ class Cluster:
                    key=lambda link: link.speed, default=self.intra_link)
 
     def link_of(self, group: Sequence[int]) -> Link:
-        """What a tensor-parallel group sums over: the slowest link of its ring, which over several
-        nodes says what joins the ranks inside one, too."""
+        """The link of a tensor-parallel group's all-reduce: the slowest one of its ring. Over
+        several nodes its `inside` is the link within a node."""
         if self.island_link is None and self.node_of(min(group)) == self.node_of(max(group)):
             return self.intra_link
         own = [rank for rank in group if self.node_of(rank) == self.node_of(group[0])]

@@ -1,5 +1,5 @@
-"""What a schedule has to keep: bounds, how surely, and what of the cluster may be used; and what is
-asked for among those that keep it."""
+"""Constraint of a schedule: limits on times, their confidence, the share of the cluster that it may
+use, and the objective."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Literal, get_args
 from xgpt.core.units import Share, Unbounded
 
 BoundKind = Literal["sequence", "queries"]
-# latency: of a query, from the start of its encoding to its last token; ttft: from there to its
-# first token; tpot: the mean of each of its tokens after the first; makespan: of the whole job,
-# from its first query's start to its last token
+# latency: from the start of a request's prefill to its last token; ttft: from there to its first
+# token; tpot: mean time of each token after the first; makespan: of the whole job, from the first
+# request's start to the last token
 Metric = Literal["latency", "ttft", "tpot", "makespan"]
-# the most queries a second; the fewest devices, or the least price, that keep every bound
+# the most requests a second; the fewest devices, or the least price, that keep every limit
 Objective = Literal["throughput", "devices", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 METRIC_WORDS: Mapping[Metric, str] = {
@@ -25,9 +25,9 @@ METRIC_WORDS: Mapping[Metric, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """`metric` is to be at most `limit_s` seconds (`math.inf`: no limit): for a query whose output
-    has the `quantile` length of all outputs (`sequence`; of a latency), or for that share of all
-    queries. The makespan is the job's, and has neither."""
+    """A limit of `limit_s` seconds on `metric` (`math.inf`: none). It holds for a request whose
+    output length is the `quantile` of all (`kind` sequence; latency alone), or for that share of
+    all requests (`kind` queries). Both are meaningless for the makespan."""
 
     metric: Metric = "latency"
     limit_s: Unbounded
@@ -37,14 +37,14 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """Bounds that hold jointly: one on the latency of queries, which may be infinite, and at most
-    one on each other metric. Of the schedules that keep them the `objective` takes one."""
+    """Limits that hold jointly: one on latency, which may be infinite, and at most one on each
+    other metric. `objective` chooses among the schedules that keep them."""
 
     bounds: tuple[Bound, ...]
-    confidence: float = 0.95  # least P(every bound is kept), given what is uncertain
-    drift: float = 0.0  # share by which the mean output length may turn out longer or shorter
-    memory_bytes: int | None = None  # of each device; None: all it has
-    max_gpus: int | None = None  # devices; None: all of the cluster
+    confidence: float = 0.95  # least probability that every limit is kept
+    drift: float = 0.0  # share by which the mean output length may be longer or shorter
+    memory_bytes: int | None = None  # usable, per device; None: all
+    max_gpus: int | None = None  # usable devices; None: all
     objective: Objective = "throughput"
 
     @property
@@ -65,16 +65,16 @@ class Constraint:
         return self.latency.quantile
 
     def bound_on(self, metric: Metric) -> Bound | None:
-        """The bound on a metric; None where there is none."""
+        """The limit on a metric; None if there is none."""
         return next((bound for bound in self.bounds if bound.metric == metric), None)
 
     def limit_s(self, metric: Metric) -> float:
-        """Most that a metric may be; infinite where it has no bound."""
+        """Limit on a metric in seconds; infinite if there is none."""
         bound = self.bound_on(metric)
         return math.inf if bound is None else bound.limit_s
 
     def with_latency(self, **changes: Any) -> Constraint:
-        """The same constraint with some of the latency bound's fields changed."""
+        """A copy of this constraint with fields of the latency limit changed."""
         return replace(self, bounds=tuple(
             replace(bound, **changes) if bound.metric == "latency" else bound
             for bound in self.bounds))
@@ -82,16 +82,15 @@ class Constraint:
 
 def latency_constraint(latency_s: float, *, kind: BoundKind = "sequence", quantile: float = 0.99,
                        further: tuple[Bound, ...] = (), **others: Any) -> Constraint:
-    """A constraint with a bound on latency and `further` ones; `others` are fields of
-    Constraint."""
+    """A Constraint with a limit on latency and `further` ones; `others`: fields of Constraint."""
     return Constraint(bounds=(Bound(limit_s=latency_s, kind=kind, quantile=quantile), *further),
                       **others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """What is expected of a bound besides that on latency: as it is replayed,
-    and with the margin that the constraint's confidence asks for."""
+    """Expected value of a metric other than latency, in seconds: as simulated, and with the safety
+    margin for the constraint's confidence."""
 
     metric: Metric
     limit_s: Unbounded

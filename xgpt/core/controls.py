@@ -1,4 +1,4 @@
-"""Control variables of a schedule: what a policy's batching rule is told (paper sections 4 and 5),
+"""Control variables of a schedule, which steer a policy's batching rule (paper sections 4 and 5),
 and those that a job fixes.
 
 Each policy's row (xgpt.core.policies) names its class here, or one of a package of its own."""
@@ -10,7 +10,7 @@ from xgpt.core.units import Amount, Count, Positive, Share
 
 
 class Controls(Protocol):
-    """What all have in common: a frozen dataclass of plain values that names its policy."""
+    """A policy's control variables: a frozen dataclass of plain values that names its policy."""
 
     @property
     def policy(self) -> str:
@@ -19,10 +19,10 @@ class Controls(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvenBatches:
-    """How encode batches are kept even while a job runs (paper section 5.2): their tokens may leave
-    the mean, of `mean_input_tokens` a query, by the share `adjustment`, and they lead the number of
-    active queries (RRA: when a phase begins; WAA: in the decode pool) back to `target_active`.
-    0: they do not."""
+    """Workload adjustment while a job runs (paper section 5.2). Tokens of an encode batch may leave
+    their mean (`mean_input_tokens` per request) by the share `adjustment`. Batches steer the number
+    of active requests (RRA: at a phase's begin; WAA: in the decode pool) to `target_active`; 0:
+    they do not."""
 
     adjustment: Share = 0.0
     mean_input_tokens: Amount = 0.0
@@ -31,10 +31,10 @@ class EvenBatches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RraControls:
-    """RRA: B_E queries are encoded together, then N_D decode iterations, in G groups. Where
-    `encode_chunk` is not 0 (without limit), the B_E queries of every N_D iterations are encoded
-    beside decoding, in chunks of at most so many tokens, and a group has room for twice
-    the queries of a mean input that join it with one of them."""
+    """RRA: `encode_batch` requests (B_E) are encoded together, then follow `decode_iterations`
+    (N_D), in G micro-batches. With `encode_chunk` above 0 they are encoded beside decoding, in
+    chunks of at most so many tokens, and a micro-batch has room for twice the requests of a mean
+    input that join it with one chunk."""
 
     policy: str = "rra"
     encode_batch: Positive
@@ -46,11 +46,10 @@ class RraControls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaaControls:
-    """WAA: B_E queries are encoded together in the encode pool, decoded in G groups in the decode
-    pool; `max_in_system` queries are between the start of encoding and the last token. Where
-    `encode_chunk` is not 0 (none), the decode pool encodes up to so many tokens of waiting inputs
-    in each of its steps while it has fewer queries than `planned_active`; of these inputs it has
-    `stock_tokens` beforehand."""
+    """WAA: the encode pool encodes `encode_batch` requests (B_E) together, the decode pool decodes
+    in G micro-batches; at most `max_in_system` requests are in both. With `encode_chunk` above 0
+    the decode pool also encodes up to so many tokens of waiting inputs in each step while it has
+    fewer requests than `planned_active`. `stock_tokens` of such inputs are fetched beforehand."""
 
     policy: str
     encode_batch: Positive
@@ -65,7 +64,7 @@ class WaaControls:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticControls:
     """FT, DSI: a batch is encoded in `encode_micro_batches` steps and decoded in
-    `decode_micro_batches` groups until its longest query is done."""
+    `decode_micro_batches` micro-batches until its longest request is done."""
 
     policy: str
     encode_batch: Positive
@@ -75,8 +74,8 @@ class StaticControls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousControls:
-    """ORCA, vLLM, Sarathi: at most `max_active` queries at a time over all groups, and at most
-    `token_budget` tokens in a step (None: no limit)."""
+    """ORCA, prefill-first, Sarathi: at most `max_active` requests at a time over all micro-batches,
+    and at most `token_budget` tokens in a step (None: no limit)."""
 
     policy: str
     max_active: Positive
@@ -84,55 +83,55 @@ class ContinuousControls:
 
 
 def max_in_system(controls: Controls) -> int:
-    """Queries that may be between the start of encoding and the last token; 0 where the policy has
-    no such variable."""
+    """Most requests between the start of prefill and the last token; 0 if the policy has no such
+    variable."""
     most: int = getattr(controls, "max_in_system", 0)
     return most
 
 
-# Which copy of the model takes a query: the next in turn, or the one with the fewest tokens so far
-# (known, or expected of its output), so that all end together. Fixed: the latter, and each keeps
-# what it was dealt, however slow it is.
+# How a request is routed to a replica: round-robin; least-tokens, to the replica with the fewest
+# tokens so far (known, or expected as output), so that all end together; fixed, as least-tokens,
+# but each replica keeps its requests however slow it is.
 ROUND_ROBIN, LEAST_TOKENS, FIXED = "round-robin", "least-tokens", "fixed"
 ROUTINGS = (LEAST_TOKENS, ROUND_ROBIN, FIXED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedSchedule:
-    """Control variables the user fixed; None is left to the scheduler. `replicas`: copies of the
-    model, all alike."""
+    """Control variables that the user fixed; None leaves them to the scheduler."""
 
-    policies: tuple[str, ...] = ()  # among which is chosen; (): all that the engine executes
+    policies: tuple[str, ...] = ()  # to choose from; (): all that the engine executes
     replicas: int | None = None
     encode_batch: int | None = None
     decode_iterations: int | None = None
     decode_micro_batches: int | None = None
-    encode_chunk: int | None = None  # RRA; 0: without limit, before decoding
+    encode_chunk: int | None = None  # RRA; 0: whole inputs, before decoding
     encode_micro_batches: int | None = None  # DSI
     max_active: int | None = None  # ORCA, vLLM, Sarathi
     token_budget: int | None = None  # vLLM, Sarathi
     tp_degree: int | None = None
     tp_gpus: int | None = None
-    others: tuple[tuple[str, int], ...] = ()  # (name, value) of variables of policies elsewhere
+    others: tuple[tuple[str, int], ...] = ()  # (name, value) of variables of other packages
 
     @property
     def policy(self) -> str | None:
-        """The only policy that is left; None where there is a choice."""
+        """The only policy to choose from; None if there are several or all."""
         return self.policies[0] if len(self.policies) == 1 else None
 
     def value_of(self, variable: str) -> int | None:
-        """What the user fixed a control variable to, of a policy of ours or of another package."""
+        """The fixed value of a control variable, of our policies or of other packages; None if it
+        is free."""
         value: int | None = getattr(self, variable, None)
         return dict(self.others).get(variable) if value is None else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustment:
-    """How the workload is kept even while a job runs (paper section 5.2); None: as is usual.
-    `shuffle`: queries of a window that are taken in random order, or whether one of the usual size
-    is. `routing`: by which queries are shared out among copies of the model."""
+    """Workload adjustment that the user asks for (paper section 5.2); None: the default.
+    `shuffle`: size of the window that requests are shuffled in, or whether to use the usual one.
+    `routing`: one of ROUTINGS, how replicas share the requests."""
 
-    share: float | None = None  # by which an encode batch's tokens may leave their mean; 0: as come
-    steers: bool | None = None  # whether encode batches lead the decode batch back to its mean
+    share: float | None = None  # by which an encode batch's tokens may leave their mean
+    steers: bool | None = None  # whether encode batches steer the decode batch to its mean
     shuffle: bool | int = False
     routing: str = LEAST_TOKENS

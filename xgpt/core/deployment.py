@@ -1,5 +1,4 @@
-"""Which layers of a model lie on which devices: stages, the pools that they form, and copies of the
-model."""
+"""Placement of a model's layers on devices: stages, the pools that they form, and replicas."""
 
 from dataclasses import dataclass, replace
 
@@ -9,10 +8,8 @@ from xgpt.core.units import Count, Positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAssignment:
-    """Consecutive layers held by one tensor-parallel group.
-
-    `first_layer`/`num_layers` count decoder layers; the encoder's are counted apart and are 0
-    for a decoder-only model."""
+    """Consecutive layers held by one tensor-parallel group. Decoder and encoder layers are counted
+    apart."""
 
     index: Count
     ranks: tuple[Count, ...]
@@ -28,9 +25,8 @@ class StageAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Stages that work one phase, or both, on queries split into `num_groups` groups.
-
-    `kv_tokens`: KV entries (tokens) reserved at most, over the whole pool."""
+    """Stages that encode, decode or both, on requests split into `num_groups` micro-batches.
+    `kv_tokens`: capacity of the pool's KV cache, in tokens."""
 
     name: str
     role: Role
@@ -49,11 +45,11 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """Which layers lie where: `replicas` copies of the model that are all alike.
+    """Placement of `replicas` equal replicas of the model.
 
-    Of each copy the first `tp_gpus` devices form groups of `tp_degree`, the others are single.
-    `pools`, in the order of their ranks, are those of the first copy, with ranks 0 to m - 1, m
-    being `devices_per_replica`; copy r has ranks r m to r m + m - 1."""
+    The first `tp_gpus` devices of a replica form groups of `tp_degree`, the others are single.
+    `pools`, in the order of their ranks, are those of the first replica. With m =
+    `devices_per_replica`, replica r has ranks r m to r m + m - 1."""
 
     pools: tuple[Pool, ...]
     tp_degree: Positive
@@ -62,7 +58,7 @@ class Deployment:
 
     @property
     def stages(self) -> tuple[StageAssignment, ...]:
-        """The stages of all pools of the first copy, in the order of their ranks."""
+        """The stages of all pools of the first replica, in the order of their ranks."""
         return tuple(stage for pool in self.pools for stage in pool.stages)
 
     @property
@@ -72,27 +68,27 @@ class Deployment:
 
     @property
     def decoding(self) -> Pool:
-        """The pool that decodes: the one that encodes as well, but for WAA."""
+        """The pool that decodes; for all policies but WAA it also encodes."""
         return next(pool for pool in self.pools if pool.role != "encode")
 
     @property
     def num_groups(self) -> int:
-        """Groups of the pool that decodes."""
+        """Micro-batches of the pool that decodes."""
         return self.decoding.num_groups
 
     @property
     def kv_tokens(self) -> int:
-        """KV entries (tokens) of the pool that decodes."""
+        """KV cache capacity, in tokens, of the pool that decodes."""
         return self.decoding.kv_tokens
 
     @property
     def group_kv_tokens(self) -> int:
-        """KV entries (tokens) of each group of the pool that decodes."""
+        """KV cache capacity, in tokens, of each micro-batch of the pool that decodes."""
         return self.decoding.group_kv_tokens
 
     def pools_of(self, copy: int, *, first_rank: int = 0) -> tuple[Pool, ...]:
-        """The pools of a copy (0 is the first), with the ranks that it has; `first_rank`: of the
-        first copy, where others come before it."""
+        """The pools of replica `copy` (0 is the first) with its own ranks. `first_rank`: first rank
+        of replica 0, if others come before it."""
         first = first_rank + copy * self.devices_per_replica
         return tuple(replace(pool, stages=tuple(
             replace(stage, ranks=tuple(first + rank for rank in stage.ranks))
@@ -104,5 +100,5 @@ class Deployment:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all copies."""
+        """Devices of all replicas."""
         return self.replicas * self.devices_per_replica

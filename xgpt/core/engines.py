@@ -1,4 +1,4 @@
-"""Which engines execute a schedule (`run: {engine: NAME}`), and where the row of each is (an
+"""Engines that execute a schedule (`run: {engine: NAME}`), by the place of each one's row (an
 xrunner.backends.engine.Engine). Other packages add theirs by the entry point group `xgpt.engines`:
 name = module:attribute.
 
@@ -12,14 +12,14 @@ from xgpt.core.errors import UnknownNameError
 
 def rows_of_others(group: str) -> dict[str, str]:
     """Name -> "module:attribute" of every entry point of the group."""
-    # takes a tenth of a second: only who asks for such a row pays for it
+    # takes a tenth of a second: imported only where such a row is asked for
     from importlib.metadata import entry_points
 
     return {point.name: point.value for point in entry_points(group=group)}
 
 
 def load_row(place: str) -> Any:
-    """What "module:attribute" names."""
+    """The object that "module:attribute" names, imported."""
     module, attribute = place.split(":")
     return getattr(import_module(module), attribute)
 
@@ -29,19 +29,19 @@ _GROUP = "xgpt.engines"
 _ROWS = {OWN_ENGINE: "xrunner.backends.engine:OWN",
          "deepspeed": "xrunner.backends.deepspeed:ENGINE",
          VLLM: "xrunner.backends.vllm.row:ENGINE"}
-# Engines of one process, whatever that starts itself: all cores of a machine are one rank's, unless
-# the job names ranks, over which the engine divides each layer.
+# Engines started as one process. All cores of a machine are one rank's, unless the job names ranks,
+# over which the engine divides each layer.
 ONE_PROCESS = (VLLM,)
-# What an engine gives of a request besides plain sampling: log-likelihoods of chosen tokens, a
-# least number of them, a penalty of those said, answers held to a form, and its own sampler's
-# parameters (xgpt.requests.chat).
+# Features of requests beyond plain sampling: log-probabilities of chosen tokens, a least number of
+# tokens, repetition penalty, answers in a form, and options of the engine's own sampler
+# (xgpt.requests.chat).
 _GIVES = {OWN_ENGINE: frozenset({"logprobs", "min_tokens", "penalty", "form"}),
           VLLM: frozenset({"logprobs", "min_tokens", "penalty", "form", "passed"})}
 
 
-def gives(engine: str | None, what: str) -> bool:
-    """Whether an engine, None being ours, gives something beyond plain sampling."""
-    return what in _GIVES.get(engine or OWN_ENGINE, ())
+def supports(engine: str | None, feature: str) -> bool:
+    """Whether an engine (None: our own) supports a feature of requests beyond plain sampling."""
+    return feature in _GIVES.get(engine or OWN_ENGINE, ())
 
 
 def engine_names() -> tuple[str, ...]:
@@ -50,7 +50,7 @@ def engine_names() -> tuple[str, ...]:
 
 
 def engine_place(name: str) -> str:
-    """"module:attribute" of the engine's row. Raises UnknownNameError."""
+    """The "module:attribute" of the engine's row. Raises UnknownNameError."""
     place = _ROWS.get(name) or rows_of_others(_GROUP).get(name)
     if place is None:
         raise UnknownNameError("engine", name, engine_names())

@@ -1,8 +1,7 @@
-"""What can go wrong, and the exit code each kind carries (README.md).
+"""Errors meant for the user, with their exit codes (README.md).
 
-The user's mistakes are `XgptError`s; our own are `assert`s that print the values. What a machine
-does to a job (a full disk, a folder that is gone, no memory) gets the words of what to do about
-it."""
+The user's mistakes are `XgptError`s; our own are `assert`s that print the values. Failures of the
+machine (a full disk, a lost folder, no memory) get words that say what to do."""
 
 import difflib
 import errno
@@ -20,7 +19,7 @@ EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
 EXIT_BOUND_MISSED = 4
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: stopped early, run again to go on
-_MOST_MISTAKES = 100  # told of one file
+_MOST_MISTAKES = 100  # chosen: shown at once
 
 
 class XgptError(Exception):
@@ -32,7 +31,7 @@ class XgptError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mistake:
-    """One wrong value in an input file: where it is, what it is, what is allowed."""
+    """A wrong value in an input file: its place, the value, and what is allowed."""
 
     file: str
     line: int | None
@@ -47,7 +46,7 @@ class Mistake:
 
 
 class InputError(XgptError):
-    """Wrong input; carries every mistake found, and tells so many that a terminal can show them."""
+    """Wrong input; carries every mistake found, and shows the first hundred."""
 
     exit_code = EXIT_BAD_INPUT
 
@@ -62,12 +61,12 @@ class InputError(XgptError):
 
 def wrong(file: object, key: str, value: object, allowed: str,
           line: int | None = None) -> InputError:
-    """An InputError of this one mistake."""
+    """An InputError with one Mistake."""
     return InputError([Mistake(file=str(file), line=line, key=key, value=value, allowed=allowed)])
 
 
 def refuse(mistakes: Iterable[Mistake]) -> None:
-    """Raises InputError with all of them, if there are any."""
+    """Raises InputError with all `mistakes`, if there are any."""
     if found := list(mistakes):
         raise InputError(found)
 
@@ -84,8 +83,8 @@ class UnknownNameError(XgptError):
 
 
 class InfeasibleError(XgptError):
-    """No schedule satisfies the bound; the message says the tightest bound that can be met, and so
-    does `tightest_s` where there is one."""
+    """No schedule keeps the limits. `tightest_s`: the smallest limit that one could keep, in
+    seconds, if known; the message says it, too."""
 
     exit_code = EXIT_INFEASIBLE
 
@@ -95,7 +94,7 @@ class InfeasibleError(XgptError):
 
 
 class BoundMissed(XgptError):
-    """A run that is done, and did not keep a bound; raised where the user is strict about it."""
+    """A finished run exceeded a limit; raised with `--strict`."""
 
     exit_code = EXIT_BOUND_MISSED
 
@@ -109,16 +108,16 @@ class MissingExtraError(XgptError):
 
 
 class StoppedEarly(XgptError):
-    """The run was interrupted; what is written is valid, the same command goes on from there."""
+    """The run was interrupted; its files are valid, and the same command continues it."""
 
     exit_code = EXIT_RESUMABLE
 
 
 def nearest(name: str, known: Sequence[str], *, elsewhere: str | None = None,
             is_sized: bool = False) -> str:
-    """'did you mean X? known: A, B, C' for an unknown `name`. `elsewhere`: a name that is not among
-    the known and may be meant as well. `is_sized`: names that differ in a number, or in more than a
-    letter or two, are other models or devices, and never proposed."""
+    """A hint 'did you mean X? known: A, B, C' for an unknown `name`. `elsewhere`: another name to
+    suggest, which is not among `known`. `is_sized`: names that differ in a number, or in more than
+    a letter or two, are other models or devices and never suggested."""
     alike = [one for one in known
              if not is_sized or re.findall("[0-9]+", one) == re.findall("[0-9]+", name)]
     close = difflib.get_close_matches(name, alike, n=1, cutoff=0.8 if is_sized else 0.6)
@@ -128,14 +127,15 @@ def nearest(name: str, known: Sequence[str], *, elsewhere: str | None = None,
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """`value` as messages show it: on one line, without control characters, its end left off."""
-    is_long = isinstance(value, str) and len(value) > limit  # of which repr would take long
+    """`value` as messages show it: one line of at most `limit` characters, without control
+    characters."""
+    is_long = isinstance(value, str) and len(value) > limit  # repr of the whole would take long
     text = repr(str(value)[:limit] if is_long else value)
     return f"{text[:limit - 3]}..." if is_long or len(text) > limit else text
 
 
-# C0 controls but tab and newline, DEL and C1 controls, what turns the direction of text or hides in
-# it, line separators, lone surrogates, non-characters, tags
+# C0 controls but tab and newline, DEL and C1 controls, marks that turn the direction of text or
+# hide in it, line separators, lone surrogates, non-characters, tags
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e"
     "\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff"
@@ -143,8 +143,8 @@ _UNPRINTABLE = re.compile(
 
 
 def visible(text: str) -> str:
-    """Text of unknown origin as it may be shown: what would move a terminal's cursor, colour it or
-    turn the direction of what follows is an escape (\\\\x1b). Lines stay lines."""
+    """Text of unknown origin, safe to print: characters that would move a terminal's cursor, colour
+    it or turn the direction of text become escapes (\\\\x1b). Newlines stay."""
     return _UNPRINTABLE.sub(_escaped, text.replace("\r\n", "\n"))
 
 
@@ -159,7 +159,7 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
 _LOST = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN,
          errno.ETIMEDOUT, errno.EREMOTEIO)
 _GONE = (errno.ENOENT, errno.ENOTDIR)
-# of an error at work in the output folder; the first row that has its number counts
+# (error numbers, message) of errors in the output folder; the first matching row counts
 _AT_WORK: tuple[tuple[tuple[int, ...], str], ...] = (
     ((errno.EFBIG,), "{where}: {why} for a limit on the size of files (`ulimit -f`); what is done "
      "is kept, and with a higher one {on}"),
@@ -171,21 +171,21 @@ _AT_WORK: tuple[tuple[tuple[int, ...], str], ...] = (
     (_LOST, "{where}: {why}: the file system does not answer as it should; what reached it is "
      "kept, and once it is well {on}"))
 _GOES_ON = "the same command goes on from there"
-# as Python, C++, torch, the threads' library and the dynamic linker say it
+# in the words of Python, C++, torch, the threads' library and the dynamic linker
 _MEMORY = re.compile(
     r"MemoryError|bad_alloc|annot allocate memory|can't allocate memory|not enough memory"
     r"|can't start new thread|Thread creation failed|failed to map segment|OutOfMemoryError",
     re.I)
 
 
-def is_of_memory(text: str) -> bool:
-    """Whether this, printed by a process that failed, says that memory ran out."""
+def is_out_of_memory(text: str) -> bool:
+    """Whether `text`, printed by a failed process, says that memory ran out."""
     return _MEMORY.search(text) is not None
 
 
-def of_a_file(error: BaseException) -> str | None:
-    """What to say of a file or folder that cannot be used, or finds no room, wherever it lies; None
-    where it may be a fault of ours."""
+def file_error_words(error: BaseException) -> str | None:
+    """A message for an error of a file or folder anywhere, such as a full disk; None where it may
+    be a fault of ours."""
     if not isinstance(error, OSError):
         return None
     if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
@@ -199,22 +199,22 @@ def of_a_file(error: BaseException) -> str | None:
     if error.filename is None and error.errno not in _NO_ROOM:
         return None
     words = (f"{error.filename or 'what is printed, or a file'}: {error.strerror}; once that is "
-             "mended, call it again")
+             "repaired, call it again")
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     if Path(str(error.filename)).is_relative_to(cache):
         words += ", or set XDG_CACHE_HOME to another folder"
     return words
 
 
-def in_words(error: BaseException, folder: Path) -> str | None:
-    """What to say of an error at work in the output folder; None where it may be a fault of
+def run_error_words(error: BaseException, folder: Path) -> str | None:
+    """A message for an error while working in the output `folder`; None where it may be a fault of
     ours."""
-    if isinstance(error, MemoryError) or (
-            isinstance(error, (RuntimeError, ImportError, OSError)) and is_of_memory(str(error))):
+    if isinstance(error, MemoryError) or (isinstance(
+            error, (RuntimeError, ImportError, OSError)) and is_out_of_memory(str(error))):
         said = "".join(f": {line[:200]}" for line in str(error).strip().splitlines()[:1])
         return (f"memory ran out ({type(error).__name__}{said}); what is done is kept. With more "
                 "of it (look at `ulimit -v`, `ulimit -u` and the container's limits), or fewer "
-                f"ranks or queries at a time, {_GOES_ON}")
+                f"ranks or requests at a time, {_GOES_ON}")
     if not isinstance(error, OSError):
         return None
     where = error.filename or folder
@@ -230,7 +230,7 @@ def in_words(error: BaseException, folder: Path) -> str | None:
 
 
 def _is_somewhere() -> bool:
-    """Whether the folder that this process is in is there."""
+    """Whether this process's current folder still exists."""
     try:
         return bool(os.getcwd())
     except FileNotFoundError:

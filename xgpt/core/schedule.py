@@ -1,6 +1,5 @@
-"""The artefacts the scheduler hands to the runner: `Estimate` and `Schedule`.
-
-The runner executes one wherever it came from; xgpt.core.schedule_file reads and writes them."""
+"""The scheduler's results, which the runner executes: `Estimate` and `Schedule`.
+xgpt.core.schedule_file reads and writes them."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from xgpt.core.policies import policies, policy
 from xgpt.core.units import Amount, Count, Flag, Gap, Positive, Unbounded
 
 _Part = TypeVar("_Part")
-NOT_SURE = "not sure enough to keep the bound"  # in the reason of a quicker alternative
-MARGINAL = 0.02  # share of a gap that is not worth a word
-OPEN = 0.05  # share that a policy may have above the best seen of it, and counts as searched
+NOT_SURE = "not sure enough to keep the bound"  # reason against a faster alternative
+MARGINAL = 0.02  # chosen: differences of a gap below this share are not shown
+OPEN = 0.05  # chosen: a policy counts as searched if its upper bound is so near to its best
 
 
 class ByPolicy:
-    """Controls of the class that the row of their policy names."""
+    """Pydantic schema of controls: the class that the row of their policy names."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.tagged_union_schema(
@@ -34,28 +33,28 @@ class ByPolicy:
 
 
 class Status(StrEnum):
-    """How the search for a schedule ended; the value is what is shown, and what files hold."""
+    """How the search for a schedule ended; the value is shown, and stored in files."""
 
     OPTIMAL = "optimal"
-    WITHIN_GAP = "within gap"  # of the optimum, which may be this or not
+    WITHIN_GAP = "within gap"  # no schedule is better by more than the gap
     LIMIT = "stopped at its limit"
-    JOB = "quickest for this job"  # of few queries, though others are quicker in steady state
-    BEGINNING = "quickest at the caps"  # does not keep its bound, until lengths are observed
-    GIVEN = "given"  # every control variable is the job's own
-    BEST_SEEN = "best seen"  # of the batches of another engine
+    JOB = "quickest for this job"  # others are quicker in steady state, but the job is short
+    BEGINNING = "quickest at the caps"  # breaks its limit until output lengths are observed
+    GIVEN = "given"  # the job fixes every control variable
+    BEST_SEEN = "best seen"  # among the batches of another engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What is expected in steady state. Throughputs are of all copies of the model together, all
-    else is of one copy.
+    """Expected figures in steady state. Throughputs count all replicas together (in requests or
+    tokens per second), all else is of one replica.
 
-    `latency_s` is for the bound's kind and quantile. Of the query of the quantile's output length
-    `ttft_s` is from the start of its encoding to its first token, `tpot_s` the mean of each later
-    one (0 where there is none); None in files of before. `encode_batch` and `decode_batch` are
-    means: the queries encoded together, and those active at the first decode iteration of a phase.
-    `decode_iterations` lie between two encodings (static batches: in the life of a batch).
-    `memory_bytes` is per rank, in rank order; `fits`: whether all that is needed has room."""
+    `latency_s` is for the kind and quantile of the latency limit. `ttft_s` and `tpot_s` are of the
+    request with the quantile's output length: seconds from the start of its prefill to its first
+    token, and mean seconds of each later one (0 if there is none); None in older files.
+    `encode_batch` and `decode_batch` are means: requests encoded together, and requests active at
+    the first decode iteration of a phase. `decode_iterations` lie between two prefills (static
+    batches: in the life of a batch). `memory_bytes` is by rank; `fits`: whether it suffices."""
 
     throughput_qps: Amount
     output_tokens_per_s: Amount
@@ -75,11 +74,10 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """One configuration: what is executed, where, and what is expected of it.
+    """A configuration: control variables, deployment, and expected figures.
 
-    `others`: copies of another shape, on the ranks behind these, which share the queries with them
-    by a schedule of their own; their throughputs are in those of `figures` as well. They have no
-    others."""
+    `others`: replicas of other shapes on the ranks behind these, each with controls of its own,
+    which share the requests. Their throughputs are included in `figures`. They have no others."""
 
     controls: Annotated[Controls, ByPolicy()]
     deployment: Deployment
@@ -89,12 +87,12 @@ class Estimate:
 
     @property
     def shapes(self) -> tuple[Estimate, ...]:
-        """The copies of each shape by themselves, in the order of their ranks."""
+        """One Estimate for the replicas of each shape, in the order of their ranks."""
         return (self.beside(()), *self.others)
 
     @property
     def all_pools(self) -> tuple[Pool, ...]:
-        """The pools of every copy of all shapes, in the order of their ranks."""
+        """The pools of every replica of all shapes, in the order of their ranks."""
         pools, first_rank = list[Pool](), 0
         for shape in (self, *self.others):
             for copy in range(shape.deployment.replicas):
@@ -104,23 +102,23 @@ class Estimate:
 
     @property
     def longest_query(self) -> int:
-        """KV entries (tokens) of the longest query that a copy of any shape can take."""
+        """Longest request (input and output tokens) that the KV cache of every shape can hold."""
         return min(shape.deployment.group_kv_tokens for shape in (self, *self.others))
 
     @property
     def longest_input(self) -> int:
-        """Tokens of the longest input that a copy of any shape can encode; 0: any."""
+        """Longest input, in tokens, that every shape can encode; 0: any."""
         room = [tokens for shape in (self, *self.others)
                 if (tokens := shape.deployment.encoding.kv_tokens)]
         return min(room, default=0)
 
     @property
     def num_devices(self) -> int:
-        """Devices of the copies of all shapes."""
+        """Devices of the replicas of all shapes."""
         return sum(shape.deployment.num_devices for shape in (self, *self.others))
 
     def beside(self, others: tuple[Estimate, ...]) -> Estimate:
-        """The same copies beside these others, in place of those that they are beside."""
+        """This Estimate with `others` replaced, and its throughputs adjusted."""
         def total(name: str) -> float:
             more = sum(getattr(other.figures, name) for other in others)
             less = sum(getattr(other.figures, name) for other in self.others)
@@ -138,26 +136,25 @@ class Estimate:
 
     @property
     def variables(self) -> Mapping[str, Any]:
-        """The values of its control variables and of its tensor plan, by name."""
+        """Values of its control variables and tensor plan, by name."""
         own = {field.name: getattr(self.controls, field.name)
                for field in fields(self.controls)}  # type: ignore[arg-type]
         return {**own, "tp_degree": self.deployment.tp_degree, "tp_gpus": self.deployment.tp_gpus}
 
     @property
     def most_in_system(self) -> float:
-        """Queries of a copy between the start of encoding and the last token, at most, as
+        """Most requests of a replica between the start of prefill and the last token, as
         planned."""
         figures = self.figures
         return max(figures.decode_batch + figures.encode_batch, max_in_system(self.controls))
 
     @property
     def one_copy(self) -> Estimate:
-        """One of its copies by itself."""
+        """This configuration with one replica."""
         return self.in_copies(1)
 
     def in_copies(self, count: int) -> Estimate:
-        """The same configuration in so many copies, which answer as many times the queries, and
-        none of another shape."""
+        """This configuration with `count` replicas and no others; throughputs scale with them."""
         own = self.beside(())
         figures, more = own.figures, count / self.deployment.replicas
         if more == 1:
@@ -167,8 +164,8 @@ class Estimate:
             output_tokens_per_s=figures.output_tokens_per_s * more))
 
     def changed(self, **changes: Any) -> Estimate:
-        """The same with whole parts replaced, then fields in whichever parts have them; `kv_tokens`
-        is the decoding pool's. Raises TypeError for a name that no part has."""
+        """This Estimate with parts, or fields of its parts, replaced by name; `kv_tokens` is that
+        of the decoding pool. Raises TypeError for a name that no part has."""
         if "decode_micro_batches" in changes:
             changes["num_groups"] = changes["decode_micro_batches"]
         left = dict(changes)
@@ -188,7 +185,7 @@ class Estimate:
                        deployment=replace(deployment, pools=pools))
 
 
-# what an alternative is the best of; "unsearched": policies that were not compared
+# the set that an alternative is the best of; "unsearched": policies that were not compared
 AlternativeKind = Literal["policy", "unsearched", "RRA and WAA alone", "tp_degree",
                           "without a latency bound", "without a margin",
                           "highest in steady state"]
@@ -196,21 +193,21 @@ AlternativeKind = Literal["policy", "unsearched", "RRA and WAA alone", "tp_degre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """An alternative that was not chosen. subject: the policy, the policies ("unsearched") or the
-    tp_degree that it is the best of, else "". words: its configuration, ""
-    if there is none. is_unsure: it is faster, but misses the limit with its own margin."""
+    """An alternative that was not chosen. `subject`: policy, policies ("unsearched") or tp_degree
+    that it is the best of, else "". `words`: its configuration; "" if none. `is_unsure`: it is
+    faster, but misses the limit with its own safety margin."""
 
     kind: AlternativeKind
     subject: str = ""
     words: str = ""
-    throughput_qps: Amount | None = None  # of all copies; None: no schedule
+    throughput_qps: Amount | None = None  # of all replicas; None: no schedule
     latency_s: Unbounded | None = None
     reason: str
     is_unsure: bool = False
 
     @property
     def name(self) -> str:
-        """What it is the best of: policies by their titles."""
+        """The set that it is the best of; policies by their titles."""
         if self.kind in ("policy", "unsearched"):
             return ", ".join(policy(name).title for name in self.subject.split(", "))
         return f"{self.kind} {self.subject}".strip()
@@ -223,11 +220,11 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeTried:
-    """A number of devices that was tried for a job that asks for few or cheap ones. expected_s:
-    seconds of the job, or of a million requests; with_margin_s: with the constraint's confidence;
-    None if there is no schedule. price: in the tariff's currency, 0 if unknown. reason: why the
-    size misses a limit, "" if it keeps all. is_impossible: that no schedule keeps the limits is
-    proved."""
+    """A number of devices that was tried for a job that asks for few or cheap ones. `expected_s`:
+    seconds of the job, or of a million requests; `with_margin_s`: with the constraint's confidence;
+    None if there is no schedule. `price`: in the tariff's currency, 0 if unknown. `reason`: why the
+    size misses a limit, "" if it keeps all. `is_impossible`: it is proved that no schedule keeps
+    the limits."""
 
     devices: Positive
     expected_s: Amount | None = None
@@ -239,10 +236,12 @@ class SizeTried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiesTried:
-    """What so many copies of the model come to, on so many devices each: the best that was found,
-    in `words` (None, and why, where there is none), and what no schedule of them exceeds. One that
-    cannot win is not searched to its own best. `devices`: of each copy, the largest first, where
-    they are unlike (the bound then is of all divisions into unlike ones); else empty."""
+    """A number of replicas that was examined, each on `devices_per_replica` devices.
+
+    `throughput_qps` and `words`: the best schedule found (None, and the reason, if there is none).
+    `bound_qps`: upper bound on all of its schedules; one that cannot win is not searched further.
+    `devices`: devices of each replica, the largest first, if they are unequal (the bound is then
+    that of all unequal divisions); else empty."""
 
     replicas: Positive
     devices_per_replica: Count
@@ -255,13 +254,14 @@ class CopiesTried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What the search proved. `bound_qps` is an upper bound on the throughput of any admissible
-    configuration, `gap` what it is above the schedule's, as a share; `nodes` the configurations
-    evaluated; `unbounded_qps` the best throughput with no latency bound; `pruned` the boxes given
-    up, by reason; `policy_bounds` what no configuration of each policy exceeds, the highest first;
-    `hardware_qps` the devices' roofline limit (xsimulator.roofline_limit); `covers` of which copies
-    the bound is, in words, where they may be of several sizes; `bare_qps` the best throughput that
-    was seen with no margin of its own, where the schedule's costs any."""
+    """Result of the search's proof. Throughputs are in requests/s of all replicas.
+
+    `bound_qps`: upper bound for every admissible configuration. `gap`: (bound - schedule) /
+    schedule. `nodes`: configurations evaluated. `unbounded_qps`: best throughput without a latency
+    limit. `pruned`: number of boxes pruned, by reason. `policy_bounds`: upper bound by policy, the
+    highest first. `hardware_qps`: the devices' roofline limit (xsimulator.roofline_limit).
+    `covers`: replica sizes that the bound covers, in words, if they may differ. `bare_qps`: best
+    throughput found without a safety margin, if the schedule's costs any."""
 
     status: str
     bound_qps: Unbounded
@@ -277,22 +277,22 @@ class Proof:
 
     @property
     def bare_gap(self) -> float | None:
-        """By what share no schedule, none with a margin of its own, exceeds the best that was seen
-        of those; None where the schedule itself has as much."""
+        """Optimality gap among schedules without a safety margin; None if it is hardly smaller than
+        `gap`."""
         gap = self.bound_qps / self.bare_qps - 1 if self.bare_qps else self.gap
         return max(gap, 0.0) if gap < self.gap * (1 - MARGINAL) else None
 
     def left_open(self, name: str, throughput_qps: float) -> float | None:
-        """What no configuration of a policy exceeds, where that is more than OPEN above the best
-        that was seen of it: one that cannot win is not searched to its own best."""
+        """Upper bound of policy `name` if it is more than OPEN above `throughput_qps`, the best
+        found of it; else None. A policy that cannot win is not searched to its best."""
         most = dict(self.policy_bounds).get(name, 0.0)
         return most if most > throughput_qps * (1 + OPEN) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """What is kept back for what is uncertain: the schedule is planned for the bound divided by
-    `factor`; one without it has more throughput by the share `cost`."""
+    """Safety margin: the schedule is planned for the latency limit divided by `factor`. `cost`:
+    share by which a schedule without it is faster."""
 
     factor: Unbounded = 1.0
     cost: Annotated[float, Field(strict=True, allow_inf_nan=False)] = 0.0
@@ -301,10 +301,10 @@ class Margin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The chosen configuration with what the search proved about it. `fingerprint`: of the Problem
-    it answers; the runner refuses another one. `over_copies`: every number of copies of the model
-    that was looked at, the most first; empty where there was one, of one size. `prospects`: of its
-    bounds but that on latency. `sizes`: numbers of devices tried, the fewest first."""
+    """The chosen configuration with its proof. `fingerprint`: that of its Problem; the runner
+    refuses another one. `over_copies`: every number of replicas examined, the most first; empty if
+    only one was. `prospects`: expected values of metrics other than latency that have limits.
+    `sizes`: numbers of devices tried, the fewest first."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     estimate: Estimate
@@ -336,8 +336,8 @@ class Schedule:
         return next(bound for bound in self.bounds if bound.metric == "latency")
 
     def changed(self, **changes: Any) -> Schedule:
-        """The same with fields of its proof, its latency bound, its estimate or its own replaced.
-        Raises TypeError for a name that no part has."""
+        """This Schedule with fields of its own, its proof, its latency limit or its estimate
+        replaced by name. Raises TypeError for a name that no part has."""
         left = dict(changes)
         own = _replaced(self, changes, left)
         of_latency, proof = own.bound, _replaced(own.proof, changes, left)
@@ -348,7 +348,7 @@ class Schedule:
 
 
 def _replaced(part: _Part, changes: dict[str, Any], left: dict[str, Any]) -> _Part:
-    """`part` with those of its fields that are among the changes; they are taken out of `left`."""
+    """`part` with its fields among `changes` replaced, whose names are removed from `left`."""
     own = {field.name: changes[field.name] for field in fields(part)  # type: ignore[arg-type]
            if field.name in changes}
     for name in own:
@@ -357,18 +357,18 @@ def _replaced(part: _Part, changes: dict[str, Any], left: dict[str, Any]) -> _Pa
 
 
 def devices_of_copies(estimate: Estimate) -> tuple[int, ...]:
-    """Devices of each copy of all shapes, in the order of their ranks."""
+    """Number of devices of each replica of all shapes, in the order of their ranks."""
     return tuple(shape.deployment.devices_per_replica for shape in (estimate, *estimate.others)
                  for _ in range(shape.deployment.replicas))
 
 
 def devices_tried(row: CopiesTried) -> tuple[int, ...]:
-    """Devices of each copy of a line."""
+    """Number of devices of each replica of a row."""
     return row.devices or (row.devices_per_replica,) * row.replicas
 
 
-def sum_of(devices: Sequence[int]) -> str:
-    """Devices of copies as a sum, the largest first: "4 + 3", "5 + 3 x 1"."""
+def devices_sum(devices: Sequence[int]) -> str:
+    """Devices of replicas as a sum, the largest first: "4 + 3", "5 + 3 x 1"."""
     counts = {each: devices.count(each) for each in sorted(set(devices), reverse=True)}
     return " + ".join(f"{count} x {each}" if count > 1 else str(each)
                       for each, count in counts.items())

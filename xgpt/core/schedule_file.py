@@ -1,5 +1,5 @@
-"""Schedules as readable JSON, with a section for each part: controls, deployment, figures, bounds,
-proof, margin; and any value as JSON can hold it, which is what `--json` prints."""
+"""Schedules as readable JSON files, with a section for each part (controls, deployment, figures,
+bounds, proof, margin); and `plain`, which makes any value fit for JSON, as `--json` prints it."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from xgpt.core.policies import Policy, policies, policy
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.system.whole_file import read_text, write_atomically
 
-SCHEDULE_VERSION = 6  # older ones are no longer read
+SCHEDULE_VERSION = 6  # others are refused
 
 
 def save_schedule(schedule: Schedule, path: Path) -> None:
@@ -25,7 +25,8 @@ def save_schedule(schedule: Schedule, path: Path) -> None:
 
 
 def load_schedule(path: Path) -> Schedule:
-    """Raises InputError for a file that is no schedule of this version, with every mistake."""
+    """The Schedule in the file `path`. Raises InputError, naming every mistake, for a file that is
+    no schedule of this version."""
     try:
         raw = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as cause:
@@ -51,7 +52,7 @@ def load_schedule(path: Path) -> Schedule:
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """A section for each part. Infinity is the string "inf"."""
+    """The schedule as a JSON object with a section for each part; infinity is "inf"."""
     parts = asdict(schedule)
     sections: dict[str, Any] = plain({
         "version": SCHEDULE_VERSION, "policy": schedule.controls.policy, **parts.pop("estimate"),
@@ -60,7 +61,8 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_json(raw: Mapping[str, Any]) -> Schedule:
-    """Inverse of `to_json`. Raises pydantic's ValidationError on missing, foreign or wrong keys."""
+    """The Schedule of `to_json`'s object. Raises pydantic's ValidationError for missing, unknown or
+    wrong keys."""
     data = {key: value for key, value in raw.items() if key not in ("version", "policy")}
     estimate = {key: data.pop(key) for key in [*data] if key in _names(Estimate)}
     schedule: Schedule = _adapter(policies()).validate_python({**data, "estimate": estimate})
@@ -69,7 +71,7 @@ def from_json(raw: Mapping[str, Any]) -> Schedule:
 
 @cache
 def _adapter(rows: tuple[Policy, ...]) -> TypeAdapter[Schedule]:
-    """`rows`: whose controls there are."""
+    """The type's adapter; `rows`: the policies whose controls it knows (the cache's key)."""
     return TypeAdapter(Schedule)
 
 
@@ -78,7 +80,7 @@ def _names(part: Any) -> set[str]:
 
 
 def _key(loc: tuple[int | str, ...]) -> str:
-    """A part's place as it is in the file; the name of its policy's class is none."""
+    """The key of a part as the file has it, without the name of the policy's class."""
     own = [part for at, part in enumerate(loc) if at == 0 or loc[at - 1] != "controls" or (
         at + 1 == len(loc))]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in own
@@ -91,7 +93,7 @@ def _shown(error: Any) -> object:
 
 
 def _of_estimates(schedule: Schedule) -> Iterator[tuple[str, object, str]]:
-    """What must agree: (key, value, what is allowed)."""
+    """Yields (key, value, what is allowed) for parts of a schedule that contradict each other."""
     for place, shape in enumerate((schedule.estimate, *schedule.estimate.others), start=-1):
         of = "" if place < 0 else f"others[{place}]."
         for key, value, allowed in (*_of_deployment(shape), *_of_chunks(shape.controls)):
@@ -103,7 +105,7 @@ def _of_estimates(schedule: Schedule) -> Iterator[tuple[str, object, str]]:
 
 
 def _of_chunks(controls: Controls) -> Iterator[tuple[str, object, str]]:
-    """A decode pool that is to encode inputs, and is never left any."""
+    """Yields a fault for a decode pool that shall encode inputs but never gets any."""
     if isinstance(controls, WaaControls) and controls.encode_chunk:
         for name in ("planned_active", "stock_tokens"):
             if not getattr(controls, name):
@@ -111,7 +113,7 @@ def _of_chunks(controls: Controls) -> Iterator[tuple[str, object, str]]:
 
 
 def _of_deployment(shape: Estimate) -> Iterator[tuple[str, object, str]]:
-    """Ranks that are named twice, pools of other roles than the policy's, and layers that are left
+    """Yields faults: ranks named twice, roles of pools that are not the policy's, and layers left
     out or held twice in a pool."""
     deployment, wanted = shape.deployment, list(policy(shape.policy).pools)
     roles = [pool.role for pool in deployment.pools]
@@ -138,7 +140,7 @@ def plain(value: Any) -> Any:
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
-    # NOTE: JSON has no infinity, and json.dumps would write a token other readers refuse.
+    # NOTE: JSON has no infinity, and json.dumps would write a token that other readers refuse.
     if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     if hasattr(value, "__dataclass_fields__"):
@@ -147,5 +149,5 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` to a file that a reader finds whole."""
+    """Writes `value` as JSON; readers see the old file or the new one whole."""
     write_atomically(path, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")

@@ -1,5 +1,5 @@
 """Units at the edges: inside xgpt are only seconds, bytes, FLOPs, tokens and rates per second. And
-what the numbers of a schedule may be, for pydantic to check its file by."""
+the number types by which pydantic checks a schedule's file."""
 
 import math
 import re
@@ -20,15 +20,15 @@ _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INT8 = "int8"
-FP8 = "fp8"  # E4M3, of weights alone or of both operands; planned for, not executed
+FP8 = "fp8"  # E4M3, for weights alone or both operands; planned for, not executed
 EIGHT_BITS = (FP8, INT8)
-WEIGHT_BYTES = {**DTYPE_BYTES, INT8: 1, FP8: 1}  # of an element; scales apart
+WEIGHT_BYTES = {**DTYPE_BYTES, INT8: 1, FP8: 1}  # per element, without scales
 
 
 def activation_item_bytes(weight_dtype: str, dtype: str, *, is_cpu: bool) -> int:
-    """Of an activation, where weights of a run of `dtype` are held as `weight_dtype`: our own
-    runner on a CPU multiplies those of int8 by float32; on GPUs 8 bits are made of them
-    for a product, and they themselves are of `dtype`."""
+    """Bytes of an activation in a run of `dtype` with weights of `weight_dtype`. Our runner on a
+    CPU multiplies int8 weights by float32; on GPUs activations stay `dtype`, and are narrowed for
+    each product."""
     if is_cpu and weight_dtype == INT8:
         return DTYPE_BYTES["float32"]
     return DTYPE_BYTES.get(weight_dtype, DTYPE_BYTES[dtype])
@@ -94,8 +94,8 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def seconds_up(seconds: float) -> str:
-    """0.0064481 -> '0.006449': four digits, never less than `seconds`, for the figure must work as
-    a bound itself; inf -> 'inf'."""
+    """0.0064481 -> '0.006449': four digits, rounded up, so that the figure can be used as a limit;
+    inf -> 'inf'."""
     if not 0 < seconds < math.inf:
         return f"{seconds:g}"
     digits = 3 - math.floor(math.log10(seconds))
@@ -129,7 +129,7 @@ MAX_COUNT = 2**53  # JSON's other readers hold no larger whole number exactly
 
 
 def _infinity(value: Any) -> Any:
-    """JSON has none: it stands as the text "inf"."""
+    """The value of the text "inf", which stands for infinity in JSON; other values as they are."""
     return math.inf if value == "inf" else value
 
 

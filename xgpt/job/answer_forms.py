@@ -1,12 +1,12 @@
-"""The keys that a job adds to each of its requests: the prompt's template, a system message, and
-the form that an answer is held to."""
+"""Keys that a job adds to each of its requests: the prompt's template, a system message, and the
+form that answers must have."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xgpt.core.engines import gives
+from xgpt.core.engines import supports
 from xgpt.job.job import Job
 from xgpt.job.sections import absolute
 from xgpt.job.typed import Reading
@@ -17,8 +17,8 @@ _YAML = 'a list of different texts; put what YAML reads as something else in quo
 
 
 def json_schema_of(value: Any, folder: Path) -> dict[str, Any]:
-    """Returns a JSON schema that stands in the job file or in a file of its own. Raises ValueError,
-    which names the wrong part by its path in the schema."""
+    """The JSON schema in the job file, or in the file that it names. Raises ValueError, naming the
+    wrong part by its path in the schema."""
     where = ""
     if isinstance(value, str):
         path = absolute(value, folder)
@@ -37,7 +37,7 @@ def json_schema_of(value: Any, folder: Path) -> dict[str, Any]:
 
 
 def choices_of(value: Any) -> tuple[str, ...]:
-    """Returns the texts of a list; whole numbers are written out. Raises ValueError."""
+    """The texts of a list; whole numbers are written out. Raises ValueError."""
     if not isinstance(value, list) or not value:
         raise ValueError
     if not all(isinstance(one, (str, int)) and not isinstance(one, bool) for one in value):
@@ -51,20 +51,20 @@ def choices_of(value: Any) -> tuple[str, ...]:
 
 
 def form_of_answers(schema: Mapping[str, Any] | None, choices: Sequence[str]) -> str:
-    """Returns the form as a request has it (xgpt.requests.chat); "" where none is asked for."""
+    """The form of answers as a request has it (xgpt.requests.chat); "" for none."""
     if schema is None and not choices:
         return ""
     return form_text("choice", [*choices]) if choices else form_text("json", schema)
 
 
 def most_tokens_of(choices: Sequence[str]) -> int | None:
-    """Returns the most tokens that an answer can have, its end among them; None without choices. A
-    model may write a text byte by byte."""
+    """Most tokens that an answer can have, with its end; None without choices. A model may write a
+    text byte by byte."""
     return max((len(text.encode()) for text in choices), default=0) + 1 if choices else None
 
 
 def check_asked(job: Job, reading: Reading) -> None:
-    """Records the mistakes of what these keys must agree on with others."""
+    """Records these keys where they contradict others."""
     work, engine = job.workload, job.run.engine
     files = work.requests
     why = ("left out where continuations are scored, or texts embedded" if work.only_encodes else
@@ -82,6 +82,6 @@ def check_asked(job: Job, reading: Reading) -> None:
     if reading.has("workload.json_schema") and work.choices:
         reading.reject("workload.choices", "left out beside workload.json_schema: an answer has "
                        "one form")
-    elif files.terms.form and not gives(engine, "form"):
+    elif files.terms.form and not supports(engine, "form"):
         reading.reject("workload.choices" if work.choices else "workload.json_schema",
                        f"left out with run.engine {engine}, which holds no answer to a form")

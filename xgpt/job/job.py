@@ -1,8 +1,7 @@
-"""The job file as a frozen `Job`: exactly what the user wrote, checked, with nothing resolved; and
-its section `run`.
+"""The job file as a frozen `Job`: the user's keys, checked but not resolved; and its section `run`.
 
 Building a Job has no side effect (no directory, no clock, no seed, no download). `load_job` in
-xgpt.job.job_file reads one; xgpt.job.resolve resolves it."""
+xgpt.job.job_file reads one; xgpt.job.resolve turns it into a Problem."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -30,13 +29,13 @@ KV_LAYOUTS = ("auto", "rows", "blocks")
 RESCHEDULE = 0.1  # run.reschedule: auto
 STEP_TIMES = 0.15  # run.step_times: auto
 
-# no option of ssh or mpiexec, no list within a list
+# cannot be an option of ssh or mpiexec, or a list of hosts
 _HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
-_INTERFACE = r"[A-Za-z0-9][\w.:-]{0,14}"  # Linux's names have no more
+_INTERFACE = r"[A-Za-z0-9][\w.:-]{0,14}"  # Linux's names have at most 15 characters
 
 
 def _share(usual: float, of: str) -> typed.Of:
-    """How far something must leave the plan; None: whatever it does."""
+    """A check for a share by which something must leave the plan, `usual` for auto; off: None."""
     given: Callable[[Any], float | None] = typed.amount(
         parse_share, lambda x: 0 < x <= 1, f"auto, off, or a share {of}, '15%' or 0.15").value_of
 
@@ -51,72 +50,72 @@ def _share(usual: float, of: str) -> typed.Of:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """How to execute. `ranks` None: one per device of the cluster."""
+    """How to execute the job. `ranks` None: one per device of the cluster."""
 
     __pydantic_config__ = typed.CONFIG
     ranks: Annotated[int, typed.whole(1, 100_000)] | None = None
     dtype: Annotated[str, typed.choice(DTYPES, DTYPE_WORDS)] = "auto"
-    # as which weights are multiplied; int8: activations with them
+    # that weights are multiplied in; int8: activations, too
     weight_dtype: Annotated[str, typed.choice((*DTYPES, INT8, FP8), DTYPE_WORDS)] = "auto"
-    # as which entries of the cache are held; planned for alone
+    # of the KV cache; other values than auto are only planned for
     kv_dtype: Annotated[str, typed.choice(("auto", FP8, INT8))] = "auto"
-    # how what is reserved for a query lies
+    # layout of a request's KV cache
     kv_layout: Annotated[str, typed.choice(KV_LAYOUTS)] = "auto"
     seed: Annotated[int, typed.whole(0, 2**63 - 1)] = 0
     temperature: Annotated[float, typed.number("a number >= 0", ge=0)] = 0.0
     top_k: Annotated[int, typed.whole(1, MAX_INT)] | None = None
     top_p: Annotated[float, typed.number("above 0 and at most 1", gt=0, le=1)] = 1.0
-    # strings that end the answers of requests that name none
+    # strings that end answers, for requests without some of their own
     stop: Annotated[tuple[str, ...], typed.that(
         KEYS["stop"].values.has, f"a text, or a list of at most {MAX_STOPS}, of 1 to "
         f"{MAX_STOP_CHARS} characters each",
         lambda value: tuple(value if isinstance(value, list) else [value]))] = ()
     threads_per_rank: Annotated[int, typed.whole(1, 4096)] | None = None
     ignore_eos: typed.Flag = False
-    # random: of the model's shape, for performance work
+    # random: random weights in the model's shape, for performance work
     weights: Annotated[str, typed.choice(WEIGHTS)] = "checkpoint"
-    # over which the ranks are spread evenly; (): this machine
+    # that the ranks are spread over evenly; (): this machine
     hosts: Annotated[tuple[str, ...], typed.Of(typed.texts_of, "a list of names")] = ()
-    # a program that is called as ssh is; None: ssh itself
+    # a program called like ssh; None: ssh
     launcher: Annotated[str | None, typed.text(
         "a program called as `PROGRAM HOST COMMAND...`")] = None
-    pickles: typed.Flag = False  # weights in PyTorch's pickled files are read, too
-    verify: typed.Flag = False  # weights are known again by every byte, not by samples
-    private: typed.Flag = False  # what is written is the user's alone to read
-    deterministic: typed.Flag = False  # answers that do not depend on the batch, bit for bit
+    pickles: typed.Flag = False  # whether PyTorch's pickled weights are read, too
+    verify: typed.Flag = False  # whether weights are hashed whole, not sampled
+    private: typed.Flag = False  # whether only the user may read the files written
+    deterministic: typed.Flag = False  # whether answers are bitwise independent of the batch
     # the hosts' network interface for messages; None: MPI chooses
     interface: Annotated[str | None, typed.matching(
         _INTERFACE, "a network interface's name, such as eth1", type="string")] = None
-    # share by which output lengths must leave the plan for it to be made anew; None: never
+    # share by which output lengths must differ from the plan to replan; None: never
     reschedule: Annotated[float | None, _share(
         RESCHEDULE, "of the mean output length")] = RESCHEDULE
-    # share by which steps must be slower or quicker than planned for the same; None: never
+    # share by which step times must differ from the plan to replan; None: never
     step_times: Annotated[float | None, _share(STEP_TIMES, "of the time of a step")] = STEP_TIMES
     engine: Annotated[str, typed.choice(engine_names)] = OWN_ENGINE
-    # on GPUs: decode steps captured, where they can be
+    # whether decode steps are captured on GPUs, where possible
     cuda_graphs: Annotated[bool, typed.that(
         lambda value: value in ("auto", "off") or value is False,  # YAML 1.1 reads `off` as false
         "auto or off", lambda value: value == "auto", enum=["auto", "off", False])] = True
-    # the interpreter of another engine; None: this one
+    # Python interpreter of another engine; None: this one
     engine_python: Annotated[str | None, typed.text(
         "the Python of an environment that has the engine, such as /opt/vllm/bin/python")] = None
-    # its own arguments, by name
+    # arguments of another engine, by name
     engine_args: Annotated[Mapping[str, Any], typed.any_keys(
         "a mapping of the engine's own arguments, such as {enforce_eager: false}")] = field(
             default_factory=dict)
-    # what was reported done so long ago is on the disk
+    # seconds after which answers reported done are on the disk
     sync_s: Annotated[float, typed.amount(parse_seconds, lambda x: 0.1 <= x <= 3600,
                                     "seconds, from 0.1 to 3600: 5 or '1m'")] = 5.0
-    # after a rank's death, of one command
+    # restarts by one command after ranks have died
     restarts: Annotated[int, typed.whole(0, 1000)] = 2
-    # without progress, after which the run is ended; None: by the longest step known
+    # seconds without progress that end the run; None: derived from the longest step known
     stall_timeout_s: Annotated[float | None, typed.amount(
         parse_seconds, lambda x: 5 <= x <= 7 * 86400,
         "seconds, from 5 to 604800 (7 days): 600 or '10m'"), Field(alias="stall_timeout")] = None
 
 
 def check_run(run: RunSpec, reading: typed.Reading) -> None:
-    """What of the section must agree with the rest of the file."""
+    """Records keys of the section that contradict each other or the rest of the file."""
     for key in ("engine_python", "engine_args"):
         if run.engine not in ONE_PROCESS and reading.has(f"run.{key}"):
             reading.reject(f"run.{key}", f"only with run.engine: {' or '.join(ONE_PROCESS)}")
@@ -141,7 +140,7 @@ def check_run(run: RunSpec, reading: typed.Reading) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSpec:
-    """How a length distribution is to be found: one of the ways of docs/job-file.md."""
+    """Source of a length distribution: one of the forms of docs/job-file.md."""
 
     kind: Literal["normal", "from_requests", "file", "task", "observe"]
     mean: float | None = None
@@ -153,30 +152,30 @@ class LengthSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
-    """`requests` are files of prompts, or there are `count` synthetic queries."""
+    """The requests of a job, from files or `count` synthetic ones, and their lengths."""
 
     requests: RequestFiles | None
     count: int | None
     input_tokens: LengthSpec
     output_tokens: LengthSpec
-    max_tokens: int | None = None  # cap on generated tokens of requests that name none
-    choices: tuple[str, ...] = ()  # texts of which each answer is one; (): any text
+    max_tokens: int | None = None  # cap on output tokens, for requests without one of their own
+    choices: tuple[str, ...] = ()  # the texts that an answer can be; (): any text
     chat: bool = True  # apply the tokenizer's chat template, if it has one
-    # what that is told besides (`enable_thinking`); a request's own counts before it
+    # arguments of that template (`enable_thinking`); a request's own take precedence
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    score: bool = False  # continuations are scored, and nothing is written
-    # texts are embedded: the last hidden states, of the "last" token or their "mean"; None: not
+    score: bool = False  # whether continuations are scored instead of generated
+    # embed texts by their last hidden states, of the "last" token or their "mean"; None: generate
     embed: str | None = None
 
     @property
     def only_encodes(self) -> bool:
-        """Whether nothing is written: a query ends with its encoding."""
+        """Whether nothing is generated: a request ends with its prefill."""
         return self.score or self.embed is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One job file. `source` is its path, for messages; paths inside are absolute."""
+    """One job file, checked. `source` is its path, for messages; paths inside are absolute."""
 
     name: str
     model: str
@@ -189,9 +188,9 @@ class Job:
     output: Path
     source: Path
     results: Path | None = None  # a file of results besides results.jsonl
-    quote_formulas: bool = False  # its cells are none of a spreadsheet's formulas
+    quote_formulas: bool = False  # whether its cells are quoted against spreadsheet formulas
     profile: Path | None = None  # a Profile file to plan with
-    plan_engine: str = OWN_ENGINE  # whose times the roofline gives
-    price_per_hour: float | None = None  # of a device; None: the catalog's, where it has one
+    plan_engine: str = OWN_ENGINE  # engine whose roofline times are used
+    price_per_hour: float | None = None  # of a device; None: the catalog's, if it has one
     adjustment: Adjustment = Adjustment()
-    max_search_s: float | None = None  # that finding a schedule may take; None: as long as it does
+    max_search_s: float | None = None  # seconds that the search may take; None: no limit

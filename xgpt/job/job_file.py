@@ -1,8 +1,7 @@
-"""Reading a job file: YAML (docs/job-file.md) -> frozen `Job`, with every mistake at once.
+"""Reads a job file: YAML (docs/job-file.md) to a frozen `Job`, with every mistake at once.
 
-Relative paths are relative to the job file's folder, whether they stand in the file or on the
-command line. A key without a value (`constraint:`) counts as not given. Nothing is downloaded or
-created."""
+Relative paths start at the job file's folder, in the file and on the command line. A key without a
+value (`constraint:`) counts as not given. Nothing is downloaded or created."""
 
 import os
 import re
@@ -42,15 +41,15 @@ from xgpt.job.workload_section import WorkloadSection, file_of, words_of, worklo
 from xgpt.job.yaml_tree import OVERRIDE_FILE, Field, apply_override, parse_tree, read_tree
 from xgpt.requests.request_files import format_of
 
-SWEEP_KEYS = ("base", "grid", "cases")  # any of which makes a file a sweep's
-SCORING_POLICIES = ("rra", "ft", "dsi")  # which encode whole inputs, without decoding beside them
+SWEEP_KEYS = ("base", "grid", "cases")  # a file with any of them is a sweep file
+SCORING_POLICIES = ("rra", "ft", "dsi")  # encode whole inputs, without decoding beside them
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MODEL = "a catalog name, a folder with config.json, or a hub id"
 
 
 def _model(value: Any, folder: Path) -> str:
-    """Catalog name, absolute path of a local model, or hub id."""
+    """The catalog name, absolute path of a local model, or hub id. Raises ValueError."""
     name, known = typed.text_of(value), catalog.names("model")
     if name in known:
         return name
@@ -82,7 +81,7 @@ class _Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """The keys of a job file. `schedule` has a kind of its own, by the policies there are."""
+    """Keys of a job file. `schedule` is read by a dataclass made from the policies."""
 
     __pydantic_config__ = {**typed.CONFIG, "json_schema_extra": {
         "required": ["model", "cluster", "workload"]}}
@@ -119,7 +118,7 @@ def job_schema() -> dict[str, Any]:
     return {**schema, "properties": {**schema["properties"], "schedule": own}}
 
 
-# what other tools call a key -> ours
+# names of keys in other tools -> our keys
 _FOREIGN = {"max_num_seqs": "schedule.max_active", "max_batch_size": "schedule.max_active",
             "max_num_batched_tokens": "schedule.token_budget",
             "tensor_parallel_size": "schedule.tp_degree", "tp": "schedule.tp_degree",
@@ -130,8 +129,8 @@ _FOREIGN = {"max_num_seqs": "schedule.max_active", "max_batch_size": "schedule.m
 
 
 def key_places() -> dict[str, str]:
-    """Dotted keys of job files by their last names, and by what other tools call them; of sections,
-    not of mappings within them."""
+    """Dotted key of each key and of each section's keys, by its last name and by its names in other
+    tools."""
     places = dict(_FOREIGN)
     for key, own in job_schema()["properties"].items():
         places.setdefault(key, key)
@@ -142,8 +141,8 @@ def key_places() -> dict[str, str]:
 
 
 def load_job(path: Path, overrides: Sequence[str] = (), text: str | None = None) -> Job:
-    """The job in `path`, or in `text` that a file of that name would hold, with `key.path=value`
-    overrides put in. Raises InputError that carries every mistake, in the order of the lines."""
+    """The Job in the file `path`, or in `text` instead of the file's, with `key.path=value`
+    overrides applied. Raises InputError with every mistake, in the order of the lines."""
     mistakes: list[Mistake] = []
     job = job_of(job_tree(path, overrides, mistakes, text), path, mistakes)
     if mistakes:
@@ -152,14 +151,14 @@ def load_job(path: Path, overrides: Sequence[str] = (), text: str | None = None)
 
 
 def in_order(mistakes: Sequence[Mistake]) -> InputError:
-    """An InputError of all, in the order of the file's lines."""
+    """An InputError with all `mistakes`, in the order of the file's lines."""
     return InputError(sorted(mistakes, key=lambda m: (m.line is None, m.line or 0)))
 
 
 def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake],
              text: str | None = None) -> Field:
-    """The tree of a file with `key.path=value` overrides put in. Raises InputError for what is no
-    mapping of keys."""
+    """The tree of a job file with `key.path=value` overrides applied. Raises InputError if it is no
+    mapping of keys to values."""
     if text is None and path.is_dir():
         raise wrong(path, "job file", None, "is a folder; a job file in it is wanted, for example "
                     f"{path / 'job.yaml'}")
@@ -183,8 +182,8 @@ def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake],
 
 
 def _part_of_a_name(tree: Field, override: str) -> Mistake | None:
-    """A mistake where `cluster.links=...` is set of a cluster that the file only names; it says how
-    the whole is written."""
+    """A Mistake if `cluster.links=...` is set for a cluster that the file only names, with the
+    mapping to write instead; else None."""
     key = override.partition("=")[0].strip()
     named = tree.value.get("cluster") if isinstance(tree.value, dict) else None
     if not key.startswith("cluster.") or named is None or not isinstance(named.value, str):
@@ -199,7 +198,7 @@ def _part_of_a_name(tree: Field, override: str) -> Mistake | None:
 
 
 def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
-    """The job of a file's tree; to be discarded where `mistakes` were added."""
+    """The Job of a file's tree. Discard it if anything was added to `mistakes`."""
     folder, reading = Path(os.path.abspath(path)).parent, typed.Reading(tree, mistakes)
     own: JobFile = typed.read(JobFile, tree, "", mistakes, key_places, folder)
     schedule, adjustment = schedule_of(reading, key_places)
@@ -232,9 +231,8 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
 
 
 def _planned_engine(own: JobFile, cluster: str | Cluster, reading: typed.Reading) -> str:
-    """The engine whose times are planned with unless the job says so: the one that is to run, or
-    that the profile is of. For GPUs elsewhere, vLLM where its computed times were compared with
-    published runs on such GPUs."""
+    """The engine to plan for by default: the one that runs, or that the profile is of. For GPUs
+    elsewhere it is vLLM, if its computed times were compared with published runs on such GPUs."""
     is_here = cluster in (LOCAL_CLUSTER, "") or any(
         map(reading.has, ("run.engine", "slurm", "profile")))
     if not is_here:
@@ -244,7 +242,7 @@ def _planned_engine(own: JobFile, cluster: str | Cluster, reading: typed.Reading
 
 
 def _check(job: Job, reading: typed.Reading) -> None:
-    """What sections must agree on."""
+    """Records sections that contradict each other."""
     check_run(job.run, reading)
     if job.slurm is not None:
         check_slurm(job.slurm, reading)
@@ -265,7 +263,8 @@ def _check(job: Job, reading: typed.Reading) -> None:
 
 
 def _check_encoded(job: Job, reading: typed.Reading) -> None:
-    """What scores or embeds encodes whole inputs, and hands none on."""
+    """Records keys that a job which scores or embeds cannot have: it encodes whole inputs, and
+    hands none to another pool."""
     doing = "continuations are scored" if job.workload.score else "texts are embedded"
     if job.workload.requests is None:
         reading.reject("workload.requests", "a file of prompts and continuations, which are scored"

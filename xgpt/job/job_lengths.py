@@ -1,9 +1,9 @@
-"""The length distributions a job asks for (docs/paper.md), of each kind of LengthSpec.
+"""Length distributions of a job (docs/paper.md), for each kind of LengthSpec.
 
-`observe` (output lengths to be learnt from the first part of the job) starts from the conservative
-end: every query is taken to run to its cap. With such a plan a query can only leave earlier than
-planned, so that neither the latency bound nor the memory is exceeded, and the predicted throughput
-is a lower bound. While the job runs, xgpt.app.running.follow puts what it sees in its place."""
+`observe` (output lengths are learned from the first part of the job) starts conservatively: every
+answer is planned at its cap. A request can then only end earlier than planned: neither the latency
+limit nor the memory is exceeded, and the predicted throughput is a lower bound. While the job runs,
+xgpt.app.running.follow replans with the lengths measured."""
 
 import csv
 import json
@@ -32,14 +32,14 @@ from xgpt.core.system.whole_file import read_text
 from xgpt.job.job import Job, LengthSpec
 from xgpt.requests.request import Requests
 
-# Cap on the output where neither the request, the job nor a distribution of outputs gives one.
-DEFAULT_MAX_TOKENS = 512
-_OBSERVE_NOTE = "every query taken to run to its cap, until observed"
+# Cap on the output if neither the request, the job nor a distribution of outputs has one.
+DEFAULT_MAX_TOKENS = 512  # chosen
+_OBSERVE_NOTE = "every answer planned at its cap, until lengths are observed"
 
 
 def resolve_lengths(job: Job, model: ModelSpec, requests: Requests | None) -> JointLengths:
-    """The joint distribution of the job's (input, output) lengths. Raises InputError, also where
-    the longest of them do not fit into the model's positions."""
+    """Joint distribution of the job's input and output lengths, in tokens. Raises InputError, also
+    if the longest of them exceed the model's positions."""
     inputs, outputs = job.workload.input_tokens, job.workload.output_tokens
     if inputs.kind == "task" and inputs == outputs:
         assert inputs.task is not None, f"{inputs = }"
@@ -76,8 +76,8 @@ def _joint_of_requests(job: Job, model: ModelSpec, requests: Requests) -> JointL
 
 def _can_run(job: Job, input_lengths: IntArray, forced: IntArray,
              model: ModelSpec) -> NDArray[np.bool_]:
-    """Which prompts have a token and leave room for one, and for all that are forced; the run
-    reports the others as errors."""
+    """Whether each prompt has a token and leaves room for its output (one token, or all forced
+    ones), [requests]; the run reports the others as errors. Raises InputError if none has."""
     limit = model.max_positions or MAX_LENGTH_TOKENS + 1
     mask = (input_lengths > 0) & (input_lengths <= MAX_LENGTH_TOKENS)
     why = f"no prompt has a token and is shorter than the model's {limit} positions"
@@ -117,10 +117,10 @@ def _outputs(job: Job, model: ModelSpec, requests: Requests | None) -> Lengths:
 
 
 def _marginal(spec: LengthSpec, *, is_input: bool) -> Lengths:
-    """One side of a spec that needs no requests."""
+    """Lengths of inputs or outputs by a spec that needs no requests."""
     if spec.kind == "normal":
         assert spec.mean is not None and spec.std is not None and spec.maximum is not None
-        # a spread of millionths of the range (under two tokens of a million) is none
+        # a spread of millionths of the range (under two tokens of a million) counts as none
         std = spec.std if spec.std > 4e-6 * spec.maximum else 0.0
         return truncated_normal(spec.mean, std, spec.maximum)
     if spec.kind == "task":
@@ -177,7 +177,7 @@ def _check_positions(job: Job, model: ModelSpec, lengths: JointLengths) -> None:
 
 
 Side: TypeAlias = Literal["input", "output"]
-MAX_MISTAKES = 20  # of a bad file; the rest would only repeat them
+MAX_MISTAKES = 20  # chosen: of a bad file; the rest would only repeat them
 
 _NAMES: dict[Side, tuple[str, ...]] = {
     "input": ("input", "input_tokens", "prompt_tokens"),
@@ -186,13 +186,14 @@ _Row: TypeAlias = "tuple[int, Mapping[Any, Any]]"  # line, values by column
 
 
 def read_lengths(path: Path, *sides: Side) -> IntArray:
-    """Reads lengths of the sides, [num_rows, sides]: the columns of these names or, of one side
-    alone, the file's only column. Raises InputError with the first bad one of each row."""
+    """Lengths in tokens in a CSV or JSON-lines file, [rows, sides]: from the columns of these names
+    or, for one side, from the file's only column. Raises InputError with each row's first bad
+    value."""
     rows = _read_rows(path)
     line, columns = rows[0]
     keys = [next((name for name in _NAMES[side] if name in columns), None) for side in sides]
     is_named = any(name in columns for names in _NAMES.values() for name in names)
-    if len(sides) == len(columns) == 1 and not is_named:  # the other side's is no substitute
+    if len(sides) == len(columns) == 1 and not is_named:  # the other side's column will not do
         keys = [*columns]
     if None in keys:
         raise wrong(path, "lengths", None, f"no column {sides[keys.index(None)]}; has "
@@ -244,7 +245,7 @@ def _json_rows(path: Path, text: str) -> Iterator[_Row]:
 
 
 def _usage(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """`response.body.usage` of an OpenAI batch line."""
+    """`response.body.usage` of an OpenAI batch line; None if the record is none."""
     value: object = record
     for key in ("response", "body", "usage"):
         value = value.get(key) if isinstance(value, dict) else None

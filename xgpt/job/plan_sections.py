@@ -1,11 +1,11 @@
-"""The sections of a job file that say what is planned: `constraint`, with the `objective`,
-`schedule`, the control variables that the user fixed, and `cluster` where it is no catalog name:
+"""Sections of a job file for the planner: `constraint` with the `objective`, `schedule` (control
+variables that the user fixes), and a `cluster` that is described inline:
 
     cluster: {device: A40, num_nodes: 1, devices_per_node: 4, intra_link: pcie4-x16,
               links: {nvlink3-bridge: 2}}
 
 The device and the links are catalog names, or mappings with the keys of xgpt.core.cluster's
-classes. `intra_link` joins all devices of a node, one of `links` so many neighbours faster."""
+classes. `intra_link` joins all devices of a node; the one in `links` joins neighbours faster."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -88,7 +88,7 @@ class _OwnLink:
 
 def _or_mapping(own: Any, names: Callable[[], list[str]], row: Callable[[str], Any],
                 ) -> typed.OrMapping:
-    """A mapping, as the class `own`, or what `row` makes of one of the names."""
+    """A check for a mapping with the keys of class `own`, or a name that `row` looks up."""
     one = typed.choice(names)
 
     def value_of(value: Any) -> Any:
@@ -105,7 +105,7 @@ _ALink = Annotated[Any, _or_mapping(_OwnLink, lambda: catalog.names("link"), cat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InlineCluster:
-    """The mapping's keys."""
+    """Keys of the section `cluster`, if it is a mapping."""
 
     __pydantic_config__ = typed.CONFIG
     device: Annotated[Any, _or_mapping(
@@ -152,7 +152,7 @@ AnyCluster = Annotated[Any, OrMapping(InlineCluster, Of(_cluster_of, anyOf=lambd
 
 
 def built_cluster(own: InlineCluster, reading: typed.Reading) -> Cluster:
-    """The cluster that is described under the key `cluster`."""
+    """The Cluster that the section `cluster` describes."""
     parts: list[Any] = [part.built() if isinstance(part, (_OwnDevice, _OwnLink)) else part
                         for part in (own.device, own.intra_link, own.inter_link)]
     device, intra, inter = parts
@@ -167,7 +167,8 @@ def built_cluster(own: InlineCluster, reading: typed.Reading) -> Cluster:
 
 
 def _islands(own: InlineCluster, intra: Link, reading: typed.Reading) -> dict[str, Any]:
-    """The link that joins neighbours faster than the node's own, and how many."""
+    """Cluster's `island_link` and `island_size`: the link that joins neighbours faster than the
+    node's own, and how many it joins; empty without one."""
     known, found, links = catalog.names("link"), dict[str, Any](), own.links or {}
     for name, size in links.items():
         key = f"cluster.links.{name}"
@@ -197,7 +198,7 @@ Quantile = Annotated[float, number("between 0 and 1", gt=0, lt=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limit:
-    """Seconds of each query's metric, perhaps with a quantile of its own."""
+    """A limit in seconds on a metric of requests, perhaps with a quantile of its own."""
 
     limit_s: Annotated[float, amount(parse_seconds, _is_limit, _SECONDS)]
     quantile: Quantile | None = None
@@ -209,7 +210,7 @@ Limit = Annotated[Any, OrMapping(_Limit, amount(parse_seconds, _is_limit, _SECON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstraintSection:
-    """The section's keys."""
+    """Keys of the section `constraint`."""
 
     __pydantic_config__ = CONFIG
     latency_s: Annotated[float, amount(parse_seconds, lambda x: x > 0,
@@ -243,16 +244,17 @@ def constraint_of(own: ConstraintSection, objective: Objective) -> Constraint:
         memory_bytes=own.memory, max_gpus=own.max_gpus, objective=objective)
 
 
-# More no device holds; and each part of a batch is a step of its own in every estimate.
-MOST, MOST_PARTS = 1_000_000, 4096
+# Limits of control variables: no device holds more, and each micro-batch is a step of its own in
+# every estimate.
+MOST, MOST_PARTS = 1_000_000, 4096  # chosen
 AUTO = "auto"
 _PARTS = ("decode_micro_batches", "encode_micro_batches")
 _OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle"}
 
 
 def section_kind() -> Any:
-    """A dataclass of the section's keys: control variables of every policy, those of other
-    packages' too, and how the workload is kept even."""
+    """A dataclass of the keys of the section `schedule`: control variables of every policy, also of
+    other packages, and the workload adjustment."""
     return _kind_for(policies())
 
 
@@ -265,11 +267,11 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
         ("policies", Annotated[tuple[str, ...], Field(alias="policy"), Of(_policies, anyOf=[
             {"enum": [AUTO, *names]},
             {"type": "array", "minItems": 1, "items": {"enum": names}}])], ()),
-        # None: as many as are best
+        # None: the best number
         ("replicas", Annotated[int | None, that(
             lambda value: value == AUTO or (
                 is_one_of(counted(value), int) and 1 <= counted(value) <= MOST_PARTS),
-            f"auto, or a whole number of copies from 1 to {MOST_PARTS}",
+            f"auto, or a whole number of replicas from 1 to {MOST_PARTS}",
             lambda value: None if value == AUTO else counted(value))], None),
         ("tp_degree", Annotated[int, whole(1, MOST_PARTS)] | None, None),
         ("tp_gpus", Annotated[int, whole(0, MOST)] | None, None),  # 0: no groups
@@ -282,12 +284,12 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
         ("shuffle", Annotated[bool | int, that(
             lambda value: isinstance(value, bool) or (
                 isinstance(value, int) and 2 <= value <= MOST),
-            f"true, false, or the queries of a window, 2 to {MOST}")], False),
+            f"true, false, or the requests of a window, 2 to {MOST}")], False),
     ], frozen=True, kw_only=True, namespace={"__pydantic_config__": CONFIG})
 
 
 def _policies(value: Any) -> tuple[str, ...]:
-    """The names given, each once; () where the choice is left open."""
+    """The policy names given, each once; () if the choice is left open. Raises ValueError."""
     names = policy_names()
     if value == AUTO:
         return ()
@@ -303,7 +305,8 @@ def _policies(value: Any) -> tuple[str, ...]:
 
 def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) -> tuple[
         FixedSchedule, Adjustment]:
-    """What the section fixes, and how the workload is kept even."""
+    """The control variables that the section `schedule` fixes, and its workload adjustment.
+    `elsewhere`: as for xgpt.job.typed.read."""
     node = reading.at("schedule")
     if node is None or not isinstance(node.value, dict):
         return FixedSchedule(), Adjustment()
@@ -328,9 +331,8 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
 
 
 def _check_controls(reading: Reading, schedule: FixedSchedule) -> tuple[Policy, ...]:
-    """The policies that are left, of those that the job names or that a search looks at: the ones
-    that have every variable given. Where none has, each variable that the nearest lacks is a
-    mistake."""
+    """The policies (of those named, or else searched) that have every variable given. If none has,
+    each variable that the nearest one lacks is recorded as a mistake."""
     wanted = [policy(name) for name in schedule.policies or searched_policies()]
     rows = able_policies(schedule)
     given = [name for name in sorted({name for row in policies() for name in row.variable_names})

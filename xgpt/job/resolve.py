@@ -1,8 +1,8 @@
-"""`resolve`: the one function between what the user wrote (`Job`) and what is computed with
-(`Problem`). It reads files the job names, and looks at this machine for `cluster: local`; it
-neither downloads nor reads requests: a caller that has done so passes `model` and `requests`.
+"""Resolves what the user wrote (`Job`) into what is planned (`Problem`). It reads files that the
+job names, and detects this machine for `cluster: local`. It neither downloads nor reads requests: a
+caller that has done so passes `model` and `requests`.
 
-`open_layouts`: how the cores of this machine may be laid out for a job."""
+`open_layouts`: the divisions of this machine's cores that a job allows."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +29,11 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
             requests: Requests | None = None) -> Problem:
     """The Problem of `job`. Raises InputError.
 
-    model: the shape, where it was fetched (a hub id's config.json); else the catalog row or the
-        local folder's config.json.
-    requests: what is in the file of them that the job names."""
+    `model`: its shape, if fetched from a hub; default: the catalog's or the local config.json's.
+    `requests`: the job's requests, read from its file; required if it names one."""
     assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
     shape = model or known_model(job)
-    cluster = _as_the_engine_leaves_it(resolve_cluster(job), job)
+    cluster = _without_reserve(resolve_cluster(job), job)
     if shape.planned_only and job.run.engine != VLLM and (
             job.cluster == LOCAL_CLUSTER or job.slurm is not None):
         raise wrong(job.source, "model", job.model, f"one that is executed: {shape.planned_only} "
@@ -43,11 +42,11 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
     if (job.schedule.replicas or 1) > cluster.num_devices:
         raise wrong(job.source, "schedule.replicas", job.schedule.replicas,
                     f"at most {cluster.num_devices}, the devices of cluster {cluster.name}: each "
-                    "copy of the model needs one")
-    if requests is not None and job.run.stop:  # whose outputs may end before they are as long
+                    "replica needs one")
+    if requests is not None and job.run.stop:  # outputs may end before their forced length
         requests = replace(requests, may_stop=np.ones(len(requests), bool))
     lengths = resolve_lengths(job, shape, requests)
-    # of a request that names none: the job's, else the longest planned for
+    # for a request without a cap of its own: the job's, else the longest planned for
     most_outputs = job.workload.max_tokens or lengths.outputs.max
     dtype = resolve_dtype(job.run.dtype, cluster.device)
     return Problem(
@@ -68,8 +67,8 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
             job.workload.input_tokens.kind == "from_requests") else 0.0)
 
 
-def _as_the_engine_leaves_it(cluster: Cluster, job: Job) -> Cluster:
-    """Its GPUs without what the engine whose times are planned for keeps of their memory."""
+def _without_reserve(cluster: Cluster, job: Job) -> Cluster:
+    """`cluster` with the memory reserved that the planned engine keeps for itself on GPUs."""
     reserved = int(catalog.engine(job.plan_engine).reserve_gb * 1e9)
     if cluster.device.kind != "gpu" or not reserved:
         return cluster
@@ -78,10 +77,10 @@ def _as_the_engine_leaves_it(cluster: Cluster, job: Job) -> Cluster:
 
 def query_lengths(requests: Requests | None, most_outputs: int,
                   model: ModelSpec) -> QueryLengths | None:
-    """Lengths of the job's own queries; None where the requests were not tokenised. No query takes
-    more positions than the model has; what becomes an error record whatever the schedule, since its
-    input alone or its forced output takes more, or it has no tokens of the model's, has no output
-    here and one token of input."""
+    """Lengths of the job's requests, cut to the model's positions; None if not tokenised.
+
+    A request that no schedule can run (its input or forced output is too long, or it has no tokens)
+    gets one token of input and no output; it becomes an error record."""
     if requests is None or requests.input_tokens is None or not requests.are_tokenised:
         return None
     inputs = requests.input_tokens
@@ -94,7 +93,7 @@ def query_lengths(requests: Requests | None, most_outputs: int,
 
 
 def resolve_cluster(job: Job) -> Cluster:
-    """The job's cluster, or as much of it as `run.ranks` leaves, at the job's price."""
+    """The job's cluster, cut to `run.ranks` and the constraint, at the job's price."""
     ranks = job.run.ranks
     if job.cluster == LOCAL_CLUSTER:
         cluster = local.detect(1 if job.run.engine in ONE_PROCESS and ranks is None else ranks,
@@ -110,8 +109,8 @@ def resolve_cluster(job: Job) -> Cluster:
 
 
 def limited(cluster: Cluster, constraint: Constraint) -> Cluster:
-    """What the constraint leaves of a cluster: memory of each device, and number of devices (the
-    largest number of whole or evenly used nodes within it)."""
+    """`cluster` cut to the constraint's memory per device and number of devices (the largest number
+    within it that uses nodes whole or evenly)."""
     memory, device = constraint.memory_bytes, cluster.device
     if memory is not None and memory < device.memory_bytes:
         cluster = replace(cluster, device=replace(device, memory_bytes=memory))
@@ -125,7 +124,7 @@ def limited(cluster: Cluster, constraint: Constraint) -> Cluster:
 
 
 def resolve_dtype(dtype: str, device: Device) -> str:
-    """`auto`: bfloat16 where the device has it, else a GPU's float16, else float32."""
+    """`dtype`, or for auto: bfloat16 if the device has it, else float16 on a GPU, else float32."""
     if dtype != "auto":
         return dtype
     rates = dict(device.flops_per_s)
@@ -135,8 +134,9 @@ def resolve_dtype(dtype: str, device: Device) -> str:
 
 
 def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluster) -> str:
-    """`auto`: `dtype`, but for bfloat16 on a CPU float32, where it multiplies that quicker and no
-    more than half of its memory would hold it. Raises InputError for what cannot be executed."""
+    """`run.weight_dtype`, or for auto `dtype`. For bfloat16 on a CPU auto means float32, if that
+    multiplies faster and the weights take at most half of the memory. Raises InputError for types
+    that cannot be executed."""
     wish, device, engine = job.run.weight_dtype, cluster.device, job.run.engine
     allowed = _weight_dtypes(dtype, model, device, engine)
     allowed += [narrow for narrow in _planned_for(job, device, "weight_dtype")
@@ -158,7 +158,7 @@ def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluste
 
 
 def _resolve_kv_dtype(job: Job, dtype: str, cluster: Cluster) -> str:
-    """`auto`: `dtype`. Raises InputError where nobody would hold the cache so."""
+    """`run.kv_dtype`, or for auto `dtype`. Raises InputError for types that no engine has here."""
     wish = job.run.kv_dtype
     if wish == "auto":
         return dtype
@@ -173,8 +173,8 @@ _EIGHT_BITS_BY_KEY = {"weight_dtype": {FP8: "has_fp8", INT8: "has_int8"},
 
 
 def _planned_for(job: Job, device: Device, key: str) -> list[str]:
-    """The types of 8 bits that a key may have on GPUs that are not here, as an engine takes them
-    that executes them; by no profile, which would be of another type."""
+    """The 8-bit types allowed for a key: those that the planned engine executes, on GPUs that are
+    not here; none with a profile, which was measured with another type."""
     if (device.kind != "gpu" or job.cluster == LOCAL_CLUSTER or job.slurm is not None
             or job.profile is not None):
         return []
@@ -190,13 +190,13 @@ def _planned_words(key: str) -> str:
 
 
 def open_weight_dtypes(problem: Problem, engine: str) -> list[str]:
-    """As which weights `run.weight_dtype: auto` may hold them, by the memory that there is."""
+    """The dtypes that `run.weight_dtype: auto` may choose, depending on memory."""
     allowed = _weight_dtypes(problem.dtype, problem.model, problem.cluster.device, engine)
     return [dtype for dtype in allowed if dtype in (problem.dtype, "float32")]
 
 
 def _weight_dtypes(dtype: str, model: ModelSpec, device: Device, engine: str) -> list[str]:
-    """As which weights can be held for a run of `dtype`, that first."""
+    """The dtypes that weights can have in a run of `dtype`, that one first."""
     allowed = [dtype]
     if engine == OWN_ENGINE and device.kind == "cpu":
         if dtype == "bfloat16":
@@ -207,7 +207,7 @@ def _weight_dtypes(dtype: str, model: ModelSpec, device: Device, engine: str) ->
 
 
 def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:
-    """`ranks` devices of the cluster on as few nodes as hold them, evenly."""
+    """`ranks` devices of the cluster, evenly on as few nodes as hold them. Raises InputError."""
     nodes = -(-ranks // cluster.devices_per_node)
     if ranks > cluster.num_devices:
         raise wrong(source, "run.ranks", ranks,
@@ -219,7 +219,7 @@ def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:
 
 
 def known_model(job: Job) -> ModelSpec:
-    """The shape of the job's model, without fetching anything. Raises InputError."""
+    """The shape of the job's model, without downloads. Raises InputError."""
     folder = Path(job.model)
     if folder.is_absolute():
         return read_shape(folder, folder.name)
@@ -231,9 +231,9 @@ def known_model(job: Job) -> ModelSpec:
 
 
 def open_layouts(job: Job) -> tuple[Layout, ...]:
-    """The layouts that a job leaves open: those of the fewest and of the most ranks that it allows;
-    none where it names its ranks, is not for this machine's cores alone, or is another engine's.
-    Threads that it names leave one."""
+    """Layouts of this machine's cores that a job allows: those with the fewest and the most ranks,
+    or the one with its threads. Empty if it names its ranks, runs elsewhere or on GPUs, or by
+    an engine with layouts of its own."""
     run = job.run
     if job.cluster != LOCAL_CLUSTER or run.ranks is not None or run.hosts or (
             run.engine != OWN_ENGINE and run.engine not in ONE_PROCESS) or gpus_here():
@@ -249,6 +249,6 @@ def open_layouts(job: Job) -> tuple[Layout, ...]:
     return (*allowed[:1], *allowed[1:][-1:])
 
 
-def laid_out(job: Job, layout: Layout) -> Job:
-    """The job with its ranks and threads named."""
+def with_layout(job: Job, layout: Layout) -> Job:
+    """`job` with its ranks and threads set to `layout`."""
     return replace(job, run=replace(job.run, ranks=layout.ranks, threads_per_rank=layout.threads))

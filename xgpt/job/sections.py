@@ -1,7 +1,6 @@
-"""Sections of a job file that say what there is to run with, and on what. `slurm`: what is asked of
-Slurm, in its own words; what Slurm itself would refuse only after a wait in the queue is refused
-here. `workload.requests` and `results`: where requests are, how they are written, and in which file
-their results are wanted besides results.jsonl."""
+"""Sections of a job file for the run. `slurm`: options of sbatch under its own names, refused here
+where Slurm would refuse them only after a wait in the queue. `workload.requests` and `results`:
+files of requests with their format, and a file for results besides results.jsonl."""
 
 import glob
 import math
@@ -20,11 +19,11 @@ from xgpt.job import typed
 from xgpt.requests.request_files import COMPRESSED, STDIN, SUFFIXES, RequestFiles, format_of
 
 LAUNCHES = ("srun", "mpiexec")
-REQUEUES = 3  # after warnings of the time limit
-WARNING_S = 120
+REQUEUES = 3  # chosen: after warnings of the time limit
+WARNING_S = 120  # chosen
 MAIL_TYPES = ("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "INVALID_DEPEND", "STAGE_OUT",
               "TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80", "TIME_LIMIT_50", "ARRAY_TASKS")
-# What the batch script says itself: twice, the later one would count.
+# Options that the batch script sets itself: of two, the later would count.
 _OWN = ("array", "a", "chdir", "D", "error", "e", "job-name", "J", "no-requeue", "open-mode",
         "output", "o", "parsable", "requeue", "signal", "wait", "W", "wrap")
 
@@ -35,7 +34,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
 def _texts(allowed: str, is_allowed: Callable[[str], object] = bool) -> typed.Of:
-    """A list of texts, or a single one."""
+    """A check for a list of texts, or a single one, each of which `is_allowed` accepts."""
     return typed.that(lambda value: all(map(is_allowed, typed.texts_of(value))), allowed,
                       typed.texts_of)
 
@@ -52,8 +51,8 @@ Nodes = Annotated[int, typed.whole(1, 100_000)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmSpec:
-    """Options of sbatch under its own names (None: left to the cluster), and how the batch script
-    goes about it."""
+    """Options of sbatch under its own names (None: the cluster's default), and of the batch script
+    that xgpt writes."""
 
     __pydantic_config__ = typed.CONFIG
     partition: typed.Text | None = None
@@ -77,7 +76,7 @@ class SlurmSpec:
     mail_type: Annotated[tuple[str, ...], typed.Of(
         _mail_types, f"some of {', '.join(MAIL_TYPES)}")] = ()
     mail_user: typed.Text | None = None
-    at_once: Nodes | None = None  # tasks of an array that may run at a time
+    at_once: Nodes | None = None  # tasks of an array that may run at the same time
     extra: Annotated[tuple[str, ...], _texts(
         "a list of whole options of sbatch, such as '--comment=x'", _OPTION.fullmatch)] = ()
     modules: Annotated[tuple[str, ...], _texts("a list of names")] = ()
@@ -91,20 +90,20 @@ class SlurmSpec:
         "a mapping of variables to text, {UCX_NET_DEVICES: ib0}",
         lambda value: tuple((name, str(own)) for name, own in value.items()), type="object")] = ()
     prologue: Annotated[tuple[str, ...], _texts("a list of lines of bash")] = ()
-    # words before the command of every rank
+    # words put before the command of every rank
     container: Annotated[tuple[str, ...], _texts(
         "a list of words: [apptainer, exec, image.sif]")] = ()
     launch: Annotated[Literal["srun", "mpiexec"], typed.choice(LAUNCHES)] = "srun"
     mpi: Annotated[str, typed.text("a word for `srun --mpi=`: pmi2, pmix, cray_shasta")] = "pmi2"
     requeue: Annotated[int, typed.whole(0, 1000)] = REQUEUES
-    warning_s: Annotated[int, typed.amount(  # before the time limit
+    warning_s: Annotated[int, typed.amount(  # before the time limit; in the file: warning
         lambda value: round(parse_seconds(value)), lambda x: 30 <= x <= 65535,
         "seconds or '2 min', at least 30 s (a run has 20 s to stop) and at most 65535 s"),
         Field(alias="warning")] = WARNING_S
 
     @property
     def gpus_each(self) -> int | None:
-        """GPUs of each node."""
+        """Number of GPUs of each node; None if not given."""
         return None if self.gpus_per_node is None else int(self.gpus_per_node.rpartition(":")[2])
 
     @property
@@ -113,7 +112,7 @@ class SlurmSpec:
 
 
 def check_slurm(spec: SlurmSpec, reading: typed.Reading) -> None:
-    """What of the section must agree."""
+    """Records keys of the section `slurm` that contradict each other."""
     keys = {field.name.replace("_", "-"): field.name for field in fields(SlurmSpec)}
     for option in spec.extra:
         match = _OPTION.fullmatch(option)
@@ -124,7 +123,7 @@ def check_slurm(spec: SlurmSpec, reading: typed.Reading) -> None:
             reading.reject("slurm.extra", f"{option!r} has a key of its own, slurm.{keys[name]}")
     if spec.time_s is not None and spec.time_s <= spec.warning_s:
         reading.reject("slurm.time", f"more than slurm.warning, {spec.warning_s} s: so long before "
-                       "the limit a run is told to stop")
+                       "the limit a run is asked to stop")
     if spec.mail_user is None and set(spec.mail_type) - {"NONE"}:
         reading.reject("slurm.mail_type", "needs slurm.mail_user")
     if reading.has("slurm.mpi") and spec.launch != "srun":
@@ -132,7 +131,8 @@ def check_slurm(spec: SlurmSpec, reading: typed.Reading) -> None:
 
 
 def seconds_of(time: str) -> float:
-    """Slurm's `minutes`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`, or infinity."""
+    """Seconds of a time in Slurm's form: `minutes`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S`;
+    infinite for infinite and unlimited."""
     if time.lower() in ("infinite", "unlimited"):
         return math.inf
     days, dash, rest = time.rpartition("-")
@@ -145,7 +145,7 @@ def seconds_of(time: str) -> float:
 
 
 def time_of(seconds: float) -> str:
-    """Whole minutes that hold so many seconds, as Slurm writes them: `1-02:30:00`."""
+    """`seconds` rounded up to whole minutes, in Slurm's form: `1-02:30:00`."""
     minutes = math.ceil(seconds / 60)
     hours, days = minutes // 60 % 24, minutes // 60 // 24
     return (f"{days}-" if days else "") + f"{hours:02d}:{minutes % 60:02d}:00"
@@ -160,7 +160,8 @@ _RESULTS = "a file whose name ends in .csv, .tsv, .parquet or .jsonl; or off"
 
 
 def files_of(value: Any, folder: Path) -> tuple[Path, ...]:
-    """The files of a name, a pattern, or several of these in a list; or standard input alone."""
+    """Absolute paths of a name, a pattern, or a list of these; or standard input alone. Raises
+    ValueError."""
     if value == [None]:
         return (STDIN,)  # `--set workload.requests=-`: to YAML a list of nothing
     texts = typed.texts_of(value)
@@ -173,7 +174,7 @@ def files_of(value: Any, folder: Path) -> tuple[Path, ...]:
     found = {name: _found(name, folder) for name in texts}
     if missing := [name for name in texts if not found[name]]:
         raise ValueError("; ".join(_not_found(name, folder) for name in missing))
-    # a file that two of them name is read once
+    # a file that is named twice is read once
     return tuple(dict.fromkeys(path for name in texts for path in found[name]))
 
 
@@ -182,7 +183,7 @@ _Column = Annotated[str, typed.text("the name of a column")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """The keys of `workload.requests`, where it is a mapping."""
+    """Keys of `workload.requests`, if it is a mapping."""
 
     file: Annotated[tuple[Path, ...] | None, typed.InFolder(files_of, _FILES)] = None
     count: Annotated[int, typed.whole(1, MAX_COUNT)] | None = None
@@ -205,7 +206,7 @@ AnyRequests = Annotated[Any, typed.OrMapping(
 
 def requests_of(own: Requests | tuple[Path, ...] | None,
                 reading: typed.Reading) -> tuple[RequestFiles | None, int | None]:
-    """(files of requests, count of synthetic ones): at most one of the two."""
+    """(files of requests, number of synthetic requests), at least one of them None."""
     key = "workload.requests"
     if not isinstance(own, Requests):
         return (None if own is None else RequestFiles(paths=own)), None
@@ -242,8 +243,8 @@ Results = Annotated[Path | None, typed.InFolder(_results, _RESULTS, type=["strin
 
 def results_of(own: Path | None, files: RequestFiles | None, output: Path,
                reading: typed.Reading) -> Path | None:
-    """The file for the results besides results.jsonl; None where none is wanted. By default that of
-    a table is a table."""
+    """Path of the results besides results.jsonl; None for none. By default requests in a table get
+    results in a table of the same format."""
     if not reading.has("results"):
         table = files.table if files is not None else None
         return output / f"results.{table}" if table is not None else None
@@ -258,7 +259,7 @@ def results_of(own: Path | None, files: RequestFiles | None, output: Path,
 def absolute(text: str, folder: Path) -> Path:
     """`text` as an absolute path; relative ones start at the job file's folder."""
     is_home = text == "~" or text.startswith("~/")
-    # NOTE: abspath and not resolve: a link stays what the user called it, a loop of links no error
+    # NOTE: abspath, not resolve: links keep the user's name, and a loop of links is no error
     return Path(os.path.abspath(folder / (Path(text).expanduser() if is_home else Path(text))))
 
 
@@ -270,12 +271,12 @@ def is_file(path: Path) -> bool:
 
 
 def _found(text: str, folder: Path) -> Sequence[Path]:
-    """The file of this name, or those that match it as a pattern, sorted."""
+    """The file with this name, or else the files that match it as a pattern, sorted."""
     if is_file(path := absolute(text, folder)):
         return [path]
     if not glob.has_magic(text):
         return []
-    # the pattern alone: the folder's own name may have brackets
+    # only `text` is a pattern: the folder's own name may have brackets
     matches = glob.glob(os.path.expanduser(text), root_dir=folder, recursive=True)
     return sorted(path for match in matches if is_file(path := absolute(match, folder)))
 

@@ -1,8 +1,8 @@
-"""Reading a sweep file (docs/sweep.md): a base job, cases and a grid -> the jobs of all points,
-with every mistake at once. A job file is a sweep of itself, over the axes that flags name.
+"""Reads a sweep file (docs/sweep.md): a base job, cases and a grid, expanded to the jobs of all
+points, with every mistake at once. A job file is a sweep of itself, over the axes that flags name.
 
-A sweep varies axes by a short name or by the dotted key of a job file. A value is a Field of the
-file that gives it, so that whatever is wrong with it names its place."""
+An axis has a short name or is a dotted key of a job file. Each value is a Field of the file that
+gives it, so that a message about it names its place."""
 
 import itertools
 import json
@@ -30,11 +30,11 @@ from xgpt.job.yaml_tree import (
     without_lines,
 )
 
-MAX_POINTS = 100_000
-SWEEP_FOLDER = "sweep"  # of a job, in its own
+MAX_POINTS = 100_000  # chosen
+SWEEP_FOLDER = "sweep"  # in a job's output folder
 DEFAULT_BOUNDS = "10%,20%,30%,50%,70%,100%,inf"
 Horizon = Literal["steady", "job"]
-ALL, AUTO = "all", "auto"  # as policies: every one there is; the one that the search chooses
+ALL, AUTO = "all", "auto"  # values of policy: every one; the one that the search chooses
 OVER, BOUNDS = "--over", "--bounds"
 FT = "ft"  # before a percentile of the latencies of FasterTransformer's batches
 _FT_BOUND = re.compile(rf"{FT}[1-9]\d?")
@@ -44,7 +44,7 @@ _FORM = f"{OVER} takes AXIS=VALUE,VALUE,...; for example policy=rra,waa-c"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepAxis:
-    """`name` is what tables and rows call it, `key` the dotted key of the job file."""
+    """An axis of a sweep. `name`: as in rows and tables. `key`: dotted key of the job file."""
 
     name: str
     key: str
@@ -52,7 +52,7 @@ class SweepAxis:
 
 
 POLICY = SweepAxis(name="policy", key="schedule.policy", title="policy")
-COPIES = SweepAxis(name="copies", key="schedule.replicas", title="copies of the model")
+COPIES = SweepAxis(name="copies", key="schedule.replicas", title="replicas")
 BOUND = SweepAxis(name="bound", key="constraint.latency_s", title="latency bound")
 AXES = (SweepAxis(name="model", key="model", title="model"),
         SweepAxis(name="cluster", key="cluster", title="cluster"),
@@ -61,8 +61,8 @@ AXES = (SweepAxis(name="model", key="model", title="model"),
         SweepAxis(name="engine", key="run.engine", title="engine"),
         SweepAxis(name="profile", key="profile", title="profile"), COPIES, POLICY, BOUND)
 
-# A value of the one key takes the place of what the base says under the others: lengths are given
-# by a task or by themselves, and a cluster is meant as a whole.
+# A value of a key removes the base's values of other keys: lengths are given by a task or by
+# themselves, and a cluster is meant as a whole.
 REPLACES: Mapping[str, tuple[str, ...]] = {
     "workload.task": ("workload.input_tokens", "workload.output_tokens"),
     "workload.input_tokens": ("workload.task",), "workload.output_tokens": ("workload.task",),
@@ -71,8 +71,8 @@ REPLACES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisValue:
-    """One value of an axis. `shown` is what rows hold. `is_relative`: a bound such as `50%` or
-    `ft10`, whose seconds follow from the job; its `field` is no bound at all."""
+    """A value of an axis. `shown`: its form in rows. `is_relative`: a latency limit such as `50%`
+    or `ft10`, whose seconds follow from the job; its `field` is then no limit (inf)."""
 
     shown: str | int
     field: Field
@@ -84,9 +84,9 @@ Setting = dict[SweepAxis, list[AxisValue]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPoint:
-    """One combination. `values`: of each axis that the sweep sets, as rows show it.
-    `relative_bound`: `50%` of the latency at the highest throughput, or `ft10`, the tenth
-    percentile of FT's latencies; None: the job has its own bound."""
+    """One combination of values. `values`: value of each axis as rows show it. `relative_bound`:
+    `50%` of the latency at the highest throughput, or `ft10`, the tenth percentile of FT's
+    latencies; None: the job has its own limit."""
 
     job: Job
     values: Mapping[str, str | int]
@@ -95,8 +95,8 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSpec:
-    """A sweep as it is asked for. `axes`: those with more than one value, each with all of them in
-    the order of the file; `points` are in the order of the grid."""
+    """A sweep to execute. `axes`: the axes with more than one value, each with its values in the
+    order of the file. `points` are in the order of the grid."""
 
     name: str
     source: Path
@@ -109,7 +109,7 @@ class SweepSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepFile:
-    """The keys of a sweep file."""
+    """Keys of a sweep file."""
 
     __pydantic_config__ = CONFIG
     name: Annotated[str | None, text("a name of printable characters")] = None
@@ -125,9 +125,9 @@ class SweepFile:
 def load_sweep(path: Path, *, overrides: Sequence[str] = (), over: Sequence[str] = (),
                bounds: str | None = None, out: Path | None = None,
                horizon: str | None = None) -> SweepSpec:
-    """The sweep of a file, and what the command line adds to it. `overrides`: `--set` of the base
-    job; `over`, `bounds`: axes that take the place of the file's own. Raises InputError that
-    carries every mistake, in the order of the lines."""
+    """The SweepSpec of a file and the command line. `overrides`: `--set` of the base job. `over`,
+    `bounds`: axes that replace the file's own. Raises InputError with every mistake, in the order
+    of the lines."""
     mistakes = list[Mistake]()
     tree = read_tree(path, mistakes)
     if not isinstance(tree.value, dict):
@@ -162,7 +162,7 @@ def load_sweep(path: Path, *, overrides: Sequence[str] = (), over: Sequence[str]
 
 def _base(reading: Reading, path: Path, folder: Path,
           overrides: Sequence[str]) -> tuple[Field, Path]:
-    """The base job's tree, and the file that its paths start from."""
+    """(tree of the base job, file that its paths start from). Raises InputError."""
     field, mistakes = reading.at("base"), reading.mistakes
     if field is not None and isinstance(field.value, str):
         other = folder / field.value
@@ -179,8 +179,8 @@ def _base(reading: Reading, path: Path, folder: Path,
 
 
 def _settings(reading: Reading, own: SweepFile, given: Setting) -> list[Setting]:
-    """All axes of each case, scenario by scenario: policies change faster than what they are
-    compared on, and bounds fastest."""
+    """The axes of each case with their values. Policies vary faster than other axes, and latency
+    limits fastest, so that rows to compare stand together."""
     grid_field, case_field = reading.at("grid"), reading.at("cases")
     grid: Setting = {} if own.grid is None or grid_field is None else read_setting(
         grid_field, "grid.", reading.mistakes)
@@ -197,7 +197,7 @@ def _settings(reading: Reading, own: SweepFile, given: Setting) -> list[Setting]
                 _reject(reading.mistakes, one, f"cases: {axis.name}",
                         "also an axis of the grid: give it once")
     merged = [{**case, **grid, **given} for case in cases]
-    # an axis without a value is a mistake, which is to hide no other
+    # an axis without a value is a mistake, which must not hide others
     return [{axis: one[axis] for axis in _ordered(one) if one[axis]} for one in merged]
 
 
@@ -230,7 +230,7 @@ def _point(tree: Field, base_path: Path, chosen: Mapping[SweepAxis, AxisValue],
                 tree = with_value(tree, key.split("."), Field(value=None, file="", line=None))
     for axis, value in chosen.items():
         tree = with_value(tree, axis.key.split("."), value.field)
-    own = list[Mistake]()  # what is wrong of one point hides nothing of another
+    own = list[Mistake]()  # mistakes of one point must not hide those of another
     bound, job = chosen.get(BOUND), job_of(tree, base_path, own)
     mistakes += own
     if job.workload.requests is not None and job.workload.requests.is_stdin:
@@ -243,7 +243,7 @@ def _point(tree: Field, base_path: Path, chosen: Mapping[SweepAxis, AxisValue],
 
 
 def axis_of(name: str) -> SweepAxis | None:
-    """The axis of a short name or of a dotted key; None for a name that is neither."""
+    """The axis with this short name or dotted key; None if there is none."""
     for axis in AXES:
         if name in (axis.name, axis.key):
             return axis
@@ -253,7 +253,7 @@ def axis_of(name: str) -> SweepAxis | None:
 
 
 def read_setting(field: Field, prefix: str, mistakes: list[Mistake]) -> Setting:
-    """The axes of a mapping, each with a value or a list of them."""
+    """The axes of a mapping with their values, each given as a value or a list of them."""
     setting: Setting = {}
     assert isinstance(field.value, dict), f"{field = }"
     for name, own in field.value.items():
@@ -271,7 +271,7 @@ def read_setting(field: Field, prefix: str, mistakes: list[Mistake]) -> Setting:
 
 def read_values(axis: SweepAxis, field: Field, key: str,
                 mistakes: list[Mistake]) -> list[AxisValue]:
-    """The values of an axis; whether the job file takes them is for its reader to say."""
+    """The values of an axis; the reader of the job file checks them later."""
     fields = field.value if isinstance(field.value, list) else [field]
     if not fields:
         _reject(mistakes, field, key, "at least one value")

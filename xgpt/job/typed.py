@@ -1,9 +1,9 @@
-"""A mapping of a file as a dataclass: pydantic checks it against the annotations, and each of its
-errors becomes a Mistake with file, line, key, value and what is allowed.
+"""Reads a mapping of a file as a dataclass: pydantic checks it against the annotations, and each of
+its errors becomes a Mistake with file, line, key, value and what is allowed.
 
-What is allowed is the field's description; without one it follows from the type. A value that is
-wrong counts as not given from then on, so that what depends on it is checked all the same; the
-caller discards what it built when there are mistakes."""
+The allowed values are the field's description, or follow from its type. A wrong value counts as not
+given from then on, so that the rest is checked all the same; the caller discards the result if
+there are mistakes."""
 
 import math
 import re
@@ -23,30 +23,31 @@ from xgpt.job.yaml_tree import data_of
 
 Json = dict[str, Any]
 CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)  # of each dataclass of a file
-# mappings whose keys others know
+# mappings whose keys xgpt does not know
 _OF_OTHERS = ("engine_args", "chat_template_kwargs", "json_schema")
-# What no quantity of a job file exceeds: beyond lies a slip of the hand, and numbers that overflow.
+# Limits of quantities in a job file: larger ones are slips of the hand, or overflow.
 LARGEST_NUMBER = 1e18  # FLOP/s of an exascale machine
 LARGEST: dict[Callable[[Any], float], float] = {
     parse_bytes: 1e18, parse_seconds: 1e9, parse_share: 1.0}  # 1e9 s are 32 years
 
 
 class Reading:
-    """A file's tree and what was found wrong in it, for what its keys must agree on."""
+    """A file's tree and its mistakes, for checks that concern several keys."""
 
     def __init__(self, tree: Node, mistakes: list[Mistake]) -> None:
         self.tree, self.mistakes = tree, mistakes
 
     def at(self, key: str) -> Node | None:
-        """The value of a dotted key; None where it is absent or null ("not given")."""
+        """The node of a dotted key; None if it is absent or null ("not given")."""
         node = self._nearest(key, is_there=True)
         return None if node is None or node.value is None else node
 
     def has(self, key: str) -> bool:
+        """Whether the dotted key is given."""
         return self.at(key) is not None
 
     def reject(self, key: str, allowed: str) -> None:
-        """Records that the value of `key` (or its absence) is a mistake, where none is known of
+        """Records that the value of `key`, or its absence, is a mistake, unless one is known of
         it."""
         place, node = self._nearest(key), self.at(key)
         value = None if node is None or isinstance(node.value, (dict, list)) else node.value
@@ -66,8 +67,8 @@ class Reading:
 
 
 class Of:
-    """What a value must be: `value_of` makes it of what a file has, or raises ValueError, without
-    words where the description says all. `schema`: the same as JSON schema."""
+    """A check of a field's value. `value_of` converts the file's value, or raises ValueError (with
+    no words if `allowed` says all). `schema`: its JSON schema."""
 
     def __init__(self, value_of: Callable[..., Any], allowed: str = "", **schema: Any) -> None:
         self.value_of, self.schema = value_of, schema
@@ -82,7 +83,7 @@ class Of:
 
 
 class InFolder(Of):
-    """The same where `value_of` takes the file's folder, too: of paths."""
+    """A check whose `value_of` also takes the file's folder, for paths."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.with_info_plain_validator_function(
@@ -90,7 +91,7 @@ class InFolder(Of):
 
 
 class OrMapping:
-    """A mapping, as a dataclass `kind`, or a value that is `one`."""
+    """A check for a mapping, read as the dataclass `kind`, or a value that `one` accepts."""
 
     def __init__(self, kind: Any, one: Of, allowed: str | Callable[[], str]) -> None:
         self._kind, self._one, self._allowed = kind, one, allowed
@@ -108,14 +109,14 @@ class OrMapping:
 
 
 def text_of(value: Any) -> str:
-    """A text that can be printed, without spaces around it. Raises ValueError."""
+    """`value`, a printable text, without spaces around it. Raises ValueError."""
     if isinstance(value, str) and value.strip() and value.isprintable():
         return value.strip()
     raise ValueError
 
 
 def texts_of(value: Any) -> tuple[str, ...]:
-    """A list of texts, or a single one."""
+    """The texts of a list, or of a single text. Raises ValueError."""
     return tuple(map(text_of, value if isinstance(value, list) else [value]))
 
 
@@ -125,7 +126,7 @@ def text(allowed: str) -> Of:
 
 def that(is_allowed: Callable[[Any], object], allowed: str = "",
          made: Callable[[Any], Any] = lambda value: value, **schema: Any) -> Of:
-    """What is `made` of a value for which `is_allowed` holds."""
+    """A check for values that `is_allowed` accepts, which `made` converts."""
     def value_of(value: Any) -> Any:
         if is_allowed(value):
             return made(value)
@@ -135,14 +136,14 @@ def that(is_allowed: Callable[[Any], object], allowed: str = "",
 
 
 def matching(pattern: str, allowed: str, flags: int = 0, **schema: Any) -> Of:
-    """A text, or a whole number, all of which the pattern matches."""
+    """A check for a text or a whole number that the pattern matches whole."""
     return that(lambda value: is_one_of(value, str, int) and str(value).isascii() and re.fullmatch(
         pattern, str(value), flags), allowed, str, **schema)
 
 
 def choice(names: Sequence[str] | Callable[[], Sequence[str]],
            also: Mapping[str, str] = MappingProxyType({})) -> Of:
-    """One of these names, exactly. `also`: other words for some of them."""
+    """A check for one of these names, exactly. `also`: other words for some of them."""
     def value_of(value: Any) -> str:
         known = names() if callable(names) else names
         if isinstance(value, str) and also.get(value, value) in known:
@@ -155,8 +156,8 @@ def choice(names: Sequence[str] | Callable[[], Sequence[str]],
 
 def amount(parse: Callable[[Any], float], is_allowed: Callable[[float], bool],
            allowed: str) -> Of:
-    """A number, or text with a unit, as `parse` of xgpt.core.units reads it, for which
-    `is_allowed` holds; no larger than LARGEST says, but for an infinite one."""
+    """A check for a number or a text with a unit, read by `parse` of xgpt.core.units, that
+    `is_allowed` accepts; at most as large as LARGEST says, or infinite."""
     largest = LARGEST.get(parse, LARGEST_NUMBER)
 
     def value_of(value: Any) -> float:
@@ -181,8 +182,8 @@ def is_one_of(value: object, *types: type) -> bool:
 
 
 class Number:
-    """A number of the annotated type, given as one or as text that xgpt.core.units.parse_count
-    reads. `bounds`: as pydantic names them."""
+    """A check for a number of the annotated type, given as one or as text that
+    xgpt.core.units.parse_count reads. `bounds`: named as in pydantic (ge, gt, le, lt)."""
 
     def __init__(self, allowed: str, **bounds: float) -> None:
         self._allowed, self._bounds = allowed, bounds
@@ -200,7 +201,7 @@ class Number:
 
 
 def counted(value: Any) -> Any:
-    """The number that a text or a whole float stands for; other values as they are."""
+    """The number that a text or a whole float stands for; other values unchanged."""
     if not is_one_of(value, str, float):
         return value
     try:
@@ -214,7 +215,7 @@ def whole(least: int, most: int) -> Number:
 
 
 def number(allowed: str, **bounds: float) -> Number:
-    """A finite number within bounds."""
+    """A check for a finite number within `bounds`."""
     return Number(allowed, **{"le": LARGEST_NUMBER, **bounds})
 
 
@@ -223,7 +224,7 @@ Text = Annotated[str, text("text")]
 
 
 def any_keys(allowed: str) -> Of:
-    """A mapping whose keys somebody else knows."""
+    """A check for a mapping whose keys xgpt does not know."""
     return that(lambda value: isinstance(value, dict), allowed, type="object")
 
 
@@ -233,7 +234,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 class _Schema(GenerateJsonSchema):
-    """Without titles; a key without a value is not given."""
+    """JSON schema without titles, in which every optional key may be null."""
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> Json:
         own = self.generate_inner(schema["schema"])
@@ -271,7 +272,7 @@ def schema_of(kind: Any) -> Json:
 
 
 def _forms(node: Json) -> Iterator[Json]:
-    """Of a value that is given."""
+    """Yields the schemas of a value that is given (not null)."""
     for form in node.get("anyOf", [node]):
         if form is not node and "anyOf" in form:
             yield from _forms(form)
@@ -281,9 +282,8 @@ def _forms(node: Json) -> Iterator[Json]:
 
 def read(kind: Any, node: Node, prefix: str, mistakes: list[Mistake],
          elsewhere: Callable[[], Mapping[str, str]] = dict, context: Any = None) -> Any:
-    """The mapping `node` under the dotted key `prefix` as a dataclass of this kind; None where one
-    of its keys is missing. `elsewhere`: the dotted keys of a whole file by their last names;
-    called only where a key is unknown."""
+    """The mapping `node` under the dotted key `prefix`, as a dataclass `kind`; None if a required
+    key is missing. `elsewhere`: dotted keys of the whole file by their last names, for hints."""
     data, told = plain(node), list[tuple[str, ...]]()
     while True:
         try:
@@ -301,7 +301,7 @@ def read(kind: Any, node: Node, prefix: str, mistakes: list[Mistake],
 
 
 def _path(data: Any, error: Any) -> tuple[str, ...]:
-    """The keys to a value that is wrong: of a list as a whole, and without names of types."""
+    """Keys on the path to a wrong value, up to a whole list, without names of types."""
     path: list[str] = []
     for key in error["loc"]:
         if not isinstance(data, dict) or not isinstance(key, str):
@@ -315,8 +315,8 @@ def _path(data: Any, error: Any) -> tuple[str, ...]:
 
 
 def _left_out(data: Any, path: tuple[str, ...], why: str) -> bool:
-    """Takes the value at the path out of `data`, or what it is missing in; False where that is
-    all."""
+    """Removes the value at `path` from `data`, or the mapping that lacks a key; False if that is
+    all of `data`."""
     if why in ("missing", "missing_keyword_only_argument"):
         path = path[:-1]
     if not path:
@@ -356,7 +356,7 @@ def _mistake(kind: Any, node: Node, prefix: str, path: tuple[str, ...], error: A
 
 
 def _allowed(form: Json) -> str:
-    """What a schema allows, in words."""
+    """Words for the values that a schema allows."""
     if "description" in form:
         return str(form["description"])
     form = next(_forms(form), {})
@@ -373,8 +373,8 @@ def _allowed(form: Json) -> str:
 
 
 def plain(node: Node) -> Any:
-    """The value without where it stands, and without keys that have none: these are not given, but
-    where somebody else knows what they mean."""
+    """The value of `node` without lines, and without keys that are null (not given), except in
+    mappings whose keys xgpt does not know."""
     if isinstance(node.value, list):
         return [plain(one) for one in node.value]
     if not isinstance(node.value, dict):

@@ -1,4 +1,4 @@
-"""The section `workload` of a job file: what is asked, how long it is, and how it is answered."""
+"""The section `workload` of a job file: requests, their lengths, and how they are answered."""
 
 import math
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ from xgpt.job.sections import AnyRequests, absolute, is_file, requests_of
 from xgpt.requests.request import Terms
 from xgpt.requests.template import columns_in
 
-POOLINGS = ("last", "mean")  # of a text's last hidden states, where it is embedded
+POOLINGS = ("last", "mean")  # how the last hidden states of a text become its embedding
 _LENGTHS = "{mean, std, max}, {file: path}"
-_NO_DISTRIBUTION = LengthSpec(kind="observe")  # stands in for one that could not be read
+_NO_DISTRIBUTION = LengthSpec(kind="observe")  # stand-in for one that could not be read
 
 
 def file_of(allowed: str) -> typed.InFolder:
-    """The absolute path of a file that is there."""
+    """A check for the name of an existing file, which becomes an absolute path."""
     def value_of(value: Any, folder: Path) -> Path:
         path = absolute(typed.text_of(value), folder)
         if is_file(path):
@@ -33,13 +33,13 @@ def file_of(allowed: str) -> typed.InFolder:
 
 
 def words_of(*words: str) -> typed.Of:
-    """One of these words."""
+    """A check for one of these words."""
     return typed.that(lambda value: isinstance(value, str) and value in words, enum=[*words])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lengths:
-    """A truncated normal distribution, or what a file holds."""
+    """Lengths in tokens: a truncated normal distribution, or a file of lengths."""
 
     mean: Annotated[float, typed.number("tokens >= 1", ge=1)] | None = None
     std: Annotated[float, typed.number("tokens >= 0", ge=0)] | None = None
@@ -65,7 +65,7 @@ def _lengths_or(*words: str) -> typed.OrMapping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSection:
-    """The keys of the section."""
+    """Keys of the section `workload`."""
 
     requests: AnyRequests = None
     prompt: Annotated[str | None, typed.that(
@@ -91,7 +91,7 @@ class WorkloadSection:
 
 
 def workload_of(own: WorkloadSection, engine: str, reading: typed.Reading) -> WorkloadSpec:
-    """The section, checked, as a job holds it. `engine`: that answers the requests."""
+    """The WorkloadSpec of the section, checked. `engine`: the engine that answers the requests."""
     requests, count = requests_of(own.requests, reading)
     if own.score and own.embed is not None:
         reading.reject("workload.embed", "left out where continuations are scored")
@@ -104,7 +104,7 @@ def workload_of(own: WorkloadSection, engine: str, reading: typed.Reading) -> Wo
             if reading.has(f"workload.{key}"):
                 reading.reject(f"workload.{key}", "left out where continuations are scored, or "
                                "texts embedded: nothing is written")
-        # each query ends with its first token, which counts as its output
+        # each request ends with its first token, which counts as its output
         inputs = _length(own.input_tokens, "input_tokens", has_file, reading)
         outputs = LengthSpec(kind="normal", mean=1, std=0, maximum=1)
     elif reading.has("workload.task"):
@@ -129,8 +129,8 @@ def workload_of(own: WorkloadSection, engine: str, reading: typed.Reading) -> Wo
 
 def _length(own: _Lengths | str | None, side: str, has_file: bool,
             reading: typed.Reading) -> LengthSpec:
-    """One side's lengths. With a file of requests the input defaults to theirs, the output to
-    `observe`."""
+    """The LengthSpec of inputs or outputs. With a file of requests inputs default to
+    `from_requests`, outputs to `observe`."""
     key = f"workload.{side}"
     if isinstance(own, str) or not reading.has(key):
         if not has_file:

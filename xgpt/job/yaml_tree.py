@@ -1,4 +1,4 @@
-"""A YAML file as a tree of values that know their line, for messages that name the place.
+"""Reads a YAML file as a tree of values with their lines, for messages that name the place.
 
 Scalars follow the YAML 1.2 core schema: `02:00:00` and `no` are text (YAML 1.1 would make them 7200
 and false), `1e-3` is a number. Nothing is ever constructed from a tag."""
@@ -15,13 +15,13 @@ from xgpt.core.errors import InputError, Mistake, wrong
 
 Scalar: TypeAlias = "str | int | float | bool | None"
 Value: TypeAlias = "Scalar | list[Field] | dict[str, Field]"
-MAX_FILE_BYTES = 2**20  # a job file has a few hundred bytes; more is another file by mistake
+MAX_FILE_BYTES = 2**20  # chosen: a job file has a few hundred bytes
 OVERRIDE_FILE = "--set"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One value of a file and where it stands; `line` is None for a value of the command line."""
+    """A value of a file with its line; `line` is None for a value of the command line."""
 
     value: Value
     file: str
@@ -50,8 +50,8 @@ for _tag, _pattern, _first in _PATTERNS:
 
 
 def read_tree(path: Path, mistakes: list[Mistake]) -> Field:
-    """The file's tree. Duplicate keys and tags are appended to `mistakes`; a file that is no
-    YAML at all raises InputError."""
+    """The tree of the file `path`. Appends duplicate keys and tags to `mistakes`. Raises InputError
+    for a file that is no YAML."""
     try:
         if path.stat().st_size <= MAX_FILE_BYTES:
             return parse_tree(path.read_text(encoding="utf-8"), str(path), mistakes)
@@ -89,10 +89,10 @@ def parse_tree(text: str, file: str, mistakes: list[Mistake]) -> Field:
 
 
 def apply_override(tree: Field, text: str, mistakes: list[Mistake]) -> Field:
-    """`tree` with one `key.path=value` of the command line put in; the value is read as YAML.
+    """`tree` with one `key.path=value` of the command line applied; the value is read as YAML.
 
-    An empty value (`key=`) is null, which means "not given". Whether the key exists is for the
-    reader of the tree to say."""
+    An empty value (`key=`) is null, which means "not given". The reader of the tree checks whether
+    the key exists."""
     path, equals, value = text.partition("=")
     keys = [key.strip() for key in path.split(".")]
     if not equals or not all(keys):
@@ -108,7 +108,7 @@ def apply_override(tree: Field, text: str, mistakes: list[Mistake]) -> Field:
 
 
 def with_value(tree: Field, keys: Sequence[str], new: Field) -> Field:
-    """`tree` with the value under a path of keys replaced, or put in."""
+    """`tree` with the value under a path of keys set to `new`."""
     if not keys:
         return new
     place, children = (tree, tree.value) if isinstance(tree.value, dict) else (new, {})
@@ -117,14 +117,14 @@ def with_value(tree: Field, keys: Sequence[str], new: Field) -> Field:
 
 
 def data_of(field: Field) -> Any:
-    """The value without where it stands."""
+    """The value of a Field as plain dicts, lists and scalars, without lines."""
     if isinstance(field.value, dict):
         return {key: data_of(child) for key, child in field.value.items()}
     return [data_of(one) for one in field.value] if isinstance(field.value, list) else field.value
 
 
 def without_lines(field: Field) -> Field:
-    """As a value of the command line."""
+    """`field` without lines, as a value of the command line."""
     value = field.value
     if isinstance(value, dict):
         value = {key: without_lines(child) for key, child in value.items()}

@@ -1,1 +1,1 @@
-"""Starting ranks, and watching them until they end."""
+"""Starts ranks, here, over hosts or within Slurm, and watches them; for xgpt.app and run_folder."""

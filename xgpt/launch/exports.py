@@ -1,7 +1,7 @@
-"""A job for others to run: as files for other schedulers (a Kubernetes JobSet, a SkyPilot task),
-and as vLLM's command, offline or as a server, as near to a schedule as its flags can say. Pure
-functions of the job and its schedule; nothing is started. What is put into the templates is JSON,
-and so YAML whatever it holds.
+"""Exports of a job: files for other schedulers (a Kubernetes JobSet, a SkyPilot task), and vLLM's
+command, offline or as a server, as near to a schedule as its flags allow. Pure functions of the job
+and its schedule; nothing is started. Values are put into the templates as JSON, which is always
+YAML.
 
 The command's notes say what no flag of vLLM does: when to prefill, even batches, the order of
 requests. A schedule that vLLM has no flags for is refused. The flags are read back by the parser of
@@ -63,7 +63,7 @@ _PODS = Template("""\
             volumes:
             - name: work
               persistentVolumeClaim: {claimName: $claim}
-            - name: shm  # MPI's messages between the ranks of a pod: the usual 64 MiB are too few
+            - name: shm  # MPI's messages between a pod's ranks: the default 64 MiB are too few
               emptyDir: {medium: Memory}
 """)
 _SKYPILOT = Template("""\
@@ -99,9 +99,9 @@ class Exported:
 
 
 def render_jobset(job: Exported) -> str:
-    """A JobSet (jobset.x-k8s.io/v1alpha2): one pod that runs the job and, of several nodes, a pod
-    for each other one, whose ssh server it starts its ranks through. All see the folder of the job
-    file, which is a claim on a shared volume. It is done when the first pod is."""
+    """The text of a JobSet (jobset.x-k8s.io/v1alpha2). One pod runs the job; each further node has
+    a pod with an ssh server, through which ranks are started. All mount the job file's folder, a
+    claim on a shared volume. The JobSet is done when the first pod is."""
     hosts = [f"{job.name}-lead-0-0.{job.name}", *(
         f"{job.name}-others-0-{i}.{job.name}" for i in range(job.nodes - 1))]
     several = ["--set", f"run.hosts=[{', '.join(hosts)}]"] if job.nodes > 1 else []
@@ -121,7 +121,7 @@ def _pods(job: Exported, kind: str, count: int, command: Sequence[str]) -> str:
 
 
 def render_skypilot(job: Exported) -> str:
-    """A SkyPilot task on one node, whose working folder is that of the job file."""
+    """The text of a SkyPilot task on one node, with the job file's folder as its workdir."""
     assert job.nodes == 1, f"{job.nodes = }: its nodes share no file system"
     devices = {"cpus": f"{job.devices}+"} if job.gpu is None else {
         "accelerators": {_SKYPILOT_NAMES.get(job.gpu, job.gpu): job.devices}}
@@ -138,8 +138,8 @@ def _filled(template: Template, job: Exported, **values: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCommand:
-    """A command, what is to be known of it, a sentence each, and the commands that go before it on
-    the same machine."""
+    """A command of another engine, notes about it (a sentence each), and commands to run before it
+    on the same machine."""
 
     engine: str
     words: tuple[str, ...]
@@ -147,7 +147,7 @@ class EngineCommand:
     before: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """For a shell, what is to be known as comments before it."""
+        """The command for a shell, after its notes as comments."""
         return "\n".join([
             *(f"# {line}" for note in self.notes for line in textwrap.wrap(
                 note, _COMMENT, break_long_words=False, break_on_hyphens=False)),
@@ -159,9 +159,9 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: 
     """vLLM's command for a schedule of `problem`. Raises XgptError for a schedule that vLLM has no
     flags for.
 
-    model: the job's model.
-    times_of: by whose times the schedule was planned: an engine, or a profile.
-    files: requests and answers of an offline run (`vllm run-batch`); None: a server."""
+    `model`: the job's model. `times_of`: source of the times that the schedule was planned with, an
+    engine or a profile. `files`: requests and answers of an offline run (`vllm run-batch`); None: a
+    server."""
     estimate, deployment = schedule.estimate, schedule.deployment
     pool, controls = _only_pool(schedule), estimate.controls
     name = model if "/" in model else problem.model.hub_id or model
@@ -201,7 +201,7 @@ _JOIN = ("On each other node, once Ray runs on the first:",
 
 
 def _expected(schedule: Schedule, times_of: str) -> list[str]:
-    """The schedule's figures, and whose times they are by."""
+    """Notes with the schedule's figures, and the source of its times."""
     limit_s, figures = schedule.bound.limit_s, schedule.figures
     limit = "" if math.isinf(limit_s) else f", of {limit_s:.3g} s allowed"
     whose = f"Planned by the times of {VLLM}." if times_of == VLLM else (
@@ -233,7 +233,7 @@ def _only_pool(schedule: Schedule) -> Pool:
         raise _no_flags(f"{policy}'s requests are handed from a pool that prefills to one "
                         "that decodes", "policy=[rra, sarathi]")
     if policy in ("ft", "dsi"):
-        raise _no_flags(f"{policy} holds a batch until its longest query is done", "policy=auto")
+        raise _no_flags(f"{policy} holds a batch until its longest request is done", "policy=auto")
     return deployment.pools[0]
 
 
@@ -247,11 +247,11 @@ def _degree(deployment: Deployment) -> int:
 
 def _no_flags(what: str, change: str) -> XgptError:
     return XgptError(f"{VLLM} has no flags for this schedule: {what}. `--set "
-                     f"'schedule.{change}'` plans one that it can be told of.")
+                     f"'schedule.{change}'` plans one that they can describe.")
 
 
 def _longest(problem: Problem) -> int:
-    """Positions of the longest query."""
+    """Tokens of the longest request, input and output."""
     queries = problem.queries
     if queries is not None:
         return int((queries.inputs + queries.most_outputs).max())

@@ -1,13 +1,12 @@
-"""`python isolated.py COMMAND...`: the command with nothing but loopback for a network.
+"""`python isolated.py COMMAND...`: runs a command with no network but loopback.
 
-What ranks on one machine say to each other is nobody else's business, and MPI asks no one who it is
-that connects. So they are told to use the loopback interface, and the command runs in a network
-namespace of its own, where there is no other: what MPICH's mpiexec listens on is bound to every
-interface, whatever it is told. Where the system permits no such namespace the command runs without
-one (docs/security.md). mpiexec ends with the process that started it: ranks that are about to meet
-hear of nothing else (mpi4py keeps the interpreter's lock meanwhile).
+MPI does not authenticate who connects, so ranks on one machine must not be reachable from outside.
+They use the loopback interface, and the command runs in a network namespace that has no other:
+MPICH's mpiexec listens on every interface, whatever its options. If the system permits no such
+namespace, the command runs without one (docs/security.md). mpiexec ends with the process that
+started it: ranks that are connecting notice nothing else (mpi4py holds the interpreter's lock).
 
-Run as a file, with the standard library alone: it stands before every start of ranks."""
+Run as a file, with the standard library alone, as it runs before every start of ranks."""
 
 import ctypes
 import fcntl
@@ -17,7 +16,8 @@ import socket
 import struct
 import sys
 
-# Which interface MPICH, its transports UCX and libfabric, and gloo use; the user's own word counts.
+# Variables for the interface of MPICH, its transports UCX and libfabric, and gloo; a user's own
+# values take precedence.
 TRANSPORTS = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "GLOO_SOCKET_IFNAME")
 LOOPBACK = dict.fromkeys(("HYDRA_IFACE", *TRANSPORTS), "lo")
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000  # of sched.h
@@ -33,12 +33,12 @@ def main(command: list[str]) -> None:
         uses_loopback = all(os.environ[name] == value for name, value in LOOPBACK.items())
         if uses_loopback and _is_permitted():
             _isolate()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # what came before resets it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # reset by the calls above
     os.execvp(command[0], command)
 
 
 def _is_permitted() -> bool:
-    """Whether a child may do all of it: there is no way back from the half."""
+    """Whether isolating works, tried in a child process: it cannot be undone halfway."""
     try:
         child = os.fork()
     except OSError:  # there are too many processes
@@ -54,7 +54,7 @@ def _is_permitted() -> bool:
 
 
 def _isolate() -> None:
-    """Raises OSError where the system does not permit it."""
+    """Moves this process into a network namespace of its own. Raises OSError if not permitted."""
     user, group = os.getuid(), os.getgid()
     # in a user namespace root would lose its rights over the files of others; it needs none
     kinds = _NEW_NET if user == 0 else _NEW_NET | _NEW_USER

@@ -1,5 +1,5 @@
-"""What a launcher is asked to start, what it promises, and the launchers: on this machine, on
-several hosts, and within an allocation of Slurm."""
+"""Launchers of ranks: on this machine, on several hosts, and within an allocation of Slurm; their
+interface, and the program that they start."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from xgpt.launch.process import Started, run_watched, start, watch_to_end
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
     """`count` ranks of `python -m MODULE ARGUMENT`. They keep the descriptors `inherited` open (the
-    output folder's lock). `per_node`: ranks on a node, where they are fewer than the launcher's
-    own. `standby`: who may serve as these ranks. `holds`: what they will have in memory, by what
-    may differ, in words. `command`: what starts the only rank, in an interpreter of its own."""
+    output folder's lock). `per_node`: ranks on a node, if fewer than the launcher's own. `standby`:
+    waiting ranks that may serve. `holds`: contents of their memory, by name in words. `command`:
+    starts the only rank, in an interpreter of its own."""
 
     module: str
     argument: Path
@@ -44,41 +44,39 @@ class RankProgram:
 
 
 class Waiting(Protocol):
-    """Ranks that are there already (xgpt.launch.standby)."""
+    """Ranks that were started early (xgpt.launch.standby)."""
 
-    def serves(self, ranks: RankProgram) -> Started | None:
-        """The processes at work as these ranks; None where they must be started."""
+    def serve(self, ranks: RankProgram) -> Started | None:
+        """Lets them work as `ranks`, and returns them; None if others must be started."""
 
 
 class Launcher(Protocol):
-    """Starts ranks somewhere."""
+    """Starts ranks on some machines."""
 
     @property
     def is_here(self) -> bool:
-        """Whether all ranks see this machine's own folders, such as /tmp."""
+        """Whether all ranks see this machine's local folders, such as /tmp."""
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
-        """Starts the ranks, and returns when all have ended; calls `watch` ten times a second
-        meanwhile.
+        """Starts the ranks and waits until all have ended, calling `watch` ten times a second.
 
         SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT call `ask_to_stop` (None: end the ranks at
-        once) and let the ranks finish in their own time; a second signal, or a grace period that
-        runs out, ends them. What `watch` raises ends them, too.
-        Raises XgptError with the end of the ranks' messages if they fail, StoppedEarly if they were
-        ended at once, InputError where they cannot be started.
+        once), and the ranks finish in their own time. A second signal, the end of a grace period,
+        or an exception of `watch` ends them. Raises XgptError with the end of the ranks' messages
+        if they fail, StoppedEarly if they were ended at once, InputError if they cannot be started.
         """
 
 
 def threads_per_rank(job: Job, problem: Problem) -> int:
-    """Threads of each rank: what the job says, else an even share of the cores."""
+    """Threads of each rank: the job's number, else an even share of the cores."""
     given = job.run.threads_per_rank
     return given or max(usable_cores() // problem.cluster.devices_per_node, 1)
 
 
 def ranks_per_node(estimate: Estimate, devices_per_node: int) -> int | None:
-    """Ranks that a node gets of a schedule: as many as leave every copy within a node, or on whole
-    ones. None where copies of several shapes do not lie so, however many it gets."""
+    """Number of a schedule's ranks per node that keeps every replica within a node, or on whole
+    nodes. None if no number does, for replicas of several shapes."""
     if estimate.others:
         return next((count for count in range(devices_per_node, 0, -1)
                      if _is_placed(devices_of_copies(estimate), count, devices_per_node)), None)
@@ -87,8 +85,8 @@ def ranks_per_node(estimate: Estimate, devices_per_node: int) -> int | None:
 
 
 def _is_placed(copies: Sequence[int], count: int, devices_per_node: int) -> bool:
-    """Whether copies on so many devices each, one after the other, lie well with `count` ranks on a
-    node."""
+    """Whether replicas on so many devices each, one after the other, lie within nodes or on whole
+    ones with `count` ranks per node."""
     first = 0
     for each in copies:
         is_whole = count == devices_per_node and first % count == 0 and each % count == 0
@@ -99,12 +97,12 @@ def _is_placed(copies: Sequence[int], count: int, devices_per_node: int) -> bool
 
 
 _HERE, _PROXY = ("-launcher", "fork", "-rmk", "user"), "hydra_pmi_proxy"
-_MOST_NAME = 63  # characters of a host's name, of which the system takes one more
+_MOST_NAME = 63  # characters of a host's name for MPICH; the system allows one more
 
 
 class LocalLauncher:
-    """Starts ranks on this machine, in a network namespace of their own where the system permits
-    one (xgpt.launch.isolated); a single one needs no MPI."""
+    """Starts ranks on this machine, in a network namespace of their own if permitted
+    (xgpt.launch.isolated); a single rank needs no MPI."""
 
     is_here = True
 
@@ -120,23 +118,24 @@ class LocalLauncher:
             ask_to_stop: Callable[[], None] | None = None) -> None:
         if ranks.count > 1:
             remove_leftovers()
-        started = None if ranks.standby is None else ranks.standby.serves(ranks)
+        started = None if ranks.standby is None else ranks.standby.serve(ranks)
         watch_to_end(started or start(self.command(ranks), inherited=ranks.inherited,
                                       count=ranks.count if ranks.count > 1 else 0),
                      watch=watch, ask_to_stop=ask_to_stop)
 
 
 def mpi_command(ranks: RankProgram, options: Sequence[str] = ()) -> list[str]:
-    """The command that starts the ranks through mpiexec, which gets these options too."""
+    """The command that starts the ranks through mpiexec, with these options."""
     # `-m mpi4py` aborts every rank when one fails; without it the others would wait for ever
     return [find_mpiexec(), *options, "-n", str(ranks.count), sys.executable, "-m", "mpi4py", "-m",
             ranks.module, str(ranks.argument)]
 
 
 def local_mpi_command(ranks: RankProgram) -> list[str]:
-    """The same for ranks that nobody beyond this machine is to reach."""
+    """The command that starts ranks on this machine alone, unreachable from outside. Raises
+    InputError, MissingExtraError."""
     refuse_long_name()
-    # whatever resource manager it finds traces of; another MPI's mpiexec has no such options
+    # ignore resource managers; another MPI's mpiexec has no such options
     is_hydra = Path(find_mpiexec()).resolve().with_name(_PROXY).exists()
     # by the standard library alone: site-packages would take longer than the command
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("isolated.py")),
@@ -144,14 +143,15 @@ def local_mpi_command(ranks: RankProgram) -> list[str]:
 
 
 def refuse_long_name() -> None:
-    """Raises InputError on a machine whose name MPICH cannot hold: its ranks end as they begin."""
+    """Raises InputError if this machine's name is too long for MPICH, whose ranks would crash."""
     if len(name := socket.gethostname()) > _MOST_NAME:
         raise wrong("this machine", "host name", name, f"at most {_MOST_NAME} characters, which is "
                     "what MPI's ranks can have (`run: {ranks: 1}` needs none)")
 
 
 def find_mpiexec() -> str:
-    """mpiexec of this environment before any other on the PATH: it belongs to mpi4py's library."""
+    """Path of mpiexec: this environment's, which fits mpi4py, before any other on the PATH. Raises
+    MissingExtraError."""
     beside = Path(sys.executable).with_name("mpiexec")
     path = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if path is None:
@@ -160,7 +160,7 @@ def find_mpiexec() -> str:
 
 
 _SSH = "ssh"
-# without a terminal nobody can answer a question of ssh's
+# without a terminal nobody can answer ssh's questions
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _ASK_TIMEOUT_S = 20.0
 _NO_PYTHON, _NO_FILE = 41, 42  # exit codes of the question below
@@ -168,28 +168,28 @@ _NO_PYTHON, _NO_FILE = 41, 42  # exit codes of the question below
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsLauncher:
-    """Starts `ranks_each` consecutive ranks on each host, in this order. `program`: is called as
-    `PROGRAM HOST COMMAND...` (ssh's way). `source`: the job file, for messages.
+    """Starts `ranks_each` consecutive ranks on each host, in this order. `program`: called like
+    ssh, `PROGRAM HOST COMMAND...`. `source`: the job file, for messages.
 
-    The hosts share their file system: the same paths hold xgpt's environment, the output folder and
-    the cache. mpiexec waits for ever for a host that does not answer: each is asked before."""
+    Hosts share a file system: the same paths hold xgpt's environment, the output folder and the
+    cache. mpiexec waits for ever for a host that does not answer, so each is tried before."""
 
     names: tuple[str, ...]
     ranks_each: int
     threads_per_rank: int
     program: str | None
     source: Path
-    interface: str | None = None  # over which they talk
+    interface: str | None = None  # network interface for messages
     is_here = False
 
     def command(self, ranks: RankProgram) -> list[str]:
-        """The options are MPICH's, which are Intel MPI's too."""
+        """The command that starts the ranks; its options are those of MPICH and Intel MPI."""
         options = ["-launcher", _SSH]
         if self.program is not None:
             options += ["-launcher-exec", _path_of(self.program)]
         if (interface := self.interface) is not None:
             options += ["-iface", interface]
-            for transport in TRANSPORTS:  # RDMA's devices have other names: the user's word counts
+            for transport in TRANSPORTS:  # RDMA devices have other names: users may set their own
                 if transport not in os.environ:
                     options += ["-genv", transport, interface]
         return mpi_command(ranks, [*options, "-hosts", ",".join(self.names), "-ppn",
@@ -215,7 +215,7 @@ def check_hosts(hosts: HostsLauncher, argument: Path) -> None:
 
 
 def _refusal(hosts: HostsLauncher, name: str, argument: Path) -> str | None:
-    """Why the host cannot serve, or None if it can."""
+    """The reason why the host cannot run ranks; None if it can."""
     asking = (_SSH, *_SSH_OPTIONS) if hosts.program is None else (_path_of(hosts.program),)
     python, seen = shlex.quote(sys.executable), shlex.quote(str(argument))
     question = (f"test -x {python} || exit {_NO_PYTHON}; test -r {seen} || exit {_NO_FILE}; "
@@ -260,8 +260,8 @@ class Allocation:
 
 
 def allocation_here(environ: Mapping[str, str] = os.environ) -> Allocation | None:
-    """The allocation on one of whose nodes this process runs. None elsewhere: a shell of salloc on
-    the login node, too, is elsewhere."""
+    """The Slurm allocation on one of whose nodes this process runs; None elsewhere, also in a shell
+    of salloc on the login node."""
     if "SLURM_JOB_ID" not in environ or "SLURMD_NODENAME" not in environ:
         return None
     return Allocation(job_id=environ["SLURM_JOB_ID"],
@@ -270,7 +270,7 @@ def allocation_here(environ: Mapping[str, str] = os.environ) -> Allocation | Non
 
 
 def node_names(allocation: Allocation) -> tuple[str, ...]:
-    """Its nodes, in Slurm's order. Raises XgptError."""
+    """Names of the allocation's nodes, in Slurm's order. Raises XgptError."""
     if allocation.nodes == 1:
         return (allocation.node_list,)
     command = ["scontrol", "show", "hostnames", allocation.node_list]
@@ -283,10 +283,10 @@ def node_names(allocation: Allocation) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmLauncher:
-    """Starts `ranks_each` consecutive ranks on each node of the allocation, in its order: a task
-    each, by srun or by an mpiexec that finds the allocation by itself. `xgpt submit` runs once, on
-    the first node. Ranks see all GPUs of their node and take the one of their place on it
-    (xrunner/devices.py). Nodes share their file system, as hosts do."""
+    """Starts `ranks_each` consecutive ranks on each node of the allocation, in its order, by srun
+    (a task each) or by an mpiexec that finds the allocation by itself. `xgpt submit` runs once, on
+    the first node. Ranks see all GPUs of their node, and use the one with their own index there
+    (xrunner/devices.py). Nodes share a file system, as hosts do."""
 
     spec: SlurmSpec
     ranks_each: int
@@ -316,8 +316,8 @@ class SlurmLauncher:
 
 
 def launcher_of(job: Job, problem: Problem) -> Launcher:
-    """The launcher of the job's ranks. What runs outside the allocation that the job asks for runs
-    on that machine."""
+    """The Launcher of the job's ranks. A job with `slurm` runs on this machine if it is started
+    outside of an allocation."""
     cluster = problem.cluster
     if job.slurm is not None and allocation_here() is not None:
         return SlurmLauncher(spec=job.slurm, ranks_each=cluster.devices_per_node,

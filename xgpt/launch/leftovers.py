@@ -1,6 +1,5 @@
-"""What killed processes leave. Ranks and their mpiexec, in shared memory and in /tmp: MPICH removes
-its files at an orderly end alone, and on many machines nothing else does before the next boot.
-Commands, folders for what lasts no longer than they do."""
+"""Removes what killed processes leave: MPICH's files in shared memory and /tmp, which it removes
+only at an orderly end, and temporary folders of commands."""
 
 import fcntl
 import os
@@ -11,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_LEAST_AGE_S = 60.0  # what is younger may be of ranks that are being started
-# MPICH's: folder (whatever TMPDIR says), names, and the age before which one may be in use unseen.
-# mpiexec's proxy describes the machine to its ranks in a file that it has open while it lives.
+_LEAST_AGE_S = 60.0  # chosen: younger files may belong to ranks that are starting
+# MPICH's files: folder (whatever TMPDIR says), names, and the age before which they may be in use
+# unnoticed. mpiexec's proxy keeps the file open in which it describes the machine to its ranks.
 _KINDS = ((Path("/dev/shm"), "mpich_shm_*", _LEAST_AGE_S),
           (Path("/tmp"), "hydra_hwloc_xmlfile_*", 0.0))
 
 
 def remove_leftovers(folder: Path | None = None, processes: Path = Path("/proc")) -> list[Path]:
-    """Removes the files of this user's that no living process has mapped or open; returns them.
-    `folder`: where all of them are looked for."""
+    """Removes MPICH's files of this user that no living process has mapped or open; returns their
+    paths. `folder`: where to look (default: MPICH's own places)."""
     files = {str(path): path for place, names, age_s in _KINDS
              for path in (folder or place).glob(names) if _is_old_and_own(path, age_s)}
     if not files:
@@ -36,9 +35,10 @@ def remove_leftovers(folder: Path | None = None, processes: Path = Path("/proc")
 
 
 @contextmanager
-def passing_folder(prefix: str, folder: Path | None = None) -> Iterator[Path]:
-    """A new folder, in the temporary one or in `folder`, which is gone afterwards. So are those of
-    its prefix that a killed process of this user's has left there: a living one holds a lock."""
+def scratch_folder(prefix: str, folder: Path | None = None) -> Iterator[Path]:
+    """A new folder in `folder` (default: the temporary one), removed at the end of the `with`
+    block. First removes those with this prefix that killed processes of this user left; living ones
+    hold a lock."""
     parent = Path(tempfile.gettempdir()) if folder is None else folder
     for path in parent.glob(f"{prefix}*"):
         if _is_old_and_own(path):
@@ -54,8 +54,8 @@ def passing_folder(prefix: str, folder: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path, *, or_not: bool = False) -> Iterator[None]:
-    """Raises OSError where another process has it locked, or its file system has no such locks,
-    unless it may be without."""
+    """Holds a lock on a folder. Raises OSError if another process has it, or there are no locks;
+    with `or_not` it then goes on without."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         with suppress(*(OSError,) * or_not):
@@ -74,7 +74,7 @@ def _is_old_and_own(path: Path, age_s: float = _LEAST_AGE_S) -> bool:
 
 
 def _in_use(processes: Path) -> Iterator[str]:
-    """Yields the names of files that processes have mapped or open."""
+    """Yields names of files that processes have mapped or open."""
     for path in processes.glob("[0-9]*/maps"):
         with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
             yield from ("".join(line.rstrip("\n").partition("/")[1:]) for line in file)

@@ -1,4 +1,4 @@
-"""A command that is watched until it ends, and can be asked to end early."""
+"""Runs a command of ranks, watches it until it ends, and can ask it to end early."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-from xgpt.core.errors import StoppedEarly, XgptError, is_of_memory
+from xgpt.core.errors import StoppedEarly, XgptError, is_out_of_memory
 from xgpt.core.system.lifeline import DONE, Lifeline, without_other_launchers
-from xgpt.launch.asked import raise_if_asked, to_be_heard
-from xgpt.launch.first_end import FirstEnd
+from xgpt.launch.rank_watch import RankWatch
+from xgpt.launch.stop_signals import handled_signals, raise_if_stopped
 
-# A layer's large temporaries come and go thousands of times: keep their memory instead of returning
-# it to the system, which hands it back page by page (seen: 5 % of an encode). glibc's names.
+# Keeps the memory of a layer's large temporaries, which come and go thousands of times: returned to
+# the system, it is mapped again page by page (measured: 5 % of an encode). glibc's names.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-# CUDA counts the fastest GPU first; nvidia-smi, by which a plan is made, goes by their places.
+# CUDA counts the fastest GPU first; nvidia-smi, which the plan rests on, counts by slot.
 _GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def environment_of_ranks() -> dict[str, str]:
-    """This process's environment with ours beneath it; what ranks print is not held back. Part of
-    it decides how long their steps take."""
+    """Environment of ranks: this process's variables, which take precedence, and ours for memory,
+    order of GPUs and unbuffered output. They affect the time of steps."""
     return {**_ALLOCATOR, **_GPU_ORDER, **os.environ, "PYTHONUNBUFFERED": "1"}
 
 
@@ -41,10 +41,9 @@ _ROOT = Path(__file__).resolve().parents[2]  # that holds our packages
 
 
 def own_modules() -> dict[str, str]:
-    """Variables under which `python -m` looks for modules everywhere but in the folder that it is
-    called in: that is the user's, and a `random.py` or `torch.py` of his there would be run in the
-    place of Python's. Where this process has xgpt from that folder, as from its sources, ours do
-    too."""
+    """Variables that keep `python -m` from importing modules of the current folder: a user's
+    `random.py` or `torch.py` there would replace Python's. If this process has xgpt itself from
+    there (a source tree), the folder stays on the path."""
     variables = {"PYTHONSAFEPATH": "1"}
     if sys.path[:1] in ([""], [str(_ROOT)]) and Path.cwd() == _ROOT:
         more = os.environ.get("PYTHONPATH")
@@ -52,27 +51,27 @@ def own_modules() -> dict[str, str]:
     return variables
 
 
-_MOST_TOLD = 3000  # characters, the last, of what ranks that failed said
-_POLL_S = 0.1
+_MOST_TOLD = 3000  # chosen: last characters shown of the output of failed ranks
+_POLL_S = 0.1  # chosen, as these
 _GRACE_S = 20.0  # between asking a run to stop and ending it
-_END_S = 5.0  # between telling ranks to end and killing them
+_END_S = 5.0  # between asking ranks to end and killing them
 
 
-# MPICH's of a rank's end: the process it names may be any that it ended itself.
+# MPICH's message about a rank's end; the process that it names may be any that it ended itself.
 _BANNER = re.compile(r"^=+\n=   BAD TERMINATION.*\n=   PID \d+ RUNNING AT (\S+)\n(?:=.*\n)*"
                      r"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: (.*)\n?"
                      r"(?:(?:This typically refers|Please see the FAQ).*\n?)*", re.M)
 
 
-_SHARED = "/dev/shm"  # through which ranks on one machine speak to each other
-_FEW_FILES = 64  # a rank of two opens some 40
-_LITTLE_BYTES = 32 * 2**20  # of room there: MPICH takes some 9 MB a rank
+_SHARED = "/dev/shm"  # shared memory for messages between ranks on one machine
+_FEW_FILES = 64  # chosen: a rank of two opens some 40
+_LITTLE_BYTES = 32 * 2**20  # chosen: of room there; MPICH takes some 9 MB per rank
 
 
 class Started(NamedTuple):
-    """A command at work, and what it and its children print. `lifeline`: closed, it ends the ranks.
-    `line`: over which ranks that stay for another run say that they are done with one. `num_ranks`:
-    that mpiexec starts on this machine, where that is known."""
+    """A running command, and the file of its output. `lifeline`: ends the ranks when closed.
+    `line`: socket on which waiting ranks report the end of a run. `num_ranks`: ranks that mpiexec
+    starts on this machine; 0 if unknown."""
 
     process: subprocess.Popen[bytes]
     messages: IO[bytes]
@@ -83,12 +82,12 @@ class Started(NamedTuple):
 
 def start(command: Sequence[str], *, inherited: tuple[int, ...] = (), count: int = 0,
           is_managed: bool = False) -> Started:
-    """Starts the command of ranks; `is_managed`: which are to know of this process's allocation.
-    Raises StoppedEarly where a signal asked for it before."""
-    raise_if_asked()
-    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # by who started us: the system would
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # keep no child's end, here or in mpiexec
-    messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who waits for the end)
+    """Starts the command of ranks. `is_managed`: whether they see this process's Slurm allocation.
+    Raises StoppedEarly if a stop signal came before."""
+    raise_if_stopped()
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited: exit codes of children
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # would be lost, here and in mpiexec
+    messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed by watch_to_end)
     # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
     lifeline = Lifeline()
     environment = environment_of_ranks() if is_managed else without_other_launchers(
@@ -97,30 +96,30 @@ def start(command: Sequence[str], *, inherited: tuple[int, ...] = (), count: int
                                stdin=subprocess.DEVNULL,
                                env={**environment, **own_modules(), **lifeline.name},
                                start_new_session=True, pass_fds=(*inherited, lifeline.end))
-    lifeline.is_handed_on()
+    lifeline.close_ranks_end()
     return Started(process, messages, lifeline, num_ranks=count)
 
 
 def run_watched(command: Sequence[str], *, watch: Callable[[], None],
                 ask_to_stop: Callable[[], None] | None,
                 inherited: tuple[int, ...] = (), is_managed: bool = False) -> None:
-    """Runs the command of all ranks, as a Launcher promises (xgpt.launch.launcher)."""
+    """Runs the command of all ranks, as Launcher.run does (xgpt.launch.launcher)."""
     watch_to_end(start(command, inherited=inherited, is_managed=is_managed),
                  watch=watch, ask_to_stop=ask_to_stop)
 
 
 def watch_to_end(started: Started, *, watch: Callable[[], None],
                  ask_to_stop: Callable[[], None] | None) -> None:
-    """Returns when the ranks have ended, as a Launcher promises; or when those that stay for
-    another run are done with this one. Raises StoppedEarly as `start`."""
+    """Waits until the ranks have ended, or until waiting ranks are done with this run. Raises as
+    Launcher.run, and StoppedEarly as `start`."""
     process, messages, lifeline, line, num_ranks = started
     is_done, gone = False, None
     with ExitStack() as stack:
         stack.enter_context(messages)
         stopper = _Stopper(process, ask_to_stop)
-        ends = stack.enter_context(closing(FirstEnd(process.pid, num_ranks)))
+        ends = stack.enter_context(closing(RankWatch(process.pid, num_ranks)))
         try:
-            raise_if_asked()
+            raise_if_stopped()
             with stopper, _ended(process, line) as wait:
                 while process.poll() is None and not is_done and gone is None:
                     watch()
@@ -132,7 +131,7 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
         finally:
             if not is_done:
                 stopper.kill()
-                lifeline.close()  # those whose own launcher was killed know of nobody's end
+                lifeline.close()  # for ranks whose own launcher was killed
         if is_done:
             ends.close()
             stack.pop_all()  # the next run's messages go there too
@@ -148,7 +147,7 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
 
 
 def words_of(line: socket.socket, flags: int = 0) -> bytes:
-    """Takes the bytes that have come over the line; none where none have, or none will."""
+    """The bytes that have arrived on a socket; b"" if none have, or none will."""
     try:
         return line.recv(2**16, socket.MSG_DONTWAIT | flags)
     except OSError:
@@ -158,8 +157,8 @@ def words_of(line: socket.socket, flags: int = 0) -> bytes:
 @contextmanager
 def _ended(process: subprocess.Popen[bytes],
            line: socket.socket | None) -> Iterator[Callable[[float], object]]:
-    """Waits for so many seconds, or until the process ends or something comes over the line, where
-    the system tells at once."""
+    """A function that waits for so many seconds or, on Linux, until the process ends or something
+    arrives on the socket."""
     try:
         file = os.pidfd_open(process.pid)
     except (AttributeError, OSError):  # not Linux
@@ -179,24 +178,24 @@ def _ended(process: subprocess.Popen[bytes],
 
 
 class RanksFailed(XgptError):
-    """The ranks ended by themselves, or something ended them. `is_told`: they said why, and it
-    would be so again."""
+    """The ranks failed, or something ended them. `is_told`: they reported the reason, and would
+    fail again."""
 
     def __init__(self, code: int, printed: str, *, first: str | None = None,
                  gone: str | None = None) -> None:
-        """`printed`: by the ranks and what started them. `first`: the rank that ended first.
-        `gone`: one that the others waited for in vain."""
+        """`printed`: output of the ranks and their launcher. `first`: the rank that ended first, in
+        words. `gone`: a rank that ended before it was connected, in words."""
         banner = "" if first is not None or "xgpt: " in printed else r"A rank on \1 ended: \2"
         printed = _BANNER.sub(banner, printed).strip()
         told = re.findall(r"^xgpt: (.*(?:\n(?!xgpt: |Abort\().*)*)", printed, re.M)
-        self.is_told = bool(told) or is_of_memory(printed)
+        self.is_told = bool(told) or is_out_of_memory(printed)
         if told:
             super().__init__("\n".join(dict.fromkeys(line.strip() for line in told)))
             return
         if self.is_told:
-            said = [line for line in printed.splitlines() if is_of_memory(line)][-1].strip()
+            said = [line for line in printed.splitlines() if is_out_of_memory(line)][-1].strip()
             super().__init__(f"memory ran out in a rank ({said}): look at `ulimit -v`, `ulimit "
-                             "-u` and the container's limits, or use fewer ranks or queries at "
+                             "-u` and the container's limits, or use fewer ranks or requests at "
                              "a time")
             return
         said = f":\n{printed}" if printed else ""
@@ -204,13 +203,13 @@ class RanksFailed(XgptError):
             super().__init__(f"{gone} ended before it had met the others, which waited for it: "
                              f"they were ended{said}")
             return
-        # a launcher of ranks tells a signal as a shell does, as itself, or in words alone
+        # launchers report a signal as a shell does, as itself, or in words alone
         who = "" if first is None else f"; {first} was the first to end"
         super().__init__(f"the ranks failed (exit code {code}){who}{said}{''.join(_why(code))}")
 
 
 def _why(code: int) -> Iterator[str]:
-    """Yields what a rank's end may come from, where the user can do something about it."""
+    """Yields possible reasons for a rank's end that the user can do something about."""
     def is_of(number: int) -> bool:
         return code in (-number, number, 128 + number)
 
@@ -231,7 +230,7 @@ def _why(code: int) -> Iterator[str]:
 
 
 def _room_bytes(folder: str) -> int | None:
-    """None where there is no such folder."""
+    """Free bytes in the folder's file system; None if there is no such folder."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -239,7 +238,7 @@ def _room_bytes(folder: str) -> int | None:
 
 
 class _Stopper:
-    """Turns signals into a polite request, then an end."""
+    """Turns a stop signal into a request to stop, and a second one into an end."""
 
     def __init__(self, process: subprocess.Popen[bytes], ask: Callable[[], None] | None) -> None:
         self._process, self._ask, self._asked_at = process, ask, 0.0
@@ -247,7 +246,7 @@ class _Stopper:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> _Stopper:
-        for number in to_be_heard():
+        for number in handled_signals():
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -274,7 +273,7 @@ class _Stopper:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command that `start` started, and what is in its session, unless it has ended."""
+    """Ends a command that `start` started, with all of its session, unless it has ended."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         try:

@@ -1,12 +1,12 @@
-"""A job of Slurm: its batch script, a pure function of the job and of what its plan says; and what
-Slurm is asked and told: hand in a script, how a job is, take a job back.
+"""Slurm jobs: the batch script, a pure function of the job and its plan; and calls that submit a
+script, query a job and cancel it.
 
-Every value that is not of this file goes through `quoted`, whose form bash and sbatch's reader of
-`#SBATCH` lines understand alike (of several forms the only one: sbatch takes a backslash for an
-escape even between single quotes, and a space for an end even behind a backslash).
+Every value from outside goes through `quoted`, whose form bash and sbatch's reader of `#SBATCH`
+lines understand alike. It is the only such form: sbatch takes a backslash for an escape even
+between single quotes, and a space for an end even behind a backslash.
 
-A job that waits or runs is known to squeue. One that has ended is known to sacct where the cluster
-keeps accounts, and for some minutes to `scontrol show job`.
+squeue knows jobs that wait or run. sacct knows jobs that have ended, if the cluster keeps accounts;
+`scontrol show job` knows them for some minutes.
 """
 
 import os
@@ -22,8 +22,8 @@ from xgpt.job.sections import SlurmSpec
 
 _SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _IN_QUOTES = re.compile(r'([\\"$`])')
-_IDLE = 2  # allocations in a row without an answer: a third would add none either
-_KILLED_BY_WARNING = 128 + 10  # SIGUSR1 before Python had a handler for it
+_IDLE = 2  # chosen: allocations in a row without an answer, after which the job ends
+_KILLED_BY_WARNING = 128 + 10  # exit code: SIGUSR1 came before Python had a handler for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchJob:
-    """What the script is made of. Several tasks become an array. `time`: the limit, the spec's own
-    or one from the plan; None: the partition's. `gpus_per_node`: as sbatch takes it."""
+    """Values for a batch script; several tasks become an array. `time`: limit of the spec or from
+    the plan; None: the partition's. `gpus_per_node`: as sbatch takes it."""
 
     name: str
     spec: SlurmSpec
@@ -55,7 +55,7 @@ class BatchJob:
 
 
 def quoted(text: str) -> str:
-    """The text as one word, of a line of bash or of an `#SBATCH` line."""
+    """`text` quoted as one word for bash and for `#SBATCH` lines."""
     assert not re.search(r"[\n\r\0]", text), f"no word of one line: {text!r}"
     return text if _SAFE.fullmatch(text) else '"' + _IN_QUOTES.sub(r"\\\1", text) + '"'
 
@@ -72,8 +72,8 @@ def check_paths(job: BatchJob) -> None:
 
 
 def render_sbatch(job: BatchJob) -> str:
-    """The whole script, which starts `xgpt submit` once on the first node."""
-    return "\n".join(("#!/bin/bash", *_options(job), "", *_tasks(job), *_surroundings(job.spec),
+    """The text of the batch script, which starts `xgpt submit` once on the first node."""
+    return "\n".join(("#!/bin/bash", *_options(job), "", *_tasks(job), *_environment(job.spec),
                       _body(job.spec)))
 
 
@@ -97,7 +97,7 @@ def _options(job: BatchJob) -> list[str]:
 
 
 def _tasks(job: BatchJob) -> list[str]:
-    """Sets `output` and `submit`: of this task, in an array."""
+    """Lines that set `output` and `submit`; in an array, those of this task."""
     if not job.is_array:
         return [*_task(job.python, job.tasks[0]), ""]
     cases = [f"{index})\n{textwrap.indent(chr(10).join(_task(job.python, task)), '    ')}\n    ;;"
@@ -111,8 +111,8 @@ def _task(python: str, task: Task) -> list[str]:
     return [f"output={quoted(str(task.output))}", f"submit=({' '.join(map(quoted, words))})"]
 
 
-# The trap is called for a sourced file's commands, too, where no more than its end counts. Some
-# versions of `module` end with 0 where there is no such module.
+# The trap also fires inside sourced files, where only the end counts. Some versions of `module` end
+# with 0 although there is no such module.
 _CHECKED = f"""\
 failed() {{  # what fails here ends the job
     local code=$? line=${{BASH_LINENO[0]}}
@@ -130,7 +130,8 @@ load_module() {{
 trap failed ERR"""
 
 
-def _surroundings(spec: SlurmSpec) -> list[str]:
+def _environment(spec: SlurmSpec) -> list[str]:
+    """Lines that load modules, activate the virtual environment and set variables."""
     lines = [f"load_module {quoted(name)}" for name in spec.modules]
     if spec.venv is not None:
         lines.append(f". {quoted(spec.venv + '/bin/activate')}")
@@ -141,11 +142,12 @@ def _surroundings(spec: SlurmSpec) -> list[str]:
 
 def _body(spec: SlurmSpec) -> str:
     return f"""\
-# Slurm warns this shell, and nobody else, some time before the limit: xgpt then stops in good order
-# (exit code {EXIT_RESUMABLE}), and the job goes back to the queue and on from there, at most \
-{spec.requeue} times. A stop
-# that `xgpt stop` asked for (it writes into the file `stop`) ends it, and so do {_IDLE} allocations
-# in a row in which no answer was added.
+# Slurm warns only this shell before the time limit. Then xgpt stops in good order (exit code \
+{EXIT_RESUMABLE}).
+# The job is requeued at most {spec.requeue} times. It ends if `xgpt stop` asked for the stop (by \
+the file `stop`),
+# or if {_IDLE} allocations in a row added no answer.
+
 warned= told= xgpt=
 warn() {{
     warned=yes
@@ -154,12 +156,14 @@ warn() {{
 trap warn USR1
 answers() {{ wc -c "$output/results.jsonl" "$output/held.jsonl" 2>/dev/null | tail -n 1; }}
 before=$(answers)
+
 "${{submit[@]}}" &
 xgpt=$!
 [ -z "$warned" ] || warn
 while kill -0 "$xgpt" 2>/dev/null; do wait "$xgpt"; done
 wait "$xgpt"
 code=$?
+
 if [ -n "$warned" ] && [[ $code = {EXIT_RESUMABLE} || $code = {_KILLED_BY_WARNING} ]] \
 && [ ! -s "$output/stop" ]; then
     count="$output/slurm-requeued-$SLURM_JOB_ID"
@@ -191,7 +195,8 @@ _NOTHING = ("", "None", "(null)", "N/A", "Unknown", "UNLIMITED", "Partition_Limi
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """What Slurm says of a job; None for what it does not. `state` is Slurm's word, in capitals."""
+    """A job as Slurm reports it; None for fields that it does not. `state`: Slurm's word, in
+    capitals."""
 
     state: str
     reason: str | None = None
@@ -199,7 +204,7 @@ class SlurmJob:
     limit: str | None = None
     start: str | None = None
     nodes: str | None = None
-    exit_code: str | None = None  # "75:0": of the script, and the signal that ended it
+    exit_code: str | None = None  # "75:0": the script's exit code, and the signal that ended it
 
     @property
     def is_waiting(self) -> bool:
@@ -214,10 +219,10 @@ class SlurmJob:
         return not self.is_waiting and not self.has_ended
 
 
-def hand_in(script: Path) -> tuple[str, str | None]:
-    """Submits the script; the job's id and, in a federation, its cluster. Raises XgptError with
-    what sbatch says."""
-    # a shell within another allocation would pass that one's sizes on
+def submit_script(script: Path) -> tuple[str, str | None]:
+    """Submits the script: (the job's id, its cluster in a federation or None). Raises XgptError
+    with sbatch's message."""
+    # a shell within another allocation would pass on that one's sizes
     environment = {name: value for name, value in os.environ.items()
                    if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     done = _call(["sbatch", "--parsable", str(script)], environment)
@@ -230,8 +235,8 @@ def hand_in(script: Path) -> tuple[str, str | None]:
     return job_id, cluster or None
 
 
-def ask(job_id: str, cluster: str | None = None) -> SlurmJob | None:
-    """How the job is; None where Slurm does not know it any more. Raises XgptError where Slurm
+def query_job(job_id: str, cluster: str | None = None) -> SlurmJob | None:
+    """The job's present state; None if Slurm does not know it any more. Raises XgptError if Slurm
     cannot be asked."""
     where = [] if cluster is None else [f"--clusters={cluster}"]
     queued = _call(["squeue", "--noheader", "--array", f"--jobs={job_id}",
@@ -249,8 +254,8 @@ def ask(job_id: str, cluster: str | None = None) -> SlurmJob | None:
     return _job(lines[-1].split("|")) if lines else _from_memory(job_id, where)
 
 
-def take_back(job_id: str, cluster: str | None = None) -> None:
-    """Cancels the job. Raises XgptError."""
+def cancel_job(job_id: str, cluster: str | None = None) -> None:
+    """Cancels the job. Raises XgptError with scancel's message."""
     done = _call(["scancel", *([] if cluster is None else [f"--clusters={cluster}"]), job_id])
     if done is None or done.returncode != 0:
         raise XgptError("scancel failed: "
@@ -267,14 +272,15 @@ def _from_memory(job_id: str, where: Sequence[str]) -> SlurmJob | None:
 
 
 def _job(values: Sequence[str]) -> SlurmJob:
-    """The state ("CANCELLED by 1000" too), and the others in the order of SlurmJob's fields."""
+    """The SlurmJob of values in the order of its fields; a state may be "CANCELLED by 1000"."""
     known = [None if text.strip() in _NOTHING else text.strip() for text in values]
     return SlurmJob((known[0] or "").partition(" ")[0], *known[1:])
 
 
 def _call(command: Sequence[str], environment: dict[str, str] | None = None,
           ) -> subprocess.CompletedProcess[str] | None:
-    """None where there is no such program. Raises XgptError where it does not answer."""
+    """The finished call of a program; None if there is no such program. Raises XgptError if it does
+    not answer."""
     try:
         return subprocess.run(command, capture_output=True, text=True, errors="replace",
                               stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S, check=False,

@@ -1,7 +1,6 @@
-"""Ranks on this machine that wait to be told what they are (xrunner.rank.standby): started while it
-is not known yet what they will run, since importing takes them longer than planning, and kept from
-one run to the next as long as the runs take the same ranks holding the same
-(`RankProgram.holds`)."""
+"""Ranks on this machine that are started before it is known what they will run, as their imports
+take longer than planning (xrunner.rank.standby). They are kept from one run to the next while runs
+need the same ranks with the same contents (`RankProgram.holds`)."""
 
 import socket
 import sys
@@ -21,37 +20,37 @@ from xgpt.launch.launcher import RankProgram, local_mpi_command
 from xgpt.launch.leftovers import remove_leftovers
 from xgpt.launch.process import Started, end, start, words_of
 
-RUNS, MEASURES = "xrunner.rank.worker", "xprofiler.measure.worker"  # the parts that they take
+RUNS, MEASURES = "xrunner.rank.worker", "xprofiler.measure.worker"  # parts that they can take
 PROGRAM = "xrunner.rank.standby"
-_LEAVE_S = 10.0  # for ranks that are told to end
-_FEW_CORES = 4  # chosen: so many ranks, of 0.2 GB each, may be started in vain
+_LEAVE_S = 10.0  # chosen: for ranks to end by themselves
+_FEW_CORES = 4  # chosen: so many ranks, of 0.2 GB each, may be started without being used
 
 
 class Standby:
-    """At most one set of ranks; they end by themselves when this process does."""
+    """At most one set of waiting ranks; they end by themselves when this process does."""
 
     def __init__(self, count: int = 0, say: Callable[[str], object] = lambda said: None) -> None:
-        """Starts `count` ranks, if any. `say` is told of ranks that are kept from the run before,
-        or started anew."""
+        """Starts `count` ranks, if any. `say`: gets a message when ranks are kept from the run
+        before, or started anew."""
         self._say = say
         self._line: socket.socket | None = None
         self._started: Started | None = None
         self._count = self._num_parts = 0
         self._held: Mapping[str, str] | None = None  # by the run before
         if count:
-            # the run tells, whose ranks cannot be started either
+            # the run reports the error when its ranks cannot be started either
             with suppress(InputError, MissingExtraError, OSError):
                 self._start(count)
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """The processes, with all that they started, whose time is ours."""
+        """Process ids whose core time, with that of their children, counts as ours."""
         return () if self._started is None else (self._started.process.pid,)
 
-    def serves(self, ranks: RankProgram) -> Started | None:
-        """The processes at work as these ranks; None where they must be started by another: of
-        another program, for which there is room then, or of measuring on another number of ranks
-        or after a run, beside which these wait."""
+    def serve(self, ranks: RankProgram) -> Started | None:
+        """Lets the waiting processes work as `ranks`, and returns them. None if others must be
+        started: for another program, before which these end, or for measuring on another number of
+        ranks or after a run, while these wait."""
         misfit = self._misfit(ranks)
         if ranks.module == MEASURES:
             if misfit is not None or self._held is not None:
@@ -69,17 +68,17 @@ class Standby:
             self._held = ranks.holds
         assert self._line is not None
         self._num_parts += 1
-        with suppress(OSError):  # they have just ended, which is seen by who watches them
+        with suppress(OSError):  # they have just ended, which the watch notices
             socket.send_fds(self._line, [f"{ranks.module}\0{ranks.argument}".encode()],
                             ranks.inherited)
         return self._started
 
     def dismiss(self) -> None:
-        """Ends the ranks: in good order where they listen, so that MPI leaves nothing behind."""
+        """Ends the ranks, in good order if they listen, so that MPI leaves nothing behind."""
         if self._line is None or self._started is None:
             return
         process, listens = self._started.process, self._num_parts or READY in words_of(self._line)
-        self._line.close()  # which tells them
+        self._line.close()  # asks them to end
         if listens:
             with suppress(TimeoutExpired):
                 process.wait(_LEAVE_S)
@@ -89,7 +88,7 @@ class Standby:
         self._line = self._started = self._held = None
 
     def _misfit(self, ranks: RankProgram) -> str | None:
-        """Why the ranks that are there, if any, cannot take this part; None where they can."""
+        """The reason why the waiting ranks, if any, cannot work as `ranks`; None if they can."""
         if self._started is None or self._started.process.poll() is not None or (
                 self._started.messages.closed):
             return "those of the job before have ended"
@@ -115,7 +114,7 @@ class Standby:
 
 @contextmanager
 def standby_for(job: Job) -> Iterator[Standby | None]:
-    """Ranks for the job, as long as they may be asked for; None where it takes others."""
+    """Waiting ranks for the job inside the `with` block; None if it needs other ranks."""
     run = job.run
     is_ours = job.cluster == LOCAL_CLUSTER and run.engine == OWN_ENGINE and job.slurm is None
     may_serve = is_ours and not run.hosts and find_spec("torch") is not None
@@ -128,8 +127,8 @@ def standby_for(job: Job) -> Iterator[Standby | None]:
 
 
 def _likely_ranks(job: Job) -> int:
-    """As many as the job says, if there are cores on which they could start meanwhile; of the
-    layouts that it leaves open the most, where these are few."""
+    """Number of ranks to start early: the job's, if there are cores for them; else the most of the
+    layouts that it allows, if these are few."""
     if (ranks := job.run.ranks) is not None:
         return ranks if ranks <= usable_cores() else 0
     most = max((layout.ranks for layout in open_layouts(job)), default=1)

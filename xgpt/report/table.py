@@ -19,8 +19,8 @@ from xgpt.core.schedule import (
     Schedule,
     Status,
     devices_of_copies,
+    devices_sum,
     devices_tried,
-    sum_of,
 )
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
@@ -149,7 +149,8 @@ def copies_table(schedule: Schedule) -> str:
         if devices_tried(row) == devices_of_copies(schedule.estimate):
             own = schedule.figures
             cells = plain(own.throughput_qps), "chosen", format_seconds(own.latency_s)
-        body.append((str(row.replicas), sum_of(row.devices or (row.devices_per_replica,)), *cells,
+        devices = devices_sum(row.devices or (row.devices_per_replica,))
+        body.append((str(row.replicas), devices, *cells,
                      plain(row.bound_qps) if row.bound_qps > 0 else "-", row.words))
     return table(("copies", "devices", "requests/s", "less", "latency", "at most", "by"), body,
                  right=(0, 1, 2, 3, 4, 5)) if body else ""

@@ -15,18 +15,18 @@ MAX_TOOLS = 128  # as OpenAI's
 
 
 class BadRecord(Exception):
-    """Says why a record cannot be used."""
+    """A record that cannot be used, and the reason."""
 
     def __init__(self, why: str, code: str | None = None) -> None:
-        """`code`: what OpenAI's batch service calls it, of a line that is no request at all; None:
-        of one that a request's own endpoint would refuse."""
+        """`code`: error code of OpenAI's batch service for a line that is no request; None: its
+        endpoint would refuse the request."""
         super().__init__(why)
         self.code = code
 
 
 def check_encodable(value: str, key: str) -> None:
-    """Raises BadRecord for half of a surrogate pair (JSON's "\\ud800"), which no tokenizer and no
-    file takes."""
+    """Raises BadRecord for half of a surrogate pair (JSON's "\\ud800"), which tokenizers and files
+    refuse."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -41,8 +41,8 @@ def messages_of(value: object) -> tuple[Message, ...]:
 
 
 def tools_of(body: Mapping[str, Any]) -> str:
-    """The functions that a request's answer may call, as JSON; "" where there are none, or
-    `tool_choice` rules them out. Raises BadRecord."""
+    """The functions that an answer may call, as JSON; "" if there are none, or `tool_choice` rules
+    them out. Raises BadRecord."""
     value = body.get("tools")
     if value in (None, []) or body.get("tool_choice") == "none":
         return ""
@@ -55,8 +55,8 @@ def tools_of(body: Mapping[str, Any]) -> str:
 
 
 def options_of(body: Mapping[str, Any]) -> str:
-    """What a request tells the chat template besides (`enable_thinking`), as JSON; "" for nothing.
-    Raises BadRecord."""
+    """A request's arguments of the chat template (`enable_thinking`), as JSON; "" for none. Raises
+    BadRecord."""
     value = body.get("chat_template_kwargs")
     if not isinstance(value, (dict, type(None))):
         raise BadRecord("chat_template_kwargs must be an object of names and values")
@@ -98,8 +98,8 @@ def _message(item: object) -> Message:
 
 
 def _calls(value: object) -> list[dict[str, Any]]:
-    """Calls that were made before, the arguments as an object: templates write them as JSON
-    themselves."""
+    """Earlier tool calls with arguments as objects, which templates write as JSON themselves.
+    Raises BadRecord."""
     if not isinstance(value, list):
         raise BadRecord("tool_calls must be a list")
     calls = []
@@ -131,8 +131,8 @@ _FORM = "structured_outputs"
 
 
 def passed_of(asked: Mapping[str, Any], usual: str = "", *, checks_form: bool = False) -> str:
-    """Returns vLLM's sampling parameters as JSON, `usual` where nothing is asked for. Raises
-    BadRecord. `checks_form`: our own engine is to hold the answer to its form."""
+    """vLLM's sampling parameters of a request, as JSON; `usual` without any. `checks_form`: checks
+    that our own engine can keep the answer's form. Raises BadRecord."""
     given = {key: asked[key] for key in _OF_LOGITS if asked.get(key)}
     form = _of_response_format(asked["response_format"]) if "response_format" in asked else None
     where = "response_format.json_schema.schema"
@@ -171,7 +171,7 @@ def form_text(kind: str, value: Any) -> str:
 
 
 def _of_response_format(value: object) -> dict[str, Any] | None:
-    """As vLLM's `structured_outputs` says it; None where text is asked for."""
+    """A response_format as vLLM's `structured_outputs`; None for plain text. Raises BadRecord."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None

@@ -1,17 +1,17 @@
-"""Several answers to one OpenAI request (`n`, a list of prompts, a list of texts to embed): queries
-of their own while a job runs, one response with as many choices in results.jsonl. Whoever counts or
-reads queries there takes such a line apart."""
+"""Several answers to one OpenAI request (`n`, a list of prompts, a list of texts to embed). They
+are requests of their own while a job runs, and one response with as many choices in results.jsonl.
+Code that counts or reads requests there splits such lines by `parts`."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_PARTS = "choices"  # under `xgpt`: what is told of each of them
+_PARTS = "choices"  # key under `xgpt` with an entry for each of them
 
 
 def merged(lines: Sequence[str]) -> str:
-    """The lines of all answers to one request, as xrunner.files.result_line makes them, as one. A
-    response has all of its choices: where one has no answer the request has none."""
+    """One result line made of the lines of all answers to a request, as xrunner.files.result_line
+    makes them. If one of them failed, the whole request has an error and no response."""
     rows = [json.loads(line) for line in lines]
     first = rows[0]
     error = next((row["error"] for row in rows if row["error"] is not None), None)
@@ -21,7 +21,7 @@ def merged(lines: Sequence[str]) -> str:
         return json.dumps({**whole, "response": None}, ensure_ascii=False)
     body = first["response"]["body"]
     bodies, answers = [row["response"]["body"] for row in rows], _answers(body)
-    # an input counts once, however many answers it has
+    # inputs count once, however many answers they have
     inputs = {own.get("input", 0): one["usage"]["prompt_tokens"]
               for own, one in zip(parts, bodies, strict=True)}
     body = {**body, "usage": _usage(body, sum(inputs.values()),
@@ -32,12 +32,12 @@ def merged(lines: Sequence[str]) -> str:
 
 
 def num_parts(row: Mapping[str, Any]) -> int:
-    """How many queries a line of results.jsonl is of."""
+    """Number of answers in a line of results.jsonl."""
     return len(_told(row)) or 1
 
 
 def parts(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The lines of single answers that this one was made of; itself, where it is one."""
+    """The lines of single answers that `merged` made a line of; the line itself if it has one."""
     told = _told(row)
     if not told:
         return [row]
@@ -66,7 +66,7 @@ def _answers(body: Mapping[str, Any]) -> str:
 
 
 def _usage(body: Mapping[str, Any], inputs: int, outputs: int) -> dict[str, int]:
-    """Embeddings have no output to count."""
+    """Token counts with the keys of the body's own usage (embeddings count no output)."""
     counts = {"prompt_tokens": inputs, "completion_tokens": outputs,
               "total_tokens": inputs + outputs}
     return {key: counts[key] for key in body["usage"]}

@@ -1,5 +1,5 @@
-"""What every format's reader yields, and which part of a row is what: the request's content, its
-id, its options, and the others, which go into the results as they are."""
+"""Rows that every format's reader yields, and the roles of their parts: a request's content, id and
+options, and other columns, which are copied into the results."""
 
 import json
 import math
@@ -16,16 +16,15 @@ from xgpt.requests.request import is_openai, misspelt_option, refuse_misspelt
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.template import TEXT_COLUMN, columns_in, filled
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # lone, which no file takes
+_SURROGATE = re.compile("[\ud800-\udfff]")  # lone ones, which no file can hold
 NO_OTHERS: Mapping[str, Any] = {}
-# Of one cell. A quote that is never closed takes up the rest of the file.
-MAX_CELL_CHARS = 2**24
-MAX_DEPTH = 100  # of what is nested in a request's JSON
+# Limit of a cell: a quote that is never closed takes up the rest of the file.
+MAX_CELL_CHARS = 2**24  # chosen
+MAX_DEPTH = 100  # chosen: of nesting in a request's JSON
 
 
 class RepeatedKeyError(BadRecord):
-    """An object that has a key twice, with different values: JSON says of neither that it
-    counts."""
+    """A JSON object has a key twice, with different values."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"the key {shorten(key)} is given twice, with different values",
@@ -40,7 +39,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _differing(pairs: list[tuple[str, Any]], last: Mapping[str, Any]) -> str | None:
-    # 1 and true are equal to Python, and not what is meant twice
+    # compared as JSON: 1 and true are equal to Python
     return next((key for key, value in pairs if json.dumps(value) != json.dumps(last[key])), None)
 
 
@@ -49,7 +48,8 @@ _BETWEEN = re.compile(r"[\s,]*")  # items of an array
 
 
 def parsed_items(text: str) -> Any:
-    """As `parsed`, but of an array each item that has a key twice is a RepeatedKeyError itself."""
+    """The JSON value of `text`, as by `parsed`. In an array, an item with a repeated key is
+    replaced by its RepeatedKeyError."""
     try:
         return parsed(text)
     except RepeatedKeyError:
@@ -67,9 +67,8 @@ def parsed_items(text: str) -> Any:
 
 
 def parsed(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
-    """The JSON value. Raises ValueError, and BadRecord for one nested too deeply, which would end
-    in the depth of Python's own calls wherever it is looked at, and for an object that has a key
-    twice with different values."""
+    """The JSON value of `text`. Raises ValueError for other text, RepeatedKeyError, and BadRecord
+    for a value nested too deeply, which would exceed Python's recursion limit later."""
     try:
         value = decoder.decode(text)
     except RecursionError:
@@ -93,28 +92,28 @@ def without_surrogates(text: str) -> str:
 
 
 class Row(NamedTuple):
-    """One entry of a file. `record`: a request's keys (xgpt.requests.request), or why there are
-    none. `others`: what is neither; None where they are kept by the reader. `name`: the id of a row
-    that makes none."""
+    """One entry of a file. `record`: a request's keys (xgpt.requests.request), or the reason why
+    the entry cannot be used; `name`: its id then. `others`: values to copy into the results; None
+    if the reader has kept them."""
 
     line: int
     record: Mapping[str, Any] | str
     others: Mapping[str, Any] | None = NO_OTHERS
-    number: int | None = None  # of a table's row, header not counted: stands for an id
+    number: int | None = None  # of a table's row, without the header; the default id
     name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Which column of a table is what. `used`: (role, its place in the header); a column of the
-    `template` has its name in braces for a role."""
+    """Roles of a table's columns. A column of the prompt's `template` has its name in braces as its
+    role."""
 
-    used: tuple[tuple[str, int], ...]
-    carried: tuple[tuple[str, int], ...]  # (name in the results, place in the header)
+    used: tuple[tuple[str, int], ...]  # (role, index in the header)
+    carried: tuple[tuple[str, int], ...]  # (name in the results, index in the header)
     template: str = ""
 
     def record(self, values: Sequence[Any] | Mapping[int, Any]) -> dict[str, Any]:
-        """A row, by its columns' places, as the record of a request. Raises BadRecord."""
+        """A request's keys from a row, given by index of the columns. Raises BadRecord."""
         cells = {role: _cell(role, values[place]) for role, place in self.used}
         if not self.template:
             return cells
@@ -122,7 +121,7 @@ class Roles:
         return {"prompt": prompt_of(self.template, own), **cells}
 
     def name(self, values: Sequence[Any] | Mapping[int, Any]) -> str | None:
-        """The id of a row, if it has one."""
+        """The id of a row; None if it has none."""
         cells = [values[place] for role, place in self.used if role == "id"]
         cell = None if not cells or isinstance(cells[0], BadRecord) else _cell("id", cells[0])
         return None if cell is None else without_surrogates(str(cell))
@@ -132,7 +131,8 @@ class Roles:
 
 
 def roles_of(header: Sequence[str], files: RequestFiles, path: Path) -> Roles:
-    """Raises InputError, which names the columns that are there, where one is missing."""
+    """The Roles of a table's columns by its header. Raises InputError, naming the columns present,
+    if a required one is missing."""
     names = [name or f"column_{place}" for place, name in enumerate(header, start=1)]
     if twice := [name for place, name in enumerate(names) if name in names[:place]]:
         raise wrong(path, "requests", None, f"two columns are called {twice[0]!r}: rename one", 1)
@@ -162,7 +162,7 @@ def roles_of(header: Sequence[str], files: RequestFiles, path: Path) -> Roles:
             if name not in roles.values() and (meant := misspelt_option(name)) is not None:
                 raise wrong(path, "requests", name, f"did you mean the column {meant!r}? rename "
                             "it or, if it is none of xgpt's options, say `options: false`", 1)
-    # a key that is asked for and not given is refused; what asks for nothing is carried, and so are
+    # options that xgpt does not support are both read (to be refused if set) and carried; so are
     # prompts, beside which answers are read
     carried = [name for name in names if name not in roles.values() or f"{{{name}}}" in roles
                or roles.get("prompt") == name or (
@@ -180,7 +180,7 @@ _BRACES = ". A brace of the prompt's own is written twice: {{"
 
 
 def prompt_of(template: str, values: Mapping[str, Any]) -> str:
-    """The template filled with a row's columns. Raises BadRecord."""
+    """The prompt: a template filled with a row's columns. Raises BadRecord."""
     if missing := [name for name in columns_in(template) if name not in values]:
         raise BadRecord("workload.prompt: " + _missing(missing[0], [*values]) + _BRACES)
     if (prompt := filled(template, values)) is None:
@@ -189,7 +189,7 @@ def prompt_of(template: str, values: Mapping[str, Any]) -> str:
 
 
 def text_record(line: str, files: RequestFiles) -> dict[str, Any]:
-    """The record of a line of text, which is a prompt or goes into the job's template."""
+    """A request's keys from a line of text: the prompt, or the text for the job's template."""
     template = files.terms.template
     return {"prompt": prompt_of(template, {TEXT_COLUMN: line}) if template else line}
 
@@ -202,8 +202,8 @@ def _missing(name: str, there: Sequence[str]) -> str:
 
 
 def _cell(role: str, value: Any) -> Any:
-    """A cell as JSON would have it: text is what a CSV file holds, floats what a column of whole
-    numbers with gaps becomes."""
+    """A cell's value as JSON would have it: CSV files hold texts, and whole numbers in a column
+    with gaps arrive as floats. Raises BadRecord."""
     if isinstance(value, BadRecord):
         raise BadRecord(f"{value} in the column of {role}s")
     if isinstance(value, str) and len(value) > MAX_CELL_CHARS:
@@ -236,12 +236,13 @@ def _of_text(role: str, text: str) -> Any:
     except ValueError as cause:
         if is_json:
             raise BadRecord(f"{role} is not JSON: {cause}") from None
-        return text  # refused by who knows what is allowed
+        return text  # refused later, with the allowed values
 
 
 def of_object(record: Mapping[str, Any], files: RequestFiles) -> tuple[
         Mapping[str, Any], Mapping[str, Any]]:
-    """(a request's keys, the others) of an object of a JSON file. Raises BadRecord."""
+    """(a request's keys, other keys to copy into the results) of an object in a JSON file. Raises
+    BadRecord."""
     template = files.terms.template
     if is_openai(record):
         if template:

@@ -1,6 +1,6 @@
-"""The formats of files of requests, a reader each. A JSON object a line, or a prompt a line; a JSON
-array, which is one value and so is read as a whole; CSV and TSV: a header, then a row a request;
-Parquet, a batch of rows at a time, for which pyarrow is imported. Blank lines are skipped."""
+"""Readers of request files, one for each format: JSON lines, text (a prompt per line), a JSON array
+(read as a whole), CSV and TSV (a header, then a request per row), and Parquet (in batches, by
+pyarrow). Blank lines are skipped."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from xgpt.requests.request_files import RequestFiles, unreadable
 from xgpt.requests.spool_columns import ROWS_COLUMN, ColumnsWriter
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MAX_LINE_BYTES = 2**24  # of a request; more is another file by mistake, or an attack
-MAX_ARRAY_BYTES = 2**27  # of a JSON array, which is in memory as a whole
+MAX_LINE_BYTES = 2**24  # chosen: longer lines are another file by mistake, or an attack
+MAX_ARRAY_BYTES = 2**27  # chosen: of a JSON array, which is in memory as a whole
 _TOO_LONG = f"longer than {MAX_LINE_BYTES // 2**20} MiB, the most that a line may have"
 _SKIPPED_BYTES = 2**20
 
 
 def read_jsonl(stream: IO[bytes], files: RequestFiles) -> Iterator[Row]:
-    """Yields a row a line."""
+    """Yields a Row for each line of JSON."""
     return _rows(_lines(stream), lambda line: of_object(_object(line), files))
 
 
 def read_text(stream: IO[bytes], files: RequestFiles) -> Iterator[Row]:
-    """Yields a prompt a line, without what ends it."""
+    """Yields a Row for each line of text: its prompt."""
     return _rows(_lines(stream), lambda line: (
         text_record(_decoded(line).removesuffix("\r"), files), NO_OTHERS))
 
 
 def _rows(entries: Iterable[tuple[int, Any]],
           taken: Callable[[Any], tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Iterator[Row]:
-    """Yields a row of each numbered entry, with what is `taken` of it, or why nothing is."""
+    """Yields a Row for each numbered entry, with the keys `taken` from it, or why none can be."""
     for number, entry in entries:
         try:
             yield Row(number, *taken(entry))
@@ -60,8 +60,8 @@ def _rows(entries: Iterable[tuple[int, Any]],
 
 
 def read_array(stream: IO[bytes], files: RequestFiles, path: Path) -> Iterator[Row]:
-    """Yields a row an item: an object, or a text, which is a prompt. Raises InputError for a file
-    that is not whole."""
+    """Yields a Row for each item of a JSON array: an object, or a text (a prompt). Raises
+    InputError for a file that is not whole."""
     try:
         raw = stream.read(MAX_ARRAY_BYTES + 1)
         if len(raw) > MAX_ARRAY_BYTES:
@@ -91,7 +91,7 @@ def read_array(stream: IO[bytes], files: RequestFiles, path: Path) -> Iterator[R
 
 
 def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """Yields those that are not blank, with their numbers from 1; None of one that is too long,
+    """Yields (number from 1, line) of lines that are not blank; None for a line that is too long,
     which is never in memory as a whole."""
     number = 0
     while raw := stream.readline(MAX_LINE_BYTES + 1):
@@ -125,15 +125,15 @@ def _object(line: bytes | None) -> dict[str, Any]:
     return record
 
 
-USUAL = {"csv": ",", "tsv": "\t"}  # Excel writes semicolons where a comma is in numbers
-Divided: TypeAlias = "Callable[[Path, str], object]"  # is told a file and its delimiter
+USUAL = {"csv": ",", "tsv": "\t"}  # Excel writes semicolons where numbers have commas
+Divided: TypeAlias = "Callable[[Path, str], object]"  # called with a file and its delimiter
 _DELIMITERS = (",", ";", "\t", "|")
 _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 def delimiter_of(stream: IO[bytes], default: str) -> str:
-    """What divides the cells of a table that begins here; nothing is consumed. It is the default
-    where the header has it, else what divides header and first row into equally many cells."""
+    """The delimiter of the table that begins here; consumes nothing. It is `default` if the header
+    has it, else the one that divides header and first row into equally many cells."""
     start = cast(io.BufferedReader, stream).peek(1).decode("utf-8-sig", "replace")
     known = {one: _first_rows(start, one) for one in (default, *_DELIMITERS)}
     if known[default] and len(known[default][0]) > 1:
@@ -144,7 +144,7 @@ def delimiter_of(stream: IO[bytes], default: str) -> str:
 
 
 def _first_rows(text: str, delimiter: str) -> list[list[str]]:
-    """The header and the first row after it, as far as they are there and can be read."""
+    """The header and the first row after it, as far as they can be read."""
     found = list[list[str]]()
     with suppress(csv.Error):
         rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -153,11 +153,11 @@ def _first_rows(text: str, delimiter: str) -> list[list[str]]:
 
 
 class _Lines:
-    """The lines of a text; in the place of one that is too long an error, which costs its row."""
+    """Lines of a text; a line that is too long raises csv.Error, which costs its row alone."""
 
     def __init__(self, text: io.TextIOWrapper) -> None:
         self._text = text
-        self.number = 0  # of the last one, from 1
+        self.number = 0  # of the last line, from 1
 
     def __iter__(self) -> _Lines:
         return self
@@ -176,16 +176,16 @@ class _Lines:
 
 def read_delimited(stream: IO[bytes], files: RequestFiles, path: Path, usual: str,
                    divided: Divided) -> Iterator[Row]:
-    """Yields a row a request; blank lines are skipped. `usual`: the delimiter that the file's name
-    tells of. Raises InputError for a header without the columns that are needed."""
+    """Yields a Row for each row of a table. `usual`: delimiter by the file's name; `divided` is
+    called if it is another. Raises InputError for a header that lacks a required column."""
     csv.field_size_limit(MAX_CELL_CHARS)
     delimiter = files.delimiter or delimiter_of(stream, usual)
     if files.delimiter is None and delimiter != usual:
         divided(path, delimiter)
-    # bytes that are no UTF-8 are kept apart, so that they cost their row alone
+    # bytes that are no UTF-8 are escaped, so that they cost their row alone
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
     lines = _Lines(text)
-    # strict: a quote in the wrong place is told, not guessed at
+    # strict: a misplaced quote is an error, not guessed at
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
         header = next((row for row in reader if row), None)
@@ -223,7 +223,7 @@ def read_delimited(stream: IO[bytes], files: RequestFiles, path: Path, usual: st
             yield Row(line, str(cause), others, number, roles.name(values))
         else:
             yield Row(line, record, others, number)
-    text.detach()  # the file is closed by who opened it
+    text.detach()  # the caller closes the file
 
 
 def _why(cause: csv.Error, first: int, last: int) -> str:
@@ -247,7 +247,7 @@ class Arrow(NamedTuple):
 
 
 def arrow(purpose: str) -> Arrow:
-    """pyarrow, for this purpose. Raises MissingExtraError."""
+    """The modules of pyarrow. Raises MissingExtraError, which names the purpose."""
     try:
         return Arrow(importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet"))
     except ImportError:
@@ -256,8 +256,8 @@ def arrow(purpose: str) -> Arrow:
 
 def read_parquet(stream: IO[bytes], files: RequestFiles, path: Path,
                  columns: ColumnsWriter | None) -> Iterator[Row]:
-    """Yields a row a request; what the results take of it goes to `columns`, with its types. Raises
-    InputError for a file that is not whole."""
+    """Yields a Row for each row of a Parquet file, and adds columns for the results to `columns`,
+    with their types. Raises InputError for a file that is not whole."""
     pa, pq = arrow(f"reading {path.name}")
     number, roles = 0, None
     for batch in _batches(pa, pq, stream, path):
@@ -286,7 +286,7 @@ def _batches(pa: Any, pq: Any, stream: IO[bytes], path: Path) -> Iterator[Any]:
 
 
 def values_of(column: Any) -> list[Any]:
-    """The values of an Arrow array; in place of texts that are no UTF-8 a BadRecord says so."""
+    """The values of an Arrow array; a text that is no UTF-8 becomes a BadRecord."""
     try:
         values: list[Any] = column.to_pylist()
         return values
@@ -309,8 +309,8 @@ def _row(number: int, roles: Roles, values: Mapping[int, Any]) -> Row:
 
 
 def _carried(pa: Any, batch: Any, roles: Roles) -> Any:
-    """The columns that go into the results, as a batch of their own. One of nulls comes with them,
-    since a batch without columns does not know its rows."""
+    """A record batch of the columns that go into the results, and a column of nulls: a batch
+    without columns would lose its number of rows."""
     fields = [batch.schema.field(place).with_name(name) for name, place in roles.carried]
     return pa.RecordBatch.from_arrays(
         [*(batch.column(place) for _, place in roles.carried), pa.nulls(batch.num_rows)],
@@ -318,14 +318,14 @@ def _carried(pa: Any, batch: Any, roles: Roles) -> Any:
 
 
 def _whole_ids(pa: Any, batch: Any, roles: Roles) -> bool:
-    """Whether every row's id is a whole number, which it is in the results then, too."""
+    """Whether every row's id is a whole number; it stays one in the results."""
     places = [place for role, place in roles.used if role == "id"]
     return bool(places) and batch.column(places[0]).null_count == 0 and (
         pa.types.is_signed_integer(batch.schema.field(places[0]).type))
 
 
 def _check_prompts(schema: Any, roles: Roles, path: Path) -> None:
-    """Raises InputError for prompts that are no text, whatever a row says."""
+    """Raises InputError if the type of the prompts' column is no text."""
     for role, place in roles.used:
         kind = getattr(schema.field(place).type, "value_type", schema.field(place).type)
         if role == "prompt" and str(kind) not in _TEXTS:

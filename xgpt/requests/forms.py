@@ -1,4 +1,4 @@
-"""Forms that an answer is held to (a JSON schema, a list of choices, a regular expression), as the
+"""Forms that an answer must have (a JSON schema, a list of choices, a regular expression), as
 grammars of llguidance. That library is an extra: without it no form is checked here."""
 
 import json
@@ -9,7 +9,7 @@ from typing import Any, cast
 from xgpt.core.errors import MissingExtraError
 
 EXTRA = "structured"
-# A space at most between the parts of a JSON text: a model may write blanks without end.
+# At most one space between the parts of a JSON text: a model could write blanks without end.
 _JSON_RULES = {"whitespace_pattern": " ?"}
 _DEFINITIONS = ("$defs", "definitions")
 _SCHEMAS_BY_NAME = (*_DEFINITIONS, "properties", "patternProperties")
@@ -18,7 +18,7 @@ _SCHEMAS = ("items", "additionalProperties")
 
 
 def library() -> Any:
-    """Returns the module llguidance. Raises MissingExtraError."""
+    """The module llguidance. Raises MissingExtraError."""
     try:
         import llguidance
     except ImportError:
@@ -27,8 +27,8 @@ def library() -> Any:
 
 
 def grammar_of(form: Mapping[str, Any]) -> str:
-    """Returns the grammar of a form with one key, such as {"choice": ["yes", "no"]}. Raises
-    ValueError for a text that is no grammar."""
+    """The grammar of a form with one key, such as {"choice": ["yes", "no"]}. Raises ValueError for
+    a text that is no grammar."""
     (kind, value), = form.items()
     if kind == "json_object":
         kind, value = "json", {"type": "object"}
@@ -40,8 +40,8 @@ def grammar_of(form: Mapping[str, Any]) -> str:
 
 
 def why_wrong(kind: str, value: Any) -> str:
-    """Returns where and why a form is refused, with the path in a JSON schema (".items.type: ...");
-    "" for a form that is taken, and where llguidance is not installed."""
+    """The reason why a form is refused, after its path in a JSON schema (".items.type: ..."); "" for
+    a good form, and if llguidance is not installed."""
     try:
         library()
     except MissingExtraError:
@@ -61,7 +61,7 @@ def _why_wrong(text: str) -> str:
 
 def _wrong_part(schema: Mapping[str, Any], definitions: Mapping[str, Any],
                 path: str) -> tuple[str, ...]:
-    """Returns (path, cause) of the smallest part that is wrong by itself; () where none is."""
+    """(path, reason) of the smallest part that is wrong by itself; () if none is."""
     if not (why := _error_of({"json": {**definitions, **schema}})):
         return ()
     for key, part in _parts(schema):
@@ -88,7 +88,7 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _error_of(form: Mapping[str, Any]) -> str:
-    """Returns what llguidance has against a form, in a line; "" for nothing."""
+    """llguidance's objection to a form, in a line; "" for none."""
     try:
         why = library().LLMatcher.validate_grammar(grammar_of(form))
     except ValueError as cause:

@@ -1,43 +1,43 @@
-"""What a request may ask for: one row a key, for lines of OpenAI's batch format and for our own.
+"""Keys of a request, one row each, for lines of OpenAI's batch format and for our own.
 
-A key that is asked for and not given is refused by name, for an answer without it would look like
-one with it; a value that asks for nothing (a penalty of 0) is fine. Of an OpenAI body every key
-counts. Our own lines carry columns of their own: only the keys here count there."""
+A key that is set but not supported is refused by name, for an answer without it would look like one
+with it; a neutral value (a penalty of 0) is fine. In an OpenAI body every key counts. Our own lines
+may have other columns: there only the keys here count."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from xgpt.core.engines import OWN_ENGINE, gives
+from xgpt.core.engines import OWN_ENGINE, supports
 from xgpt.core.errors import shorten
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.requests.chat import BadRecord
 
-# Where a key is asked: at OpenAI's endpoints; in our own lines, that are answered or only read
+# Places of a key: OpenAI's endpoints; our own lines, that are answered or only read
 CHAT, COMPLETION, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 OWN, READ = "our own lines", "our own lines of jobs that score or embed"
 _OPENAI = frozenset({CHAT, COMPLETION, EMBEDDINGS})
 _ANSWERED = frozenset({CHAT, COMPLETION, OWN})
-_CHOSEN = _ANSWERED | {READ}  # how tokens are chosen decides nothing where none is written
+_CHOSEN = _ANSWERED | {READ}  # the choice of tokens does not matter where none is written
 
 MAX_INT = 2**31 - 1
 MAX_STOPS, MAX_STOP_CHARS = 64, 1000
 
 
 class Values(NamedTuple):
-    """What a key may be. `of_text`: makes it of a CSV file's cell; None: that is JSON."""
+    """Values allowed for a key. `of_text`: converts a CSV cell; None: the cell is JSON."""
 
     words: str
     has: Callable[[Any], bool]
     of_text: Callable[[str], Any] | None = None
 
 
-_ANY = Values("of its own form", lambda value: True)  # looked at by who takes it, if anybody does
+_ANY = Values("of its own form", lambda value: True)  # checked where it is used, if it is
 
 
 class Key(NamedTuple):
-    """`given`: where it is honoured; `needs`: what the engine must give for that (core.engines);
-    `neutral`: values that ask for nothing, as null always does; `other`: (places, its values there,
-    where they differ); `is_column`: in our own lines it is a column like any other."""
+    """A key of requests. `given`: places that support it. `needs`: feature that the engine must
+    support for it (core.engines). `neutral`: values without effect, like null. `other`: (places,
+    values allowed there, if they differ). `is_column`: in our own lines an ordinary column."""
 
     values: Values
     given: frozenset[str] = frozenset()
@@ -69,7 +69,7 @@ _STOPS = Values(f"a text of 1 to {MAX_STOP_CHARS} characters, or a list of at mo
 _BIAS = Values("an object of token ids, and numbers from -100 to 100", lambda value: isinstance(
     value, dict) and all(token.isdecimal() and _number(-100, 100).has(bias)
                          for token, bias in value.items()))
-CONTENTS = ("prompt", "messages", "tokens")  # of a table that has several, the first is taken
+CONTENTS = ("prompt", "messages", "tokens")  # in a table with several, the first is used
 _ROWS = {
     "prompt": Key(_ANY, _CHOSEN - {CHAT}),
     "messages": Key(_ANY, _CHOSEN - {COMPLETION}),
@@ -94,12 +94,12 @@ _ROWS = {
     "logit_bias": Key(_BIAS, _ANSWERED, "passed", ({},)),
     "response_format": Key(_OBJECT, _ANSWERED, "form", ({"type": "text"},)),
     "structured_outputs": Key(_ANY, _ANSWERED, "form"),
-    # of the service that would answer, not of the answer; `model` is that of the job
+    # these concern the service, not the answer; the job's model is used
     "model user service_tier safety_identifier prompt_cache_key prompt_cache_retention": Key(
         _TEXT, _OPENAI, is_column=True),
     "metadata": Key(_OBJECT, _OPENAI, is_column=True),
     "store": Key(_FLAG, _OPENAI, is_column=True),
-    # given nowhere: OpenAI's, vLLM's and transformers'
+    # supported nowhere: keys of OpenAI, vLLM and transformers
     "frequency_penalty presence_penalty": Key(_number(-2, 2), neutral=(0,)),
     "encoding_format": Key(_TEXT, neutral=("float",), is_column=True),
     "dimensions audio prediction moderation prompt_cache_options": Key(_ANY, is_column=True),
@@ -127,15 +127,15 @@ _ROWS = {
     "sampling_params extra_body": Key(_ANY)}
 KEYS: dict[str, Key] = {name: row for names, row in _ROWS.items() for name in names.split()}
 _UNKNOWN = Key(_ANY, is_column=True)
-# what counts of our own lines besides their content, and what of that is given
+# keys that count in our own lines besides their content; and those of them that are supported
 OWN_KEYS = tuple(key for key, row in KEYS.items() if not row.is_column and key not in CONTENTS)
 OPTIONS = tuple(key for key in OWN_KEYS if OWN in KEYS[key].given)
 
 
 def asked_of(body: Mapping[str, Any], place: str, engine: str | None = None) -> dict[str, Any]:
-    """What a request asks for and gets there, by its keys; null and what asks for nothing left out.
-    `engine` None: ours. Raises BadRecord: for a value that is none of its key's, or naming all keys
-    that are not given."""
+    """The supported keys that a request sets at a place, with their values, without null and
+    neutral ones. `engine` None: our own. Raises BadRecord for a wrong value, or naming all keys
+    that are set but not supported."""
     asked, missing = dict[str, Any](), list[str]()
     for key, value in body.items():
         row = KEYS.get(key, _UNKNOWN)
@@ -143,7 +143,7 @@ def asked_of(body: Mapping[str, Any], place: str, engine: str | None = None) -> 
             continue
         values = row.other[1] if place in row.other[0] else row.values
         is_one = values.has(value)
-        if is_one and place in row.given and (not row.needs or gives(engine, row.needs)):
+        if is_one and place in row.given and (not row.needs or supports(engine, row.needs)):
             asked[key] = float(value) if values.of_text is float else value
         elif not any(value == one and isinstance(value, bool) == isinstance(one, bool)
                      for one in row.neutral):  # 1 and true are equal to Python

@@ -1,5 +1,5 @@
-"""Reading the requests of a job's files, whatever their format: in their order, ids unique over all
-files, what cannot be used as an error record."""
+"""Reads the requests of a job's files, whatever their format: in order, with ids unique over all
+files, and with an error record for each entry that cannot be used."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def read_requests(files: RequestFiles,
                   columns: ColumnsWriter | None = None, stdin: IO[bytes] | None = None,
                   divided: Divided = lambda path, delimiter: None,
                   ) -> Iterator[Request | RequestError]:
-    """Yields the usable requests, one for each input of a line, and what is none. An id that is
-    missing is the line's number, or the row's; of several files with the file's name before it.
-    `see` is shown every file's bytes and which file it is, `columns` what the results take over.
-    `stdin`: what came there. `divided` is told what divides the cells of a file whose name says
-    something else. Raises InputError for a file that cannot be read at all."""
+    """Yields a Request for each input of a usable line, and a RequestError for each other line.
+
+    A missing id becomes the number of the line or row, after the file's name if there are several
+    files. `see`: called with a file's index and its bytes. `columns`: gets columns for the results.
+    `stdin`: a copy of standard input. `divided`: called with a table's delimiter if its name
+    suggests another. Raises InputError for a file that cannot be read at all."""
     seen = SeenIds()
     are_several = len(files.paths) > 1
     labels = files.labels if are_several else ("",)
@@ -86,12 +87,12 @@ def _taken(row: Row, file: int, default: str, seen: SeenIds, files: RequestFiles
 
 
 _LINES = 2**40  # more than a file has
-_FEW_IDS, _SHARE_OF_IDS = 512, 64  # sorted in at a time: so many, or one of so many that there are
+_FEW_IDS, _SHARE_OF_IDS = 512, 64  # chosen: new ids are merged by so many, or by such a share
 
 
 class SeenIds:
-    """The digests of ids (64 bits: two of ten million are alike in one case of 300,000), sorted,
-    and of each the file and line; the last ones by themselves, until they are sorted in."""
+    """Ids with their file and line, as sorted 64-bit digests (of ten million ids two collide in one
+    case of 300,000). New ids are collected and merged many at a time."""
 
     def __init__(self) -> None:
         self._digests, self._places = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -101,7 +102,7 @@ class SeenIds:
         return len(self._digests) + len(self._last)
 
     def place(self, name: str) -> tuple[int, int] | None:
-        """The file and line of the id; None where there was none such."""
+        """(file, line) of an id; None if it was not added."""
         digest = _digest(name)
         place = self._last.get(digest)
         if place is None:
@@ -112,7 +113,7 @@ class SeenIds:
         return divmod(place, _LINES)
 
     def add(self, name: str, file: int, line: int) -> None:
-        """An id that was not there."""
+        """Adds an id that is not there yet."""
         self._last[_digest(name)] = file * _LINES + line
         if len(self._last) >= max(_FEW_IDS, len(self._digests) // _SHARE_OF_IDS):
             new = np.array(sorted(self._last.items()), np.int64)

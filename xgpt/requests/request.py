@@ -1,14 +1,16 @@
-"""Requests: what a record of one says, whatever file it is in, and making synthetic ones.
+"""Reads a request from its record, whatever file it comes from, and makes synthetic requests.
 
-Forms of a record, OpenAI's batch and ours:
-    {"custom_id", "method", "url", "body": {"messages" | "prompt", "max_tokens", ...}}
-    {"id", "prompt" | "messages" | "tokens", "max_tokens", ...}
-    the same with "continuation" (or "continuation_tokens"), of a job that scores
-    {"custom_id", ..., "body": {"input", ...}}, or ours with a content alone, of a job that embeds
+Forms of a record, OpenAI's batch format and our own:
+
+    `{"custom_id", "method", "url", "body": {"messages" | "prompt", "max_tokens", ...}}`.
+    `{"id", "prompt" | "messages" | "tokens", "max_tokens", ...}`.
+    For a job that scores: our own with "continuation" (or "continuation_tokens").
+    For a job that embeds: `{"custom_id", ..., "body": {"input", ...}}`, or our own.
+
 A record that cannot be used becomes a RequestError: one bad line of 200,000 must not cost the
-others. What a request may ask for besides its content is one table (xgpt.requests.keys). Keys
-of our own forms that are not in it are ignored (a data set has columns of its own), except those
-that look like a misspelt option: silently ignoring `max_new_tokens` would cost cluster hours."""
+others. xgpt.requests.keys lists the options of a request. Other keys in our own forms are ignored
+(a data set has columns of its own), except those that look like a misspelt option: silently
+ignoring `max_new_tokens` would cost cluster hours."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,19 +37,19 @@ from xgpt.requests.keys import CHAT, COMPLETION, EMBEDDINGS, KEYS, MAX_INT, OWN,
 
 URLS = (CHAT, COMPLETION)
 MAX_ID_CHARS = 1024
-MAX_CHOICES = 2048  # of a line: inputs, as OpenAI's embeddings, times answers to each
+MAX_CHOICES = 2048  # per line, as OpenAI's embeddings: inputs times answers to each
 
 _MISSPELT = {"max_new_tokens": "max_tokens"}
-_OPTIONS = ("max_tokens", "forced_tokens", "temperature")  # missing one is dear
+_OPTIONS = ("max_tokens", "forced_tokens", "temperature")  # dear to misspell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a request asks for beside its content; None leaves the choice to the job."""
+    """Options of a request beside its content; None leaves the choice to the job."""
 
     id: str
-    line: int  # in the file, from 1; of an array the item
-    file: int = 0  # which of the job's files, in their order
+    line: int  # in the file, from 1; in an array the item
+    file: int = 0  # index of the job's file
     prompt: str | None = None
     seed: int | None = None
     temperature: float | None = None
@@ -56,43 +58,43 @@ class Asked:
     repetition_penalty: float | None = None
     stop: tuple[str, ...] = ()
     is_openai: bool = False
-    top_logprobs: int | None = None  # likeliest tokens told beside each chosen one; None: nothing
-    min_tokens: int | None = None  # before them no end-of-sequence is chosen
-    tools: str = ""  # that a chat may call, as JSON
-    passed: str = ""  # what the engine's own sampler is told, as JSON (xgpt.requests.chat)
-    pooled: str = ""  # its embedding is asked for, pooled so ("last", "mean"), and no answer
-    asked: int = 0  # which of the inputs of its line
-    choices: int = 1  # answers that stand in one line of results (OpenAI's `n`, and its lists)
+    top_logprobs: int | None = None  # likeliest tokens reported beside each chosen one; None: off
+    min_tokens: int | None = None  # tokens before which no end-of-sequence is chosen
+    tools: str = ""  # tools that a chat may call, as JSON
+    passed: str = ""  # options of the engine's own sampler, as JSON (xgpt.requests.chat)
+    pooled: str = ""  # "last" or "mean": how to pool its embedding, instead of an answer
+    asked: int = 0  # index among the inputs of its line
+    choices: int = 1  # answers in its line of results (OpenAI's `n`, and its lists)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(Asked):
-    """One query. Exactly one of `prompt`, `messages` and `tokens` is there."""
+    """A request. Exactly one of `prompt`, `messages` and `tokens` is set."""
 
     messages: tuple[Message, ...] | None = None
     tokens: tuple[int, ...] | None = None
     max_tokens: int | None = None
     forced_tokens: int | None = None  # exact output length; end-of-sequence is ignored
-    samples: int = 1  # answers to it
-    chat_template_kwargs: str = ""  # what its template is told besides, as JSON
-    continuation: str | None = None  # of the prompt, to be scored; or its tokens
+    samples: int = 1  # number of answers to it
+    chat_template_kwargs: str = ""  # arguments of its chat template, as JSON
+    continuation: str | None = None  # of the prompt, to be scored; or as tokens
     continuation_tokens: tuple[int, ...] | None = None
     others: tuple["Request", ...] = ()  # the other inputs of its line
 
     def output_cap(self, default: int) -> int:
-        """Most tokens this request may generate; `default` where it names no limit."""
+        """Most output tokens of this request; `default` if it has no limit of its own."""
         return self.forced_tokens or self.max_tokens or default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestError:
-    """A record that cannot be run (a line of errors.jsonl)."""
+    """A record that cannot be run, for a line of errors.jsonl."""
 
     line: int
     id: str | None
     error: str
     file: int = 0
-    is_openai: bool | None = None  # None: nothing on the line tells
+    is_openai: bool | None = None  # None: unknown
     code: str | None = None  # see BadRecord
 
 
@@ -100,20 +102,20 @@ _KNOWN = Request.__dataclass_fields__.keys() | KEYS.keys()
 
 
 class Terms(NamedTuple):
-    """What a job makes of its requests: whether they are scored, or how embedded, and by whom;
-    and the prompt's template, the system message and the form of the answer that it adds."""
+    """How a job uses its requests: to score, to embed (`pooled`), or to answer; and what it adds to
+    them."""
 
     is_scored: bool = False
-    engine: str | None = None  # which honours keys of its own; None: ours
+    engine: str | None = None  # engine that answers, which supports other keys; None: our own
     pooled: str = ""  # see Asked
-    template: str = ""  # makes a prompt of a row's columns (xgpt.requests.template)
-    system: str = ""  # goes before a prompt, and before messages that bring none
-    form: str = ""  # of answers to requests that name none (see Asked.passed)
+    template: str = ""  # template that makes a prompt of a row's columns (xgpt.requests.template)
+    system: str = ""  # system message, for requests without one
+    form: str = ""  # form of answers, for requests without one (see Asked.passed)
 
 
 def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
                 terms: Terms = Terms()) -> Request:  # noqa: B008 (immutable)
-    """The request that a record makes, called `name`. Raises BadRecord."""
+    """The request of a record, with the id `name`. Raises BadRecord."""
     openai = is_openai(record)
     if openai and terms.is_scored:
         raise BadRecord("OpenAI's batch format has no continuations to score: give "
@@ -131,7 +133,7 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
                           pooled=terms.pooled, is_openai=openai)
         return _scored(body, request) if terms.is_scored else _with_content(request, body, place)
     seed, top_k, stop, told = (asked.get(key) for key in ("seed", "top_k", "stop", "logprobs"))
-    if place == CHAT:  # says `logprobs: true` and the number beside it
+    if place == CHAT:  # chats have `logprobs: true`, and the number in another key
         if asked.get("top_logprobs") and not told:
             raise BadRecord("top_logprobs needs logprobs: true")
         told = asked.get("top_logprobs", 0) if told else None
@@ -171,7 +173,7 @@ def _scored(record: Mapping[str, Any], request: Request) -> Request:
 
 
 def id_of(record: Mapping[str, Any], default: str) -> str:
-    """What a record is called. Raises BadRecord where that is no text."""
+    """The id of a record; `default` if it has none. Raises BadRecord for one that is no text."""
     key = "custom_id" if is_openai(record) else "id"
     value = record.get(key)
     if key == "custom_id" and not isinstance(value, str):
@@ -188,17 +190,19 @@ def id_of(record: Mapping[str, Any], default: str) -> str:
 
 
 def is_openai(record: Mapping[str, Any]) -> bool:
+    """Whether a record has OpenAI's batch format."""
     return "body" in record or "custom_id" in record
 
 
 @lru_cache(1024)
 def misspelt_option(key: str) -> str | None:
-    """The option that a key which is none was meant to be; None where it looks like none."""
+    """The option that an unknown key seems to misspell; None if it looks like none."""
     close = difflib.get_close_matches(key, _OPTIONS, n=1, cutoff=0.8)
     return _MISSPELT.get(key) or (close[0] if close and key not in _KNOWN else None)
 
 
 def refuse_misspelt(keys: Iterable[str]) -> None:
+    """Raises BadRecord for a key that seems to misspell an option."""
     for key in keys:
         if key in _KNOWN:
             continue
@@ -210,15 +214,15 @@ def refuse_misspelt(keys: Iterable[str]) -> None:
 
 def synthetic_requests(lengths: JointLengths, count: int, seed: int,
                        vocab_size: int) -> Iterator[tuple[IntArray, int]]:
-    """(random tokens, number of output tokens) of each of `count` requests, whose lengths follow
-    `lengths`."""
+    """Yields (random token ids, number of output tokens) of `count` requests, with lengths drawn
+    from `lengths`."""
     rng = np.random.default_rng((seed, 1))
     for inputs, outputs in zip(*synthetic_lengths(lengths, count, seed), strict=True):
         yield rng.integers(vocab_size, size=int(inputs)), int(outputs)
 
 
 def _body_of(record: Mapping[str, Any], urls: Sequence[str]) -> tuple[Mapping[str, Any], str]:
-    """(the body of an OpenAI line that goes to one of these endpoints, which one)"""
+    """(body of an OpenAI line, its endpoint, which must be one of `urls`). Raises BadRecord."""
     body, url = record.get("body"), record.get("url")
     if not isinstance(body, dict):
         raise BadRecord("body must be an object")
@@ -254,7 +258,7 @@ def _with_content(request: Request, body: Mapping[str, Any], place: str,
     elif key == "tokens":
         inputs = [replace(request, tokens=_tokens(value, key))]
     elif request.is_openai and isinstance(value, list):
-        # a list of texts, or of the token ids of each; or the token ids of a single one
+        # a list of texts, or of lists of token ids; or the token ids of a single input
         inputs = [replace(request, prompt=_text(one, key)) if isinstance(one, str) else replace(
             request, tokens=_tokens(one, key)) for one in (
                 value if value and isinstance(value[0], (str, list)) else [value])]
@@ -286,32 +290,32 @@ def _text(value: object, key: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Requests:
-    """The usable requests of a job, in the order of its file. Arrays are [requests]; those that no
-    sum is made of may be of 4 bytes each, since there may be ten million of them."""
+    """The usable requests of a job, in the order of its file. Arrays are [requests]; those that are
+    never summed may have 4 bytes per element, as there may be ten million of them."""
 
-    input_tokens: IntArray | None  # None where texts were not tokenised
-    caps: IntArray  # most output tokens that a request names; 0 where it leaves that to the job
-    forced: IntArray  # exact number of its output tokens; 0 where the model decides
-    may_stop: NDArray[np.bool_]  # whether it names strings that end its output
-    bad_lines: tuple[RequestError, ...] = ()  # what else is in the file
-    are_tokenised: bool = True  # False: with no model at hand, `input_tokens` is what they give
-    # standard deviation of the logarithm by which all inputs may be off; 0: they were counted
+    input_tokens: IntArray | None  # None if texts were not tokenised
+    caps: IntArray  # most output tokens that a request sets; 0: left to the job
+    forced: IntArray  # exact number of its output tokens; 0: the model decides
+    may_stop: NDArray[np.bool_]  # whether it sets strings that end its output
+    bad_lines: tuple[RequestError, ...] = ()  # lines that are no usable request
+    are_tokenised: bool = True  # whether the model's tokenizer counted all inputs
+    # standard deviation of the logarithm of the error of all inputs; 0: they were counted
     input_error: float = 0.0
-    # request -> why it cannot run, whatever the schedule
+    # index of a request -> reason why it cannot run with any schedule
     unusable: Mapping[int, str] = field(default_factory=dict)
-    mean_targets: float = 0.0  # tokens of each that are scored, of a job that scores
-    digest: str = ""  # of all that was read, and how
+    mean_targets: float = 0.0  # mean tokens to score, in a job that scores
+    digest: str = ""  # of all bytes read, and of the rules of reading
     file_digests: tuple[str, ...] = ()  # of the bytes of each file
-    labels: tuple[str, ...] = ()  # of the files, where there are several
+    labels: tuple[str, ...] = ()  # names of the files, if there are several
 
     def __len__(self) -> int:
         return len(self.caps)
 
     def output_caps(self, default: int) -> IntArray:
-        """Most tokens that each may generate; `default` where it names no limit."""
+        """Most output tokens of each request, [requests]; `default` where it sets no limit."""
         return np.where(self.caps > 0, self.caps, np.int64(default))
 
     @property
     def are_forced(self) -> bool:
-        """Whether all their output lengths are known."""
+        """Whether all output lengths are known."""
         return bool((self.forced > 0).all()) and not self.may_stop.any()

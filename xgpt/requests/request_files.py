@@ -1,5 +1,5 @@
-"""Where a job's requests are and how they are written: what a job file says of them, and what the
-names of files tell of their format; and such a file opened, its bytes shown to who digests them."""
+"""Files of requests: their formats and columns, as the job file and their names say, and how they
+are opened."""
 
 import gzip
 import io
@@ -18,22 +18,22 @@ from xgpt.requests.request import Terms
 
 STDIN = Path("-")
 
-# format -> how its files' names end; each but the last may be compressed besides (.gz)
+# format -> suffixes of its files; all but Parquet may also be compressed (.gz)
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson", ".jsonlines"), "json": (".json",), "text": (".txt", ".text"),
     "csv": (".csv",), "tsv": (".tsv", ".tab"), "parquet": (".parquet", ".pq")}
 TABLES = ("csv", "tsv", "parquet")
 COMPRESSED = ".gz"
-# What one entry of each format is called; counted from 1. Of CSV it is the line that a row begins
-# in, the header's being the first.
+# Name of an entry in messages, else "line"; counted from 1. In CSV it is the line that a row begins
+# in; the header has the first.
 _ENTRIES = {"json": "item", "parquet": "row"}
 
-# of a job that scores
+# keys of a job that scores
 CONTINUATIONS = ("continuation", "continuation_tokens")
 
 
 def format_of(path: Path) -> str | None:
-    """The format that a file's name tells; None where it tells none."""
+    """The format by a file's name; None if the name does not tell."""
     name = path.name.lower()
     is_compressed = name.endswith(COMPRESSED)
     name = name.removesuffix(COMPRESSED)
@@ -45,18 +45,18 @@ def format_of(path: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFiles:
-    """The files of a job's requests, in their order, patterns resolved; or standard input alone.
-    `format` None: each by its name, or its first characters where that tells nothing."""
+    """Files of a job's requests, in order, with patterns resolved; or standard input alone.
+    `format` None: by each file's name, or else by its first characters."""
 
     paths: tuple[Path, ...]
     format: str | None = None
-    prompt: str | None = None  # which column, or key of an object, it is; None: the one called so
+    prompt: str | None = None  # column, or key of an object; None: the one with this name
     messages: str | None = None
     id: str | None = None
-    delimiter: str | None = None  # None: a comma, of TSV a tab, or as the header shows
-    has_options: bool = True  # False: max_tokens, seed and the like are columns like any other
-    carry: tuple[str, ...] | None = None  # columns that go into the results; None: all others
-    terms: Terms = Terms()  # what is made of them
+    delimiter: str | None = None  # None: a comma, in TSV a tab, or as the header shows
+    has_options: bool = True  # False: max_tokens, seed and the like are ordinary columns
+    carry: tuple[str, ...] | None = None  # columns copied into the results; None: all others
+    terms: Terms = Terms()  # how the job uses them
 
     def __str__(self) -> str:
         first = "standard input" if self.is_stdin else str(self.paths[0])
@@ -74,13 +74,14 @@ class RequestFiles:
 
     @property
     def table(self) -> str | None:
-        """The format of a table that the first file is by its name; None of anything else."""
+        """Format of the first file if that is a table; else None."""
         known = self.format or format_of(self.paths[0])
         return known if known in TABLES else None
 
     @property
     def rules(self) -> str:
-        """Stands for all that makes requests of the files' bytes; nothing for one of JSON lines."""
+        """JSON of all settings by which files are read as requests, for a digest; "" for one file
+        of JSON lines with defaults."""
         said = {key: value for key, value in asdict(self).items()
                 if key not in ("paths", "format", "carry") and value not in (None, True, Terms())}
         formats = [self.format or format_of(path) or "jsonl" for path in self.paths]
@@ -90,8 +91,8 @@ class RequestFiles:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What messages call each file: by its name or, where two are called alike, its path from
-        the folder that all lie in."""
+        """Name of each file in messages; if two have the same name, paths from the folder that
+        holds all."""
         names = [path.name for path in self.paths]
         if len(set(names)) == len(names):
             return tuple(names)
@@ -99,7 +100,7 @@ class RequestFiles:
         return tuple(os.path.relpath(path, common) for path in self.paths)
 
     def place(self, file: int, line: int) -> str:
-        """"line 3", of several files with the file's name."""
+        """An entry's place in words: "line 3", with the file's name if there are several."""
         entry = _ENTRIES.get(self.format or format_of(self.paths[file]) or "", "line")
         where = f" of {self.labels[file]}" if len(self.paths) > 1 else ""
         return f"{entry} {line}{where}"
@@ -115,7 +116,7 @@ _CHUNK_BYTES = 2**20
 
 
 class _Seen(io.RawIOBase):
-    """A file that shows what is read of it."""
+    """A file that passes all bytes read to `see`."""
 
     def __init__(self, file: IO[bytes], see: See) -> None:
         self._file, self._see = file, see
@@ -133,11 +134,12 @@ class _Seen(io.RawIOBase):
 @contextmanager
 def opened(path: Path, files: RequestFiles, see: See, stdin: IO[bytes] | None = None,
            ) -> Iterator[tuple[IO[bytes], str]]:
-    """(the file's bytes from its start on, its format). `stdin`: what came there, which can be read
-    again. Raises InputError for a file that cannot be read or whose format nothing tells."""
+    """Opens a file, decompressed: (its bytes, its format). `see`: called with all raw bytes read.
+    `stdin`: a copy of standard input. Raises InputError for a file that cannot be read, or whose
+    format is unknown."""
     try:
         if path == STDIN:
-            assert stdin is not None, "what came on standard input is kept before it is read"
+            assert stdin is not None, "standard input is copied before it is read"
             stdin.seek(0)
             yield _told(stdin, path, files, see)
             return
@@ -151,6 +153,7 @@ def opened(path: Path, files: RequestFiles, see: See, stdin: IO[bytes] | None = 
 
 
 def unreadable(path: Path, why: str) -> InputError:
+    """An InputError for a file of requests that cannot be read."""
     return wrong("standard input" if path == STDIN else path, "requests", None,
                  f"cannot be read: {why}")
 
@@ -176,7 +179,8 @@ def _told(file: IO[bytes], path: Path, files: RequestFiles, see: See) -> tuple[I
 
 
 def _by_content(start: bytes, path: Path, known: str | None) -> str:
-    """JSON, an array or an object a line, by the first characters; both are called .json."""
+    """json (an array) or jsonl (an object per line), by the first characters: both may be named
+    .json. Raises InputError for other content."""
     first = start.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
     if first == b"[":
         return "json"

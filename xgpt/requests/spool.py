@@ -1,16 +1,17 @@
 """The spool: a job's requests as its launcher read and tokenised them, in the output folder. Ranks,
-report and resume read these files; nobody opens the file of requests again.
+report and resume read these files; nobody opens the file of requests again. Requests that can run
+are called queries here, and have indices of their own.
 
-    spool/spool.json     version; number of queries, which can run, and of error records; what
-                         several files are called; the moment that chat templates were told, and a
-                         digest of all tokens, by which a run that goes on knows its prompts
-    spool/records.jsonl  a JSON object a request: id and line, what it asks for, and the prompt of
-                         the first ones, which the report shows
-    spool/tokens.bin     token ids of all requests, one after another, 4 bytes each, little-endian
-    spool/places.npy     int64 [requests + 1, 2]: where each begins in records.jsonl (in bytes) and
-                         in tokens.bin (in tokens)
-    spool/queries.npy    int64 [queries, 2]: which request each query is, and most output tokens
-    spool/columns/       what the results take over (xgpt.requests.spool_columns), if anything"""
+    `spool/spool.json`     version; numbers of queries and of error records; names of several files;
+                           the time given to chat templates. A digest of all tokens, by which a run
+                           that is continued knows its prompts.
+    `spool/records.jsonl`  a JSON object per request: id, line and options; for the first ones the
+                           prompt, which the report shows.
+    `spool/tokens.bin`     token ids of all requests in order, 4 bytes each, little-endian.
+    `spool/places.npy`     int64 [requests + 1, 2]: begin of each request in records.jsonl (in
+                           bytes) and in tokens.bin (in tokens).
+    `spool/queries.npy`    int64 [queries, 2]: request of each query, and its most output tokens.
+    `spool/columns/`       columns for the results (xgpt.requests.spool_columns), if any."""
 
 import hashlib
 import json
@@ -33,19 +34,19 @@ from xgpt.requests.request import Asked
 from xgpt.requests.spool_columns import ColumnsWriter, temporary_file
 
 SPOOL_VERSION = 1
-NUM_PROMPTS = 200  # of the first requests, whose texts are kept
+NUM_PROMPTS = 200  # chosen: first requests whose texts are kept
 _TOKEN = np.dtype("<i4")
 _PLACE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Asked):
-    """A request but for its tokens. `prompt`: its text, of the first requests."""
+    """A request without its tokens. `prompt`: its text, for the first requests."""
 
-    is_forced: bool = False  # exactly as many tokens as it may generate; end-of-sequence is ignored
-    is_chat: bool = False  # asked as messages
-    sample: int = 0  # which of several answers to one request
-    targets: tuple[int, ...] = ()  # that are scored; all but the last end the tokens
+    is_forced: bool = False  # whether its output has exactly its most tokens, ignoring EOS
+    is_chat: bool = False  # whether it was given as messages
+    sample: int = 0  # index among several answers to one request
+    targets: tuple[int, ...] = ()  # token ids to score; all but the last also end the input
 
     def to_json(self) -> bytes:
         values = {name: value for name, default in _DEFAULTS.items()
@@ -63,17 +64,18 @@ def _record(line: bytes) -> Record:
 
 
 class SpoolWriter:
-    """Takes up requests one by one, before there is a folder for them."""
+    """Collects requests one by one in temporary files, and saves them as a spool."""
 
     def __init__(self, columns: ColumnsWriter | None = None, now: datetime | None = None) -> None:
-        """`columns`: what the results take over of the requests, kept beside them. `now`: what
-        chat templates are told."""
+        """`columns`: columns of the requests for the results, saved beside them. `now`: time given
+        to chat templates."""
         self.columns, self._now, self._prompts = columns, now or datetime.now(), hashlib.sha256()
         self._records, self._tokens, self._places = (temporary_file(self) for _ in range(3))
-        self._end = array("q", (0, 0))  # of both
+        self._end = array("q", (0, 0))  # of records and tokens
         self._places.write(self._end.tobytes())
 
     def add(self, record: Record, ids: Sequence[int] | IntArray) -> None:
+        """Adds a request with its token ids."""
         self._end[0] += self._records.write(record.to_json())
         raw = np.asarray(ids, _TOKEN).tobytes()
         self._tokens.write(raw)
@@ -87,15 +89,15 @@ class SpoolWriter:
         return self._prompts.hexdigest()[:16]
 
     def record(self, request: int) -> Record:
-        """To be asked for after the last one was added."""
+        """The record of a request; call it only after the last `add`."""
         self._places.seek(_PLACE_BYTES * request)
         self._records.seek(int.from_bytes(self._places.read(8), sys.byteorder))
         return _record(self._records.readline())
 
     def save(self, output: Path, queries: IntArray, num_errors: int,
              files: Sequence[str] = ()) -> None:
-        """Writes the spool of a folder anew. queries: [queries, 2], as in queries.npy. `files`:
-        what the files of requests are called, where there are several."""
+        """Writes or replaces the spool in the folder `output`. `queries`: [queries, 2], as in
+        queries.npy. `files`: names of the files of requests, if there are several."""
         folder, new = output / "spool", output / f".spool.{os.getpid()}.tmp"
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
@@ -118,7 +120,7 @@ class SpoolWriter:
 
 
 def _save_pairs(source: IO[bytes], path: Path) -> None:
-    """int64 [rows, 2] from a file of them to one of numpy's, not all in memory at once."""
+    """Copies int64 [rows, 2] from a raw file to a .npy file, not all in memory at once."""
     rows = source.seek(0, os.SEEK_END) // _PLACE_BYTES
     source.seek(0)
     with path.open("wb") as file:
@@ -129,8 +131,8 @@ def _save_pairs(source: IO[bytes], path: Path) -> None:
 
 
 class _TokenFile:
-    """The file of all token ids, open as long as somebody may read of it: read, and not mapped,
-    since what is mapped stays with the process."""
+    """The file of all token ids, open while an object refers to it. It is read, not mapped: mapped
+    pages would stay in the process's memory."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY)
@@ -144,7 +146,7 @@ class _TokenFile:
 
 
 class Tokens(Sequence[int]):
-    """The token ids of one query, which stay on the disk until they are looked at."""
+    """Token ids of one query, read from the disk at each access."""
 
     __slots__ = ("_file", "_first", "_length")
 
@@ -165,18 +167,18 @@ class Tokens(Sequence[int]):
 
 
 class Spool:
-    """The spool of an output folder. A query is named by its index among those that can run."""
+    """Reads the spool of an output folder. `query`: index among the requests that can run."""
 
     def __init__(self, output: Path) -> None:
-        """Raises OSError where there is none, ValueError where it is of another version or not
-        whole; where it is no spool at all, EOFError, TypeError or LookupError."""
+        """Raises OSError if there is no spool, ValueError if it has another version or is not
+        whole, and EOFError, TypeError or LookupError if it is no spool."""
         folder = output / "spool"
         header = json.loads((folder / "spool.json").read_text(encoding="utf-8"))
         if header["version"] != SPOOL_VERSION:
             raise ValueError(f"{folder} is of version {header['version']}, not {SPOOL_VERSION}")
         self.num_errors: int = header["errors"]
         self.files: tuple[str, ...] = tuple(header.get("files", ()))
-        # a memmap's own elements are had ten times slower
+        # elements of a memmap itself are read ten times slower
         self._places = np.asarray(np.load(folder / "places.npy", mmap_mode="r"))
         self._queries = np.asarray(np.load(folder / "queries.npy", mmap_mode="r"))
         self._tokens = _TokenFile(folder / "tokens.bin")
@@ -194,33 +196,34 @@ class Spool:
         return int(self._queries[query, 1])
 
     def tokens(self, query: int) -> Tokens:
+        """The token ids of a query."""
         request = self._queries[query, 0]
         first, end = self._places[request:request + 2, 1].tolist()
         return Tokens(self._tokens, first, end - first)
 
     @property
     def input_tokens(self) -> IntArray:
-        """[queries]"""
+        """Input tokens of each query, [queries]."""
         requests = np.asarray(self._queries[:, 0])
         tokens: IntArray = np.diff(self._places[:, 1])[requests]
         return tokens
 
     @property
     def most_outputs(self) -> IntArray:
-        """[queries] tokens that each may generate."""
+        """Most output tokens of each query, [queries]."""
         return np.asarray(self._queries[:, 1])
 
     def record(self, query: int) -> Record:
         return _record(self._line(query))
 
     def is_named(self, query: int, name: bytes) -> bool:
-        """Whether the query's id is this, as JSON; null may be anybody's."""
+        """Whether the query's id is `name` (as JSON); null matches every query."""
         line = self._line(query)
         return name == b"null" or line.startswith(b'{"id": ' + name + b",") or (
             json.loads(line).get("id") == json.loads(name))
 
     def _line(self, query: int) -> bytes:
-        if self._records is None:  # kept open: those who ask for one ask for others
+        if self._records is None:  # kept open, as more lines are usually read
             self._records = self._records_path.open("rb")
             weakref.finalize(self, self._records.close)
         self._records.seek(self._places[self._queries[query, 0], 0])
@@ -234,7 +237,7 @@ class Spool:
                 yield _record(file.readline())
 
     def prompts(self, most: int) -> list[str | None]:
-        """The first `most` prompts, as a person reads them; None where no text was kept."""
+        """The first `most` prompts as texts; None where no text was kept."""
         requests = self._queries[:most, 0].tolist()
         return [f"{len(self.tokens(query))} token ids" if record.prompt is None
                 and request < NUM_PROMPTS else record.prompt
@@ -243,12 +246,12 @@ class Spool:
 
 
 def saved_header(output: Path) -> dict[str, Any]:
-    """What spool.json says; nothing before the requests of the job in `output` were read."""
+    """The object in spool.json; {} before the requests of the job in `output` were read."""
     return read_object(output / "spool" / "spool.json")
 
 
 def num_queries(output: Path) -> int | None:
-    """Queries that the job in `output` consists of; None before its requests were read."""
+    """Number of requests of the job in `output` that can run; None before they were read."""
     try:
         return int(saved_header(output)["queries"])
     except (KeyError, TypeError, ValueError):

@@ -1,9 +1,9 @@
-"""The columns of requests that their results take over as they are, kept in the spool: a row for
-every row of the input, bad ones included, in its order.
+"""Columns of requests that are copied into the results, kept in the spool: a row for every row of
+the input, bad ones included, in order.
 
-    spool/columns/columns.json   the segments, one after another, and whether ids are whole numbers
-    spool/columns/NNN.jsonl      a JSON object a row: of every format without types
-    spool/columns/NNN.arrow      an Arrow stream, with the types of a Parquet file"""
+    `spool/columns/columns.json`   the segments in order, and whether ids are whole numbers.
+    `spool/columns/NNN.jsonl`      a JSON object per row, from formats without types.
+    `spool/columns/NNN.arrow`      an Arrow stream, with the types of a Parquet file."""
 
 import importlib
 import json
@@ -16,23 +16,24 @@ from pathlib import Path
 from typing import IO, Any
 
 FOLDER = "columns"
-ROWS_COLUMN = "\0rows"  # of an Arrow segment: nulls, a row each
-_BYTES_IN_MEMORY = 2**26  # of what is not in a folder yet; more lies in a temporary file
+ROWS_COLUMN = "\0rows"  # column of nulls in an Arrow segment, which keeps its number of rows
+_BYTES_IN_MEMORY = 2**26  # chosen: more is written to a temporary file
 _ROWS_AT_A_TIME = 1024
 _MAX_INT64 = 2**63
 
-# What a column of JSON values is, from the narrowest to what takes everything.
+# Kinds of a column of JSON values, from the narrowest to one that holds everything.
 BOOLEAN, INTEGER, NUMBER, TEXT, JSON = "boolean", "integer", "number", "text", "json"
 
 
 class ColumnsWriter:
-    """Takes up the columns row by row, or batch by batch, before there is a folder for them."""
+    """Collects columns row by row, or batch by batch, and saves them in a spool's folder."""
 
     def __init__(self) -> None:
         self._segments: list[_Rows | _Batches] = []
         self._has_whole_ids = True
 
     def add(self, values: Mapping[str, Any]) -> None:
+        """Adds a row of values by column."""
         last = self._segments[-1] if self._segments else None
         if not isinstance(last, _Rows):
             last = _Rows()
@@ -41,7 +42,7 @@ class ColumnsWriter:
         self._has_whole_ids = False
 
     def add_batch(self, batch: Any, has_whole_ids: bool) -> None:
-        """A pyarrow.RecordBatch, of which ROWS_COLUMN is one."""
+        """Adds a pyarrow.RecordBatch, which has the column ROWS_COLUMN."""
         last = self._segments[-1] if self._segments else None
         if not isinstance(last, _Batches) or not last.schema.equals(batch.schema):
             if isinstance(last, _Batches):
@@ -52,7 +53,7 @@ class ColumnsWriter:
         self._has_whole_ids &= has_whole_ids
 
     def save(self, spool: Path) -> None:
-        """Writes the folder of a spool that has none yet."""
+        """Writes the folder `columns` of a spool that has none yet."""
         folder, said = spool / FOLDER, []
         folder.mkdir()
         for place, segment in enumerate(self._segments):
@@ -72,7 +73,7 @@ class ColumnsWriter:
 class _Rows:
     def __init__(self) -> None:
         self.file = temporary_file(self)
-        self.kinds: dict[str, str | None] = {}  # of each column in the order of coming; None: nulls
+        self.kinds: dict[str, str | None] = {}  # by column, in order of appearance; None: nulls
 
     def add(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -88,7 +89,7 @@ class _Batches:
 
 
 def temporary_file(owner: object) -> IO[bytes]:
-    """A file of its own, in memory while it is small, which is closed when its owner goes."""
+    """A new temporary file, in memory while it is small; closed when `owner` is collected."""
     file = tempfile.SpooledTemporaryFile(_BYTES_IN_MEMORY)  # noqa: SIM115 (its owner keeps it)
     weakref.finalize(owner, file.close)
     return file
@@ -105,25 +106,25 @@ def _kind(value: object) -> str | None:
 
 
 def _wider(known: str | None, new: str | None) -> str | None:
-    """The kind of a column that holds values of both."""
+    """The kind of a column that holds values of both kinds."""
     if known is None or new is None or known == new:
         return known or new
     return NUMBER if {known, new} == {INTEGER, NUMBER} else JSON
 
 
 class Segment:
-    """Rows of the spool that lie in one file. `kinds`: of each column; None where Arrow knows."""
+    """A file of rows. `kinds`: kind of each column; None for Arrow, which knows its types."""
 
     def __init__(self, path: Path, kinds: Mapping[str, str | None] | None) -> None:
         self.path, self.kinds = path, kinds
 
     def names(self) -> list[str]:
-        """Of its columns."""
+        """Names of its columns."""
         names = self.schema().names if self.kinds is None else self.kinds
         return [name for name in names if name != ROWS_COLUMN]
 
     def schema(self) -> Any:
-        """Of an Arrow segment."""
+        """The schema of an Arrow segment."""
         with self.path.open("rb") as file:
             return _ipc().open_stream(file).schema
 
@@ -133,14 +134,14 @@ class Segment:
             yield from _ipc().open_stream(file)
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
-        """Yields the rows of the other kind, many at a time."""
+        """Yields the rows of a JSON segment, many at a time."""
         with self.path.open("rb") as file:
             while lines := list(islice(file, _ROWS_AT_A_TIME)):
                 yield [json.loads(line) for line in lines]
 
 
 class Columns:
-    """What the spool of an output folder keeps of the input's columns; no segment without."""
+    """Columns kept in the spool of an output folder, as segments; none if nothing was kept."""
 
     def __init__(self, output: Path) -> None:
         folder = output / "spool" / FOLDER

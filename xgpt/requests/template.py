@@ -1,23 +1,23 @@
-"""A prompt's template: text with the names of columns in braces, "Summarise: {text}". A doubled
-brace stands for one."""
+"""Templates of prompts: text with names of columns in braces, "Summarise: {text}". A doubled brace
+stands for one."""
 
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-TEXT_COLUMN = "text"  # what a template calls the lines of a file that has a prompt a line
+TEXT_COLUMN = "text"  # name of the lines of a text file in a template
 _PARTS = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
 
 
 def columns_in(template: str) -> tuple[str, ...]:
-    """Returns the columns that a template names, each once."""
+    """The columns that a template names, each once."""
     return tuple(dict.fromkeys(name for name in _PARTS.findall(template) if name))
 
 
 def filled(template: str, values: Mapping[str, Any]) -> str | None:
-    """Returns the template with a row's values in place of its columns; None where all of them are
-    empty. A value that is no text is written as JSON."""
+    """The template with a row's values in place of its columns; None if all of them are empty. A
+    value that is no text is written as JSON."""
     texts = {name: _text(values.get(name)) for name in columns_in(template)}
     if not any(text.strip() for text in texts.values()):
         return None

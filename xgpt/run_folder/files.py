@@ -1,5 +1,5 @@
-"""A run's output folder: its files by name, what the run said and what became of it, its submission
-to Slurm, and the folder itself as commands about runs are told of it."""
+"""Files of a run's output folder: their names, the run's messages and its end, its submission to
+Slurm; and the folder itself, found by a job file or a path."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from xgpt.job.job import Job
 from xgpt.job.job_file import in_order, job_of, job_tree
 from xgpt.job.sweep_file import SWEEP_FOLDER
 from xgpt.job.yaml_tree import OVERRIDE_FILE
-from xgpt.launch.slurm_jobs import SlurmJob, ask
+from xgpt.launch.slurm_jobs import SlurmJob, query_job
 from xgpt.report.lanes import EXPECTED_FILE
 from xgpt.report.table import shown
 from xgpt.report.words import counted
@@ -38,17 +38,17 @@ from xrunner.files.sink import STARTING, UNDERWAY_FILE, read_progress, write_pro
 from xrunner.plan import AGREEMENT_FILE
 
 RESULTS_FILE, METRICS_FILE = "results.jsonl", "metrics.json"
-DEATHS_FILE = "deaths.json"  # at which queries' work ranks died (xgpt.app.running.run)
-MESSAGES_FILE = "messages.log"  # of the last run alone: a line each, with its time
-DOING_FILE = "doing"  # the present state of what takes a while, in one line; there as long as it is
+DEATHS_FILE = "deaths.json"  # requests at whose work ranks died (xgpt.app.running.run)
+MESSAGES_FILE = "messages.log"  # messages of the last run, a line each, with the time
+DOING_FILE = "doing"  # a long activity under way, in one line; exists while it lasts
 _FAILED = "failed: "
 RECORD_FILE = "slurm.json"
-KEPT_FILE = "standard-input"  # requests that came there: the same command goes on without them
-# Keys of what a run reads before its ranks start, of which it keeps what it needs.
+KEPT_FILE = "standard-input"  # a copy of it: the same command continues without it
+# Keys of inputs that a run reads before its ranks start, and of which it keeps what it needs.
 _INPUTS = ("workload.", "model", "profile", "cluster")
-_LOG_LINES, _LOG_BYTES = 12, 20_000
-# All that one run leaves. Results that were kept of others have names of their own, and what Slurm
-# wrote bears its job's number.
+_LOG_LINES, _LOG_BYTES = 12, 20_000  # chosen: shown, and read
+# All files of one run. Kept results of other runs have names of their own, and Slurm's logs bear
+# the number of their job.
 OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "profile.json",
             "job.json", "run.json", METRICS_FILE, "measured.json", "steps.jsonl", "progress.json",
             AGREEMENT_FILE, DEATHS_FILE, UNDERWAY_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_FILE,
@@ -57,20 +57,20 @@ OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "
 
 
 def fault_words(output: Path) -> str | None:
-    """Which line of the results somebody else changed, and what is run again; None of none."""
+    """A message if somebody changed results.jsonl: the line, and the requests to run again; else
+    None."""
     found = answered(output / RESULTS_FILE)
     if not found.fault:
         return None
     lost = [query for query in range(found.written, max(found.held, default=-1) + 1)
             if query not in found.held]
-    again = f"{counted(len(lost), 'query')} from query {lost[0]} on" if lost else "nothing"
+    again = f"{counted(len(lost), 'request')} from request {lost[0]} on" if lost else "nothing"
     return (f"{found.fault}: the file was changed. Results behind that line go into their places; "
             f"run again because of it: {again}")
 
 
 def whole_metrics(output: Path) -> dict[str, Any] | None:
-    """metrics.json of a run that is done and whose results and errors are all there; else None: it
-    decides nothing."""
+    """The object in metrics.json of a run that is done, with all results and errors; else None."""
     metrics, found = read_object(output / METRICS_FILE), answered(output / RESULTS_FILE)
     is_whole = is_intact(output) and not found.fault and (
         metrics.get("queries") == num_queries(output) == found.written > 0)
@@ -78,13 +78,13 @@ def whole_metrics(output: Path) -> dict[str, Any] | None:
 
 
 def is_intact(output: Path) -> bool:
-    """Whether the spool is there, and errors.jsonl as it says."""
+    """Whether the spool exists, and errors.jsonl has as many lines as it says."""
     spool = spool_of(output)
     return spool is not None and count_errors(output / "errors.jsonl") == spool.num_errors
 
 
 def free_path(path: Path, moment_s: float) -> Path:
-    """The path with a moment in its name, and like no other file: nothing is ever written over."""
+    """A path like `path` with a moment in its name that no file has: nothing is overwritten."""
     stamp = f"{datetime.fromtimestamp(moment_s):%Y%m%d-%H%M%S}"
     names = chain([stamp], (f"{stamp}-{number}" for number in count(2)))
     return next(free for name in names
@@ -92,7 +92,7 @@ def free_path(path: Path, moment_s: float) -> Path:
 
 
 def kept(job: Job) -> dict[str, Any]:
-    """What is known of a run that did not come to its end, by the keys of metrics.json."""
+    """Figures of a run that did not reach its end, by the keys of metrics.json."""
     results = job.output / RESULTS_FILE
     return {"name": job.name, "engine": job.run.engine, "queries": answered(results).total,
             "queries_total": num_queries(job.output), "results": results}
@@ -100,11 +100,10 @@ def kept(job: Job) -> dict[str, Any]:
 
 @contextmanager
 def end_kept(output: Path) -> Iterator[None]:
-    """What becomes of a run, from before its ranks start: its terminal may be gone by the time that
-    somebody asks. progress.json says that it starts, or that it was stopped; what it fails with
-    stands behind what it said."""
+    """Records how a run ends, for commands that ask later. progress.json says that it starts, and
+    that it was stopped; a failure becomes the last line of messages.log."""
     shutil.rmtree(output / HEARTBEATS, ignore_errors=True)  # of ranks of an earlier run
-    with suppress(OSError):  # told of where results are written
+    with suppress(OSError):  # reported where results are written
         write_progress(output / "progress.json", STARTING)
     try:
         yield
@@ -121,18 +120,18 @@ def end_kept(output: Path) -> Iterator[None]:
 
 
 def failure(output: Path) -> str | None:
-    """What the last run failed with; None where it did not, or could not say so."""
+    """The error that the last run failed with; None if it did not fail, or could not say so."""
     said = [line.partition(" ")[2] for line in last_messages(output, 1)]
     return said[0].removeprefix(_FAILED) if said and said[0].startswith(_FAILED) else None
 
 
 def last_messages(output: Path, count: int) -> list[str]:
-    """The last lines that were said."""
+    """The last `count` messages of the run, with their times."""
     return _text(output / MESSAGES_FILE).splitlines()[-count:]
 
 
 def doing(output: Path) -> str:
-    """What takes a while at present; empty where nothing does that tells of itself."""
+    """The long activity under way, in one line; "" for none."""
     return _text(output / DOING_FILE).strip()
 
 
@@ -145,8 +144,8 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run writes. `bound_s`: on its latency. `results`, `quote_formulas`: a table of them,
-    besides, as a job has it."""
+    """A run's output folder. `bound_s`: latency limit. `results`, `quote_formulas`: its table of
+    results, as in its job."""
 
     name: str
     output: Path
@@ -174,8 +173,9 @@ def newest_run() -> Path:
 
 
 def place_of(where: Path | None, overrides: Sequence[str] = ()) -> Place:
-    """The run of a folder or a job file; None: of ./job.yaml, or the newest under ./out. Raises
-    InputError of a job file, for overrides of a folder, and where there is neither."""
+    """The Place of a job file's run or of an output folder; None: of ./job.yaml, or the newest run
+    under ./out. Raises InputError for a wrong job file, for overrides of a folder, and if there is
+    neither."""
     where = newest_run() if where is None else where
     if not where.exists() and where.suffix not in (".yaml", ".yml"):
         raise wrong("command line", "DIR|JOB.yaml", str(where), "no such folder, and no job file")
@@ -186,8 +186,8 @@ def place_of(where: Path | None, overrides: Sequence[str] = ()) -> Place:
                     results=job.results, quote_formulas=job.quote_formulas)
         if not mistakes:
             return own
-        # one that says no more what can be run (its requests were moved, say): a run that was begun
-        # by it is still to be asked for and stopped
+        # a job file that is no longer valid (its requests were moved, say): its run must still be
+        # found, so that `status` and `stop` work
         if (begun := _begun(own)) is None or any(map(_hides_which_run, mistakes)):
             raise in_order(mistakes)
         return begun
@@ -197,17 +197,17 @@ def place_of(where: Path | None, overrides: Sequence[str] = ()) -> Place:
 
 
 def _hides_which_run(mistake: Mistake) -> bool:
-    """Whether another run than is meant may be found for it, which must not be stopped."""
+    """Whether this mistake could lead to another run, which must not be stopped."""
     return mistake.key in ("output", "name") or (
         mistake.file == OVERRIDE_FILE and not mistake.key.startswith(_INPUTS))
 
 
 def _begun(own: Place) -> Place | None:
-    """The run of this name that is in the folder; None where there is none."""
+    """The run with this name in the folder; None if there is none."""
     if (own.output / "job.json").is_file():
         found = _of_folder(own.output)
         return found if found.name == own.name else None
-    # a run leaves job.json as its ranks start
+    # a run writes job.json when its ranks start
     is_there = any((own.output / name).is_file() for name in ("progress.json", RECORD_FILE))
     return own if is_there else None
 
@@ -226,7 +226,8 @@ def _of_folder(output: Path) -> Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmRecord:
-    """`job_id`: as squeue takes it, of a task of an array `123_4`. `cluster`: of a federation."""
+    """A submission to Slurm. `job_id`: as squeue takes it, for a task of an array `123_4`.
+    `cluster`: in a federation."""
 
     job_id: str
     cluster: str | None
@@ -239,11 +240,12 @@ class SlurmRecord:
             name: getattr(self, name) for name in self.__slots__}})
 
     def ask(self) -> SlurmJob | None:
-        """What Slurm says of the job now. Raises XgptError where it cannot be asked."""
-        return ask(self.job_id, self.cluster)
+        """The job's present state in Slurm; None if Slurm does not know it any more. Raises
+        XgptError if Slurm cannot be asked."""
+        return query_job(self.job_id, self.cluster)
 
     def end_of_log(self) -> str:
-        """The last lines that the job said; empty where it said nothing."""
+        """The last lines of the job's log; "" if it is empty."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self.log.stat().st_size - _LOG_BYTES, 0))
@@ -254,7 +256,7 @@ class SlurmRecord:
 
 
 def load_record(output: Path) -> SlurmRecord | None:
-    """The folder's latest submission; None where there was none."""
+    """The folder's latest submission to Slurm; None if there was none."""
     try:
         values = json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -264,9 +266,10 @@ def load_record(output: Path) -> SlurmRecord | None:
 
 
 def standard_input(job: Job, say: Callable[[str], None], *, is_kept: bool) -> IO[bytes]:
-    """What came, to be read from its start; where nothing does, what an earlier run of this job
-    kept. `is_kept`: for a run, which leaves it in the output folder. Raises InputError."""
-    # a process that was started without one has None
+    """A file with the requests from standard input, or else with those that an earlier run of this
+    job kept. `is_kept`: whether to keep a copy in the output folder, as a run does. Raises
+    InputError if there are none."""
+    # sys.stdin is None in a process that was started without it
     kept, came = job.output / KEPT_FILE, _copied(sys.stdin and sys.stdin.buffer)
     if came.seek(0, os.SEEK_END) > 0:
         if is_kept:
@@ -279,14 +282,14 @@ def standard_input(job: Job, say: Callable[[str], None], *, is_kept: bool) -> IO
                     "prompts.jsonl | xgpt submit JOB.yaml`, or name a file") from None
     with earlier:
         shutil.copyfileobj(earlier, came)
-    say(f"nothing came on standard input: the requests are those that {kept} has of an earlier run")
+    say(f"nothing came on standard input: using the requests of an earlier run, {kept}")
     return came
 
 
 @lru_cache(1)
 def _copied(stream: BinaryIO | None) -> IO[bytes]:
-    """All that comes on a stream, read once a process: a command may open its job twice. Of a
-    terminal nothing, where nobody would know that he is to type."""
+    """A file with all that comes on a stream, read once per process, as a command may open its job
+    twice. Empty for a terminal, where nobody would know to type."""
     file = temporary_file(_copied)
     if stream is not None and not stream.isatty():
         shutil.copyfileobj(stream, file)

@@ -1,5 +1,5 @@
-"""How far a run is: one state, decided here from the files of its folder, and how a person goes on
-from it; and what Slurm says of its job, where it was handed in."""
+"""State of a run, decided from the files of its folder, with the user's next step; and the state of
+its Slurm job, if it was submitted."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +26,12 @@ from xrunner.files.lock import StopRequest, is_locked
 from xrunner.files.results import Answered, answered, answered_by_last_line
 from xrunner.files.sink import STARTING, Progress, read_progress
 
-SILENT_S = 10.0  # a rank tells of itself every second: who waits for it has no time left to tell
+SILENT_S = 10.0  # chosen: a rank reports every second, unless it hangs
 
 
 class State(StrEnum):
-    """How far a run is. `complete`: all its results are there, and not all of its other files.
-    `died`: no process works on it, and it did not end in good order."""
+    """State of a run. `complete`: all results exist, but not all other files. `died`: no process
+    works on it, and it did not end in good order."""
 
     NONE = "none"
     STARTING = "starting"
@@ -42,32 +42,32 @@ class State(StrEnum):
     DONE = "done"
 
 
-# What progress.json says, which a run writes itself.
+# States that a run writes into progress.json itself.
 _WRITTEN = {"starting": State.STARTING, "loading": State.STARTING, "running": State.RUNNING,
             "stopped": State.STOPPED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """What the folder tells somebody who looks on. Of a run on which nobody works `progress.done`
-    is what is on the disk: in results.jsonl and, done but with one before it that is not, in
-    held.jsonl."""
+    """State and progress of a run for an onlooker. If no process works on it, `progress.done`
+    counts the answers on the disk: in results.jsonl, and in held.jsonl those that wait for an
+    earlier one."""
 
     state: State
     progress: Progress
-    is_alive: bool | None  # None: cannot be told
+    is_alive: bool | None  # whether a process works on it; None: unknown
     output: Path
-    counted: Answered | None = None  # of a run on which nobody works: what is on the disk
-    ranks: tuple[RankState, ...] = ()  # of a run that is alive: what each told last
+    counted: Answered | None = None  # answers on the disk, if no process works on the run
+    ranks: tuple[RankState, ...] = ()  # last report of each rank, if the run is alive
 
     @property
     def answered(self) -> Answered:
-        """What is on the disk, of which results.jsonl can be long: its end alone is read."""
+        """Answers on the disk; of results.jsonl, which can be long, only the end is read."""
         return self.counted or answered_by_last_line(self.output / RESULTS_FILE)
 
     @property
     def next_step(self) -> str | None:
-        """What a person does next, in words; None where the run needs nothing."""
+        """Advice for the user on how to continue, in words; None if the run needs nothing."""
         if self.is_alive is False and self.state is State.COMPLETE:
             return ("all results are there, but the command was killed before it wrote "
                     "metrics.json and the report: the same command writes them, and runs nothing "
@@ -91,7 +91,8 @@ class RunStatus:
 
 
 def run_status(output: Path) -> RunStatus:
-    """Reads how far the run is, for somebody who looks on: a long file of results is not read."""
+    """The RunStatus of the folder `output`, for an onlooker: it does not read long files of
+    results."""
     # in this order: a run that ends in between is done, not dead
     is_alive = is_locked(output)
     progress = read_progress(output / "progress.json")
@@ -108,7 +109,7 @@ def run_status(output: Path) -> RunStatus:
         state = _whole(output)
     else:
         progress = replace(progress, done=found.total, total=total or progress.total)
-        # what says how far it is may be lost; its results decide
+        # the progress file may be lost; the results decide
         if found.written and found.written == total:
             state = _whole(output)
         elif state is not State.STOPPED:
@@ -123,32 +124,33 @@ def _whole(output: Path) -> State:
 
 
 def state_left(output: Path) -> State:
-    """How far the last run in the folder came, for who has the folder to himself: NONE without any
-    answer, else STOPPED, COMPLETE or DONE. Every line of its results is checked."""
+    """State of the last run in the folder, for a caller that holds its lock: NONE without any
+    answer, else STOPPED, COMPLETE or DONE. Checks every line of the results."""
     found, total = answered(output / RESULTS_FILE), num_queries(output)
     if not found.total:
         return State.NONE
     if total is None or found.total < total:
         return State.STOPPED
-    # whether the folder tells of what, too: who asks for another job then has it run
+    # job.json must say what was run: another job in this folder must run
     is_told = whole_metrics(output) is not None and "model" in read_object(output / "job.json")
     return State.DONE if is_told else State.COMPLETE
 
 
 def is_asked_to_stop(output: Path) -> bool:
-    """Whether the run that works in the folder is to stop; a request of an earlier one is none."""
+    """Whether the run at work in the folder was asked to stop; requests to earlier runs do not
+    count."""
     return StopRequest(output).is_made and is_locked(output) is not False
 
 
 def has_begun(output: Path) -> bool:
-    """Whether ranks were started for a run in the folder: there is something to report."""
+    """Whether a run in the folder has anything to report: a schedule or results."""
     return any((output / name).is_file() for name in ("schedule.json", RESULTS_FILE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """`record`: None where the job was not handed in. `said`: None where Slurm knows the job no
-    more or could not be asked, for the reason `trouble`."""
+    """State of a run and of its Slurm job. `record`: None if it was not submitted. `said`: Slurm's
+    answer; None if Slurm forgot the job, or could not be asked, for the reason `trouble`."""
 
     run: RunStatus
     record: SlurmRecord | None = None
@@ -157,8 +159,8 @@ class JobStatus:
 
     @property
     def state(self) -> str:
-        """The run's own, but where Slurm knows better: locks of another node's process may not be
-        seen here, and a job that waits or begins has written nothing yet."""
+        """The state in a word: the run's own, unless Slurm knows better. Locks of a process on
+        another node may be invisible here, and a job that waits has written nothing yet."""
         own = self.run.state
         is_whole = own in (State.COMPLETE, State.DONE)
         if self.said is None:
@@ -167,7 +169,7 @@ class JobStatus:
             return "pending"
         if self.said.is_at_work:
             return own if is_whole or own is State.RUNNING else State.STARTING
-        # a stop is this job's own where its exit code says so; else one of an earlier job's
+        # a stop belongs to this job if its exit code says so, else to an earlier job
         is_older = self.said.state == "FAILED" and (self.said.exit_code or "75:")[:3] != "75:"
         if is_whole or (own is State.STOPPED and not is_older):
             return own
@@ -175,14 +177,14 @@ class JobStatus:
 
     @property
     def is_active(self) -> bool:
-        """Whether it waits or works."""
+        """True while the job waits or runs."""
         if self.said is not None:
             return not self.said.has_ended
         return self.run.is_alive is True
 
     @property
     def in_words(self) -> str | None:
-        """What Slurm says, in a sentence; None of a job that was not handed in."""
+        """Slurm's state of the job, in a sentence; None if it was not submitted."""
         if self.record is None:
             return None
         who = f"Slurm: job {self.record.job_id}"
@@ -192,7 +194,7 @@ class JobStatus:
 
     @property
     def cause(self) -> str | None:
-        """The end of the Slurm log, of a job that has ended without being done."""
+        """The end of the Slurm log, if the job has ended without being done; else None."""
         if self.record is None or self.is_active or self.state in (
                 State.STOPPED, State.COMPLETE, State.DONE):
             return None
@@ -200,7 +202,7 @@ class JobStatus:
             f"nothing was written to {self.record.log}: do the nodes see this folder?")
 
     def to_dict(self) -> dict[str, Any] | None:
-        """What Slurm says, for `--json`; None of a job that was not handed in."""
+        """Slurm's state of the job, for `--json`; None if it was not submitted."""
         if self.record is None:
             return None
         return {"job_id": self.record.job_id, "cluster": self.record.cluster,
@@ -210,15 +212,15 @@ class JobStatus:
 
 def job_status(output: Path, ask: Callable[[SlurmRecord], SlurmJob | None] = SlurmRecord.ask,
                ) -> JobStatus | None:
-    """How the job is that writes into this folder; None where there has been none. `ask`: Slurm,
-    about a job that was handed in."""
+    """The JobStatus of the job that writes into this folder; None if there was none. `ask`: asks
+    Slurm about a submitted job."""
     record, said, trouble = load_record(output), None, None
     if record is not None:
         try:
             said = ask(record)
         except XgptError as error:
             trouble = str(error)
-    run = run_status(output)  # after Slurm's word: a run that ends in between has written so
+    run = run_status(output)  # after asking Slurm: a run that ends in between has written it
     if run.state is State.NONE and record is None:
         return None
     return JobStatus(run=run, record=record, said=said, trouble=trouble)
@@ -240,29 +242,29 @@ def _sentence(said: SlurmJob) -> str:
 
 
 def age_s(state: RankState, now: float | None = None) -> float | None:
-    """Seconds since the rank's last sign of life, by this machine's clock and the rank's; None of
-    one that is known by the account of a run that has ended."""
+    """Seconds since the rank's last report, by this machine's clock and the rank's; None for a rank
+    of a run that has ended."""
     return None if state.at_s is None else max(
         (time.time() if now is None else now) - state.at_s, 0.0)
 
 
 def oldest_s(states: Sequence[RankState]) -> float | None:
-    """The longest of these; None of none."""
+    """The longest `age_s` of these ranks; None without any."""
     return max((age for state in states if (age := age_s(state)) is not None), default=None)
 
 
 def are_silent(states: Sequence[RankState]) -> bool:
-    """Whether one of the ranks has told nothing for long."""
+    """Whether one of the ranks has not reported for SILENT_S."""
     return (oldest_s(states) or 0.0) > SILENT_S
 
 
 def signs_of_life(states: Sequence[RankState], now: float | None = None) -> str | None:
-    """How long ago the ranks told that they live, in a sentence; None of none."""
+    """A sentence about how long ago the ranks reported; None without ranks."""
     heard = [(age, state) for state in states if (age := age_s(state, now)) is not None]
     if not heard:
         return None
     (age, oldest), *others = sorted(heard, key=lambda one: -one[0])
     said = (f"last sign of life: {oldest.name} {format_seconds(round(age))} ago, "
-            f"told {oldest.told}")
+            f"reported {oldest.told}")
     return said + (f"; the others {format_seconds(round(others[0][0]))} ago or less" if others
                    else "")

@@ -21,7 +21,7 @@ import torch
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, model_from_dict
-from xgpt.core.system.lifeline import all_imported
+from xgpt.core.system.lifeline import finish_imports
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
@@ -75,7 +75,7 @@ class MeasureRequest:
 
 def main(arguments: list[str]) -> int:
     """Measures as the request file `arguments[0]` says; returns the exit code."""
-    all_imported()
+    finish_imports()
     request = MeasureRequest(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     ranks = connect(int(request.metadata["ranks"]), float(request.metadata["sharing"]))
     torch.set_num_threads(int(request.metadata["threads_per_rank"]))

@@ -15,8 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-from xgpt.core.errors import XgptError, in_words, visible
-from xgpt.core.system.lifeline import all_imported, end_unmet, name_of_rank
+from xgpt.core.errors import XgptError, run_error_words, visible
+from xgpt.core.system.lifeline import end_if_unconnected, finish_imports, name_of_rank
 from xgpt.core.system.whole_file import json_text, write_atomically
 from xgpt.requests.spool import Spool
 from xrunner.checkpoint.identity import changed_files, files_state, model_files
@@ -36,7 +36,7 @@ def run_rank(plan: RunPlan, join: Callable[[], World],
     """Runs one rank's `work` among the others; returns its exit code. `join`: connects to the other
     ranks."""
     world = None
-    all_imported()
+    finish_imports()
     if plan.private:
         os.umask(PRIVATE_UMASK)  # ranks on other hosts do not inherit the launcher's umask
     try:
@@ -46,7 +46,7 @@ def run_rank(plan: RunPlan, join: Callable[[], World],
     except XgptError as error:
         return _end(error, world)
     except (OSError, MemoryError, RuntimeError, ImportError) as error:
-        if (words := in_words(error, plan.output)) is None:
+        if (words := run_error_words(error, plan.output)) is None:
             raise
         return _end(XgptError(words), world)
     return 0
@@ -76,7 +76,7 @@ def _end(error: XgptError, world: World | None) -> int:
     print(visible(f"xgpt: {where}{error}"), file=sys.stderr, flush=True)
     if world is not None:
         world.abort(error.exit_code)
-    end_unmet()
+    end_if_unconnected()
     return error.exit_code
 
 

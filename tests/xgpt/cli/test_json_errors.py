@@ -19,10 +19,10 @@ from job_folder import xgpt
 from jobs import job_file
 from xgpt.cli import main as entry
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
-from xgpt.launch.asked import TO_STOP
 from xgpt.launch.launcher import LocalLauncher, RankProgram
+from xgpt.launch.stop_signals import STOP_SIGNALS
 
-NO_ROOM = ("what is printed, or a file: No space left on device; once that is mended, call it "
+NO_ROOM = ("what is printed, or a file: No space left on device; once that is repaired, call it "
            "again")
 
 
@@ -30,7 +30,7 @@ def end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         *arguments: object) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the command line."""
     monkeypatch.setattr("sys.argv", ["xgpt", *map(str, arguments)])
-    before = {number: signal.getsignal(number) for number in TO_STOP}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with pytest.raises(SystemExit) as left:
         entry.main()
     for number, handler in before.items():  # a process that was asked to stop ignores them
@@ -156,10 +156,10 @@ def test_no_room_for_what_is_printed_is_no_fault_of_xgpt(words):
 @pytest.mark.parametrize(("error", "words"), [
     (OSError(errno.ENOSPC, "No space left on device"), NO_ROOM),
     (OSError(errno.EROFS, "Read-only file system", "/kept/xgpt/models"),
-     "/kept/xgpt/models: Read-only file system; once that is mended, call it again, or set "
+     "/kept/xgpt/models: Read-only file system; once that is repaired, call it again, or set "
      "XDG_CACHE_HOME to another folder"),
     (OSError(errno.EACCES, "Permission denied", "/elsewhere/s.json"),
-     "/elsewhere/s.json: Permission denied; once that is mended, call it again")])
+     "/elsewhere/s.json: Permission denied; once that is repaired, call it again")])
 def test_a_file_system_that_refuses_is_no_fault_of_xgpt(monkeypatch, capsys, error, words):
     monkeypatch.setenv("XDG_CACHE_HOME", "/kept")
 

@@ -14,8 +14,8 @@ from xgpt.core.errors import (
     StoppedEarly,
     UnknownNameError,
     XgptError,
-    in_words,
-    of_a_file,
+    file_error_words,
+    run_error_words,
 )
 
 
@@ -58,7 +58,7 @@ def test_exit_codes_are_those_of_the_command_line_contract(error, code):
     (errno.EMFILE, "`ulimit -n`"), (errno.ENFILE, "`ulimit -n`")])
 def test_a_disk_without_room_and_a_limit_on_files_have_their_own_remedies(number, said):
     error = OSError(number, os.strerror(number), "/out/results.jsonl")
-    found = in_words(error, Path("/out"))
+    found = run_error_words(error, Path("/out"))
     assert said in found and found.endswith("the same command goes on from there")
 
 
@@ -66,8 +66,8 @@ def test_a_folder_that_is_gone_while_one_is_in_it_is_no_fault_of_ours(tmp_path, 
     gone = tmp_path / "gone"
     gone.mkdir()
     error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    assert of_a_file(error) is None
+    assert file_error_words(error) is None
     monkeypatch.chdir(gone)
     gone.rmdir()
-    said = of_a_file(error)
+    said = file_error_words(error)
     assert said == "the folder that this was called in is gone: go to one that is there"

@@ -55,7 +55,7 @@ def test_special_distributions_and_samples_that_follow_theirs():
     one = truncated_normal(7, 0, 20)
     assert (one.mean, one.std, one.quantile(0.01), one.max) == (7, 0, 7, 20)
     seen = empirical([2, 2, 5])
-    assert seen.pmf == pytest.approx([0, 2 / 3, 0, 0, 1 / 3]) and "3 queries" in seen.note
+    assert seen.pmf == pytest.approx([0, 2 / 3, 0, 0, 1 / 3]) and "3 requests" in seen.note
     assert (seen.max, seen.mean) == (5, pytest.approx(3))
     nearly = Lengths(pmf=np.array([1e-200, 1.0]))
     assert nearly.std > 0 and nearly.skewness == 0

@@ -13,7 +13,7 @@ from xgpt.core.system import machine as local
 from xgpt.core.system.machine import Layout, layouts
 from xgpt.core.units import GIB, MIB
 from xgpt.job import resolve as layout
-from xgpt.job.resolve import laid_out, open_layouts
+from xgpt.job.resolve import open_layouts, with_layout
 
 SMI = """\
 0, GPU-aaaa-1, NVIDIA A40, 46068
@@ -195,6 +195,6 @@ def test_a_wish_or_another_cluster_or_engine_leaves_nothing_open(
 
 
 def test_a_job_that_is_laid_out_leaves_nothing_open(tmp_path):
-    own = laid_out(job(tmp_path, cluster="local", model="opt-125m"), Layout(2, 3))
+    own = with_layout(job(tmp_path, cluster="local", model="opt-125m"), Layout(2, 3))
     assert (own.run.ranks, own.run.threads_per_rank) == (2, 3) and not open_layouts(own)
     assert Layout(1, 2).words == "1 rank x 2 threads"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from xgpt.core.engines import OWN_ENGINE, VLLM, gives
+from xgpt.core.engines import OWN_ENGINE, VLLM, supports
 from xgpt.requests.chat import BadRecord
 from xgpt.requests.keys import CHAT, COMPLETION, CONTENTS, EMBEDDINGS, KEYS, OWN, OWN_KEYS, Key
 from xgpt.requests.reader import read_requests
@@ -200,7 +200,7 @@ def test_the_table_has_every_key_of_openais_own_types():
 
 def given(place: str, row: Key) -> str:
     """Which engines give a key there."""
-    able = [name for name in ENGINES if not row.needs or gives(name, row.needs)]
+    able = [name for name in ENGINES if not row.needs or supports(name, row.needs)]
     named = "yes" if len(able) == len(ENGINES) else " and ".join(f"`{name}`" for name in able)
     return named if place in row.given else "no"
 

@@ -58,10 +58,10 @@ ulimit -l unlimited
 trap - ERR
 set +eu +o pipefail
 
-# Slurm warns this shell, and nobody else, some time before the limit: xgpt then stops in good order
-# (exit code 75), and the job goes back to the queue and on from there, at most 5 times. A stop
-# that `xgpt stop` asked for (it writes into the file `stop`) ends it, and so do 2 allocations
-# in a row in which no answer was added.
+# Slurm warns only this shell before the time limit. Then xgpt stops in good order (exit code 75).
+# The job is requeued at most 5 times. It ends if `xgpt stop` asked for the stop (by the file `stop`),
+# or if 2 allocations in a row added no answer.
+
 warned= told= xgpt=
 warn() {
     warned=yes
@@ -70,12 +70,14 @@ warn() {
 trap warn USR1
 answers() { wc -c "$output/results.jsonl" "$output/held.jsonl" 2>/dev/null | tail -n 1; }
 before=$(answers)
+
 "${submit[@]}" &
 xgpt=$!
 [ -z "$warned" ] || warn
 while kill -0 "$xgpt" 2>/dev/null; do wait "$xgpt"; done
 wait "$xgpt"
 code=$?
+
 if [ -n "$warned" ] && [[ $code = 75 || $code = 138 ]] && [ ! -s "$output/stop" ]; then
     count="$output/slurm-requeued-$SLURM_JOB_ID"
     times=0 idle=0

@@ -185,7 +185,7 @@ def test_two_pools_and_static_batches_are_refused():
         replace(pool, role="encode"), replace(pool, role="decode")))
     with pytest.raises(XgptError, match="handed from a pool"):
         of(schedule.changed(estimate=replace(schedule.estimate, deployment=two)))
-    with pytest.raises(XgptError, match="until its longest query is done"):
+    with pytest.raises(XgptError, match="until its longest request is done"):
         of(schedule.changed(policy="ft"))
 
 
@@ -272,15 +272,15 @@ def test_it_measures_first_and_then_takes_the_run(tmp_path, begin):
     assert measured.endswith(MEASURES)
     assert run(tmp_path, standby).split()[0] == measured.split()[0]
     after = program(tmp_path, standby, module=MEASURES)
-    assert standby.serves(after) is None and standby.processes, "what a run set up is not measured"
+    assert standby.serve(after) is None and standby.processes, "what a run set up is not measured"
     other = program(tmp_path, standby, module="xrunner.rank.agreement")
-    assert standby.serves(other) is None and standby.processes == (), "another finds them gone"
+    assert standby.serve(other) is None and standby.processes == (), "another finds them gone"
 
 
 def test_other_numbers_of_ranks_measure_beside_it_and_run_in_its_place(tmp_path, begin, said):
     standby = begin(2)
     before = standby.processes
-    assert standby.serves(program(tmp_path, standby, module=MEASURES)) is None
+    assert standby.serve(program(tmp_path, standby, module=MEASURES)) is None
     assert standby.processes == before
     taken = run(tmp_path, standby)
     assert standby.processes == (int(taken.split()[0]),) != before and not said

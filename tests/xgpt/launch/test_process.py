@@ -19,10 +19,10 @@ from xgpt.core.errors import StoppedEarly
 from xgpt.core.system import machine
 from xgpt.core.system.machine import Contention
 from xgpt.launch import isolated, process
-from xgpt.launch.asked import warned_in_good_order
-from xgpt.launch.first_end import FirstEnd
-from xgpt.launch.leftovers import passing_folder, remove_leftovers
+from xgpt.launch.leftovers import remove_leftovers, scratch_folder
 from xgpt.launch.process import RanksFailed, own_modules, run_watched, start, watch_to_end
+from xgpt.launch.rank_watch import RankWatch
+from xgpt.launch.stop_signals import stopping_in_order
 
 # Whoever ignores SIGCHLD hands that on, and the system keeps no child's end for such a process.
 _IGNORED = """
@@ -103,13 +103,13 @@ RANKS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 def test_what_a_signal_raises_is_raised_before_ranks_start_and_ends_those_there():
-    with pytest.raises(StoppedEarly, match="SIGTERM came while no ranks"), warned_in_good_order():
+    with pytest.raises(StoppedEarly, match="SIGTERM came while no ranks"), stopping_in_order():
         with suppress(BaseException):  # as torch's import does
             os.kill(os.getpid(), signal.SIGTERM)
         start(RANKS)
         pytest.fail("they were started")
     ranks = start(RANKS)
-    with pytest.raises(StoppedEarly), warned_in_good_order():
+    with pytest.raises(StoppedEarly), stopping_in_order():
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
         watch_to_end(ranks, watch=lambda: None, ask_to_stop=None)
@@ -119,9 +119,9 @@ def test_what_a_signal_raises_is_raised_before_ranks_start_and_ends_those_there(
 _STOPPED_IN_EXEC = """
 import os, signal, sys
 from xgpt.core.errors import StoppedEarly
-from xgpt.launch.asked import warned_in_good_order
+from xgpt.launch.stop_signals import stopping_in_order
 try:
-    with warned_in_good_order(ends_process=True):
+    with stopping_in_order(ends_process=True):
         exec("os.kill(os.getpid(), signal.SIGINT)")
 except StoppedEarly as stopped:
     sys.exit(stopped.exit_code)
@@ -174,28 +174,28 @@ def test_what_mpiexec_wrote_of_the_machine_goes_once_it_is_dead(tmp_path):
 
 
 def test_folders_go_with_what_is_raised_and_those_of_killed_processes_are_removed(tmp_path):
-    with pytest.raises(KeyError), passing_folder("ours-", tmp_path) as folder:
+    with pytest.raises(KeyError), scratch_folder("ours-", tmp_path) as folder:
         (folder / "file").touch()
         raise KeyError
     assert not list(tmp_path.iterdir())
     program = f"""
 import os, signal
 from pathlib import Path
-from xgpt.launch.leftovers import passing_folder
-with passing_folder("ours-", Path({str(tmp_path)!r})) as folder:
+from xgpt.launch.leftovers import scratch_folder
+with scratch_folder("ours-", Path({str(tmp_path)!r})) as folder:
     (folder / "request").write_text("words")
     os.kill(os.getpid(), signal.SIGKILL)
 """
     killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=60)
     (left,) = tmp_path.iterdir()
     assert killed.returncode == -signal.SIGKILL and (left / "request").is_file()
-    with passing_folder("ours-", tmp_path):
+    with scratch_folder("ours-", tmp_path):
         assert left.is_dir(), "young: it may be of a process that has not locked it yet"
-    with passing_folder("ours-", tmp_path) as living:
+    with scratch_folder("ours-", tmp_path) as living:
         for path in (left, living):
             os.utime(path, (1e9, 1e9))
         (tmp_path / "theirs").mkdir()
-        with passing_folder("ours-", tmp_path) as mine:
+        with scratch_folder("ours-", tmp_path) as mine:
             assert {path.name for path in tmp_path.iterdir()} == {
                 living.name, mine.name, "theirs"}
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
@@ -219,12 +219,12 @@ def launcher(script: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def first_end(process: subprocess.Popen[str]) -> FirstEnd:
+def first_end(process: subprocess.Popen[str]) -> RankWatch:
     """Of two ranks; a look takes a tenth of a second of its clock."""
-    return FirstEnd(process.pid, 2, now=count(step=0.1).__next__)
+    return RankWatch(process.pid, 2, now=count(step=0.1).__next__)
 
 
-def looked(end: FirstEnd, until: int = LOOKS) -> str | None:
+def looked(end: RankWatch, until: int = LOOKS) -> str | None:
     """What so many looks find, which are otherwise a tenth of a second apart."""
     for _ in range(until):
         if (gone := end.look()) is not None:

@@ -39,7 +39,7 @@ from xgpt.core.system.whole_file import json_text, why_no_folder, write_atomical
 from xgpt.core.units import format_seconds
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.sweep_file import SweepPoint, SweepSpec
-from xgpt.launch.asked import warned_in_good_order
+from xgpt.launch.stop_signals import stopping_in_order
 from xgpt.report.sweep_page import write_sweep_page
 from xgpt.report.sweep_rows import (
     EARLIER_FILE,
@@ -84,7 +84,7 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
     if (allowed := why_no_folder(spec.output)) is not None:
         raise wrong(spec.source, "output", str(spec.output), allowed)
     folder, began = spec.output, time.monotonic()
-    with output_lock(folder), warned_in_good_order():
+    with output_lock(folder), stopping_in_order():
         points = {key_of(point, spec): point for point in spec.points}
         known = _take_up(folder, points, tell)
         _describe(spec, list(known.values()), "running", began, is_run=runs)

@@ -1,6 +1,5 @@
-"""The catalog: models, devices, links, clusters and tasks as rows of YAML files beside this one.
-
-A lookup is exact and its error lists the known names. A new row is all that a new variant needs."""
+"""The catalog: models, devices, links, clusters, engines and tasks as rows of YAML files beside
+this one; for everybody. Lookups are exact, and raise UnknownNameError with the known names."""
 
 import re
 from collections.abc import Mapping
@@ -22,13 +21,13 @@ SIZED = re.compile(r"([0-9]{1,5}) ?[xX] ?([A-Za-z].*)")  # the name of a cluster
 NODE_SIZE = 8  # chosen: as DGX, HGX and the clouds' machines have
 NETWORK = "ib-400g"  # chosen: between nodes of such a cluster
 
-# The C parser where libyaml is there: the model table costs 40 ms without it.
+# The C parser if libyaml is installed: the model table takes 40 ms without it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRow:
-    """Moments of one side of a task, in tokens; `p99` where the paper prints it."""
+    """Moments of a task's inputs or outputs, in tokens; `p99` where the paper prints it."""
 
     mean: float
     std: float
@@ -38,7 +37,7 @@ class LengthRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRow:
-    """One of the paper's tasks as printed in its Table 3."""
+    """A task of the paper, as printed in its Table 3."""
 
     name: str
     description: str
@@ -60,35 +59,29 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
-    """Whose times are planned for. `constants`: by GPU generation, what differs from the common
-    ones (xprofiler.constants), by the names of their fields; `like`: the engine whose constants
-    these are but for that. As it serves by itself: `step_tokens`, the most of one step; `mixes`,
-    whether it encodes beside decoding; `memory_share` and `reserve_gb`, how much of a device's
-    memory it takes, and what of that it keeps for itself; `has_fp8`, whether it executes weights
-    and caches of fp8 where it is asked to, `has_int8`, weights and activations of int8, and
-    `int8_cache`, caches of it; `fp8_cache`, whether it holds the cache of models in fp8 as fp8;
-    `stream_s`, what its front end takes for each token that it sends on.
-    `errors`: by GPU generation, how far off computed times are (xprofiler.source_errors)."""
+    """An inference engine that schedules are planned for: its limits, constants and errors.
+    `constants` and `errors` are by GPU generation and field."""
 
     name: str
     versions: str
     source: str
-    like: str | None = None
-    mixes: bool = True
-    step_tokens: int = 8192
-    memory_share: float = 0.9
-    reserve_gb: float = 0.0
-    has_fp8: bool = False
-    has_int8: bool = False
-    int8_cache: bool = False
-    fp8_cache: bool = True
-    stream_s: float = 0.0
-    constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    errors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    like: str | None = None  # engine whose constants hold where this row has none
+    # how it serves by itself
+    mixes: bool = True  # whether a step may encode and decode
+    step_tokens: int = 8192  # most tokens of one step
+    memory_share: float = 0.9  # of a device's memory that it takes
+    reserve_gb: float = 0.0  # of that, kept for itself
+    has_fp8: bool = False  # whether it executes weights and caches of fp8 on request
+    has_int8: bool = False  # and weights and activations of int8
+    int8_cache: bool = False  # and caches of int8
+    fp8_cache: bool = True  # whether models in fp8 have their cache in fp8
+    stream_s: float = 0.0  # seconds of its front end for each token that it sends on
+    constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # xprofiler.constants
+    errors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of computed times
 
 
 def names(kind: Kind) -> list[str]:
-    """Known names of a kind, in the order of the file."""
+    """Names of a kind's rows, in the order of the file."""
     return list(_rows(kind))
 
 
@@ -100,8 +93,8 @@ def model(name: str) -> ModelSpec:
 
 @cache
 def model_named(text: str) -> ModelSpec | None:
-    """The model of that catalog name, or of that shape by hub id, in letters of either case; None
-    where the catalog has none."""
+    """The model with this catalog name or hub id, in letters of either case; None if the catalog
+    has none."""
     wanted = text.lower()
     for name, row in _rows("model").items():
         ids = (name, row.get("hub_id", ""), *row.get("also", ()))
@@ -111,8 +104,8 @@ def model_named(text: str) -> ModelSpec | None:
 
 
 def run_of(kind: Kind, name: str) -> str:
-    """With what xgpt has run a model of this size: its `weights`, or `random` ones; whether it has
-    run on a device: `yes`. Else `planned only`."""
+    """How xgpt has run a model of this size, with its `weights` or with `random` ones, or whether
+    it has run on a device (`yes`); else `planned only`."""
     return str(_row(kind, name).get("run", "planned only"))
 
 
@@ -129,7 +122,7 @@ def device(name: str) -> Device:
 
 @cache
 def device_of_smi_name(smi_name: str) -> tuple[Device, Link] | None:
-    """Device and the link that joins its like in a node, by nvidia-smi's name of the card."""
+    """The device that nvidia-smi calls `smi_name`, and the link between two of them in a node."""
     for name, row in _rows("device").items():
         if smi_name in row["smi_names"]:
             return device(name), link(row["intra_link"])
@@ -223,8 +216,8 @@ def task_row(name: str) -> TaskRow:
 
 @cache
 def task(name: str) -> JointLengths:
-    """Input and output lengths of a task, independent of each other (paper section 7.1: the
-    correlation is low but for translation, where the paper randomises inputs across batches)."""
+    """Input and output lengths of a task, in tokens, taken as independent. In the paper (section
+    7.1) only translation's are correlated, whose inputs it randomises across batches."""
     row = task_row(name)
     inputs, outputs = (truncated_normal(side.mean, side.std, side.max)
                        for side in (row.input_tokens, row.output_tokens))

@@ -1,5 +1,5 @@
-"""A Hugging Face `config.json` as a ModelSpec: a row of FAMILIES for each `model_type` that it may
-state, held equal to transformers' config classes by tests/xrunner/checkpoint/test_every_key.py."""
+"""Reads a Hugging Face `config.json` as a ModelSpec, by a row of FAMILIES for each `model_type`.
+tests/xrunner/checkpoint/test_every_key.py holds the rows equal to transformers' config classes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,9 +19,9 @@ _T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}
 
 
 class Family(NamedTuple):
-    """`absent`: what an absent key means where its reader names nothing else; null means none.
-    `only`: keys that would change the tokens, with the one value that is executed. `names`: keys
-    that stand for others (transformers' `attribute_map`)."""
+    """A family of models by `model_type`. `absent`: values of absent keys, unless `read` has its
+    own; null means none. `only`: keys that change the tokens, with the only value that is executed.
+    `names`: keys that stand for others (transformers' `attribute_map`)."""
 
     read: Reader
     absent: Mapping[str, object] = {}
@@ -30,15 +30,15 @@ class Family(NamedTuple):
 
 
 def read_shape(folder: Path, name: str) -> ModelSpec:
-    """The shape in `folder`/config.json. Raises InputError."""
+    """The ModelSpec of `folder`/config.json. Raises InputError."""
     path = folder / "config.json"
     return from_hf_config(load_json(path), name, path)
 
 
 def from_hf_config(config: Mapping[str, Any], name: str,
                    path: Path = Path("config.json")) -> ModelSpec:
-    """A Hugging Face `config.json`, which came from `path`, as a ModelSpec. Raises InputError for a
-    family or variant that xgpt can neither execute nor plan, naming every key at fault."""
+    """The ModelSpec of a `config.json`, read from `path`. Raises InputError, naming every key at
+    fault, for a family or variant that xgpt can neither execute nor plan."""
     values = ConfigValues(config, path)
     kind = values.text("model_type", "", FAMILIES, more=f"; {ELSEWHERE}")
     if kind not in FAMILIES:
@@ -46,7 +46,7 @@ def from_hf_config(config: Mapping[str, Any], name: str,
     family, stored = FAMILIES[kind], None
     _with_absent(values, family)
     spec = family.read(values, name)
-    # of what is planned alone nothing is loaded: run.weight_dtype says as what it is planned
+    # models that are only planned load no weights: run.weight_dtype says their dtype
     if kind in MODEL_TYPES:
         _refuse_others(values, kind, spec)
         spec = replace(spec, not_used=", ".join(_not_used(config, values.asked)))
@@ -56,7 +56,7 @@ def from_hf_config(config: Mapping[str, Any], name: str,
 
 
 def _with_absent(config: ConfigValues, family: Family) -> None:
-    """Puts the values of absent keys in their place, and those that stand under another name."""
+    """Fills in absent keys, and keys that stand under another name."""
     for other, key in family.names.items():
         value = config.get(other)
         if value is not None and config.values.setdefault(key, value) != value:
@@ -65,12 +65,12 @@ def _with_absent(config: ConfigValues, family: Family) -> None:
 
 
 def _refuse_others(config: ConfigValues, kind: str, spec: ModelSpec) -> None:
-    """Records as mistakes the values of `config` that nothing here executes."""
+    """Records the values of `config` that the runner does not execute as mistakes."""
     is_pair = spec.is_encoder_decoder
     for key, only in {**_ONLY, **FAMILIES[kind].only, "is_encoder_decoder": is_pair,
                       "is_causal": None if is_pair else True}.items():  # of an encoder's masks, too
         config.only(key, only)
-    # transformers' caches forget by these, whatever the family: its masks may know nothing of it
+    # transformers' caches drop tokens by these keys in every family, even if its masks ignore them
     if "sliding_window" not in config.asked:
         window, most = config.size_or_none("sliding_window"), spec.max_positions
         if window is not None and (most is None or window < most):
@@ -82,8 +82,8 @@ def _refuse_others(config: ConfigValues, kind: str, spec: ModelSpec) -> None:
 
 
 def _not_used(config: Mapping[str, object], asked: set[str], prefix: str = "") -> Iterator[str]:
-    """The keys of `config`, and of its rotary positions, that nothing asked for and that may ask
-    for something."""
+    """Yields the keys of `config`, and of its rotary positions, that no reader asked for and that
+    may matter."""
     yield from (prefix + key for key, value in config.items() if value is not None
                 and prefix + key not in asked and key not in NO_INFLUENCE)
     for key in ("rope_scaling", "rope_parameters", FULL, WINDOWED):
@@ -114,9 +114,9 @@ def _read_gpt2(config: ConfigValues, name: str) -> ModelSpec:
 
 
 def _read_t5(config: ConfigValues, name: str, *, is_mt5: bool = False) -> ModelSpec:
-    """Version 1.1 is known by its untied head, of which transformers 5 says `scale_decoder_outputs`
-    instead. Nothing scales what goes into mT5's, whatever `tie_word_embeddings` says: published
-    files say false, and transformers 5 writes true of any."""
+    """Reads T5 and mT5. Version 1.1 is known by its untied head, which transformers 5 states as
+    `scale_decoder_outputs`. mT5's head input is never scaled, whatever `tie_word_embeddings` says:
+    published files say false, and transformers 5 always writes true."""
     is_tied = config.flag("tie_word_embeddings", True)
     projection = config.text("feed_forward_proj", "relu", _T5_ACTIVATIONS)
     is_gated, activation = projection.startswith("gated-"), _T5_ACTIVATIONS[projection]
@@ -149,7 +149,7 @@ def _read_bart(config: ConfigValues, name: str, norm_place: NormPlace = "sum") -
 
 
 def _of_text(kind: str) -> Reader:
-    """Of a model that sees, its `text_config`, of that kind."""
+    """A reader of the `text_config` of a model with vision, as a family `kind`."""
     def reader(config: ConfigValues, name: str) -> ModelSpec:
         text = config.section("text_config")
         if not text.values:
@@ -170,7 +170,7 @@ _GEMMA: dict[str, object] = {
     "hidden_activation": "gelu_pytorch_tanh"}
 _QWEN: dict[str, object] = {"num_key_value_heads": 32, "sliding_window": 4096}
 _TIED: dict[str, object] = {"tie_word_embeddings": True}
-_ONLY: dict[str, object] = {  # of all: masks, caches and files
+_ONLY: dict[str, object] = {  # as `only`, for all families: masks, caches and files
     "attention_chunk_size": None, "per_layer_config": None, "kv_sharing_modes": None,
     "transformers_weights": None}
 _EXECUTED = {
@@ -221,8 +221,8 @@ _PLANNED = {
     "llama4": Family(_of_text("llama4_text")), "gemma3": Family(_of_text("gemma3_text"))}
 FAMILIES: Mapping[str, Family] = _EXECUTED | _PLANNED
 MODEL_TYPES, PLANNED_TYPES = tuple(_EXECUTED), tuple(_PLANNED)  # the latter are not executed
-# Of training, of classifiers' heads, of what is returned beside tokens, of the file itself, and
-# what xrunner.files does: rules of which tokens are chosen, the first and the last one.
+# Keys of training, classifier heads, outputs beside tokens and the file itself; and rules for the
+# choice of tokens, the first and the last one, which xrunner.files reads.
 NO_INFLUENCE = """
     _from_model_config _model_name_or_path _name_or_path _sliding_window_pattern
     activation_dropout architectures attention_dropout attn_pdrop auto_map bos_token_id

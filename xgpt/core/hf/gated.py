@@ -1,11 +1,10 @@
-"""Decoders with gated MLPs and rotary positions by their `config.json`: what each family states
-beside Llama. Rotary positions: transformers 5 writes `rope_parameters` (of Gemma 3 one a kind of
-layer), 4 `rope_theta` and `rope_scaling`, and each states a part of a head to rotate.
+"""Reads `config.json` of decoders with gated MLPs and rotary positions: differences of each family
+from Llama. For rotary positions transformers 5 writes `rope_parameters` (Gemma 3: one per kind of
+layer), version 4 `rope_theta` and `rope_scaling`; both state the part of a head to rotate.
 
-What only the layers' execution depends on, and ours do not know (an activation, a kind of rotary
-positions), does not keep a shape from being planned: it is noted in `ModelSpec.planned_only`.
-Of families that are planned alone, layers of two kinds (with experts, and with one MLP) are planned
-as their mean."""
+A model whose activation or rotary positions our layers cannot execute can still be planned:
+`ModelSpec.planned_only` says so. In families that are only planned, layers of two kinds (with
+experts, and with one MLP) are planned as their mean."""
 
 from collections.abc import Callable
 from copy import copy
@@ -25,7 +24,7 @@ _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size", "intermediate_
           "max_positions")
 FULL, WINDOWED = "full_attention", "sliding_attention"  # transformers' names
 _ORIGINAL = "original_max_position_embeddings"
-# kinds of rotary positions: the numbers that each needs, those it may have, what are no numbers
+# kind of rotary positions: numbers that it needs, numbers that it may have, other keys
 _KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "default": ((), (), ()), "linear": (("factor",), (), ()), "dynamic": (("factor",), (), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), (), ()),
@@ -37,13 +36,14 @@ Windows = tuple[int | None, ...]
 
 
 def sizes_of(config: ConfigValues, *keys: str) -> dict[str, Any]:
-    """The fields of _SIZES by the keys that state them, which have to be there."""
+    """Values of ModelSpec's fields _SIZES, read from `keys` in this order, all required."""
     return {field: config.size(key) for field, key in zip(_SIZES, keys, strict=False)}
 
 
 def gated(decoder: Decoder, windows: Callable[[ConfigValues], Windows] | None = None,
           has_qkv_bias: bool | None = None) -> Reader:
-    """A reader of a family whose config.json states no more than that."""
+    """A reader of a family with this `decoder`. `windows`: reads the attention window by layer.
+    `has_qkv_bias`: as for `_read_gated`."""
     def reader(config: ConfigValues, name: str) -> ModelSpec:
         own = decoder if windows is None else replace(decoder, windows=windows(config))
         return _read_gated(config, name, own, has_qkv_bias=has_qkv_bias)
@@ -75,14 +75,14 @@ def read_gemma2(config: ConfigValues, name: str) -> ModelSpec:
 
 
 def read_gemma3(config: ConfigValues, name: str) -> ModelSpec:
-    """Of texts."""
+    """Reads Gemma 3's text model."""
     return _read_gemma(config, name, config.size_or_none("sliding_window_pattern") or 6,
                        qk_norm="head", local_rope_theta=10000.0,
                        logit_cap=config.number_or_none("final_logit_softcapping"))
 
 
 def _read_gemma(config: ConfigValues, name: str, period: int, **variant: Any) -> ModelSpec:
-    """Every `period`-th layer, where no pattern is stated, attends to all."""
+    """Reads Gemma. Unless a pattern is stated, every `period`-th layer attends to all tokens."""
     if config.flag("use_bidirectional_attention", False):
         config.reject("use_bidirectional_attention", "is not supported, only false is")
     decoder = Decoder(
@@ -102,8 +102,8 @@ def read_granite(config: ConfigValues, name: str) -> ModelSpec:
 
 
 def read_smollm3(config: ConfigValues, name: str) -> ModelSpec:
-    """Every fourth layer, where the file does not say which, has no rotary positions; these are
-    the ones with a window, where windows are used."""
+    """Reads SmolLM3. Unless the file says which, every fourth layer has no rotary positions. Those
+    layers have the window, if windows are used."""
     layers = config.size("num_hidden_layers")
     period = config.size_or_none("no_rope_layer_interval") or 4
     rotated = config.each("no_rope_layers", layers, (0, 1)) or [
@@ -116,7 +116,7 @@ def read_smollm3(config: ConfigValues, name: str) -> ModelSpec:
 
 
 def read_deepseek(config: ConfigValues, name: str) -> ModelSpec:
-    """V2 and V3: the first layers have one MLP, the others experts and shared ones."""
+    """Reads DeepSeek V2 and V3: the first layers have one MLP, the others experts, some shared."""
     latent = Latent(
         kv_rank=config.size("kv_lora_rank"), rope_dim=config.size("qk_rope_head_dim"),
         nope_dim=config.size("qk_nope_head_dim"), value_dim=config.size("v_head_dim"),
@@ -137,7 +137,7 @@ def read_deepseek(config: ConfigValues, name: str) -> ModelSpec:
 
 
 def read_llama4(config: ConfigValues, name: str) -> ModelSpec:
-    """Every `interleave_moe_layer_step`-th layer has experts, one of them shared."""
+    """Reads Llama 4: every `interleave_moe_layer_step`-th layer has experts, one of them shared."""
     layers = config.size("num_hidden_layers")
     step = config.size_or_none("interleave_moe_layer_step") or 1
     stated = config.get("moe_layers")
@@ -160,16 +160,17 @@ def read_gpt_oss(config: ConfigValues, name: str) -> ModelSpec:
 
 def _planned(config: ConfigValues, name: str, decoder: Decoder, why: str,
              **values: object) -> ModelSpec:
-    """As if these keys had other values, and its positions were rotated plainly."""
-    plain = copy(config)  # whose mistakes stay the file's
+    """A ModelSpec to plan only, read with other `values` and plain rotary positions. `why`: what of
+    it is not executed."""
+    plain = copy(config)  # mistakes still name the file's keys
     plain.values = {**config.values, **values, "rope_scaling": None, "rope_parameters": None}
     return replace(_read_gated(plain, name, decoder), planned_only=why)
 
 
 def _read_gated(config: ConfigValues, name: str, decoder: Decoder, *,
                 has_qkv_bias: bool | None = None, activation_key: str = "hidden_act") -> ModelSpec:
-    """What all decoders with gated MLPs and rotary positions have in common. `has_qkv_bias`: None:
-    as attention_bias says, which families that have or lack it anyway do not read."""
+    """Reads the keys that all these decoders share. `has_qkv_bias`: None reads attention_bias,
+    which families that always or never have it do not state."""
     head_size = config.size_or_none("head_dim")
     sizes = sizes_of(config, "num_hidden_layers", "hidden_size", "num_attention_heads",
                      "vocab_size", "intermediate_size")
@@ -213,13 +214,13 @@ def _experts(config: ConfigValues, key: str, inner: int) -> Experts:
 
 
 def everywhere(config: ConfigValues) -> Windows:
-    """The same window in every layer."""
+    """Windows (tokens) by layer: `sliding_window` in every layer; () for none."""
     window = config.size_or_none("sliding_window")
     return () if window is None else (window,) * config.size("num_hidden_layers")
 
 
 def of_last_layers(config: ConfigValues) -> Windows:
-    """Qwen's: layers from `max_window_layers` on, where windows are used."""
+    """Windows (tokens) by layer, as in Qwen: layers from `max_window_layers` on, if used."""
     window = config.size_or_none("sliding_window")
     if not config.flag("use_sliding_window", False):
         window = None
@@ -230,7 +231,7 @@ def of_last_layers(config: ConfigValues) -> Windows:
 
 def _by_layer(config: ConfigValues, has_window: list[bool],
               window: int | None) -> Windows:
-    """Windows by `layer_types`; where the file has none, of the layers that usually have one."""
+    """Windows (tokens) by layer: those that `layer_types` names, else those of `has_window`."""
     stated = config.each("layer_types", len(has_window), (FULL, WINDOWED)) or [
         WINDOWED if one else FULL for one in has_window]
     if window is None and WINDOWED in stated:
@@ -239,8 +240,9 @@ def _by_layer(config: ConfigValues, has_window: list[bool],
 
 
 class Rope(NamedTuple):
-    """`share` of a head's elements is rotated; `local_theta`: of layers with a window;
-    `most_positions`: beyond them the kind would change its frequencies in the middle of a query."""
+    """Rotary positions. `share`: part of a head's elements that is rotated. `local_theta`: base in
+    layers with a window. `most_positions`: positions beyond which frequencies would change in the
+    middle of a request. `unknown`: what our layers do not execute, in words."""
 
     theta: float
     scaling: tuple[tuple[str, RopeValue], ...] | None
@@ -251,8 +253,8 @@ class Rope(NamedTuple):
 
 
 def _read_rope(config: ConfigValues, local_theta: float | None = None) -> Rope:
-    """What a config states; a kind that we do not know is among `unknown`. `local_theta`: of layers
-    with a window where the config says none; None of a family that has one base for all."""
+    """The Rope that a config states. `local_theta`: default base of layers with a window; None for
+    a family with one base for all layers."""
     rope = config.section("rope_scaling")
     if not rope.values or local_theta is not None:
         rope = config.section("rope_parameters")
@@ -267,7 +269,7 @@ def _read_rope(config: ConfigValues, local_theta: float | None = None) -> Rope:
     key = "rope_type" if "rope_type" in rope.values else "type"
     kind = str(rope.get(key, "default"))
     if is_phi3 and kind in ("su", "yarn"):
-        kind = "longrope"  # as older files of Phi-3 call it
+        kind = "longrope"  # older files of Phi-3 have these names
     plain = Rope(theta, None, share, local_theta)
     if kind not in _KINDS:
         return plain._replace(unknown=(f"rotary positions of {key} {kind!r}",))
@@ -283,14 +285,15 @@ def _read_rope(config: ConfigValues, local_theta: float | None = None) -> Rope:
             rope.reject(number, f"missing: a number above 0, which {key} {kind} needs")
         elif number in needed or number in scaling:
             rope.number(number, 1.0)
-    if kind in ("default", "dynamic"):  # the latter is as the former up to its positions
+    if kind in ("default", "dynamic"):  # the two are equal up to the model's positions
         return plain
     return _scaled(config, rope, kind, scaling, plain)
 
 
 def _of_full_layers(config: ConfigValues, both: ConfigValues,
                     local_theta: float) -> tuple[ConfigValues, float]:
-    """Of Gemma 3: what layers that attend to all are rotated by, and the base of the others."""
+    """(keys of the rotary positions of layers that attend to all tokens, base of the others), as
+    Gemma 3 states them."""
     rope, local = both.section(FULL), both.section(WINDOWED)
     scaling = config.section("rope_scaling")
     rope.values.update({key: scaling.get(key) for key in scaling.values})

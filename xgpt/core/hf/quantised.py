@@ -1,6 +1,5 @@
-"""Weights of fewer bits, as a checkpoint's `config.json` describes them: one reader a method, in a
-table by the `quant_method` that the file states. What is stored in the files by it, and how it
-becomes weights again, is in xrunner.checkpoint.quantised."""
+"""Reads how a checkpoint's `config.json` quantises its weights, with one reader for each
+`quant_method`. xrunner.checkpoint.quantised reads the stored tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,29 +10,29 @@ from xgpt.core.hf.values import ConfigValues
 
 PLAIN = "take the checkpoint they were made from, in float32, float16 or bfloat16"
 _Kind = Literal["int", "float"]
-# what of a scheme of compressed-tensors decides how weights are stored
+# keys of a compressed-tensors scheme that decide how weights are stored
 _DECIDING = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure",
              "actorder")
-_TRANSPOSED = ("gpt2",)  # families whose weights lie as [inputs, outputs], which no method here has
+_TRANSPOSED = ("gpt2",)  # families that store weights as [inputs, outputs], which no method does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantised:
-    """How the weights of linear layers are stored. `group`: inputs of an output that share a scale,
-    None: all of them; `block`: (outputs, inputs) that do, where they are rectangles."""
+    """Storage of the weights of linear layers. `group`: number of an output's inputs that share a
+    scale (None: all). `block`: (outputs, inputs) of rectangles that share one, if they do."""
 
     format: str  # a row of xrunner.checkpoint.quantised.formats
     method: str  # as users know it
-    bits: int  # of a value; at most, where the file states a type of each tensor (`types`)
+    bits: int  # of a value; the most of them if each tensor has a type of its own (`types`)
     kind: _Kind = "int"
     group: int | None = None
     block: tuple[int, int] | None = None
     is_per_tensor: bool = False  # one scale for a whole weight
     has_zeros: bool = True  # a zero point beside each scale; False: 0 is stored as the middle
-    is_ordered: bool = False  # inputs are in groups by a list, not by their order
-    zero_offset: int = 0  # what a zero point is stored less by
+    is_ordered: bool = False  # a list assigns inputs to groups, not their order
+    zero_offset: int = 0  # added to a stored zero point
     types: tuple[str, ...] = ()
-    activations: bool = False  # which the method quantises, too; ours are not
+    activations: bool = False  # whether the method quantises them, too; our runner does not
 
     def __str__(self) -> str:
         if self.types:
@@ -46,8 +45,8 @@ class Quantised:
 
 
 def read_quantised(config: ConfigValues, family: str = "") -> Quantised | None:
-    """How the weights are stored by the config; None where they are plain, or what it says is not
-    supported (then `config` has the mistakes)."""
+    """Storage of the weights by the config; None if they are plain, or stored in a way that is not
+    supported (then `config` holds the mistakes)."""
     for key in ("quantization_config", "compression_config"):
         section = config.section(key)
         if not section.values:
@@ -69,7 +68,7 @@ def read_quantised(config: ConfigValues, family: str = "") -> Quantised | None:
 
 
 def quantised_of(config: Mapping[str, Any], path: Path) -> Quantised | None:
-    """How the weights beside the config.json at `path` are stored. Raises InputError."""
+    """Storage of the weights by the config.json at `path`; None if plain. Raises InputError."""
     values = ConfigValues(config, path)
     found = read_quantised(values)
     values.finish()
@@ -77,7 +76,7 @@ def quantised_of(config: Mapping[str, Any], path: Path) -> Quantised | None:
 
 
 def _group(section: ConfigValues, *keys: str) -> int | None:
-    """A group's size; None for one group a row, which files state as -1 or null."""
+    """Size of a group; None for one group per row, which files state as -1 or null."""
     key = next((key for key in keys if key in section.values), keys[0])
     if section.values.get(key) == -1:
         return None
@@ -94,7 +93,7 @@ def _bits(section: ConfigValues, allowed: tuple[int, ...], *keys: str) -> int:
 
 
 def _read_awq(section: ConfigValues) -> Quantised:
-    """AutoAWQ's (Lin et al., arXiv:2306.00978)."""
+    """Reads AutoAWQ's section (Lin et al., arXiv:2306.00978)."""
     key = "version" if "version" in section.values else "format"
     section.text(key, "gemm", ("gemm", "GEMM"))
     section.only("zero_point", True)
@@ -103,7 +102,7 @@ def _read_awq(section: ConfigValues) -> Quantised:
 
 
 def _read_gptq(section: ConfigValues) -> Quantised:
-    """AutoGPTQ's and GPTQModel's (Frantar et al., arXiv:2210.17323)."""
+    """Reads AutoGPTQ's and GPTQModel's section (Frantar et al., arXiv:2210.17323)."""
     key = "checkpoint_format" if "checkpoint_format" in section.values else "format"
     version = section.text(key, "gptq", ("gptq", "gptq_v2"))
     section.only("is_marlin_format", False)
@@ -120,7 +119,7 @@ def _read_gptq(section: ConfigValues) -> Quantised:
 
 
 def _read_compressed(section: ConfigValues) -> Quantised:
-    """compressed-tensors' (llm-compressor writes it); all layers by one scheme."""
+    """Reads compressed-tensors' section (llm-compressor writes it); all layers by one scheme."""
     for key in ("sparsity_config", "transform_config"):
         own = section.section(key).values
         if own and own.get("format") != "dense":
@@ -152,7 +151,7 @@ def _read_compressed(section: ConfigValues) -> Quantised:
         activations=scheme.values.get("input_activations") is not None)
 
 
-# formats of compressed-tensors: ours, kind, bits and strategies that each may be with
+# format of compressed-tensors: our format, kind, and the bits and strategies that it allows
 _COMPRESSED: dict[str, tuple[str, _Kind, tuple[int, ...], tuple[str, ...]]] = {
     "pack-quantized": ("pack-quantized", "int", (4, 8), ("group", "channel", "tensor")),
     "int-quantized": ("scaled", "int", (8,), ("channel", "tensor", "group")),
@@ -160,7 +159,7 @@ _COMPRESSED: dict[str, tuple[str, _Kind, tuple[int, ...], tuple[str, ...]]] = {
 
 
 def _read_fp8(section: ConfigValues) -> Quantised:
-    """DeepSeek-V3's and Qwen3-FP8's blocks (arXiv:2412.19437), or one scale a weight."""
+    """Reads DeepSeek-V3's and Qwen3-FP8's blocks (arXiv:2412.19437), or one scale per weight."""
     section.only("fmt", "e4m3")
     section.text("activation_scheme", "dynamic", ("dynamic", "static"))
     block = _block(section, "weight_block_size")
@@ -169,7 +168,7 @@ def _read_fp8(section: ConfigValues) -> Quantised:
 
 
 def _block(section: ConfigValues, key: str) -> tuple[int, int] | None:
-    """(outputs, inputs); None where the key is absent or null."""
+    """(outputs, inputs) of a block; None if the key is absent or null."""
     value = section.values.get(key)
     if value is None:
         return None
@@ -181,7 +180,7 @@ def _block(section: ConfigValues, key: str) -> tuple[int, int] | None:
 
 
 def _read_gguf(section: ConfigValues) -> Quantised:
-    """A folder that xgpt made of a GGUF file (xrunner.checkpoint.gguf_file)."""
+    """Reads the section that xgpt writes for a GGUF file (xrunner.checkpoint.gguf_file)."""
     types = section.values.get("types")
     if not isinstance(types, list) or not types:
         section.reject("types", "GGUF's types, as xgpt writes them")

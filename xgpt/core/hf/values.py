@@ -1,6 +1,6 @@
-"""The JSON files of a model's folder, read key by key with every mistake by file and key.
+"""Reads the JSON files of a model's folder key by key, collecting mistakes by file and key.
 
-A reader of `ConfigValues` that fails records what is wrong and returns a stand-in; `finish` raises
+A method of `ConfigValues` that finds a mistake records it and returns a stand-in; `finish` raises
 if there was any.
 """
 
@@ -15,16 +15,16 @@ from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.system.whole_file import read_text
 
 _SIZE = "a whole number >= 1"
-# Of layers, which are planned one by one, and of any other size: no model has as many, and what a
-# slip of the pen makes of a number would be searched for hours or asked of memory at once.
-_MOST_LAYERS, _MOST_SIZE = 10_000, 2**31 - 1
+# Limits of layers, which are planned one by one, and of other sizes. No model has as many: a
+# mistyped number would be searched for hours, or allocated at once.
+_MOST_LAYERS, _MOST_SIZE = 10_000, 2**31 - 1  # chosen
 _LAYERS = frozenset({"num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"})
-_MOST_NUMBER = 1e30  # of what is no size: beyond are slips and numbers that overflow
+_MOST_NUMBER = 1e30  # chosen: for other numbers; larger ones overflow
 _T = TypeVar("_T")
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises InputError."""
+    """The JSON object in a file. Raises InputError."""
     try:
         value = json.loads(read_text(path))
     except OSError as cause:
@@ -37,8 +37,8 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def gguf_in(path: Path) -> Path | None:
-    """The GGUF file that a path of a model names: itself, or the only one of a folder without a
-    config.json."""
+    """The GGUF file of a model's path: the path itself, or the only one in a folder without
+    config.json; else None."""
     if path.suffix == ".gguf":
         return path if path.is_file() else None
     if not path.is_dir() or (path / "config.json").exists():
@@ -48,13 +48,13 @@ def gguf_in(path: Path) -> Path | None:
 
 
 def wrong_file(path: Path, reason: str) -> InputError:
-    """A file of a model that cannot be used."""
+    """An InputError for a model's file that cannot be used."""
     return wrong(path.parent, path.name, None, reason)
 
 
 class ConfigValues:
-    """The values of the config.json at `path`, or those under one of its keys (`prefix`). `asked`:
-    the keys that a reader got, whether they are there or not."""
+    """The values of the config.json at `path`, or of the section under its key `prefix`. `asked`:
+    keys that were read, present or not. Unless a method says otherwise, null counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "",
                  mistakes: list[Mistake] | None = None, asked: set[str] | None = None) -> None:
@@ -67,14 +67,14 @@ class ConfigValues:
         return self.values.get(key, default)
 
     def size(self, key: str) -> int:
-        """A count that has to be there."""
+        """A count of at least 1, which is required."""
         if self.get(key) is None:
             self.reject(key, f"{'null' if key in self.values else 'missing'}: {_SIZE}")
             return 1
         return self.size_or_none(key) or 1
 
     def size_or_none(self, key: str, default: int | None = None, *, least: int = 1) -> int | None:
-        """A count of at least so many; `default` where the key is absent or null."""
+        """A count of at least `least`; `default` where the key is absent."""
         most = _MOST_LAYERS if key in _LAYERS else _MOST_SIZE
         value, allowed = self.get(key), f"a whole number >= {least}"
         return self._given(
@@ -82,7 +82,7 @@ class ConfigValues:
             f"{allowed}, at most {most:,}" if type(value) is int and value > most else allowed)
 
     def number(self, key: str, default: float | None) -> float:
-        """A number above 0; `default` where the key is absent."""
+        """A number above 0; `default` where the key is absent. null is a mistake."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not (
                 0 < value <= _MOST_NUMBER):
@@ -97,8 +97,8 @@ class ConfigValues:
         return self.number(key, default) if default is not None or key in self.values else None
 
     def each(self, key: str, count: int, known: tuple[_T, ...]) -> list[_T]:
-        """At least `count` of the `known`, of which the first so many are taken; none where the key
-        is absent, null or empty."""
+        """The first `count` values of a list, each one of `known`; [] where the key is absent or
+        its list empty."""
         values: list[_T] = self._given(key, [], lambda value: isinstance(value, list), "a list")
         if not values:
             return []
@@ -112,13 +112,13 @@ class ConfigValues:
         return list(values[:count])
 
     def flag(self, key: str, default: bool) -> bool:
-        """`default` where the key is absent or null."""
+        """A truth value; `default` where the key is absent."""
         return self._given(key, default, lambda value: isinstance(value, bool), "true or false")
 
     def text(self, key: str, default: str, known: Mapping[str, object] | tuple[str, ...],
              more: str = "") -> str:
-        """One of the `known`; `default` where the key is absent. `more`: what is said behind
-        them."""
+        """One of the `known` texts; `default` where the key is absent. null is a mistake. `more`:
+        text appended to the message."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in known:
             self.reject(key, f"{'missing' if value == '' else 'is not supported'}: known: "
@@ -127,7 +127,7 @@ class ConfigValues:
         return value
 
     def section(self, key: str) -> ConfigValues:
-        """The values under `key`; none where it is absent or null."""
+        """The values under `key`; empty where it is absent."""
         values: dict[str, Any] = self._given(key, {}, lambda value: isinstance(value, dict),
                                              "a mapping of keys to values")
         return ConfigValues(values, self._path, f"{self._prefix}{key}.", self._mistakes,
@@ -135,7 +135,7 @@ class ConfigValues:
 
     def _given(self, key: str, default: _T, is_allowed: Callable[[Any], bool],
                allowed: str) -> Any | _T:
-        """The value; `default` where the key is absent or null, or is not allowed (a mistake)."""
+        """The value; `default` where the key is absent, or the value not allowed (a mistake)."""
         value = self.get(key)
         if value is not None and not is_allowed(value):
             self.reject(key, allowed)
@@ -143,24 +143,26 @@ class ConfigValues:
         return default if value is None else value
 
     def only(self, key: str, supported: object) -> None:
-        """A variant that would run with wrong tokens is refused instead."""
+        """Records a mistake unless the key is absent or its value is `supported`: other variants
+        would yield wrong tokens."""
         if self.get(key, supported) != supported:
             known = json.dumps(supported) if not isinstance(supported, str) else repr(supported)
             self.reject(key, f"is not supported, only {known} is")
 
     def divides(self, key: str, whole_key: str) -> None:
-        """Two sizes, of which the first has to divide the second."""
+        """Records a mistake if the size under `key` does not divide that under `whole_key`."""
         part, whole = self.get(key), self.get(whole_key)
         if (isinstance(part, int) and isinstance(whole, int) and part >= 1 and whole >= 1
                 and whole % part):
             self.reject(key, f"a divisor of {whole_key} = {whole}")
 
     def reject(self, key: str, allowed: str, value: object = None) -> None:
-        """`value`: what is shown instead of all that stands under the key."""
+        """Records a mistake. `value`: shown instead of the key's own value."""
         shown = self.get(key) if value is None else value
         self._mistakes.append(Mistake(file=str(self._path), line=None, key=self._prefix + key,
                                       value=shown, allowed=allowed))
 
     def finish(self) -> None:
+        """Raises InputError with all mistakes, if there are any."""
         if self._mistakes:
             raise InputError(self._mistakes)

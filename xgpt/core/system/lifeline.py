@@ -1,9 +1,9 @@
-"""The tie between ranks and the process that started them: a pipe that nobody writes to. Its end
-comes when that process ends, however it ends, and then the ranks end themselves: nobody would take
-up what they do, and they would keep the output folder's lock.
+"""A pipe between the launcher and its ranks that nobody writes to. It closes when the launcher
+ends, however it ends, and then the ranks end themselves: nobody would use their results, and they
+would keep the output folder's lock.
 
-It holds on one machine. On others a rank ends with the process there that started it, which MPI's
-and Slurm's own launchers see to."""
+It works on one machine. On others MPI's and Slurm's own launchers end a rank with the process there
+that started it."""
 
 import ctypes
 import gc
@@ -22,27 +22,28 @@ from xgpt.core.errors import visible
 
 NAME = "XGPT_LIFELINE"  # descriptor:inode, in a rank's environment
 _PR_SET_PDEATHSIG = 1
-_MPI = "mpi4py.MPI"  # whose import is the meeting
-# how a rank is told which it is: by MPICH and Intel MPI, Open MPI, Slurm
+_MPI = "mpi4py.MPI"  # ranks connect when they import it
+# variables with a rank's number: of MPICH and Intel MPI, Open MPI, Slurm
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-READY, DONE = b"r", b"."  # what ranks that wait for their parts (xrunner/rank/standby.py) say
+READY, DONE = b"r", b"."  # messages of ranks that wait for their parts (xrunner/rank/standby.py)
 EXIT_ORPHANED = 86  # of a rank whose launcher is gone
 
 
 class Lifeline:
-    """The launcher's end. `end` is the ranks', which they inherit; `name` tells them of it."""
+    """The launcher's end of the pipe. `end`: descriptor that the ranks inherit. `name`: environment
+    variable that names it to them."""
 
     def __init__(self) -> None:
-        self.end, self._held = os.pipe()  # which no child inherits unless it is told to
+        self.end, self._held = os.pipe()  # no child inherits it unless told to
         self.name = {NAME: f"{self.end}:{os.fstat(self.end).st_ino}"}
 
-    def is_handed_on(self) -> None:
-        """The ranks have theirs."""
+    def close_ranks_end(self) -> None:
+        """Closes the launcher's copy of the ranks' end, once they have inherited it."""
         os.close(self.end)
         self.end = -1
 
     def close(self) -> None:
-        """Ends the ranks that are left."""
+        """Closes the pipe, which ends the ranks that are left."""
         if self._held >= 0:
             os.close(self._held)
             self._held = -1
@@ -53,36 +54,36 @@ class Lifeline:
 
 
 def begin_rank() -> None:
-    """For a rank, before anything else: what follows is imports. Among thousands of modules that
-    stay the collector finds nothing, in a fifth of the time that importing torch takes."""
+    """Prepares a rank's process, before it imports anything else. Garbage collection is off while
+    it imports: it finds nothing, in a fifth of the time of importing torch."""
     end_with_launcher()
-    sys.excepthook = _end_unmet
+    sys.excepthook = _end_unconnected
     gc.disable()
 
 
-def _end_unmet(kind: type[BaseException], error: BaseException,
-               trace: TracebackType | None) -> None:
-    """What a rank says that fails before it has met the others. MPICH's mpiexec does not hear of
-    its end then, and the others would wait for it."""
-    # once all is imported (all_imported) the others may be a fault of ours
-    told = ImportError if gc.isenabled() else (ImportError, OSError, MemoryError)
-    if not isinstance(error, told):
+def _end_unconnected(kind: type[BaseException], error: BaseException,
+                     trace: TracebackType | None) -> None:
+    """Prints the error of a rank that fails before it is connected, and ends it by a signal:
+    MPICH's mpiexec does not notice otherwise, and the other ranks would wait."""
+    # after finish_imports an OSError or MemoryError may be a fault of ours
+    expected = ImportError if gc.isenabled() else (ImportError, OSError, MemoryError)
+    if not isinstance(error, expected):
         sys.__excepthook__(kind, error, trace)
     else:
         text = f"{name_of_rank()} cannot start: {kind.__name__}: {error}"
         print(visible(f"xgpt: {text}"), file=sys.stderr, flush=True)
-    end_unmet()
+    end_if_unconnected()
 
 
 def name_of_rank() -> str:
-    """Before the ranks have met: as who started this one told it."""
+    """This rank's number and host in words, from the launcher's environment variables."""
     number = next((os.environ[name] for name in _RANKS if name in os.environ), None)
     return f"{'the rank' if number is None else f'rank {number}'} on {socket.gethostname()}"
 
 
-def end_unmet() -> None:
-    """Ends this rank by a signal, of which mpiexec hears, if it is one of several that have not
-    met."""
+def end_if_unconnected() -> None:
+    """Ends this rank by a signal, which mpiexec notices, if it is one of several and not yet
+    connected to them."""
     is_of_several = "mpi4py" in sys.modules and any(name in os.environ for name in _RANKS)
     if is_of_several and _MPI not in sys.modules:
         sys.stdout.flush()
@@ -91,17 +92,16 @@ def end_unmet() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def all_imported() -> None:
-    """The collector is back, and leaves alone what is there: neither it nor the interpreter's end
-    goes through it again."""
+def finish_imports() -> None:
+    """Turns garbage collection back on, without the objects that exist so far."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
 
 
 def end_with_launcher() -> None:
-    """From now on this process ends with its launcher, though it hangs in a library,
-    and with the process that started it, though it is stopped."""
+    """Makes this process end with its launcher, even if it hangs in a library, and with the process
+    that started it, even if it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor, _, inode = os.environ.pop(NAME, "").partition(":")
@@ -119,7 +119,7 @@ def end_with_launcher() -> None:
 
 
 def _is_pipe(descriptor: int, inode: int) -> bool:
-    """Whether the descriptor is that pipe: on another host the number may be of something else."""
+    """Whether the descriptor is the pipe with this inode; on another host it may be another."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -127,8 +127,8 @@ def _is_pipe(descriptor: int, inode: int) -> bool:
     return stat.S_ISFIFO(found.st_mode) and found.st_ino == inode
 
 
-# resource managers' names; those of hydra (but for a user's own words to it), PMI, Open MPI,
-# MVAPICH and torchrun; whole names
+# environment variables of resource managers; of hydra (without a user's own options), PMI, Open
+# MPI, MVAPICH and torchrun; then whole names
 _THEIRS = re.compile(
     r"(SLURM|SRUN_|PBS_|LSB_|LSF_|EGO_|JSM_|SGE_|COBALT_|LOADL|MP_|FLUX_|ALPS_|PALS_|OAR_|PJM_|"
     r"_CONDOR_|MOAB_|HYDRA_(?!(IFACE|BINDING|MAPPING|MEMBIND|TOPOLIB|DEBUG)$)|HYDI_|MPIEXEC_|PMI2?_|"
@@ -139,6 +139,6 @@ _THEIRS = re.compile(
 
 
 def without_other_launchers(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for ranks that this machine alone starts: without what MPI and mpiexec would
-    take them for parts of an allocation by, or of another run."""
+    """The environment for ranks that this machine starts alone, without variables by which MPI and
+    mpiexec would take them for parts of an allocation or of another run."""
     return {name: value for name, value in environment.items() if not _THEIRS.match(name)}

@@ -1,8 +1,8 @@
-"""`cluster: local`: this machine's GPUs, or CPU workers where there are none; and how much of its
-cores others use. Free of torch.
+"""This machine: its GPUs, or CPU workers if it has none, as `cluster: local`; and the share of its
+cores that others use. Free of torch.
 
-A CPU worker's figures are rough constants per core, and so are an unknown GPU's: enough for a first
-schedule; the measured profile is what a run is planned with.
+Figures of a CPU worker, or of an unknown GPU, are rough constants: enough for a first schedule. A
+run is planned with a measured profile.
 """
 
 import importlib.util
@@ -25,30 +25,30 @@ from xgpt.core.errors import wrong
 from xgpt.core.units import INT8, MIB
 
 MAX_DEFAULT_WORKERS = 8
-_MEMORY_STEP_BYTES = 256 * MIB  # free memory moves from second to second; a device should not
+_MEMORY_STEP_BYTES = 256 * MIB  # rounds free memory, which changes every second
 _SMI = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
 
 # Per core. Measured on a server core of 2023 (AVX-512, AMX): 166-201 GFLOP/s float32, 1.06-1.36
 # TFLOP/s bfloat16, 13-14 GB/s of memory; the others by the width of their units.
-_FLOAT32_FLOPS = (("avx512f", 160e9), ("avx2", 80e9))  # first flag that is there
+_FLOAT32_FLOPS = (("avx512f", 160e9), ("avx2", 80e9))  # the first flag present counts
 _BFLOAT16_FLOPS = (("amx_bf16", 1.1e12), ("avx512_bf16", 300e9))
-# Intel's own dot products of bfloat16 without AMX: half as quick as its float32 (measured).
+# Intel's bfloat16 dot products without AMX: half as fast as its float32 (measured).
 _INTEL_AVX512_BFLOAT16_FLOPS = 85e9
 _OTHER_FLOPS = 20e9
-_INT8_SPEED = 4  # of float32, with VNNI (measured: 3.5 to 4)
+_INT8_SPEED = 4  # times float32's, with VNNI (measured: 3.5 to 4)
 _BANDWIDTH_PER_CORE = 13e9
 _SHARED_MEMORY = Link(name="shared-memory", bandwidth_bytes_per_s=6.5e9, latency_s=10e-6,
                       source="rough constant for processes on one host")
 _NETWORK = Link(name="network", bandwidth_bytes_per_s=1.2e9, latency_s=50e-6,
                 source="rough constant for 10 Gbit/s Ethernet between hosts")
-# A GPU that is no catalog row: a small one of 2018 or later, so that nothing is promised.
+# A GPU without a catalog row: taken for a small one of 2018, so that no more is promised.
 _UNKNOWN_GPU_FLOPS = (("float32", 10e12), ("float16", 60e12))
 _UNKNOWN_GPU_BANDWIDTH = 300e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmiGpu:
-    """One line of nvidia-smi; `memory_bytes` None where it does not say."""
+    """A GPU as nvidia-smi lists it; `memory_bytes` None if unknown."""
 
     index: int
     uuid: str
@@ -57,9 +57,9 @@ class SmiGpu:
 
 
 def detect(num_workers: int | None = None, num_hosts: int = 1) -> Cluster:
-    """This machine as a cluster of one node, or `num_hosts` like it. `num_workers`: ranks wanted of
-    all; by default one per GPU or, on a machine without, one per usable core up to 8. Ranks beyond
-    the GPUs share them."""
+    """This machine as a cluster of one node, or of `num_hosts` equal ones. `num_workers`: ranks in
+    all (default: one per GPU, or without GPUs one per usable core up to 8). More ranks than GPUs
+    share them."""
     gpus = gpus_here()
     each = None if num_workers is None else max(num_workers // num_hosts, 1)
     node = gpu_cluster(gpus, each) if gpus else cpu_cluster(each)
@@ -72,8 +72,8 @@ def gpus_here() -> list[SmiGpu]:
 
 
 def gpu_cluster(gpus: list[SmiGpu], num_workers: int | None) -> Cluster:
-    """The machine's largest group of equal GPUs, or `num_workers` of them. Of more workers than
-    GPUs each has an even part of a GPU, and messages go through the host's memory."""
+    """A cluster of the machine's largest group of equal GPUs, or of `num_workers` of them. Workers
+    that outnumber the GPUs have even parts of them, and message through the host's memory."""
     (name, memory_bytes), count = Counter((g.name, g.memory_bytes) for g in gpus).most_common(1)[0]
     device, link = _gpu_device(name, memory_bytes)
     workers = num_workers or count
@@ -84,7 +84,7 @@ def gpu_cluster(gpus: list[SmiGpu], num_workers: int | None) -> Cluster:
 
 
 def cpu_cluster(num_workers: int | None, root: Path = Path("/")) -> Cluster:
-    """`num_workers` workers that share the usable cores and the free memory evenly."""
+    """A cluster of `num_workers` CPU workers that share usable cores and free memory evenly."""
     cores = usable_cores(root)
     workers = num_workers or min(cores, MAX_DEFAULT_WORKERS)
     device = _cpu_device(cores, workers, available_memory_bytes(root), _cpuinfo(root))
@@ -93,7 +93,7 @@ def cpu_cluster(num_workers: int | None, root: Path = Path("/")) -> Cluster:
 
 
 def parse_smi(text: str) -> list[SmiGpu]:
-    """Lines "0, GPU-uuid, NVIDIA A40, 46068" (MiB) of nvidia-smi."""
+    """The GPUs in nvidia-smi's lines "0, GPU-uuid, NVIDIA A40, 46068" (MiB)."""
     gpus = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -105,7 +105,7 @@ def parse_smi(text: str) -> list[SmiGpu]:
 
 
 def visible_gpus(gpus: list[SmiGpu], selection: str | None) -> list[SmiGpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES (`selection`) leaves. nvidia-smi lists all of them."""
+    """The GPUs of `gpus` that CUDA_VISIBLE_DEVICES (`selection`) leaves; None leaves all."""
     if selection is None:
         return gpus
     chosen: list[SmiGpu] = []
@@ -122,7 +122,7 @@ def visible_gpus(gpus: list[SmiGpu], selection: str | None) -> list[SmiGpu]:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores this process may use: affinity, cgroup quota and its Slurm job's, at least 1."""
+    """Number of cores this process may use (affinity, cgroup quota, Slurm job), at least 1."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = float(len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
     for folder in _cgroup_folders(root, "cpu"):
@@ -138,7 +138,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be taken without swapping: the host's, within the cgroup's limit."""
+    """Bytes of memory available without swapping, within the cgroup's limit."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(root / "proc/meminfo") or "", re.M)
     if match:
         available = int(match.group(1)) * 1024
@@ -151,8 +151,8 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def why_no_torch(kind: Literal["cpu", "gpu"]) -> str | None:
-    """Why this environment's PyTorch cannot compute on such devices, as far as its files say
-    without importing it; None where it can."""
+    """The reason why PyTorch here cannot compute on such devices, judged without importing it; None
+    if it can."""
     package = importlib.util.find_spec("torch")
     if package is None or package.origin is None:
         return "torch is not installed"
@@ -163,7 +163,7 @@ def why_no_torch(kind: Literal["cpu", "gpu"]) -> str | None:
 
 
 def core_clock(root: Path = Path("/")) -> str:
-    """The first core's clock at this moment, where the system shows it; else empty."""
+    """The first core's current clock, as in "2600 MHz"; "" if the system does not show it."""
     scaling = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq") or ""
     if scaling.isdigit():
         return f"{int(scaling) / 1000:.0f} MHz"
@@ -172,7 +172,7 @@ def core_clock(root: Path = Path("/")) -> str:
 
 
 def _cgroup_memory_left(folder: Path) -> int | None:
-    """Bytes left under the folder's limit, its droppable file cache counted as free."""
+    """Bytes left under a cgroup's limit, inactive file cache counted as free; None: no limit."""
     for limit_file, usage_file, cache_key in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
@@ -185,7 +185,8 @@ def _cgroup_memory_left(folder: Path) -> int | None:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """This process's cgroup and its ancestors, of either version; any of them may set a limit."""
+    """Yields folders of this process's cgroup and its ancestors, of either version; each may set a
+    limit."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         base = root / "sys/fs/cgroup"
@@ -240,12 +241,12 @@ def _cpuinfo(root: Path) -> str:
 
 
 def _part_of(gpu: Device, sharers: int) -> Device:
-    """What one of `sharers` ranks has of a GPU."""
+    """The share of `gpu` that one of `sharers` ranks has, as a Device."""
     return replace(
         gpu, name=f"{gpu.name}/{sharers}", memory_bytes=gpu.memory_bytes // sharers,
         bandwidth_bytes_per_s=gpu.bandwidth_bytes_per_s / sharers,
         flops_per_s=tuple((dtype, rate / sharers) for dtype, rate in gpu.flops_per_s),
-        source=f"an even part of what {sharers} ranks share; {gpu.source}")
+        source=f"an even part for each of {sharers} ranks; {gpu.source}")
 
 
 def _query_gpus() -> list[SmiGpu]:
@@ -264,7 +265,7 @@ def _read(path: Path) -> str | None:
 
 
 class Layout(NamedTuple):
-    """Ranks, and the threads of each."""
+    """Number of ranks, and threads of each."""
 
     ranks: int
     threads: int
@@ -274,7 +275,7 @@ class Layout(NamedTuple):
 
     @property
     def words(self) -> str:
-        """As "2 ranks x 1 thread"."""
+        """The layout in words: "2 ranks x 1 thread"."""
         return (f"{self.ranks} rank{'s' * (self.ranks > 1)} x "
                 f"{self.threads} thread{'s' * (self.threads > 1)}")
 
@@ -286,7 +287,7 @@ def layouts(cores: int) -> tuple[Layout, ...]:
 
 
 def busy_s(stat: Path = Path("/proc/stat")) -> float | None:
-    """Seconds all cores together were not idle since boot."""
+    """Seconds that all cores together were busy since boot; None if the system does not say."""
     try:
         fields = stat.read_text(encoding="utf-8").splitlines()[0].split()[1:9]
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
@@ -296,24 +297,23 @@ def busy_s(stat: Path = Path("/proc/stat")) -> float | None:
 
 
 def used_s(process: int) -> float:
-    """Seconds of the cores that a process and its children have used; 0 where it has ended, or the
-    system does not say."""
+    """Core seconds that a process and its children have used; 0 if it has ended, or the system does
+    not say."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
     except OSError:
         return 0.0
-    own = sum(map(int, text.rpartition(")")[2].split()[11:15]))  # of those waited for, too
+    own = sum(map(int, text.rpartition(")")[2].split()[11:15]))  # ended children included
     return own / os.sysconf("SC_CLK_TCK") + children_s(process)
 
 
 def children_s(process: int) -> float:
-    """The same of its living children alone."""
+    """Core seconds that a process's living children have used."""
     return sum(map(used_s, children_of(process)))
 
 
 def children_of(process: int) -> list[int]:
-    """The processes that it, or a thread of it, has started, and that live; none where it has
-    ended, or the system does not say."""
+    """Ids of a process's living children; [] if it has ended, or the system does not say."""
     found: list[int] = []
     for path in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError):
@@ -322,22 +322,21 @@ def children_of(process: int) -> list[int]:
 
 
 def installed(package: str) -> str | None:
-    """The name and version of a package; None where it is not installed."""
+    """Name and version of a package, as in "torch 2.7"; None if it is not installed."""
     try:
         return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
         return None
 
 
-NOTICEABLE_SHARE = 0.10  # below it times are off by less than profiles' own points scatter
-LARGE_SHARE = 0.30  # above it nothing tells by how much times are off
+NOTICEABLE_SHARE = 0.10  # chosen: below it times are off by less than points of profiles scatter
+LARGE_SHARE = 0.30  # chosen: above it the error of times is unknown
 
 
 class Contention:
-    """How much of the cores others used meanwhile: the usual reason why a run on CPU ranks is
-    slower than its prediction. It counts from when it is made. The time of child processes that
-    have been waited for counts as ours, and that of `alive`, which tells those that are there
-    without having been."""
+    """Measures the share of the cores that other programs use, from its creation on: the usual
+    reason why a run on CPU ranks is slower than predicted. Time of ended children counts as ours,
+    and that of the living processes that `alive` lists."""
 
     def __init__(self, stat: Path = Path("/proc/stat"),
                  alive: Callable[[], Iterable[int]] = lambda: ()) -> None:
@@ -346,8 +345,8 @@ class Contention:
         self._own_s = self._used_by_us_s()
 
     def others_share(self) -> float | None:
-        """Share of all cores that was neither idle nor ours (a host's other guests included); None
-        where the system does not say."""
+        """Share of all cores, 0 to 1, used by other programs and a host's other guests; None if the
+        system does not say."""
         now_s, elapsed_s = busy_s(self._stat), time.monotonic() - self._start_s
         if now_s is None or self._busy_s is None or elapsed_s <= 0:
             return None
@@ -359,7 +358,7 @@ class Contention:
 
 
 def contention_words(share: float | None) -> str | None:
-    """A sentence where others were noticeable."""
+    """A sentence about the share of the cores that others used; None if it was not noticeable."""
     if share is None or share < NOTICEABLE_SHARE:
         return None
     text = f"other processes used {share:.0%} of the cores meanwhile; times measured here "

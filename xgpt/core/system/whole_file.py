@@ -1,4 +1,4 @@
-"""Files that a reader finds whole, whenever he looks, and that are there after a power cut."""
+"""Reads and writes files so that readers find them whole, also after a power cut."""
 
 import json
 import os
@@ -6,12 +6,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 2**27  # of a JSON file read as a whole: such are a few MiB
+MOST_BYTES = 2**27  # chosen: largest JSON file that is read; usual ones have a few MiB
 _TRIED_BYTES = 4096  # the block of most file systems: an empty file fits on a full disk
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """The text of a file of unknown origin. Raises OSError, and ValueError where it is larger than
+    """The text of a file of unknown origin. Raises OSError, and ValueError for a file larger than
     MOST_BYTES, no plain file (a pipe may never end), or no text."""
     if not path.is_file():
         path.stat()
@@ -24,7 +24,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; an empty one where there is none, or it is not whole."""
+    """The object in a JSON file; {} if there is no file, or it is not whole."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -33,9 +33,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
-    """Writes `text` so that a reader sees the old content or the new, never half of it; so does who
-    reads after a power cut, and once this returns it is the new. `is_durable` False: for what is
-    replaced every second, and worth nothing after its run."""
+    """Writes `text` so that readers see the old content or the new, never half of it. After a power
+    cut they see the new content once this has returned. `is_durable` False drops that: for files
+    replaced every second, of no use after their run."""
     target = target_of(path)
     temporary = temporary_of(target)
     try:
@@ -48,33 +48,32 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        error.filename, error.filename2 = str(path), None  # which the user gave, for messages
+        error.filename, error.filename2 = str(path), None  # the user's name of it, for messages
         raise
     if is_durable:
         sync_folder(target.parent)
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """`value` as JSON, which has no NaN and no infinity: null. `options`: of json.dumps."""
+    """`value` as JSON text, with null for NaN and infinity. `options`: those of json.dumps."""
     text = json.dumps(value, **options)
     return text if "NaN" not in text and "Infinity" not in text else json.dumps(
         json.loads(text, parse_constant=lambda _: None), **options)
 
 
 def target_of(path: Path) -> Path:
-    """Where a file written to `path` lies: a symbolic link stays one, and its target is replaced.
-    """
+    """The path that writing to `path` replaces: the target of a symbolic link, else `path`."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def temporary_of(path: Path) -> Path:
-    """The file beside `path` that is written first, and takes its name once it is whole."""
+    """Path beside `path` that is written first, and renamed once it is whole."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def why_no_file(path: Path) -> str | None:
-    """What `path` should be for a file to be written there, in words; None where one can be, as far
-    as that is known before: its folder is made, and a small file lay beside it for a moment."""
+    """The requirement that `path` fails for a file to be written there, in words; None if it meets
+    all. Creates its folder, and tries a small file beside it."""
     reason = "a file that can be written to"
     try:
         if not path.name or path.is_dir():
@@ -94,7 +93,8 @@ def why_no_file(path: Path) -> str | None:
 
 
 def why_no_folder(path: Path) -> str | None:
-    """The same of a folder that files are to be written into."""
+    """The requirement that the folder `path` fails for files to be written into it, in words; None
+    if it meets all. Creates it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         _try(temporary_of(path / "xgpt"))
@@ -104,7 +104,7 @@ def why_no_folder(path: Path) -> str | None:
 
 
 def _try(path: Path) -> None:
-    """Raises OSError where a small file finds no place."""
+    """Raises OSError if a small file cannot be written to `path`."""
     try:
         path.write_bytes(bytes(_TRIED_BYTES))
     finally:
@@ -113,11 +113,11 @@ def _try(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Returns when the names in the folder are on the disk: a new file, or a new name of one, is
-    not there after a power cut otherwise, whatever was done for its content."""
+    """Waits until the names in the folder are on the disk: else a new or renamed file may be lost
+    in a power cut, whatever was done for its content."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # may be read by nobody, or gone
+    except OSError:  # unreadable, or gone
         return
     try:
         os.fsync(descriptor)
@@ -128,7 +128,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """The same of all files of a folder, then of their names."""
+    """Waits until all files of a folder, and their names, are on the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

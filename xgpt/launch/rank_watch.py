@@ -1,7 +1,7 @@
-"""Which rank on this machine ended first. Whoever reads that the ranks failed wants to know it, and
-mpiexec's own message names any of those that it ended itself. And of a rank that is gone before it
-has met the others (it lacks a library, or was ended as it began) MPICH's mpiexec says nothing at
-all: the others wait for it for ever, and so does mpiexec where it could not start all of them."""
+"""Watches the ranks on this machine, for two things that mpiexec does not report. One is the rank
+that ended first: mpiexec names any of those that it ended itself. The other is a rank that ended
+before it was connected (it lacks a library, or was killed at its start): MPICH's mpiexec and the
+other ranks wait for it for ever."""
 
 import os
 import select
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from xgpt.core.system.machine import children_of
 
-_LOOKS_TO_FIND = 10  # after the first ranks are there, where their number is not known
-_GONE_S = 5.0  # chosen: from a rank's end to its launcher's takes less
-_NONE_S = 30.0  # chosen: until there are ranks, a launcher takes its time on a busy machine
-# how mpiexec tells a process which rank it is: MPICH and Intel MPI, Open MPI
+_LOOKS_TO_FIND = 10  # chosen: looks after the first rank is found, if their number is unknown
+_GONE_S = 5.0  # chosen: a launcher ends sooner after its rank
+_NONE_S = 30.0  # chosen: a launcher on a busy machine starts ranks sooner
+# variables with a rank's number: of MPICH and Intel MPI, Open MPI
 _NAMES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=")
 _PROXY, _LAUNCHERS = "hydra_pmi_proxy", ("hydra", "mpiexec", "mpirun")
-_LIBRARY = "/libmpi"  # whose initialisation is the meeting
+_LIBRARY = "/libmpi"  # a rank that has loaded it is connected
 
 
 class _Rank(NamedTuple):
@@ -31,16 +31,15 @@ class _Rank(NamedTuple):
         return f"rank {self.number} (process {self.pid} on {socket.gethostname()})"
 
 
-class FirstEnd:
-    """Looks at the processes below the one that starts ranks. Where the system cannot tell it finds
-    none, and says nothing. `count`: of ranks that there should be, 0 where that is not known;
-    `first`: who ended first, in words."""
+class RankWatch:
+    """Watches the ranks among the processes below `pid`, which starts them. It finds none where the
+    system does not list processes. `count`: expected number of ranks, 0 if unknown."""
 
     def __init__(self, pid: int, count: int = 0, now: Callable[[], float] = time.monotonic) -> None:
         self._pid, self._count, self._looks = pid, count, 0
-        self._found: dict[int, _Rank] = {}  # by the descriptors that tell of their end
+        self._found: dict[int, _Rank] = {}  # by descriptors that become readable at their end
         self._ended: list[_Rank] = []
-        self._unmet = set[_Rank]()
+        self._unconnected = set[_Rank]()
         self._looks_found: int | None = None
         self._now = now
         self._gone_since: float | None = None
@@ -57,19 +56,21 @@ class FirstEnd:
 
     @property
     def first(self) -> str | None:
-        self._hear()
+        """The rank that ended first, in words; None if none has."""
+        self._collect_ends()
         return str(self._ended[0]) if self._ended else None
 
     def look(self) -> str | None:
-        """Called ten times a second. The rank that the others wait for in vain, in words."""
+        """The rank, in words, that ended unconnected and that others wait for; None if there is
+        none. To be called ten times a second."""
         if self._ends is None:
             return None
         self._looks += 1
         if (self._looks_found is None or self._looks < self._looks_found + _LOOKS_TO_FIND
                 or len(self._found) < self._count):
             self._find()
-        self._unmet -= {rank for rank in self._unmet if _has_met(rank.pid)}
-        self._hear()
+        self._unconnected -= {rank for rank in self._unconnected if _is_connected(rank.pid)}
+        self._collect_ends()
         gone = self._gone()
         if not gone or not self._is_waited_for():
             self._gone_since = None
@@ -81,17 +82,17 @@ class FirstEnd:
         return gone[0] if now - self._gone_since > most_s else None
 
     def _is_waited_for(self) -> bool:
-        """Whether others wait for those that are gone; where all are on this machine, the launcher
-        too: MPICH's where the system lets it start but some of them, or none."""
+        """Whether others wait for the ranks that are gone: other ranks, or MPICH's launcher, if the
+        system let it start only some of them, or none."""
         if self._found:
             return self._count > 0 or len(self._ended) < len(self._found)
         return self._count > 0 and _is_idle(self._pid)
 
     def _gone(self) -> list[str]:
-        """Those that have not met the others; some were gone before they were found."""
+        """Ranks that ended unconnected, in words; some ended before they were found."""
         never = set(range(self._count)) - {rank.number for rank in self._found.values()}
         return [f"rank {number} on {socket.gethostname()}" for number in sorted(never)] + [
-            str(rank) for rank in self._ended if rank in self._unmet]
+            str(rank) for rank in self._ended if rank in self._unconnected]
 
     def _find(self) -> None:
         assert self._ends is not None
@@ -105,11 +106,11 @@ class FirstEnd:
                 continue
             self._ends.register(file, select.EPOLLIN)
             self._found[file] = _Rank(number, pid)
-            self._unmet.add(self._found[file])
+            self._unconnected.add(self._found[file])
             if self._looks_found is None:
                 self._looks_found = self._looks
 
-    def _hear(self) -> None:
+    def _collect_ends(self) -> None:
         if self._ends is None:
             return
         for file, _ in self._ends.poll(0):
@@ -118,7 +119,7 @@ class FirstEnd:
 
 
 def _ranks_below(pid: int) -> Iterator[tuple[int, int]]:
-    """(rank, process) of each; what a rank started itself is none."""
+    """Yields (rank, process) of the ranks below a process, without their own children."""
     for child in children_of(pid):
         number = _rank_of(child)
         if number is None:
@@ -128,7 +129,7 @@ def _ranks_below(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def _is_idle(pid: int) -> bool:
-    """Whether the process, or one below it, is of MPICH's launcher and has not started anything."""
+    """Whether the process, or one below it, is MPICH's launcher without children."""
     children = children_of(pid)
     with suppress(OSError):
         program = Path(os.readlink(f"/proc/{pid}/exe"))
@@ -145,8 +146,8 @@ def _rank_of(pid: int) -> int | None:
     return None
 
 
-def _has_met(pid: int) -> bool:
-    """Whether the process has its MPI library, and so is known to mpiexec."""
+def _is_connected(pid: int) -> bool:
+    """Whether the process has loaded its MPI library, and so is known to mpiexec."""
     try:
         return _LIBRARY in Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
