@@ -40,8 +40,8 @@ def grammar_of(form: Mapping[str, Any]) -> str:
 
 
 def why_wrong(kind: str, value: Any) -> str:
-    """The reason why a form is refused, after its path in a JSON schema (".items.type: ..."); "" for
-    a good form, and if llguidance is not installed."""
+    """The reason why a form is refused, after its path in a JSON schema (".items.type: ..."). It is
+    "" for a good form, and if llguidance is not installed."""
     try:
         library()
     except MissingExtraError:
