@@ -153,7 +153,8 @@ def _of_row(name: str, row: ModelSpec) -> ModelCheck:
     weights = "" if has_source else (
         "the catalog has its shape alone: there are no weights to fetch (`run: {weights: random}` "
         "makes some, for performance work)")
-    where = f"hub id {row.hub_id}" if row.hub_id else "its shape alone"
+    where = (f"hub id {row.hub_id}" if row.hub_id and name in (row.name, row.hub_id) else
+             f"of the shape of {row.name}" if name != row.name else "its shape alone")
     return ModelCheck(name=name, found=f"in the catalog, {where}", spec=row, weights=weights,
                       is_fetched=has_source, engines=_engines(row))
 

@@ -89,12 +89,13 @@ class _OwnLink:
 def _or_mapping(own: Any, names: Callable[[], list[str]], row: Callable[[str], Any],
                 ) -> typed.OrMapping:
     """A check for a mapping with the keys of class `own`, or a name that `row` looks up."""
-    one = typed.choice(names)
-
     def value_of(value: Any) -> Any:
         if isinstance(value, list) and own is not _OwnLink:
             raise ValueError(ONE_KIND)
-        return row(one.value_of(value))
+        try:
+            return row(value if isinstance(value, str) else "")
+        except UnknownNameError as unknown:
+            raise ValueError(str(unknown)) from None
 
     return typed.OrMapping(own, typed.Of(value_of, enum=names),
                            lambda: f"{', '.join(names())}, or a mapping")
@@ -109,7 +110,7 @@ class InlineCluster:
 
     __pydantic_config__ = typed.CONFIG
     device: Annotated[Any, _or_mapping(
-        _OwnDevice, lambda: catalog.names("device"), catalog.device)]
+        _OwnDevice, lambda: catalog.names("device"), catalog.device_named)]
     num_nodes: Annotated[int, typed.whole(1, 100_000)] = 1
     devices_per_node: Annotated[int, typed.whole(1, 1024)]
     intra_link: _ALink

@@ -45,6 +45,13 @@ def test_what_is_planned_and_executed_by_whom():
     assert "int8" not in {row["dtype"] for row in check.memory}
 
 
+def test_a_hub_id_is_checked_by_its_shape_and_gpt_oss_says_who_executes_it():
+    words = " ".join(shown("Qwen/Qwen3-8B-Base").stdout.split())
+    assert "in the catalog, of the shape of qwen3-8b" in words and "yes, by xgpt" in words
+    check = check_model_named("openai/gpt-oss-20b")
+    assert check.is_planned and "attention with sinks" in dict(check.engines)["xgpt"]
+
+
 def test_a_folder_without_weights_says_so(tmp_path):
     result = shown(folder_of(tmp_path / "toy"))
     assert result.exit_code == 0 and "no: " in result.stdout and "model.safetensors" in (

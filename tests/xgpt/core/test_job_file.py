@@ -111,6 +111,8 @@ def fixed(job):
     *((f"run.dtype={text}", lambda job: job.run.dtype, dtype) for text, dtype in (
         ("fp16", "float16"), ("half", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"))),
     ("model=OPT-13B", lambda job: job.model, "opt-13b"),
+    ("cluster={device: rtx4090, devices_per_node: 2, intra_link: pcie4-x16}",
+     lambda job: job.cluster.device.name, "RTX-4090"),
     ("cluster=16xA100", lambda job: job.cluster, "16xA100-80"),
     ("model=./my-model", lambda job: job.model.startswith("/"), True),
     ("model=my-model", lambda job: job.model.endswith("/my-model"), True),
