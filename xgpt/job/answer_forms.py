@@ -13,7 +13,7 @@ from xgpt.job.typed import Reading
 from xgpt.requests.chat import form_text
 from xgpt.requests.forms import why_wrong
 
-_YAML = 'a list of different texts; put what YAML reads as something else in quotes: "yes", "no"'
+_YAML = 'a list of different texts; put what YAML reads as something else in quotes: "true", "1.5"'
 
 
 def json_schema_of(value: Any, folder: Path) -> dict[str, Any]:

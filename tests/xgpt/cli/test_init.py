@@ -156,3 +156,32 @@ def test_semicolons_are_found_and_told(folder):
     said = " ".join(done(init("--prompts", "fragen.csv", "--model", "opt-125m")).stderr.split())
     assert "the cells of fragen.csv are divided by ';'" in said and "2 prompts" in said
     assert "column 'frage' of fragen.csv (it has nr, frage)" in said
+
+
+def test_a_prompt_of_columns_labels_and_a_schema_become_keys(folder):
+    (folder / "schema.json").write_text('{"type": "object"}')
+    done(init("--prompts", "reviews.csv", "--model", "opt-125m", "--prompt", "Good? \"{review}\"",
+              "--system", "You label: yes", "--choices", "yes, no"))
+    workload = load_job(folder / "job.yaml").workload
+    assert workload.requests is not None and workload.choices == ("yes", "no")
+    assert workload.requests.terms[3:5] == ('Good? "{review}"', "You label: yes")
+    assert workload.max_tokens == 4, "three bytes, and the end"
+    done(init("jobs/b.yaml", "--prompts", "reviews.csv", "--model", "opt-125m", "--json-schema",
+              "schema.json", "--max-tokens", "9"))
+    job = load_job(folder / "jobs" / "b.yaml")
+    assert job.workload.requests is not None and job.workload.max_tokens == 9
+    assert json.loads(job.workload.requests.terms.form) == {
+        "structured_outputs": {"json": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--prompt", "Good?"], "names a column in braces"),
+    (["--prompt", "Good? {text}"], "no column 'text'"),
+    (["--prompt", "{review}", "--column", "review"], "--column"),
+    (["--choices", "a,a"], "'a' is there twice"), (["--choices", "a,,b"], "none of them empty"),
+    (["--json-schema", "none.json"], "No such file"),
+    (["--choices", "a", "--json-schema", "none.json"], "an answer has one form")])
+def test_wrong_keys_of_prompts_and_answers_leave_no_file(folder, options, words):
+    result = init("--prompts", "reviews.csv", "--model", "opt-125m", *options)
+    assert result.exit_code != 0 and words in str(result.exception) + result.output
+    assert not (folder / "job.yaml").exists()
