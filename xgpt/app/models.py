@@ -1,7 +1,6 @@
-"""What xgpt can do with a model, before a job is written for it: whether it is planned and
-executed, by which engine, what of its config.json is not supported, and the memory it takes; and
-how far computed times are off, by GPU and engine. (The published part of that is packaged with the
-catalog; benchmarks/validated.py makes it.)"""
+"""Checks of a model before a job is written for it: who plans and executes it, which keys of its
+config.json are not supported, and its memory. Also the errors of computed times, by GPU and engine.
+Those of published runs come with the catalog; benchmarks/validated.py makes them."""
 
 import importlib.util
 import re
@@ -43,7 +42,7 @@ OPERATORS = {"TPOT": "tpot_s", "TTFT": "ttft_s", "request": "latency_s"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCheck:
-    """What is known of a model. `spec`: None where its config.json is not supported, for the
+    """A model and who executes it. `spec`: None where its config.json is not supported, for the
     `mistakes`. `weights`: why it cannot be executed as it is there; empty where it can be, or where
     `is_fetched`: a run fetches them first. `engines`: of each, why it does not execute the model;
     empty where it does."""
@@ -244,7 +243,8 @@ def _shape_words(spec: ModelSpec) -> str:
 
 
 def of_own_loops(path: Path) -> dict[str, Any]:
-    """The same of a user's file of closed loops. Raises InputError with every mistake of it."""
+    """The like of `published_errors` for a user's file of closed loops. Raises InputError with
+    every mistake of it."""
     points = own_points(path)
     times = {point: predicted(point) for point in points}
     places = dict.fromkeys((point.device, point.row) for point in points)

@@ -96,7 +96,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("xgpt.cli.status:status", "How far a run is, here or under Slurm."),
     "top": ("xgpt.cli.status:top", "Watch a running job live."),
     "stop": ("xgpt.cli.status:stop", "End a run in good order, here or under Slurm."),
-    "doctor": ("xgpt.cli.models:doctor", "What this machine has of what xgpt can use."),
+    "doctor": ("xgpt.cli.models:doctor", "Check this machine: hardware and packages."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}
 # command, or option -> what to use instead
 GONE = {"validate": "`xgpt models --accuracy` says how far computed times are off",
@@ -210,7 +210,8 @@ def _answer() -> None:
 
 
 def _of_the_machine(error: Exception) -> str | None:
-    """What is no fault of xgpt's: memory that ran out, a file system that refuses."""
+    """Words for what the machine did: memory that ran out, a file system that refuses. None for a
+    fault of xgpt."""
     if isinstance(error, MemoryError) or is_out_of_memory(str(error)):
         return (f"memory ran out ({type(error).__name__}: {error}): look at `ulimit -v` and the "
                 "container's limit")
@@ -236,7 +237,7 @@ def _details(error: XgptError) -> dict[str, Any]:
 
 
 def _shown_value(value: object) -> object:
-    """As it was given; of a long or deep one the beginning, as text."""
+    """The value as it was given; the beginning of a long or deep one, as text."""
     if not isinstance(value, list | dict):
         return value
     text = shorten(value, limit=SHOWN_LENGTH)

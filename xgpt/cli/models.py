@@ -21,7 +21,7 @@ from xgpt.report.table import fact, paragraph, shown_width, table
 
 @click.command()
 @click.option("--check", "checked", metavar="DIR|ID",
-              help="What xgpt can do with one model: a folder, a catalog name or a hub id.")
+              help="Check one model: a folder, a catalog name or a hub id.")
 @click.option("--accuracy", is_flag=True,
               help="How far computed times are off, by GPU and engine.")
 @click.option("--measured", type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -139,7 +139,7 @@ def _task(name: str) -> tuple[str, ...]:
               "GPU, time it, and write xgpt-doctor-CARD.json.")
 @json_option
 def doctor(gpu: bool, as_json: bool) -> None:
-    """What this machine has of what xgpt can use, and what mends the rest."""
+    """Check this machine: hardware, packages, and how to fix what is missing."""
     if not gpu:
         found = examine()
         missing = remedies(found)
@@ -158,7 +158,7 @@ def doctor(gpu: bool, as_json: bool) -> None:
 
 
 def _verdict(missing: Sequence[Remedy]) -> str:
-    """What to do; a command is never broken, so that it can be copied."""
+    """Says what to install. A command is never broken, so that it can be copied."""
     needed = [remedy for remedy in missing if remedy.is_needed]
     lines = ["Jobs run here: xgpt init writes one for your prompts." if not needed else
              "No job runs here yet."]
