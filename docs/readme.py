@@ -1,15 +1,19 @@
 """Rewrites README.md's commands, screen and results, and the picture of docs/accuracy.md.
 
-    python docs/readme.py
+    python docs/readme.py [--screen]
 
 The text between `<!-- NAME -->` and `<!-- /NAME -->` comes from docs/readme.json and
-docs/pictures/accuracy.json; benchmarks/validated.py writes the latter. `proof`
-of a result: texts of its page, which a test looks for."""
+docs/pictures/accuracy.json; benchmarks/validated.py writes the latter. `proof` of a result: texts
+of its page, which a test looks for. `--screen` first runs the quickstart for the screen in
+readme.json: on a quiet machine."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,13 +23,13 @@ sys.path.insert(0, str(HERE / "pictures"))
 
 import accuracy  # noqa: E402
 
-README = HERE.parent / "README.md"
+README, GIVEN = HERE.parent / "README.md", HERE / "readme.json"
 TITLES = ("", "xgpt", "compared with", "", "machine", "date")
 
 
 def blocks() -> dict[str, str]:
     """Markdown of each generated part of the README, by the name of its markers."""
-    given = json.loads((HERE / "readme.json").read_text(encoding="utf-8"))
+    given = json.loads(GIVEN.read_text(encoding="utf-8"))
     return {"readers": "\n".join(map(reader, given["readers"])),
             "install": f"    {given['install']}", "tests": f"    {given['tests']}",
             "screen": "\n".join(f"    {line}".rstrip() for line in given["screen"]),
@@ -80,7 +84,30 @@ def rewritten(text: str) -> str:
     return text
 
 
+def screen() -> list[str]:
+    """Lines that the quickstart leaves on a terminal of 80 columns, run from its beginning."""
+    done = subprocess.run(
+        [sys.executable, "-m", "xgpt", "submit", "jobs/quickstart.yaml", "--again"], check=True,
+        cwd=HERE.parent, env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True)
+    lines = (done.stdout + done.stderr).splitlines()
+    first = next(place for place, line in enumerate(lines) if line.startswith("time  "))
+    return [line for line in lines[first:] if not line.startswith("running")]
+
+
+def as_text(given: dict[str, Any]) -> str:
+    """readme.json's text: a line for each entry of a list."""
+    parts = [json.dumps(key) + ": " + (json.dumps(value) if not isinstance(value, list) else
+             "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]")
+             for key, value in given.items()]
+    return "{\n  " + ",\n  ".join(parts) + "\n}\n"
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--screen", action="store_true", help="run the quickstart for its screen")
+    if parser.parse_args().screen:
+        given = json.loads(GIVEN.read_text(encoding="utf-8"))
+        GIVEN.write_text(as_text({**given, "screen": screen()}), encoding="utf-8")
     README.write_text(rewritten(README.read_text(encoding="utf-8")), encoding="utf-8")
     accuracy.main()
     print("README.md")
