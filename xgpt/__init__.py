@@ -6,7 +6,7 @@ from typing import Any
 
 __version__ = "0.1.0"  # of the distribution, too (setup.cfg)
 _LIBRARY = "xgpt.app.library"
-__all__ = ["load", "plan", "run", "simulate", "sweep", "write_report"]  # noqa: F822
+__all__ = ["load", "plan", "results", "run", "simulate", "sweep", "write_report"]  # noqa: F822
 
 
 def __getattr__(name: str) -> Any:

@@ -27,8 +27,8 @@ def why_not(qps: float, chosen: tuple[float, float], most_qps: float | None = No
     alternative with more throughput than both misses the limit with its own margin."""
     lost = 1 - qps / chosen[0]
     if lost > 0:
-        return f"lower throughput by {lost:.1%}" + (
-            "" if most_qps is None else f": no more than {most_qps:.4g} requests/s")
+        return f"lower throughput by {lost:.1%}" if most_qps is None else (
+            f"lower throughput: between {qps:.4g} and {most_qps:.4g} requests/s")
     if lost == 0:
         return "no better"
     return f"quicker by {-lost:.1%}, but {'less simple' if qps <= chosen[1] else NOT_SURE}"

@@ -1,33 +1,40 @@
 """The functions of `import xgpt`: one a use case, each with what it needs by default."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.running.run import execute, open_to_run
 from xgpt.app.schedule import Plan, default_horizon, plan_job, settled, to_run
 from xgpt.app.simulate import Simulation, simulate_job
 from xgpt.app.sweeps.sweep import Swept, sweep_points
-from xgpt.app.telling import LogTeller, Teller
+from xgpt.app.telling import CallbackTeller, LogTeller, Teller
 from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
 from xgpt.job.sweep_file import load_sweep
+from xgpt.report.notebook import Printed, frame
 from xgpt.report.page import write_report as write_page
 from xgpt.report.results_file import write_results
-from xgpt.run_folder.files import no_run
+from xgpt.run_folder.files import RESULTS_FILE, no_run
 from xgpt.run_folder.state import has_begun
 from xscheduler.planner import Horizon, PlanOptions
 
 
-def load(path: str | PathLike[str], overrides: Mapping[str, object] | None = None, *,
-         tell: Teller | None = None) -> OpenedJob:
-    """Loads a job file. `overrides`: values for keys of it, as `--set` takes them. `tell` takes
-    notes and progress; by default they go to the logger `xgpt`. Raises InputError with every
-    mistake of the file."""
+def load(source: str | PathLike[str] | Mapping[str, object],
+         overrides: Mapping[str, object] | None = None, *,
+         tell: Teller | Callable[[str], None] | None = None) -> OpenedJob:
+    """Loads a job file, or a mapping of what one would hold, in the current folder. overrides:
+    values for its keys, as `--set` takes them. tell: takes notes and progress as lines; None: the
+    logger `xgpt` does. Raises InputError with every mistake of the file."""
     sets = [f"{key}={_as_yaml(value)}" for key, value in (overrides or {}).items()]
-    return open_file(Path(path), sets, tell, "lengths")
+    teller = CallbackTeller(tell) if callable(tell) else tell or LogTeller()
+    if isinstance(source, Mapping):
+        text = json.dumps(source, default=str)
+        return open_job(load_job(Path("job.yaml"), sets, text), teller, "lengths")
+    return open_job(load_job(Path(source), sets), teller, "lengths")
 
 
 def plan(job: OpenedJob, *, horizon: Horizon | None = None, gap: float | None = None,
@@ -77,16 +84,36 @@ def run(job: OpenedJob, plan: Plan | None = None) -> dict[str, Any]:
     return execute(chosen)
 
 
+class Results(list[dict[str, Any]], Printed):
+    """The lines of results.jsonl, in their order."""
+
+    def to_pandas(self) -> Any:
+        """A pandas.DataFrame, a row for each request. Raises MissingExtraError without pandas."""
+        return frame(self)
+
+
+def results(job: OpenedJob | Job) -> Results:
+    """The answers so far of a job. Raises XgptError where no run has started."""
+    path = _begun(job).output / RESULTS_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return Results(map(json.loads, lines))
+
+
 def write_report(job: OpenedJob | Job) -> Path:
     """Writes report.html from what the job's output folder holds, and returns its path; and, where
     the job asks for one, the table of its results so far. Raises XgptError where no run has
     started."""
-    asked = job.job if isinstance(job, OpenedJob) else job
-    if not has_begun(asked.output):
-        raise no_run(asked.output)
+    asked = _begun(job)
     if asked.results is not None:
         write_results(asked.output, asked.results)
     return write_page(asked.output)
+
+
+def _begun(job: OpenedJob | Job) -> Job:
+    asked = job.job if isinstance(job, OpenedJob) else job
+    if not has_begun(asked.output):
+        raise no_run(asked.output)
+    return asked
 
 
 def _as_yaml(value: object) -> str:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import gt
 from pathlib import Path
+from typing import Any
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.profile import timing_cost_s, timing_of
 from xgpt.app.telling import told_while
-from xgpt.core import catalog
-from xgpt.core.cluster import Cluster
 from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InfeasibleError, InputError, Mistake, XgptError, refuse, wrong
 from xgpt.core.problem import Problem
@@ -22,7 +21,8 @@ from xgpt.core.units import FP8, format_bytes, format_seconds
 from xgpt.job.job import Job
 from xgpt.job.resolve import open_layouts, resolve_cluster, resolve_weight_dtype, with_layout
 from xgpt.launch.launcher import ranks_per_node, threads_per_rank
-from xgpt.report.plan_screen import PlanTimes, plan_screen
+from xgpt.report.notebook import Printed, frame
+from xgpt.report.plan_screen import ENGINE_WORDS, PlanTimes, plan_screen, source_words
 from xgpt.report.table import schedule_details
 from xprofiler.profile_file import load_profile
 from xprofiler.roofline import Roofline
@@ -42,20 +42,6 @@ from xsimulator.replay.prediction import JobPrediction
 # seen of SmolLM2-135M on two cores.
 LAYOUT_GAIN = 0.1
 ANOTHER_ANSWER = 0.05  # chosen: times of another engine that differ by less are not shown
-ENGINE_WORDS = {VLLM: "vLLM", OWN_ENGINE: "xgpt's own runner"}
-
-
-def source_words(timing: TimingSource, cluster: Cluster, engine: str) -> str:
-    """Whose times a plan has, where they come from, and how far off such times were."""
-    if not isinstance(timing, Roofline):
-        return timing.provenance()
-    name, error = cluster.device.name, catalog.request_error(cluster.device.name, engine)
-    text = f"{ENGINE_WORDS.get(engine, engine)} on {name}, computed from data sheets"
-    if error is not None:
-        return (f"{text}; request times of {error[1]} published runs were {error[0]:.0%} off in "
-                "the mean")
-    never = engine == OWN_ENGINE and cluster.num_devices > 1 and cluster.device.kind == "gpu"
-    return f"{text}, never compared with a run" + "; it has not run on several GPUs" * never
 
 
 def layout_of(opened: OpenedJob) -> Layout:
@@ -127,8 +113,8 @@ def _on(opened: OpenedJob, layout: Layout, *, is_one_of_many: bool = False) -> O
         weight_dtype=resolve_weight_dtype(job, problem.dtype, problem.model, cluster)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Printed):
     """A schedule, what it was planned for, and the times it was planned with. As text it is the
     screen that `xgpt schedule` prints."""
 
@@ -136,6 +122,21 @@ class Plan:
     opened: OpenedJob
     timing: TimingSource
     horizon: Horizon
+
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        return (f"<Plan of {self.opened.job.name}: {schedule.estimate.policy}, "
+                f"{schedule.figures.throughput_qps:.4g} requests/s>")
+
+    def to_pandas(self) -> Any:
+        """A pandas.DataFrame of the chosen schedule and its alternatives, a row each: name,
+        throughput_qps, latency_s, reason. Raises MissingExtraError without pandas."""
+        figures = self.schedule.figures
+        chosen = {"name": self.schedule.estimate.policy, "throughput_qps": figures.throughput_qps,
+                  "latency_s": figures.latency_s, "reason": "chosen"}
+        return frame([chosen, *(
+            {"name": row.name, "throughput_qps": row.throughput_qps, "latency_s": row.latency_s,
+             "reason": row.reason} for row in self.schedule.rejected)])
 
     def __str__(self) -> str:
         prediction, job = self.prediction, self.opened.job

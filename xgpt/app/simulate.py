@@ -21,6 +21,7 @@ from xgpt.report import run_charts as timeline
 from xgpt.report.chart import SUFFIXES, write_image
 from xgpt.report.figures import middle_window, percent, plain
 from xgpt.report.html_page import write_chart_page
+from xgpt.report.notebook import Printed
 from xgpt.report.table import estimate_table, fact
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
@@ -69,8 +70,8 @@ class ReplayFigures:
     preemptions: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Simulation(Printed):
     """An estimate, and what its replay showed. As text it is the table that `xgpt simulate` prints.
     """
 
@@ -79,6 +80,10 @@ class Simulation:
     estimate: Estimate
     figures: ReplayFigures
     replay: ReplayResult
+
+    def __repr__(self) -> str:
+        return (f"<Simulation of {self.problem.model.name}: {self.estimate.policy}, "
+                f"{self.estimate.figures.throughput_qps:.4g} requests/s>")
 
     def __str__(self) -> str:
         return (f"times: {self.times}\n"

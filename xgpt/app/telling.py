@@ -62,6 +62,19 @@ class LogTeller:
         return
 
 
+class CallbackTeller(LogTeller):
+    """Hands messages and progress, a line each, to a function."""
+
+    def __init__(self, take: Callable[[str], None]) -> None:
+        self._take = take
+
+    def say(self, message: str) -> None:
+        self._take(message)
+
+    def progress(self, line: str, *, is_last: bool = False) -> None:
+        self._take(line)
+
+
 class KeptTeller:
     """Passes everything on to another Teller, and keeps it. A folder that cannot be written to is
     told of where results are."""

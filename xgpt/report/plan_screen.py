@@ -5,6 +5,9 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
+from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule, SizeTried, Status
@@ -12,9 +15,12 @@ from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import percent, plain
 from xgpt.report.table import alternative_cells, fact, paragraph, table
 from xgpt.report.words import PROSPECTS, controls_line, counted, prospect_words
+from xprofiler.roofline import Roofline
+from xprofiler.timing import TimingSource
 from xscheduler.copies import sizes_of
 from xscheduler.layouts import LAYOUT_NOTE
 
+ENGINE_WORDS = {VLLM: "vLLM", OWN_ENGINE: "xgpt's own runner"}
 MOST_ALTERNATIVES, MOST_SIZES = 4, 5  # chosen: rows of the tables, for a screen of 25 lines
 
 
@@ -27,6 +33,19 @@ class PlanTimes:
     source: str
     seconds: float | None
     by_engine: Sequence[tuple[str, float]] = ()
+
+
+def source_words(timing: TimingSource, cluster: Cluster, engine: str) -> str:
+    """Whose times a plan has, where they come from, and how far off such times were."""
+    if not isinstance(timing, Roofline):
+        return timing.provenance()
+    name, error = cluster.device.name, catalog.request_error(cluster.device.name, engine)
+    text = f"{ENGINE_WORDS.get(engine, engine)} on {name}, computed from data sheets"
+    if error is not None:
+        return (f"{text}; request times of {error[1]} published runs were {error[0]:.0%} off in "
+                "the mean")
+    never = engine == OWN_ENGINE and cluster.num_devices > 1 and cluster.device.kind == "gpu"
+    return f"{text}, never compared with a run" + "; it has not run on several GPUs" * never
 
 
 def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file: str) -> str:

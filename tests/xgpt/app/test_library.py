@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ def test_keys_are_overridden_by_values_of_python():
     assert job.run.ignore_eos and job.schedule.policy == "rra"
     with pytest.raises(InputError, match="run.top_k"):
         xgpt.load(path, {"run.top_k": -1, "run.top_p": 0.5})
+
+
+def test_a_job_may_be_a_mapping_and_messages_go_to_a_function():
+    lines: list[str] = []
+    job = xgpt.load({"model": "opt-1.3b", "cluster": "1xA40", "workload": {"task": "S"},
+                     "schedule": {"policy": "ft"}}, {"constraint.latency_s": 20}, tell=lines.append)
+    plan = xgpt.plan(job)
+    assert repr(plan) == f"<Plan of job: ft, {plan.schedule.figures.throughput_qps:.4g} requests/s>"
+    assert plan._repr_html_() == f"<pre>{escape(str(plan))}</pre>"
+    table = plan.to_pandas()
+    assert list(table["name"])[0] == "ft" and table["throughput_qps"][0] > 0
+    with pytest.raises(InputError, match="job.yaml:1: cluster"):
+        xgpt.load({"model": "opt-1.3b", "cluster": "moon", "workload": {"task": "S"}})
 
 
 def examples() -> dict[str, list[str]]:

@@ -40,6 +40,7 @@ from xgpt.core.units import format_seconds
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.sweep_file import SweepPoint, SweepSpec
 from xgpt.launch.stop_signals import stopping_in_order
+from xgpt.report.notebook import Printed, frame
 from xgpt.report.sweep_page import write_sweep_page
 from xgpt.report.sweep_rows import (
     EARLIER_FILE,
@@ -60,8 +61,8 @@ from xscheduler.planner import PlanOptions
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Swept(Printed):
     """A sweep that is done. `rows`: one mapping a point, in the order of the grid (docs/sweep.md);
     `files`: what was written. As text it is the table that `xgpt sweep` prints."""
 
@@ -69,6 +70,13 @@ class Swept:
     folder: Path
     rows: Sequence[Row]
     files: tuple[Path, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Swept {self.name}: {len(self.rows)} points in {self.folder}>"
+
+    def to_pandas(self) -> Any:
+        """A pandas.DataFrame of the rows. Raises MissingExtraError without pandas."""
+        return frame(self.rows)
 
     def __str__(self) -> str:
         return sweep_text(self.rows)
