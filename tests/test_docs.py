@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
 TOP = (*PACKAGES, "benchmarks", "csrc", "docs", "jobs", "tests", ".ci")
-DOCUMENTS = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md",
+DOCUMENTS = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md",
                     *(ROOT / name / "README.md" for name in ("benchmarks", "csrc", "jobs"))])
 # not those that a run, an installation or a linter wrote
 PAGES = sorted(page for page in ROOT.rglob("*.md") if not {"node_modules", "out", "build"} & {

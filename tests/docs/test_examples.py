@@ -3,10 +3,12 @@ option that a page names is one that there is. (docs/python.md: tests/xgpt/app/t
 
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import click
 import pytest
+import yaml
 from job_folder import xgpt
 
 from xgpt.cli.main import cli
@@ -98,3 +100,24 @@ def test_every_command_and_option_that_a_page_names_is_there(page):
 def test_a_command_that_a_page_s_console_shows_is_there():
     shown = {re.split(r"\s+", command)[1] for command in COMMANDS}
     assert shown and shown <= NAMES
+
+
+SNIPPETS = [(page.stem, text) for page in PAGES if page.stem in (
+    "cluster", "deadline", "engines", "hosts", "job-file", "prompts", "slurm")
+    for text in re.findall(r"^ *```yaml\n(.*?)^ *```", page.read_text("utf-8"), re.M | re.S)]
+
+
+@pytest.mark.parametrize(("page", "text"), SNIPPETS, ids=lambda value: value[:20])
+def test_a_part_of_a_job_file_that_a_guide_shows_loads(page, text, tmp_path):
+    (tmp_path / "reviews.csv").write_text("nr,review\n1,good\n", encoding="utf-8")
+    part = yaml.safe_load(textwrap.dedent(text))
+    job = {"model": "opt-13b", "cluster": "a40-4", "workload": {
+        "requests": {"count": 10}, "task": "S"}, **part}
+    if "hosts" in job.get("run", {}) or "slurm" in job:
+        job["cluster"] = "local"
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
+    assert load_job(tmp_path / "job.yaml").workload is not None
+
+
+def test_guides_show_parts_of_job_files():
+    assert {page for page, _ in SNIPPETS} >= {"cluster", "deadline", "hosts", "prompts", "slurm"}
