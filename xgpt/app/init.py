@@ -1,5 +1,5 @@
-"""A job file written for somebody who has a model, a file of prompts and this machine. Its comments
-say what each key does, so that the next job can be written without."""
+"""Writes a job file for a model, a file of prompts and this machine. Its comments say what each key
+does."""
 
 import csv
 import importlib.util
@@ -48,47 +48,46 @@ USUAL_MOST_TOKENS, LEAST_MOST_TOKENS = 256, 32
 _CHARS_A_TOKEN = 3  # of English about 4; of other languages fewer
 _PLAIN = re.compile(r"[\w./-]+")
 _TEMPLATE = """\
-# A job for xgpt, written by `xgpt init` on {date}. Change what you like;
-# docs/job-file.md has every key.
-#   xgpt schedule {job}
-#     says what would run, and how fast; nothing is executed
-#   xgpt submit {job}
-#     measures, plans, answers all prompts, writes a report
-# One key can be changed for one call:  --set constraint.latency_s=10
+# A job for xgpt, written by `xgpt init` on {date}. docs/job-file.md lists every key.
+
+#   xgpt schedule {job}    plans it, and says how long it takes
+#   xgpt submit {job}      plans it, answers all prompts, and writes a report
+
+# `--set constraint.latency_s=10` changes one key for one call.
 name: {name}
 
-# A catalog name (`xgpt models`), a folder, or a hub id owner/name.
+# A name of `xgpt models`, a folder, or a hub id such as owner/name.
 {about_model}
 model: {model}
 
-# This machine; a name of `xgpt models`, such as a100-16, plans for machines that are not here.
+# `local` is this machine. A name of `xgpt models`, such as a100-16, plans for other machines.
 {about_machine}
 cluster: local
 
 workload:
 {about_prompts}
   requests: {requests}
-{added}  # true: a prompt is put to the model as a chat message, where its files have a template
-  # for that; false: the model goes on with the text as it is
+{added}  # true sends each prompt as a chat message, if the model has a chat template.
+  # false lets the model continue the text.
   chat: true
-  # Most tokens of an answer (a token is about three quarters of an English word). One that
-  # is longer is cut off there; a high cap that is never reached costs memory, and so speed.
+  # Most tokens of an answer. A token is about three quarters of an English word.
+  # Longer answers are cut off. A cap that is too high costs memory, and so speed.
   {max_tokens}
-  # How long answers really are is learned while the job runs. If you know it, say so, and
-  # the schedule is right from the start: {{mean: 54, std: 37, max: 160}}
+  # `observe` learns the lengths of answers while the job runs. If you know them, write
+  # {{mean: 54, std: 37, max: 160}}. The plan is then right from the start.
   output_tokens: observe
 
 constraint:
-  # How long one answer may take, from the moment its prompt is taken up: 10, or '2 min'; inf:
-  # it does not matter. Of all schedules that keep this, the fastest for the whole job is chosen.
+  # Most time for one answer, such as 10 or '2 min', from the start of its prefill.
+  # `inf` sets no limit. xgpt chooses the fastest schedule for the job within it.
   latency_s: {latency}
 
 run:
-  # 0: the likeliest word each time; 0.7 is livelier
+  # 0 takes the likeliest token each time. Higher values draw tokens.
   temperature: 0
 
-# Where results go: results.jsonl (one answer a line, in the order of the prompts),
-# report.html, and what a stopped run needs to go on.
+# The folder of results.jsonl (one answer a line, in the order of the prompts), of the
+# report, and of what a stopped run needs to go on.
 output: {output}
 """
 
@@ -105,8 +104,8 @@ class PromptColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsLook:
-    """What the first MOST_READ entries are. Lengths are of the prompts' text, in characters; 0
-    where they are tokens."""
+    """Counts and lengths of the first MOST_READ entries. Lengths are characters of the prompts'
+    texts; 0 for prompts of tokens."""
 
     files: RequestFiles
     count: int
@@ -164,7 +163,7 @@ def look_at(path: Path, column: str | None, template: str = "") -> PromptsLook:
 
 
 def delimiters_of(path: Path) -> dict[Path, str]:
-    """What divides the file's cells, where its name says something else."""
+    """Delimiters of the file's cells, by path, where its name tells another one."""
     found = dict[Path, str]()
     with suppress(InputError):  # of a header without prompts: their column is asked for next
         next(read_requests(RequestFiles(paths=(path,)), divided=found.__setitem__), None)
@@ -207,7 +206,7 @@ def _records(stream: Any, known: str, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(text: bytes) -> Any:
-    """None of what is no JSON: who reads the requests says why."""
+    """The value of a JSON text; None for other texts, which reading the requests refuses."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -260,8 +259,8 @@ class AddedKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewJob:
-    """What is asked of somebody who begins. `latency_s` infinite: no bound. `max_tokens` None: as
-    many as the longest choice takes."""
+    """Values of a new job file. `latency_s`: seconds, infinite for no limit. `max_tokens`: None for
+    as many as the longest choice takes."""
 
     path: Path
     model: str
@@ -273,7 +272,7 @@ class NewJob:
 
     @property
     def name(self) -> str:
-        """That of the job file or, where this is called as it is by default, of the prompts."""
+        """The job file's own name or, of a file named as by default, that of the prompts."""
         if self.path.stem != USUAL_FILE.stem:
             return self.path.stem
         return self.look.files.paths[0].name.partition(".")[0] or USUAL_FILE.stem

@@ -82,7 +82,7 @@ def init(job_file: Path, prompts: Path | None, column: str | None, prompt: str, 
         cap = _max_tokens(usual_max_tokens(check.spec, look), look, asks)
     if latency_s is None:
         latency_s = math.inf if not asks else float(click.prompt(
-            "How long may one answer take (30s, 2min; inf: it does not matter)",
+            "How long may one answer take (30s, 2min; inf for no limit)",
             err=True, default="inf", value_proc=_latency))
     write_new_job(NewJob(path=job_file, model=check.name, check=check, look=look, max_tokens=cap,
                          latency_s=latency_s, added=added))
@@ -90,7 +90,7 @@ def init(job_file: Path, prompts: Path | None, column: str | None, prompt: str, 
         print_json({"job": job_file, "model": check.name, "prompts": look.count,
                     "max_tokens": cap, "latency_s": latency_s, "is_executed": check.is_executed})
         return
-    show(f"{job_file} is written: look at it, every key is explained.")
+    show(f"Wrote {job_file}. It explains every key.")
     if check.is_executed:
         show(f"Next:  xgpt submit {_word(job_file)}")
     else:
@@ -142,8 +142,8 @@ def _added(prompt: str, system: str, choices: str | None, schema: Path | None) -
 
 
 def _look(path: Path, column: str | None, asks: bool, template: str = "") -> PromptsLook:
-    """What is in the file, with the prompts in the column that is given, chosen or plain, or in a
-    template of columns."""
+    """Reads the file, with the prompts in the given, chosen or likeliest column, or in a template
+    of columns."""
     tell_delimiters(delimiters_of(path), Terminal())
     columns = columns_of(path)
     if column is None and not template and needs_column(path, columns):

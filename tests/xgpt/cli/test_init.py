@@ -80,7 +80,7 @@ def test_on_a_terminal_it_asks_and_proposes(folder, monkeypatch):
     result = done(init(answers="\nnope\n\n\n100\nsoon\n10s\n"))
     asked = result.output
     assert "stars" in asked and "Lovely" in asked and "[review]" in asked
-    assert "it does not matter" in asked and "'soon'" in asked
+    assert "inf for no limit" in asked and "'soon'" in asked
     job = load_job(folder / "job.yaml")
     assert job.workload.max_tokens == 100 and job.constraint.latency_s == 10.0
     assert max(map(len, asked.splitlines())) <= 120

@@ -1,4 +1,4 @@
-"""A prompt made of a row's columns, and a system message before it."""
+"""Keys that a job adds to each request: a prompt of columns, a system message, an answer's form."""
 
 import json
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from xgpt.core.errors import InputError
+from xgpt.job.answer_forms import form_of_answers
 from xgpt.requests import spool_columns
 from xgpt.requests.chat import BadRecord
 from xgpt.requests.reader import read_requests
@@ -68,3 +69,21 @@ def test_a_system_message_goes_before_prompts_and_messages_that_bring_none():
     assert asked(messages=[own, user]) == (own, user)
     with pytest.raises(BadRecord, match=r"workload\.system goes before a chat; this tokens"):
         asked(tokens=[1])
+
+
+@pytest.mark.parametrize("engine", [None, "vllm"])
+def test_the_form_of_a_job_is_passed_on_unless_a_line_has_its_own(engine):
+    """As vLLM's `structured_outputs` has it, by either engine; a penalty stays beside it."""
+    terms = Terms(engine=engine, form=form_of_answers(None, ["a", "b"]))
+
+    def passed(**keys: Any) -> Any:
+        return json.loads(read_record({"prompt": "x", **keys}, 1, "a", terms=terms).passed)
+
+    assert passed() == passed(response_format={"type": "text"}) == {
+        "structured_outputs": {"choice": ["a", "b"]}}
+    assert passed(response_format={"type": "json_object"}) == {
+        "structured_outputs": {"json_object": True}}
+    if engine == "vllm":
+        assert passed(min_p=0.5) == {"min_p": 0.5, "structured_outputs": {"choice": ["a", "b"]}}
+    with pytest.raises(BadRecord, match="min_tokens goes with no form"):
+        passed(min_tokens=2)
