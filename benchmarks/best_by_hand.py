@@ -40,10 +40,10 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule, devices_of_copies
 from xprofiler.timing import TimingSource
 from xscheduler.cells import cells_of
-from xscheduler.copies import problem_on
 from xscheduler.labels import configuration
 from xscheduler.planner import PlanOptions, plan
 from xscheduler.replays import Replays
+from xscheduler.replicas import problem_on
 from xscheduler.search import SURE
 from xscheduler.space import Cell, Limits
 from xsimulator.replay.prediction import num_checked_queries

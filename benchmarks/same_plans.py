@@ -36,7 +36,7 @@ from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import from_json, write_json
 from xgpt.report.words import controls_cell
-from xscheduler.copies import problem_for
+from xscheduler.replicas import problem_of_replica
 from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.steady_state import enough_queries, steady_figures
 
@@ -218,7 +218,7 @@ def replayed(scenario: HandScenario, bound_s: float, schedule: Schedule, *, seed
     problem, timing = scenario.problem(bound_s), scenario.timing()
     throughput, latency = np.zeros(seeds), np.zeros(seeds)
     for shape in schedule.estimate.shapes:
-        own = problem_for(problem, shape)
+        own = problem_of_replica(problem, shape)
         count = enough_queries(shape.one_copy, least=queries, rounds=ROUNDS, most=MOST_QUERIES)
         replayer = Replayer(own, timing, shape)
         for seed in range(seeds):

@@ -8,8 +8,8 @@ from xgpt.core.errors import InputError
 from xgpt.core.policies import able_policies
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
-from xscheduler.copies import has_room, most_copies, problem_on, sizes_of
 from xscheduler.replays import Replays
+from xscheduler.replicas import max_replicas, problem_on, replica_sizes, weights_fit
 from xscheduler.space import CHUNK, Cell, chunk_column
 from xscheduler.tensor_plans import MANY_NODES, tensor_plans
 from xsimulator.plans import PlanCache
@@ -19,7 +19,8 @@ from xsimulator.rough.workload import Workload
 
 def cells_of(problem: Problem, timing: TimingSource,
              shared: PlanCache | None = None) -> Iterator[tuple[Cell, Replays]]:
-    """Yields (cell, replays of its part of the cluster). shared: stage plans by the same times."""
+    """Yields (cell, replays of its part of the cluster). shared: stage plans of problems with the
+    same times."""
     shared = shared or PlanCache(timing)
     workload = Workload(problem)
     names = names_of(problem)
@@ -39,7 +40,7 @@ def cells_of(problem: Problem, timing: TimingSource,
 
 
 def _kinds(name: str, problem: Problem) -> tuple[bool | None, ...]:
-    """Values of `Cell.is_chunked`: a policy has one cell, or one with chunks and one without."""
+    """Values of `Cell.is_chunked`. A policy has one cell, or one with chunks and one without."""
     is_one = chunk_column(name) is None or problem.model.is_encoder_decoder or (
         problem.fixed.value_of(CHUNK) is not None)
     return (None,) if is_one else (False, True)
@@ -53,23 +54,23 @@ def names_of(problem: Problem) -> list[str]:
 
 def parts_of(problem: Problem, *, is_any: bool = False) -> list[Problem]:
     """The problem of one replica, for every number of devices that it may have: part of a node, or
-    whole nodes. Of more than MANY_NODES nodes, each number of replicas takes as many nodes as it
-    can. is_any: also numbers of devices that are too few for the weights."""
+    whole nodes. Beyond MANY_NODES nodes, each number of replicas takes as many nodes as it can.
+    is_any: include numbers of devices that are too few for the weights."""
     cluster, wanted, found = problem.cluster, problem.fixed.replicas, []
     nodes, each = cluster.num_nodes, cluster.devices_per_node
     whole = {each * (nodes // copies) for copies in range(1, nodes + 1)}
-    for devices in sizes_of(cluster):
+    for devices in replica_sizes(cluster):
         if devices > each and devices not in whole and nodes > MANY_NODES:
             continue
         if devices + (wanted or 1) - 1 > cluster.num_devices:
             continue
-        copies = most_copies(cluster, devices)
+        copies = max_replicas(cluster, devices)
         part = problem_on(problem, devices)
         if wanted is not None and copies != wanted:
             share = None if problem.num_queries is None else -(-problem.num_queries // wanted)
             part = replace(part, copies=min(copies, wanted), num_queries=share)
         if problem.num_queries is not None and part.copies > problem.num_queries:
             continue
-        if is_any or has_room(part):
+        if is_any or weights_fit(part):
             found.append(part)
     return found

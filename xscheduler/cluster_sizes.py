@@ -13,10 +13,10 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule, SizeTried
 from xgpt.core.units import format_seconds
-from xscheduler.copies import has_room
 from xscheduler.evaluator import Evaluator
-from xscheduler.job_time import is_short
+from xscheduler.makespan import is_short
 from xscheduler.margin import Margins
+from xscheduler.replicas import weights_fit
 from xscheduler.space import LEAST_GAIN
 from xsimulator.roofline_limit import roofline_limit_qps
 
@@ -41,7 +41,7 @@ def why_impossible(problem: Problem) -> str:
     """Why no schedule of the problem can be: its weights have no room, or the roofline limit makes
     the job longer than its makespan limit; "" if neither is so."""
     devices = problem.cluster.num_devices
-    if not has_room(problem):
+    if not weights_fit(problem):
         return f"there is no room for the weights on {devices} of the devices"
     limit_s = problem.constraint.limit_s("makespan")
     least_s = (problem.num_queries or 0) / roofline_limit_qps(problem)

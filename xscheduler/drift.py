@@ -2,10 +2,9 @@
 mean, standard deviation or skewness change while the other two stay.
 
 The unchanged schedule is replayed on requests of the changed distribution, and so is the best
-schedule for that distribution. As in the paper two latencies are compared with the limit: (a)
-`queries_s`, the constraint's quantile over all requests, and (b) `sequence_s`, the mean latency of
-a request of the length that was planned at that quantile. All replays use the same random
-numbers."""
+schedule for that distribution. As in the paper two latencies are compared with the limit.
+`queries_s` is the constraint's quantile over all requests. `sequence_s` is the mean latency of a
+request of the length that was planned at that quantile. All replays use the same random numbers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ Statistic = Literal["mean", "std", "skewness"]
 FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)  # chosen
 SKEWNESS_CHANGES = (-0.4, -0.2, 0.0, 0.2, 0.4)  # chosen
 SEED = 0
-TOLERANCE = 0.02  # of the limit: the scatter of a replay's figures
+TOLERANCE = 0.02  # chosen: share of the limit, for the scatter of a replay's figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +42,9 @@ class DriftFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftRow:
-    """One changed distribution. change: factor on mean or std, or amount added to the skewness.
-    best None: no schedule keeps the limit."""
+    """Figures for one changed distribution. change: factor on mean or std, or amount added to the
+    skewness. kept: of the unchanged schedule. best: of the best schedule; None if none keeps the
+    limit."""
 
     statistic: Statistic
     change: float
@@ -61,8 +61,8 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
                least_queries: int = CHECKED_QUERIES) -> tuple[DriftRow, ...]:
     """Rows for the FACTORS of mean and of std and the SKEWNESS_CHANGES, in this order.
 
-    search: the best estimate for a problem with other lengths; raises InfeasibleError. It takes
-    the limit's request length from the changed distribution."""
+    search: returns the best estimate for a problem with other lengths; raises InfeasibleError. It
+    takes the limit's request length from the changed distribution."""
 
     @cache
     def figures(lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:

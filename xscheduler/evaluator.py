@@ -15,8 +15,8 @@ from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules import batch_sizer
-from xscheduler.copies import problem_for
 from xscheduler.replays import Replays
+from xscheduler.replicas import problem_of_replica
 from xsimulator.plans import PlanCache
 from xsimulator.replay.prediction import (
     MOST_PREDICTED,
@@ -46,7 +46,7 @@ class Evaluator:
 
     def __init__(self, problem: Problem, timing: TimingSource,
                  plans: PlanCache | None = None) -> None:
-        """plans: stage plans by the same times, shared with other problems."""
+        """plans: stage plans of other problems with the same times."""
         self.problem, self.timing, self._plans = problem, timing, plans or PlanCache(timing)
         self._parts: dict[tuple[int, int], _Part] = {}  # by replicas, and devices of each
         self._rough: dict[Estimate, dict[str, float]] = {}
@@ -59,8 +59,8 @@ class Evaluator:
         return StepClocks(self.problem, self.timing)
 
     def seconds(self, estimate: Estimate, metric: Metric) -> float:
-        """The metric in seconds by the rough formula; for the makespan, what one more request adds.
-        Margins are ratios of these under other times and lengths."""
+        """The metric in seconds by the rough formula; for the makespan, the seconds that one more
+        request adds. Margins are ratios of these under other times and lengths."""
         if estimate not in self._rough:
             self._rough[estimate] = self._part(estimate).formulas.of(
                 estimate.policy).of_estimate(estimate.one_copy)
@@ -73,7 +73,8 @@ class Evaluator:
         return found[f"{metric}_s"]
 
     def shown(self, estimate: Estimate) -> Estimate:
-        """The estimate with the figures of a replay, if that has a steady state."""
+        """The estimate with the figures of a replay; unchanged if the replay has no steady
+        state."""
         if estimate not in self._shown:
             part, alone = self._part(estimate), estimate.one_copy
             found = part.replays.of(alone, num_checked_queries(part.problem, alone))
@@ -85,15 +86,15 @@ class Evaluator:
         deployment = estimate.deployment
         key = deployment.replicas, deployment.devices_per_replica
         if key not in self._parts:
-            part = problem_for(self.problem, estimate)
+            part = problem_of_replica(self.problem, estimate)
             self._parts[key] = _Part(
                 part, Formulas(part, self.timing, plans=self._plans.of(part)),
                 Replays(part, self.timing))
         return self._parts[key]
 
     def job(self, estimate: Estimate, replays: int | None = None) -> JobPrediction | None:
-        """Prediction for the problem's own requests, the mean of so many replays (None: fewer for a
-        longer job); None without known times or requests that can run."""
+        """Prediction for the problem's own requests, the mean of `replays` replays (None: fewer for
+        a longer job). None without known times or without requests that can run."""
         if replays is None:
             replays = min(max(MOST_REPLAYED // (self.problem.num_queries or 1), 1), MOST_REPLAYS)
         key = estimate, replays
@@ -108,15 +109,15 @@ class Evaluator:
 
 def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
             clocks: StepClocks | None = None) -> JobPrediction | None:
-    """Prediction for the job with ramp-up and drain, the mean of so many replays if lengths are not
-    all known; None without requests."""
+    """Prediction for the job with ramp-up and drain, the mean of `replays` replays if lengths are
+    not all known; None without requests."""
     replayed = replays_of(problem, timing, estimate, replays=replays, clocks=clocks,
                           has_steps=False)
     return None if replayed is None else mean_prediction(replayed.results, replayed.num_queries)
 
 
 class JobReplays(NamedTuple):
-    """Replays of a job of `num_queries`; is_whole: each replays all of them."""
+    """Replays of a job of `num_queries` requests. is_whole: each replays all of them."""
 
     results: Iterator[ReplayResult]
     num_queries: int
@@ -126,7 +127,7 @@ class JobReplays(NamedTuple):
 def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
                clocks: StepClocks | None = None, has_steps: bool = True) -> JobReplays | None:
     """Replays of the problem's own requests, at most MOST_PREDICTED of them; None without requests.
-    has_steps: see xsimulator.replay.job.Replayer."""
+    has_steps: as of xsimulator.replay.job.Replayer."""
     if problem.num_queries is None:
         return None
     found = _runnable(problem, estimate)
@@ -138,7 +139,7 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
         lengths, rows = found
         rows = rows if count == total else rows[np.linspace(0, total - 1, count).astype(np.int64)]
         known = lengths.take(rows[in_run_order(problem, estimate, count)])
-        if problem.observes:  # each to its own cap: drawn for another, a long one would be cut
+        if problem.observes:  # each to its own cap: a sampled longer output would be cut
             known = replace(known, outputs=known.most_outputs)
     replayer = replayer_of(problem, timing, estimate, clocks, has_steps=has_steps)
     results = job_replays(replayer, count, np.random.default_rng(problem.seed), known=known,

@@ -1,12 +1,12 @@
 """The schedule that a job starts with if `workload.output_tokens: observe` has no feasible one.
 
 Such a job is planned as if every request ran to its cap. If no schedule keeps the latency limit
-that way, the job starts with the quickest schedule and is planned again once output lengths have
-been observed (xscheduler.live). Each batch is decoded to its end before the next is encoded: no
-request is quicker than one that no encoding interrupts, and a phase ends with its actual outputs.
-The largest batch within NEAR of the least latency is taken: requests that run to their cap are late
-anyway, the others are far from the limit. A limit that not even an answer of one token keeps is
-refused, since no observed lengths could help."""
+that way, the job starts with the schedule of least latency. It is planned again once output lengths
+have been observed (xscheduler.live). Each batch is decoded to its end before the next is encoded.
+No request is quicker than one that no encoding interrupts, and a phase ends with its actual
+outputs. The largest batch within NEAR of the least latency is taken. Requests that run to their cap
+are late anyway, and the others are far from the limit. A limit that not even an answer of one token
+keeps is refused, since no observed lengths could help."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
-from xscheduler.copies import problems_of_copies
+from xscheduler.replicas import replica_problems
 from xscheduler.search_planner import SearchPlanner
 
 NEAR = 0.1  # chosen: share of the least latency that a larger batch may cost
@@ -31,12 +31,12 @@ FIRST_QUERIES = 20  # chosen: requests done before the lengths are first estimat
 
 
 def hint(problem: Problem, timing: TimingSource) -> str:
-    """A hint for the message that there is no schedule: that a run would start all the same; "" if
-    it would not."""
-    if not can_settle(problem) or beginning(problem, timing) is None:
+    """A hint for the message that there is no schedule, if a run with observed lengths could start;
+    else ""."""
+    if not can_settle(problem) or initial_schedule(problem, timing) is None:
         return ""
-    return (". With `output_tokens: observe`, `xgpt submit` would begin with the quickest schedule "
-            "there is, and settle once output lengths have been seen")
+    return (". With `output_tokens: observe`, `xgpt submit` would start with the schedule of least "
+            "latency, and plan again once output lengths have been observed")
 
 
 def can_settle(problem: Problem) -> bool:
@@ -48,9 +48,9 @@ def can_settle(problem: Problem) -> bool:
             and (problem.num_queries or 0) > FIRST_QUERIES)
 
 
-def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
+def initial_schedule(problem: Problem, timing: TimingSource) -> Schedule | None:
     """The schedule to start with, of a policy that can be changed while it runs; None if something
-    else than the output lengths is in the way."""
+    other than the output lengths prevents a schedule."""
     constraint = problem.constraint
     if math.isinf(constraint.latency_s) or not (able := _able(problem, timing)):
         return None
@@ -66,14 +66,14 @@ def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
         explanation=(f"{_sentence(problem, least_s)}.", _why(quickest, least_s)))
 
 
-def begin(problem: Problem, timing: TimingSource, refused: InfeasibleError) -> Schedule:
+def initial_or_raise(problem: Problem, timing: TimingSource, refused: InfeasibleError) -> Schedule:
     """The schedule to start with for a job that was refused at its caps.
 
     Raises `refused` if the job cannot change while it runs, or if no lengths could help."""
     if not can_settle(problem):
         raise refused
-    if (begun := beginning(problem, timing)) is not None:
-        return begun
+    if (initial := initial_schedule(problem, timing)) is not None:
+        return initial
     least_s = one_token_s(problem, timing)
     if problem.constraint.latency_s < least_s < math.inf:
         raise InfeasibleError(
@@ -90,10 +90,11 @@ def one_token_s(problem: Problem, timing: TimingSource) -> float:
 
 
 def _able(problem: Problem, timing: TimingSource) -> list[_Quickest]:
-    """For every number of replicas that fits, the policy that decodes each batch to its end."""
+    """Planners for every number of replicas that fits, by the policy that decodes each batch to its
+    end."""
     if (name := changeable_policy(problem.fixed)) is None:
         return []
-    return [one for part in problems_of_copies(problem)
+    return [one for part in replica_problems(problem)
             if (one := _quickest(name, part, timing)) is not None]
 
 
@@ -106,7 +107,7 @@ class _Quickest(NamedTuple):
 
 
 def _quickest(name: str, problem: Problem, timing: TimingSource) -> _Quickest | None:
-    """For one of the replicas, by the policy `name`; None if it cannot be divided or does not
+    """The planner of one replica, by the policy `name`; None if it cannot be divided or does not
     fit."""
     fixed = replace(problem.fixed, policies=(name,), replicas=problem.copies)
     if fixed.decode_iterations is None:
@@ -119,8 +120,8 @@ def _quickest(name: str, problem: Problem, timing: TimingSource) -> _Quickest | 
     return None if math.isinf(least_s) else _Quickest(search, least_s)
 
 
-def said_of(schedule: Schedule) -> str | None:
-    """The explanation of a schedule that a job only starts with; None for any other schedule."""
+def initial_reason(schedule: Schedule) -> str | None:
+    """Why a job only starts with this schedule, in words; None for any other schedule."""
     if schedule.proof.status != Status.BEGINNING or not schedule.explanation:
         return None
     return schedule.explanation[0].removesuffix(".")
@@ -132,15 +133,14 @@ def _sentence(problem: Problem, least_s: float) -> str:
     cap = f"its cap of {caps.max} tokens" if is_equal else f"its cap ({caps.max} tokens at most)"
     surely = "" if least_s > constraint.latency_s else (
         f" with a confidence of {constraint.confidence:.0%}")
-    return (f"No schedule keeps the bound of {constraint.latency_s:g} s{surely} if every query "
-            f"runs to {cap}; beginning with the quickest there is, until lengths are observed")
+    return (f"No schedule keeps the limit of {constraint.latency_s:g} s{surely} if every request "
+            f"runs to {cap}; the job starts with the least latency, until lengths are observed")
 
 
 def _why(schedule: Schedule, least_s: float) -> str:
     estimate = schedule.estimate
     batch, iterations = estimate.figures.encode_batch, estimate.figures.decode_iterations
-    queries = "1 query" if batch == 1 else f"{batch} queries"
-    return (f"{queries[:1].upper()}{queries[1:]} encoded together, then "
-            f"{iterations} decode iterations, or fewer where all are done before: "
-            f"{format_seconds(estimate.figures.latency_s)} for a query that runs to its cap, "
-            f"{format_seconds(least_s)} being the least there is.")
+    requests = "1 request" if batch == 1 else f"{batch} requests"
+    return (f"{requests} encoded together, then up to {iterations} decode iterations: "
+            f"{format_seconds(estimate.figures.latency_s)} for a request that runs to its cap; "
+            f"the least possible is {format_seconds(least_s)}.")

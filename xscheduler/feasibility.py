@@ -1,8 +1,8 @@
-"""Which limits a configuration keeps: by its replay, times its safety margin.
+"""Limits that a configuration keeps: by its replay, times its safety margin.
 
 Each configuration has its own margin. Margins take time, so one is computed only if the replay
-keeps the limit with the least margin that any configuration has. Points without a replay are
-judged by the latest margin of their cell."""
+keeps the limit with the least margin that any configuration has. Points without a replay are judged
+by the latest margin of their cell."""
 
 from collections.abc import Callable
 
@@ -25,13 +25,14 @@ class Feasibility:
         self._of_policy: dict[str, Limits] = {}
 
     def limits(self, cell: Cell) -> Limits:
-        """Limits for the cell's points, divided by the latest margin known of the cell, else of its
-        policy, else by the least one."""
+        """Limits, in seconds, for the cell's points, divided by the latest margin known of the
+        cell, else of its policy, else by the least one."""
         known = self._latest.get(cell) or self._of_policy.get(cell.policy)
         return known or self._divided({"latency": self.least_factor(cell.problem)})
 
     def least_factor(self, part: Problem) -> float:
-        """Lower bound on the latency margin of all schedules on this part of the cluster."""
+        """Lower bound on the latency margin, a factor, of all schedules on this part of the
+        cluster."""
         return self._margins_of(part).least_factor if self._has_margin else 1.0
 
     def factor(self, cell: Cell, point: Point) -> float:
@@ -44,7 +45,7 @@ class Feasibility:
         return cell.is_kept(point, least) and cell.is_kept(point, self._own(cell, point))
 
     def margin(self, cell: Cell, point: Point) -> MarginParts:
-        """The margin on a replayed point's latency."""
+        """The safety margin on a replayed point's latency."""
         key = cell, point
         if key not in self._parts:
             self._parts[key] = self._margins_of(cell.problem).margin(

@@ -1,8 +1,8 @@
 """Sampling error of a latency limit on a share of the job's requests.
 
 The job's N requests are a sample of the planned length distribution. If a share q of them must keep
-the limit, the k = ceil(q N) quickest must. The k-th of N independent values lies at the quantile
-U ~ Beta(k, N + 1 - k) of their distribution (order statistics), not at q. Example: with 32 requests
+the limit, the k = ceil(q N) quickest must. The k-th of N independent values lies at the quantile U
+~ Beta(k, N + 1 - k) of their distribution (order statistics), not at q. Example: with 32 requests
 and q = 0.99 it is the slowest, and with 95 % confidence its quantile is below 0.998."""
 
 import math
@@ -18,7 +18,7 @@ LEVELS = 40  # chosen: equally likely cases that stand for a distribution
 _MOST = 1 - 1e-9
 
 
-def levels_of(problem: Problem) -> FloatArray:
+def quantile_levels(problem: Problem) -> FloatArray:
     """[levels] rising, equally likely quantiles of the planned lengths at which the deciding
     request of the job may lie. One level if the job's outputs are known; none if the limit is on a
     request of one length, or the job has no end."""
@@ -31,16 +31,17 @@ def levels_of(problem: Problem) -> FloatArray:
     return _beta_levels(constraint.quantile, count * problem.copies)
 
 
-def logarithms_at(levels: FloatArray, quantile: float,
+def log_ratios(levels: FloatArray, quantile: float,
                   seconds: Callable[[float], float]) -> FloatArray:
-    """[levels] log(latency at the level / latency at `quantile`). seconds(level): that latency."""
+    """[levels] log(latency at the level / latency at `quantile`). `seconds(level)` returns a
+    latency."""
     if not len(levels):
         return np.zeros(1)
-    asked = np.unique(levels[[0, len(levels) // 2, -1]])  # the others lie between
+    nodes = np.unique(levels[[0, len(levels) // 2, -1]])  # the others are interpolated
     expected_s = seconds(quantile)
-    logarithms = [math.log(seconds(float(level)) / expected_s) for level in asked]
+    logarithms = [math.log(seconds(float(level)) / expected_s) for level in nodes]
     # the lengths of a tail grow with -log(1 - quantile)
-    return np.asarray(np.interp(-np.log1p(-levels), -np.log1p(-asked), logarithms))
+    return np.asarray(np.interp(-np.log1p(-levels), -np.log1p(-nodes), logarithms))
 
 
 @cache
@@ -58,14 +59,15 @@ def _kept(quantile: float, count: int) -> int:
 
 
 def _known_outputs(problem: Problem) -> IntArray | None:
-    """Output lengths of the job's own requests, those of all replicas; None if they are unknown."""
+    """[requests] output tokens of the job's own requests, over all replicas; None if they are
+    unknown."""
     count = problem.num_queries
     if problem.is_synthetic and count is not None:
         return synthetic_lengths(problem.lengths, count * problem.copies, problem.seed)[1]
     known = problem.queries
     if known is None or known.outputs is None or not known.most_outputs.any():
         return None
-    return known.outputs[known.most_outputs > 0]  # the others are answered by no schedule
+    return known.outputs[known.most_outputs > 0]  # no schedule can answer the others
 
 
 def _own_level(planned: Lengths, outputs: IntArray, quantile: float) -> float:

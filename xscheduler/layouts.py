@@ -14,7 +14,7 @@ from xgpt.core.system.machine import Layout
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
-from xscheduler.job_time import is_short
+from xscheduler.makespan import is_short
 from xscheduler.space import OPTIMISM
 
 LAYOUT_NOTE = "layout: "
@@ -22,7 +22,7 @@ SEVERAL_START_S = 1.0  # chosen: extra seconds to start several ranks rather tha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaidOut:
+class PlannedLayout:
     """A job planned on one layout: its step times, and its schedule or the error. is_rough: planned
     without a margin and with few replays, in a quarter of the time."""
 
@@ -34,17 +34,18 @@ class LaidOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class LayoutComparison:
     """Layouts compared by requests/s, 0 for one without a schedule. is_for_job: over the whole job,
     with ramp-up and drain."""
 
-    tried: Sequence[LaidOut]
+    tried: Sequence[PlannedLayout]
     queries_per_s: Mapping[Layout, float]
     is_for_job: bool
 
     @property
-    def best(self) -> LaidOut:
-        """The best layout, of equals the first. Raises the error if no layout has a schedule."""
+    def best(self) -> PlannedLayout:
+        """The best layout; of equal ones the first. Raises the error if no layout has a
+        schedule."""
         refusals = [one for one in self.tried if isinstance(one.planned, XgptError)]
         if len(refusals) < len(self.tried):
             return max(self.tried, key=lambda one: self.queries_per_s[one.layout])
@@ -53,12 +54,12 @@ class Compared:
             raise refusals[0].planned  # type: ignore[misc]
         raise InfeasibleError("; ".join(f"{one.layout.words}: {one.planned}" for one in infeasible))
 
-    def may_be_best(self, rough: LaidOut) -> bool:
+    def may_be_best(self, rough: PlannedLayout) -> bool:
         """Whether a roughly planned layout may turn out best when it is planned in full."""
         return (1 + OPTIMISM) * self.queries_per_s[rough.layout] > max(
             self.queries_per_s[one.layout] for one in self.tried if one is not rough)
 
-    def seconds(self, one: LaidOut) -> float:
+    def seconds(self, one: PlannedLayout) -> float:
         """Expected seconds of the job; infinite without a schedule or a number of requests."""
         rate = self.queries_per_s[one.layout]
         return one.problem.num_queries / rate if one.problem.num_queries and rate else math.inf
@@ -69,7 +70,7 @@ class Compared:
         assert isinstance(best.planned, Schedule) and not best.is_rough, f"{best.layout = }"
         if len(self.tried) == 1:
             return best.planned
-        of = (f"is expected to answer the {best.problem.num_queries} queries in "
+        of = (f"is expected to answer the {best.problem.num_queries} requests in "
               f"{format_seconds(self.seconds(best))}" if self.is_for_job else
               f"answers {self.queries_per_s[best.layout]:.4g} requests/s in steady state")
         others = [one for one in self.tried if one is not best]
@@ -77,25 +78,25 @@ class Compared:
             f"{one.layout.words} {self._beside(one, best)}" for one in others)])
         return best.planned.changed(notes=(*best.planned.estimate.notes, note))
 
-    def _beside(self, one: LaidOut, best: LaidOut) -> str:
+    def _beside(self, one: PlannedLayout, best: PlannedLayout) -> str:
         rate, about = self.queries_per_s[one.layout], "about " if one.is_rough else ""
         if not rate:
-            return ("has no schedule within the bound" if isinstance(one.planned, InfeasibleError)
+            return ("has no schedule within the limit" if isinstance(one.planned, InfeasibleError)
                     else "cannot run it")
         ratio = self.queries_per_s[best.layout] / rate
         return (f"would take {about}{format_seconds(self.seconds(one))} (+{ratio - 1:.0%})"
                 if self.is_for_job else f"{about}{rate:.4g} requests/s (-{1 - 1 / ratio:.0%})")
 
 
-def compared(tried: Sequence[LaidOut], *, is_steady: bool) -> Compared:
-    """The layouts compared; is_steady: by steady state even for a short job."""
+def compare_layouts(tried: Sequence[PlannedLayout], *, is_steady: bool) -> LayoutComparison:
+    """The comparison of planned layouts. is_steady: by steady state even for a short job."""
     is_for_job = not is_steady and any(is_short(one.problem, one.planned) for one in tried
                                        if isinstance(one.planned, Schedule))
-    return Compared(tried=tried, is_for_job=is_for_job, queries_per_s={
+    return LayoutComparison(tried=tried, is_for_job=is_for_job, queries_per_s={
         one.layout: _queries_per_s(one, is_for_job) for one in tried})
 
 
-def _queries_per_s(one: LaidOut, is_for_job: bool) -> float:
+def _queries_per_s(one: PlannedLayout, is_for_job: bool) -> float:
     if not isinstance(one.planned, Schedule):
         return 0.0
     count, estimate = one.problem.num_queries, one.planned.estimate

@@ -3,22 +3,27 @@
 A schedule is planned for limit / factor, so that P(latency <= limit) is at least the constraint's
 `confidence`. The factor covers these causes:
 
-- *times*, measured: each table of a profile has one relative error, common to all steps that use
+- *Times*, measured: each table of a profile has one relative error, common to all steps that use
   it and independent of the other tables' (xprofiler.profile_timing.TableError). An imported
   profile has one more error common to all tables. The effect of each error on the latency is found
   with that table's times raised. Effects add as squares, and their sum is taken as log-normal. A
-  briefly measured profile has a least error. The scatter of single steps does not matter, since a
+  briefly measured profile has a least error. The scatter of single steps is ignored, since a
   request takes hundreds of them.
-- *times*, computed (roofline): errors as xprofiler.source_errors found them in published
-  measurements: one common to all steps, one of each group of operators by its share of the latency,
-  one by size. Their distribution has longer tails.
-- *lengths*: observed lengths are a sample. LEVELS resampled distributions (smoothed bootstrap,
+
+- *Times*, computed (roofline): errors that xprofiler.source_errors found in published
+  measurements. One is common to all steps, one is of each group of operators by its share of the
+  latency, one is by size. Their distribution has longer tails.
+
+- *Lengths*: observed lengths are a sample. LEVELS resampled distributions (smoothed bootstrap,
   fixed seed) take its place. Given distributions are taken as true.
-- *sample*: a limit on a share of all requests is one on the job's own, which are a sample of the
+
+- *Sample*: a limit on a share of all requests is one on the job's own, which are a sample of the
   distribution (xscheduler.job_sample).
-- *inputs*: if input lengths were estimated from characters, all of them are longer or shorter by
+
+- *Inputs*: if input lengths were estimated from characters, all of them are longer or shorter by
   one log-normal factor (xrunner.files.runnable). Its effect adds to that of the times.
-- *drift*: the mean output length may differ by the constraint's `drift` in either direction, with
+
+- *Drift*: the mean output length may differ by the constraint's `drift` in either direction, with
   the same standard deviation. The worse direction is a factor of its own. The length that the limit
   is for drifts along, since it is a quantile.
 
@@ -54,7 +59,7 @@ from xprofiler.profile_timing import MOST_NOISE, TableError
 from xprofiler.source_errors import OperatorGroup, SourceErrors, raised, sizes_of
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
-from xscheduler.job_sample import LEVELS, levels_of, logarithms_at
+from xscheduler.job_sample import LEVELS, log_ratios, quantile_levels
 
 MOST_DRAWN = 2000  # chosen: lengths drawn of a larger sample, whose scatter is scaled accordingly
 LEAST_STEP = 0.01  # chosen: share by which a table's times are raised if its error is smaller
@@ -76,14 +81,15 @@ class Measured(Protocol):
 
 @runtime_checkable
 class Computed(Protocol):
-    """A computed timing source, with the errors that such times had elsewhere."""
+    """A computed timing source, with the errors that such times had in published measurements."""
 
     def errors(self) -> SourceErrors: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarginParts:
-    """factor: plan for limit / factor. The other factors are those of one cause alone."""
+    """A safety margin: plan for limit / `factor`. The other factors are those of one cause alone.
+    remedy: how to make the margin smaller, in words, for a refusal."""
 
     factor: float
     sentence: str
@@ -92,10 +98,10 @@ class MarginParts:
     sample: float = 1.0
     inputs: float = 1.0
     drift: float = 1.0
-    remedy: str = ""  # how to make the margin smaller, for a refusal
+    remedy: str = ""
 
     def kept(self, cost: float = 0.0) -> Margin:
-        """The margin as part of a schedule; cost: share of throughput that it costs."""
+        """The margin as part of a schedule. cost: share of throughput that it costs."""
         return Margin(factor=self.factor, cost=cost, note=self.sentence)
 
 
@@ -118,8 +124,8 @@ class Margins:
         self._variants: dict[Hashable, Evaluator] = {}  # with other times or lengths
         lengths = problem.lengths
         self._counts = [part.num_samples for part in (lengths.inputs, lengths.outputs)
-                        if part.num_samples is not None]  # requests by which lengths are known
-        self._levels = levels_of(problem) if is_of_job else np.empty(0)
+                        if part.num_samples is not None]  # samples that lengths were estimated from
+        self._levels = quantile_levels(problem) if is_of_job else np.empty(0)
         # lower bound on the latency margin of every schedule
         self.least_factor = 1.0 if not self._computed or self.is_certain("latency") else (
             self._computed.least_factor(problem.constraint.confidence))
@@ -133,7 +139,7 @@ class Margins:
 
     def margin(self, estimate: Estimate, metric: Metric = "latency") -> MarginParts:
         """The safety margin on a metric. The sentence is for latency only. The makespan's margin is
-        that of the time which one more request adds."""
+        that of the seconds which one more request adds."""
         confidence = self.problem.constraint.confidence
         if self.is_certain(metric):
             return self._worded(MarginParts(factor=1.0, sentence=""), 0.0, _ComputedMargin())
@@ -152,7 +158,7 @@ class Margins:
             self._variant(index, lengths).seconds(estimate, metric) / expected_s)
             for index, (lengths, shrunk) in enumerate(self._replicates)] or [0.0])
         constraint = self.problem.constraint
-        sampled = logarithms_at(
+        sampled = log_ratios(
             self._levels if metric == "latency" else np.empty(0), constraint.quantile,
             lambda level: self._variant(("level", level), constraint=constraint.with_latency(
                 quantile=level)).seconds(estimate, metric))
@@ -202,7 +208,8 @@ class Margins:
 
     @cached_property
     def _drifted(self) -> dict[float, JointLengths]:
-        """{change of the mean: lengths}, including no change: the worst is never better than it."""
+        """{change of the mean: lengths}, including no change, so that the worst is never better
+        than it."""
         lengths, drift = self.problem.lengths, self.problem.constraint.drift
         changes = (-drift, -drift / 2, 0.0, drift / 2, drift) if drift else ()
         return {change: with_output_moments(lengths, mean_factor=1 + change)
@@ -225,50 +232,50 @@ class Margins:
         """`parts` with the sentence that names the causes."""
         constraint = self.problem.constraint
         if math.isinf(constraint.latency_s):
-            return replace(parts, sentence="there is no bound, so none can be broken")
+            return replace(parts, sentence="no margin: there is no latency limit")
         causes = []
         if self._errors:
             kind = self._kind_of_times
-            causes.append(f"{parts.timing - 1:.1%} since {kind} times may be off")
+            causes.append(f"{parts.timing - 1:.1%} for {kind} step times")
             if any(error.is_brief for error in self._errors.values()):
-                causes[-1] += " (they were measured briefly, at few sizes)"
+                causes[-1] += " (measured briefly, at few sizes)"
             if unmeasured > 0.01:
                 causes[-1] += (f" ({unmeasured:.0%} of the latency is not measured, and its error "
-                               "not covered)")
+                               "is not covered)")
             if any(error.is_noisy for error in self._errors.values()):
-                causes[-1] += (f" (repeats were disturbed: {MOST_NOISE:.0%} of noise is reckoned "
-                               "with, and more is not covered; profile again on a quiet machine)")
+                causes[-1] += (f" (repeats were disturbed: {MOST_NOISE:.0%} of noise is covered, "
+                               "more is not; profile again on a quiet machine)")
             if float(np.mean([error.unknown for error in self._errors.values()])) > 0.5:
-                causes[-1] += " (most points have too few samples to tell their noise)"
+                causes[-1] += " (most points have too few samples to show their noise)"
         if self._computed:
             parts = replace(parts, remedy=_remedy(self._computed, computed,
                                                   constraint.confidence))
             most = "" if computed.weakest is None else (
                 f"; most of it for {computed.weakest.words}")
-            causes.append(f"{parts.timing - 1:.1%} since computed times may be off "
+            causes.append(f"{parts.timing - 1:.1%} for computed step times "
                           f"({self._computed.kind}: {self._computed.checked}{most})")
         if self._counts:
-            causes.append(f"{parts.lengths - 1:.1%} since only {min(self._counts)} queries tell "
-                          "how long they are")
+            causes.append(f"{parts.lengths - 1:.1%} for lengths ({min(self._counts)} samples)")
         if parts.sample > 1:
-            causes.append(f"{parts.sample - 1:.1%} since the job's own queries may be longer than "
-                          "the lengths planned for, of which they are a sample")
+            causes.append(f"{parts.sample - 1:.1%} for sampling (the job's requests are a sample "
+                          "of the planned lengths)")
         if self.problem.input_error:
-            causes.append(f"{parts.inputs - 1:.1%} since prompts' lengths are estimated from "
-                          f"characters, {self.problem.input_error:.0%} off")
+            causes.append(f"{parts.inputs - 1:.1%} for input lengths (estimated from characters, "
+                          f"{self.problem.input_error:.0%} off)")
         if constraint.drift:
             causes.append(f"{parts.drift - 1:.1%} for outputs up to {constraint.drift:.0%} longer "
                           "or shorter on average")
         text = "no margin: lengths are given and taken as true" if not causes else (
-            f"planned for {format_seconds(constraint.latency_s / parts.factor)}, to be "
-            f"{constraint.confidence:.0%} sure that the bound of "
-            f"{format_seconds(constraint.latency_s)} is kept: {', '.join(causes)}")
+            f"planned for {format_seconds(constraint.latency_s / parts.factor)}, so that the limit "
+            f"of {format_seconds(constraint.latency_s)} holds with {constraint.confidence:.0%} "
+            f"probability: {', '.join(causes)}")
         return replace(parts, sentence=text if self._errors or self._computed else (
-            f"{text}; the times are computed, not measured: how far they are off is not covered"))
+            f"{text}; the times are computed, and their error is not covered"))
 
 
 class _ComputedMargin(NamedTuple):
-    """weakest: group of operators that contributes most. at_lower: {lower confidence: factor}."""
+    """The margin of computed times. weakest: group of operators that contributes most. at_lower:
+    {lower confidence: factor}."""
 
     factor: float = 1.0
     weakest: OperatorGroup | None = None
@@ -288,8 +295,8 @@ def _remedy(errors: SourceErrors, computed: _ComputedMargin, confidence: float) 
     engines = "" if errors.kind != "uncalibrated" else (
         ", the times of an engine that was compared with measurements on such GPUs (plan.engine: "
         "vllm, tensorrt-llm, fastertransformer)")
-    return (". It is the margin that refuses the bound. Less is taken with a profile measured on "
-            f"such GPUs{engines}, or with a lower constraint.confidence (for the times "
+    return (". Only the margin exceeds the limit. To make it smaller, use a profile measured on "
+            f"such GPUs{engines}, or a lower constraint.confidence (margin for the times: "
             f"{', '.join([*lower, 'none at 0.5'])})")
 
 
@@ -297,7 +304,7 @@ def _computed_margin(errors: SourceErrors | None, problem: Problem, metric: Metr
                      expected_s: float, raised_s: Callable[[OperatorGroup], float]
                      ) -> _ComputedMargin:
     """The margin for computed times, by the groups' shares of the metric. raised_s(group): the
-    metric with that group's times longer by LEAST_STEP."""
+    metric, in seconds, with that group's times longer by LEAST_STEP."""
     if errors is None:
         return _ComputedMargin()
     shares = {group: math.log(raised_s(group) / expected_s) / math.log1p(LEAST_STEP)
@@ -315,9 +322,9 @@ def _factor(logarithms: FloatArray, spread: float, confidence: float) -> float:
 
 
 def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> float:
-    """Upper confidence limit of a log factor that is one of `logarithms`, equally likely, plus a
-    normal error of standard deviation `spread`. Infinite if too many are (the profile has no times
-    for such sizes)."""
+    """Upper confidence limit of a log factor. The factor is one of `logarithms`, equally likely,
+    plus a normal error of standard deviation `spread`. Infinite if too many logarithms are (the
+    profile has no times for such sizes)."""
     count = len(logarithms)
     finite = logarithms[np.isfinite(logarithms)]
     if len(finite) < count and (confidence >= len(finite) / count

@@ -11,14 +11,14 @@ STEPS = (1.3, 1.1, 1.03)  # chosen: ratios of a variable's values
 def neighbours(cell: Cell, point: Point, likely: float = LIKELY) -> list[Point]:
     """Points that differ from `point` in one variable or two by one of STEPS, or by one step of the
     grid. Only variables with several values change. Left out are points that do not fit, and those
-    that by the formula lose more than a share `likely` of the point's throughput, which is the
-    replayed one if the formula is above it."""
+    whose throughput by the formula is lower by more than a share `likely`. They are compared with
+    the point's replayed throughput if the formula is above it."""
     values = [np.unique(column) for column in cell.points.T]
     places = [place for place, own in enumerate(values) if len(own) > 1]
     ways = [(one, 0) for one in places] + [(one, other) for one in places for other in places
                                            if one < other]
     found: list[Point] = []
-    for one in places:  # grid steps: to the ends of phases, and from chunks to none
+    for one in places:  # grid steps reach the ends of phases, and switch chunks on and off
         at = int(np.searchsorted(values[one], point[one]))
         for value in values[one][max(at - 1, 0):at + 2].tolist():
             found.append((*point[:one], value, *point[one + 1:]))
@@ -44,6 +44,7 @@ def neighbours(cell: Cell, point: Point, likely: float = LIKELY) -> list[Point]:
 
 
 def _moved(value: int, step: float, sign: int) -> int:
-    """`value` times (sign 1) or divided by (-1) `step`, changed by at least one, at least 1."""
+    """`value` times (sign 1) or divided by (sign -1) `step`; changed by at least one, at least
+    1."""
     return max(value + 1, round(value * step)) if sign > 0 else max(
         min(value - 1, round(value / step)), 1)

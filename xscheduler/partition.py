@@ -1,10 +1,11 @@
-"""The division of a cluster into replicas of several sizes that has the most requests/s.
+"""The division of a cluster into replicas of several sizes that has the highest throughput.
 
-    qps_of  {number of devices: requests/s of one replica on as many}
+    qps_of  {number of devices: requests/s of one replica on so many}
     best    largest sum over all multisets of sizes that fit the cluster
 
 The best division of d devices follows from the best ones of fewer (dynamic programming), so that
-every division counts: n devices and m sizes take n m steps, or n m k for exactly k parts."""
+every division counts. For n devices and m sizes it takes n m steps, or n m k for exactly k
+parts."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from xgpt.core.problem import Problem
 
 
 class Division(NamedTuple):
-    """Devices of each replica, the largest first, and the requests/s of all replicas together."""
+    """Number of devices of each replica, the largest first, and the requests/s of all together."""
 
     throughput_qps: float
     sizes: tuple[int, ...]
@@ -24,16 +25,16 @@ NOTHING = Division(0.0, ())
 
 def best_division(qps_of: Mapping[int, float], devices: int,
                   parts: int | None = None) -> Division | None:
-    """The best division of at most `devices` into `parts` replicas (None: any number), of equals
-    the one of fewest replicas; None if no sizes add up to `parts`. A size of no requests/s is
-    unused."""
+    """The best division of at most `devices` into `parts` replicas (None: any number); None if no
+    sizes add up to `parts`. Of equal ones the one of fewest replicas is taken. A size with 0
+    requests/s is unused."""
     return _of_rooms(qps_of, devices, parts)[devices]
 
 
 def division_of(problem: Problem, qps_of: Mapping[int, float]) -> Division | None:
     """The best division of the problem's cluster into replicas, equal or not, each on devices of
-    one node or on whole nodes; None if there is none. qps_of: requests/s of a replica by its
-    devices."""
+    one node or on whole nodes; None if there is none. qps_of: {devices: requests/s of a
+    replica}."""
     cluster, copies = problem.cluster, problem.fixed.replicas
     each, nodes = cluster.devices_per_node, cluster.num_nodes
     if copies is not None:

@@ -1,11 +1,12 @@
-"""The one planner: the schedule of a problem, whatever is fixed, short, or yet to be observed.
+"""The one planner: the schedule of a problem, whether its values are fixed, it is short, or its
+lengths are yet to be observed. Four steps:
 
-    steady     the best of the policies that are searched, or that the job names, within the bound
-               and its confidence, explained
-    beginning  where outputs are known only as caps and no schedule keeps the bound with those:
-               the quickest there is
-    job        for a job of few requests what answers these soonest, ramp and drain included
-    room       for the longest request, where memory allows it"""
+1. Steady state: the best of the policies that are searched, or that the job names, within the
+   limits and their confidence.
+2. If outputs are known only as caps and no schedule keeps the limit at the caps: the schedule of
+   least latency to start with.
+3. For a job of few requests: the schedule of shortest makespan.
+4. KV cache for the longest request, if memory allows it."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ from xgpt.core.policies import changeable_policy, policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
-from xscheduler.copies import idle_note
+from xscheduler.cache_sizing import with_room
 from xscheduler.evaluator import Evaluator
-from xscheduler.fallback import begin
-from xscheduler.job_time import for_the_job
+from xscheduler.fallback import initial_or_raise
+from xscheduler.makespan import best_for_job
 from xscheduler.margin import Margins
 from xscheduler.progress import Watch
-from xscheduler.prospects import judged
-from xscheduler.room import with_room
+from xscheduler.prospects import with_prospects
+from xscheduler.replicas import idle_note
 from xscheduler.search_planner import SearchPlanner
 from xscheduler.unmeasured_engine import plan_untimed
 from xsimulator.roofline_limit import roofline_limit_qps
@@ -41,15 +42,16 @@ Horizon = Literal["job", "steady"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """`gap`: the search ends once nothing is better by more than this share; None: when it expects
-    nothing better. `max_nodes`: replays of one look over all configurations at most; None: as many
-    as it takes. `horizon`: plan for the problem's own requests, where it has any, or for the steady
-    state of a job without end. `untimed`: why the times are not those of what will run ("" where
-    they are). `has_margin`: the bound is kept with the constraint's confidence; else as it is
-    expected. `is_brief`: not explained, and not compared with what there would be without a bound.
-    `is_rough`: for a comparison, by fewer replays; all that is seen of it is about how good it is.
-    `max_seconds`: after so many it ends with what it has found and proved until then; None: when it
-    is done."""
+    """Options of a plan.
+
+    `gap`: optimality gap (a share) at which the search ends; None: it ends when it expects nothing
+    better. `max_nodes`: most replays of one pass over all configurations; None: the default.
+    `horizon`: plan for the problem's own requests, if it has any ("job"), or for the steady state.
+    `untimed`: why the times are not those of the engine that will run; "" if they are.
+    `has_margin`: the limit is kept with the constraint's confidence, else as expected. `is_brief`:
+    no explanation and no comparison with a plan without a limit. `is_rough`: fewer replays, for a
+    comparison. `max_seconds`: time limit, after which the best schedule so far is returned; None:
+    no limit."""
 
     gap: float | None = None
     max_nodes: int | None = None
@@ -63,16 +65,16 @@ class PlanOptions:
 
 def plan(problem: Problem, timing: TimingSource, options: PlanOptions | None = None, *,
          tell: Callable[[str], None] | None = None) -> Schedule:
-    """The schedule to run. `tell` takes notes for the user. Raises InfeasibleError, and InputError
+    """The schedule to run. tell: takes notes for the user. Raises InfeasibleError, and InputError
     for fixed values that the model or the cluster cannot hold."""
     return Planner(problem, timing, options, tell=tell).plan()
 
 
 def plan_with_enough(problem: Problem, plan: Callable[[Problem], Schedule],
                      tell: Callable[[str], None]) -> Schedule:
-    """`plan` of the problem or, where nothing but its number of requests forbids what the job fixes
-    (a job file that is tried on its first lines), of one without a number: its batches never fill.
-    Raises InfeasibleError."""
+    """The schedule by `plan` for the problem. If only the number of its requests forbids the values
+    that the job fixes (a job file tried on its first lines), the schedule of a job without a
+    number; its batches never fill. Raises InfeasibleError."""
     try:
         return plan(problem)
     except InfeasibleError as refusal:
@@ -85,54 +87,56 @@ def plan_with_enough(problem: Problem, plan: Callable[[Problem], Schedule],
         except InfeasibleError:
             raise refusal from None
     count = problem.num_queries
-    tell(f"note: the job has {count:,} quer{'y' if count == 1 else 'ies'}, fewer than its fixed "
-         "schedule keeps at work at a time: batches will not fill")
+    tell(f"note: the job has {count:,} request{'s' * (count != 1)}, fewer than its fixed schedule "
+         "keeps in the system: batches will not fill")
     return schedule
 
 
 class Planner:
-    """Schedules of one problem under one latency bound after the other: what was evaluated for one
-    serves the next."""
+    """Schedules of one problem under one latency limit after the other. Evaluations for one limit
+    are reused for the next."""
 
     def __init__(self, problem: Problem, timing: TimingSource, options: PlanOptions | None = None,
                  *, tell: Callable[[str], None] | None = None, watch: Watch | None = None) -> None:
-        """See `plan`. watch: another's, who resets it; else each schedule has a time of its own."""
-        keep_freed()
+        """watch: clock of a caller, who resets it; None: each schedule has a clock of its own.
+        Other arguments: see `plan`."""
+        keep_freed_memory()
         self.problem, self.timing, self.options = problem, timing, options or PlanOptions()
         self._watch, self._resets = watch or Watch(self.options.max_seconds), watch is None
         self._tell = tell if tell is not None else lambda text: None
         self._numberless: Planner | None = None
-        self._known: dict[float, Schedule] = {}  # of the steady state, by latency bound
+        self._known: dict[float, Schedule] = {}  # of the steady state, by latency limit
 
     def plan(self, latency_bound_s: float | None = None) -> Schedule:
-        """The schedule to run under a bound, by default the problem's. Raises InfeasibleError."""
-        problem = _bounded(self.problem, latency_bound_s)
-        with self._watched(), uncollected():
+        """The schedule to run under a latency limit (seconds), by default the problem's. Raises
+        InfeasibleError."""
+        problem = _with_limit(self.problem, latency_bound_s)
+        with self._watched(), garbage_collection_paused():
             schedule = with_room(plan_with_enough(
                 problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
                 problem)
-            schedule = judged(schedule, Margins(problem, self._evaluator), self._tell,
+            schedule = with_prospects(schedule, Margins(problem, self._evaluator), self._tell,
                               is_job=self.options.horizon == "job",
                               has_margin=self.options.has_margin and not self.options.untimed)
-        return _noted(problem, schedule.changed(hardware_qps=roofline_limit_qps(problem)))
+        return _with_idle_note(problem, schedule.changed(hardware_qps=roofline_limit_qps(problem)))
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
-        """The best schedule in steady state that keeps the bound (by default the problem's) with
+        """The best schedule in steady state that keeps the limit (by default the problem's) with
         the constraint's confidence. Raises InfeasibleError."""
-        with self._watched(), uncollected():
+        with self._watched(), garbage_collection_paused():
             return plan_with_enough(
-                _bounded(self.problem, latency_bound_s),
+                _with_limit(self.problem, latency_bound_s),
                 lambda enough: self._like(enough)._steady(enough), lambda note: None)
 
     def of(self, problem: Problem) -> Schedule:
-        """The steady state's schedule of a problem like this one, with the same options, by
-        replicas of unlike sizes where these are better. Raises InfeasibleError."""
-        own = self if _bounded(problem, self.problem.constraint.latency_s) == self.problem else (
+        """The steady-state schedule of a problem like this one, with the same options; also by
+        replicas of unequal sizes. Raises InfeasibleError."""
+        own = self if _with_limit(problem, self.problem.constraint.latency_s) == self.problem else (
             Planner(problem, self.timing, self.options))
         return own.steady(problem.constraint.latency_s)
 
     def without_margin(self, problem: Problem) -> Schedule:
-        """The best schedule of a problem like this one, all taken as certain. Raises
+        """The best schedule of a problem like this one without a safety margin. Raises
         InfeasibleError."""
         return self._search_of(problem).best(problem.constraint.latency_s, has_margin=False)
 
@@ -142,7 +146,7 @@ class Planner:
         return self._watch
 
     def _like(self, problem: Problem) -> Planner:
-        """The planner of the problem under any bound, perhaps without its number of requests."""
+        """The planner of the problem under any limit, perhaps without its number of requests."""
         if problem.num_queries == self.problem.num_queries:
             return self
         if self._numberless is None:
@@ -156,8 +160,8 @@ class Planner:
         try:
             schedule = self._steady(problem)
         except InfeasibleError as refused:
-            schedule = begin(problem, self.timing, refused)
-        return for_the_job(problem, self._evaluator, schedule, self._own.all_cells,
+            schedule = initial_or_raise(problem, self.timing, refused)
+        return best_for_job(problem, self._evaluator, schedule, self._own.all_cells,
                            cuts=self._watch.cuts, has_margin=self.options.has_margin,
                            is_rough=self.options.is_rough)
 
@@ -171,8 +175,8 @@ class Planner:
 
     @property
     def _narrowed(self) -> Problem:
-        """What is searched: lengths yet to be observed want a schedule that can be changed in
-        place."""
+        """The problem that is searched. If lengths are yet to be observed, only the policy that can
+        be changed in place is allowed."""
         fixed = self.problem.fixed
         changeable = changeable_policy(fixed)
         if self.options.horizon == "steady" or not self.problem.observes or not changeable:
@@ -193,42 +197,42 @@ class Planner:
                              is_brief=self.options.is_brief)
 
 
-def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:
+def _with_limit(problem: Problem, latency_bound_s: float | None) -> Problem:
     if latency_bound_s is None:
         return problem
     return replace(problem, constraint=problem.constraint.with_latency(limit_s=latency_bound_s))
 
 
-def _noted(problem: Problem, schedule: Schedule) -> Schedule:
-    """The schedule with a word on devices that no replica has."""
+def _with_idle_note(problem: Problem, schedule: Schedule) -> Schedule:
+    """The schedule with a note on devices that no replica uses."""
     note = idle_note(problem.cluster, schedule.estimate)
     return schedule.changed(notes=(*schedule.estimate.notes, note)) if note else schedule
 
 
 _lock = threading.Lock()
-_held = 0  # who has asked for it not to, now
+_num_paused = 0  # callers inside garbage_collection_paused
 _was_enabled = True
-_others_froze = False  # once seen, taken to stay so: what is frozen is counted one by one
+_others_froze = False  # kept once it was true, since counting frozen objects takes long
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Python looks for no garbage that refers to itself meanwhile, in any thread: over all there is
-    after some hundred objects more, that is a tenth to a third of a search. What is not referred to
-    is freed as ever. For seconds of work, not for a whole run. What is left of it in the end counts
-    as old: it is looked at when all there is is, and not at once."""
-    global _held, _was_enabled
+def garbage_collection_paused() -> Iterator[None]:
+    """Pauses Python's cyclic garbage collector in all threads. It visits all objects after some
+    hundred new ones, which takes a tenth to a third of a search. Objects without references are
+    freed as ever. For seconds of work, not for a whole run. Objects that remain at the end count as
+    old, so they are visited only in a full collection."""
+    global _num_paused, _was_enabled
     with _lock:
-        if not _held:
+        if not _num_paused:
             _was_enabled = gc.isenabled()
             gc.disable()
-        _held += 1
+        _num_paused += 1
     try:
         yield
     finally:
         with _lock:
-            _held -= 1
-            if not _held and _was_enabled:
+            _num_paused -= 1
+            if not _num_paused and _was_enabled:
                 _age()
                 gc.enable()
 
@@ -236,25 +240,25 @@ def uncollected() -> Iterator[None]:
 def _age() -> None:
     global _others_froze
     _others_froze = _others_froze or gc.get_freeze_count() > 0
-    if not _others_froze:  # nor is what others have frozen melted
+    if not _others_froze:  # unfreeze() would also release objects that others have frozen
         gc.freeze()
         gc.unfreeze()
 
 
-# glibc's mallopt(3): its numbers, the variables by which a user sets the same, and what is set
+# glibc's mallopt(3): its numbers, the environment variables for the same, and the bytes set here
 _TRIM, _PAD, _MAPPED = -1, -2, -3
 _OPTIONS = {
-    _TRIM: ("MALLOC_TRIM_THRESHOLD_", 2**30),  # bytes free at the end before they are given back
-    _PAD: ("MALLOC_TOP_PAD_", 64 * 2**20),  # asked for beyond what is wanted
-    _MAPPED: ("MALLOC_MMAP_THRESHOLD_", 32 * 2**20),  # from which on a block is the system's own
+    _TRIM: ("MALLOC_TRIM_THRESHOLD_", 2**30),  # free at the heap's end before it is returned
+    _PAD: ("MALLOC_TOP_PAD_", 64 * 2**20),  # added to each request to the system
+    _MAPPED: ("MALLOC_MMAP_THRESHOLD_", 32 * 2**20),  # blocks from this size on are mapped alone
 }
 
 
 @cache
-def keep_freed() -> None:
-    """From now on this process keeps what it frees, up to 1 GiB, for itself: glibc would give it to
-    the system, and have it again page by page (one to five hundredths of a search's time). What a
-    user's environment says of it stays; with another C library than glibc nothing changes."""
+def keep_freed_memory() -> None:
+    """Makes this process keep up to 1 GiB of freed memory. By default glibc returns it to the
+    system and requests it again page by page (one to five hundredths of a search's time). Values in
+    the user's environment stay. With another C library than glibc nothing changes."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return

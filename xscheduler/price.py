@@ -1,11 +1,11 @@
-"""What relaxing each limit a little would bring. Each answer comes from a search of its own.
+"""Gain from relaxing each limit a little. Each answer comes from a search of its own.
 
     latency   a 10 % longer limit (only if there is one)
     devices   one more GPU in a cluster of one node, else one more node
     memory    10 % more on every device
 
-An offer without a gain says why. If the problem has no schedule, the offers say what would give it
-one."""
+An offer without a gain says why. If the problem has no schedule, the offers say which limit
+prevents one."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ STEP = 0.1  # chosen: share by which a limit is relaxed
 VARIABLES = ("replicas", "policy", "encode_batch", "decode_iterations", "decode_micro_batches",
              "tp_degree", "tp_gpus")
 Find = Callable[[Problem], Schedule]
-AS_IT_IS = "as it is"  # the offer that says why there is no schedule now
+UNCHANGED = "as it is"  # the offer that says why there is no schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What one relaxed limit brings. throughput_qps None: no schedule, or not searched. gain None:
-    nothing to compare with. reason: why there is no gain; None if there is one."""
+    """The outcome of one relaxed limit. throughput_qps None: no schedule, or not searched. gain
+    None: nothing to compare with. reason: why there is no gain; None if there is one."""
 
     what: str
     throughput_qps: float | None = None
@@ -56,26 +56,27 @@ class Offer:
             return f"{self.what}: {self.reason}"
         offered = f"{self.what}: {self.throughput_qps:.4g} requests/s"
         if self.gain is None:
-            return f"{offered}, where there is no schedule now"
+            return f"{offered}; without it there is no schedule"
         changed = f" ({', '.join(map(str, self.changes))})" if self.changes else ""
         return f"{offered}, {self.gain:+.1%}{changed}{f'; {self.reason}' if self.reason else ''}"
 
 
 def price(problem: Problem, find: Find) -> tuple[Offer, ...]:
-    """Offers in the order latency, devices, memory. find: the steady-state schedule of a problem
-    like this one (a planner's `of`); raises InfeasibleError."""
+    """Offers in the order latency, devices, memory. find: returns the steady-state schedule of a
+    problem like this one (a planner's `of`); raises InfeasibleError."""
     base, offers = None, []
     try:
         base = find(problem)
-    except InfeasibleError as cause:  # what binds, and the tightest bound that can be met
-        offers.append(Offer(what=AS_IT_IS, reason=str(cause)))
+    except InfeasibleError as cause:  # names the limit, and the tightest that can be kept
+        offers.append(Offer(what=UNCHANGED, reason=str(cause)))
     return (*offers, *(Offer(what=what, reason=changed) if isinstance(changed, str) else
                        _offer(what, problem, changed, find, base)
                        for what, changed in _relaxed(problem)))
 
 
 def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
-    """(words, problem with one limit relaxed or the reason why it is not offered) of each limit."""
+    """(words, problem with one limit relaxed or the reason why it is not offered) for each
+    limit."""
     constraint, cluster = problem.constraint, problem.cluster
     relaxed: list[tuple[str, Problem | str]] = []
     if not math.isinf(constraint.latency_s):
@@ -93,7 +94,7 @@ def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
         more = replace(cluster, num_nodes=cluster.num_nodes + 1)
         relaxed.append((f"one more node ({more.num_devices} GPUs)", replace(problem, cluster=more)))
     device = replace(cluster.device, memory_bytes=round(cluster.device.memory_bytes * (1 + STEP)))
-    room = format_bytes(capacity_bytes(device))  # what a plan may use, as its own figures tell it
+    room = format_bytes(capacity_bytes(device))
     relaxed.append((f"{STEP:.0%} more memory ({room} per rank)", replace(
         problem, cluster=replace(cluster, device=device))))
     return relaxed
@@ -106,7 +107,7 @@ def _offer(what: str, problem: Problem, changed: Problem, find: Find,
     except InfeasibleError as cause:
         either = "no schedule then either: " if base is None else ""
         return Offer(what=what, reason=f"{either}{cause}")
-    except InputError as cause:  # what the job fixes does not go with the changed cluster
+    except InputError as cause:  # the job fixes values that the changed cluster excludes
         return Offer(what=what, reason="; ".join(mistake.allowed for mistake in cause.mistakes))
     qps = estimate.figures.throughput_qps
     if base is None:
@@ -127,7 +128,8 @@ def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
 
 
 def _variables(estimate: Estimate) -> dict[str, Any]:
-    """Of each that a policy has not, what comes to the same."""
+    """{name: value} of VARIABLES. A variable that the policy lacks has the value of an equivalent
+    one."""
     deployment, figures = estimate.deployment, estimate.figures
     return {"replicas": deployment.replicas, "encode_batch": figures.encode_batch,
             "decode_iterations": figures.decode_iterations,
@@ -142,13 +144,13 @@ def _why_nothing(gain: float, problem: Problem, changed: Problem,
     if changed.cluster.num_devices != problem.cluster.num_devices:
         if base.deployment.replicas > 1:
             each = base.deployment.devices_per_replica
-            return f"it would idle: a copy of the model takes {each}, and larger ones bring no more"
+            return f"it would idle: a replica takes {each}, and larger replicas bring no more"
         return ("all devices must be used, and the layers do not divide as well over these"
                 if gain < -NOTHING else "the time of a stage does not fall: its layers do not "
                                         "divide, or its collectives grow")
     share = max(figures.memory_bytes) / figures.memory_capacity_bytes
     used = f"{share:.0%} of the fullest device's"
     if changed.constraint.latency_s > limit_s:
-        return (f"that alone brings nothing: {figures.latency_s / limit_s:.0%} of the bound is "
+        return (f"no gain from that alone: {figures.latency_s / limit_s:.0%} of the limit is "
                 f"used, and {used} memory")
-    return f"that alone brings nothing: {used} is used"
+    return f"no gain from that alone: {used} is used"

@@ -9,12 +9,12 @@ from xgpt.core.units import format_seconds
 
 
 class Watch:
-    """Adds up the seconds spent inside `with watch:` since `reset`. A search asks `cuts` and ends
-    once the limit is over; what it has proved until then holds. Without a limit the clock has no
-    influence on the search."""
+    """Adds up the seconds spent inside `with watch:` since `reset`. A search calls `cuts` and ends
+    once the time limit is over; all that it has proved until then holds. Without a limit the clock
+    has no influence on the search."""
 
     def __init__(self, max_seconds: float | None = None) -> None:
-        """max_seconds: time limit of a search; None: none."""
+        """max_seconds: time limit of a search; None: no limit."""
         self._most_s = math.inf if max_seconds is None else max_seconds
         self._depth, self._before_s, self._begin_s = 0, 0.0, 0.0
         self._points = self._replays = 0
@@ -50,7 +50,7 @@ class Watch:
         return self.is_over
 
     def note(self, points: int, replays: int) -> None:
-        """Records how many configurations were evaluated, and how many of them by a replay."""
+        """Records the number of configurations evaluated, and of those replayed."""
         self._points, self._replays = points, replays
 
     @property

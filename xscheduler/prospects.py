@@ -13,8 +13,8 @@ from xscheduler.margin import Margins
 PACE: tuple[Metric, ...] = ("ttft", "tpot")
 
 
-def pace_of(margins: Margins, estimate: Estimate) -> list[Prospect]:
-    """Expected TTFT and TPOT, for those that have a limit."""
+def pace_prospects(margins: Margins, estimate: Estimate) -> list[Prospect]:
+    """Expected TTFT and TPOT, in seconds, for those that have a limit."""
     constraint, found = margins.problem.constraint, []
     for metric in PACE:
         bound = constraint.bound_on(metric)
@@ -26,25 +26,27 @@ def pace_of(margins: Margins, estimate: Estimate) -> list[Prospect]:
     return found
 
 
-def keeps_pace(margins: Margins, estimate: Estimate) -> bool:
-    return all(one.is_kept for one in pace_of(margins, estimate))
+def keeps_pace_limits(margins: Margins, estimate: Estimate) -> bool:
+    """Whether an estimate keeps the limits on TTFT and TPOT with its safety margin."""
+    return all(one.is_kept for one in pace_prospects(margins, estimate))
 
 
-def judged(schedule: Schedule, margins: Margins, tell: Callable[[str], None], *, is_job: bool,
-           has_margin: bool) -> Schedule:
+def with_prospects(schedule: Schedule, margins: Margins, tell: Callable[[str], None], *,
+                   is_job: bool, has_margin: bool) -> Schedule:
     """The schedule with all limits of its problem and the expected figures for those not on
-    latency. is_job: also for the makespan. Raises InfeasibleError if the makespan is too long."""
+    latency. is_job: also for the makespan. tell: takes a note for the user. Raises InfeasibleError
+    if the makespan is too long."""
     problem = margins.problem
     further = [bound for bound in problem.constraint.bounds if bound.metric != "latency"]
     if not further:
         return schedule
     schedule = schedule.changed(bounds=(schedule.bound, *further))
-    prospects = pace_of(margins, schedule.estimate) if has_margin else []
+    prospects = pace_prospects(margins, schedule.estimate) if has_margin else []
     makespan = _makespan_of(margins, schedule.estimate, has_margin) if is_job else None
     if makespan is None:
         return schedule.changed(prospects=tuple(prospects))
     if problem.observes:
-        tell("note: whether the job is done in time is told once output lengths have been seen")
+        tell("note: the makespan can be checked only once output lengths are known")
     elif not makespan.is_kept:
         raise _too_long(makespan, problem.num_queries or 0, problem)
     return schedule.changed(prospects=(*prospects, makespan))

@@ -1,4 +1,4 @@
-"""Error messages for problems without a schedule: the cause, and what is possible instead."""
+"""Error messages for problems without a schedule: the cause, and the nearest possible limit."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _PACE: tuple[Metric, ...] = ("ttft", "tpot")
 
 
 class Smallest(NamedTuple):
-    """The point that needs least memory: bytes on its fullest device, requests present. is_timed:
-    step times are known for some size."""
+    """The point that needs least memory. memory_bytes: on its fullest device. present: requests in
+    the system. is_timed: step times are known for some size."""
 
     memory_bytes: float = math.inf
     present: float = math.inf
@@ -39,7 +39,7 @@ class Smallest(NamedTuple):
     point: Point = ()
 
     def beside(self, other: Smallest) -> Smallest:
-        """The smaller of both."""
+        """The smaller of both points."""
         less = min(self, other, key=lambda one: (one.memory_bytes, one.present))
         return less._replace(is_timed=self.is_timed or other.is_timed)
 
@@ -66,7 +66,7 @@ def check(problem: Problem, timing: TimingSource) -> None:
 def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: Feasibility,
                bound_s: float) -> InfeasibleError:
     """The error for a problem without a feasible schedule: the tightest latency limit that can be
-    met, or what rules out every configuration."""
+    kept, or the reason against every configuration."""
     quickest = search.quickest()
     if not quickest:
         return InfeasibleError(_without_room(problem, timing))
@@ -76,8 +76,8 @@ def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: Fe
         least_s = min(getattr(one.replayed.figures, f"{metric}_s") for one in quickest)
         if least_s > limit_s:
             return InfeasibleError(
-                f"no schedule satisfies the bound of {format_seconds(limit_s)} on "
-                f"{METRIC_WORDS[metric]}: the least seen is {seconds_up(least_s)} s")
+                f"no schedule keeps the limit of {format_seconds(limit_s)} on "
+                f"{METRIC_WORDS[metric]}: the least found is {seconds_up(least_s)} s")
 
     def needed_s(one: Found) -> float:
         return one.replayed.latency_s * keeps.factor(one.cell, one.point)
@@ -92,7 +92,7 @@ def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: Fe
     remedy = keeps.margin(best.cell, best.point).remedy if margin else ""
     qps = best.cell.copies * best.replayed.throughput_qps
     return InfeasibleError(
-        f"no schedule was found that satisfies the bound of {format_seconds(bound_s)} for a query "
+        f"no schedule was found that keeps the limit of {format_seconds(bound_s)} for a request "
         f"of {longest} output tokens (quantile {constraint.quantile:g}). The tightest that can be "
         f"met is {tightest} s{margin}, by policy {best.cell.policy}, "
         f"{point_words(best.cell, best.point)} ({qps:.3g} requests/s): {_binding(best)}"
@@ -100,7 +100,7 @@ def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: Fe
 
 
 def _binding(one: Found) -> str:
-    """The part of the latency that takes most of it, in words."""
+    """The phase that takes most of the latency, in words."""
     estimate = one.replayed.estimate
     figures, depth = estimate.figures, len(estimate.deployment.decoding.stages)
     if figures.encode_s > figures.latency_s - figures.encode_s:
@@ -122,17 +122,17 @@ def _without_room(problem: Problem, timing: TimingSource) -> str:
                  f"fullest device, of which {format_bytes(room)} can be used{by}")
         if math.isinf(least.memory_bytes):
             needs = "The weights alone take more than all devices have"
-        return (f"no schedule: there is too little memory. {needs}; it takes {smaller}more "
-                "devices, or a smaller model, dtype or maximum output")
+        return (f"no schedule: there is too little memory. {needs}; use {smaller}more devices, or "
+                "a smaller model, dtype or maximum output")
     if not least.is_timed:
-        return ("no schedule: the profile was measured for smaller sizes than this job's, and "
-                "says nothing beyond 4 times as much; measure one for this job")
-    return (f"no schedule: the job has {problem.num_queries} queries, and the fewest that are "
-            f"present at a time are {least.present:.0f}{by}")
+        return ("no schedule: the profile was measured for smaller sizes than this job's (at most "
+                "4 times its sizes are extrapolated); measure one for this job")
+    return (f"no schedule: the job has {problem.num_queries} requests, and every configuration "
+            f"has at least {least.present:.0f} present at a time{by}")
 
 
 def _least_room(problem: Problem, timing: TimingSource) -> Smallest:
-    """The point that needs least memory, whether it fits or not."""
+    """The point that needs least memory, even if it does not fit."""
     least = Smallest()
     for part in parts_of(problem, is_any=True):
         try:

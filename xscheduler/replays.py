@@ -1,4 +1,4 @@
-"""Replays of configurations on one part of the cluster, all of the same random requests."""
+"""Replays of configurations on one part of the cluster, all with the same random requests."""
 
 import math
 from collections.abc import Hashable
@@ -23,8 +23,8 @@ _SHOWN = ("throughput_qps", "latency_s", "ttft_s", "tpot_s")
 
 
 class Replayed(NamedTuple):
-    """The steady state of a replay of so many requests; figures None: there was none, or steps had
-    sizes without known times."""
+    """An estimate and the steady-state figures of its replay with `queries` requests. figures None:
+    no steady state, or steps had sizes without known times."""
 
     estimate: Estimate
     figures: SteadyFigures | None
@@ -32,21 +32,22 @@ class Replayed(NamedTuple):
 
     @property
     def throughput_qps(self) -> float:
-        """Requests/s of one replica."""
+        """Requests/s of one replica; 0 without a steady state."""
         return 0.0 if self.figures is None else self.figures.throughput_qps
 
     @property
     def latency_s(self) -> float:
-        """Latency at the constraint's quantile, s; infinite without a steady state."""
+        """Latency, in seconds, at the constraint's quantile; infinite without a steady state."""
         return math.inf if self.figures is None else self.figures.latency_s
 
     def shown(self, problem: Problem) -> Estimate:
-        """The estimate with the replay's figures; those that no request had stay the formula's."""
+        """The estimate with the replay's figures; figures that the replay lacks stay the
+        formula's."""
         if self.figures is None:
             return self.estimate
-        seen = {name: value for name in _SHOWN
-                if not math.isnan(value := getattr(self.figures, name))}
-        return self.estimate.changed(**seen, output_tokens_per_s=(
+        known = {name: value for name in _SHOWN
+                 if not math.isnan(value := getattr(self.figures, name))}
+        return self.estimate.changed(**known, output_tokens_per_s=(
             self.figures.throughput_qps * problem.lengths.outputs.mean))
 
 
@@ -61,7 +62,7 @@ class Replays:
         self.known: dict[Hashable, Replayed] = {}
 
     def of(self, estimate: Estimate, queries: int) -> Replayed:
-        """The steady state in a replay of so many requests."""
+        """The steady state of an estimate in a replay of `queries` requests."""
         problem = self.problem
         while len(self._drawn[0]) < queries:  # a longer replay begins with the same requests
             more = problem.lengths.sample(DRAWN, self._rng)

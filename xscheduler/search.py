@@ -24,12 +24,12 @@ from xscheduler.space import (
     LEAST_GAIN,
     NOTHING,
     OPTIMISM,
-    Alike,
     Cell,
+    CellKind,
+    Correction,
     Expected,
-    Off,
     Point,
-    usual_off,
+    mean_corrections,
 )
 from xsimulator.replay.prediction import CHECKED_ROUNDS, LEAST_CHECKED, num_checked_queries
 from xsimulator.replay.steady_state import ROUNDING, enough_queries
@@ -54,8 +54,8 @@ class ReplayedCells:
     """The cells of one problem with the replays of their points."""
 
     def __init__(self, problem: Problem, cells: Iterable[tuple[Cell, Replays]]) -> None:
-        """cells: fresh ones, each with the replays of its part of the cluster, which may be shared
-        with other searches."""
+        """cells: without replays, each with the Replays of its part of the cluster, which may be
+        shared with other searches."""
         self.problem, self._replays, self.num_replays = problem, dict(cells), 0
         self.cells: dict[int, list[Cell]] = {}  # by devices of a replica
         # (everything that the expectation depends on, the expectation)
@@ -74,8 +74,8 @@ class ReplayedCells:
         return self.num_replays + sum(cell.num_points for cell in self._replays)
 
     @property
-    def passed_over(self) -> tuple[tuple[str, int], ...]:
-        """(reason, number of cells) of the cells without any replay."""
+    def unreplayed(self) -> tuple[tuple[str, int], ...]:
+        """(reason, number of cells) for the cells without any replay."""
         empty = sum(not len(cell.points) for cell in self._replays)
         unseen = sum(not cell.off for cell in self._replays) - empty
         return tuple((why, count) for why, count in (
@@ -84,8 +84,8 @@ class ReplayedCells:
     def best_of(self, keeps: Feasibility, is_wanted: Callable[[Cell], bool],
                 chosen_qps: float = math.inf) -> Found | None:
         """The best replayed point of the wanted cells, or None; only cells with as many replicas as
-        the job asks for. A point that beats `chosen_qps` in a short replay is replayed as long as
-        the chosen one was."""
+        the job asks for. A point that beats `chosen_qps` in a short replay is replayed with as many
+        requests as the chosen one."""
         cells = [cell for cell in self._replays if is_wanted(cell) and self.is_whole(cell)]
         for _ in range(TRIES):
             one = self.best_replayed(keeps, cells)
@@ -108,7 +108,7 @@ class ReplayedCells:
                 best, most = Found(cell, found.point, cell.copies), found.throughput_qps
         return best
 
-    def of_replayed(self, keeps: Feasibility) -> list[Found]:
+    def best_replayed_division(self, keeps: Feasibility) -> list[Found]:
         """The best division of the cluster by replayed points alone; [] if there is none."""
         best = {size: one for size, cells in self.cells.items()
                 if (one := self.best_replayed(keeps, cells)) is not None}
@@ -120,22 +120,22 @@ class ReplayedCells:
                 for size in dict.fromkeys(division.sizes)]
 
     def expected(self, cell: Cell, keeps: Feasibility,
-                  usual: Mapping[Alike, Off]) -> Expected:
-        """The best point that the cell is expected to have. usual: mean error of the formula over
-        similar cells."""
-        limits, prior = keeps.limits(cell), usual.get(cell.alike, Off())
+                  usual: Mapping[CellKind, Correction]) -> Expected:
+        """The best point that the cell is expected to have. usual: mean correction of the formula
+        over similar cells."""
+        limits, prior = keeps.limits(cell), usual.get(cell.alike, Correction())
         state = keeps, cell.num_noted, cell.misses, cell.is_coarse, limits, prior
         known = self._expected.get(cell)
         if known is None or known[0] != state:
             own = cell.best_replayed(partial(keeps.is_kept, cell))
-            limits = keeps.limits(cell)  # of the margins that this asked for
+            limits = keeps.limits(cell)  # with the margins that this has computed
             known = (*state[:4], limits, prior), cell.expected(limits, prior, own)
             self._expected[cell] = known
         return known[1]
 
     def replay(self, cell: Cell, point: Point, *, times: int = 0) -> Replayed:
-        """Replays a point with `times` as many requests as it takes to check a latency limit, or
-        (0) with the fewer requests of a first replay. A longer replay of the point is reused."""
+        """The replay of a point with `times` as many requests as a check of a latency limit takes,
+        or (0) with the fewer requests of a first replay. A longer replay of the point is reused."""
         found = cell.replayed.get(point)
         estimate = cell.formula.estimate(cell.plan, point) if found is None else found.estimate
         whole = num_checked_queries(cell.problem, estimate)
@@ -155,7 +155,8 @@ class ReplayedCells:
         return found
 
     def quickest(self) -> list[Found]:
-        """Replays the TRIES points with the least rough latency; [] if no cell has a point."""
+        """Replays the TRIES points with the least rough latency, and returns those with a steady
+        state; [] if no cell has a point."""
         likely = sorted(((float(cell.rough.latency_s[row]), index, row)
                          for index, cell in enumerate(self._replays)
                          if len(cell.points) and self.is_whole(cell)
@@ -170,7 +171,7 @@ class ReplayedCells:
 
 RUNNERS_UP = 4  # chosen: at most so many start a local search
 # chosen: replays of a policy without a feasible point, or of a cell with few; local searches
-LOOKS = 3
+PROBES = 3
 MOST_REPLAYS = 400  # chosen: of one pass over all cells
 
 
@@ -180,8 +181,8 @@ class Search(ReplayedCells):
     def __init__(self, problem: Problem, cells: Iterable[tuple[Cell, Replays]], *,
                  cuts: Callable[[], bool] = lambda: False,
                  most_replays: int | None = None) -> None:
-        """cells: see ReplayedCells. cuts: true once the search must end with what it has.
-        most_replays: of one pass over all cells."""
+        """cells: see ReplayedCells. cuts: returns true once the search must end with the best so
+        far. most_replays: of one pass over all cells."""
         super().__init__(problem, cells)
         self._cuts, self._most_replays = cuts, most_replays or MOST_REPLAYS
         self._climbed: set[tuple[Cell, Point, Feasibility]] = set()  # local optima
@@ -189,15 +190,17 @@ class Search(ReplayedCells):
     def best(self, keeps: Feasibility, enough_qps: float = math.inf, *,
              is_compared: bool = False) -> list[Found]:
         """The replicas, equal or not, with the highest throughput together; [] if none was found
-        that keeps the limits. enough_qps: throughput at which the search may stop. is_compared:
-        the result is only shown beside the chosen schedule, so steps 4 and 5 are left out."""
+        that keeps the limits.
+
+        `enough_qps`: throughput at which the search may stop. `is_compared`: the result is only
+        shown beside the chosen schedule, so steps 4 and 5 are left out."""
         found = self._look(keeps) or (self._look(keeps) if self.quickest() else [])
         if is_compared:
             return found
         if self._replay_unseen(found, keeps):
             found = self._look(keeps)
-        for _ in range(LOOKS):
-            if self._cuts() or together_qps(found) >= enough_qps:
+        for _ in range(PROBES):
+            if self._cuts() or total_qps(found) >= enough_qps:
                 break
             improved = False
             self._try_nearly_as_good(found, keeps)
@@ -208,37 +211,37 @@ class Search(ReplayedCells):
             if not improved and again == found:
                 break
             found = again
-        first_qps, sure = together_qps(found), self._surely_best(found, keeps)
-        if together_qps(sure) > (1 - LEAST_GAIN) * first_qps:
+        first_qps, sure = total_qps(found), self._surely_best(found, keeps)
+        if total_qps(sure) > (1 - LEAST_GAIN) * first_qps:
             return sure
-        for one in sure:  # the longest replay chose another point, which was no start until now
+        for one in sure:  # the longest replay chose another point: start from it, too
             self._climb(one.cell, one.point, keeps)
-        return max(sure, self._surely_best(self._look(keeps), keeps), key=together_qps)
+        return max(sure, self._surely_best(self._look(keeps), keeps), key=total_qps)
 
     def _surely_best(self, found: list[Found], keeps: Feasibility) -> list[Found]:
         """Replays the best points with most requests, one after the other, until no other point
-        promises noticeably more than the best of these."""
+        promises noticeably more than the best of these. Returns the best."""
         best: list[Found] = []
         for _ in range(TRIES):
             for one in found:
                 self.replay(one.cell, one.point, times=SURE)
             if all(keeps.is_kept(one.cell, one.point) for one in found):
-                best = max(best, found, key=together_qps)
+                best = max(best, found, key=total_qps)
             again = self._look(keeps)
-            if again == found or (best and together_qps(again) <= (
-                    1 + NOTHING) * together_qps(best)):
+            if again == found or (best and total_qps(again) <= (
+                    1 + NOTHING) * total_qps(best)):
                 break
             found = again
         return best or found
 
-    def look_at_each(self, keeps: Feasibility) -> None:
-        """Replays up to LOOKS promising points of each policy that has no feasible one yet."""
+    def probe_policies(self, keeps: Feasibility) -> None:
+        """Replays up to PROBES promising points of each policy that has no feasible one yet."""
         for name in {cell.policy for cell in self._replays}:
-            for _ in range(LOOKS):
+            for _ in range(PROBES):
                 cells = [cell for cell in self._replays if cell.policy == name]
                 if self.best_of(keeps, cells.__contains__) or self._cuts():
                     break
-                usual = usual_off(list(self._replays))
+                usual = mean_corrections(list(self._replays))
                 expected = [self.expected(cell, keeps, usual) for cell in cells]
                 cell, best = max(zip(cells, expected, strict=True),
                                  key=lambda pair: pair[1].throughput_qps)
@@ -248,9 +251,9 @@ class Search(ReplayedCells):
                 cell.misses += not keeps.is_kept(cell, best.point)
 
     def _look(self, keeps: Feasibility) -> list[Found]:
-        """Replays what the best division is expected to consist of, until all parts of the best
-        division are replayed points (steps 1 to 3)."""
-        usual = dict(usual_off(list(self._replays)))
+        """Replays the points that the best division is expected to consist of, until all parts of
+        the best division are replayed points (steps 1 to 3). Returns that division."""
+        usual = dict(mean_corrections(list(self._replays)))
         before_look = self.num_replays
         most = before_look + self._most_replays
         expected = {cell: self.expected(cell, keeps, usual) for cell in self._replays}
@@ -274,30 +277,30 @@ class Search(ReplayedCells):
                               division.sizes.count(size))
                         for size in dict.fromkeys(division.sizes)]
             if self.num_replays >= most or self._cuts():
-                found = self.of_replayed(keeps)
-                if found or self.num_replays >= min(most, before_look + LOOKS):
+                found = self.best_replayed_division(keeps)
+                if found or self.num_replays >= min(most, before_look + PROBES):
                     return found
             size = max(unsure, key=lambda one: qps_of[one] * division.sizes.count(one))
             cell, point = tops[size], expected[tops[size]].point
             assert point is not None
             self.replay(cell, point)
             cell.misses += not keeps.is_kept(cell, point)
-            before, usual = usual, dict(usual_off(list(self._replays)))
+            before, usual = usual, dict(mean_corrections(list(self._replays)))
             for other in self._replays:
                 if other is cell or (not other.off and other.alike == cell.alike
                                      and usual != before):
                     expected[other] = self.expected(other, keeps, usual)
 
     def _replay_unseen(self, found: Sequence[Found], keeps: Feasibility) -> bool:
-        """Replays points of other cells on the chosen numbers of devices that beat the incumbent
-        if their formula is right, though similar cells, or a point or two of their own, say that
-        it is too high. Returns whether there was any."""
+        """Replays points of other cells on the chosen numbers of devices that beat the incumbent if
+        their formula is right. Similar cells, or few points of their own, may suggest that it is
+        too high. Returns whether there was any."""
         before = self.num_replays
         for one in found:
             own_qps = one.cell.copies * one.replayed.throughput_qps
             for cell in self.cells[one.cell.problem.cluster.num_devices]:
-                while len(cell.off) < LOOKS and not self._cuts():
-                    likely = cell.expected(keeps.limits(cell), Off(), Expected())
+                while len(cell.off) < PROBES and not self._cuts():
+                    likely = cell.expected(keeps.limits(cell), Correction(), Expected())
                     optimistic_qps = likely.throughput_qps * (1 + OPTIMISM if cell.off else 1)
                     if likely.point is None or optimistic_qps <= own_qps:
                         break
@@ -307,8 +310,8 @@ class Search(ReplayedCells):
 
     def _try_nearly_as_good(self, found: Sequence[Found], keeps: Feasibility) -> None:
         """Replays points that are expected to come within OPTIMISM of the incumbent."""
-        own_qps = together_qps(found)
-        usual = usual_off(list(self._replays))
+        own_qps = total_qps(found)
+        usual = mean_corrections(list(self._replays))
         expected = [(self.expected(cell, keeps, usual), number, cell)
                     for number, cell in enumerate(self._replays)]
         nearly = [(one.throughput_qps, number, one.point, cell) for one, number, cell in expected
@@ -319,7 +322,7 @@ class Search(ReplayedCells):
 
     def _runners_up(self, found: Sequence[Found], keeps: Feasibility) -> list[Found]:
         """The best points of other cells that come within OPTIMISM of the incumbent."""
-        own_qps = together_qps(found)
+        own_qps = total_qps(found)
         taken = {one.cell for one in found}
         others: list[tuple[float, int, Found]] = []
         for cell in self._replays:
@@ -333,8 +336,8 @@ class Search(ReplayedCells):
         return [one for _, _, one in sorted(others, reverse=True)[:RUNNERS_UP]]
 
     def _nearly_kept(self, cell: Cell, keeps: Feasibility, own_qps: float) -> Expected:
-        """Of the points with more throughput that miss the latency limit by at most LEAST_GAIN, the
-        quickest."""
+        """The point of least latency among those with more throughput that exceed the latency limit
+        by at most LEAST_GAIN."""
         limit_s = keeps.limits(cell).latency_s
         near = [(one.latency_s, cell.copies * one.throughput_qps, point)
                 for point, one in cell.replayed.items()
@@ -344,9 +347,9 @@ class Search(ReplayedCells):
 
     def _climb(self, cell: Cell, point: Point, keeps: Feasibility) -> bool:
         """Local search: moves to a better neighbour until there is none. Returns whether it moved.
-        All points are replayed whole."""
+        All points are replayed with the requests of a whole check."""
         def feasible_qps(at: Point, least_qps: float = 0.0) -> float:
-            """Throughput, 0 if infeasible or at most `least_qps` (its margin is then not asked)."""
+            """Throughput; 0 if infeasible or at most `least_qps`, which needs no margin."""
             qps = cell.replayed[at].throughput_qps
             return qps if qps > least_qps and keeps.is_kept(cell, at) else 0.0
 
@@ -367,5 +370,5 @@ class Search(ReplayedCells):
         return improved
 
 
-def together_qps(found: Sequence[Found]) -> float:
+def total_qps(found: Sequence[Found]) -> float:
     return sum(one.copies * one.replayed.throughput_qps for one in found)

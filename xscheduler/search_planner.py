@@ -1,6 +1,6 @@
-"""The best schedule of a problem with everything that is said about it: the upper bound and the
-gap, the best of every other policy and tensor-parallel degree, the cost of the limit and of the
-safety margin."""
+"""The best schedule of a problem with its proof and comparisons: the upper bound and the gap, the
+best of every other policy and tensor-parallel degree, the cost of the limit and of the safety
+margin."""
 
 import math
 import time
@@ -24,7 +24,6 @@ from xgpt.core.schedule import (
 )
 from xprofiler.timing import TimingSource
 from xscheduler.cells import cells_of, parts_of
-from xscheduler.copies import sizes_of
 from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
 from xscheduler.feasibility import Feasibility
@@ -33,8 +32,9 @@ from xscheduler.margin import Margins
 from xscheduler.partition import division_of
 from xscheduler.progress import Watch
 from xscheduler.refusals import check, refusal_of
-from xscheduler.search import SURE, Found, Search, together_qps
-from xscheduler.space import Cell, fresh
+from xscheduler.replicas import replica_sizes
+from xscheduler.search import SURE, Found, Search, total_qps
+from xscheduler.space import Cell, without_replays
 from xsimulator.bound import Kind, UpperBound
 from xsimulator.plans import PlanCache
 
@@ -52,9 +52,9 @@ class SearchPlanner:
     def __init__(self, problem: Problem, timing: TimingSource, *, watch: Watch | None = None,
                  is_brief: bool = False, asked: FixedSchedule | None = None,
                  gap: float | None = None, most_replays: int | None = None) -> None:
-        """gap: optimality gap (a share) at which the search may stop; None: it goes on to its end.
-        is_brief: no explanation and no comparison with other policies and without the limit.
-        asked: what the job itself fixes, if `problem` fixes more."""
+        """`gap`: optimality gap (a share) at which the search may stop; None: it goes on to its
+        end. `is_brief`: no explanation and no comparison with other policies and without the limit.
+        `asked`: values that the job itself fixes, if `problem` fixes more."""
         self.problem, self._timing, self._is_brief = problem, timing, is_brief
         self._asked, self._gap = asked or problem.fixed, gap
         self._watch = watch or Watch()
@@ -62,7 +62,7 @@ class SearchPlanner:
         self._cells = list(cells_of(problem, timing, shared))
         self._most_replays, self._before = most_replays, 0
         self.search = self._anew()
-        # also numbers of devices too few for the weights: they have no schedule, which is a proof
+        # also numbers of devices too few for the weights: that they have no schedule is proved
         self._sizes = {part.cluster.num_devices for part in parts_of(problem, is_any=True)}
         self._upper: dict[tuple[Any, ...], float] = {}  # bounds, by size, plans, kind, limit
         self._doubts = cache(lambda part, constraint: Margins(
@@ -79,9 +79,9 @@ class SearchPlanner:
         return self._before + self.search.num_points
 
     def _anew(self) -> Search:
-        """A fresh search, so that the result does not depend on limits that were asked before."""
-        return Search(self.problem, [(fresh(cell), replays) for cell, replays in self._cells],
-                      cuts=self._cuts, most_replays=self._most_replays)
+        """A search without replays, so that the result does not depend on earlier limits."""
+        cells = [(without_replays(cell), replays) for cell, replays in self._cells]
+        return Search(self.problem, cells, cuts=self._cuts, most_replays=self._most_replays)
 
     def _cuts(self) -> bool:
         self._watch.note(self.nodes, self.search.num_replays)
@@ -89,8 +89,8 @@ class SearchPlanner:
 
     def best(self, latency_bound_s: float, *, has_margin: bool) -> Schedule:
         """The schedule with the highest throughput within the latency limit (seconds). has_margin:
-        the limit holds with the constraint's confidence. Raises InfeasibleError, and InputError
-        for fixed values that no replica can have."""
+        the limit holds with the constraint's confidence. Raises InfeasibleError, and InputError for
+        fixed values that no replica can have."""
         self._before = self.nodes
         self.search = self._anew()
         began, before = time.monotonic(), self._before
@@ -103,7 +103,7 @@ class SearchPlanner:
             check(self.problem, self._timing)
             raise refusal_of(self.problem, self._timing, self.search, keeps, latency_bound_s)
         margin = self._margin(keeps, found) if has_margin else Margin()
-        best_qps, is_tied = together_qps(found), False
+        best_qps, is_tied = total_qps(found), False
         if margin.factor > 1 + WIDE * NEAR and (simpler := self._simpler(found, keeps)):
             found, is_tied, margin = simpler, True, self._margin(keeps, simpler)
         estimate = together(found)
@@ -141,7 +141,7 @@ class SearchPlanner:
         proof = Proof(
             status=status, bound_qps=max(upper_qps, qps), gap=gap, nodes=self.nodes - before,
             seconds=time.monotonic() - began, unbounded_qps=free_qps,
-            pruned=self.search.passed_over, policy_bounds=by_policy,
+            pruned=self.search.unreplayed, policy_bounds=by_policy,
             bare_qps=bare_qps if margin.cost > 0 else None, covers=self._covers())
         bound = replace(self.problem.constraint.latency, limit_s=latency_bound_s)
         schedule = Schedule(estimate=estimate, bounds=(bound,), proof=proof, margin=margin,
@@ -158,7 +158,7 @@ class SearchPlanner:
         each = self.problem.cluster.devices_per_node
         kinds = {cell: (False, *_complexity(cell, each)) for cell in self.search.all_cells}
         most = (len(found) > 1, *max(_complexity(one.cell, each) for one in found))
-        least_qps = (1 - NEAR) * together_qps(found)
+        least_qps = (1 - NEAR) * total_qps(found)
         for kind in sorted({kind for kind in kinds.values() if kind < most}):
             one = self.search.best_of(keeps, {
                 cell for cell, own in kinds.items() if own == kind}.__contains__)
@@ -177,9 +177,9 @@ class SearchPlanner:
 
     def _upper_bound(self, latency_bound_s: float, keeps: Feasibility,
                      qps: float) -> tuple[float, tuple[tuple[str, float], ...]]:
-        """(upper bound on the throughput of any division of the devices, (policy, upper bound on
-        its throughput) with the highest first), requests/s. Every schedule has at least the least
-        margin."""
+        """(upper bound on the throughput of any division of the devices, ((policy, upper bound on
+        its throughput), ...) with the highest first), requests/s. Every schedule has at least the
+        least margin."""
         kinds: dict[Kind, dict[int, float]] = {"one pool": {}, "two pools": {}}
         for size, cells in self.search.cells.items():
             part = cells[0].problem
@@ -218,7 +218,7 @@ class SearchPlanner:
                 bounds: Sequence[tuple[str, float]]) -> list[Rejected]:
         """Rows for the best of each other policy, of ExeGPT's policies together, and of other
         tensor-parallel degrees. qps: throughput of the chosen copies and of the fastest."""
-        self.search.look_at_each(keeps)
+        self.search.probe_policies(keeps)
         own, most = found[0].cell, dict(bounds)
         names = {cell.policy for cell in self.search.all_cells}
         best = {name: self.search.best_of(keeps, partial(_is_by, name), qps[1])
@@ -254,11 +254,12 @@ class SearchPlanner:
                 for why, names in reasons.items()]
 
     def _covers(self) -> str:
-        """Numbers of devices of a replica that the upper bound covers; "" on fewer than three."""
+        """Numbers of devices of a replica that the upper bound covers, in words; "" on fewer than
+        three."""
         cluster = self.problem.cluster
         if cluster.num_devices < 3:
             return ""
-        unseen = [size for size in sizes_of(cluster) if size not in self._sizes]
+        unseen = [size for size in replica_sizes(cluster) if size not in self._sizes]
         return "copies on any number of devices" + (
             f", but for {', '.join(map(str, unseen))}" if unseen else "")
 
@@ -297,12 +298,12 @@ class SearchPlanner:
 
 
 def shown(one: Found) -> Estimate:
-    """All replicas of one shape, with the figures that a replay showed."""
+    """All replicas of one shape, with the figures of their replay."""
     return one.replayed.shown(one.cell.problem).in_copies(one.copies)
 
 
 def together(found: Sequence[Found]) -> Estimate:
-    """Copies of one shape or several, those on most devices first."""
+    """Replicas of one shape or several, those on most devices first."""
     first, *others = (shown(one) for one in found)
     return first.beside(tuple(replace(one, notes=()) for one in others))
 

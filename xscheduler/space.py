@@ -1,9 +1,9 @@
 """The search space: cells and their points.
 
 A cell is a number of devices of a replica, a policy and a tensor plan. A point of it is a value of
-each control variable. A rough formula says what a point does. A replay of a point shows by which
-factor the formula is wrong there. Elsewhere the formula is corrected by the factors of the nearest
-replayed points, or by the mean factor of similar cells."""
+each control variable. A rough formula estimates a point's figures. A replay of a point shows by
+which factor the formula is wrong there. Elsewhere the formula is corrected by the factors of the
+nearest replayed points, or by the mean factor of similar cells."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -41,20 +41,20 @@ class Limits:
     tpot_s: float = math.inf
 
     def are_kept(self, figures: SteadyFigures, longer: float = 1.0) -> bool:
-        """Whether a replay's figures, its latency times `longer`, are within the limits. A figure
-        that no request had (nan) is."""
+        """Whether a replay's figures, its latency multiplied by `longer`, are within the limits. A
+        figure that no request had (nan) is."""
         return not (longer * figures.latency_s > self.latency_s or figures.ttft_s > self.ttft_s
                     or figures.tpot_s > self.tpot_s)
 
 
-class Off(NamedTuple):
+class Correction(NamedTuple):
     """Natural logarithms of replay / formula."""
 
     throughput: float = 0.0
     latency: float = 0.0
 
 
-class Alike(NamedTuple):
+class CellKind(NamedTuple):
     """Key of similar cells: policy, with or without chunks, number of pipeline stages."""
 
     policy: str
@@ -63,8 +63,8 @@ class Alike(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The best point of a cell (None: it has none), its requests/s over all replicas, and whether a
-    replay shows them."""
+    """The best point of a cell (None: it has none), its requests/s over all replicas, and whether
+    they come from a replay."""
 
     throughput_qps: float = 0.0
     point: Point | None = None
@@ -81,13 +81,13 @@ class Cell:
     plan: tuple[int, int]
     is_chunked: bool | None = None
     replayed: dict[Point, Replayed] = field(default_factory=dict)
-    off: dict[Point, Off] = field(default_factory=dict)
+    off: dict[Point, Correction] = field(default_factory=dict)
     is_coarse: bool = True  # only points of the grid were evaluated so far
     num_points: int = 0  # evaluated by the formula
     # around grid points
     _fine: dict[int, tuple[IntArray, RoughFigures]] = field(default_factory=dict)
     num_noted: int = 0
-    misses: int = 0  # replays that missed a limit which they were expected to keep
+    misses: int = 0  # replays that exceeded a limit which they were expected to keep
     sure: set[Point] = field(default_factory=set)  # points with a longest replay
     longer: float = 1.0  # largest latency of a longest replay / that of the shorter one before
 
@@ -100,22 +100,23 @@ class Cell:
         return self.problem.copies
 
     @cached_property
-    def alike(self) -> Alike:
-        """Key of the cells for which the formula is wrong by about the same factor: the longer a
+    def alike(self) -> CellKind:
+        """Key of the cells for which the formula is wrong by about the same factor. The longer a
         pipeline, the more the formula leaves out."""
         degree, gpus = self.plan
         stages = self.problem.cluster.num_devices - gpus + gpus // degree
-        return Alike(self.policy, self.is_chunked, stages)
+        return CellKind(self.policy, self.is_chunked, stages)
 
     @cached_property
     def _after(self) -> float:
-        """1 + LATENCY_OFF times the tokens after the first of the request that the limit is for."""
+        """1 + LATENCY_OFF times the tokens after the first, of a request of the latency limit's
+        quantile."""
         outputs = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
         return (1 + LATENCY_OFF) * max(outputs - 1, 1)
 
     @cached_property
     def points(self) -> IntArray:
-        """[points, variables] a grid over the cell, without points that need more memory."""
+        """[points, variables] a grid over the cell, without points that do not fit into memory."""
         return self._grid[0]
 
     @cached_property
@@ -131,7 +132,7 @@ class Cell:
         return self.with_room(points)
 
     def with_room(self, points: IntArray) -> tuple[IntArray, RoughFigures]:
-        """The points that fit into memory and have known times, with their rough figures."""
+        """(points that fit into memory and have known times, their rough figures)."""
         self.num_points += len(points)
         if not len(points):
             return points, RoughFigures(**dict.fromkeys(RoughFigures.__slots__, np.empty(0)))
@@ -142,11 +143,11 @@ class Cell:
         return points[fits], RoughFigures(**{name: getattr(rough, name)[fits]
                                              for name in RoughFigures.__slots__})
 
-    def expected(self, limits: Limits, usual: Off, own: Expected) -> Expected:
+    def expected(self, limits: Limits, usual: Correction, own: Expected) -> Expected:
         """The best point within the limits by the corrected formula. usual: correction by similar
         cells. own: the best replayed point, returned if nothing beats it."""
         most_s = limits.latency_s if self.off else limits.latency_s * (1 + LATENCY_OFF)
-        # replays that missed the limit lower it, so that their neighbours are not all tried
+        # replays that exceeded the limit lower it, so that not all of their neighbours are tried
         most_s *= (1 - NOTHING * self.misses) / self.longer
         off = self._off_at(self.points, usual)
         best = self._best_of(self.points, self.rough, most_s, limits, off)
@@ -198,8 +199,9 @@ class Cell:
         best = int(np.argmax(qps >= (1 - ROUNDING) * qps.max()))  # of equals the first
         return best if qps[best] > 0 else None
 
-    def _off_at(self, points: IntArray, usual: Off) -> FloatArray:
-        """[points, 2] logarithms of (throughput, latency) over the formula's."""
+    def _off_at(self, points: IntArray, usual: Correction) -> FloatArray:
+        """[points, 2] corrections at these points: logarithms of (throughput, latency) / the
+        formula's."""
         if not self.off:
             return np.tile(usual, (len(points), 1))
         where = np.log1p(np.array(list(self.off), float))
@@ -209,19 +211,19 @@ class Cell:
         return np.asarray(known / (weights.sum(axis=1) + PRIOR)[:, None])
 
     def note(self, point: Point, found: Replayed) -> None:
-        """Records a replay of a point, and what the formula is wrong by there."""
+        """Records a replay of a point and the correction of the formula there."""
         self.replayed[point], self.num_noted = found, self.num_noted + 1
         rough, figures = found.estimate.figures, found.figures
         if figures is None or figures.throughput_qps <= 0:
-            self.off[point] = Off(-5.0, 0.0)
+            self.off[point] = Correction(-5.0, 0.0)
             return
         latency = figures.latency_s / rough.latency_s if figures.latency_s > 0 else 1.0
-        self.off[point] = Off(math.log(figures.throughput_qps / rough.throughput_qps),
+        self.off[point] = Correction(math.log(figures.throughput_qps / rough.throughput_qps),
                               math.log(latency))
 
 
 def _around(grid: IntArray, point: IntArray) -> IntArray:
-    """[points, variables] between a point of the grid and its neighbours."""
+    """[points, variables] values between a point of the grid and its neighbours."""
     own: list[list[int]] = []
     for column, value in zip(grid.T, point.tolist(), strict=True):
         others = np.unique(column)
@@ -237,21 +239,21 @@ def _around(grid: IntArray, point: IntArray) -> IntArray:
     return np.stack(np.meshgrid(*own, indexing="ij"), axis=-1).reshape(-1, len(own))
 
 
-def fresh(cell: Cell) -> Cell:
-    """A replica of the cell without its replays; the formula's figures are shared."""
+def without_replays(cell: Cell) -> Cell:
+    """A copy of the cell without its replays; the formula's figures are shared."""
     own = Cell(cell.problem, cell.formula, cell.plan, cell.is_chunked, _fine=cell._fine)
     if "_grid" in cell.__dict__:
         own.__dict__["_grid"] = cell._grid
     return own
 
 
-def usual_off(cells: list[Cell]) -> Mapping[Alike, Off]:
-    """Mean correction of each group of similar cells."""
-    found: dict[Alike, list[Off]] = {}
+def mean_corrections(cells: list[Cell]) -> Mapping[CellKind, Correction]:
+    """{kind of cells: mean correction} of the replayed points."""
+    found: dict[CellKind, list[Correction]] = {}
     for cell in cells:
         if seen := [one for one in cell.off.values() if one.throughput > -1]:
             found.setdefault(cell.alike, []).extend(seen)
-    return {alike: Off(*np.mean(own, axis=0).tolist()) for alike, own in found.items()}
+    return {alike: Correction(*np.mean(own, axis=0).tolist()) for alike, own in found.items()}
 
 
 def chunk_column(name: str) -> int | None:

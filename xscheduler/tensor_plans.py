@@ -3,7 +3,7 @@
 A tensor-parallel group lies within a node. Groups over several whole nodes are searched only if the
 job asks for them (`schedule.tp_degree`) or the weights do not fit otherwise, since their sums cross
 the network. All values of tp_gpus are searched, because neither memory nor throughput is monotone
-in it. From MANY_NODES nodes on, groups take none of them, one, half, 3/4 or all."""
+in it. From MANY_NODES nodes on, tp_gpus is none, one node, half, 3/4 or all of the devices."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,7 +30,8 @@ class TensorPlan(NamedTuple):
 
 def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
     """The plans to search, by degree, then tp_gpus: those that model and cluster allow, the job
-    does not exclude and `timing` has times for. Raises InputError with the reason if none is."""
+    does not exclude and `timing` has times for. Raises InputError with the reason if there is
+    none."""
     cluster, fixed = problem.cluster, problem.fixed
     plans, reasons = _allocatable(problem, fixed)
     if not plans:
@@ -40,12 +41,12 @@ def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
     timed = _timed(plans if fixed.tp_gpus is not None else _likely(plans, cluster), cluster, timing)
     if not timed:
         raise wrong("schedule", "schedule.tp_degree", sorted({plan.tp_degree for plan in plans}),
-                    f"none of these can be timed by what there is: {timing.provenance()}")
+                    f"one that these times cover: {timing.provenance()}")
     return timed
 
 
 def _likely(plans: Sequence[TensorPlan], cluster: Cluster) -> Sequence[TensorPlan]:
-    """The plans that are searched on so many nodes; all if none covers whole nodes."""
+    """The plans that are searched on this number of nodes; all if none covers whole nodes."""
     each, nodes = cluster.devices_per_node, cluster.num_nodes
     few = {0, each, each * (nodes // 2), each * (3 * nodes // 4), cluster.num_devices}
     whole = [plan for plan in plans if plan.tp_gpus in few]
@@ -53,7 +54,7 @@ def _likely(plans: Sequence[TensorPlan], cluster: Cluster) -> Sequence[TensorPla
 
 
 def _allocatable(problem: Problem, fixed: FixedSchedule) -> tuple[list[TensorPlan], list[str]]:
-    """(plans that model and cluster allow, the reasons against the others)."""
+    """(plans that model and cluster allow, reasons against the others)."""
     model, cluster = problem.model, problem.cluster
     degrees = _degrees(problem) if fixed.tp_degree is None else (fixed.tp_degree,)
     plans, reasons = [], []

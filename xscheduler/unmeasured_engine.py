@@ -16,8 +16,9 @@ from xsimulator.rough.formulas import fixed_estimate
 
 
 def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
-    """The schedule of the batch that the job fixes, even if it misses the limit, else of the batch
-    with the highest throughput within it. note: added to the estimate. Raises InfeasibleError."""
+    """The schedule of the batch that the job fixes, even if it exceeds the limit. Else it is that
+    of the batch with the highest throughput within the limit. note: added to the estimate. Raises
+    InfeasibleError."""
     began, fixed, constraint = time.monotonic(), problem.fixed, problem.constraint
     if fixed.encode_batch is not None:
         estimate, nodes, status = _of_batch(problem, timing, fixed), 1, Status.GIVEN
@@ -59,6 +60,6 @@ def _best_batch(problem: Problem, timing: TimingSource, search: SearchPlanner) -
         alone = _of_batch(problem, timing, replace(fixed, encode_batch=1))
         raise InfeasibleError(
             f"no batch of {fixed.policy} on {problem.cluster.num_devices} ranks fits and keeps the "
-            f"latency bound of {format_seconds(bound_s)}: one query alone takes "
+            f"latency limit of {format_seconds(bound_s)}: one request alone takes "
             f"{format_seconds(alone.figures.latency_s)}, by the times of xgpt's own kernels"
             ) from None

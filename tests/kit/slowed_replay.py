@@ -20,8 +20,8 @@ from xrunner.files.heartbeat import MOST_STEPS, ReportedStep
 from xrunner.rules.changes import Changeable, changes_of
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import EncodingRule, Step, rules_for
+from xscheduler.cache_sizing import HEADROOM, slots_for
 from xscheduler.live.decisions import Decider, Decision, Evidence, FollowedRun
-from xscheduler.room import HEADROOM, slots_for
 from xsimulator.replay.event_replay import Arrivals, Handover
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.kernel import ARRIVAL, Kernel

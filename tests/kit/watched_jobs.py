@@ -18,8 +18,8 @@ from xgpt.job.resolve import resolve
 from xprofiler.timing import TimingSource
 from xrunner.files.heartbeat import HEARTBEATS, RankState, ReportedStep
 from xrunner.files.launcher_link import OBSERVED_FILE
-from xscheduler.copies import problem_for
 from xscheduler.live.step_monitor import expected_s
+from xscheduler.replicas import problem_of_replica
 from xsimulator.replay.step_clock import StepClocks
 
 
@@ -80,7 +80,7 @@ Factors = Callable[[str, int], float]  # (kind, stage)
 def steps_of(problem: Problem, timing: TimingSource, estimate: Estimate, factor: Factors,
              count: int = 24) -> dict[int, list[ReportedStep]]:
     """By stage, `count` steps of each kind that its pool takes, of sizes about those planned."""
-    clocks, lengths = StepClocks(problem_for(problem, estimate), timing), problem.lengths
+    clocks, lengths = StepClocks(problem_of_replica(problem, estimate), timing), problem.lengths
     found: dict[int, list[ReportedStep]] = {}
     for pool in estimate.deployment.pools:
         clock = clocks.of(pool.stages, 1000)

@@ -24,7 +24,7 @@ from xprofiler.profile_file import load_profile, save_profile
 from xrunner.plan import load_plan
 from xrunner.query import PreparedQuery
 from xrunner.rules.rra import PhaseControls, rra_rule
-from xscheduler.copies import problem_on
+from xscheduler.replicas import problem_on
 
 pytestmark = pytest.mark.mpi
 KINDS, COUNT = 20, 600  # so many different queries, repeated; schedules change after some 160

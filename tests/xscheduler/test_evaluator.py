@@ -15,11 +15,11 @@ from xgpt.core.problem import QueryLengths
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
+from xscheduler.cache_sizing import LEAST_OBSERVING, headroom, mean_present, with_room_for
 from xscheduler.evaluator import Evaluator, predict
-from xscheduler.job_time import SHORT, _taken, for_the_job
+from xscheduler.makespan import SHORT, _chosen, best_for_job
 from xscheduler.margin import MarginParts, Margins
 from xscheduler.planner import Planner, PlanOptions
-from xscheduler.room import LEAST_OBSERVING, headroom, mean_present, with_room_for
 from xscheduler.search_planner import SearchPlanner
 from xscheduler.space import LEAST_GAIN
 
@@ -120,7 +120,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path, bound, sched
         assert wall_s(session, found) <= (1 - LEAST_GAIN) * wall_s(session, steady)
         assert found.figures.throughput_qps * (1 + found.proof.gap) == pytest.approx(
             found.proof.bound_qps)
-        assert "this job's 100 queries" in found.explanation[0]
+        assert "this job's 100 requests" in found.explanation[0]
         assert found.rejected[0].throughput_qps == steady.estimate.figures.throughput_qps
 
 
@@ -140,7 +140,7 @@ def test_the_longer_of_two_jobs_and_one_to_be_observed_keep_the_steady_state(tmp
     count = math.ceil(SHORT * present * steady.deployment.replicas)
     for change in ({"num_queries": count}, {"observes": True}):
         problem = replace(session.problem, **change)
-        assert for_the_job(problem, Evaluator(problem, timing_of(session)), steady, []) is steady
+        assert best_for_job(problem, Evaluator(problem, timing_of(session)), steady, []) is steady
 
 
 def test_variables_that_the_job_fixes_stay(tmp_path):
@@ -159,10 +159,10 @@ def test_variables_that_the_job_fixes_stay(tmp_path):
 def test_a_steady_best_that_no_time_is_known_of_is_not_said_to_take_for_ever(tmp_path):
     session = session_of(tmp_path, 60, "inf")
     steady = steady_of(session)
-    taken = _taken(steady, steady.estimate, MarginParts(
+    taken = _chosen(steady, steady.estimate, MarginParts(
         factor=1.0, sentence="none"), 60, 5.0, math.inf, 3)
     said = f"{taken.explanation[0]} {taken.rejected[0].reason}"
-    assert "comes, with them, to sizes that the times say nothing of" in said
+    assert "would need step times of sizes that were not measured" in said
     assert "inf" not in said.replace("infinite", "")
 
 

@@ -17,9 +17,9 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import from_json, to_json
 from xgpt.core.units import parse_seconds
 from xprofiler.roofline import Roofline
-from xscheduler.copies import problem_for
 from xscheduler.evaluator import Evaluator
 from xscheduler.planner import Planner, PlanOptions, plan
+from xscheduler.replicas import problem_of_replica
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady_state import SteadyFigures
 
@@ -40,7 +40,7 @@ def planned(latency_s: float, confidence: float = 0.8, *, drift: float = 0.0,
 def replayed(own: Problem, schedule: Schedule) -> SteadyFigures:
     """With other queries than the search saw."""
     timing = Roofline(own.model, own.cluster.device, own.dtype)
-    found = replay_checked(problem_for(own, schedule.estimate.one_copy), timing,
+    found = replay_checked(problem_of_replica(own, schedule.estimate.one_copy), timing,
                            schedule.estimate.one_copy, seed=77)
     assert found is not None
     return found
@@ -112,7 +112,7 @@ def test_a_bound_that_cannot_be_met_is_named_with_what_can_be_had():
     for metric, words in (("ttft", "the time to the first token"),
                           ("tpot", "the time per output token")):
         asked = bounded(problem, **{metric: 1e-6})
-        with pytest.raises(InfeasibleError, match=f"bound of 1 us on {words}: the least seen is"):
+        with pytest.raises(InfeasibleError, match=f"limit of 1 us on {words}: the least found is"):
             Planner(asked, roofline_of(problem)).plan()
 
 

@@ -17,9 +17,9 @@ from xgpt.core.schedule import devices_sum
 from xgpt.job.job import Job
 from xgpt.job.job_file import load_job
 from xscheduler.cluster_sizes import Spent, spent
-from xscheduler.copies import sizes_of
 from xscheduler.evaluator import Evaluator
 from xscheduler.partition import best_division, division_of
+from xscheduler.replicas import replica_sizes
 
 
 def divisions(devices: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
@@ -121,7 +121,7 @@ JOBS = [(text, objective) for text in (
 def planned_by_size(path: Path) -> dict[int, Spent]:
     """What every size of the cluster takes that has a schedule, each a job of its own."""
     found = {}
-    for size in sizes_of(open_file(path).problem.cluster):
+    for size in replica_sizes(open_file(path).problem.cluster):
         opened = open_file(path, [f"run.ranks={size}", "objective=throughput"])
         try:
             plan = JobPlanner(opened).plan()
@@ -163,8 +163,8 @@ def test_jobs_agree_with_enumeration(tmp_path, case):
 
 
 def test_sizes_are_parts_of_a_node_or_whole_nodes():
-    assert sizes_of(catalog.cluster("a40-4")) == [1, 2, 3, 4]
-    assert sizes_of(catalog.cluster("a100-16")) == [*range(1, 9), 16]
+    assert replica_sizes(catalog.cluster("a40-4")) == [1, 2, 3, 4]
+    assert replica_sizes(catalog.cluster("a100-16")) == [*range(1, 9), 16]
 
 
 @pytest.mark.parametrize(("more", "key"), [

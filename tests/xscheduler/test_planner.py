@@ -120,7 +120,7 @@ def opened(folder: Path, schedule: str, count: int, more: str = "") -> OpenedJob
 def test_what_only_the_number_of_queries_forbids_is_planned(tmp_path, schedule, count, capsys):
     session = opened(tmp_path, schedule, count)
     few = plan_job(session, timing_of(session)).schedule.estimate
-    assert f"the job has {count} quer" in (said := capsys.readouterr().err) and NOTE in said
+    assert f"the job has {count} request" in (said := capsys.readouterr().err) and NOTE in said
     session = opened(tmp_path, schedule, 5000)
     many = plan_job(session, timing_of(session)).schedule.estimate
     assert NOTE not in capsys.readouterr().err
@@ -237,7 +237,7 @@ def test_fixed_values_that_take_the_memory_are_named():
 def test_too_few_queries_for_what_is_fixed_are_counted():
     fixed = FixedSchedule(policies=("rra",), encode_batch=8, decode_iterations=4)
     own = replace(problem_of("opt-13b", "a40-4"), fixed=fixed, num_queries=3)
-    with pytest.raises(InfeasibleError, match="the job has 3 queries, and the fewest") as refusal:
+    with pytest.raises(InfeasibleError, match="has 3 requests, and every configuration") as refusal:
         SearchPlanner(own, roofline_of(own)).best(math.inf, has_margin=False)
     assert math.isinf(refusal.value.tightest_s)
     many = replace(own, num_queries=3000)

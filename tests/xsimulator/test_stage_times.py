@@ -15,7 +15,7 @@ from xgpt.core.controls import FixedSchedule
 from xgpt.core.model import ModelSpec
 from xprofiler.roofline import Roofline, link_kind
 from xprofiler.timing import MessageKind, Operator
-from xscheduler.copies import problems_of_copies
+from xscheduler.replicas import replica_problems
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.convex_steps import AN_OCTAVE, ConvexTimes
 from xsimulator.layer_times import LayerTimes
@@ -177,7 +177,7 @@ def test_the_function_is_convex_below_the_times_and_touches_them():
 def test_copies_on_parts_of_any_size_share_what_is_asked_of_a_layer():
     problem = toy_problem()
     plans, kept = PlanCache(roofline_of(problem)), []
-    for one in problems_of_copies(problem):
+    for one in replica_problems(problem):
         layers = plans.of(one).layers
         kept.append(layers)
         assert layers is kept[0]

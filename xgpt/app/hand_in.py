@@ -35,7 +35,7 @@ from xgpt.run_folder.files import SlurmRecord, load_record, standard_input
 from xprofiler.roofline import Roofline
 from xrunner.backends.engine import mistake
 from xscheduler.evaluator import predict
-from xscheduler.fallback import said_of
+from xscheduler.fallback import initial_reason
 
 SCRIPT = "slurm.sh"
 # Of a time limit beyond the prediction: for measured times, and for computed ones, which are off
@@ -300,7 +300,7 @@ def _time_limit(job: Job, plans: Sequence[Plan | None]) -> tuple[str | None, str
 
 def _needed_s(plan: Plan | None) -> float | None:
     """Seconds from the job's start to its end with all margins; None where nothing is predicted."""
-    if plan is None or said_of(plan.schedule) is not None:
+    if plan is None or initial_reason(plan.schedule) is not None:
         return None
     problem, cluster = plan.opened.problem, plan.opened.problem.cluster
     predicted = predict(problem, plan.timing, plan.schedule.estimate, replays=1)

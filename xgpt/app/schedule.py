@@ -29,11 +29,11 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of
 from xscheduler.cluster_sizes import SizeSearch, Spent, spent
-from xscheduler.copies import sizes_of
 from xscheduler.evaluator import Evaluator, predict
-from xscheduler.layouts import LaidOut, compared
+from xscheduler.layouts import PlannedLayout, compare_layouts
 from xscheduler.planner import Horizon, Planner, PlanOptions
 from xscheduler.progress import Watch
+from xscheduler.replicas import replica_sizes
 from xsimulator.allocation import pool_layers
 from xsimulator.memory import capacity_bytes, least_weight_bytes
 from xsimulator.replay.prediction import JobPrediction
@@ -91,7 +91,7 @@ def _on_sizes(opened: OpenedJob) -> list[OpenedJob]:
     if objective == "cost" and cluster.device.price_per_hour is None:
         raise wrong(job.source, "price_per_hour", None, "required for objective cost: the catalog "
                     f"has no price of {cluster.device.name}")
-    return [_on_size(opened, size) for size in sizes_of(cluster)]
+    return [_on_size(opened, size) for size in replica_sizes(cluster)]
 
 
 def _on_size(opened: OpenedJob, devices: int) -> OpenedJob:
@@ -218,9 +218,10 @@ class JobPlanner:
             # of one that is behind, its place is enough
             tried.append(self._tried(others[0], latency_bound_s,
                                      is_rough=isinstance(tried[0].planned, Schedule)))
-            if tried[1].is_rough and compared(tried, is_steady=is_steady).may_be_best(tried[1]):
+            if tried[1].is_rough and (
+                    compare_layouts(tried, is_steady=is_steady).may_be_best(tried[1])):
                 tried[1] = self._tried(others[0], latency_bound_s)
-        found = compared(tried, is_steady=is_steady)
+        found = compare_layouts(tried, is_steady=is_steady)
         schedule, best = found.chosen(), found.best
         if self._watch.has_cut:
             self._jobs[best.layout].tell.say(
@@ -259,14 +260,14 @@ class JobPlanner:
                       if plan is None or job is plan.opened)
         return self._jobs[layout], self._planner(layout)
 
-    def _is_worth_timing(self, layout: Layout, first: LaidOut, *, is_steady: bool) -> bool:
+    def _is_worth_timing(self, layout: Layout, first: PlannedLayout, *, is_steady: bool) -> bool:
         """Whether to plan on this layout, too: where it has been timed, where the first has no
         schedule, or where the job is long enough for what it may bring."""
         cost_s = 0.0 if (layout, False) in self._planners else timing_cost_s(
             self._jobs[layout], first.timing)
         if not cost_s or not isinstance(first.planned, Schedule):
             return True
-        job_s = compared([first], is_steady=is_steady).seconds(first)
+        job_s = compare_layouts([first], is_steady=is_steady).seconds(first)
         if job_s * LAYOUT_GAIN * math.log2(layout.ranks / first.layout.ranks) >= cost_s:
             return True
         self._jobs[layout].tell.detail(
@@ -291,7 +292,7 @@ class JobPlanner:
         return self._planners[layout, is_rough]
 
     def _tried(self, layout: Layout, latency_bound_s: float | None, *,
-               is_rough: bool = False) -> LaidOut:
+               is_rough: bool = False) -> PlannedLayout:
         planner = self._planner(layout, is_rough=is_rough)
         try:
             with self._watch, told_while(self._jobs[layout].tell, "finding the best schedule",
@@ -299,7 +300,7 @@ class JobPlanner:
                 planned: Schedule | XgptError = planner.plan(latency_bound_s)
         except (InfeasibleError, InputError) as refusal:
             planned = refusal
-        return LaidOut(layout=layout, problem=planner.problem, timing=planner.timing,
+        return PlannedLayout(layout=layout, problem=planner.problem, timing=planner.timing,
                        planned=planned, is_rough=is_rough)
 
 

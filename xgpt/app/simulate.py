@@ -26,10 +26,10 @@ from xgpt.report.table import estimate_table, fact
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import mistake
-from xscheduler.copies import problem_for, problems_of_copies
 from xscheduler.evaluator import job_lengths
 from xscheduler.planner import PlanOptions
 from xscheduler.replays import Replays
+from xscheduler.replicas import problem_of_replica, replica_problems
 from xscheduler.search import SURE
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace
@@ -128,7 +128,7 @@ def simulate_job(opened: OpenedJob, timing: TimingSource,
 def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -> Estimate:
     fixed, problem = opened.problem.fixed, opened.problem
     if given is not None:  # of whatever shapes: all by the times of this job
-        first, *others = (_as_replayed(opened, timing, problem_for(problem, shape), shape)
+        first, *others = (_as_replayed(opened, timing, problem_of_replica(problem, shape), shape)
                           for shape in given.shapes)
         return first.beside(tuple(others))
     if replace(fixed, policies=(), replicas=None) == FixedSchedule():
@@ -142,7 +142,7 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
             opened.job, f"schedule.{variable}", None,
             "simulate needs it where others are given (without any, the best is found)")
             for variable in missing])
-    of_copy = problems_of_copies(
+    of_copy = replica_problems(
         replace(problem, fixed=replace(fixed, replicas=fixed.replicas or 1)))[0]
     formed = fixed_estimate(name, of_copy, timing, fixed)
     if math.isinf(formed.figures.latency_s):

@@ -16,13 +16,13 @@ from xgpt.core.schedule_file import to_json
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import plain
 from xgpt.report.table import fact, paragraph, shown_width, table
+from xscheduler.cache_sizing import with_room
 from xscheduler.drift import DriftRow, drift_rows
 from xscheduler.fallback import hint
 from xscheduler.live.fixed_stages import Option
 from xscheduler.live.reschedule import Reschedule, configuration_words, reschedule
 from xscheduler.planner import Horizon, Planner, PlanOptions
-from xscheduler.price import AS_IT_IS, Offer, price
-from xscheduler.room import with_room
+from xscheduler.price import UNCHANGED, Offer, price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = F
     if with_price:
         offers = price(planner.problem, planner.of)
         # the first says why there is no schedule now, which the command does anyway
-        offers = offers if offers[0].what != AS_IT_IS else offers[1:]
+        offers = offers if offers[0].what != UNCHANGED else offers[1:]
     return Answers(
         hint="" if infeasible is None else hint(opened.problem, planner.timing), opened=opened,
         horizon=options.horizon, plan=plan, infeasible=infeasible, offers=offers,

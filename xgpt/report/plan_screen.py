@@ -17,8 +17,8 @@ from xgpt.report.table import alternative_cells, fact, paragraph, table
 from xgpt.report.words import PROSPECTS, controls_line, counted, prospect_words
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
-from xscheduler.copies import sizes_of
 from xscheduler.layouts import LAYOUT_NOTE
+from xscheduler.replicas import replica_sizes
 
 ENGINE_WORDS = {VLLM: "vLLM", OWN_ENGINE: "xgpt's own runner"}
 MOST_ALTERNATIVES, MOST_SIZES = 4, 5  # chosen: rows of the tables, for a screen of 25 lines
@@ -137,7 +137,7 @@ def _devices(schedule: Schedule, problem: Problem) -> str:
     if problem.constraint.objective == "cost":
         return f"{own}: the least cost found, of {counted(len(schedule.sizes), 'size')}"
     impossible = max((row.devices for row in schedule.sizes if row.is_impossible), default=0)
-    if impossible >= ([0, *sizes_of(problem.cluster)])[-2]:
+    if impossible >= ([0, *replica_sizes(problem.cluster)])[-2]:
         return f"{own}: fewer are impossible (memory, roofline limit)"
     return f"{own}: the fewest found; not proved fewest, more than {impossible} may do"
 

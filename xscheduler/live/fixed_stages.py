@@ -19,11 +19,11 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
-from xscheduler.copies import most_copies, problem_for
 from xscheduler.evaluator import Evaluator
 from xscheduler.feasibility import Feasibility
 from xscheduler.margin import Margins
 from xscheduler.replays import Replays
+from xscheduler.replicas import max_replicas, problem_of_replica
 from xscheduler.search import SURE, Search
 from xscheduler.space import CHUNK, Cell, Point
 from xsimulator.allocation import pool_layers
@@ -160,7 +160,7 @@ class FixedStages:
                  initial: Estimate | None = None, most: Mapping[str, int] | None = None) -> None:
         """initial, most: see CacheLimitedFormula."""
         self._now, self._timing = now, timing
-        part = problem_for(problem, now)
+        part = problem_of_replica(problem, now)
         fixed = part.fixed
         if isinstance(now.controls, RraControls) and fixed.decode_micro_batches is None:
             fixed = replace(fixed, decode_micro_batches=now.controls.decode_micro_batches)
@@ -281,7 +281,7 @@ def check_deployable(deployed: Estimate, problem: Problem) -> None:
         raise InputError(mistakes)
     deployment, cluster = deployed.deployment, problem.cluster
     ranks = sorted(rank for stage in deployment.stages for rank in stage.ranks)
-    fitting = most_copies(cluster, deployment.devices_per_replica)
+    fitting = max_replicas(cluster, deployment.devices_per_replica)
     if ranks != list(range(len(ranks))) or not (
             deployment.replicas in (fitting, problem.fixed.replicas) and fitting):
         refuse("stages", f"{deployment.num_devices} ranks", f"{cluster.num_devices}, the devices "

@@ -28,9 +28,9 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.timing import TimingSource
-from xscheduler.copies import problem_for
 from xscheduler.live.fixed_stages import FixedStages, Option, check_deployable, variables_words
 from xscheduler.live.weight_loading import Loading, loading_between
+from xscheduler.replicas import problem_of_replica
 from xscheduler.search_planner import SearchPlanner
 from xscheduler.space import LEAST_GAIN, NOTHING
 
@@ -211,7 +211,7 @@ def problem_of_run(now: Estimate, problem: Problem, most_present: int | None) ->
     are no more requests than its caches hold."""
     fixed = replace(problem.fixed, policies=(now.policy,), tp_degree=now.deployment.tp_degree,
                     tp_gpus=now.deployment.tp_gpus, decode_micro_batches=now.deployment.num_groups)
-    problem = problem_for(problem, now)
+    problem = problem_of_replica(problem, now)
     most = [count for count in (problem.num_queries, most_present) if count is not None]
     return replace(problem, fixed=fixed, num_queries=min(most, default=None))
 

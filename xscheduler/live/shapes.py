@@ -18,10 +18,10 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile_timing import Factor
 from xprofiler.timing import TimingSource
+from xscheduler.cache_sizing import mean_present, with_room_for
 from xscheduler.live.fixed_stages import Option
 from xscheduler.live.reschedule import Revision
 from xscheduler.live.step_monitor import Step, StepDrift, StepMonitor
-from xscheduler.room import mean_present, with_room_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.profile_timing import Factor, Factors
 from xprofiler.timing import TimingSource
-from xscheduler.copies import problem_for
+from xscheduler.replicas import problem_of_replica
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 
 ENOUGH_S = 1.0  # chosen: planned seconds of steps that count if another kind has changed
@@ -194,7 +194,7 @@ class Ratios:
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate, *,
                  longest: int) -> None:
         """longest: most tokens of a request, input and output."""
-        self._clocks = StepClocks(problem_for(problem, estimate), timing)
+        self._clocks = StepClocks(problem_of_replica(problem, estimate), timing)
         self.pools, self._longest = estimate.deployment.pools, longest
         self.num_stages = len(estimate.deployment.stages)
 

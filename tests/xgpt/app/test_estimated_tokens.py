@@ -54,7 +54,7 @@ def test_lengths_are_estimated_with_a_margin_and_it_is_said(job):
     assert said.count("estimated from their characters") == 1 and "32% off either way" in said
     found = json.loads(done.stdout)
     assert "inputs: estimated from characters, which may be 32% off" in found["notes"]
-    assert ("since prompts' lengths are estimated from characters, 32% off"
+    assert ("for input lengths (estimated from characters, 32% off)"
             in found["margin"]["note"])
     session = open_file(job)
     own = estimated_tokens(TEXT)

@@ -24,8 +24,8 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.job.job_file import load_job
 from xprofiler.roofline import Roofline
 from xrunner.backends.deepspeed import ENGINE
+from xscheduler.cache_sizing import kv_tokens_for, slots_for
 from xscheduler.planner import Planner, plan
-from xscheduler.room import kv_tokens_for, slots_for
 from xsimulator.replay.records import ReplayResult
 
 SMALL = {"model": "opt-1.3b", "workload": "{requests: {count: 20}, task: S}"}
@@ -231,7 +231,7 @@ def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_time
     assert bounded.estimate.figures.latency_s <= bound_s
     assert 1 <= bounded.estimate.figures.encode_batch < free.estimate.figures.encode_batch
     assert bounded.estimate.figures.throughput_qps < free.estimate.figures.throughput_qps
-    with pytest.raises(InfeasibleError, match="one query alone takes"):
+    with pytest.raises(InfeasibleError, match="one request alone takes"):
         found(by_deepspeed(tmp_path, bound="0.001"))
 
 

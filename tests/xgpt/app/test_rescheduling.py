@@ -18,8 +18,8 @@ from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile_timing import Factor, Retimed
 from xrunner.files.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active
+from xscheduler.cache_sizing import slots_for
 from xscheduler.evaluator import Evaluator
-from xscheduler.room import slots_for
 
 PLANNED_MEAN = 30.0
 

@@ -30,11 +30,11 @@ from xrunner.rank.world import replicas_of
 from xrunner.rules.changes import ChangesByShape
 from xrunner.rules.iteration import StepLimits
 from xrunner.rules.rra import PhaseControls
-from xscheduler.copies import problem_for, problem_on
 from xscheduler.evaluator import Evaluator
 from xscheduler.live.decisions import NOT_RRA
 from xscheduler.live.shapes import differ
 from xscheduler.planner import Planner, PlanOptions
+from xscheduler.replicas import problem_of_replica, problem_on
 from xsimulator.rough.formulas import fixed_estimate
 
 DEVICES = (2, 1)  # of a copy of each shape; of the second there are two
@@ -109,8 +109,8 @@ def latencies_s(run: Run, schedule: Schedule, mean: int = 0, factor: float = 1.0
             inputs=problem.lengths.inputs, outputs=empirical(outputs_of(mean))))
     timing = Retimed(timing, {kind: Factor(rows=rows, factor=factor) for kind, rows in (
         ("encode", 500.0), ("decode", 10.0))})
-    return [Evaluator(problem_for(problem, shape), timing).shown(shape.one_copy).figures.latency_s
-            for shape in schedule.estimate.shapes]
+    return [Evaluator(problem_of_replica(problem, shape), timing).shown(
+        shape.one_copy).figures.latency_s for shape in schedule.estimate.shapes]
 
 
 class Drifted(NamedTuple):

@@ -69,11 +69,11 @@ def large(folder, nodes):
 
 
 @pytest.mark.parametrize(("nodes", "reason"), [
-    # 16 devices have room for the weights twice, but half of them hold all KV entries
+    # 16 devices have room for the weights twice, but half of them hold the whole KV cache
     (2, r"^no schedule: there is too little memory"),
     # memory is enough: nothing is said of it
-    (3, r"^no schedule: the job has 400 queries, and the fewest that are present at a time are "
-        r"9\d\d, by policy waa-c, encode_batch 1")])
+    (3, r"^no schedule: the job has 400 requests, and every configuration has at least "
+        r"9\d\d present at a time, by policy waa-c, encode_batch 1")])
 def test_what_forbids_a_division_is_named(tmp_path, nodes, reason):
     done = xgpt("schedule", large(tmp_path, nodes))
     text = " ".join(done.stderr.removeprefix("xgpt: ").split())

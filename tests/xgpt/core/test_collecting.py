@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from xscheduler.planner import uncollected
+from xscheduler.planner import garbage_collection_paused
 
 # In a process of its own: the tests' own objects are frozen.
 LOOKS = """
 import gc, weakref
-from xscheduler.planner import uncollected
+from xscheduler.planner import garbage_collection_paused
 
 class Node:
     def __init__(self):
@@ -21,7 +21,7 @@ class Node:
 
 found = []
 gc.callbacks.append(lambda phase, info: found.append(phase))
-with uncollected():
+with garbage_collection_paused():
     made = [[number] for number in range(2 * gc.get_threshold()[0])]
     gone = weakref.ref(Node())
     assert not found and gone() is not None
@@ -38,12 +38,12 @@ def test_nothing_is_looked_for_meanwhile_and_what_refers_to_itself_found_afterwa
 
 def test_what_others_have_frozen_stays_so_and_who_has_it_off_keeps_it_off():
     gc.freeze()
-    with uncollected():
+    with garbage_collection_paused():
         pass
     assert gc.get_freeze_count() > 0
     gc.disable()
     try:
-        with uncollected():
+        with garbage_collection_paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -57,8 +57,8 @@ needs_glibc = pytest.mark.skipif(
 PAGES = """
 import resource
 import numpy as np
-from xscheduler.planner import keep_freed
-keep_freed()
+from xscheduler.planner import keep_freed_memory
+keep_freed_memory()
 for place in range(11):
     held = [np.ones(2**17) for _ in range(20)]
     del held

@@ -25,11 +25,11 @@ from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
 from xrunner.files.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, phase_controls, rra_rule
-from xscheduler.fallback import FIRST_QUERIES, NEAR, beginning, hint, said_of
+from xscheduler.cache_sizing import slots_for
+from xscheduler.fallback import FIRST_QUERIES, NEAR, hint, initial_reason, initial_schedule
 from xscheduler.live.decisions import CAUTION
 from xscheduler.live.fixed_stages import FixedStages
 from xscheduler.live.reschedule import Revision, revise
-from xscheduler.room import slots_for
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import ReplayResult
 
@@ -55,11 +55,11 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(begun, tmp_pa
     session, schedule = begun
     estimate = schedule.estimate
     assert schedule.proof.status == Status.BEGINNING and schedule.bound.limit_s == BOUND_S
-    said = said_of(schedule)
-    assert said == ("No schedule keeps the bound of 4 s if every query runs to its cap of 200 "
-                    "tokens; beginning with the quickest there is, until lengths are observed")
+    said = initial_reason(schedule)
+    assert said == ("No schedule keeps the limit of 4 s if every request runs to its cap of 200 "
+                    "tokens; the job starts with the least latency, until lengths are observed")
     assert estimate.figures.decode_iterations == 199, "no query is interrupted"
-    with pytest.raises(InfeasibleError, match="no schedule was found that satisfies") as refusal:
+    with pytest.raises(InfeasibleError, match="no schedule was found that keeps") as refusal:
         plan_job(replace(session, problem=replace(session.problem, is_revised=False)),
              timing_of(session))
     least_s = float(str(refusal.value).split("tightest that can be met is ")[1].split(" s")[0])
@@ -68,7 +68,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(begun, tmp_pa
     assert estimate.deployment.group_kv_tokens >= 259, "the longest request"
     assert max(estimate.figures.memory_bytes) <= estimate.figures.memory_capacity_bytes
     save_schedule(schedule, tmp_path / "s.json")
-    assert said_of(load_schedule(tmp_path / "s.json")) == said, "`xgpt run` says it too"
+    assert initial_reason(load_schedule(tmp_path / "s.json")) == said, "`xgpt run` says it too"
     table = schedule_table(schedule)
     assert "OVER the bound of 4.00 s" in table and Status.BEGINNING in table
 
@@ -78,10 +78,11 @@ def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(begun):
     caps = replace(problem, lengths=JointLengths(inputs=problem.lengths.inputs,
                                                  outputs=empirical([80] * 99 + [120] * 9)))
     kept = replace(problem, constraint=problem.constraint.with_latency(limit_s=10.1))
-    for other, words in ((caps, "4 s if every query runs to its cap (120 tokens at most); "),
-                         (kept, "10.1 s with a confidence of 95% if every query runs to its cap")):
-        found = beginning(other, timing_of(session))
-        assert found is not None and words in str(said_of(found))
+    for other, words in ((caps, "4 s if every request runs to its cap (120 tokens at most); "),
+                         (kept,
+                          "10.1 s with a confidence of 95% if every request runs to its cap")):
+        found = initial_schedule(other, timing_of(session))
+        assert found is not None and words in str(initial_reason(found))
 
 
 @pytest.mark.parametrize("given", [
@@ -118,7 +119,7 @@ def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path):
 def test_what_the_job_fixes_stays(tmp_path, schedule, fixed):
     session = observing(tmp_path, schedule=schedule)
     found = plan_job(session, timing_of(session)).schedule
-    assert said_of(found) is not None
+    assert initial_reason(found) is not None
     assert {key: found.estimate.variables[key] for key in fixed} == fixed
 
 
@@ -132,8 +133,8 @@ def test_xgpt_schedule_refuses_and_says_what_submit_would_do(tmp_path):
     observing(tmp_path, schedule="policy: rra, tp_degree: 1")
     message = refused(tmp_path)
     assert "The tightest that can be met is" in message
-    assert message.endswith("`xgpt submit` would begin with the quickest schedule there is, and "
-                            "settle once output lengths have been seen")
+    assert message.endswith("`xgpt submit` would start with the schedule of least latency, and "
+                            "plan again once output lengths have been observed")
 
 
 def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(begun):

@@ -28,12 +28,12 @@ from xrunner.files.heartbeat import RankState, read_heartbeats
 from xrunner.files.launcher_link import ChangeOrder, read_observed
 from xrunner.files.lock import StopRequest
 from xrunner.rules.changes import Changes, ChangesByShape, changes_of
+from xscheduler.cache_sizing import HEADROOM, headroom, kv_tokens_for, slots_for
 from xscheduler.fallback import can_settle
 from xscheduler.live.decisions import Decider, Decision, Evidence, FollowedRun
 from xscheduler.live.observations import LEAST_QUERIES
 from xscheduler.live.quick_change import is_urgent
 from xscheduler.live.shapes import CacheSizes, differ
-from xscheduler.room import HEADROOM, headroom, kv_tokens_for, slots_for
 
 LOOK_S = 0.5
 # A plan takes a third of a second of a core, or a few. At 10 it had a twentieth of a core where two
@@ -199,7 +199,7 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
 
 def _room(estimate: Estimate, problem: Problem, longest: int, times: float, *,
           in_blocks: bool) -> CacheSizes:
-    """What the caches of copies that execute RRA are to have room for (xscheduler.room)."""
+    """What the caches of copies that execute RRA are to have room for (xscheduler.cache_sizing)."""
     slots = slots_for(estimate, problem, longest, times, in_blocks=in_blocks)
     return CacheSizes(slots=slots, kv_tokens=kv_tokens_for(
         estimate, problem, longest * slots) if in_blocks else 0)

@@ -79,7 +79,7 @@ from xrunner.files.sink import read_underway
 from xrunner.plan import RunPlan, weights_key
 from xrunner.query import FinishedQuery
 from xscheduler.evaluator import replays_of
-from xscheduler.fallback import said_of
+from xscheduler.fallback import initial_reason
 from xsimulator.replay.prediction import JobPrediction, mean_prediction
 from xsimulator.replay.records import ReplayResult
 
@@ -338,7 +338,7 @@ class Run:
         learned = self._learned(others_share) if measured["state"] == "done" else ""
         metrics = write_metrics(
             opened, self.timing, self.schedule, measured, self._prediction, learned=learned,
-            others_cpu_share=others_share, beginning=said_of(self.schedule),
+            others_cpu_share=others_share, beginning=initial_reason(self.schedule),
             start_s=self._legs_s[0] - measured["wall_s"] if len(self._legs_s) == 1 else None,
             agreement=self._agreement,
             rescheduling=decisions_with_phases(decisions, measured["changes"]))
@@ -372,7 +372,7 @@ def _predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
                ) -> tuple[JobPrediction | None, ReplayResult | None, str]:
     """What the run is expected to measure, and one replay of all of it; without a prediction why
     there is none, in words."""
-    if (beginning := said_of(schedule)) is not None:
+    if (beginning := initial_reason(schedule)) is not None:
         return None, None, beginning
     if not engine_of(opened.job).is_predicted:
         return None, None, f"the step times of {opened.job.run.engine} are not known"

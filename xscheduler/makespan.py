@@ -1,10 +1,10 @@
 """The schedule with the shortest makespan, for a job of few requests.
 
 The search maximises throughput in steady state. A short job (less than SHORT times the requests in
-the system) spends much of its time in ramp-up and drain, so another schedule may finish earlier:
+the system) spends much of its time in ramp-up and drain. So another schedule may finish earlier:
 fewer, even batches, or a single one. Promising configurations that keep the limit are therefore
-replayed with the job's own requests, and the quickest that keeps it with its own margin is chosen.
-Nothing is proved about makespans; the upper bound on steady-state throughput stays."""
+replayed with the job's own requests. The quickest that keeps the limit with its own margin is
+chosen. Nothing is proved about makespans; the upper bound on steady-state throughput stays."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
+from xscheduler.cache_sizing import with_room
 from xscheduler.evaluator import Evaluator, job_lengths
 from xscheduler.margin import MarginParts, Margins
-from xscheduler.prospects import keeps_pace
-from xscheduler.room import with_room
+from xscheduler.prospects import keeps_pace_limits
 from xscheduler.space import LEAST_GAIN, OPTIMISM, Cell, Limits, Point
 
 SHORT = 10  # chosen: a job with more requests, as a multiple of those in the system, is not short
@@ -32,27 +32,30 @@ _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
 
 class _Entry(NamedTuple):
-    throughput_qps: float  # of all replicas, roughly
+    """A point of a cell and its rough requests/s over all replicas."""
+
+    throughput_qps: float
     cell: Cell
     point: Point
 
 
-def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
+def best_for_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
                 cells: Sequence[Cell], *,
                 has_margin: bool = True, is_rough: bool = False,
                 cuts: Callable[[], bool] = lambda: False) -> Schedule:
     """`schedule`, or one that finishes the problem's own requests at least LEAST_GAIN sooner.
 
-    cells: the configurations to choose from. has_margin: the limit holds with the constraint's
-    confidence. is_rough: fewer replays, for a comparison. cuts: true once replays must end."""
+    `cells`: the configurations to choose from. `has_margin`: the limit holds with the constraint's
+    confidence. `is_rough`: fewer replays, for a comparison. `cuts`: returns true once replays must
+    end."""
     own, count = schedule.estimate, problem.num_queries
     if not count or not is_short(problem, schedule):
         return schedule
-    clock = _JobTime(problem, evaluator, schedule)
+    clock = _Makespan(problem, evaluator, schedule)
     margins = Margins(problem, evaluator) if has_margin else None
     limit_s = schedule.bound.limit_s
     constraint = problem.constraint
-    # the margin of the chosen schedule stands for theirs, until they are among the finalists
+    # until the final round the margin of the chosen schedule stands for all
     factor = 1.0 if margins is None else margins.margin(own).factor
     entries = _entries(cells, Limits(
         latency_s=limit_s / (1.0 if math.isinf(factor) else factor),
@@ -70,14 +73,14 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
         if wall_s > (1 - LEAST_GAIN) * steady_s:
             break
         margin = _NO_MARGIN if margins is None else margins.margin(estimate)
-        if margins is None or keeps_pace(margins, estimate):
-            return _taken(schedule, estimate, margin, count, wall_s, steady_s, len(clock.asked))
+        if margins is None or keeps_pace_limits(margins, estimate):
+            return _chosen(schedule, estimate, margin, count, wall_s, steady_s, len(clock.asked))
     return schedule
 
 
 def is_short(problem: Problem, schedule: Schedule) -> bool:
-    """Whether ramp-up and drain take a good part of the job. False while lengths are observed: the
-    makespan at the caps says nothing."""
+    """Whether ramp-up and drain take a large part of the job. False while lengths are observed,
+    since a makespan at the caps is too long."""
     count, estimate = problem.num_queries, schedule.estimate
     return bool(count) and not problem.observes and (
         count or 0) < SHORT * estimate.deployment.replicas * estimate.most_in_system
@@ -88,8 +91,8 @@ def rounded(figure: float) -> float:
     return float(f"{figure:.10g}")
 
 
-class _JobTime:
-    """Makespan of the job under an estimate; `asked` holds the estimates asked about."""
+class _Makespan:
+    """Makespan of the job under an estimate. asked: the estimates evaluated so far."""
 
     def __init__(self, problem: Problem, evaluator: Evaluator, schedule: Schedule) -> None:
         self._problem, self._evaluator, self._schedule = problem, evaluator, schedule
@@ -97,7 +100,7 @@ class _JobTime:
         self._most = self._num_runnable(self._roomy(schedule.estimate))
 
     def __call__(self, estimate: Estimate, replays: int | None) -> float:
-        """Makespan in seconds, the mean of so many replays (see Evaluator.job); infinite if the
+        """Makespan in seconds, the mean of `replays` replays (see Evaluator.job); infinite if the
         estimate cannot run all requests that `schedule` can."""
         self.asked.add(estimate)
         estimate = self._roomy(estimate)
@@ -129,9 +132,10 @@ def _entries(cells: Sequence[Cell], limits: Limits) -> list[_Entry]:
     return sorted(entries, key=lambda entry: -rounded(entry.throughput_qps))
 
 
-def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
+def _first_round(entries: Sequence[_Entry], clock: _Makespan, count: int,
                  steady_s: float, cuts: Callable[[], bool]) -> list[Estimate]:
-    """One replay of each entry that may still beat the shortest makespan, the shortest first."""
+    """The entries that may still beat the shortest makespan, each replayed once, the shortest
+    first."""
     timed: list[tuple[float, Estimate]] = []
     least_s = steady_s
     for entry in entries:
@@ -145,29 +149,28 @@ def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
     return [estimate for _, estimate in timed]
 
 
-def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: int, wall_s: float,
+def _chosen(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: int, wall_s: float,
            steady_s: float, replayed: int) -> Schedule:
     before, words = schedule.figures, words_of(schedule.estimate)
     # infinite if its replay meets sizes too far beyond those measured
     is_known = math.isfinite(steady_s)
-    of_it = (f"would take {format_seconds(steady_s)} for them" if is_known else
-             "comes, with them, to sizes that the times say nothing of")
-    note = (f"Chosen for this job's {count} queries: they should take {format_seconds(wall_s)} "
-            f"from the first to the last, the least of {replayed} schedules that were simulated. "
-            f"What is fastest in a job without end ({before.throughput_qps:.4g} requests/s by "
-            f"{words}) {of_it}.")
+    other = (f"would take {format_seconds(steady_s)}: this job is too short to reach steady state"
+             if is_known else "would need step times of sizes that were not measured")
+    note = (f"Estimated run time {format_seconds(wall_s)} for this job's {count} requests, the "
+            f"shortest of {replayed} simulated schedules. The schedule with the highest "
+            f"steady-state throughput ({before.throughput_qps:.4g} requests/s by {words}) {other}.")
     row = Rejected(kind="highest in steady state", words=words, latency_s=before.latency_s,
                    throughput_qps=before.throughput_qps,
-                   reason=f"takes {steady_s / wall_s - 1:.0%} longer for {count} queries"
-                   if is_known else of_it.replace("them", f"{count} queries"))
+                   reason=f"takes {steady_s / wall_s - 1:.0%} longer for {count} requests"
+                   if is_known else "needs step times of sizes that were not measured")
     gap = schedule.proof.bound_qps / estimate.figures.throughput_qps - 1
     return schedule.changed(estimate=estimate, gap=gap, status=Status.JOB, explanation=(note,),
                             rejected=(row, *schedule.rejected), margin=margin.kept())
 
 
 def words_of(estimate: Estimate) -> str:
-    """Copies, policy and its two main control variables."""
+    """Number of replicas, policy and its two main control variables, in words."""
     names = policy(estimate.policy).variable_names[:2]
     values = [f"{name} {value}" for name in names if (value := estimate.variables.get(name))]
     copies = estimate.deployment.replicas
-    return ", ".join([*([f"{copies} copies"] if copies > 1 else []), estimate.policy, *values])
+    return ", ".join([*([f"{copies} replicas"] if copies > 1 else []), estimate.policy, *values])

@@ -1,4 +1,4 @@
-"""Equal replicas (replicas) of the model on parts of a cluster, each with a share of the requests.
+"""Equal replicas on parts of a cluster, each with a share of the requests.
 
 A part is some devices of one node, or whole nodes. Each number of replicas takes the largest parts
 that the cluster has so many of: two nodes of eight devices have replicas on 16, 8, 4, 2 or 1
@@ -12,34 +12,34 @@ from xgpt.core.schedule import Estimate
 from xsimulator.memory import capacity_bytes, least_weight_bytes
 
 
-def sizes_of(cluster: Cluster) -> list[int]:
+def replica_sizes(cluster: Cluster) -> list[int]:
     """The numbers of devices that a part of the cluster may have, rising."""
     each = cluster.devices_per_node
     return [*range(1, each), *range(each, cluster.num_devices + 1, each)]
 
 
-def most_copies(cluster: Cluster, devices: int) -> int:
-    """Number of replicas on `devices` devices each that the cluster has room for."""
+def max_replicas(cluster: Cluster, devices: int) -> int:
+    """Number of replicas on `devices` devices each that fit on the cluster."""
     if devices <= cluster.devices_per_node:
         return cluster.num_nodes * (cluster.devices_per_node // devices)
     nodes, rest = divmod(devices, cluster.devices_per_node)
     return 0 if rest else cluster.num_nodes // nodes
 
 
-def problems_of_copies(problem: Problem) -> list[Problem]:
+def replica_problems(problem: Problem) -> list[Problem]:
     """The problem of one replica, on the largest part that it may have, for every number of
     replicas that the job allows, the most first. There are no more replicas than requests."""
     cluster, wanted = problem.cluster, problem.fixed.replicas
-    largest = {min(most_copies(cluster, devices), wanted or cluster.num_devices): devices
-               for devices in sizes_of(cluster)}
+    largest = {min(max_replicas(cluster, devices), wanted or cluster.num_devices): devices
+               for devices in replica_sizes(cluster)}
     counts = sorted(largest, reverse=True) if wanted is None else [wanted]
     most = cluster.num_devices if problem.num_queries is None or wanted else problem.num_queries
-    return [problem_of_copy(problem, count, _part_of(cluster, largest[count]))
+    return [replica_problem(problem, count, _part_of(cluster, largest[count]))
             for count in counts if count in largest and count <= most]
 
 
-def problem_of_copy(problem: Problem, copies: int, part: Cluster) -> Problem:
-    """The problem of one copy: its part of the cluster and its share of the requests, rounded
+def replica_problem(problem: Problem, copies: int, part: Cluster) -> Problem:
+    """The problem of one replica: its part of the cluster and its share of the requests, rounded
     up."""
     if copies == 1 and part == problem.cluster:
         return problem
@@ -48,8 +48,9 @@ def problem_of_copy(problem: Problem, copies: int, part: Cluster) -> Problem:
 
 
 def problem_on(problem: Problem, devices: int) -> Problem:
-    """The problem of one of the most replicas that have `devices` devices each."""
-    return problem_of_copy(problem, most_copies(problem.cluster, devices),
+    """The problem of one replica, if there are as many replicas on `devices` devices each as
+    fit."""
+    return replica_problem(problem, max_replicas(problem.cluster, devices),
                            _part_of(problem.cluster, devices))
 
 
@@ -59,31 +60,31 @@ def _part_of(cluster: Cluster, devices: int) -> Cluster:
         replace(cluster, num_nodes=nodes, devices_per_node=devices // nodes))
 
 
-def problem_for(problem: Problem, estimate: Estimate) -> Problem:
+def problem_of_replica(problem: Problem, estimate: Estimate) -> Problem:
     """The problem of one of the estimate's replicas; `problem` itself if it is that of a
     replica."""
     deployment = estimate.deployment
     copies, devices = deployment.replicas, deployment.devices_per_replica
     if (problem.copies, problem.cluster.num_devices) == (copies, devices):
         return problem
-    return problem_of_copy(problem, copies, _part_of(problem.cluster, devices))
+    return replica_problem(problem, copies, _part_of(problem.cluster, devices))
 
 
-def has_room(problem: Problem) -> bool:
+def weights_fit(problem: Problem) -> bool:
     """Whether the devices of a replica together hold the weights; other memory is not counted."""
     room = problem.cluster.num_devices * capacity_bytes(problem.cluster.device)
     return least_weight_bytes(problem) <= room
 
 
 def idle_note(cluster: Cluster, estimate: Estimate) -> str:
-    """A note on devices that no replica has; "" if there are none."""
+    """A note on devices that no replica uses; "" if there are none."""
     idle = cluster.num_devices - estimate.num_devices
     if idle <= 0:
         return ""
     each, copies = estimate.deployment.devices_per_replica, estimate.deployment.replicas
     kind = "GPU" if cluster.device.kind == "gpu" else "rank"
     are = f"{idle} {kind} idles" if idle == 1 else f"{idle} {kind}s idle"
-    if most_copies(cluster, each) > copies:  # no more are asked for
-        return (f"{are}: the job asks for {copies} cop{'y' if copies == 1 else 'ies'}, and there "
-                "is room for more")
-    return f"{are}: no further copy on {each} {kind}{'s' * (each != 1)} fits"
+    if max_replicas(cluster, each) > copies:
+        return (f"{are}: the job asks for {copies} replica{'s' * (copies != 1)}, and there is room "
+                "for more")
+    return f"{are}: no further replica on {each} {kind}{'s' * (each != 1)} fits"

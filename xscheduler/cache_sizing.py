@@ -10,17 +10,18 @@ from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
 from xrunner.rules.paged import BLOCK_TOKENS
 from xrunner.rules.rra import most_active
-from xscheduler.copies import problem_for
 from xscheduler.live.fixed_stages import FixedStages
+from xscheduler.replicas import problem_of_replica
 
-# chosen: requests a group has room for over those planned: if outputs are shorter than planned, and
-# at least while lengths are still observed
+# chosen: requests that a group has room for / planned requests: if outputs are shorter than
+# planned, and at least while lengths are still observed
 HEADROOM, LEAST_OBSERVING = 2.0, 8.0
 SHORT = 16  # chosen: outputs still to be observed may be this many times shorter than their caps
 
 
 def with_room(schedule: Schedule, problem: Problem) -> Schedule:
-    """`schedule` with room for the problem's longest known request, if it fits."""
+    """`schedule` with KV cache for the problem's longest known request; unchanged if it does not
+    fit."""
     if problem.queries is None:
         return schedule
     return with_room_for(schedule, problem, int(problem.queries.reserves.max()))
@@ -43,9 +44,9 @@ def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Sc
 
 
 def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> float:
-    """Ratio of the requests that a group may hold once output lengths have been observed to those
-    planned; infinite if short outputs have no schedule."""
-    problem, estimate = problem_for(problem, estimate), estimate.one_copy
+    """Requests that a group may hold once output lengths have been observed / planned requests;
+    infinite if short outputs have no schedule."""
+    problem, estimate = problem_of_replica(problem, estimate), estimate.one_copy
     outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
     deployment = estimate.deployment
     fixed = replace(problem.fixed, policies=(estimate.policy,), tp_degree=deployment.tp_degree,
@@ -60,9 +61,9 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
 
 def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float, *,
               in_blocks: bool = False) -> int:
-    """Number of requests that a group's cache has room for: `times` those planned, at most what the
-    memory of every rank holds (rows of `longest` tokens, unless `in_blocks`) and what the job has;
-    at least those planned."""
+    """Number of requests that a group's cache has room for: `times` the planned number, at least
+    that number. It is at most the number that the job has, and that the memory of every rank holds
+    (rows of `longest` tokens, unless `in_blocks`)."""
     planned, groups = most_active(estimate), estimate.deployment.num_groups
     wanted = math.ceil(min(times * planned, (problem.num_queries or 0) / groups))
     if not in_blocks:
@@ -71,14 +72,14 @@ def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float, 
 
 
 def kv_tokens_for(estimate: Estimate, problem: Problem, most: int) -> int:
-    """Number of tokens that a group's paged cache has room for: what the memory of every rank
-    holds, at most `most`, at least those planned."""
+    """Number of tokens that a group's paged cache has room for: as many as the memory of every rank
+    holds, at most `most`, at least the planned number."""
     return max(estimate.deployment.group_kv_tokens,
                min(int(_most_tokens(estimate, problem)), most))
 
 
 def _most_tokens(estimate: Estimate, problem: Problem) -> float:
-    """Number of tokens of a group whose KV cache fit on every rank."""
+    """Number of a group's KV tokens that fit on every rank."""
     deployment, figures = estimate.deployment, estimate.figures
     fits = []
     for stage in deployment.stages:
