@@ -45,6 +45,11 @@ def test_a_part_of_the_readme_without_its_markers_is_found():
         readme.rewritten(README.replace("<!-- results -->", ""))
 
 
+def test_the_readme_s_python_is_an_example_that_is_run():
+    (code,) = re.findall(r"```python\nimport xgpt\n\n(.*?)```", README, re.S)
+    assert code in (ROOT / "docs" / "python.md").read_text("utf-8")  # test_library.py runs these
+
+
 def test_the_page_of_commands_is_as_its_command_makes_it():
     assert cli_page.page() == cli_page.PAGE.read_text("utf-8"), "python docs/cli.py"
 
