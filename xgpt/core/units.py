@@ -14,8 +14,8 @@ _BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
                "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 2**40}
 _SECOND_UNITS = {"US": 1e-6, "MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
 _WRITTEN_OUT = {"SEC": "S", "SECOND": "S", "MINUTE": "MIN", "HR": "H", "HOUR": "H", "DAY": "D"}
-_COUNT_UNITS = {"k": 10**3, "K": 10**3, "M": 10**6}
-_COUNT = re.compile(r"[0-9]{1,400}(\.[0-9]+)?([eE]\+?[0-9]{1,2})?", re.ASCII)
+_COUNT_UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6}
+_COUNT = re.compile(r"\s*([0-9]{1,400}(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)\s*([kKM]?)\s*", re.ASCII)
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -47,17 +47,15 @@ def parse_seconds(text: str | int | float) -> float:
     return _parse(text, _SECOND_UNITS, "seconds", default="S")
 
 
-def parse_count(text: str | int | float) -> int | float:
-    """`"256"`, `"3e6"`, `"1.2k"` or `"3M"` as a number, whole where it is. Raises ValueError."""
-    if isinstance(text, str):
-        digits = text.strip()
-        factor = _COUNT_UNITS.get(digits[-1:], 1)
-        digits = digits[:-1].rstrip() if factor > 1 else digits
-        if not _COUNT.fullmatch(digits):
-            raise ValueError(f"{text!r} is no number, such as 256, 3e6 or 3M")
-        exact = Decimal(digits) * factor
-        return int(exact) if exact == exact.to_integral_value() else float(exact)
-    return int(text) if isinstance(text, float) and text.is_integer() else text
+def parse_count(value: Any) -> Any:
+    """The number of `"256"`, `"3e6"`, `"1.2k"` or `"3M"`, whole where it is; what is no text, but a
+    whole float, is returned unchanged. Raises ValueError, without words."""
+    if not isinstance(value, str):
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+    if (match := _COUNT.fullmatch(value)) is None:
+        raise ValueError
+    exact = Decimal(match[1]) * _COUNT_UNITS[match[2]]
+    return int(exact) if exact == exact.to_integral_value() else float(exact)
 
 
 def parse_share(text: str | int | float) -> float:

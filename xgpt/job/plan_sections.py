@@ -28,7 +28,14 @@ from xgpt.core.policies import (
     policy_names,
     searched_policies,
 )
-from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, parse_bytes, parse_seconds, parse_share
+from xgpt.core.units import (
+    DTYPE_BYTES,
+    EIGHT_BITS,
+    parse_bytes,
+    parse_count,
+    parse_seconds,
+    parse_share,
+)
 from xgpt.job import typed
 from xgpt.job.job import LOCAL_CLUSTER
 from xgpt.job.typed import (
@@ -39,7 +46,6 @@ from xgpt.job.typed import (
     Reading,
     amount,
     choice,
-    counted,
     is_one_of,
     number,
     read,
@@ -133,18 +139,13 @@ def _cluster_of(value: Any) -> str:
     """The name of a cluster of the catalog, or of one like `8xH100`. Raises ValueError."""
     if isinstance(value, list):
         raise ValueError(ONE_KIND)
-    name = value if isinstance(value, str) else ""
-    if name == LOCAL_CLUSTER:
-        return name
     try:
-        return catalog.cluster(name).name
-    except UnknownNameError as unknown:
-        if unknown.kind == "device":
-            raise ValueError(str(unknown)) from None
-        known = nearest(name, cluster_names()).replace("known:", "allowed:")
-        raise ValueError(f"{known}, so many GPUs (8xH100), or a mapping") from None
+        return LOCAL_CLUSTER if value == LOCAL_CLUSTER else catalog.cluster(
+            value if isinstance(value, str) else "").name
     except XgptError as refused:
-        raise ValueError(str(refused)) from None
+        others = f", {LOCAL_CLUSTER}, so many GPUs (8xH100), or a mapping"
+        is_name = isinstance(refused, UnknownNameError) and refused.kind == "cluster"
+        raise ValueError(f"{refused}{others * is_name}") from None
 
 
 AnyCluster = Annotated[Any, OrMapping(InlineCluster, Of(_cluster_of, anyOf=lambda: [
@@ -271,9 +272,9 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
         # None: the best number
         ("replicas", Annotated[int | None, that(
             lambda value: value == AUTO or (
-                is_one_of(counted(value), int) and 1 <= counted(value) <= MOST_PARTS),
+                is_one_of(parse_count(value), int) and 1 <= parse_count(value) <= MOST_PARTS),
             f"auto, or a whole number of replicas from 1 to {MOST_PARTS}",
-            lambda value: None if value == AUTO else counted(value))], None),
+            lambda value: None if value == AUTO else parse_count(value))], None),
         ("tp_degree", Annotated[int, whole(1, MOST_PARTS)] | None, None),
         ("tp_gpus", Annotated[int, whole(0, MOST)] | None, None),  # 0: no groups
         *((name, Annotated[int, range_] | None, None) for name, range_ in variables.items()),

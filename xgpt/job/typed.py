@@ -191,23 +191,13 @@ class Number:
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         own: Any = self._bounds
         return core_schema.no_info_before_validator_function(
-            counted, core_schema.int_schema(strict=True, **own) if source is int else
+            parse_count, core_schema.int_schema(strict=True, **own) if source is int else
             core_schema.float_schema(strict=True, allow_inf_nan=False, **own))
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Json:
         found: Json = handler(schema)
         words = {"description": self._allowed} if self._allowed else {}
         return {**words, **found, "type": [found["type"], "string"]}
-
-
-def counted(value: Any) -> Any:
-    """The number that a text or a whole float stands for; other values unchanged."""
-    if not is_one_of(value, str, float):
-        return value
-    try:
-        return parse_count(value)
-    except ValueError:
-        return value
 
 
 def whole(least: int, most: int) -> Number:

@@ -161,9 +161,9 @@ def gpu_cluster(count: int, device_name: str) -> Cluster:
     nodes, rest = divmod(count, NODE_SIZE)
     if rest and nodes or not count:
         raise XgptError(f"{count} GPUs: 1 to {NODE_SIZE}, or a multiple of {NODE_SIZE}; other "
-                        "nodes are described by a mapping: {device: "
-                        f"{own.name}, num_nodes: 3, devices_per_node: 4, intra_link: "
-                        f"{inside.name}, inter_link: {between.name}}}")
+                        f"nodes are described: {{device: {own.name}, num_nodes: 3, "
+                        f"devices_per_node: 4, intra_link: {inside.name}, inter_link: "
+                        f"{between.name}}}")
     words = f"{inside.name} ({inside.bandwidth_bytes_per_s / 1e9:g} GB/s) inside a node"
     if nodes > 1:
         words += (f" of {NODE_SIZE}, {between.name} "
