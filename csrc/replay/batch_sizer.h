@@ -1,5 +1,5 @@
-/* How many of the waiting queries make one encode batch (xrunner/rules/batch_sizer.py), by the same
- * sums in the same order. */
+/* How many of the waiting requests make one encode batch: as xrunner/rules/batch_sizer.py, by
+ * the same sums in the same order. */
 #pragma once
 
 #include <stdint.h>
@@ -13,8 +13,8 @@ namespace xgpt_reserving {
 
 constexpr int64_t LEAST_ADJUSTED = 4;
 
-/* See BatchSizer. `tokens`: of the input at a place among those that wait, of which there are
- * `waiting`. */
+/* See BatchSizer. `tokens`: input tokens of a waiting request by its place; `waiting`: their
+ * number. */
 struct Sizer {
     double mean_input, adjustment;
 

@@ -1,5 +1,5 @@
-/* A replay of two pools, of which one encodes by WAA's rule and hands over to the other
- * (xsimulator/replay/event_replay.py, pool.py, pipeline.py, kernel.py): the same events in the
+/* A replay of two pools, of which one encodes by WAA's rule and hands over to the other. As
+ * xsimulator/replay/event_replay.py, pool.py, pipeline.py and kernel.py: the same events in the
  * same order of (seconds, priority, sequence), and the same sums. */
 #pragma once
 
@@ -32,10 +32,10 @@ struct Pool {
     bool is_idle = true;
 };
 
-/* `order`: queries as they come; left: their iterations to go. */
+/* `order`: requests as they arrive; `left`: their remaining iterations. */
 struct Given {
     int64_t queries, gives_token, compacts, is_told;
-    const double *factors;  // of the seconds of all stages
+    const double *factors;  // factors of the seconds of all stages
     const int64_t *inputs, *left, *order;
     const double *arrival_s;
 };
@@ -72,7 +72,7 @@ private:
         int64_t priority, sequence;
         What what;
         int64_t which;
-        bool operator<(const Event &other) const {  // the first is the greatest
+        bool operator<(const Event &other) const {  // the first event is the greatest
             return std::tie(at_s, priority, sequence) >
                    std::tie(other.at_s, other.priority, other.sequence);
         }
@@ -84,7 +84,7 @@ private:
     std::priority_queue<Event> events_;
     int64_t sequence_ = 0, coming_ = 0;
     double link_free_s_ = -std::numeric_limits<double>::infinity();
-    std::vector<std::vector<int64_t>> under_way_;  // handovers: their queries
+    std::vector<std::vector<int64_t>> under_way_;  // handovers: their requests
     std::vector<int64_t> joined_;
     xgpt_waa::Decided step_;
 
@@ -143,7 +143,7 @@ private:
     void begin(int64_t query, double now) {
         if (std::isnan(queries[query].start_s)) queries[query].start_s = now;
     }
-    /* PoolHead.turn of the pool that encodes. */
+    /* PoolHead.turn of the encode pool */
     void encode(int64_t g, double now) {
         Group &group = encoding.groups[g];
         xgpt_replay::Line &line = encoding.line;
@@ -163,7 +163,7 @@ private:
         note_memory(encoding, now);
     }
 
-    /* The same of the one that decodes. */
+    /* PoolHead.turn of the decode pool */
     void decode(int64_t g, double now) {
         Group &group = decoding.groups[g];
         decoding.line.begin_turn(now);

@@ -1,5 +1,5 @@
-/* A replay of a pool that is alone and has paged KV: what its rule (xrunner/rules/paged.py) decides,
- * turn by turn, and what each step has of queries and tokens (xsimulator/replay/pool.py,
+/* A replay of a single pool with paged KV: the decisions of its rule (xrunner/rules/paged.py),
+ * turn by turn, and the requests and tokens of each step (xsimulator/replay/pool.py,
  * queries.py). The same decisions in the same order. */
 #pragma once
 
@@ -24,16 +24,16 @@ struct Facts {
 };
 
 struct Query : xgpt_replay::Query {
-    int64_t inputs, left, made, tokens;  // `tokens`: it is to be encoded with
-    int64_t holder, held, joined;        // its rule's group and base, and when it joined that group
+    int64_t inputs, left, made, tokens;  // `tokens`: to be encoded with
+    int64_t holder, held, joined;        // its rule's group and base; when it joined the group
 };
 
 /* A group's blocks, and its rows. */
 struct Group : xgpt_replay::Rows<Query> {
     int64_t free = 0, slots = 0, clock = 0, begins[BLOCK] = {}, running = 0, joins = 0;
-    int64_t part = -1, part_tokens = 0, part_done = 0;  // a query that is encoded in part
+    int64_t part = -1, part_tokens = 0, part_done = 0;  // a partly encoded request
     int64_t steps = 0;
-    std::vector<std::pair<int64_t, int64_t>> order;     // (query, when it joined), some gone
+    std::vector<std::pair<int64_t, int64_t>> order;     // (request, joined), some gone
 
     int64_t present() const { return running + (part >= 0); }
     int64_t needed() const { return begins[residue(-clock)]; }
@@ -87,7 +87,7 @@ private:
         take(group, -blocks_of(held));
         return held;
     }
-    /* The latest admitted queries go until all that are left can grow by a token. */
+    /* Evicts the latest admitted requests until all that are left can grow by a token. */
     void make_room(Group &group, int64_t g) {
         while (group.needed() > group.free) {
             int64_t q = group.part;

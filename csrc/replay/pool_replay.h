@@ -1,6 +1,6 @@
-/* What replays have in common, whatever the rules: the rows of groups (GroupRows in
- * xsimulator/replay/queries.py), the stages of a pool (StageLine in stage_line.py), and the turns of a
- * pool that is alone (PoolHead in pool.py). */
+/* What replays share, whatever the rules: rows of groups (GroupRows in
+ * xsimulator/replay/queries.py), stages of a pool (StageLine in stage_line.py), and turns of a
+ * single pool (PoolHead in pool.py). */
 #pragma once
 
 #include <stdint.h>
@@ -21,23 +21,24 @@ constexpr double NEVER = std::numeric_limits<double>::quiet_NaN();
 
 enum Kind : int64_t { ENCODE, DECODE, MIXED };
 
-/* A query's row: its group (-1: it has none), and context and last iteration, counted from the group's
- * first. And seconds: when its encoding started, when it had its first token and its last. */
+/* A request's row: its group (-1: none), and context and last iteration, counted from the
+ * group's first. Seconds: start of its encoding, first and last token. */
 struct Query {
     int64_t group = -1, base = 0, end = -1;
     double start_s = NEVER, first_s = NEVER, last_s = NEVER;
 };
 
-/* A group's rows. A query that left and came again may be in `ends` and `longest` more than once:
- * what its row says is so. Only of padded rows is the longest looked for. `first`, `done`: whose first and last tokens are among those awaited, which
- * are there at `ready_s`. `fresh`: who joined without a token, and was not decoded yet. */
+/* A group's rows. A request that was evicted and came again may be in `ends` and `longest` more
+ * than once: only what its row says is valid. The longest is searched only for padded rows.
+ * `first`, `done`: requests whose first or last token is awaited, which is there at `ready_s`.
+ * `fresh`: those that joined without a token and were not decoded yet. */
 template <class Query>
 struct Rows {
     bool is_padded = false, is_awaited = false;
     double ready_s = 0.0;
     int64_t iterations = 0, base = 0, rows = 0, removed = 0;
-    std::vector<std::vector<int64_t>> ends;                    // by iteration: whose last it is
-    std::priority_queue<std::pair<int64_t, int64_t>> longest;  // (base, query), some gone
+    std::vector<std::vector<int64_t>> ends;                    // by last iteration
+    std::priority_queue<std::pair<int64_t, int64_t>> longest;  // (base, request), some gone
     std::vector<int64_t> first, done, fresh;
 
     void enter(int64_t g, int64_t q, Query &query, int64_t context, int64_t left) {
@@ -60,12 +61,12 @@ struct Rows {
         removed += 1;
         query.group = -1;
     }
-    /* Rows that are moved into places of those that left since the last step; once a step. */
+    /* Rows moved into places vacated since the last step; call it once a step. */
     double moved() {
         const int64_t gone = std::exchange(removed, 0);
         return gone ? static_cast<double>(gone * rows) / static_cast<double>(rows + gone) : 0.0;
     }
-    /* Into `sizes`: rows, mean context, longest context. */
+    /* Writes rows, mean context and longest context into `sizes`. */
     void decode(int64_t g, std::vector<Query> &queries, xgpt_times::Sizes &sizes) {
         iterations += 1;
         while (!longest.empty() && (queries[longest.top().second].group != g ||
@@ -84,7 +85,7 @@ struct Rows {
         }
         std::vector<int64_t>().swap(ends[iterations]);
     }
-    /* All rows are gone, dead ones too. */
+    /* Removes all rows, finished ones too. */
     void clear() {
         base = rows = removed = 0;
         ends.clear();
@@ -92,20 +93,20 @@ struct Rows {
     }
 };
 
-/* What a pool did, of steps in their order: durations and ends by stage; and if it is asked for,
- * labels[7] kind, group, phase (of paged KV the step's number in its group), iteration, numbers of
- * chunks, of queries that moved (evicted, or handed over) and of those encoded; those chunks[3] query,
- * first, tokens, and those queries; sizes[4] tokens, encoded, decoded, context; and memory: tokens
- * held from seconds on. */
+/* Record of a pool's steps in order: durations and ends by stage. On request also labels[7]
+ * kind, group, phase (with paged KV the step's number in its group), iteration, numbers of
+ * chunks, of requests that moved (evicted, or handed over) and of those encoded; these chunks[3]
+ * request, first, tokens; these requests; sizes[4] tokens, encoded, decoded, context; and tokens
+ * held from each moment on. */
 struct Told {
     std::vector<int64_t> labels, chunks, ended, moved, memory_tokens;
     std::vector<double> memory_s, sizes, durations_s, ends_s;
 };
 
-/* The stages of a pool, which work steps in order, each when it is decided. */
+/* The stages of a pool, which work steps in the order in which these are decided. */
 class Line {
 public:
-    /* factors[stages] of the clock's seconds */
+    /* factors[stages]: of the clock's seconds */
     Line(xgpt_times::Clock &clock, const double *factors, bool is_told)
         : stages(clock.stages), is_told(is_told),
           free_s(clock.stages, -std::numeric_limits<double>::infinity()), clock_(&clock),
@@ -114,7 +115,7 @@ public:
     const int64_t stages;
     const bool is_told;
     std::vector<double> free_s;  // when each is next free
-    xgpt_times::Sizes sizes;     // of the step that is being decided
+    xgpt_times::Sizes sizes;     // of the step being decided
     Told told;
 
     void begin_turn(double now) {
@@ -127,7 +128,7 @@ public:
         if (!is_told) return;
         for (int64_t value : {query, first, tokens}) told.chunks.push_back(value);
     }
-    /* The step goes through the stages; when the last of them is through with it. */
+    /* Sends the step through the stages; returns when the last one is done. */
     double work(const int64_t (&label)[7], const std::vector<int64_t> &joined, double now) {
         clock_->seconds(sizes, seconds_.data());
         for (int64_t s = 0; s < stages; ++s) {
@@ -162,8 +163,8 @@ private:
     int64_t noted_ = -1;
 };
 
-/* What a pool that is alone is given: its clock and factors[stages] of its seconds, when all queries
- * come, whether encoding gives a token, whether rows are compacted. */
+/* Input of a single pool: its clock and factors[stages] of its seconds, arrival of all requests,
+ * whether encoding yields a token, whether rows are compacted. */
 struct Given {
     xgpt_times::Clock &clock;
     const double *factors;
@@ -171,7 +172,7 @@ struct Given {
     bool gives_token, is_told, compacts;
 };
 
-/* Turns of a rule; Query has what Query above has, Group what Rows has. */
+/* Turns of a rule. Query has the members of Query above, Group those of Rows. */
 template <class Query, class Group>
 class PoolReplay {
 public:
@@ -188,13 +189,13 @@ public:
 
 protected:
     std::vector<Group> groups_;
-    std::vector<int64_t> joined_, moved_;  // whose encoding the step ends, whom it evicts
+    std::vector<int64_t> joined_, moved_;  // requests encoded and evicted by the step
     double now_ = 0.0;
     int64_t held_ = 0;  // tokens
     bool gives_token_, compacts_;
 
-    /* A turn begins once the head is free, and the tokens that it waits for are there: they are taken
-     * up, and `leave` is told of each query that is done. */
+    /* Begins a turn once the head is free and the tokens it waits for are there. Takes these up,
+     * and calls `leave` for each request that is done. */
     template <class Leave>
     void begin_turn(Group &group, const Leave &leave) {
         wait(group, group.is_awaited);

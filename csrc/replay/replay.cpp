@@ -1,6 +1,6 @@
-/* Replays (xsimulator/replay/native_replay.py): of a pool that is alone and has paged KV, reserves what
- * a query takes at most, or works static batches; and of two, of which one encodes by WAA's rule and
- * hands over to the other. */
+/* Replays (xsimulator/replay/native_replay.py) of a single pool, which has paged KV, reserves a
+ * request's most tokens, or works static batches; and of two pools, of which one encodes by
+ * WAA's rule and hands over to the other. */
 #include "handed_replay.h"
 #include "paged_replay.h"
 #include "reserved_replay.h"
@@ -8,10 +8,11 @@
 
 namespace {
 
-/* Is handed `size` bytes, which it copies. */
+/* Takes `size` bytes, which it copies. */
 using Tell = void (*)(const void *place, int64_t size);
 
-/* What is kept of a replay: what its pools did, on so many stages; and handovers[3] step, begin, end. */
+/* Result of a replay: records of its pools over so many stages, and handovers[3] step, begin,
+ * end. */
 struct Found {
     std::vector<xgpt_replay::Told> pools;
     std::vector<int64_t> stages;
@@ -30,7 +31,7 @@ void tell_times(const std::vector<Query> &queries, int64_t preemptions, double *
     *times = static_cast<double>(preemptions);
 }
 
-/* What a replay is given, as xgpt_replay has it. */
+/* Input of a replay, as xgpt_replayed gets it. */
 struct Arguments {
     const void *const *given;
 
@@ -104,37 +105,38 @@ void tell_all(Tell tell, const std::vector<Number> &all) {
 
 }  // namespace
 
-/* A clock, until it is let go; see step_times.h. */
+/* A clock that lives until it is freed; see step_times.h. */
 extern "C" void *xgpt_clock(xgpt_times::Fetch fetch, const int64_t *numbers, const double *figures) {
     return new xgpt_times::Clock(fetch, numbers, figures);
 }
 
 extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::Clock *>(clock); }
 
-/* A replay by paged KV (kind 0), of a rule that reserves (1: RRA's, ORCA's), of static batches (2), or of
- * two pools (3). given: where these lie: the clock; facts (numbers of queries, whether encoding gives a
- * token, whether rows are compacted, whether steps are to be told, and the rule's own); figures (when
- * queries come, and the rule's own); factors[stages of all pools] of the clock's seconds; inputs[queries]
- * tokens; reserves[queries] (of static batches what each may have of output); left[queries] iterations;
- * slots[groups].
+/* A replay with paged KV (kind 0), by a rule that reserves (1: RRA's, ORCA's), of static batches
+ * (2), or of two pools (3). `given` has addresses of: the clock; facts (number of requests,
+ * whether encoding yields a token, whether rows are compacted, whether steps are recorded, then
+ * the rule's own); figures (arrival of the requests, then the rule's own); factors[stages of all
+ * pools] of the clock's seconds; inputs[requests] tokens; reserves[requests] (for static batches
+ * the most output); left[requests] iterations; slots[groups].
  *
- * The rule's own. Of paged KV: numbers of groups, blocks of a group, blocks that admission leaves free,
- * tokens of a step, whether inputs are encoded in chunks. Of one that reserves: numbers of groups, tokens
- * of KV of a group, decode iterations of a phase (0: ORCA's rule), queries of an encode batch, most
- * queries at work in a group, tokens of a chunk (0: none); mean input, adjustment, queries that decode
- * batches are led back to. Of static batches: numbers of groups, tokens of KV of a group, queries of a
- * batch, steps that encode a group's.
+ * The rule's own. Paged KV: numbers of groups, of blocks of a group, of blocks that admission
+ * keeps free, of tokens of a step; whether inputs are encoded in chunks. Reserving: numbers of
+ * groups, of KV tokens of a group, of decode iterations of a phase (0: ORCA's rule), of requests
+ * of an encode batch, of most active requests of a group, of tokens of a chunk (0: none); mean
+ * input, adjustment, target of decode batches. Static batches: numbers of groups, of KV tokens
+ * of a group, of requests of a batch, of steps that encode a group's.
  *
- * Of two pools: groups of the one that encodes and of the other; queries of an encode batch, most queries
- * in the system, tokens of KV of the pool that decodes and of the other, queries that it is planned to
- * decode, tokens of inputs that are to lie ready for it; most queries of its groups, tokens of a chunk
- * (0: none), queries from which on it begins no input (0: without limit), and tokens of handovers in a
- * block; figures as above; in place of slots order[queries] in which they come, then arrival_s[queries],
- * the clock of the pool that decodes, and what says where blocks of the handover's seconds lie.
+ * Two pools: groups of the encode and of the decode pool; requests of an encode batch; most
+ * requests in the system; KV tokens of the decode and of the encode pool; planned active
+ * requests of the decode pool; tokens of its stock of inputs; most requests of its groups;
+ * tokens of a chunk (0: none); active requests from which on it begins no input (0: no limit);
+ * tokens of handovers in a block. Figures are as above. In place of slots: order[requests] of
+ * arrival, arrival_s[requests], the clock of the decode pool, and the function that finds blocks
+ * of the handover's seconds.
  *
- * Into times[3][queries] when each query started, had its first and its last token (nan: never), and
- * behind these how often a query with a row was evicted. Returns what the calls below ask, or nullptr
- * where Python is to replay. */
+ * Writes start, first token and last token of each request into times[3][requests] (nan: never),
+ * and behind these its number of evictions. Returns the argument of the calls below, or nullptr
+ * if Python must replay. */
 extern "C" void *xgpt_replayed(int64_t kind, const void *const *given, double *times) {
     Found *(*const kinds[])(const Arguments &, double *) = {paged, reserved, batched, handed};
     try {
@@ -144,7 +146,7 @@ extern "C" void *xgpt_replayed(int64_t kind, const void *const *given, double *t
     }
 }
 
-/* Into busy[stages of all pools] the seconds that each is at work within the window. */
+/* Writes into busy[stages of all pools] the seconds that each is busy within the window. */
 extern "C" void xgpt_busy(const void *given, double begin_s, double end_s, double *busy) {
     const auto &found = *static_cast<const Found *>(given);
     for (size_t pool = 0; pool < found.pools.size(); ++pool) {
@@ -162,7 +164,7 @@ extern "C" void xgpt_busy(const void *given, double begin_s, double end_s, doubl
     }
 }
 
-/* Tells of each pool what pool_replay.h has of it, then handovers[3]. */
+/* Sends the record of each pool (pool_replay.h), then handovers[3]. */
 extern "C" void xgpt_tell(const void *given, Tell tell) {
     const auto &found = *static_cast<const Found *>(given);
     for (const xgpt_replay::Told &told : found.pools) {

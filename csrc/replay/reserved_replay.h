@@ -1,6 +1,6 @@
-/* A replay of a pool that is alone and whose rule reserves a query's tokens when it admits it: RRA's
- * (xrunner/rules/rra.py, chunks.py, batch_sizer.py) or ORCA's (iteration.py). What the rule decides,
- * turn by turn, and what each step has of queries and tokens (xsimulator/replay/pool.py,
+/* A replay of a single pool whose rule reserves a request's tokens at admission: RRA's
+ * (xrunner/rules/rra.py, chunks.py, batch_sizer.py) or ORCA's (iteration.py). The decisions of
+ * the rule, turn by turn, and the requests and tokens of each step (xsimulator/replay/pool.py,
  * queries.py). The same decisions in the same order, from the same sums. */
 #pragma once
 
@@ -16,11 +16,11 @@
 
 namespace xgpt_reserving {
 
-/* `iterations` 0: ORCA's rule. `kv_tokens` and `most_active` are a group's (of ORCA's each group has
- * slots of its own); `chunk` 0: inputs are encoded whole. */
+/* `iterations` 0: ORCA's rule. `kv_tokens` and `most_active` are a group's (ORCA's groups have
+ * slots of their own); `chunk` 0: inputs are encoded whole. */
 struct Facts {
     int64_t queries, groups, kv_tokens, iterations, encode_batch, most_active, chunk;
-    double target_active;  // queries that decode batches are led back to; 0: they are not
+    double target_active;  // target of decode batches; 0: none
 };
 
 struct Query : xgpt_replay::Query {
@@ -29,7 +29,7 @@ struct Query : xgpt_replay::Query {
 
 struct Group : xgpt_replay::Rows<Query> {
     int64_t active = 0, reserved = 0, slots = 0, steps = 0;
-    // chunks of a phase: those dealt to it from `begin` on, and who of them is encoded in part
+    // chunks of a phase: requests assigned from `begin` on, and the partly encoded one
     std::vector<int64_t> dealt;
     size_t begin = 0;
     int64_t part = -1, part_done = 0, tokens = 0, size = 0;
@@ -61,7 +61,7 @@ public:
 private:
     Facts facts_;
     Sizer sizer_;
-    int64_t next_ = 0;  // the first of those that wait: they are taken in their order
+    int64_t next_ = 0;  // the first waiting request: they are taken in their order
     int64_t phase_ = 0, iteration_ = 0, turn_ = 0, every_ = 1, num_active_ = 0;
 
     int64_t num_waiting() const { return facts_.queries - next_; }
@@ -206,7 +206,7 @@ private:
     void whole() {
         for (int64_t q : joined_) chunk(q, 0, queries[q].tokens);
     }
-    /* PoolHead._execute, where there is a step */
+    /* PoolHead._execute, if there is a step */
     void execute(Group &group, int64_t g, bool decodes, int64_t phase, int64_t iteration) {
         const bool encodes = !line.sizes.spans.empty();
         if (!decodes && !encodes) return;

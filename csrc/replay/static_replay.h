@@ -1,5 +1,5 @@
-/* A replay of a pool that is alone and works static batches (xrunner/rules/static.py): what the rule
- * decides, turn by turn, and what each step has of queries and tokens (xsimulator/replay/pool.py,
+/* A replay of a single pool with static batches (xrunner/rules/static.py): the decisions of the
+ * rule, turn by turn, and the requests and tokens of each step (xsimulator/replay/pool.py,
  * queries.py). The same decisions in the same order. */
 #pragma once
 
@@ -12,14 +12,14 @@
 
 namespace xgpt_batching {
 
-/* `kv_tokens` are a group's; `parts`: steps that encode a group's queries. */
+/* `kv_tokens` are a group's; `parts`: steps that encode a group's requests. */
 struct Facts {
     int64_t queries, groups, kv_tokens, batch, parts;
 };
 
 using Query = xgpt_replay::Query;
 
-/* A group's rows, and its queries of the batch, with their tokens of input. */
+/* A group's rows, and its requests of the batch with their input tokens. */
 struct Group : xgpt_replay::Rows<Query> {
     std::vector<int64_t> members;
     int64_t tokens = 0;
@@ -31,7 +31,7 @@ struct Group : xgpt_replay::Rows<Query> {
 
 class Replay : public xgpt_replay::PoolReplay<Query, Group> {
 public:
-    /* outputs[queries]: tokens that each may have at most; left[queries] iterations. */
+    /* outputs[requests]: most output tokens of each; left[requests]: iterations. */
     Replay(const xgpt_replay::Given &given, const Facts &facts, const int64_t *inputs,
            const int64_t *outputs, const int64_t *left)
         : PoolReplay(given, facts.groups, facts.queries), facts_(facts), inputs_(inputs),
@@ -53,7 +53,7 @@ public:
 private:
     Facts facts_;
     const int64_t *inputs_, *outputs_, *left_;
-    int64_t next_ = 0;  // the first of those that wait: they are taken in their order
+    int64_t next_ = 0;  // the first waiting request: they are taken in their order
     int64_t unfinished_ = 0, phase_ = -1, iteration_ = 0, turn_ = 0, part_ = 0;
 
     void fill_batch() {
@@ -66,7 +66,7 @@ private:
         }
         for (const Group &group : groups_) held_ += group.reserved(output);
     }
-    /* _Batch.add of the next query */
+    /* _Batch.add of the next request */
     bool add(int64_t g, int64_t &output) {
         const int64_t most = std::max(output, outputs_[next_]);
         if (groups_[g].reserved(most) + inputs_[next_] + most > facts_.kv_tokens) return false;

@@ -1,6 +1,6 @@
-/* What one step takes in each stage of a pool (xsimulator/replay/step_clock.py: StepClock.seconds): the
- * same sums in the same order, out of the same tables. Whoever plans holds these, and finds a block
- * of a table's rows when one of them is asked for first. */
+/* Seconds of a step in each stage of a pool (StepClock.seconds of
+ * xsimulator/replay/step_clock.py): the same sums in the same order, from the same tables.
+ * Python holds the tables, and fetches a block of rows when one of them is first needed. */
 #pragma once
 
 #include <stdint.h>
@@ -14,10 +14,10 @@
 
 namespace xgpt_times {
 
-/* Says where a block of a table lies; nullptr where it cannot be had. */
+/* Address of a block of a table; nullptr if it is not available. */
 using Fetch = const double *(*)(int64_t table, int64_t block);
 
-/* Something lies beyond the tables, or could not be had: Python is to find it. */
+/* Something lies beyond the tables, or is not available: Python must compute it. */
 struct Stopped {};
 
 /* A table's rows of `width` numbers, `size` of them in a block. */
@@ -52,11 +52,11 @@ struct Sizes {
     }
 };
 
-/* numbers[11 + 4 stages]: stages, degrees, context nodes, whether the longest context counts, whether
- * encoder and decoder layers share no pass, numbers of row sizes, of those that are whole numbers, of
- * rows in a block, of queries in a block, most inputs together, tokens of the longest input; then by
- * stage decoder layers, the place of their degree, encoder layers, the place of theirs.
- * figures: overhead of a pass, row sizes, context nodes. */
+/* numbers[11 + 4 stages]: numbers of stages, of degrees, of context nodes; whether the longest
+ * context counts; whether encoder and decoder layers share no pass; numbers of row sizes, of
+ * whole-number ones, of rows in a block, of requests in a block; most inputs together; tokens of
+ * the longest input. Then by stage: decoder layers, index of their degree, encoder layers, index
+ * of theirs. figures: overhead of a pass, row sizes, context nodes. */
 class Clock {
 public:
     Clock(Fetch fetch, const int64_t *numbers, const double *figures)
@@ -90,7 +90,7 @@ public:
             one_pass(sizes, total);
         }
         for (int64_t s = 0; s < stages; ++s)
-            if (std::isnan(total[s])) throw Stopped();  // no order of events that two could share
+            if (std::isnan(total[s])) throw Stopped();  // NaN times have no common order of events
     }
 
 private:
@@ -141,7 +141,7 @@ private:
         for (int64_t c = 0; c < columns; ++c)
             total[c] += high[c] < HUGE_VAL ? low[c] + share * (high[c] - low[c]) : high[c];
     }
-    /* layers: of decoder (0) or encoder (2), as in `numbers`. */
+    /* layers: decoder (0) or encoder (2), as in `numbers`. */
     void add_layers(int64_t kind, double *total) const {
         const int64_t *counts = layers_ + kind * stages, *places = counts + stages;
         for (int64_t s = 0; s < stages; ++s)

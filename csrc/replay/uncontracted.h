@@ -1,5 +1,5 @@
-/* From here on a product and a sum are rounded one after the other, as in Python's figures: no
- * compiler makes one fused operation of them. Included after all other headers. */
+/* From here on products and sums are rounded separately, as in Python: no compiler fuses them
+ * into one operation. Included after all other headers. */
 #pragma once
 
 #if defined(__clang__)

@@ -1,4 +1,4 @@
-/* What WAA's two rules decide (xrunner/rules/waa.py, taken.py): the same decisions from the same sums. */
+/* Decisions of WAA's two rules (xrunner/rules/waa.py, chunks.py), from the same sums. */
 #pragma once
 
 #include <stdint.h>
@@ -11,12 +11,12 @@
 
 namespace xgpt_waa {
 
-/* What rules know of queries, by number: tokens that each reserves, and of its input. */
+/* What rules know of requests, by number: tokens that each reserves, and of its input. */
 struct Asked {
     const int64_t *reserves, *inputs;
 };
 
-/* WaaEncodeRule and its DecodeAim; `groups` are its steps under way. */
+/* WaaEncodeRule; `groups` is the number of steps that may be under way. */
 struct EncodeFacts {
     int64_t batch, groups, max_in_system, kv_tokens, encode_kv_tokens, planned_active, stock_tokens;
     double target_active;
@@ -32,7 +32,7 @@ public:
         waiting_.push_back(query);
         next_.waiting = -1;
     }
-    /* The next query, where it is the decode pool's to encode; -1: none is. */
+    /* WaaEncodeRule.share_inputs: the next request for the decode pool to encode; -1: none. */
     int64_t give() {
         if (waiting_.empty() || given_tokens_ >= facts_.stock_tokens ||
             in_system_ - encoding_ - given_ >= facts_.planned_active || !has_room())
@@ -42,13 +42,14 @@ public:
         given_tokens_ += asked_.inputs[query];
         return query;
     }
-    /* The decode pool has begun to encode one of those. */
+    /* WaaEncodeRule.note_begun: the decode pool has begun to encode one of these. */
     void begun(int64_t query) {
         given_ -= 1;
         given_tokens_ -= asked_.inputs[query];
     }
     int64_t next_group() { return batch() ? steps_ % facts_.groups : -1; }
-    /* Whom the next step encodes; how many steps were before it, -1 for none. */
+    /* Fills in the requests of the next step; returns the number of steps before it, -1 for
+     * none. */
     int64_t decide(std::vector<int64_t> &joined) {
         const int64_t count = batch();
         joined.clear();
@@ -60,19 +61,19 @@ public:
         }
         return steps_++;
     }
-    /* It has left this pool. */
+    /* Records that the request has left this pool. */
     void finish(int64_t query) {
         encoding_ -= 1;
         held_ -= asked_.inputs[query];
     }
-    /* It is done. */
+    /* Records that the request is done. */
     void release(int64_t query) {
         in_system_ -= 1;
         reserved_ -= asked_.reserves[query];
     }
 
 private:
-    /* The next batch, and what it was found with. */
+    /* The next batch, and the state it was computed for. */
     struct Next {
         int64_t lean = 0, waiting = -1, count = 0, wanted = 0, tokens = 0;
     };
@@ -159,7 +160,7 @@ public:
         const bool is_idle = !num_active_ && arrived_.empty() && inputs_.empty();
         return is_idle ? -1 : turn_ % facts_.groups;
     }
-    /* Whether there is a step. */
+    /* Returns whether there is a step. */
     bool decide(Decided &step) {
         const int64_t group = step.group = turn_ % facts_.groups;
         step.phase = turn_++ / facts_.groups;
@@ -182,7 +183,7 @@ public:
     }
 
 private:
-    /* A query that is encoded in part. */
+    /* A partly encoded request. */
     struct Part {
         int64_t query = -1, done = 0;
     };

@@ -1,6 +1,6 @@
-/* What attention of decoded tokens (decode_isa.h) and of inputs (encode_isa.h) have in common, for
- * one instruction set (each_isa.h). All sums are in float32. Both use the softmax that goes on from
- * block to block (Milakov and Gimelshein, 2018). */
+/* What attention of decoded tokens (decode_isa.h) and of inputs (encode_isa.h) share, for one
+ * instruction set (each_isa.h). All sums are in float32. Both use the online softmax (Milakov
+ * and Gimelshein, 2018). */
 namespace xgpt {
 namespace XGPT_ISA {
 
@@ -8,7 +8,7 @@ constexpr float NOTHING = -3.4e38f;  // a maximum over no keys
 
 static inline int64_t rounded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
-/* Memory that begins on a cache line: a register, or a tile's row, is then read from one. */
+/* Memory aligned to a cache line, so that a register, or a tile's row, lies in one line. */
 template <typename T>
 struct OnLine {
     using value_type = T;
@@ -25,7 +25,8 @@ struct OnLine {
 template <typename T>
 using Lined = std::vector<T, OnLine<T>>;
 
-/* N registers of scores -> weights against `most`; their sum, as they are kept, is added. */
+/* Turns N registers of scores into weights relative to `most`; adds their sum, as stored, to
+ * `added`. */
 template <int N, typename Weight>
 XGPT_INLINE void weigh(const float *scores, float most, Weight *weights, vec &added) {
     vec some[N];
@@ -37,9 +38,9 @@ XGPT_INLINE void weigh(const float *scores, float most, Weight *weights, vec &ad
     }
 }
 
-/* Scores of `count` keys of one head -> weights (at the same place, or elsewhere) against the maximum
- * so far, 0 up to a whole register; `sums` [width] of the values so far are scaled to a maximum that
- * rises. */
+/* Turns scores of `count` keys of one head into weights (in place, or elsewhere) relative to the
+ * maximum so far, 0 up to a whole register. If the maximum rises, rescales `sums` [width] of the
+ * values so far. */
 template <typename Weight>
 static inline void soften(float *scores, int64_t count, Weight *weights, float &most, float &total,
                           float *sums, int64_t width) {
@@ -62,8 +63,8 @@ static inline void soften(float *scores, int64_t count, Weight *weights, float &
     total += sum(added);
 }
 
-/* One head of a query as float32 in `row` [width] in the order in which keys of type E are read, 0
- * beyond dim; `at`: elements before it. */
+/* One head of a query as float32 in `row` [width], in the order of keys of type E, 0 beyond dim;
+ * `at`: elements before it. */
 template <typename Q>
 static inline void widen(const Q *head, int64_t dim, float *row, int64_t width) {
     for (int64_t x = 0; x < width; x += W)
@@ -79,7 +80,7 @@ static inline void read_head(int dtype, const void *query, int64_t at, int64_t d
     for (int64_t x = 0; x + 2 * W <= width; x += 2 * W) ordered<E>(row + x);
 }
 
-/* The same of a query that is bfloat16 and stays that. */
+/* One head of a query that stays bfloat16, as above. */
 template <typename E>
 static inline void read_head(int, const void *query, int64_t at, int64_t dim, bfloat16 *row,
                              int64_t width) {
@@ -97,7 +98,7 @@ static inline void write_head(Q *out, const float *sums, float total, int64_t di
         if (x + W < dim) store(out + x + W, b, dim - x - W);
     }
 }
-/* `group` heads of sums / total, from element `at` of `out` on. */
+/* Writes `group` heads of sums / total, from element `at` of `out` on. */
 template <typename E>
 static void write_out(int dtype, void *out, int64_t at, const float *sums, const float *total,
                       int64_t group, int64_t width, int64_t dim) {

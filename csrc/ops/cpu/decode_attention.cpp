@@ -1,11 +1,11 @@
-/* Attention of decoded tokens: the arguments' checks; decode_isa.h does it. */
+/* Attention of decoded tokens: checks the arguments; decode_isa.h does the work. */
 #include <new>
 
 #include "attention.h"
 
 namespace xgpt {
 
-/* The arguments of xgpt_decode_attention (native.h). */
+/* Arguments of xgpt_decode_attention (native.h). */
 struct Decode {
     int dtype, kv_dtype;
     void *out;

@@ -1,10 +1,9 @@
 /* Attention of decoded tokens, for one instruction set; included by decode_attention.cpp.
  *
- * Each key and value is read once for all the heads that share them (as many as KEPT at a time), so
- * that it runs at the speed of the memory. The keys of all (query, KV head) pairs stand in one long
- * row that is cut into equal parts, one a thread: a pair that is cut is put together at the end
- * from its parts' maxima, sums and sums of values.
- */
+ * Each key and value is read once for all heads that share it (up to KEPT at a time), so that it
+ * runs at the memory's speed. The keys of all (request, KV head) pairs form one long row that is
+ * cut into equal parts, one per thread. A pair that is cut is combined at the end from its
+ * parts' maxima, sums and sums of values. */
 #include "attention_isa.h"
 
 namespace xgpt {
@@ -12,18 +11,18 @@ namespace XGPT_ISA {
 
 constexpr int BLOCK = 128;                  // keys whose scores are held at a time
 template <typename E>
-constexpr int AHEAD = 128 / sizeof(E);      // how many keys or values early each is asked for
+constexpr int AHEAD = 128 / sizeof(E);      // keys or values to prefetch ahead
 constexpr int KEPT = 4;                     // heads that read a key together
 constexpr int TILE = XGPT_W == 16 ? 2 : 1;  // pairs of registers of a value, summed together
 
-/* Asks for `bytes` from p on to be brought into the second level cache. Keys of a block come first,
- * then its values, then the next block's keys: what is asked for follows that order. */
+/* Prefetches `bytes` from p on into the second-level cache. The order is: keys of a block, its
+ * values, the next block's keys. */
 static inline void ask_for(const void *p, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64)
         __builtin_prefetch(static_cast<const char *>(p) + line, 0, 2);
 }
 
-/* The dot products of one key with G heads of a query; N > 0: N pairs of registers a row. */
+/* Dot products of one key with G heads of a query; N > 0: N pairs of registers a row. */
 template <typename E, int G, int N>
 XGPT_INLINE void dots_of(const float *query, int64_t width, const E *key, int64_t dim, vec *dots) {
     vec a, b;
@@ -47,8 +46,8 @@ XGPT_INLINE void dots_of(const float *query, int64_t width, const E *key, int64_
     }
 }
 
-/* dots[g]: lane i is head g's product with key first + i, of COUNT keys. Keys beyond the last are
- * the last one. `ahead`: as many keys, or values, to be asked for. */
+/* Lane i of dots[g]: product of head g with key first + i, of COUNT keys. Keys beyond the last
+ * equal the last. `ahead`: keys or values to prefetch. */
 template <typename E, int G, int N, int COUNT>
 XGPT_INLINE void dots_of_keys(const float *query, int64_t width, const E *keys, int64_t first,
                               int64_t last, int64_t dim, const E *ahead, vec *dots) {
@@ -64,12 +63,12 @@ XGPT_INLINE void dots_of_keys(const float *query, int64_t width, const E *keys, 
     }
 }
 
-/* scores [G, BLOCK] of `count` keys [count, dim], some more beyond them; `values` are read next. */
+/* Scores [G, BLOCK] of `count` keys [count, dim], and some beyond; `values` are read next. */
 template <typename E, int G, int N>
 static void scores_of(const float *query, int64_t width, const E *keys, const E *values,
                       int64_t dim, int64_t count, float scale, float *scores) {
-    // a register's keys in one piece are no quicker, and take longer to compile; so do those of
-    // other sizes in halves, which of a head alone are 6 to 9 % quicker at size 80
+    // measured: a register's keys in one piece are no faster, and take longer to compile; for other
+    // sizes, halves are 6 to 9 % faster only for a single head of size 80
     constexpr int PARTS = N || G == 1 ? 2 : 4, KEYS = W / PARTS;
     const int64_t whole = rounded(count, W);
     for (int64_t j = 0; j < count; j += W) {
@@ -91,8 +90,8 @@ static void scores_of(const float *query, int64_t width, const E *keys, const E 
     }
 }
 
-/* sums [G, width] += weights [G, BLOCK] x values [count, dim], N pairs of registers at x; the keys
- * `next` are read next. */
+/* sums [G, width] += weights [G, BLOCK] x values [count, dim], N pairs of registers at x; the
+ * keys `next` are read next. */
 template <typename E, int G, int N>
 static void add_values(float *sums, int64_t width, const float *weights, const E *values,
                        const E *next, int64_t dim, int64_t count, int64_t x) {
@@ -120,8 +119,8 @@ static void add_values(float *sums, int64_t width, const float *weights, const E
         for (int i = 0; i < 2 * N; ++i) store(sums + g * width + x + i * W, kept[g][i]);
 }
 
-/* G heads of one query over `count` keys of one KV head. query [G, width]; most,
- * total [G] and sums [G, width] go on from what they are; `bias` [G, bias_width] or null. */
+/* Attends with G heads of one query to `count` keys of one KV head. query [G, width]; most,
+ * total [G] and sums [G, width] are updated; `bias` [G, bias_width] or null. */
 template <typename E, int G>
 static void attend_heads(const float *query, int64_t width, const E *keys, const E *values,
                          int64_t dim, int64_t count, float scale, const float *bias,
@@ -152,8 +151,8 @@ static void attend_heads(const float *query, int64_t width, const E *keys, const
     }
 }
 
-/* The heads of one query that share a KV head, as attend_heads takes them. Their sums are
- * in E's order (vec_isa.h). */
+/* The heads of one query that share a KV head, as attend_heads takes them; sums are in E's order
+ * (vec_isa.h). */
 template <typename E>
 struct HeadsOf {
     const Decode &a;
@@ -163,13 +162,13 @@ struct HeadsOf {
     HeadsOf(const Decode &decode, int64_t group, int64_t wide)
         : a(decode), width(wide), query(group * wide) {}
 
-    /* Those from element `at` of the queries on. */
+    /* Reads the heads from element `at` of the queries on. */
     void read(int64_t at, int64_t group) {
         for (int64_t g = 0; g < group; ++g)
             read_head<E>(a.dtype, a.query, at + g * a.dim, a.dim, query.data() + g * width, width);
     }
-    /* All of them over `count` keys, which are followed by those at `after`; most, total [group] and
-     * sums [group, width] go on from what they are; `bias` [group, a.bias_width] or null. */
+    /* Attends with all of them to `count` keys; those at `after` are read next. most, total
+     * [group] and sums [group, width] are updated; `bias` [group, a.bias_width] or null. */
     void attend(const E *keys, const E *values, int64_t group, int64_t count, const float *bias,
                 float *most, float *total, float *sums, const E *after) {
         for (int64_t g = 0; g < group; g += KEPT) {
@@ -185,7 +184,7 @@ struct HeadsOf {
     }
 };
 
-/* What one thread has of a (query, KV head) pair that others have parts of. */
+/* One thread's part of a (request, KV head) pair that other threads share. */
 struct Part {
     int64_t pair;
     const float *most, *total, *sums;  // [group], [group], [group, width]
@@ -195,7 +194,7 @@ template <typename E>
 static int decode(const Decode &a) {
     const int64_t group = a.heads / a.kv_heads, width = rounded(a.dim, 2 * W);
     const int64_t pairs = a.n * a.kv_heads;
-    std::vector<int64_t> start(pairs + 1, 0);  // where a pair's keys begin in the long row of all
+    std::vector<int64_t> start(pairs + 1, 0);  // where each pair's keys begin in the long row
     for (int64_t pair = 0; pair < pairs; ++pair)
         start[pair + 1] = start[pair] + a.lengths[pair / a.kv_heads];
     const int64_t all_keys = start[pairs];
@@ -221,7 +220,7 @@ static int decode(const Decode &a) {
             std::fill(most, total, NOTHING);
             std::fill(total, total + group, 0.0f);
             const int64_t then = std::min(pair + 1, pairs - 1);  // the pair whose keys come next
-            // elements before the entries of a head in a block
+            // elements before a head's keys in a block
             auto start_of = [&](int64_t block, int64_t of_head) {
                 return (block * a.kv_heads + of_head) * a.blocks.block_size * a.dim;
             };
@@ -232,7 +231,7 @@ static int decode(const Decode &a) {
                 const int64_t row = start_of(block, head) + offset * a.dim;
                 const E *keys = static_cast<const E *>(a.keys) + row;
                 const E *values = static_cast<const E *>(a.values) + row;
-                const int64_t beyond = at + count;  // whose keys are read next
+                const int64_t beyond = at + count;  // keys that are read next
                 const E *after = static_cast<const E *>(a.keys) + (
                     beyond < to ? start_of(a.blocks.of(i, beyond), head) : next);
                 heads.attend(keys, values, group, count,
@@ -244,7 +243,7 @@ static int decode(const Decode &a) {
             if (to - from == a.lengths[i]) {
                 write_out<E>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total,
                              group, width, a.dim);
-            } else {  // kept until all parts are there; a thread has two of them at most
+            } else {  // kept until all parts are there; a thread has at most two
                 parts[thread * 2 + cut++] = Part{pair, most, total, sums};
                 sums += kept;
             }
@@ -282,7 +281,7 @@ static int decode(const Decode &a) {
 }
 
 static int decode_any(const Decode &a) {
-#ifdef XGPT_HAS_DOTS  // no quicker by pairs (0.91 to 0.97): it waits for memory, not for products
+#ifdef XGPT_HAS_DOTS  // measured: pairs are no faster (0.91 to 0.97), since this waits for memory
     return XGPT_WIDE::decode_any(a);
 #else
     return a.kv_dtype == XGPT_FLOAT32 ? decode<float>(a) : decode<bfloat16>(a);

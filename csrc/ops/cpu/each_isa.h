@@ -1,14 +1,14 @@
-/* Includes XGPT_BODY (the name of a file) once for every instruction set of this build, each time in
- * a namespace XGPT_ISA of its own, after vec_isa.h, which gives `vec`: W floats, W as wide as the
- * registers of the set. The one that runs is chosen when it is called (XGPT_DISPATCH). XGPT_HAS_DOTS:
- * it has dot products of bfloat16 pairs. */
+/* Includes the file XGPT_BODY once for every instruction set of this build, each time in a
+ * namespace XGPT_ISA of its own. vec_isa.h comes first and defines `vec`: W floats, as wide as
+ * the set's registers. XGPT_DISPATCH chooses one at each call. XGPT_HAS_DOTS: the set has dot
+ * products of bfloat16 pairs. */
 #include "elements.h"
 #include "levels.h"
 
 #include <type_traits>
 #include <utility>
 
-// With its checks, what is inlined throughout takes minutes to compile.
+// with its checks, heavily inlined code takes minutes to compile
 #ifdef __SANITIZE_ADDRESS__
 #define XGPT_INLINE static inline
 #else
@@ -59,7 +59,7 @@
 #define XGPT_ISA avx512_bf16
 #define XGPT_W 16
 #define XGPT_HAS_DOTS 1
-#define XGPT_WIDE avx512  // serves what has no pairs: nothing is compiled twice to the same
+#define XGPT_WIDE avx512  // for code without pairs, so that nothing is compiled twice
 #include "vec_isa.h"
 #include XGPT_BODY
 #undef XGPT_ISA

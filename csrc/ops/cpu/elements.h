@@ -1,4 +1,4 @@
-/* bfloat16 beside float: one element at a time. */
+/* bfloat16 and float, one element at a time. */
 #ifndef XGPT_ELEMENTS_H
 #define XGPT_ELEMENTS_H
 

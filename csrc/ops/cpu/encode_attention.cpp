@@ -1,4 +1,4 @@
-/* Attention of inputs: the arguments' checks, and how the work is cut; encode_isa.h does it. */
+/* Attention of inputs: checks the arguments and divides the work; encode_isa.h does it. */
 #include <atomic>
 #include <new>
 
@@ -8,15 +8,15 @@ namespace xgpt {
 
 /* Tokens [from, from + tokens) of one input, for the heads of one KV head. */
 struct Task {
-    int64_t packed;     // where the input's first token stands among the packed ones
-    int64_t first;      // position of that token: what the cache has before it
+    int64_t packed;     // packed tokens before the input's first one
+    int64_t first;      // position of that token: tokens in the cache before it
     int64_t from, tokens;
-    int64_t keys;       // keys that every token sees, where not causal
+    int64_t keys;       // keys that every token sees, if not causal
     int64_t head;       // the KV head
     int64_t place;      // causal: the span; else elements before the input's first key of that head
 };
 
-/* What encode and packed attention share. */
+/* Arguments shared by encode and packed attention. */
 struct Encode {
     int dtype, kv_dtype;
     void *out;
@@ -24,7 +24,7 @@ struct Encode {
     int64_t query_stride;
     const void *keys, *values;
     int64_t kv_stride, heads, kv_heads, dim;
-    Blocks blocks;  // where causal
+    Blocks blocks;  // if causal
     float scale;
     bool causal;
     const float *bias;
@@ -33,7 +33,7 @@ struct Encode {
     std::vector<Task> tasks;
     mutable std::atomic<size_t> next{0};
 
-    /* Adds the tokens of one input and KV head, cut so that each part costs about `most` scores. */
+    /* Adds the tokens of one input and KV head, cut so that each task costs about `most` scores. */
     void add(Task task, int64_t tokens, double most) {
         const double scores = double(tokens) * double(causal ? task.first + tokens / 2 + 1
                                                              : task.keys);
@@ -58,7 +58,7 @@ int run(const xgpt::Encode &arguments) {
     XGPT_DISPATCH(encode_any(arguments));
 }
 
-/* Scores a task may cost: so many that the tasks come out even, and few keys are turned twice. */
+/* Most scores of a task, so that tasks are even and few keys are transposed twice. Chosen. */
 double most_scores(double all, int threads) { return std::max(all / (8.0 * threads), 65536.0); }
 
 }  // namespace

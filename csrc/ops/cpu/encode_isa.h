@@ -1,9 +1,8 @@
 /* Attention of inputs, for one instruction set; included by encode_attention.cpp.
  *
- * The keys of one input and KV head are turned once, so that a tile of ROWS queries by KEYS keys
- * stays in registers; the softmax takes CHUNK keys at a time, so that what it does once a row is
- * little beside the products.
- */
+ * The keys of one input and KV head are transposed once, so that a tile of ROWS queries by KEYS
+ * keys stays in registers. The softmax takes CHUNK keys at a time, so that its work per row is
+ * small beside the products. */
 #include "attention_isa.h"
 #include "turned_isa.h"
 
@@ -20,7 +19,8 @@ XGPT_INLINE vec load_many(const P *p) {
     return v;
 }
 
-/* scores [R, N W] of R rows of query [R, width] with N W of a block of turned keys [steps, KEYS]. */
+/* Scores [R, N W] of R rows of query [R, width] with N W keys of a block of transposed keys
+ * [steps, KEYS]. */
 template <int R, int N, typename P>
 static inline void tile_scores(const P *query, int64_t width, const P *keys, int64_t steps,
                                float scale, float *scores) {
@@ -54,7 +54,7 @@ static inline void tile_values(float *sums, int64_t width, const P *weights, int
         for (int i = 0; i < N; ++i) store(sums + r * width + x + i * W, kept[r][i]);
 }
 
-/* A tile: rows [row, row + ROWS) of the task, as many as there are, row r being head r % group of its
+/* A tile: rows [row, row + ROWS) of the task, as far as they exist; row r is head r % group of
  * token r / group. Element: of queries and weights, which are multiplied as P. */
 template <typename P>
 struct Tile {
@@ -74,7 +74,7 @@ static inline const P *products_of(const Element *elements) {
     return reinterpret_cast<const P *>(elements);
 }
 
-/* scores of a tile's rows with keys j .. j + count. */
+/* Scores of a tile's rows with keys j .. j + count. */
 template <typename P>
 static void score_keys(Tile<P> &tile, const Turned<P> &turned, int64_t j, int64_t count,
                        int64_t dim, int64_t width, float scale) {
@@ -89,7 +89,7 @@ static void score_keys(Tile<P> &tile, const Turned<P> &turned, int64_t j, int64_
     }
 }
 
-/* sums of a tile's rows += its weights times the values j .. j + count. */
+/* Adds a tile's weights times the values j .. j + count to its sums. */
 template <typename P>
 static void add_weighed(Tile<P> &tile, const Turned<P> &turned, int64_t j, int64_t count,
                         int64_t width) {
@@ -103,7 +103,7 @@ static void add_weighed(Tile<P> &tile, const Turned<P> &turned, int64_t j, int64
         tile_values<ROWS, 1>(tile.sums.data(), width, weights, stride, values, steps, x);
 }
 
-/* The rows of a tile with keys j .. j + count. */
+/* Attends with a tile's rows to keys j .. j + count. */
 template <typename P, typename Bias>
 static void attend_chunk(Tile<P> &tile, const Turned<P> &turned, int64_t j, int64_t count,
                          int64_t dim, int64_t width, float scale, Bias &&add_bias) {
@@ -123,7 +123,7 @@ static void attend_chunk(Tile<P> &tile, const Turned<P> &turned, int64_t j, int6
     add_weighed(tile, turned, j, count, width);
 }
 
-/* All keys and values that a task's tokens see, block by block. */
+/* Visits all keys and values that a task's tokens see, block by block. */
 template <typename E, typename P>
 static void turn_context(const Encode &a, const Task &task, Turned<P> &turned) {
     const int64_t width = rounded(a.dim, 2 * W);
@@ -141,7 +141,7 @@ static void turn_context(const Encode &a, const Task &task, Turned<P> &turned) {
     });
 }
 
-/* The tokens of a task. */
+/* Attends with all tokens of a task. */
 template <typename E, typename P>
 static void attend_rows(const Encode &a, const Task &task, Turned<P> &turned, Tile<P> &tile) {
     const int64_t group = a.heads / a.kv_heads, dim = a.dim, width = rounded(dim, 2 * W);

@@ -1,5 +1,5 @@
-/* Entries of the KV cache copied, all layers in one call: onto other slots (compaction), into one
- * block of memory and out of one (the handover between pools). Copies alone: of any element type. */
+/* Copies of KV, all layers in one call: onto other slots (compaction), and into or out of one
+ * block of memory (handover between pools). Any element type. */
 #include <string.h>
 
 #ifdef __linux__
@@ -18,13 +18,13 @@
 
 namespace {
 
-constexpr int64_t CHUNK_BYTES = 256 << 10;  // what a thread takes at a time
-constexpr int64_t MIN_BYTES = 128 << 10;    // below: waking a thread takes longer than copying
-constexpr int64_t PIECES = 8;               // chunks a thread should have, to come out even
-constexpr int64_t PAST_BYTES = 32 << 20;    // above: what is written would not stay in caches
-constexpr int64_t AHEAD_BYTES = 8192;       // how early what is read is asked for
+constexpr int64_t CHUNK_BYTES = 256 << 10;  // chosen: bytes that a thread takes at a time
+constexpr int64_t MIN_BYTES = 128 << 10;    // chosen: below, waking a thread takes longer
+constexpr int64_t PIECES = 8;               // chosen: chunks per thread
+constexpr int64_t PAST_BYTES = 32 << 20;    // chosen: above, writes would not stay in caches
+constexpr int64_t AHEAD_BYTES = 8192;       // chosen: bytes to prefetch ahead
 
-/* The arrays of a cache, in bytes; a head's entries of a slot lie together. */
+/* The arrays of a cache, in bytes; a head's tokens of a slot are contiguous. */
 struct Cache {
     void *const *arrays;
     int64_t num_arrays, slot_stride, heads, entry, num_slots, capacity;
@@ -52,21 +52,21 @@ int check(const Cache &cache, const int64_t *lengths, int64_t n, int threads) {
     return XGPT_OK;
 }
 
-/* Copies of runs of bytes. Where all of them are more than caches hold, lines are written past these,
- * so that memory need not read them first. */
+/* Copies runs of bytes. If all of them exceed the caches, writes bypass these, so that memory
+ * need not be read first. */
 struct Copier {
     bool is_past;
 
     explicit Copier(int64_t all_bytes) : is_past(all_bytes > PAST_BYTES) {}
 
-    /* `then`: where the run begins that is copied after this one. */
+    /* `then`: start of the run that is copied next. */
     void copy(char *to, const char *from, int64_t bytes, const char *then) const {
 #ifdef __SSE2__
         if (is_past && bytes >= 256) return copy_past(to, from, bytes, then);
 #endif
         memcpy(to, from, static_cast<size_t>(bytes));
     }
-    /* What this thread has written is seen by others from then on. */
+    /* Makes this thread's writes visible to others. */
     void finish() const {
 #ifdef __SSE2__
         if (is_past) _mm_sfence();
@@ -75,7 +75,7 @@ struct Copier {
 
 #ifdef __SSE2__
     static void copy_past(char *to, const char *from, int64_t bytes, const char *then) {
-        const int64_t before = -reinterpret_cast<uintptr_t>(to) % 64;  // of a line that is begun
+        const int64_t before = -reinterpret_cast<uintptr_t>(to) % 64;  // to the next line
         memcpy(to, from, static_cast<size_t>(before));
         int64_t at = before;
         for (; at + 64 <= bytes; at += 64) {
@@ -95,15 +95,15 @@ struct Copier {
 #endif
 };
 
-/* body(array, head, first, last): the tokens first..last-1 of one head in one array of the cache.
- * Threads take chunks of the same size in turn, as they get done: cores are not equally quick.
- * A position in the tokens is the same thread's for every slot. */
+/* Calls body(array, head, first, last) for tokens first..last-1 of one head in one array.
+ * Threads take equal chunks in turn, as they get done, since cores differ in speed. A position
+ * belongs to the same thread for every slot. */
 template <typename Body>
 void each_chunk(const Cache &cache, int64_t tokens, int64_t longest, int threads,
                 const Copier &copier, Body &&body) {
     const int64_t rows = cache.num_arrays * cache.heads, row_bytes = tokens * cache.entry;
     if (rows == 0 || row_bytes == 0) return;
-    const int64_t needed = (PIECES * threads + rows - 1) / rows;  // long runs are quicker
+    const int64_t needed = (PIECES * threads + rows - 1) / rows;  // long runs are faster
     const int64_t cuts = std::min({longest, std::max<int64_t>(row_bytes / CHUNK_BYTES, 1), needed});
     const int64_t joined = std::max<int64_t>(CHUNK_BYTES / row_bytes, 1);  // rows of a chunk
     const int64_t chunks = (rows * cuts + joined - 1) / joined;
@@ -120,8 +120,8 @@ void each_chunk(const Cache &cache, int64_t tokens, int64_t longest, int threads
     });
 }
 
-/* Memory that is about to be written for the first time is given in large pages where the system has
- * them: of small ones, giving them takes longer than the copy. What was given already stays. */
+/* Asks for large pages for memory that is written for the first time: faulting small ones takes
+ * longer than the copy. Existing pages stay. */
 void in_large_pages(void *memory, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page = 2 << 20, start = reinterpret_cast<uintptr_t>(memory);
@@ -133,8 +133,8 @@ void in_large_pages(void *memory, int64_t bytes) {
 #endif
 }
 
-/* Between a cache and a block [arrays, heads, block_tokens, entry] in which the queries' tokens
- * lie one after the other. */
+/* Copies between a cache and a block [arrays, heads, block_tokens, entry] of the requests'
+ * tokens, one after the other. */
 template <typename Copy>
 int each_query(const Cache &cache, int64_t block_tokens, const int64_t *slots,
                const int64_t *lengths, int64_t n, int threads, Copy &&copy) {
@@ -146,7 +146,7 @@ int each_query(const Cache &cache, int64_t block_tokens, const int64_t *slots,
     const Copier copier(tokens * cache.num_arrays * cache.heads * cache.entry);
     each_chunk(cache, tokens, tokens, threads, copier,
                [&](int64_t array, int64_t head, int64_t begin, int64_t end) {
-        int64_t start = 0;  // of query i among the tokens
+        int64_t start = 0;  // of request i among the tokens
         for (int64_t i = 0; i < n && start < end; start += lengths[i++]) {
             const int64_t from = std::max(begin, start), to = std::min(end, start + lengths[i]);
             if (from >= to) continue;

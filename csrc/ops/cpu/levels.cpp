@@ -20,8 +20,8 @@ int processors_best() {
 
 int best_level() { return std::min(processors_best(), XGPT_MOST_LEVEL); }
 
-/* The best level, but for Intel's processors, whose dot products of bfloat16 pairs do half of what
- * their float32 does (AMD's do twice as much). */
+/* The best level, except on Intel's processors, whose dot products of bfloat16 pairs reach half
+ * the rate of their float32 (AMD's twice). */
 int quickest_level() {
     const int best = xgpt_best_level();
 #ifdef XGPT_HAS_X86_LEVELS
@@ -63,7 +63,7 @@ int xgpt_use_level(int level) {
 
 int xgpt_has_pairs(void) {
 #ifdef XGPT_HAS_PAIRS
-    static const bool is_intel = __builtin_cpu_is("intel");  // whose units do half of that
+    static const bool is_intel = __builtin_cpu_is("intel");  // half of the rate, as above
     return xgpt_best_level() == XGPT_AVX512_BF16 && !is_intel ? 1 : 0;
 #else
     return 0;

@@ -1,11 +1,12 @@
-/* Which instruction set serves a call: the best of this processor, or a lesser one asked for. */
+/* Choice of the instruction set for a call: the best of this processor, or a lower one on
+ * request. */
 #ifndef XGPT_LEVELS_H
 #define XGPT_LEVELS_H
 
 #include "native.h"
 
-/* The sets of this build, by their numbers in native.h: all, unless its maker wants those of one
- * processor alone. The least is at most XGPT_AVX512, which the ones after it fall back to. */
+/* The sets of this build, by their numbers in native.h: all, or those of one processor. The
+ * least is at most XGPT_AVX512, which those after it fall back to. */
 #ifndef XGPT_LEAST_LEVEL
 #define XGPT_LEAST_LEVEL 0
 #endif
@@ -15,7 +16,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define XGPT_HAS_X86_LEVELS 1
-/* Products of our own; a library for a processor that they do not serve has none. */
+/* Our own products; left out of a library for a processor that does not support them. */
 #ifndef XGPT_NO_PAIRS
 #define XGPT_HAS_PAIRS 1
 #endif

@@ -1,9 +1,9 @@
-/* Matrix products of bfloat16 by dot products of pairs, for processors on which these do twice what
- * float32 products do (AVX512-BF16 of AMD's). A weight lies in panels of as many outputs as three
- * registers hold, pairs of inputs side by side, and comes from a core's second cache once for every
- * eight rows, whose sums stay in registers. Nothing is copied or blocked beyond that, so that few
- * rows are multiplied at nearly the rate of many. A row's products are summed in the order of its
- * inputs, whoever is computed beside it. */
+/* Matrix products of bfloat16 by dot products of pairs, for processors that compute these twice
+ * as fast as float32 products (AMD's with AVX512-BF16). A weight lies in panels of as many
+ * outputs as three registers hold, with pairs of inputs side by side. It is read from a core's
+ * second-level cache once for every eight rows, whose sums stay in registers. Nothing else is
+ * copied or blocked, so few rows are multiplied at nearly the rate of many. A row is summed in
+ * the order of its inputs, whatever rows are beside it. */
 
 #include "native.h"
 #include "levels.h"
@@ -23,13 +23,13 @@ namespace xgpt {
 namespace {
 
 constexpr int64_t PANEL = 48;  // outputs that lie side by side: three registers of sums a row
-constexpr int64_t TILE = 8;    // rows at a time: 24 of 32 registers hold sums
+constexpr int64_t TILE = 8;    // rows at a time: sums take 24 of 32 registers
 constexpr int64_t CACHED_BYTES = 512 * 1024;  // of activations, beside a panel in a core's cache
-constexpr int64_t LEAST_TILES = 8;  // that one reading of the weight serves all the same
-constexpr int64_t LINE = 64;  // bytes that memory gives at once
-constexpr int64_t PAIR_BYTES = PANEL * 4;  // of a pair of inputs in a panel: three of these
-constexpr int64_t SPREAD = 12;  // tiles at most over which the next panel is asked for
-constexpr int64_t SET_BYTES = 2048;  // rows that far apart fall on one another in the first cache
+constexpr int64_t LEAST_TILES = 8;  // chosen: tiles that share one read of the weight in any case
+constexpr int64_t LINE = 64;  // bytes of a cache line
+constexpr int64_t PAIR_BYTES = PANEL * 4;  // of a pair of inputs in a panel: three lines
+constexpr int64_t SPREAD = 12;  // chosen: most tiles over which the next panel is prefetched
+constexpr int64_t SET_BYTES = 2048;  // rows so far apart share a set of the first-level cache
 
 struct Product {
     uint16_t *out;
@@ -40,8 +40,8 @@ struct Product {
 };
 
 #ifdef XGPT_HAS_PAIRS
-/* Nothing of the standard library in here: what of it were compiled for these processors would
- * serve, and end, all others. */
+/* NOTE: nothing of the standard library in here: code of it compiled for these processors would
+ * be linked for all others, and crash there. */
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
 namespace avx512_pairs {
@@ -50,15 +50,15 @@ inline __mmask32 first(int64_t count) {
     return count >= 32 ? 0xffffffffu : count <= 0 ? 0 : (__mmask32{1} << count) - 1;
 }
 
-/* The first 16 of `bias`' bfloat16 that are there, as float32. */
+/* The first 16 elements of `bias` as float32, zeros beyond `count`. */
 inline __m512 wide(const uint16_t *bias, int64_t count) {
     const auto some = static_cast<__mmask16>(first(count));
     return _mm512_castsi512_ps(_mm512_slli_epi32(
         _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, bias)), 16));
 }
 
-/* out [R, `count` <= PANEL] of R rows of x, `stride` apart, with `pairs` pairs of a panel. `ahead`:
- * what memory is asked for meanwhile, `step` bytes a pair; null: nothing. */
+/* out [R, `count` <= PANEL] of R rows of x, `stride` apart, with `pairs` pairs of a panel.
+ * `ahead`: memory to prefetch, `step` bytes per pair; null: none. */
 template <int R>
 void multiply_tile(const Product &a, uint16_t *out, const uint16_t *panel, const uint16_t *x,
                    int64_t stride, int64_t pairs, int64_t output, const char *ahead,
@@ -99,7 +99,7 @@ void multiply_tile(const Product &a, uint16_t *out, const uint16_t *panel, const
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             __m512 v = _mm512_add_ps(sums[r][i], bias);
-            // of a NaN itself, which is the second
+            // the second operand is returned if it is NaN
             if (a.relu) v = _mm512_max_ps(_mm512_setzero_ps(), v);
             _mm256_mask_storeu_epi16(out + r * a.outputs + 16 * i, some,
                                      (__m256i)_mm512_cvtneps_pbh(v));
@@ -116,7 +116,8 @@ constexpr MultiplyTile MULTIPLY_TILE[TILE] = {
 }  // namespace avx512_pairs
 #pragma GCC pop_options
 
-/* Rows of x as the tiles read them: pairs whole, and not so far apart that they share a set. */
+/* Rows of x as the tiles read them: whole pairs, and not so far apart that they share a cache
+ * set. */
 struct Rows {
     const uint16_t *x;
     int64_t stride, count;
@@ -138,7 +139,7 @@ Rows rows_of(const Product &a, int64_t from, int64_t count, std::vector<uint16_t
     return {copy.data(), stride, count};
 }
 
-/* The rows of a tile: of `tiles`, of nearly equal numbers of rows. */
+/* One of `tiles` tiles of rows, of nearly equal sizes. */
 struct Tile {
     int64_t index, row, count;
 
@@ -146,12 +147,12 @@ struct Tile {
         : index(t), row(rows.count * t / tiles), count(rows.count * (t + 1) / tiles - row) {}
 };
 
-/* Elements of a panel. */
+/* Number of elements of a panel. */
 int64_t panel_size(const Product &a) { return (a.inputs + 1) / 2 * 2 * PANEL; }
 
-/* out = `tile` of the rows times a panel, of the outputs from `output` on that `a` says there are. The
- * panel that lies behind it comes from memory meanwhile, a part of it with each of the first tiles:
- * all with the first it would be wanted twice as quickly as memory gives it. */
+/* out = `tile` of the rows times a panel, for the outputs that exist from `output` on.
+ * Prefetches the next panel, a part with each of the first tiles: all with the first would need
+ * twice the memory's rate. */
 void multiply_one(const Product &a, const Rows &rows, uint16_t *out, const Tile &tile,
                   const uint16_t *panel, int64_t output, int64_t tiles, bool has_next) {
     const int64_t spread = std::min(tiles, SPREAD), step = PAIR_BYTES / spread;
@@ -162,7 +163,7 @@ void multiply_one(const Product &a, const Rows &rows, uint16_t *out, const Tile 
         has_next && tile.index < spread ? next + tile.index * pairs * step : nullptr, step);
 }
 
-/* Tiles first..last-1 of `tiles` with one panel. */
+/* Multiplies tiles first..last-1 of `tiles` by one panel. */
 void multiply_panel(const Product &a, const Rows &rows, int64_t from, int64_t panel, int64_t tiles,
                     int64_t first, int64_t last) {
     const int64_t output = panel * PANEL;
@@ -174,7 +175,7 @@ void multiply_panel(const Product &a, const Rows &rows, int64_t from, int64_t pa
     }
 }
 
-/* The same of a gate's panel and of its up's, with which the gate is closed at once. */
+/* As multiply_panel, for panels of a gate and its up; applies the gate at once. */
 void multiply_gated(const Product &a, const Rows &rows, int64_t from, int64_t panel, int64_t tiles,
                     int64_t first, int64_t last) {
     const int64_t panels = (a.outputs + PANEL - 1) / PANEL, output = panel * PANEL;

@@ -1,11 +1,11 @@
-/* 8-bit activations: the arguments' checks; quantise_isa.h does the work. */
+/* 8-bit activations: checks the arguments; quantise_isa.h does the work. */
 
 #include "native.h"
 #include "threads.h"
 
 namespace xgpt {
 
-/* The arguments of xgpt_quantise_rows and xgpt_rescale_rows. */
+/* Arguments of xgpt_quantise_rows and xgpt_rescale_rows. */
 struct Quantise {
     int dtype;
     uint8_t *codes;

@@ -14,7 +14,7 @@ static void quantise_rows(const Quantise &a, int64_t from, int64_t to) {
         for (int64_t x = 0; x < size; x += W) {
             const vec v = load(row + x, size - x);
             most = larger(most, larger(v, -v));
-            finite += v * 0.0f;  // NaN once an infinity or a NaN was among them
+            finite += v * 0.0f;  // NaN once there was an infinity or a NaN
         }
         const float largest_one = largest(most), zero = sum(finite);
         const bool is_finite = zero == zero;

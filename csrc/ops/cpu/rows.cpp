@@ -1,4 +1,4 @@
-/* The passes over rows of tokens: the arguments' checks; rows_isa.h does the work. */
+/* Passes over rows of tokens: checks the arguments; rows_isa.h does the work. */
 #include <cmath>
 #include <vector>
 
@@ -8,8 +8,8 @@
 
 namespace xgpt {
 
-/* The arguments of xgpt_add_rms_norm and xgpt_add_layer_norm, xgpt_place,
- * xgpt_silu_mul and xgpt_keep_best. */
+/* Arguments of xgpt_add_rms_norm and xgpt_add_layer_norm, xgpt_place, xgpt_silu_mul and
+ * xgpt_keep_best. */
 struct Norm {
     int dtype;
     void *normed, *hidden;

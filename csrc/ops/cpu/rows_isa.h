@@ -1,10 +1,10 @@
-/* What a layer does to each token's row between its products, one pass each, for one instruction
- * set (each_isa.h). Values are read and written in the run's type; sums are in float32. */
+/* Operations on each token's row between a layer's products, one pass each, for one instruction
+ * set (each_isa.h). Values have the run's type; sums are in float32. */
 namespace xgpt {
 namespace XGPT_ISA {
 
-/* hidden += added, where there is any; the row as float32 in `row` [rounded(H)], 0 beyond H. Adds to
- * `total` and `squares` of what is kept: rounded to the run's type. */
+/* hidden += added, if any; the row as float32 in `row` [rounded(H)], 0 beyond H. Adds the
+ * stored, rounded values to `total` and `squares`. */
 template <typename E>
 static inline void read_row(E *hidden, const E *added, int64_t size, float *row, vec &total,
                             vec &squares) {
@@ -21,7 +21,7 @@ static inline void read_row(E *hidden, const E *added, int64_t size, float *row,
     }
 }
 
-/* Rows [from, to) of xgpt_add_rms_norm and, where `bias` is given, of xgpt_add_layer_norm. */
+/* Rows [from, to) of xgpt_add_rms_norm or, with `bias`, of xgpt_add_layer_norm. */
 template <typename E>
 static void norm_rows(const Norm &a, int64_t from, int64_t to) {
     const int64_t size = a.hidden_size, room = (size + W - 1) / W * W;
@@ -38,7 +38,7 @@ static void norm_rows(const Norm &a, int64_t from, int64_t to) {
                  a.added ? static_cast<const E *>(a.added) + t * size : nullptr, size, row, total,
                  squares);
         float mean = 0;
-        if (a.bias) {  // the squares of what is off the mean: those of large numbers say little of it
+        if (a.bias) {  // of deviations: squares of large numbers lose them
             mean = sum(total) / static_cast<float>(size);
             squares = vec{};
             for (int64_t x = 0; x < size; x += W) {
@@ -56,8 +56,8 @@ static void norm_rows(const Norm &a, int64_t from, int64_t to) {
     }
 }
 
-/* One head, onto `out` (which may be the same); the halves form the pairs that are turned. Without
- * cos it is copied. */
+/* Rotates one head onto `out` (which may be the same); its halves form the pairs. Copies it
+ * without cos. */
 template <typename From, typename To>
 static inline void turn(const From *head, To *out, const float *cos, const float *sin,
                         int64_t dim) {
@@ -95,12 +95,12 @@ static void place_rows(const Place &a, int64_t from, int64_t to) {
     }
 }
 
-/* out = silu(gate) * up of N registers at once; `count` elements are left. */
+/* out = silu(gate) * up of N registers at once, `count` elements in all. */
 template <int N, typename E>
 XGPT_INLINE void gate_some(E *out, const E *gate, const E *up, int64_t count) {
     vec g[N], e[N];
     for (int i = 0; i < N; ++i) g[i] = load(gate + i * W, count - i * W);
-    for (int i = 0; i < N; ++i) e[i] = -larger(g[i], all(-88.0f));  // more is beyond float32
+    for (int i = 0; i < N; ++i) e[i] = -larger(g[i], all(-88.0f));  // more exceeds float32
     exp(e);
     for (int i = 0; i < N; ++i)
         store(out + i * W, g[i] / (e[i] + 1.0f) * load(up + i * W, count - i * W), count - i * W);
@@ -118,8 +118,8 @@ static void gate_rows(const Gate &a, int64_t from, int64_t to) {
     }
 }
 
-/* The largest of each block of a row is compared with the best so far; which one it is is looked for
- * once, at the row's end, in the one block that holds it. */
+/* Compares the largest element of each block of a row with the best so far. Its place is
+ * searched once, at the row's end, in the block that holds it. */
 template <typename E>
 static void best_rows(const Best &a, int64_t from, int64_t to) {
     constexpr int64_t BLOCK = 64 * W, AT_ONCE = 4;
@@ -150,7 +150,7 @@ static void best_rows(const Best &a, int64_t from, int64_t to) {
     }
 }
 
-/* The rows of any of these, shared among threads in contiguous parts. */
+/* Runs any of these operations on its rows, shared among threads in contiguous parts. */
 template <typename Arguments>
 static int shared_rows(const Arguments &a, void (*floats)(const Arguments &, int64_t, int64_t),
                        void (*bfloats)(const Arguments &, int64_t, int64_t)) {
@@ -161,7 +161,7 @@ static int shared_rows(const Arguments &a, void (*floats)(const Arguments &, int
     return XGPT_OK;
 }
 
-/* What of it keeps no bfloat16 is the same with and without pairs: it is compiled once. */
+/* Code without bfloat16 is the same with and without pairs: compiled once. */
 #ifdef XGPT_HAS_DOTS
 namespace plain = xgpt::XGPT_WIDE;
 #else

@@ -18,8 +18,7 @@ struct Region {
     std::atomic<int> next{0};
 };
 
-/* Each thread of the region takes parts until none is left: an OpenMP library may give fewer
- * threads than were asked for. */
+/* Takes parts until none is left: an OpenMP library may start fewer threads than asked for. */
 void work(void *argument) {
     auto &region = *static_cast<Region *>(argument);
     for (int part; (part = region.next.fetch_add(1)) < region.parts;) region.body(region.data, part);

@@ -1,8 +1,7 @@
-/* Work shared among threads: those of the OpenMP library that torch brought, or our own.
+/* Work shared among threads: those of torch's OpenMP library, or our own.
  *
- * Two pools would keep each other from the cores (OpenMP's threads spin at every barrier), so the
- * library is not linked with an OpenMP of its own: it is handed the entry of torch's.
- */
+ * Two pools would compete for the cores, since OpenMP's threads spin at every barrier. So the
+ * library is not linked with an OpenMP of its own, and gets the entry of torch's. */
 #ifndef XGPT_THREADS_H
 #define XGPT_THREADS_H
 
@@ -13,7 +12,8 @@
 
 namespace xgpt {
 
-/* Calls body(data, i) for every i of 0..parts-1, each on a thread of its own where there are. */
+/* Calls body(data, i) for every i of 0..parts-1, each on a thread of its own if there are
+ * enough. */
 void share(int parts, void (*body)(void *data, int part), void *data);
 
 template <typename Body>
@@ -26,20 +26,20 @@ void share(int parts, Body &&body) {
 /* Part i of `parts` of `count` items is [begin(i), begin(i + 1)). */
 inline int64_t begin(int64_t count, int parts, int i) { return count * i / parts; }
 
-/* How many threads a pass over so many elements of rows is shared among. */
+/* Number of threads that share a pass over so many elements of rows. */
 inline int threads_for(int64_t elements, int threads) {
-    constexpr int64_t LEAST = 16384;  // that a thread should have: less is not worth waking it
+    constexpr int64_t LEAST = 16384;  // chosen: elements per thread; fewer are not worth waking it
     return static_cast<int>(std::clamp<int64_t>(elements / LEAST, 1, threads));
 }
 
-/* What is left of a thread's share of units of work, all of them below 2^32. It takes from the front;
- * others, when theirs is done, from the back. */
+/* The rest of a thread's units of work, all below 2^32. The thread takes from the front; others,
+ * once theirs is done, from the back. */
 class Share {
   public:
     void set(int64_t first, int64_t end) { left_.store(packed(first, end), RELAXED); }
 
-    /* Some of it, at most `most` units: [first, end). False: none is left. Ever fewer as its end
-     * comes near, so that all threads are done at the same time. */
+    /* Takes at most `most` units, [first, end); false if none is left. Takes fewer and fewer
+     * towards the end, so that all threads end together. */
     bool take(int64_t most, bool is_own, int64_t &first, int64_t &end) {
         for (uint64_t now = left_.load(RELAXED), then;;) {
             int64_t from = static_cast<uint32_t>(now), to = static_cast<int64_t>(now >> 32);
@@ -57,13 +57,13 @@ class Share {
         return static_cast<uint64_t>(end) << 32 | static_cast<uint64_t>(first);
     }
 
-    alignas(64) std::atomic<uint64_t> left_;  // the end above, the first below
+    alignas(64) std::atomic<uint64_t> left_;  // end above, first below
 };
 
 /* Calls body(panel, first, last) until each of `panels` panels has had all its tiles: tiles
- * first..last-1 of one panel at a time. Each thread has a share of panels that lie side by side, so
- * that it mostly knows which one it comes to next, and takes a piece of it at a time. One that is
- * done early takes pieces of the others': the core of one may be taken by another process. */
+ * first..last-1 of one panel at a time. Each thread has a share of neighbouring panels, so that
+ * it usually knows its next one. A thread that is done early takes parts of others' shares,
+ * whose core another process may be using. */
 template <typename Body>
 void each_tile(int64_t panels, int64_t tiles, int threads, Body &&body) {
     constexpr int64_t PIECES = 16, MOST_SHARES = 512;

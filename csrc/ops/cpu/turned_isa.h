@@ -1,13 +1,13 @@
-/* Keys and values of one input and KV head as encode_isa.h multiplies them, for one instruction set;
- * included by encode_isa.h. */
+/* Keys and values of one input and KV head in the layout of encode_isa.h, for one instruction
+ * set; included by encode_isa.h. */
 namespace xgpt {
 namespace XGPT_ISA {
 
 constexpr int KEYS = 2 * W;
 
-/* One input and KV head as P, float or a pair of bfloat16 (vec_isa.h): keys turned [blocks, width,
- * KEYS], values [keys, width]. Pairs are of a key's neighbours, and of values of two keys: half as
- * many along that side, which `of` tells. */
+/* One input and KV head as P, float or a pair of bfloat16 (vec_isa.h): transposed keys [blocks,
+ * width, KEYS], and values [keys, width]. Pairs join neighbouring elements of a key, and values
+ * of two keys, which halves that side's length; `of` gives the length. */
 template <typename P>
 struct Turned;
 
@@ -21,7 +21,7 @@ struct Turned<float> {
         keys.resize(rounded(count, KEYS) * width);
         values.resize(count * width);
     }
-    /* The keys from `first` on, a multiple of W: `count` of them, with zeros behind up to `room`. */
+    /* Transposes `count` keys from `first` on, a multiple of W, with zeros up to `room`. */
     template <typename E>
     void fill(const E *key, const E *value, int64_t stride, int64_t first, int64_t count,
               int64_t room, int64_t dim, int64_t width) {

@@ -1,5 +1,5 @@
-/* `vec`: XGPT_W floats in a register, in namespace xgpt::XGPT_ISA. Included by each_isa.h alone,
- * once for each instruction set; arithmetic is GCC's own on vectors. */
+/* `vec`: XGPT_W floats in a register, in namespace xgpt::XGPT_ISA. Included only by each_isa.h,
+ * once for each instruction set; arithmetic is GCC's on vectors. */
 namespace xgpt {
 namespace XGPT_ISA {
 
@@ -16,7 +16,7 @@ static inline vec load(const float *p) {
     memcpy(&v, p, sizeof v);
     return v;
 }
-/* GCC turns a conversion between vectors of other widths into several steps: these are one each. */
+/* NOTE: GCC converts between vectors of different widths in several steps; these take one. */
 static inline vec load(const bfloat16 *p) {
 #if XGPT_W == 16
     const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
@@ -48,7 +48,7 @@ static inline void store(bfloat16 *p, vec v) {  // to the nearest, ties to even
 #endif
 }
 
-/* What is kept of v where it is stored as an E. */
+/* The value of v after it is stored as an E. */
 template <typename E>
 static inline vec as_kept(vec v) {
     if constexpr (std::is_same_v<E, float>) return v;
@@ -62,7 +62,7 @@ static inline vec as_kept(vec v) {
 #endif
 }
 
-/* The first `count` <= W elements; the others are 0 (or are left as they are). */
+/* The first `count` <= W elements; the others are 0 (or stay unchanged). */
 template <typename E>
 static inline vec load(const E *p, int64_t count) {
     if (count >= W) return load(p);
@@ -78,7 +78,7 @@ static inline void store(E *p, vec v, int64_t count) {
     memcpy(p, some, count * sizeof(E));
 }
 
-static inline vec larger(vec a, vec b) {  // b where either is no number
+static inline vec larger(vec a, vec b) {  // b if either is NaN
 #if XGPT_W == 16
     return reinterpret_cast<vec>(_mm512_max_ps(reinterpret_cast<__m512>(a),
                                                reinterpret_cast<__m512>(b)));
@@ -103,7 +103,7 @@ template <int... I>
 using Lanes = std::integer_sequence<int, I...>;
 using EachLane = std::make_integer_sequence<int, W>;
 
-/* Lanes apart by S are added: those of a where a lane's number lacks the bit S, else those of b. */
+/* Adds lanes that are S apart: of a for lanes without bit S in their number, else of b. */
 template <int S, int... I>
 XGPT_INLINE vec add_halves(vec a, vec b, Lanes<I...>) {
     return pick<(I & S ? I + W : I)...>(a, b) + pick<((I ^ S) + (I & S ? W : 0))...>(a, b);
@@ -113,8 +113,7 @@ XGPT_INLINE vec add_halves(vec a, vec b) {
     return add_halves<S>(a, b, EachLane{});
 }
 
-/* Of pairs (first, second) that lie one after the other in low and high: all firsts, all seconds;
- * and back. */
+/* Splits pairs (first, second) in low and high into all firsts and all seconds; and back. */
 template <int... I>
 XGPT_INLINE void split(vec low, vec high, vec &first, vec &second, Lanes<I...>) {
     first = pick<2 * I...>(low, high);
@@ -126,7 +125,7 @@ XGPT_INLINE void join(vec first, vec second, vec &low, vec &high, Lanes<I...>) {
     high = pick<(W / 2 + I / 2 + I % 2 * W)...>(first, second);
 }
 
-/* W rows of W lanes are turned: lane j of row i is lane i of row j from then on. */
+/* Transposes W rows of W lanes in place. */
 template <int S, int... I>
 XGPT_INLINE void turn_by(vec *rows, Lanes<I...> lanes) {
     for (int i = 0; i < W; ++i)
@@ -139,9 +138,8 @@ XGPT_INLINE void turn_by(vec *rows, Lanes<I...> lanes) {
 }
 XGPT_INLINE void turn(vec *rows) { turn_by<W / 2>(rows, EachLane{}); }
 
-/* 2 W elements at once in an order of their own, the one that is quickest: floats as they lie,
- * bfloat16 those at even and at odd places. `ordered` brings 2 W floats into E's order, `unordered`
- * back. */
+/* Loads 2 W elements at once in the fastest order: floats in their own, bfloat16 those at even,
+ * then at odd places. `ordered` turns 2 W floats into E's order, `unordered` back. */
 XGPT_INLINE void load_two(const float *p, vec &a, vec &b) {
     a = load(p);
     b = load(p + W);
@@ -174,7 +172,7 @@ XGPT_INLINE void unordered(vec &a, vec &b) {
 }
 
 #ifdef XGPT_HAS_DOTS
-/* 2 W bfloat16 as they lie, 0 beyond `count`: W pairs. */
+/* 2 W bfloat16 in their order, 0 beyond `count`: W pairs. */
 static inline vec load_pairs(const bfloat16 *p, int64_t count) {
     if (count >= 2 * W) return load(reinterpret_cast<const float *>(p));
     const __mmask32 some = (__mmask32{1} << count) - 1;
@@ -186,13 +184,13 @@ XGPT_INLINE vec each_pair(const void *p) {
     memcpy(&bits, p, sizeof bits);
     return reinterpret_cast<vec>(_mm512_set1_ps(bits));
 }
-/* Lane i of the sums += the products of the pairs in lane i of a and b. */
+/* Adds the products of the pairs in lane i of a and b to lane i of the sums. */
 XGPT_INLINE vec add_dots(vec sums, vec a, vec b) {
     return reinterpret_cast<vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums),
                                                   (__m512bh)(a), (__m512bh)(b)));
 }
-/* Of two rows of 2 W bfloat16: lane i of `low` is the pair of both rows' element i, lane i of `high`
- * that of their element W + i. */
+/* Joins two rows of 2 W bfloat16: lane i of `low` is the pair of both rows' element i, lane i of
+ * `high` that of their element W + i. */
 XGPT_INLINE void pair_rows(vec first, vec second, vec &low, vec &high) {
     typedef uint16_t many __attribute__((vector_size(4 * XGPT_W)));
     many at, then;
@@ -209,7 +207,7 @@ XGPT_INLINE void pair_rows(vec first, vec second, vec &low, vec &high) {
 }
 #endif
 
-/* What products are made of: a float, or a pair of bfloat16 whose products are summed. */
+/* Factors of products: a float, or a pair of bfloat16 whose products are summed. */
 struct pair {
     bfloat16 first, second;
 };
@@ -244,9 +242,9 @@ static inline ivec lanes() {
     return v;
 }
 
-/* e to the x, within 2 units in the last place for x <= 88; 0 below -87 (and for -infinity).
- * x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial of e^r is that of the Cephes library.
- * N at once, step by step: one alone keeps a processor waiting for each step's end. */
+/* e to the x, within 2 units in the last place for x <= 88; 0 below -87 (and for -infinity). x =
+ * n ln 2 + r with |r| <= ln 2 / 2; the polynomial of e^r is that of the Cephes library. N at
+ * once, step by step: alone, each step would wait for the one before. */
 template <int N>
 XGPT_INLINE void exp(vec (&x)[N]) {
     constexpr float C[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,

@@ -1,5 +1,5 @@
-/* What the kernels of decode_attention share: their arguments, which part of which head's context a
- * block works on, and the end of a block's work. Shapes as in native.h. */
+/* What decode_attention's kernels share: their arguments, a block's part of the work, and how it
+ * ends. Shapes as in native.h. */
 #ifndef XGPT_CUDA_DECODE_H
 #define XGPT_CUDA_DECODE_H
 
@@ -13,7 +13,7 @@ struct DecodeAttention {
     const void *keys, *values; // [num_blocks, kv_heads, block_size, dim]
     const i64 *blocks;         // [n, most_blocks]
     const i64 *lengths;
-    const float *bias;         // [heads, bias_width] by distance, the farthest's beyond; or null
+    const float *bias;         // [heads, bias_width] by distance, the last one's beyond; or null
     float *parts;              // [n, heads, num_parts, dim + 2]: sums, maximum, weight
     i64 query_stride, n, heads, kv_heads, dim, num_blocks, block_size, block_bits, most_blocks,
         bias_width, bias_center, num_parts, is_wide;
@@ -22,13 +22,13 @@ struct DecodeAttention {
 
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / WARP;
-constexpr i64 LEAST = 64;  // keys of a part, where there are as many
+constexpr i64 LEAST = 64;  // chosen: keys of a part, if there are as many
 constexpr i64 TILE = 16;   // a part begins at a multiple of it
 
-/* Which part of which head's context a block works on. */
+/* A block's part of the work: some heads of a request, and a part of its context. */
 struct Work {
     i64 query, kv_head, first_head, heads;  // `heads` of them from first_head on
-    i64 length, from, to;                   // of the context; the part of it
+    i64 length, from, to;                   // of the context, and its part
 };
 
 template <int HEADS>
@@ -41,7 +41,7 @@ __device__ inline Work work_of(const DecodeAttention &p) {
     work.kv_head = pair % p.kv_heads;
     work.first_head = work.kv_head * group + chunk * each;
     work.heads = min(each, group - chunk * each);
-    // a row of a captured batch that holds no query has length 0: it gets zeros
+    // a row of a captured batch without a request has length 0 and gets zeros
     const i64 block = p.blocks[work.query * p.most_blocks];
     const bool is_there = block >= 0 && block < p.num_blocks;
     work.length = is_there ? min(p.lengths[work.query], p.most_blocks * p.block_size) : 0;
@@ -52,8 +52,8 @@ __device__ inline Work work_of(const DecodeAttention &p) {
     return work;
 }
 
-/* Merges the softmaxes of a block's warps, in shared memory [WARPS, work.heads, dim + 2] (sums, then
- * maximum and weight), and writes the heads' rows: whole, or as a part. */
+/* Merges the softmaxes of a block's warps, in shared memory [WARPS, work.heads, dim + 2] (sums,
+ * then maximum and weight). Writes the heads' rows, whole or as parts. */
 template <typename T>
 __device__ inline void merge_warps(const DecodeAttention &p, const Work &work, const float *shared) {
     const i64 width = p.dim + 2;

@@ -1,9 +1,8 @@
 /* What the CUDA sources share: elements, eight of them at once, sums over a warp or a block.
  *
- * nvcc, NVRTC (through cupy; it has no host headers) and a C++ compiler take the same sources: the
- * last executes them on the CPU (tests/kit/cpu_cuda.h). No header of CUDA is included, therefore: float16
- * and bfloat16 are two bytes, converted here.
- */
+ * nvcc, NVRTC (through cupy; without host headers) and a C++ compiler take the same sources; the
+ * last runs them on the CPU (tests/kit/cpu_cuda.h). So no CUDA header is included: float16 and
+ * bfloat16 are two bytes, converted here. */
 #ifndef XGPT_CUDA_ELEMENTS_H
 #define XGPT_CUDA_ELEMENTS_H
 
@@ -11,9 +10,9 @@
 #include "cpu_cuda.h"
 #endif
 
-/* A kernel takes one struct by value, whose members are eight bytes each (a float padded to them),
- * so that Python describes it in one line. KERNEL(name, Arguments) makes name_float32, name_bfloat16
- * and name_float16 of the function template `name`. */
+/* A kernel takes one struct by value. Its members have eight bytes each (a float is padded), so
+ * that Python describes it in one line. KERNEL(name, Arguments) makes name_float32,
+ * name_bfloat16 and name_float16 of the function template `name`. */
 #define KERNEL_AS(kernel, Arguments, call)                                               \
     extern "C" __global__ void kernel(const Arguments arguments) { call(arguments); }    \
     XGPT_CPU_ENTRY(kernel, Arguments)
@@ -25,7 +24,7 @@
     KERNEL_AS(name##_float16, Arguments, xgpt::name<xgpt::float16>)
 #ifdef __CUDACC__
 #define XGPT_CPU_ENTRY(kernel, Arguments)
-/* The memory that a block's threads share, of the size the launch asks for. */
+/* Memory shared by a block's threads, of the size given at the launch. */
 #define XGPT_SHARED(name)                                                  \
     extern __shared__ __align__(16) unsigned char xgpt_shared_bytes[];     \
     float *const name = reinterpret_cast<float *>(xgpt_shared_bytes)
@@ -44,8 +43,9 @@ struct float16 {
     unsigned short bits;
 };
 
-/* Entry `at` of a query is the lower `block_bits` bits of it in block blocks[at >> block_bits] of the
- * query's own; elements of `arrays` [num_blocks, kv_heads, block_size, dim] before that entry. */
+/* Tokens of a request in its blocks: token `at` is the lower `block_bits` bits of it in block
+ * blocks[at >> block_bits]. Offsets are elements of `arrays` [num_blocks, kv_heads, block_size,
+ * dim]. */
 struct Entries {
     const i64 *blocks;
     i64 kv_heads, kv_head, block_size, block_bits, dim;
@@ -58,10 +58,10 @@ struct Entries {
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// Scores are in powers of two; sources without attention do not read it.
+// scores are powers of two; sources without attention do not use this
 [[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f;
 
-/* What a sum is to be multiplied by when its maximum rises from `old` to `now`. */
+/* Factor of a sum whose maximum rises from `old` to `now`. */
 __device__ inline float rescale(float old, float now) {
     return old == minus_infinity() ? 0.f : exp2f(old - now);
 }
@@ -101,13 +101,13 @@ __device__ inline float rounded(float x) {
     return to_float(out);
 }
 
-/* Eight neighbours of a row, as they lie in memory: 16 bytes, or 32 of float. */
+/* Eight neighbouring elements of a row in memory: 16 bytes, or 32 of float. */
 template <typename T>
 struct alignas(16) Eight {
     T at[8];
 };
 
-/* Elements from..from + 7 of a row of `size`, zeros beyond its end (and where from >= size).
+/* Elements from..from + 7 of a row of `size`, zeros beyond its end (also if from >= size).
  * `is_wide`: the row lies on 16 bytes and its size is a multiple of 8. */
 template <typename T>
 __device__ inline Eight<T> load_eight(const T *row, i64 from, i64 size, bool is_wide) {
@@ -158,13 +158,13 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-/* The sum over a block's threads (at most 1024, whole warps), for all of them. */
+/* Sum over a block's threads (at most 1024, whole warps), for all of them. */
 __device__ inline float block_sum(float x) {
     __shared__ float of_warp[WARP];
     const int warps = static_cast<int>(blockDim.x) / WARP;
     const int lane = static_cast<int>(threadIdx.x) % WARP;
     x = warp_sum(x);
-    __syncthreads();  // what an earlier sum left has been read by all
+    __syncthreads();  // all have read the result of an earlier sum
     if (lane == 0) of_warp[threadIdx.x / WARP] = x;
     __syncthreads();
     return warp_sum(lane < warps ? of_warp[lane] : 0.f);

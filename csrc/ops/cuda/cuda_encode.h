@@ -1,5 +1,5 @@
-/* What the kernels of encode_attention share: their arguments, and which span a block works on. Shapes
- * as in native.h. */
+/* What encode_attention's kernels share: their arguments, and a block's span. Shapes as in
+ * native.h. */
 #ifndef XGPT_CUDA_ENCODE_H
 #define XGPT_CUDA_ENCODE_H
 
@@ -12,7 +12,7 @@ struct EncodeAttention {
     const void *query;          // [T, heads, dim], rows query_stride elements apart
     const void *keys, *values;  // [num_blocks, kv_heads, block_size, dim]
     const i64 *blocks;                  // [spans, most_blocks]
-    const i64 *first, *tokens_of;       // [spans]; where a span begins, and its tokens
+    const i64 *first, *tokens_of;       // [spans] start of each span, and its tokens
     const i64 *starts;                  // [spans] packed tokens before it
     i64 query_stride, spans, heads, kv_heads, dim, num_blocks, block_size, block_bits, most_blocks,
         is_wide;
@@ -22,11 +22,11 @@ struct EncodeAttention {
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / WARP;
 
-/* A span of inputs of one query: `tokens` of it, behind `before` that are in the cache already. */
+/* A span of a request's input: `tokens` of it, behind `before` tokens in the cache. */
 struct OwnSpan {
     i64 tokens, before, start;  // `start`: packed tokens before it
     const i64 *blocks;
-    bool is_there;  // it is in the cache, and so are all of its entries
+    bool is_there;  // whether it exists, with all its tokens in the cache
 };
 
 __device__ inline OwnSpan span_of(const EncodeAttention &p, i64 span) {

@@ -1,14 +1,15 @@
-/* Attention by tensor cores: a warp takes 16 keys at a time and COLUMNS x 8 columns, each a row of the
- * query (a head of a token) with a last key that it sees. bfloat16 and float16; sums are float32.
+/* Attention by tensor cores. A warp takes 16 keys at a time and COLUMNS x 8 columns; a column is
+ * a head of a token, with the last key that it sees. bfloat16 and float16; sums are float32.
  *
- * Both products are mma.m16n8k16 with keys or elements as rows and columns as columns:
+ * Both products are mma.m16n8k16 with keys or elements as rows:
+ *
  *     scores [16 keys, 8] = keys [16, dim] x queries [dim, 8]
- *     sums [16 elements, 8] += values, turned [16 elements, 16 keys] x factors [16 keys, 8]
- * so a lane holds the same two columns in scores and in sums, and few columns waste little. Lane
- * 4 g + t has rows g and g + 8, columns 2 t and 2 t + 1 of a result. The order of what is summed
- * over, and of elements among the results, is ours: a lane reads 16 bytes of a row of keys, or of
- * values, straight from memory into the registers of a product, and no shared memory is needed.
- */
+ *     sums [16 elements, 8] += transposed values [16 elements, 16 keys] x factors [16 keys, 8]
+ *
+ * So a lane holds the same two columns in scores and in sums, and few columns waste little. Lane
+ * 4 g + t has rows g and g + 8, columns 2 t and 2 t + 1 of a result. The order of summation, and
+ * of elements within results, is chosen so that a lane reads 16 bytes of a row straight into the
+ * registers of a product, without shared memory. */
 #ifndef XGPT_CUDA_TILES_H
 #define XGPT_CUDA_TILES_H
 
@@ -42,8 +43,8 @@ __device__ inline void multiply(float (&sums)[4], const unsigned (&a)[4], unsign
 #endif
 }
 
-/* Of a matrix [8, 8], whose row g, columns 2 t and 2 t + 1 lane 4 g + t holds: column g, rows 2 t
- * and 2 t + 1. */
+/* Element of the transposed matrix [8, 8]: lane 4 g + t holds row g, columns 2 t and 2 t + 1,
+ * and gets column g, rows 2 t and 2 t + 1. */
 __device__ inline unsigned transposed(unsigned pair) {
 #ifdef __CUDACC__
     unsigned out;
@@ -63,7 +64,7 @@ __device__ inline unsigned paired(float first, float second) {
     return low.bits | static_cast<unsigned>(high.bits) << 16;
 }
 
-/* 16 bytes of a row, as four registers of two elements; zeros beyond its end. */
+/* 16 bytes of a row as four registers of two elements; zeros beyond its end. */
 struct Quad {
     unsigned at[4];
 };
@@ -77,7 +78,7 @@ __device__ inline Quad load_quad(const T *row, int from, int size) {
     return out;
 }
 
-/* A warp's columns under way. DIM: elements of a head, 64, 128 or 256, or up to as many. */
+/* State of a warp's columns. DIM: elements of a head, at most 64, 128 or 256. */
 template <typename T, int DIM, int COLUMNS>
 struct Tiles {
     static constexpr int CHUNKS = DIM / 32, HALVES = DIM > 64 ? 2 : 1, SETS = (DIM + 127) / 128;
@@ -90,7 +91,7 @@ struct Tiles {
     float scale;
     int dim;
 
-    /* `row_of(c)`: the query of the column 8 c + g; null where there is none. */
+    /* `row_of(c)`: query row of column 8 c + g; null if there is none. */
     template <typename RowOf>
     __device__ inline void begin(const RowOf &row_of, int size, float by) {
         scale = by * LOG2_E;
@@ -115,9 +116,9 @@ struct Tiles {
         }
     }
 
-    /* 16 keys, of which `count` are there, and their values: rows `keys`, `values` [16, dim].
-     * `seen(c, i, key)`: whether column 8 c + 2 t + i sees the key, counted from the tile's first;
-     * `bias(c, i, key)` is added to its score, in powers of two. */
+    /* Adds 16 keys, of which `count` exist, and their values: rows of `keys`, `values` [16,
+     * dim]. `seen(c, i, key)`: whether column 8 c + 2 t + i sees the key, counted from the
+     * tile's first. `bias(c, i, key)` is added to its score, in powers of two. */
     template <typename Seen, typename Bias>
     __device__ inline void add(const T *keys, const T *values, int count, const Seen &seen,
                                const Bias &bias) {
@@ -165,7 +166,7 @@ struct Tiles {
         }
     }
 
-    /* Of all keys: what a lane's own amount to is summed over the warp. */
+    /* Sums the lanes' weights over the warp, after the last key. */
     __device__ inline void end() {
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c)
@@ -176,7 +177,7 @@ struct Tiles {
                     weight[c][i] += __shfl_xor_sync(ALL, weight[c][i], offset);
     }
 
-    /* Calls put(i, e, eight): the sums of elements e .. e + 7 of column 8 c + 2 t + i. */
+    /* Calls put(i, e, eight) with the sums of elements e .. e + 7 of column 8 c + 2 t + i. */
     template <typename Put>
     __device__ inline void each(int c, const Put &put) const {
 #pragma unroll
@@ -207,8 +208,8 @@ struct Tiles {
         }
     }
 
-    /* The scores of the lane's two keys and columns become the keys' factors; the sums so far are
-     * rescaled. */
+    /* Turns the scores of the lane's two keys and columns into factors, and rescales the sums so
+     * far. */
     template <typename Seen, typename Bias>
     __device__ inline void softmax(float (&scores)[4], int c, const Seen &seen, const Bias &bias) {
         const int key = lane() / 4;

@@ -1,18 +1,17 @@
-/* One new token of each of n queries against its own context; shapes as in native.h.
+/* Attention of one new token of each of n requests to its own context; shapes as in native.h.
  *
- * A block of 128 threads takes one query, up to HEADS of the heads that read one KV head, and one
- * part of the context. In a warp a key belongs to as many neighbouring lanes as have 8 elements of
- * the head each (a power of two); every such team of lanes keeps a softmax of its own over the
- * keys it met, and they are merged at the end: over the warp by shuffles, over the block in shared
- * memory, over the parts of the context by a second kernel.
- */
+ * A block of 128 threads takes one request, up to HEADS of the heads that read one KV head, and
+ * one part of the context. In a warp a key belongs to a team of neighbouring lanes, one per 8
+ * elements of the head (a power of two). Each team keeps a softmax over the keys it met. These
+ * are merged at the end: over the warp by shuffles, over the block in shared memory, over the
+ * parts of the context by a second kernel. */
 #include "cuda_decode.h"
 
 namespace xgpt {
 
-constexpr int KEYS = 4;  // of a team, whose loads are under way at once
+constexpr int KEYS = 4;  // keys of a team whose loads are under way at once
 
-/* A softmax under way, of one head: `sum` of values, each times 2^(score - most); `weight` is the
+/* Running softmax of one head: `sum` of values, each times 2^(score - most), and `weight`, the
  * sum of those factors. `most` is -inf before the first key. */
 struct Softmax {
     float sum[8];
@@ -55,7 +54,7 @@ __device__ inline void score(const DecodeAttention &p, const Work &work, i64 key
     }
 }
 
-/* The scores become the keys' factors. */
+/* Turns the scores into factors. */
 template <int HEADS>
 __device__ inline void softmax_step(float (&scores)[HEADS][KEYS], Softmax (&state)[HEADS]) {
 #pragma unroll
@@ -77,7 +76,7 @@ __device__ inline void softmax_step(float (&scores)[HEADS][KEYS], Softmax (&stat
     }
 }
 
-/* Brings the block's softmaxes together, and writes the heads' rows. */
+/* Merges the block's softmaxes, and writes the heads' rows. */
 template <typename T, int HEADS>
 __device__ inline void finish(const DecodeAttention &p, const Work &work, int team,
                               Softmax (&state)[HEADS]) {
@@ -126,7 +125,7 @@ __device__ inline void decode_attention(const DecodeAttention &p) {
     const Entries entries = {p.blocks + work.query * p.most_blocks, p.kv_heads, work.kv_head,
                              p.block_size, p.block_bits, p.dim};
     const T *keys = static_cast<const T *>(p.keys), *values = static_cast<const T *>(p.values);
-    // as many rounds for every team: a shuffle is of whole warps
+    // equally many rounds for every team: shuffles need whole warps
     for (i64 start = work.from; start < work.to; start += step * KEYS) {
         const i64 key = start + place;
         Eight<T> key_rows[KEYS], value_rows[KEYS];
@@ -159,7 +158,7 @@ __device__ inline void decode_attention_2(const DecodeAttention &p) { decode_att
 template <typename T>
 __device__ inline void decode_attention_4(const DecodeAttention &p) { decode_attention<T, 4>(p); }
 
-/* The parts of the contexts put together. Grid: (n x heads). */
+/* Merges the parts of the contexts. Grid: (n x heads). */
 template <typename T>
 __device__ inline void combine_parts(const DecodeAttention &p) {
     const i64 width = p.dim + 2;

@@ -1,10 +1,9 @@
-/* decode_attention by tensor cores, for bfloat16 and float16, heads of a multiple of 8 elements and
- * blocks of at least 16 entries; shapes as in native.h.
+/* decode_attention by tensor cores, for bfloat16 and float16, heads of a multiple of 8 elements
+ * and blocks of at least 16 tokens; shapes as in native.h.
  *
- * A block of four warps takes one query, up to eight of the heads that read one KV head, and one part
- * of the context: its warps take 16 keys each in turn (cuda_tiles.h), and are merged at the end in
- * shared memory, the parts of the context by combine_parts (decode_attention.cu).
- */
+ * A block of four warps takes one request, up to eight of the heads that read one KV head, and
+ * one part of the context. Its warps take 16 keys each in turn (cuda_tiles.h) and are merged in
+ * shared memory; combine_parts (decode_attention.cu) merges the parts of the context. */
 #include "cuda_decode.h"
 #include "cuda_tiles.h"
 
@@ -26,7 +25,7 @@ __device__ inline void decode_tiles(const DecodeAttention &p) {
     const Entries entries = {p.blocks + work.query * p.most_blocks, p.kv_heads, work.kv_head,
                              p.block_size, p.block_bits, p.dim};
     for (i64 from = work.from + warp * KEYS; from < work.to; from += WARPS * KEYS) {
-        const i64 row = entries.offset(from);  // its 16 entries lie in one block
+        const i64 row = entries.offset(from);  // its 16 tokens lie in one block
         const int count = static_cast<int>(min(work.to - from, i64(KEYS)));
         tiles.add(keys + row, values + row, count,
                   [&](int, int, int key) { return key < count; },

@@ -1,24 +1,23 @@
-/* Spans of inputs, packed, against what their queries have in the cache, causal; native.h has the
- * shapes. A block of 128 threads takes 16 tokens of one span and one head: each warp four tokens.
- * Keys come 32 at a time into shared memory: first a lane has a key and all of the head's elements
- * (scores), then every 32nd element and all keys (the sum of values).
- */
+/* Causal attention of packed spans of inputs to their requests' KV in the cache; shapes as in
+ * native.h. A block of 128 threads takes 16 tokens of one span and head, four per warp. Keys
+ * come 32 at a time into shared memory. A lane first has one key and all of the head's elements
+ * (scores), then every 32nd element and all keys (the sum of values). */
 #include "cuda_encode.h"
 
 namespace xgpt {
 
-constexpr int TOKENS = 16;           // of a block
+constexpr int TOKENS = 16;           // chosen: of a block
 constexpr int OWN = TOKENS / WARPS;  // of a warp
 constexpr int TILE = WARP;           // keys at a time
-constexpr int ELEMENTS = 8;          // of a head, 32 apart, that a lane sums: up to 256
+constexpr int ELEMENTS = 8;          // elements of a head, 32 apart, that a lane sums: up to 256
 
-/* Shared memory, floats: queries [TOKENS, dim], then factors [TOKENS, TILE], then keys or values
- * [TILE, dim + 1], a row longer than the head so that 32 rows lie in 32 banks. */
+/* Shared memory, floats: queries [TOKENS, dim], factors [TOKENS, TILE], and keys or values
+ * [TILE, dim + 1], padded by one so that 32 rows lie in 32 banks. */
 struct Tiles {
     float *query, *factor, *row;
 };
 
-/* Rows from..from + TILE - 1 of keys or values, zeros from `to` on. */
+/* Loads rows from..from + TILE - 1 of keys or values, zeros from `to` on. */
 template <typename T>
 __device__ inline void load_tile(const T *array, const Entries &entries, i64 from, i64 to,
                                  bool is_wide, float *tile) {
@@ -33,14 +32,14 @@ __device__ inline void load_tile(const T *array, const Entries &entries, i64 fro
     }
 }
 
-/* What a warp knows of its tokens: the last key that each may see, and its softmax under way. */
+/* A warp's tokens: the last key that each sees, and its running softmax. */
 struct Tokens {
     i64 last[OWN];
     float most[OWN], weight[OWN], sum[OWN][ELEMENTS];
 };
 
-/* Scores of the tile's keys, which become factors 2^(score - most) in shared memory; the sums so
- * far are rescaled. */
+/* Turns scores of the tile's keys into factors 2^(score - most) in shared memory, and rescales
+ * the sums so far. */
 __device__ inline void score_tile(const Tiles &tiles, i64 from, int dim, Tokens &own) {
     const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP * OWN;
     float score[OWN] = {};

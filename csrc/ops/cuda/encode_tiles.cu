@@ -1,9 +1,8 @@
-/* encode_attention by tensor cores, for bfloat16 and float16, heads of a multiple of 8 elements and
- * blocks of at least 16 entries; shapes as in native.h.
+/* encode_attention by tensor cores, for bfloat16 and float16, heads of a multiple of 8 elements
+ * and blocks of at least 16 tokens; shapes as in native.h.
  *
- * A warp takes COLUMNS x 8 tokens of one span and head, and 16 keys at a time (cuda_tiles.h); the four
- * warps of a block take neighbouring tokens, and so read the same keys.
- */
+ * A warp takes COLUMNS x 8 tokens of one span and head, and 16 keys at a time (cuda_tiles.h).
+ * The four warps of a block take neighbouring tokens, and so read the same keys. */
 #include "cuda_encode.h"
 #include "cuda_tiles.h"
 
@@ -29,7 +28,7 @@ __device__ inline void encode_tiles(const EncodeAttention &p) {
                              p.block_bits, p.dim};
     const i64 first = span.before + from, end = first + own;  // keys that the last token sees
     for (i64 at = 0; at < end; at += KEYS) {
-        const i64 row = entries.offset(at);  // its 16 entries lie in one block
+        const i64 row = entries.offset(at);  // its 16 tokens lie in one block
         const int count = static_cast<int>(min(end - at, i64(KEYS)));
         const int last = static_cast<int>(min(first - at, i64(KEYS)));  // that token 0 sees
         tiles.add(keys + row, values + row, count,

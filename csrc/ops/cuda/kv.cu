@@ -1,12 +1,12 @@
-/* Rows of the KV cache copied: within it when queries have ended, and into or out of one contiguous
- * block for the handover. All layers in one launch; the elements' type does not matter. */
+/* Copies of KV: within the cache after requests have ended, and into or out of one contiguous
+ * block for the handover. All layers in one launch; any element type. */
 #include "cuda_elements.h"
 
 namespace xgpt {
 
-/* Where the entries of a query lie: row (array, head, slot) begins at arrays[array] + head *
- * head_bytes + slot * slot_bytes, its tokens one after the other. An array is the keys or the
- * values of one layer; `arrays` lies on the GPU. */
+/* Where a request's KV lies: row (array, head, slot) begins at arrays[array] + head * head_bytes
+ * + slot * slot_bytes, its tokens one after the other. An array is the keys or the values of one
+ * layer; `arrays` lies on the GPU. */
 struct Rows {
     const i64 *arrays;
     i64 num_arrays, heads, head_bytes, slot_bytes, token_bytes;
@@ -14,13 +14,13 @@ struct Rows {
 
 struct KvCompact {
     Rows rows;
-    const i64 *sources, *targets, *lengths;  // [moves] slots; tokens that each has
+    const i64 *sources, *targets, *lengths;  // [moves] slots; tokens of each
     i64 moves;
 };
 
 struct KvPack {
     Rows rows;
-    const i64 *slots, *lengths, *starts;  // [queries]; tokens of the block before each query's
+    const i64 *slots, *lengths, *starts;  // [requests]; tokens of the block before each request's
     void *block;                          // [num_arrays, heads, tokens, token_bytes]
     i64 queries, tokens;
 };
@@ -30,8 +30,8 @@ __device__ inline char *row_of(const Rows &rows, i64 array, i64 head, i64 slot) 
            slot * rows.slot_bytes;
 }
 
-/* Part blockIdx.z of `bytes` (even) bytes, by a whole block of threads; 16 at a time where both
- * ends lie on 16, else two. */
+/* Copies part blockIdx.z of `bytes` (even) bytes by a whole block of threads: 16 at a time if
+ * both ends lie on 16, else two. */
 __device__ inline void copy(char *target, const char *source, i64 bytes) {
     const i64 first = static_cast<i64>(blockIdx.z) * blockDim.x + threadIdx.x;
     const i64 step = static_cast<i64>(gridDim.z) * blockDim.x;
@@ -44,7 +44,8 @@ __device__ inline void copy(char *target, const char *source, i64 bytes) {
             reinterpret_cast<const unsigned short *>(source)[i];
 }
 
-/* Grid: (arrays x heads, moves, parts). No move's source is another's target (the host's part). */
+/* Grid: (arrays x heads, moves, parts). No move's source is another's target (the host ensures
+ * it). */
 __device__ inline void kv_compact(const KvCompact &p) {
     const i64 array = blockIdx.x / p.rows.heads, head = blockIdx.x % p.rows.heads;
     const i64 move = blockIdx.y;
@@ -52,7 +53,7 @@ __device__ inline void kv_compact(const KvCompact &p) {
          p.lengths[move] * p.rows.token_bytes);
 }
 
-/* Grid: (arrays x heads, queries, parts). */
+/* Grid: (arrays x heads, requests, parts). */
 template <bool INTO_BLOCK>
 __device__ inline void pack(const KvPack &p) {
     const i64 array = blockIdx.x / p.rows.heads, head = blockIdx.x % p.rows.heads;

@@ -1,4 +1,4 @@
-/* What a layer does row by row: norms with the residual before them, rotary positions with the
+/* Operations on rows of a layer: norms after the residual is added, rotary positions with the
  * write into the cache, SwiGLU. Shapes as in native.h. */
 #include "cuda_elements.h"
 
@@ -6,14 +6,14 @@ namespace xgpt {
 
 struct AddNorm {
     void *normed, *hidden;  // [tokens, size]
-    const void *added;      // [tokens, size]; null: nothing is added, hidden is only read
+    const void *added;      // [tokens, size]; null: nothing is added, and hidden is only read
     const void *weight;     // [size]
-    const void *bias;       // [size]; of layer norm alone
+    const void *bias;       // [size]; for layer norm only
     i64 tokens, size, is_wide;
     float eps;
 };
 
-/* hidden += added, rounded as it is stored, in one row; returns this thread's sum of it. */
+/* Adds `added` to one row of hidden, rounded as stored; returns this thread's part of the sum. */
 template <typename T, bool SQUARED>
 __device__ inline float add_row(const AddNorm &p, T *hidden, const T *added) {
     float sum = 0.f;
@@ -33,7 +33,7 @@ __device__ inline float add_row(const AddNorm &p, T *hidden, const T *added) {
     return sum;
 }
 
-/* A block for each token. Each thread comes back to what it wrote itself. */
+/* A block for each token. A thread reads again only what it wrote itself. */
 template <typename T, bool IS_LAYER_NORM>
 __device__ inline void add_norm(const AddNorm &p) {
     const i64 start = static_cast<i64>(blockIdx.x) * p.size;
@@ -42,7 +42,7 @@ __device__ inline void add_norm(const AddNorm &p) {
     const float size = static_cast<float>(p.size);
     const float first = block_sum(add_row<T, !IS_LAYER_NORM>(p, hidden, added)) / size;
     const float mean = IS_LAYER_NORM ? first : 0.f;
-    float variance = first;  // around 0, where there is no mean
+    float variance = first;  // around 0 without a mean
     if (IS_LAYER_NORM) {
         float sum = 0.f;
         for (i64 from = threadIdx.x * 8; from < p.size; from += blockDim.x * 8) {
@@ -110,7 +110,7 @@ __device__ inline void rotate_eight(const T *head, int from, int half, const flo
     }
 }
 
-/* `heads` neighbouring heads of a token, rotated in place, or into another's places `stride` apart. */
+/* Rotates `heads` neighbouring heads of a token, in place or into another array, `stride` apart. */
 template <typename T>
 __device__ inline void rotate_heads(const T *from_row, T *to_row, i64 stride, int heads, int dim,
                                     const float *cos, const float *sin) {
@@ -134,7 +134,7 @@ __device__ inline void copy_heads(const T *from_row, T *to_row, i64 stride, int 
     }
 }
 
-/* The same as `place`, 16 bytes at a time. */
+/* As `place`, 16 bytes at a time. */
 template <typename T>
 __device__ inline void place_wide(const Place &p, const float *cos, const float *sin, i64 slot,
                                   i64 position) {
@@ -151,7 +151,7 @@ __device__ inline void place_wide(const Place &p, const float *cos, const float 
     copy_heads(value, values, stride, kv_heads, dim);
 }
 
-/* A block for each token. One whose slot or position lies outside the cache is not written to it. */
+/* A block for each token. A token whose slot or position lies outside the cache is not written. */
 template <typename T>
 __device__ inline void place(const Place &p) {
     const i64 token = blockIdx.x, slot = p.slots[token], position = p.positions[token];
