@@ -22,7 +22,9 @@ from xgpt.report.chart import SUFFIXES, write_image
 from xgpt.report.figures import middle_window, percent, plain
 from xgpt.report.html_page import write_chart_page
 from xgpt.report.notebook import Printed
+from xgpt.report.plan_screen import placement
 from xgpt.report.table import estimate_table, fact
+from xgpt.report.words import controls_line, counted
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import mistake
@@ -72,8 +74,7 @@ class ReplayFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Simulation(Printed):
-    """An estimate, and what its replay showed. As text it is the table that `xgpt simulate` prints.
-    """
+    """An estimate, and what its replay showed. As text it is the screen of `xgpt simulate`."""
 
     problem: Problem
     times: str  # where they come from
@@ -86,8 +87,31 @@ class Simulation(Printed):
                 f"{self.estimate.figures.throughput_qps:.4g} requests/s>")
 
     def __str__(self) -> str:
-        return (f"times: {self.times}\n"
-                f"{estimate_table(self.estimate, self.problem.constraint)}\n"
+        of, cluster, own = self.figures, self.problem.cluster, self.estimate
+        limit_s = self.problem.constraint.latency_s
+        verdict = "no limit" if math.isinf(limit_s) else (
+            f"limit {format_seconds(limit_s)} "
+            f"{'met' if (of.steady_latency_s or of.latency_p99_s) <= limit_s else 'MISSED'}")
+        steady = "the job is too short to have one" if of.steady_throughput_qps is None else (
+            f"{plain(of.steady_throughput_qps)} requests/s (formula: "
+            f"{own.figures.throughput_qps / of.steady_throughput_qps - 1:+.1%})")
+        return "\n".join([
+            f"{counted(of.queries, 'request')} in {format_seconds(of.wall_s)}, simulated",
+            "", *(fact(label, text) for label, text in (
+                ("schedule", f"{controls_line(own)}; {placement(own)}"),
+                ("on", f"{cluster.num_devices} x {cluster.device.name}, {self.problem.model.name}"),
+                ("throughput", f"{plain(of.throughput_qps)} requests/s with ramp-up and drain"),
+                ("steady state", steady),
+                ("latency", f"P50 {format_seconds(of.latency_p50_s)}, P99 "
+                            f"{format_seconds(of.latency_p99_s)}; {verdict}"),
+                ("busy", f"{percent(sum(of.utilisation) / len(of.utilisation))} of the time, "
+                         f"KV cache {percent(of.kv_peak_tokens / max(of.kv_tokens, 1))} at most"),
+                ("times", self.times)))])
+
+    @property
+    def details(self) -> str:
+        """The estimate's facts beside the replay's, as `xgpt simulate --verbose` prints them."""
+        return (f"{estimate_table(self.estimate, self.problem.constraint)}\n"
                 f"{replay_table(self.estimate, self.figures)}")
 
     def to_dict(self) -> dict[str, Any]:

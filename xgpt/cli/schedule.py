@@ -18,6 +18,7 @@ from xgpt.cli.options import (
     job_arguments,
     print_json,
     run_arguments,
+    verbose_option,
     with_seconds,
     within_seconds,
 )
@@ -171,16 +172,17 @@ def export(job_file: Path, overrides: tuple[str, ...], as_json: bool, to: str, i
               help="Draw the replay's steady state: FILE.html, .svg, .png or .pdf; and "
               "FILE.trace.json.gz for Perfetto.")
 @within_seconds
+@verbose_option
 def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
              schedule_file: Path | None, timeline_file: Path | None,
-             max_seconds: float | None) -> None:
+             max_seconds: float | None, is_verbose: bool) -> None:
     """Estimate a given schedule: throughput, latency, memory; replayed as a check."""
     pictures = [] if timeline_file is None else _picture_files(timeline_file)
     for path in pictures if timeline_file is None else [timeline_file, *pictures]:
         check_writable(path, "--timeline")
     given = None if schedule_file is None else load_schedule(schedule_file).estimate
     opened, timing = settled(open_file(
-        job_file, with_seconds(overrides, max_seconds), Terminal()), given)
+        job_file, with_seconds(overrides, max_seconds), Terminal(is_verbose=is_verbose)), given)
     simulation = simulate_job(opened, timing, given)
     if pictures:
         simulation.draw(*pictures)
@@ -188,6 +190,8 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
         print_json(simulation.to_dict())
         return
     show(str(simulation))
+    if is_verbose:
+        show(f"\n{simulation.details}")
     for path in pictures:
         say(f"written: {path}")
 

@@ -5,9 +5,16 @@ from pathlib import Path
 import click
 
 from xgpt.app.sweeps.sweep import refusal_of, sweep_points
-from xgpt.cli.options import job_options, print_json, with_seconds, within_seconds
+from xgpt.cli.options import (
+    job_options,
+    print_json,
+    verbose_option,
+    with_seconds,
+    within_seconds,
+)
 from xgpt.cli.terminal import Terminal, show
 from xgpt.job.sweep_file import load_sweep
+from xgpt.report.table import shown
 
 
 @click.command()
@@ -25,18 +32,19 @@ from xgpt.job.sweep_file import load_sweep
 @click.option("--cores", type=click.IntRange(min=1), metavar="N",
               help="Processes that plan side by side; default: one for each core.")
 @within_seconds
+@verbose_option
 @click.option("--run", "runs", is_flag=True,
               help="Then run every point on this machine, one after the other.")
 def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | None,
           over: tuple[str, ...], out: Path | None, horizon: str | None,
-          cores: int | None, max_seconds: float | None, runs: bool) -> None:
+          cores: int | None, max_seconds: float | None, runs: bool, is_verbose: bool) -> None:
     """Throughput against the latency bound, over policies, models, clusters...
 
     The same command goes on where it was stopped.
     """
     spec = load_sweep(file, overrides=with_seconds(overrides, max_seconds), over=over,
                       bounds=bounds, out=out, horizon=horizon)
-    terminal = Terminal()
+    terminal = Terminal(is_verbose=is_verbose)
     swept = sweep_points(spec, terminal, cores=cores, runs=runs)
     facts = {"name": swept.name, "folder": swept.folder, "files": swept.files,
              "points": len(swept.rows), "rows": swept.rows}
@@ -47,7 +55,11 @@ def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | N
         print_json(facts)
     elif not as_json:
         show(str(swept))
-        for path in swept.files:
-            terminal.say(f"written: {path}")
+        if is_verbose:
+            show(f"\n{swept.details}")
+        *others, last = swept.files
+        for path in others:
+            terminal.detail(f"written: {shown(path)}")
+        terminal.say(f"page: {shown(last)}   settings: --verbose")
     if refusal is not None:
         raise refusal

@@ -14,13 +14,14 @@ from xgpt.core.errors import wrong
 from xgpt.core.policies import policy, policy_names
 from xgpt.core.units import format_seconds
 from xgpt.report.figures import plain
-from xgpt.report.table import paragraph, table
+from xgpt.report.table import fact, paragraph, table
 from xgpt.report.words import clean, counted
 
 SWEEP_FILE, ROWS_FILE, EARLIER_FILE = "sweep.json", "sweep.jsonl", "earlier.jsonl"
 VERSION = 1
 _MOST_LINES, _MOST_REASONS = 15, 3  # chosen: a screen has 25 lines
 _MOST_REASON = 300  # characters
+TIE = 0.02  # chosen: predictions are further off than that
 OK, INFEASIBLE, REFUSED = "ok", "infeasible", "refused"  # what `status` may be
 
 Row = dict[str, Any]
@@ -191,7 +192,8 @@ def bound_of(row: Row) -> float:
 
 class Winner(NamedTuple):
     """The best policy of a scenario under a bound. `others`: what the others reach, in requests/s;
-    `why`: where it is another than under the tighter bound."""
+    `why`: where it is another than under the tighter bound; `rates`: requests/s by policy, the best
+    first."""
 
     scenario: str
     bound: str
@@ -201,6 +203,8 @@ class Winner(NamedTuple):
     others: str
     controls: str
     why: str
+    replicas: str
+    rates: Mapping[str, float]
 
 
 def all_winners(rows: Iterable[Row]) -> list[Winner]:
@@ -231,7 +235,8 @@ def winners(scenario: str, rows: Iterable[Row]) -> list[Winner]:
             format_seconds(latency_s),
             others=", ".join(f"{line} {_shown_rate(other)}" for line, other in others),
             controls=str(row.get("controls") or "").partition(": ")[2],
-            why=_why(first, before, now, lacked, lacks)))
+            why=_why(first, before, now, lacked, lacks), rates=now,
+            replicas=str(row.get("replicas") or 1)))
         before, lacked = now, lacks
     return found
 
@@ -253,10 +258,11 @@ def _why(first: str, before: Mapping[str, float], now: Mapping[str, float], lack
     if not before or first == (last := next(iter(before))):
         return ""
     new = (f"{first} rises from {plain(before[first])} to {plain(now[first])} requests/s"
-           if first in before else f"{first} keeps no tighter bound" if first in lacked
-           else f"{first} was not compared at the tighter bound")
+           if first in before else f"no {first} schedule was found at the tighter limit"
+           if first in lacked else f"{first} was not compared at the tighter limit")
     old = (f"{last} from {plain(before[last])} to {plain(now[last])}" if last in now else
-           f"{last} has no schedule here" if last in lacks else f"{last} was not compared here")
+           f"no {last} schedule was found here" if last in lacks else
+           f"{last} was not compared here (--over policy=all compares)")
     return f"{new}; {old}"
 
 
@@ -297,21 +303,43 @@ def _some(names: Iterable[Any]) -> str:
 
 
 def sweep_text(rows: Sequence[Row]) -> str:
-    """The best policy of each scenario and bound beside the others, and what has no schedule; of
-    many the first, for the page has all."""
+    """The best policy of each scenario and limit beside the second and FT, and what has no
+    schedule; of many the first, for the page has all."""
     best, without = all_winners(rows), lacking(rows)
-    first = 0 if len({winner.scenario for winner in best}) > 1 else 1
-    end = 6 if any(winner.others for winner in best) else 5
-    lines = [paragraph(headline(rows))]
+    lines = [paragraph(f"{counted(len(rows), 'point')}: the best requests/s for each latency "
+                       "limit, as predicted")]
     if best:
-        lines.append(table(
-            ("scenario", "bound", "best", "requests/s", "latency", "others, requests/s")[first:end],
-            [winner[first:end] for winner in best[:_MOST_LINES]], right=(3 - first, 4 - first)))
+        static = policy("ft").title
+        cells = [{"scenario": one.scenario, "limit": one.bound,
+                  "best": f"{one.throughput} {one.policy}", "2nd": _second(one),
+                  static: plain(one.rates[static]) if static in one.rates else "",
+                  "replicas": one.replicas, "latency": one.latency} for one in best]
+        names = [name for name in cells[0] if any(row[name] for row in cells) and not (
+            name == "scenario" and len({row[name] for row in cells}) == 1)]
+        lines.append(table(names, [[row[name] for name in names] for row in cells[:_MOST_LINES]],
+                           right=[at for at, name in enumerate(names) if name in (
+                               static, "replicas", "latency")]))
+    ties = [f"{one.scenario} {one.bound}" if names[0] == "scenario" else one.bound for one in best
+            if (rates := list(one.rates.values()))[1:] and rates[1] >= (1 - TIE) * rates[0]]
+    if ties:
+        lines.append(paragraph(f"best and 2nd within {TIE:.0%}, a tie: {_some(ties)}"))
     lines += [paragraph(f"no schedule: {policies} at {bounds}: {why}")
               for _, policies, bounds, why in without[:_MOST_REASONS]]
     if (more := max(len(best) - _MOST_LINES, 0) + max(len(without) - _MOST_REASONS, 0)):
         lines.append(paragraph(f"{more} more lines are on the page; every point is in {ROWS_FILE}"))
     return "\n".join(lines)
+
+
+def _second(one: Winner) -> str:
+    """Requests/s and name of the second best policy, "" if there is one alone."""
+    return next((f"{plain(rate)} {name}" for name, rate in list(one.rates.items())[1:2]), "")
+
+
+def sweep_details(rows: Sequence[Row]) -> str:
+    """Which policies are best how often, and the settings of each."""
+    return "\n".join([paragraph(headline(rows)), *(
+        fact(f"{one.bound} ", f"{one.scenario}: {one.policy}: {one.controls}" + (
+            f"; others: {one.others}" if one.others else "")) for one in all_winners(rows))])
 
 
 def bound_text(row: Row) -> str:

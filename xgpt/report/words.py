@@ -238,13 +238,13 @@ def controls_line(estimate: Estimate) -> str:
     if (most := value_of(estimate, "max_active")) is not None:
         budget = value_of(estimate, "token_budget")
         within = f", {budget} tokens a step" if budget else ""
-        return f"{title}: up to {counted(most, 'query')} at a time{within}{more}{in_groups}"
+        return f"{title}: up to {counted(most, 'request')} at a time{within}{more}{in_groups}"
     chunk, iterations = value_of(estimate, "encode_chunk"), value_of(estimate, "decode_iterations")
     if chunk and iterations is not None:
-        return (f"{title}: encode {estimate.figures.encode_batch} every "
+        return (f"{title}: prefill {estimate.figures.encode_batch} every "
                 f"{counted(iterations, 'iteration')}, {chunk} tokens at a "
                 f"time beside decoding{more}{in_groups}")
-    text = f"{title}: encode {estimate.figures.encode_batch} together"
+    text = f"{title}: prefill {estimate.figures.encode_batch} together"
     if chunk:
         text += f", and {chunk} tokens at a time beside decoding"
     if (parts := value_of(estimate, "encode_micro_batches") or 0) > groups:

@@ -181,22 +181,23 @@ def test_it_is_told_where_the_best_policy_changes_and_why(folder):
     first, second, third = winners("opt-13b", rows)
     assert (first.policy, second.policy, third.policy) == ("WAA-C", "RRA", "RRA")
     assert first.why == third.why == ""
-    assert second.why == "RRA keeps no tighter bound; WAA-C from 12.0 to 24.0"
+    assert second.why == (
+        "no RRA schedule was found at the tighter limit; WAA-C from 12.0 to 24.0")
     assert second.others == "WAA-C 24.0, FT 10.0" and second.controls == "encode 2 together"
     rows = [row | {"policy": "auto"} for row in read_sweep(folder).rows
             if row["model"] == "opt-13b" and row["status"] == "ok"]
     chosen = {2.0: "waa-c", 10.0: "rra"}
     changes = winners("opt-13b", [row for row in rows
                                   if chosen.get(row["bound_s"]) == row["chosen"]])
-    assert changes[1].why == ("RRA was not compared at the tighter bound; WAA-C was not compared "
-                              "here")
+    assert changes[1].why == ("RRA was not compared at the tighter limit; WAA-C was not compared "
+                              "here (--over policy=all compares)")
 
 
 def test_the_page_holds_all_of_it_and_escapes_and_goes_on(folder, tmp_path):
     assert write_sweep_page(folder) == folder / "report.html"
     page = write_sweep_page(folder, tmp_path / "x.html").read_text("utf-8")
     assert page == (folder / "report.html").read_text("utf-8")
-    for said in ("2 scenarios, ", "RRA keeps no tighter bound", "no schedule of it keeps"):
+    for said in ("2 scenarios, ", "no RRA schedule was found at", "no schedule of it keeps"):
         assert said in page
     assert HOSTILE not in page and "&lt;img src=x onerror=alert(1)&gt;" in page
     assert "is not done" not in page

@@ -53,6 +53,7 @@ from xgpt.report.sweep_rows import (
     columns_with,
     number_of,
     read_rows,
+    sweep_details,
     sweep_text,
 )
 from xrunner.files.lock import output_lock
@@ -80,6 +81,11 @@ class Swept(Printed):
 
     def __str__(self) -> str:
         return sweep_text(self.rows)
+
+    @property
+    def details(self) -> str:
+        """Settings and the other policies at each limit, as `xgpt sweep --verbose` prints them."""
+        return sweep_details(self.rows)
 
 
 def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
