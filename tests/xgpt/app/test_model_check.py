@@ -45,6 +45,15 @@ def test_what_is_planned_and_executed_by_whom():
     assert "int8" not in {row["dtype"] for row in check.memory}
 
 
+def test_the_list_says_what_was_run_and_what_is_planned_only():
+    listed = CliRunner().invoke(cli, ["models"]).stdout
+    last = {line.split()[0]: line.split()[-1] for line in listed.splitlines() if line}
+    assert (last["smollm2-135m"], last["opt-13b"], last["qwen3-8b"]) == (
+        "weights", "random", "only")
+    assert "H200 (run)" in " ".join(listed.split()) and "B200 (run)" not in listed
+    assert max(map(len, listed.splitlines())) <= 80
+
+
 def test_a_hub_id_is_checked_by_its_shape_and_gpt_oss_says_who_executes_it():
     words = " ".join(shown("Qwen/Qwen3-8B-Base").stdout.split())
     assert "in the catalog, of the shape of qwen3-8b" in words and "yes, by xgpt" in words
