@@ -123,7 +123,7 @@ def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
     pairs = ((name, before[name], after[name]) for name in VARIABLES)
     if old.others or new.others:
         pairs = ((name, devices_sum(devices_of_copies(a)), devices_sum(devices_of_copies(b)))
-                 for name, a, b in [("copies on", old, new)])
+                 for name, a, b in [("replicas on", old, new)])
     return tuple(Change(variable=name, old=a, new=b) for name, a, b in pairs if a != b)
 
 

@@ -134,7 +134,7 @@ class SearchPlanner:
             if not self._is_brief:
                 rows.append(Rejected(
                     kind="without a margin", words=bare.policy, latency_s=bare.figures.latency_s,
-                    throughput_qps=bare_qps, reason="keeps the bound only if all is as expected"))
+                    throughput_qps=bare_qps, reason="keeps the limit only if all is as expected"))
         gap = max(upper_qps / qps - 1, 0.0)
         status = Status.LIMIT if self._watch.has_cut else (
             Status.OPTIMAL if gap <= _CLOSED else Status.WITHIN_GAP)
@@ -153,7 +153,7 @@ class SearchPlanner:
         return replace(schedule, over_copies=self._over_copies(found, keeps))
 
     def _simpler(self, found: Sequence[Found], keeps: Feasibility) -> list[Found]:
-        """Equal copies that are simpler than `found` and have at most NEAR less throughput, the
+        """Equal replicas that are simpler than `found` and have at most NEAR less throughput, the
         simplest such; [] if there are none."""
         each = self.problem.cluster.devices_per_node
         kinds = {cell: (False, *_complexity(cell, each)) for cell in self.search.all_cells}
@@ -217,7 +217,7 @@ class SearchPlanner:
     def _beside(self, found: Sequence[Found], qps: tuple[float, float], keeps: Feasibility,
                 bounds: Sequence[tuple[str, float]]) -> list[Rejected]:
         """Rows for the best of each other policy, of ExeGPT's policies together, and of other
-        tensor-parallel degrees. qps: throughput of the chosen copies and of the fastest."""
+        tensor-parallel degrees. qps: throughput of the chosen replicas and of the fastest."""
         self.search.probe_policies(keeps)
         own, most = found[0].cell, dict(bounds)
         names = {cell.policy for cell in self.search.all_cells}
@@ -260,8 +260,8 @@ class SearchPlanner:
         if cluster.num_devices < 3:
             return ""
         unseen = [size for size in replica_sizes(cluster) if size not in self._sizes]
-        return "copies on any number of devices" + (
-            f", but for {', '.join(map(str, unseen))}" if unseen else "")
+        return "replicas on any number of devices" + (
+            f" except {', '.join(map(str, unseen))}" if unseen else "")
 
     def _over_copies(self, found: Sequence[Found], keeps: Feasibility) -> tuple[CopiesTried, ...]:
         """A row for every number of devices of a replica, and one for replicas of unequal sizes."""
@@ -321,7 +321,7 @@ def _qps_of(one: Found) -> float:
 
 
 def _complexity(cell: Cell, devices_per_node: int) -> tuple[bool, int]:
-    """(whether a copy spans nodes, its number of stages)."""
+    """(whether a replica spans nodes, its number of stages)."""
     devices, (degree, gpus) = cell.problem.cluster.num_devices, cell.plan
     return devices > devices_per_node, gpus // degree + devices - gpus
 

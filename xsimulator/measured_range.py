@@ -44,5 +44,5 @@ def _reach(problem: Problem, timing: TimingSource, degree: int) -> LargestSizes:
                      input_tokens=reach(Operator.ENCODE_ATTENTION, degree).x)
 
 
-_WORDS = ("tokens encoded at once", "queries encoded at once", "queries decoded at once",
+_WORDS = ("tokens encoded at once", "requests encoded at once", "requests decoded at once",
           "tokens of context", "tokens of one input")

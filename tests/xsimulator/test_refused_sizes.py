@@ -97,7 +97,7 @@ def test_what_is_found_is_timed_and_says_what_was_not_measured(sizes):
 
 @pytest.mark.parametrize(("batch", "sizes", "note"), [
     (30, {}, "tokens encoded at once, measured up to 256"),
-    (30, {}, "queries decoded at once, measured up to 8"),
+    (30, {}, "requests decoded at once, measured up to 8"),
     (2, {"contexts": (10, 40, 60)},
      "extrapolated: up to 100 tokens of context, measured up to 60"),
     (2, {"lengths": (5, 20, 50)},
@@ -142,9 +142,9 @@ ENDLESS = dict.fromkeys(REACHES, (math.inf, math.inf))
         "up to 41 tokens of one input, measured up to 40"]),
     (REACHES, LargestSizes(encode_tokens=200.0), (2,), (), []),
     (REACHES, LargestSizes(decode_queries=9.0), (1,), (), [  # it needs the head, too
-        "up to 9 queries decoded at once, measured up to 8"]),
+        "up to 9 requests decoded at once, measured up to 8"]),
     (MANY | {Operator.DECODE_REST: (100.0, 1.0)}, LargestSizes(decode_queries=450.0), (1,), (1,), [
-        "up to 450 queries decoded at once, measured up to 100"]),
+        "up to 450 requests decoded at once, measured up to 100"]),
     # larger steps than 512 rows are not captured
     (MANY | {Operator.DECODE_REST: (128.0, 1.0)}, LargestSizes(decode_queries=450.0), (1,), (1,),
      []),

@@ -44,7 +44,7 @@ from xscheduler.live.shapes import (
 
 # chosen: requests done before lengths count: a share of the job, from LEAST_QUERIES up to so many
 MOST_QUERIES, SHARE = 200, 0.1
-CAUTION = 0.5  # chosen: share of the limit planned for after fewer queries: few are long ones
+CAUTION = 0.5  # chosen: share of the limit planned for after fewer requests: few are long ones
 # the reason for no change of lengths if replicas are unequal and none executes RRA
 NOT_RRA = ("only RRA's batches follow lengths, and no replica executes RRA; a redeployment is not "
            "searched for replicas of several shapes")
@@ -367,5 +367,5 @@ def _changed(old: Estimate, new: Estimate) -> str:
 def _advice(ways: Reschedule) -> str:
     if ways.choice == "keep" or ways.choice is None:
         return ways.sentence
-    return (f"{ways.sentence} Only RRA changes while it runs: if that is worth it, stop the job "
-            "(Ctrl-C) and submit it with the lengths seen so far (docs/running.md)")
+    return (f"{ways.sentence} Only RRA can change while it runs. For the gain, stop the job "
+            "(Ctrl-C) and submit it with the lengths observed so far (docs/running.md)")

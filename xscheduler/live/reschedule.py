@@ -126,7 +126,7 @@ def _recommend(ways: Reschedule) -> Reschedule:
     unless = ""
     if is_better:
         unless = (f"; a redeployment would bring {ways.redeploy.qps / best - 1:.1%} more but pays "
-                  f"after {math.ceil(ways.break_even_queries)} queries, and {left:.0f} are left")
+                  f"after {math.ceil(ways.break_even_queries)} requests, and {left:.0f} are left")
     if adjust <= keep * (1 + NOTHING):
         return replace(ways, choice="keep", sentence=(
             f"Keep the schedule: under these lengths it answers {keep:.4g} requests/s within the "
@@ -150,7 +150,7 @@ def _redeploy_words(ways: Reschedule) -> str:
         return (f"{start}; {loaded}. Without moving layers no schedule is admissible "
                 f"({ways.adjust.reason}).")
     return (f"{start}, {ways.redeploy.qps / best - 1:.1%} more than without moving layers; "
-            f"{loaded}, which is made up for after {math.ceil(ways.break_even_queries)} queries.")
+            f"{loaded}, which is made up for after {math.ceil(ways.break_even_queries)} requests.")
 
 
 def configuration_words(estimate: Estimate) -> str:
