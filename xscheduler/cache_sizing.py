@@ -44,8 +44,8 @@ def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Sc
 
 
 def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> float:
-    """Requests that a group may hold once output lengths have been observed / planned requests;
-    infinite if short outputs have no schedule."""
+    """Ratio of the requests that a group may hold once output lengths have been observed to the
+    planned ones; infinite if short outputs have no schedule."""
     problem, estimate = problem_of_replica(problem, estimate), estimate.one_copy
     outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
     deployment = estimate.deployment

@@ -53,9 +53,9 @@ def names_of(problem: Problem) -> list[str]:
 
 
 def parts_of(problem: Problem, *, is_any: bool = False) -> list[Problem]:
-    """The problem of one replica, for every number of devices that it may have: part of a node, or
-    whole nodes. Beyond MANY_NODES nodes, each number of replicas takes as many nodes as it can.
-    is_any: include numbers of devices that are too few for the weights."""
+    """The problems of one replica, one for every number of devices that it may have: part of a
+    node, or whole nodes. Beyond MANY_NODES nodes, each number of replicas takes as many nodes as it
+    can. is_any: include numbers of devices that are too few for the weights."""
     cluster, wanted, found = problem.cluster, problem.fixed.replicas, []
     nodes, each = cluster.num_nodes, cluster.devices_per_node
     whole = {each * (nodes // copies) for copies in range(1, nodes + 1)}

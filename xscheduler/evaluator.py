@@ -42,7 +42,8 @@ class _Part(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates schedules of one problem under any latency limit; results are kept."""
+    """Figures of schedules of one problem, under any latency limit, by formula or replay; each is
+    computed once."""
 
     def __init__(self, problem: Problem, timing: TimingSource,
                  plans: PlanCache | None = None) -> None:
@@ -93,8 +94,8 @@ class Evaluator:
         return self._parts[key]
 
     def job(self, estimate: Estimate, replays: int | None = None) -> JobPrediction | None:
-        """Prediction for the problem's own requests, the mean of `replays` replays (None: fewer for
-        a longer job). None without known times or without requests that can run."""
+        """Expected figures of the problem's own requests, means of `replays` replays (None: fewer
+        for a longer job). None without known times or without requests that can run."""
         if replays is None:
             replays = min(max(MOST_REPLAYED // (self.problem.num_queries or 1), 1), MOST_REPLAYS)
         key = estimate, replays
@@ -109,8 +110,8 @@ class Evaluator:
 
 def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
             clocks: StepClocks | None = None) -> JobPrediction | None:
-    """Prediction for the job with ramp-up and drain, the mean of `replays` replays if lengths are
-    not all known; None without requests."""
+    """Expected figures of the whole job, ramp-up and drain included. They are means of `replays`
+    replays if lengths are not all known; None without requests."""
     replayed = replays_of(problem, timing, estimate, replays=replays, clocks=clocks,
                           has_steps=False)
     return None if replayed is None else mean_prediction(replayed.results, replayed.num_queries)

@@ -31,8 +31,8 @@ FIRST_QUERIES = 20  # chosen: requests done before the lengths are first estimat
 
 
 def hint(problem: Problem, timing: TimingSource) -> str:
-    """A hint for the message that there is no schedule, if a run with observed lengths could start;
-    else ""."""
+    """A sentence for the message that there is no schedule, if a run that observes lengths could
+    start; else ""."""
     if not can_settle(problem) or initial_schedule(problem, timing) is None:
         return ""
     return (". With `output_tokens: observe`, `xgpt submit` would start with the schedule of least "
@@ -90,8 +90,8 @@ def one_token_s(problem: Problem, timing: TimingSource) -> float:
 
 
 def _able(problem: Problem, timing: TimingSource) -> list[_Quickest]:
-    """Planners for every number of replicas that fits, by the policy that decodes each batch to its
-    end."""
+    """[(planner, least latency)] for every number of replicas that fits, by the policy that decodes
+    each batch to its end."""
     if (name := changeable_policy(problem.fixed)) is None:
         return []
     return [one for part in replica_problems(problem)

@@ -33,8 +33,8 @@ def quantile_levels(problem: Problem) -> FloatArray:
 
 def log_ratios(levels: FloatArray, quantile: float,
                   seconds: Callable[[float], float]) -> FloatArray:
-    """[levels] log(latency at the level / latency at `quantile`). `seconds(level)` returns a
-    latency."""
+    """[levels] log(latency at the level / latency at `quantile`). `seconds(level)` returns the
+    latency at a quantile of the output lengths."""
     if not len(levels):
         return np.zeros(1)
     nodes = np.unique(levels[[0, len(levels) // 2, -1]])  # the others are interpolated

@@ -65,7 +65,7 @@ class LayoutComparison:
         return one.problem.num_queries / rate if one.problem.num_queries and rate else math.inf
 
     def chosen(self) -> Schedule:
-        """The best layout's schedule with a note on the others. Raises as `best`."""
+        """The schedule of the best layout, with a note on the others. Raises as `best`."""
         best = self.best
         assert isinstance(best.planned, Schedule) and not best.is_rough, f"{best.layout = }"
         if len(self.tried) == 1:
@@ -89,7 +89,8 @@ class LayoutComparison:
 
 
 def compare_layouts(tried: Sequence[PlannedLayout], *, is_steady: bool) -> LayoutComparison:
-    """The comparison of planned layouts. is_steady: by steady state even for a short job."""
+    """The comparison of planned layouts by requests/s. is_steady: in steady state even for a short
+    job."""
     is_for_job = not is_steady and any(is_short(one.problem, one.planned) for one in tried
                                        if isinstance(one.planned, Schedule))
     return LayoutComparison(tried=tried, is_for_job=is_for_job, queries_per_s={

@@ -81,15 +81,16 @@ class Measured(Protocol):
 
 @runtime_checkable
 class Computed(Protocol):
-    """A computed timing source, with the errors that such times had in published measurements."""
+    """A timing source of computed times. errors: those of such times, found by published
+    measurements."""
 
     def errors(self) -> SourceErrors: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarginParts:
-    """A safety margin: plan for limit / `factor`. The other factors are those of one cause alone.
-    remedy: how to make the margin smaller, in words, for a refusal."""
+    """A safety margin: plan for limit / `factor`. The other factors are of one cause alone. remedy:
+    words, for a refusal, on how to make the margin smaller."""
 
     factor: float
     sentence: str
@@ -106,7 +107,7 @@ class MarginParts:
 
 
 class Margins:
-    """Safety margins of one problem's estimates. Resampled distributions are kept between them."""
+    """Safety margins of one problem's estimates; resampled distributions are made once."""
 
     def __init__(self, problem: Problem, evaluator: Evaluator, *,
                  is_of_job: bool = True) -> None:

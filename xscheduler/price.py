@@ -62,8 +62,8 @@ class Offer:
 
 
 def price(problem: Problem, find: Find) -> tuple[Offer, ...]:
-    """Offers in the order latency, devices, memory. find: returns the steady-state schedule of a
-    problem like this one (a planner's `of`); raises InfeasibleError."""
+    """The offers for latency, devices and memory, in this order. find: returns the steady-state
+    schedule of a problem like this one (a planner's `of`); raises InfeasibleError."""
     base, offers = None, []
     try:
         base = find(problem)

@@ -62,7 +62,7 @@ class Replays:
         self.known: dict[Hashable, Replayed] = {}
 
     def of(self, estimate: Estimate, queries: int) -> Replayed:
-        """The steady state of an estimate in a replay of `queries` requests."""
+        """The replay of an estimate with `queries` requests, in steady state."""
         problem = self.problem
         while len(self._drawn[0]) < queries:  # a longer replay begins with the same requests
             more = problem.lengths.sample(DRAWN, self._rng)

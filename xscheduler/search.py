@@ -39,7 +39,7 @@ TRIES = 8  # chosen: points of which the best, or the quickest, are replayed lon
 
 
 class Found(NamedTuple):
-    """Equal replicas that are part of a schedule: their cell, their point and their number."""
+    """Equal replicas as part of a schedule: their cell, their point and their number."""
 
     cell: Cell
     point: Point
@@ -121,8 +121,8 @@ class ReplayedCells:
 
     def expected(self, cell: Cell, keeps: Feasibility,
                   usual: Mapping[CellKind, Correction]) -> Expected:
-        """The best point that the cell is expected to have. usual: mean correction of the formula
-        over similar cells."""
+        """The best point that the cell is expected to have, with its throughput. usual: mean
+        correction of the formula over similar cells."""
         limits, prior = keeps.limits(cell), usual.get(cell.alike, Correction())
         state = keeps, cell.num_noted, cell.misses, cell.is_coarse, limits, prior
         known = self._expected.get(cell)

@@ -150,7 +150,8 @@ class _Request:
 
 
 def simulate_loop(loop: ClosedLoop, steps: StepSeconds) -> LoopTimes:
-    """The mean times of a closed loop of ROUNDS requests per unit of concurrency."""
+    """Mean TTFT, TPOT and latency of a closed loop, simulated for ROUNDS requests per unit of
+    concurrency."""
     return _Simulation(loop, steps).run(ROUNDS * loop.concurrency)
 
 

@@ -33,7 +33,7 @@ class ConvexSteps:
 
     @cached_property
     def decode_rows(self) -> list[ConvexTimes]:
-        """[kinds] functions for steps that only decode, with the output head."""
+        """[kinds] functions of the rows of steps that only decode, with the output head."""
         seconds = self._times.decode_rows_s(_sizes())
         seconds[..., self.last] += self._times.first_tokens_s(_sizes())
         return [_below(own) for own in seconds.T]
@@ -47,7 +47,7 @@ def _sizes() -> FloatArray:
 
 
 def _below(seconds: FloatArray) -> ConvexTimes:
-    """The convex function below `seconds`, which are given at the grid of sizes."""
+    """The convex function below `seconds`, which are given for the grid of sizes."""
     sizes = _sizes()
     rising = np.minimum.accumulate(seconds[::-1])[::-1]
     falling = sizes * np.minimum.accumulate(seconds / sizes)
@@ -65,8 +65,8 @@ class ConvexTimes:
     """A convex function of the step size: the maximum of tangents to step times at a few slopes."""
 
     def __init__(self, sizes: FloatArray, seconds: FloatArray) -> None:
-        """seconds: of steps of `sizes`; they rise, their ratio to the size falls, and they are
-        infinite without a known time."""
+        """seconds: of steps of `sizes`; they rise, seconds / size falls, and unknown ones are
+        infinite."""
         is_timed = np.isfinite(seconds)
         self._sizes, self._seconds = sizes[is_timed], seconds[is_timed]
         if not len(self._sizes):

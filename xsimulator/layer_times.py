@@ -81,7 +81,8 @@ class LayerTimes:
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike,
                            degree: int) -> FloatArray:
-        """Seconds of attention of one request of each length, in a batch of `together` requests."""
+        """[lengths] seconds of a layer's attention for one request of each length, in a batch of
+        `together`."""
         return self.timing.operator_s(Operator.ENCODE_ATTENTION, lengths, together,
                                       tp_degree=degree)
 

@@ -80,7 +80,7 @@ class ServingPoint:
 
     @property
     def row(self) -> str:
-        """Name of the engine in the catalog; of this version if it has an entry of its own."""
+        """Name of the catalog's entry for the engine, of this version if there is one."""
         own = f"{self.engine}-{'.'.join(self.version.split('.')[:2])}"
         return own if own in catalog.names("engine") else self.engine
 
@@ -105,7 +105,7 @@ class ServingPoint:
 
 
 def own_points(path: Path) -> list[ServingPoint]:
-    """The points of a user's file. Raises InputError with every mistake."""
+    """The measured loops in a user's file. Raises InputError with every mistake."""
     names = {"model": catalog.names("model"), "device": catalog.names("device"),
              "engine": catalog.names("engine")}
     table = read_table(path, [
@@ -123,9 +123,9 @@ def own_points(path: Path) -> list[ServingPoint]:
 
 def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
               stream_s: float | None = None, model: ModelSpec | None = None) -> LoopTimes:
-    """The simulated closed loop of a point. constants, stream_s, model: replace those of the
-    point's engine and of the catalog. The KV cache has the type of the weights, as engines serve
-    fp8 checkpoints."""
+    """Mean TTFT, TPOT and latency of a point by simulation. constants, stream_s, model: replace
+    those of the point's engine and of the catalog. The KV cache has the type of the weights, as
+    engines serve fp8 checkpoints."""
     row, model = catalog.engine(point.row), model or catalog.model(point.model)
     device, kv_dtype = catalog.device(point.device), point.weight_dtype if row.fp8_cache else ""
     timing = Roofline(model, device, "bfloat16", constants, engine=point.row,
@@ -173,7 +173,7 @@ class Choices(NamedTuple):
 
 def choices(points: Sequence[ServingPoint], times: Mapping[ServingPoint, LoopTimes],
             margin_of: Callable[[ServingPoint], float]) -> Choices:
-    """The outcome of all cases. margin_of: safety margin of a point, a factor."""
+    """Outcome of all cases, as shares. margin_of: safety margin of a point, a factor."""
     workloads: dict[tuple[str, ...], list[ServingPoint]] = defaultdict(list)
     for point in points:
         workloads[point.workload].append(point)

@@ -22,8 +22,8 @@ class LargestSizes(NamedTuple):
 
 def beyond_measured(problem: Problem, timing: TimingSource, degrees: Iterable[int],
                     needed: LargestSizes) -> list[str]:
-    """Words for each of the `needed` sizes that exceeds what was measured at one of these
-    tensor-parallel degrees."""
+    """Sentences on the `needed` sizes that exceed those measured at one of these tensor-parallel
+    degrees."""
     return sorted({f"up to {size:.0f} {words}, measured up to {measured:.0f}"
                    for degree in degrees
                    for words, size, measured in zip(_WORDS, needed, _reach(

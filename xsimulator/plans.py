@@ -49,12 +49,12 @@ class StagePlan:
 
     @cached_property
     def kinds(self) -> StageKinds:
-        """Groups of stages with equal step times."""
+        """The stages grouped by equal step times."""
         return stage_kinds(self.times)
 
     @cached_property
     def convex_steps(self) -> ConvexSteps:
-        """Lower bounds on the mean time of steps of mixed sizes."""
+        """Convex lower bounds on the mean seconds of steps of mixed sizes."""
         times = least_times(self.times)
         return ConvexSteps(self.kinds if times is self.times else stage_kinds(times))
 
@@ -66,13 +66,15 @@ class PlanSource(Protocol):
     problem: Problem
 
     def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
-        """The pool of all devices for both phases. Raises InputError for an impossible plan."""
+        """The stage plan of all devices for both phases. Raises InputError for an impossible
+        plan."""
 
     def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> StagePlan:
-        """The pool on these ranks, for one phase or both. first_index: index of its first stage."""
+        """The stage plan of a pool on these ranks, for one phase or both. first_index: index of its
+        first stage."""
 
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
-        """The pool of these stages."""
+        """The stage plan of a pool of these stages."""
 
     def pairs(self, tp_degree: int, tp_gpus: int) -> PoolPairs:
         """All divisions of the devices into an encode pool and a decode pool."""
@@ -96,13 +98,13 @@ class PlanCache:
         self._of: dict[int, StagePlans] = {}
 
     def of(self, problem: Problem) -> StagePlans:
-        """The problem's stage plans, kept."""
+        """The StagePlans of a problem, made once."""
         if id(problem) not in self._of:
             self._of[id(problem)] = StagePlans(problem, self.timing, self)
         return self._of[id(problem)]
 
     def layers(self, problem: Problem, timing: TimingSource) -> LayerTimes:
-        """The problem's layer times by `timing`, kept."""
+        """The LayerTimes of a problem by `timing`, made once."""
         inputs = problem.lengths.inputs  # kept alive by the layers, so that ids stay unique
         key = (id(timing), id(inputs), problem.model, problem.cluster.intra_link, problem.dtype,
                problem.head_rows, problem.has_head)
@@ -112,7 +114,7 @@ class PlanCache:
 
 
 class StagePlans:
-    """Stage plans of one problem, kept."""
+    """Stage plans of one problem, each made once."""
 
     def __init__(self, problem: Problem, timing: TimingSource,
                  shared: PlanCache | None = None) -> None:
@@ -127,8 +129,8 @@ class StagePlans:
         self._cost = cache(self._find_cost)
 
     def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
-        """One pool over all devices for both phases, the first `tp_gpus` in groups of `tp_degree`.
-        Raises InputError for a plan that the model or the cluster refuses."""
+        """The stage plan of all devices for both phases, the first `tp_gpus` in groups of
+        `tp_degree`. Raises InputError for a plan that the model or the cluster refuses."""
         key = (tp_degree, tp_gpus)
         if key not in self._known:
             problem = self.problem
@@ -140,7 +142,7 @@ class StagePlans:
         return self._known[key]
 
     def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> StagePlan:
-        """A pool of stages on these ranks, for one phase or both."""
+        """The stage plan of a pool on these ranks, for one phase or both."""
         key = (tuple(ranks), role, first_index)
         if key not in self._known:
             self._known[key] = self.of_stages(allocate(
@@ -159,7 +161,7 @@ class StagePlans:
             and can_hold(model, *ranks)})
 
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
-        """The pool of these stages."""
+        """The stage plan of a pool of these stages."""
         key = (stages, role)
         if key not in self._known:
             self._known[key] = self._of_stages(stages, role)

@@ -58,7 +58,8 @@ class PoolBound:
         return float(qps[is_kept].max(initial=0.0))
 
     def _make_curve(self, share: float) -> Curve:
-        """The curve of a decode pool that encodes this share of the requests."""
+        """Upper bounds on the throughput, by latency, of a decode pool that encodes this share of
+        the requests."""
         low, high = self._rows
         groups, is_met = self._fewest_groups(low, high, share, math.inf)
         if not len(low):

@@ -139,8 +139,8 @@ class StageTimes:
         return self.first_tokens_s(queries) + self._narrowed * rest_s
 
     def per_stage_s(self, of_degree: PerDegree, layers: FloatArray) -> FloatArray:
-        """[..., stages] seconds: of_degree {degree: seconds of one layer} times the layers of each
-        stage."""
+        """[..., stages] seconds of one layer by tensor-parallel degree (`of_degree`), times the
+        layers of each stage."""
         return _summed([(of_degree[degree], layers * is_own)
                         for degree, is_own in self._stages_of_degree.items()])
 
@@ -278,6 +278,6 @@ class HandoverCost:
                 memory.kv_bytes(problem, pool, 1.0).max() for pool in (encode, decode)))
 
     def seconds(self, tokens: ArrayLike) -> FloatArray:
-        """Seconds for each number of tokens."""
+        """Seconds to hand over the KV cache of each number of tokens."""
         num_bytes = np.asarray(tokens, float) * self.bytes_per_token
         return self._timing.message_s(MessageKind.HANDOVER, num_bytes, self._link)

@@ -41,7 +41,7 @@ class StepBounds(NamedTuple):
     path_s: FloatArray  # [nodes] through all stages, without encoding
 
     def at(self, which: FloatArray, rows: FloatArray) -> FloatArray:
-        """[..., m] values of `which`, one of the arrays here, at these rows."""
+        """[..., m] the array `which` of these bounds, interpolated at `rows`."""
         if which.ndim == 1:
             return np.asarray(np.interp(rows, self.rows, which))
         return np.array([np.interp(rows, self.rows, own) for own in which])
@@ -67,7 +67,8 @@ class PoolSteps:
         self.of_share = cache(self._bounds_of_share)
 
     def _bounds_of_share(self, share: float) -> StepBounds:
-        """The step times of a pool that encodes this share of the requests that it decodes."""
+        """Lower bounds on the step times of a pool that encodes this share of the requests it
+        decodes."""
         demand, head, head_rows = self._demand, self._steps.head, self._layers.head_rows
         encoded = share / demand.iterations  # requests for a row
         tokens = 1 + encoded * demand.inputs * (not self._is_apart)  # encoded and decoded for a row

@@ -52,8 +52,8 @@ MOST_UNKNOWN = 0.02  # chosen: probability of outputs longer than any that was o
 
 
 class RunProgress(Protocol):
-    """Progress of a run: {index of the request: (input, output) tokens} of finished and active
-    ones. Requests before `first` are left out. kept: counts as of LatencyCounts."""
+    """Progress of a run. finished, active: {index of the request: (input, output) tokens}. Requests
+    before `first` are left out. kept: counts as of LatencyCounts."""
 
     @property
     def first(self) -> int: ...
@@ -96,13 +96,13 @@ class FollowedRun:
 
     @property
     def enough(self) -> int:
-        """Number of finished requests from which on lengths count."""
+        """Least number of finished requests before observed lengths are used."""
         return max(LEAST_QUERIES, min(MOST_QUERIES, int(self.num_queries * SHARE)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A decision on a run, in words and figures."""
+    """A decision on a run: words, record for metrics.json, and the schedule to change to."""
 
     sentence: str
     record: dict[str, Any]  # of metrics.json

@@ -37,8 +37,8 @@ _LIMITED = ("max_active", "token_budget")  # may only shrink within given caches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One way to continue. reason: why it is not admissible; None if it is. estimate: its figures,
-    if they are known."""
+    """One way to continue. estimate: its configuration and figures, if they are known. reason: why
+    it is not admissible; None if it is."""
 
     estimate: Estimate | None
     reason: str | None
@@ -60,21 +60,21 @@ class FixedPlans:
                        for ranks, pool in zip(self._ranks, pools, strict=True)}
 
     def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
-        """The pool that encodes and decodes."""
+        """The stage plan of the only pool, which encodes and decodes."""
         (plan,) = self._pools.values()
         return plan
 
     def pool(self, ranks: Sequence[tuple[int, ...]], role: Role,
              first_index: int = 0) -> StagePlan:
-        """The pool on these ranks."""
+        """The stage plan of the pool on these ranks."""
         return self._pools.get(tuple(ranks)) or self._plans.pool(ranks, role, first_index)
 
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
-        """The pool of these stages."""
+        """The stage plan of a pool of these stages."""
         return self._plans.of_stages(stages, role)
 
     def pairs(self, tp_degree: int, tp_gpus: int) -> PoolPairs:
-        """The schedule's division into two pools."""
+        """The schedule's own division into two pools; none if it has one pool."""
         encode, *rest = self._ranks
         return PoolPairs(self, (tp_degree, tp_gpus),
                          {self._devices: (encode, rest[0])} if rest else {})
@@ -154,7 +154,8 @@ class CacheLimitedFormula:
 
 
 class FixedStages:
-    """Searches one problem on the stages of `now`, for one of its equal replicas."""
+    """Searches the control variables of one problem on the stages of `now`, for one of its equal
+    replicas."""
 
     def __init__(self, now: Estimate, problem: Problem, timing: TimingSource, *,
                  initial: Estimate | None = None, most: Mapping[str, int] | None = None) -> None:
@@ -184,7 +185,7 @@ class FixedStages:
         self._margins_of = cache(self._make_margins)
 
     def keeps(self, constraint: Constraint, *, has_margin: bool) -> Feasibility:
-        """The check of points against a constraint."""
+        """The Feasibility that checks points against a constraint."""
         return Feasibility(constraint, lambda part: self._margins_of(constraint),
                           has_margin=has_margin)
 
@@ -193,7 +194,7 @@ class FixedStages:
                       is_of_job=False)
 
     def unchanged(self, constraint: Constraint, *, has_margin: bool) -> Option:
-        """The option to continue with the present control variables."""
+        """The Option to continue with the present control variables."""
         if (reason := self._exclusion()) is not None:
             return Option(estimate=None, reason=reason)
         search, keeps = self._search(), self.keeps(constraint, has_margin=has_margin)
@@ -211,8 +212,8 @@ class FixedStages:
 
     def best(self, constraint: Constraint, *, has_margin: bool,
              most_replays: int | None = None) -> Option:
-        """The admissible option with the highest throughput; else the one of least latency, with
-        the reason why it is not admissible. most_replays: limit of replays, for a quick answer."""
+        """The admissible Option with the highest throughput. If there is none, the one of least
+        latency, with the reason. most_replays: limit of replays, for a quick answer."""
         if (reason := self._exclusion()) is not None:
             return Option(estimate=None, reason=reason)
         search = self._search(most_replays)

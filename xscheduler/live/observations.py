@@ -63,7 +63,8 @@ class Drift:
 
 
 def observed_lengths(observation: Observation, planned: Lengths, longest: int) -> ObservedLengths:
-    """The product-limit estimate of the output lengths. longest: most tokens of an output."""
+    """The product-limit estimate of the output lengths, in tokens. longest: most tokens of an
+    output."""
     ends, watched = observation.finished[:, 1], observation.active[:, 1]
     top = int(max(ends.max(initial=1), watched.max(initial=1)))
     done = np.bincount(ends, minlength=top + 1)[1:top + 1]
@@ -105,8 +106,8 @@ def length_drift(planned: Lengths, observed: ObservedLengths, *, threshold: floa
 
 def joint_lengths(observation: Observation, observed: ObservedLengths,
                   planned: JointLengths) -> JointLengths:
-    """The observed outputs with inputs: as pairs if the two are correlated, else with the planned
-    inputs, which are known better."""
+    """Joint distribution of input and observed output lengths. If the two are correlated it has the
+    observed pairs, else the planned inputs, which are known better."""
     pairs = _weighted_pairs(observation, observed)
     inputs, outputs = pairs[:, 0], pairs[:, 1]
     if inputs.std() > 0 and outputs.std() > 0 and math.sqrt(len(observation.finished)) * abs(

@@ -39,8 +39,8 @@ Choice = Literal["keep", "adjust", "redeploy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reschedule:
-    """The three options, and the choice for the remaining requests. loading: None without a
-    redeployment."""
+    """The three options (keep, adjust, redeploy) and the choice for the remaining requests.
+    loading: None without a redeployment."""
 
     keep: Option
     adjust: Option
@@ -62,8 +62,8 @@ class Reschedule:
 def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSource, *,
                latency_limit_s: float | None = None,
                best: Schedule | InfeasibleError | InputError | None = None) -> Reschedule:
-    """The best option for `problem`, which has the new lengths and the remaining requests, while
-    `current` is deployed on its cluster.
+    """The options and the choice for `problem`, which has the new lengths and the remaining
+    requests, while `current` is deployed on its cluster.
 
     latency_limit_s: limit / margin; None: the limit. best: the best schedule of the problem or its
     refusal; None: a search without margin finds it. Raises InputError for a schedule of another

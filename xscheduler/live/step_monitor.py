@@ -156,7 +156,7 @@ class StepSample(NamedTuple):
 
     @property
     def slowest(self) -> int:
-        """The stage with the largest ratio."""
+        """The index of the stage with the largest ratio."""
         return max(self.stages, key=lambda stage: _mean(self.stages[stage]).log)
 
     @property

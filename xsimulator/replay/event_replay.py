@@ -109,7 +109,7 @@ class Handover:
             self._target.wake(now)
 
     def records(self) -> HandoverRecords:
-        """The handovers so far."""
+        """Step, start and end of each handover so far."""
         sent: FloatArray = np.array(self._sent, float).reshape(-1, 3)
         return HandoverRecords(source=self.plan.source, target=self.plan.target,
                                step=sent[:, 0].astype(np.int64), start_s=sent[:, 1],

@@ -51,7 +51,8 @@ class Replayer:
     def run(self, queries: QueryLengths, *, arrival_s: ArrayLike = 0.0,
             rules: Sequence[BatchingRule] | None = None,
             clocks: Sequence[PoolClock] | None = None) -> ReplayResult:
-        """The result for requests with known outputs, in this order if they arrive together.
+        """The result of a replay of requests with known outputs, in this order if they arrive
+        together.
 
         arrival_s: [requests] arrival times. rules, clocks: one for each pool, in place of the
         estimate's. Raises XgptError for a request that never fits into the KV cache."""
@@ -123,7 +124,7 @@ class Replayer:
 def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
                *, rules: Sequence[BatchingRule] | None = None,
                clocks: StepClocks | None = None) -> ReplayResult:
-    """The result of one replay; arguments as of Replayer."""
+    """The result of one replay of a job; arguments as of Replayer."""
     return Replayer(problem, timing, estimate, clocks).run(queries, rules=rules)
 
 

@@ -23,7 +23,7 @@ from xsimulator.replay.step_clock import PoolClock, StepSizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:
-    """Parts of a pool. stages: indices in the Estimate. kv_tokens: capacity of its KV cache."""
+    """The parts of a pool. stages: indices in the Estimate. kv_tokens: capacity of its KV cache."""
 
     name: str
     rule: BatchingRule
@@ -48,7 +48,8 @@ class HandoverPlan:
 
 def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],
                memory_tokens: Sequence[int]) -> PoolRecords:
-    """The records of a pool. memory_tokens: KV tokens reserved from each of `memory_s` on."""
+    """The records of a pool's steps and memory. memory_tokens: KV tokens reserved from each of
+    `memory_s` on."""
     durations_s = times.durations_s
     # a step without a known time never ends, and later ones never begin
     start_s = np.subtract(times.end_s, durations_s, out=np.full(durations_s.shape, np.inf),

@@ -32,9 +32,9 @@ MOST_PREDICTED, _MIDDLE = 50_000, (0.2, 0.8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPrediction:
-    """Expected figures of a job: means over replays; percentiles are over the requests of one job.
-    TTFT counts from the arrival. TPOT is of requests with more than one output token, None without
-    any."""
+    """Expected throughput, latencies and makespan (`wall_s`) of a job, as means over replays.
+    Percentiles are over the requests of one job. TTFT counts from the arrival. TPOT is of requests
+    with more than one output token, None without any."""
 
     throughput_qps: float
     output_tokens_per_s: float
@@ -84,7 +84,7 @@ def mean_prediction(results: Iterable[ReplayResult],
 
 def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generator, *,
                 known: QueryLengths | None = None, replays: int = 5) -> Iterator[ReplayResult]:
-    """Yields replays of a job of `num_queries` requests.
+    """Yields the result of each replay of a job of `num_queries` requests.
 
     known: lengths of its requests in the order of the run; unknown ones are sampled. With known
     outputs there is one replay. Raises XgptError for a request that never fits into the KV

@@ -24,7 +24,7 @@ class ReplayJob(NamedTuple):
 
     @classmethod
     def of(cls, lengths: QueryLengths, arrival_s: ArrayLike, gives_token: bool) -> ReplayJob:
-        """arrival_s: one for each request, or one for all."""
+        """The input with `arrival_s` for each request, or one for all."""
         return cls(lengths, np.broadcast_to(np.asarray(arrival_s, float), lengths.inputs.shape),
                    gives_token)
 
@@ -38,7 +38,7 @@ class ReplayJob(NamedTuple):
 
 
 class Queries:
-    """State of all requests of a replay, by index. Its pools share it."""
+    """Lengths, progress and times of all requests of a replay, by index. Its pools share them."""
 
     def __init__(self, lengths: QueryLengths, *, encode_gives_token: bool,
                  arrival_s: ArrayLike = 0.0) -> None:

@@ -33,7 +33,8 @@ class JobReplayer(Protocol):
 
 def replayer_of(problem: Problem, timing: TimingSource, estimate: Estimate,
                 clocks: StepClocks | None = None, *, has_steps: bool = True) -> JobReplayer:
-    """A replayer of jobs on all replicas of the estimate. clocks, has_steps: as of Replayer."""
+    """A replayer of whole jobs on all replicas of the estimate. clocks, has_steps: as of
+    Replayer."""
     if estimate.others:
         return ShapesReplayer(problem, timing, estimate, clocks)
     replayer = Replayer(problem, timing, estimate, clocks, has_steps=has_steps)
@@ -64,12 +65,12 @@ class ShapesReplayer:
             Replayer(problem, timing, shape.one_copy, known)] * shape.deployment.replicas]
 
     def run(self, queries: QueryLengths) -> ReplayResult:
-        """The replicas' results as one. Pools and stages are numbered over all replicas."""
+        """One result of all replicas. Pools and stages are numbered over all replicas."""
         replay = self.routed(queries)
         return merge_results(replay.results, replay.rows)
 
     def routed(self, queries: QueryLengths) -> RoutedReplay:
-        """The replay of each replica, in the order of their ranks."""
+        """The replay of each replica, with its requests, in the order of their ranks."""
         return replay_routed(self._copies, queries, self.problem.adjustment.routing)
 
 
@@ -86,7 +87,7 @@ class ReplicasReplayer:
         self._replayer, self._copies, self.problem = replayer, copies, replayer.problem
 
     def run(self, queries: QueryLengths) -> ReplayResult:
-        """The replicas' results as one. Pools and stages are numbered over all replicas."""
+        """One result of all replicas. Pools and stages are numbered over all replicas."""
         assert queries.outputs is not None
         tokens = expected_tokens(
             queries.inputs, queries.most_outputs, self.problem.lengths.outputs.mean,

@@ -24,8 +24,8 @@ def fixed_estimate(name: str, problem: Problem, timing: TimingSource,
 
 
 class Formulas:
-    """The formulas of one problem, which share stage plans and length statistics. `of(policy)`
-    returns the policy's Formula and keeps it."""
+    """The rough formulas of one problem. They share stage plans and length statistics. `of(policy)`
+    returns a policy's Formula, made once."""
 
     def __init__(self, problem: Problem, timing: TimingSource, workload: Workload | None = None,
                  plans: PlanSource | None = None) -> None:

@@ -41,7 +41,7 @@ PAGED_FULL = 0.95  # chosen: mean share of the blocks in use
 
 
 class TimedPool(NamedTuple):
-    """A pool's stage plan with its step times and memory."""
+    """A pool's stage plan, step times and memory."""
 
     plan: StagePlan
     pace: Pace
@@ -392,8 +392,8 @@ class Continuous(OnePool):
 
 def _with_long_steps(short: Seconds, long: Seconds, share: FloatArray,
                      groups: FloatArray) -> FloatArray:
-    """[configs] mean seconds of a cycle. share: the part of the steps that are `long` and delay all
-    groups."""
+    """[configs] mean seconds of a cycle of `groups` groups. A `share` of the steps take `long`
+    seconds and delay all groups, the others take `short` ones."""
     slowest = share * long.slowest + (1 - share) * short.slowest
     any_long = 1 - (1 - share) ** groups
     through = any_long * long.through + (1 - any_long) * short.through
