@@ -6,6 +6,7 @@ the same seed gives the same text whatever the schedule.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,18 +68,24 @@ def _ruled(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
 
 
 def _allowed_alone(logits: Tensor, masks: Sequence[bytes], first_token: int) -> Tensor:
-    """logits [rows, V_local] of the tokens from `first_token` on, -inf where a row's mask has no
-    bit; b"" lets all of them be."""
+    """Sets logits [rows, V_local] of tokens from `first_token` on to -inf, where a row's mask has
+    no bit. A mask b"" leaves the row as it is."""
     own = [place for place, mask in enumerate(masks) if mask]
     if not own:
         return logits
-    joined = bytearray().join(masks[place] for place in own)
-    packed = torch.frombuffer(joined, dtype=torch.uint8).view(len(own), -1)
-    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    bits = (on_device(packed, logits.device)[:, :, None] >> shifts & 1).flatten(1).bool()
-    bits = bits[:, first_token:first_token + logits.shape[1]]
+    held = np.frombuffer(b"".join(masks[place] for place in own), np.uint8)
+    packed = ~held.reshape(len(own), -1)
+    if logits.device.type == "cpu":  # 50 times as quick as torch's shifts
+        barred = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little").view(np.bool_))
+    else:  # an eighth of the bytes goes to the device
+        shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        bits = on_device(torch.from_numpy(packed), logits.device)[:, :, None] >> shifts & 1
+        barred = bits.flatten(1).bool()
+    barred = barred[:, first_token:first_token + logits.shape[1]]
+    if len(own) == len(masks):
+        return logits.masked_fill(barred, float("-inf"))
     places, logits = on_device(own, logits.device), logits.clone()
-    logits[places] = logits[places].masked_fill(~bits, float("-inf"))
+    logits[places] = logits[places].masked_fill(barred, float("-inf"))
     return logits
 
 

@@ -116,12 +116,12 @@ def test_deterministic_products_and_draws_keep_the_form_in_any_batch(model, quer
     drawn = [replace(query, sampling=replace(query.sampling, temperature=0.9, seed=query.index,
                                              repetition_penalty=1.2, said=query.input_ids))
              for query in queries]
-    invariant.ask(True)
+    invariant.set_deterministic(True)
     try:
         first, second = (answers_of(run_in_process(model[0], drawn, num_stages=1, rule=rule)[0])
                          for rule in (rule_of("rra"), rule_of("sarathi", batch=3, budget=9)))
     finally:
-        invariant.ask(False)
+        invariant.set_deterministic(False)
     assert first == second
     decode = TextTokenizer(model[0]).decode
     assert all(decode(first[query.index]) in CHOICES for query in drawn
