@@ -1,8 +1,8 @@
-"""A plot as data: what is drawn, in which unit, with what to say of each point.
+"""Plots as data: series, axes with units, and a note for each point.
 
-One description serves all: html_page makes it interactive, `write_image` draws it with matplotlib,
-which is imported only here and only when one is drawn, and `rows` is its table. Colours are names
-of the page's variables (style.html.j2)."""
+One description serves all: html_page makes it interactive, `write_image` draws it with matplotlib
+(imported only there), and `rows` yields its table. Colours are names of the page's variables
+(style.html.j2)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PALETTE = ("decode", "encode", "good", "bad", "violet", "teal", "muted", "fair", "ink")
-KIND_COLOURS = {"encode": "encode", "decode": "decode", "mixed": "violet"}  # of a step
+KIND_COLOURS = {"encode": "encode", "decode": "decode", "mixed": "violet"}  # by kind of step
 SUFFIXES = (".svg", ".png", ".pdf")
 _MARKERS = ("o", "s", "D", "^", "P", "X", "*")
 _PIXELS = 100  # an inch
@@ -47,9 +47,9 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """`label` names the quantity and its unit. `names`: the axis has these names, top or left
-    first, instead of numbers. `from_zero`: it begins at 0. `ticks`: where numbers stand, of an
-    axis that has places which are none."""
+    """An axis of a plot. `label`: quantity and unit. `names`: names on the axis instead of numbers,
+    top or left first. `from_zero`: whether it begins at 0. `ticks`: positions of numbers, for an
+    axis with other positions, too."""
 
     label: str
     is_log: bool = False
@@ -61,9 +61,9 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One set of points. Boxes lie on the names of the y axis, from `base` on, `x` long. `notes`:
-    what else to say of each point. `columns`: further quantities of its points, by name, which
-    the page offers for either axis."""
+    """A set of points. Boxes lie on the names of the y axis, begin at `base` and are `x` long.
+    `notes`: a text for each point. `columns`: further quantities of its points, by name, which the
+    page offers for either axis."""
 
     label: str
     x: Sequence[Value]
@@ -79,7 +79,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A line across the plot: at x, or at y."""
+    """A line across the plot, at x or at y."""
 
     label: str
     at: float
@@ -90,7 +90,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """`name` is its id and its file's name. `view`: the part of the x axis that shows at first."""
+    """A plot. `name`: its id and its file's name. `view`: part of the x axis shown at first."""
 
     name: str
     title: str
@@ -102,17 +102,18 @@ class Chart:
     view: tuple[float, float] | None = None
     is_wide: bool = False
     height: int = 300  # pixels
-    x_choices: Sequence[str] = ()  # of the series' columns; the first is drawn
+    x_choices: Sequence[str] = ()  # names of the series' columns; the first is drawn
     y_choices: Sequence[str] = ()
 
     def header(self) -> tuple[str, ...]:
+        """The header of the table that `rows` yields."""
         columns = self._columns()
         if any(series.base for series in self.series):
             return ("series", self.y.label or "name", f"from, {self.x.label}", "length", "note")
         return ("series", *(columns or (self.x.label, self.y.label)), "note")
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """The points as cells of a table, a row each."""
+        """Yields the points as rows of a table."""
         columns = self._columns()
         for series in self.series:
             for i, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
@@ -136,13 +137,13 @@ def _cell(value: Value) -> str:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed (it is not imported for the answer)."""
+    """Whether matplotlib is installed, without importing it."""
     return find_spec("matplotlib") is not None
 
 
 def write_image(chart: Chart, path: Path) -> None:
-    """Draws the chart as a picture of the kind that `path`'s suffix names: .svg, .png or .pdf.
-    Raises MissingExtraError without matplotlib."""
+    """Writes the chart as a picture to `path`, whose suffix is .svg, .png or .pdf. Raises
+    MissingExtraError without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -204,7 +205,7 @@ def _bars(axes: Axes, chart: Chart, series: Series, place: int, of: int) -> None
 
 
 def _boxes(axes: Axes, chart: Chart, series: Series) -> None:
-    """Boxes side by side on their lanes."""
+    """Draws boxes side by side on their lanes."""
     lanes: dict[Any, list[tuple[float, float]]] = {}
     for lane, start, length in zip(series.y, series.base, series.x, strict=True):
         assert isinstance(length, (int, float)), f"{length = }"
@@ -243,7 +244,7 @@ def _scale(axes: Axes, letter: str, axis: Axis) -> None:
 
 
 def _placed(axis: Axis, values: Sequence[Any]) -> list[float]:
-    """Names as their places on the axis, nothing as nan."""
+    """`values` as numbers: names become positions on the axis, None becomes NaN."""
     places = {name: i for i, name in enumerate(axis.names)}
     return [float(places[value]) if isinstance(value, str) else
             math.nan if value is None else float(value) for value in values]

@@ -1,4 +1,4 @@
-"""The figures of a report: predicted beside measured; and whether a run kept each of its bounds."""
+"""Figures of a report: predicted beside measured values, and whether a run kept its limits."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
 from xgpt.report.lanes import Lane
-from xgpt.report.output import Output, QueryColumns, ends_since_first, number, text_at, told
+from xgpt.report.output import Output, QueryColumns, ends_since_first, number, recorded, text_at
 
-# A prediction within 15 % is what the project promises of itself.
+# Limits of the relative error of a good and of a fair prediction; the first is the project's goal.
 GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30
 MEASURES = {  # key of metrics.json -> (label, unit)
     "throughput_qps": ("Throughput", "requests/s"),
@@ -24,13 +24,13 @@ MEASURES = {  # key of metrics.json -> (label, unit)
     "tpot_p50_s": ("Time per token P50", "s"), "tpot_p99_s": ("Time per token P99", "s"),
     "wall_s": ("Time of the run", "s"), "load_s": ("Time to load", "s"),
     "overhead_share": ("Overhead", "%")}
-MOST_STEPS = 1500  # that show at first
-TIMES = 2.0  # ratio from which on it is told as so many times
+MOST_STEPS = 1500  # chosen: shown at first
+TIMES = 2.0  # chosen: larger ratios are shown as a factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One quantity, predicted and measured, as texts. `ratio` is measured / predicted."""
+    """A quantity, predicted and measured, as texts. `ratio` is measured / predicted."""
 
     label: str
     predicted: str
@@ -75,16 +75,16 @@ class Comparison:
 
 
 def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
-    """The rows of 'predicted beside measured'; quantities that metrics lack have no row."""
+    """A Comparison for each quantity that `metrics` has."""
     rows = []
     for key, (label, unit) in MEASURES.items():
         measured, predicted = number(metrics, key, "measured"), number(metrics, key, "predicted")
         if measured is None and predicted is None:
             continue
-        if key == "load_s" and not measured:  # the ranks held the weights of the job before
+        if key == "load_s" and not measured:  # the ranks still held the weights
             continue
         ratio = None
-        # shares are compared by eye: 1 % against 2 % is a ratio of two and no matter
+        # no ratio of shares: 1 % against 2 % would be 2, and does not matter
         if predicted and measured is not None and math.isfinite(predicted) and unit != "%":
             ratio = measured / predicted
         rows.append(Comparison(label=label, predicted=quantity(predicted, unit),
@@ -94,37 +94,37 @@ def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
 
 
 def lost_to_bound(schedule: Schedule) -> float | None:
-    """Share of the throughput that the latency bound costs; None where that is not known, or not
-    what the schedule was chosen by."""
+    """Share of the throughput that the latency limit costs; None if unknown, or if the schedule was
+    chosen for the job's duration."""
     if math.isinf(schedule.bound.limit_s) and schedule.proof.status != Status.JOB:
         return 0.0
     free = schedule.proof.unbounded_qps
     if free is None or free <= 0 or schedule.proof.status == Status.JOB:
         return None
     lost = 1 - schedule.figures.throughput_qps / free
-    return lost if lost >= 0.0005 else 0.0  # it is shown to a tenth of a per cent
+    return lost if lost >= 0.0005 else 0.0  # shown to a tenth of a per cent
 
 
 def metrics_of(output: Output) -> dict[str, Any]:
-    """What metrics.json says, or of a run that has written none would say at this point."""
+    """The run's metrics.json, or the figures so far of a run that has not written it."""
     if output.metrics is not None:
         return dict(output.metrics)
     so_far = metrics_so_far(output.queries, len(output.errors))
     if not output.queries_before:
         return so_far
-    # which results are this run's is not known before its end: nothing is measured of it
+    # the answers of this run are not known before its end, so nothing is measured yet
     return {key: so_far[key] for key in ("queries", "errors")} | {
         "queries_before": output.queries_before}
 
 
 def was_changed(metrics: Mapping[str, Any]) -> bool:
-    """Whether the schedule was changed while the queries ran."""
+    """Whether the schedule was changed while the job ran."""
     return any(decision.get("choice") == "adjust" for decision in metrics.get("rescheduling") or ()
                if isinstance(decision, Mapping))
 
 
 def why_not_predicted(metrics: Mapping[str, Any]) -> str | None:
-    """Why nothing measured has a prediction beside it; None where something has."""
+    """A sentence about why no measured figure has a prediction; None if one has."""
     rows = comparisons(metrics)
     if not rows or any(row.predicted != "-" for row in rows):
         return None
@@ -140,13 +140,13 @@ def why_not_predicted(metrics: Mapping[str, Any]) -> str | None:
 
 
 def metrics_so_far(queries: QueryColumns, num_errors: int) -> dict[str, Any]:
-    """What metrics.json would say at this point, of a run that has written none."""
+    """Figures so far of a run, by the keys of metrics.json."""
     if not queries:
         return {"queries": 0, "errors": num_errors}
     span_s = float(ends_since_first(queries)[-1])
     figures: dict[str, Any] = {"wall_s": {"measured": span_s}}
     for name in ("latency", "ttft", "tpot"):
-        if len(known := told(queries.times(f"{name}_s"))):
+        if len(known := recorded(queries.times(f"{name}_s"))):
             figures |= {f"{name}_{label}_s": {"measured": float(np.quantile(known, share))}
                         for label, share in (("p50", 0.5), ("p99", 0.99))}
     if span_s > 0:
@@ -157,8 +157,8 @@ def metrics_so_far(queries: QueryColumns, num_errors: int) -> dict[str, Any]:
 
 
 def middle_window(lanes: Sequence[Lane], wanted_s: float | None) -> tuple[float, float] | None:
-    """(start, end) around the middle of the run: `wanted_s` long, or shorter, so that no more
-    than MOST_STEPS steps are in it. None where there are no steps."""
+    """(start, end) in seconds around the middle of the run: `wanted_s` long, or shorter, so that it
+    has at most MOST_STEPS steps. None without steps."""
     span_s = max((float(lane.end_s.max()) for lane in lanes), default=0.0)
     if span_s <= 0:
         return None
@@ -179,20 +179,20 @@ def quantity(value: float | None, unit: str) -> str:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """0.153 -> '15 %'."""
+    """A share in per cent: 0.153 -> '15 %'."""
     return f"{share * 100:.{digits}f} %"
 
 
 def plain(value: float) -> str:
-    """Three significant digits, and whole numbers from a hundred on: 12345.6 -> '12,346'."""
+    """A number with three significant digits, whole from a hundred on: 12345.6 -> '12,346'."""
     if math.isinf(value):
         return "inf"
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
 class BoundCheck(NamedTuple):
-    """Whether a bound was kept (None where no statement is possible), in words; and how many of so
-    many queries (of a makespan: jobs) were over it, and the worst of them."""
+    """Result of checking a limit. `is_kept`: None if it cannot be judged. `over`: requests (for a
+    makespan: jobs) above it, out of `of`; `worst_s`: the largest value, in seconds."""
 
     is_kept: bool | None
     sentence: str
@@ -203,7 +203,7 @@ class BoundCheck(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What metrics.json says of it."""
+        """The check as an object of metrics.json."""
         assert self.bound is not None, f"{self = }"
         return {"metric": self.bound.metric, "limit_s": self.bound.limit_s,
                 "kind": self.bound.kind, "quantile": self.bound.quantile, "is_kept": self.is_kept,
@@ -212,13 +212,13 @@ class BoundCheck(NamedTuple):
 
 
 def check_bounds(output: Output) -> list[BoundCheck]:
-    """A check of each bound that was set, in their order."""
+    """A BoundCheck of each limit that was set, in their order."""
     bounds = () if output.schedule is None else output.schedule.bounds
     return [_checked(output, bound) for bound in bounds if math.isfinite(bound.limit_s)]
 
 
 def check_bound(output: Output) -> BoundCheck:
-    """All bounds in one: kept where each is that can be judged."""
+    """One BoundCheck of all limits: kept if all that can be judged are."""
     checks = check_bounds(output)
     if not checks:
         return BoundCheck(None, "the latency bound is not known" if output.schedule is None else
@@ -231,7 +231,7 @@ def check_bound(output: Output) -> BoundCheck:
 
 
 def kept_facts(checks: Sequence[BoundCheck]) -> dict[str, Any]:
-    """What metrics.json says of all: `bound_kept` is None where none can be judged."""
+    """The checks as keys of metrics.json; `bound_kept` is None if none can be judged."""
     judged = [check.is_kept for check in checks if check.is_kept is not None]
     return {"bound_kept": all(judged) if judged else None,
             "bounds": [check.facts for check in checks]}
@@ -241,7 +241,7 @@ def _checked(output: Output, bound: Bound) -> BoundCheck:
     if bound.metric == "makespan":
         return _check_makespan(output, bound)
     if not output.queries:
-        return BoundCheck(None, f"{_named(bound)}, no query done yet", bound)
+        return BoundCheck(None, f"{_named(bound)}, no request done yet", bound)
     met = "met" if output.metrics is not None else "met so far"
     check = (_check_sequences if bound.metric == "latency" and bound.kind == "sequence" else
              _check_queries)
@@ -268,10 +268,10 @@ def _check_makespan(output: Output, bound: Bound) -> BoundCheck:
 
 
 def _seconds(queries: QueryColumns, metric: Metric) -> FloatArray:
-    """What a bound on the metric counts of each query whose result tells."""
-    if metric == "ttft":  # a result counts it from the run's start, the bound from the encoding's
-        return told(queries.times("ttft_s") - queries.times("encode_start_s"))
-    return told(queries.times("tpot_s" if metric == "tpot" else "latency_s"))
+    """Seconds of a metric, of each request that recorded it."""
+    if metric == "ttft":  # a result counts it from the run's start, the limit from the prefill's
+        return recorded(queries.times("ttft_s") - queries.times("encode_start_s"))
+    return recorded(queries.times("tpot_s" if metric == "tpot" else "latency_s"))
 
 
 def _check_queries(queries: QueryColumns, bound: Bound, met: str) -> BoundCheck:

@@ -1,8 +1,8 @@
-"""A self-contained page: a template, the charts as plotly figures and as tables, which can be read
-without scripts, and the scripts that its policy names, plotly.js (vendor/) among them.
+"""Renders a self-contained page from a template. Charts are plotly figures, and tables that can be
+read without scripts; plotly.js (vendor/) is included.
 
 Nothing is fetched. The Content-Security-Policy names each script by its hash and forbids `eval`;
-what is put into a template is escaped."""
+values are escaped in templates."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _FOLDER = Path(__file__).parent
 LIBRARY = _FOLDER / "vendor" / "plotly-basic.min.js"
 _MODES = {"line": "lines", "steps": "lines", "dots": "markers", "line+dots": "lines+markers"}
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
-_MOST_INSIDE = 400  # texts inside boxes; more are drawn too slowly
-MOST_ROWS = 2000  # of a table of a chart's data
+_MOST_INSIDE = 400  # chosen: texts inside boxes; more are drawn too slowly
+MOST_ROWS = 2000  # chosen: of a table of a chart's data
 
 
 def render_page(template: str, page: str, drawn: Sequence[Chart], **context: Any) -> str:
-    """The HTML of `template`, whose macros draw `drawn`. Raises MissingExtraError, for the file
-    `page`, without jinja2."""
+    """The HTML of `template` with the charts `drawn`. `page`: the file's name, for messages. Raises
+    MissingExtraError without jinja2."""
     own = (_FOLDER / "page_script.js").read_text(encoding="utf-8")
     scripts = [library(), own] if drawn else [own]
     return _templates(page).get_template(template).render(
@@ -46,7 +46,7 @@ def render_page(template: str, page: str, drawn: Sequence[Chart], **context: Any
 
 
 def write_chart_page(charts: Sequence[Chart], path: Path, name: str) -> None:
-    """Writes a page of charts alone."""
+    """Writes a page of charts alone. Raises MissingExtraError without jinja2."""
     write_atomically(path, render_page("charts.html.j2", path.name, charts, name=name,
                                        charts=charts))
 
@@ -65,27 +65,27 @@ def _templates(page: str) -> jinja2.Environment:
 
 
 def _hash(script: str) -> str:
-    """What a Content-Security-Policy calls an inline script, in its quotes."""
+    """The quoted hash that names an inline script in a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 @cache
 def library() -> str:
-    """plotly.js, basic bundle."""
+    """The source of plotly.js, basic bundle."""
     return LIBRARY.read_text(encoding="utf-8")
 
 
 def figures_json(charts: Sequence[Chart]) -> str:
-    """The figures by their charts' names, as JSON that may stand inside a script element."""
+    """The charts' figures by name, as JSON that is safe inside a script element."""
     text = json.dumps({chart.name: figure(chart) for chart in charts}, separators=(",", ":"),
                       allow_nan=False)
-    # the only ways out of a script element, and what JavaScript would take for a line's end
+    # the only way out of a script element, and characters that end lines in JavaScript
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def figure(chart: Chart) -> dict[str, Any]:
-    """Data and layout, and what the page lets choose. Colours are names of its CSS variables, which
-    its script puts in."""
+    """A chart as a plotly figure: data, layout, and choices for the axes. Colours are names of CSS
+    variables, which the page's script replaces."""
     traces = [_trace(chart, series, place) for place, series in enumerate(chart.series)]
     choices = {axis: list(names) for axis, names in (("x", chart.x_choices), ("y", chart.y_choices))
                if len(names) > 1}
@@ -147,7 +147,7 @@ def _layout(chart: Chart) -> dict[str, Any]:
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
-    # a title of more words than a phone is wide is broken by the page's script
+    # the page's script breaks titles that are too wide for a phone
     made: dict[str, Any] = {"title": {"text": _shown(axis.label)}, "automargin": True}
     if axis.names:
         return made | {"type": "category", "categoryarray": [_shown(name) for name in axis.names],
@@ -173,7 +173,7 @@ def _line(mark: Mark) -> dict[str, Any]:
 
 
 def _label(chart: Chart, place: int) -> dict[str, Any]:
-    """A mark's words at its end; of several they stand below one another."""
+    """The annotation of a mark, at its end; those of several marks stand below one another."""
     mark = chart.marks[place]
     scaled = chart.x if mark.axis == "x" else chart.y
     at = math.log10(mark.at) if scaled.is_log and mark.at > 0 else mark.at
@@ -187,19 +187,19 @@ def _label(chart: Chart, place: int) -> dict[str, Any]:
 
 
 def _values(values: Sequence[Value]) -> list[Value]:
-    """As JSON holds them, to six digits: no screen shows more."""
+    """`values` for JSON, rounded to six digits: no screen shows more."""
     return [_shown(value) if isinstance(value, str) else
             None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
             for value in values]
 
 
 def _shown(text: str) -> str:
-    """plotly takes tags for markup, and shows entities as what they stand for."""
+    """`text` escaped for plotly, which takes tags for markup and decodes entities."""
     return html.escape(clean(text), quote=False)
 
 
 def data_table(chart: Chart) -> str:
-    """`<details>` with all that the chart shows, at most `MOST_ROWS` of it."""
+    """HTML `<details>` with a table of the chart's data, of at most `MOST_ROWS` rows."""
     rows = list(islice(chart.rows(), MOST_ROWS + 1))
     has_notes = any(row[-1] for row in rows)
     shown = [row if has_notes else row[:-1] for row in rows[:MOST_ROWS]]

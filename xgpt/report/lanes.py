@@ -1,7 +1,6 @@
-"""A lane per stage with a box per step, as the paper's Figures 1, 3 and 4; gaps are waiting.
-
-And expected.json: what a replay of the job expects of its run, on the clock of the run. The report
-draws it beside what was measured."""
+"""Timelines with a lane per stage and a box per step, as in the paper's Figures 1, 3 and 4; gaps
+are waiting. And expected.json: the run as a simulation of the job predicts it, on the run's clock,
+which the report draws beside the measured one."""
 
 import json
 from collections.abc import Sequence
@@ -20,14 +19,14 @@ from xgpt.report.chart import KIND_COLOURS, Axis, Chart, Series
 ENCODE, DECODE, MIXED = "encode", "decode", "mixed"
 KINDS = (ENCODE, DECODE, MIXED)
 WORDS = {ENCODE: "encode", DECODE: "decode", MIXED: "both in one step"}
-MOST_BOXES = 4000  # in one chart: more are slow to draw, and nobody tells them apart
-TOGETHER = -1  # the micro-batch of a box that stands for several steps
+MOST_BOXES = 4000  # chosen: in one chart; more are slow to draw, and hard to tell apart
+TOGETHER = -1  # micro-batch of a box that stands for several steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lane:
-    """What one stage did: boxes that do not overlap, in order of time. Arrays are [boxes]; `kinds`
-    are places in KINDS, `groups` the micro-batches."""
+    """Steps of one stage: boxes that do not overlap, in order of time. Arrays are [boxes]; `kinds`
+    are indices in KINDS, `groups` micro-batches."""
 
     label: str
     pool: str = ""
@@ -42,15 +41,14 @@ class Lane:
 
 
 def stage_label(stage: int, pool: str) -> str:
-    """'stage 3 · decode', without the pool where there is one alone."""
+    """Name of a stage: 'stage 3 · decode', without the pool if there is only one."""
     return f"stage {stage}" if pool in ("both", "all") else f"stage {stage} · {pool}"
 
 
 def thinned(lanes: Sequence[Lane], most: int = MOST_BOXES,
             exact: tuple[float, float] | None = None) -> list[Lane]:
-    """The lanes with at most about `most` boxes in all: where there are more, short steps outside
-    of `exact` are put together, as many of each kind as there are, so that the share at work
-    still shows."""
+    """The lanes cut to about `most` boxes in all. Short steps outside the time window `exact` are
+    merged by kind, so that the share of time at work still shows."""
     if sum(len(lane.kinds) for lane in lanes) <= most:
         return list(lanes)
     start_s = min(float(lane.start_s[0]) for lane in lanes if len(lane.kinds))
@@ -78,7 +76,7 @@ def _thinned(lane: Lane, unit_s: float, exact: tuple[float, float]) -> Lane:
 
 def lanes_chart(lanes: Sequence[Lane], *, name: str, title: str, caption: str = "",
                 since: str, view: tuple[float, float] | None = None) -> Chart:
-    """The lanes over seconds `since` something."""
+    """A Chart of the lanes over seconds `since` an event, named in words."""
     has_ids = sum(len(lane.kinds) for lane in lanes) <= MOST_BOXES
     series = [made for place, kind in enumerate(KINDS)
               if (made := _of_kind(lanes, place, kind, has_ids)) is not None]
@@ -105,13 +103,13 @@ def _of_kind(lanes: Sequence[Lane], place: int, kind: str, has_ids: bool) -> Ser
 
 EXPECTED_FILE = "expected.json"
 VERSION = 1
-_POINTS = 200  # of each curve
+_POINTS = 200  # chosen: of each curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Expected:
-    """Seconds since the start of the job. `done` are (second, queries done until then); the
-    others the quantiles 0, 1/n, .. 1 of all queries."""
+    """A predicted run, in seconds since the start of the job. `done`: pairs (second, requests done
+    until then). `latency_s`, `ttft_s`: quantiles 0, 1/n, ... 1 over all requests."""
 
     lanes: Sequence[Lane]
     done: Sequence[tuple[float, float]]
@@ -120,7 +118,7 @@ class Expected:
 
 
 def write_expected(path: Path, lanes: Sequence[Lane], times: QueryTimes) -> None:
-    """Writes what a replay of the whole job expects."""
+    """Writes expected.json from a simulation of the whole job."""
     ends_s = np.sort(times.last_token_s)
     shown = np.unique(np.linspace(0, len(ends_s) - 1, _POINTS).astype(np.int64))
     quantiles = np.linspace(0, 1, _POINTS + 1)
@@ -138,7 +136,7 @@ def write_expected(path: Path, lanes: Sequence[Lane], times: QueryTimes) -> None
 
 
 def read_expected(path: Path) -> Expected | None:
-    """None where there is none, or it is none."""
+    """The Expected of expected.json; None if it is missing or damaged."""
     try:
         raw = json.loads(path.read_bytes())
         if raw["version"] != VERSION:
@@ -169,5 +167,5 @@ def _numbers(raw: Sequence[float]) -> FloatArray:
 
 
 def _rounded(value: float) -> float:
-    """To ten microseconds, and to six digits below a second."""
+    """`value` rounded to ten microseconds, or below a second to six digits."""
     return round(value, 5) if abs(value) >= 1 or not value else float(f"{value:.6g}")

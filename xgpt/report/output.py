@@ -1,8 +1,8 @@
-"""What a run left in its output folder: an interrupted run is as readable as a finished one.
+"""Reads a run's output folder for reports; an interrupted run is as readable as a finished one.
 
-Every file may be missing and the last line of a `.jsonl` may be torn; each such thing becomes a
-sentence in `Output.remarks`. Texts of results are kept for the first `max_answers` queries only,
-and the figures of all in columns, so that those of ten million take 410 MB."""
+Any file may be missing, and the last line of a `.jsonl` may be torn: each becomes a sentence in
+`Output.remarks`. Texts are kept for the first `max_answers` requests only, the figures of all in
+columns: those of ten million take 410 MB."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from xgpt.requests.spool import Spool
 from xprofiler.profile import Profile
 from xprofiler.profile_file import load_profile
 
-ALONE = "both"  # the pool that works both phases: there is no other
+ALONE = "both"  # name of a pool that encodes and decodes
 _COUNTS = ("input_tokens", "output_tokens")
 _TIMES = ("latency_s", "encode_start_s", "ttft_s", "tpot_s")
 _T = TypeVar("_T")
@@ -35,15 +35,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryFigures:
-    """The figures of one finished query. `end_s` is on the clock of `encode_start_s`."""
+    """Figures of one finished request. `end_s` is on the clock of `encode_start_s`."""
 
     input_tokens: int
     output_tokens: int
     finish_reason: str
     latency_s: float
     encode_start_s: float
-    ttft_s: float | None = None  # to its first token; None of a run that did not tell
-    tpot_s: float | None = None  # a token after the first; None of one token alone
+    ttft_s: float | None = None  # to its first token; None if not recorded
+    tpot_s: float | None = None  # per token after the first; None for a single token
 
     @property
     def end_s(self) -> float:
@@ -51,7 +51,7 @@ class QueryFigures:
 
 
 class QueryColumns:
-    """All queries of a run. Counts of tokens are below 2**31, times finite."""
+    """Figures of all requests of a run in columns. Token counts are below 2**31, times finite."""
 
     def __init__(self, queries: Iterable[QueryFigures] = ()) -> None:
         self._counts = {name: array("i") for name in _COUNTS}
@@ -61,7 +61,7 @@ class QueryColumns:
             self.add(query)
 
     def add(self, query: QueryFigures) -> None:
-        """Appends one; to be done before a column is asked for."""
+        """Appends a request; only before any column is read."""
         for name, counts in self._counts.items():
             counts.append(getattr(query, name))
         for name, times in self._times.items():
@@ -73,20 +73,20 @@ class QueryColumns:
         return len(self._counts["output_tokens"])
 
     def times(self, name: str) -> FloatArray:
-        """[queries] seconds; NaN where the results do not tell."""
+        """Seconds in the column `name`, [requests]; NaN where not recorded."""
         return np.frombuffer(self._times[name]) if self else np.zeros(0)
 
     def counts(self, name: str) -> IntArray:
-        """[queries] tokens, 4 bytes each."""
+        """Tokens in the column `name`, [requests], 4 bytes each."""
         return np.frombuffer(self._counts[name], np.int32) if self else np.zeros(0, np.int32)
 
     def reasons(self) -> Counter[str]:
-        """How many ended why."""
+        """Number of requests by finish reason."""
         return self._reasons
 
 
 def ends_since_first(queries: QueryColumns) -> FloatArray:
-    """When each was done, ascending, in seconds since the first began to be encoded."""
+    """End of each request in seconds since the first prefill began, ascending, [requests]."""
     starts_s = queries.times("encode_start_s")
     ends_s: FloatArray = queries.times("latency_s") + starts_s
     ends_s -= starts_s.min()
@@ -94,14 +94,14 @@ def ends_since_first(queries: QueryColumns) -> FloatArray:
     return ends_s
 
 
-def told(times: FloatArray) -> FloatArray:
-    """Those that are known."""
+def recorded(times: FloatArray) -> FloatArray:
+    """`times` without NaN, the mark of values that were not recorded."""
     unknown = np.isnan(times)
     return times[~unknown] if unknown.any() else times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One query as a person reads it. `prompt` is None where it was not kept."""
+    """The answer to one request, for reading. `prompt` is None if it was not kept."""
 
     id: str
     text: str
@@ -111,7 +111,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Everything that lies in one output folder; None or empty for what is not there."""
+    """Contents of one output folder; None or empty for missing files."""
 
     directory: Path
     job: Mapping[str, Any] = field(default_factory=dict)
@@ -121,14 +121,15 @@ class Output:
     queries: QueryColumns = field(default_factory=QueryColumns)
     answers: tuple[Answer, ...] = ()
     errors: tuple[Mapping[str, Any], ...] = ()
-    lanes: Sequence[Lane] = ()  # the steps of each stage
-    expected: Expected | None = None  # what a replay expected of the run
-    queries_before: int = 0  # of `queries`: answered by earlier runs, on clocks of their own
+    lanes: Sequence[Lane] = ()  # steps of each stage
+    expected: Expected | None = None  # the run as predicted by a simulation
+    queries_before: int = 0  # of `queries`, answered by earlier runs, on clocks of their own
     remarks: tuple[str, ...] = ()
 
 
 def read_output(directory: Path, max_answers: int = 100) -> Output:
-    """Raises InputError if `directory` is no folder; anything else missing is only remarked on."""
+    """The contents of the folder `directory`; missing files only get a remark. Raises InputError if
+    it is no folder."""
     if not directory.is_dir():
         raise wrong(directory, "output", None, "a folder that `xgpt submit` or `xgpt run` wrote")
     remarks: list[str] = []
@@ -153,14 +154,14 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
 
 
 def _queries_before(directory: Path, metrics: Mapping[str, Any] | None) -> int:
-    """As a run that came to its end says, or one that did not as it went on."""
+    """Number of requests answered by earlier runs, by metrics.json or else progress.json."""
     before = number(metrics, "queries_before") if metrics is not None else number(
         _read(_object, directory / "progress.json", [], is_optional=True), "done_before")
     return int(before) if before is not None and math.isfinite(before) else 0
 
 
 def number(source: Mapping[str, Any] | None, *keys: str) -> float | None:
-    """The finite or infinite number at `source[keys[0]][keys[1]]...`; None where there is none."""
+    """The number, finite or infinite, at `source[keys[0]][keys[1]]...`; None if there is none."""
     value = _at(source, keys)
     if value == "inf":
         return math.inf
@@ -174,7 +175,7 @@ def number(source: Mapping[str, Any] | None, *keys: str) -> float | None:
 
 
 def text_at(source: Mapping[str, Any] | None, *keys: str) -> str | None:
-    """The text at `source[keys[0]][keys[1]]...`; None where there is none."""
+    """The text at `source[keys[0]][keys[1]]...`; None if there is none."""
     value = _at(source, keys)
     return value if isinstance(value, str) and value else None
 
@@ -211,7 +212,7 @@ def _read(load: Callable[[Path], _T], path: Path, remarks: list[str], is_optiona
 
 def _read_lines(path: Path, remarks: list[str], is_optional: bool = False,
                 ) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file of lines; lines that are none are counted in one remark."""
+    """Yields the JSON objects of a file of lines; other lines are counted in one remark."""
     if not _is_there(path, remarks, is_optional):
         return
     bad, is_last_torn = 0, False
@@ -236,7 +237,7 @@ def _read_lines(path: Path, remarks: list[str], is_optional: bool = False,
 
 def _read_results(path: Path, max_answers: int, remarks: list[str],
                   ) -> tuple[QueryColumns, dict[int, Answer]]:
-    """Reads (the figures of all; the first answers, by their query)."""
+    """(figures of all requests, first answers by index of their request)."""
     queries = QueryColumns()
     answers: dict[int, Answer] = {}
     foreign = 0
@@ -257,7 +258,7 @@ def _read_results(path: Path, max_answers: int, remarks: list[str],
 
 
 def flat_result(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An OpenAI batch line as one of ours (docs/job-file.md); ours as it is."""
+    """A result line in our own form (docs/job-file.md), converted from OpenAI's if necessary."""
     body = _mapping(_mapping(row.get("response")).get("body"))
     if not body:
         return row
@@ -273,7 +274,7 @@ def flat_result(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def flat_error(row: dict[str, Any]) -> dict[str, Any]:
-    """An OpenAI line of errors.jsonl as one of ours (docs/job-file.md); ours as it is."""
+    """An error line in our own form (docs/job-file.md), converted from OpenAI's if necessary."""
     if "custom_id" not in row:
         return row
     body = _mapping(_mapping(row.get("response")).get("body"))
@@ -300,7 +301,7 @@ def _query_figures(row: Mapping[str, Any]) -> QueryFigures | None:
 
 
 def _read_lanes(path: Path, remarks: list[str]) -> list[Lane]:
-    """The steps, a lane a stage, on a clock that starts with the first of them."""
+    """The steps in steps.jsonl, a lane per stage, in seconds since the first one."""
     pools: dict[int, str] = {}
     steps: dict[int, list[tuple[float, float, int, int]]] = {}
     for row in _read_lines(path, remarks, is_optional=True):
@@ -322,7 +323,7 @@ def _read_lanes(path: Path, remarks: list[str]) -> list[Lane]:
 
 
 def _read_prompts(directory: Path, most: int, remarks: list[str]) -> list[str | None]:
-    """Reads the prompts of the first `most` queries, in their order."""
+    """The prompts of the first `most` requests, in their order."""
     if not most:
         return []
     try:

@@ -1,8 +1,8 @@
-"""`report.html`: one self-contained page of one run, done or interrupted; and a page of several
-runs beside one another: their figures, their queries, and what their jobs differ in.
+"""Writes `report.html`, a self-contained page of one run, done or interrupted; and a page that
+compares several runs: their figures, requests and differing keys.
 
-Prompts, answers and error texts are untrusted: they pass through the template's autoescaping, and
-the page's own policy lets no script run but those whose hashes it names."""
+Prompts, answers and error texts are untrusted: templates escape them, and the page's own policy
+runs only scripts whose hashes it names."""
 
 import math
 import shlex
@@ -23,7 +23,7 @@ from xgpt.report import run_charts as charts
 from xgpt.report.chart import PALETTE, Chart
 from xgpt.report.figures import BoundCheck, check_bound, lost_to_bound, percent, plain, quantity
 from xgpt.report.html_page import render_page
-from xgpt.report.output import Output, number, read_output, text_at, told
+from xgpt.report.output import Output, number, read_output, recorded, text_at
 from xgpt.report.profile_table import profile_facts
 from xgpt.report.table import alternative_cells, schedule_facts
 from xgpt.report.words import controls_cell, counted
@@ -34,16 +34,14 @@ MAX_ERRORS = 100
 
 
 def write_report(output_dir: Path, path: Path | None = None) -> Path:
-    """Write the page of what a run left in `output_dir` to `path`, by default its `report.html`,
-    and return that.
-
-    Works on a run that was cut off. Raises InputError if `output_dir` is no folder, and
+    """Writes the page of the run in `output_dir`, also of an interrupted one, and returns its path.
+    `path`: default `report.html` there. Raises InputError if `output_dir` is no folder, and
     MissingExtraError without jinja2."""
     return write_page(read_output(output_dir, MAX_ANSWERS), path)
 
 
 def write_page(output: Output, path: Path | None = None) -> Path:
-    """The same of what was read with MAX_ANSWERS answers."""
+    """Writes the page of an Output with MAX_ANSWERS answers, and returns its path."""
     path = path or output.directory / REPORT_NAME
     metrics = figures.metrics_of(output)
     drawn = run_charts(output, metrics)
@@ -53,15 +51,15 @@ def write_page(output: Output, path: Path | None = None) -> Path:
 
 
 def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
-    """What can be drawn of a run, in the order of its page."""
-    # what was expected is the whole job, on one clock: of a run that went on it says nothing
+    """The charts that can be drawn of a run, in the order of its page."""
+    # a prediction is of the whole job on one clock: it does not fit a continued run
     schedule, expected = output.schedule, None if output.queries_before else output.expected
     queries = output.queries
     made = (
         charts.latencies(output, expected.latency_s if expected else None),
         charts.distribution(
-            "ttft", "First token", "seconds from the start to a query's first token",
-            told(queries.times("ttft_s")),
+            "ttft", "First token", "seconds from the start to a request's first token",
+            recorded(queries.times("ttft_s")),
             expected.ttft_s if expected else None, whose=charts.of_all_runs(output)),
         None if output.queries_before else charts.done_curve(  # each run has a clock of its own
             queries, expected.done if expected else ()),
@@ -108,7 +106,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart])
 
 
 def _tiles(metrics: Mapping[str, Any], check: BoundCheck) -> list[dict[str, str]]:
-    """The four figures people look for first, each with its prediction."""
+    """The page's four main figures, each with its prediction."""
     tiles = []
     for key in ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s"):
         label, unit = figures.MEASURES[key]
@@ -122,7 +120,7 @@ def _tiles(metrics: Mapping[str, Any], check: BoundCheck) -> list[dict[str, str]
 
 
 def expected_output_lengths(job: Mapping[str, Any]) -> Lengths | None:
-    """The job's own expectation of output lengths, where it states one as a distribution."""
+    """The output lengths that the job states as a distribution; None if it states none."""
     task = text_at(job, "workload", "output_tokens", "task")
     if task is not None:
         return catalog.task(task).outputs if task in catalog.names("task") else None
@@ -147,20 +145,20 @@ def _run_facts(output: Output, metrics: Mapping[str, Any]) -> list[tuple[str, st
     return [(label, value) for label, value in facts if value is not None]
 
 
-_MATTERS = 0.05  # share of the time or throughput that is worth a change
-_NEAR = 0.03  # another policy is as good, within what a profile is off
-_BUSY_OTHERS = 0.05  # share of the cores that other programs took
+_MATTERS = 0.05  # chosen: share of the time or throughput that is worth a change
+_NEAR = 0.03  # chosen: another policy is as good, within the error of a profile
+_BUSY_OTHERS = 0.05  # chosen: share of the cores that other programs used
 
 
 class Hint(NamedTuple):
-    """Why, and the command for it (after `xgpt`; JOB.yaml where the job's file is not known)."""
+    """A reason and a command for it (after `xgpt`; JOB.yaml if the job's file is unknown)."""
 
     why: str
     command: str
 
 
 def next_steps(output: Output, metrics: Mapping[str, Any], check: BoundCheck) -> list[Hint]:
-    """At most a handful, the most telling first."""
+    """At most six hints for the user, the most important first."""
     steps = list(_after_misses(output, metrics, check))
     if output.schedule is not None:
         steps += _of_the_choice(output.schedule)
@@ -230,13 +228,13 @@ def _observed(output: Output) -> str:
 _FIGURES = [(key, *figures.MEASURES[key]) for key in (
     "throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "ttft_p99_s",
     "tpot_p99_s", "wall_s")]
-_AS_FAST = 0.03  # runs of one schedule differ by as much
-# keys of job.json that say where it lies, or the same once more
+_AS_FAST = 0.03  # chosen: runs of one schedule differ by as much
+# keys of job.json that only say where it lies, or repeat others
 _OF_PLACE = ("output", "name", "source", "results", "asked")
 
 
 class Run(NamedTuple):
-    """A run under a name that no other of the comparison has."""
+    """A run in a comparison, with a unique name."""
 
     name: str
     output: Output
@@ -247,8 +245,8 @@ class Run(NamedTuple):
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
-    """Writes a page that compares the runs of `folders`. Raises InputError where one is no
-    folder, MissingExtraError without jinja2."""
+    """Writes a page that compares the runs of `folders`, and returns its path. Raises InputError if
+    one is no folder, MissingExtraError without jinja2."""
     runs = read_runs(folders)
     drawn = comparison_charts(runs)
     write_atomically(path, render_page(
@@ -260,7 +258,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs, each named by its folder, with as much of the path as tells them apart."""
+    """The runs, each named by its folder, with as much of the path as is needed to differ."""
     resolved = [folder.resolve() for folder in folders]
     deepest = max(len(folder.parts) for folder in resolved)
     depth = next((n for n in range(1, deepest) if len(
@@ -273,7 +271,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def headline(runs: Sequence[Run]) -> str:
-    """Which is fastest, and by how much, where that is measured of all."""
+    """A sentence about the fastest run and its lead, if all have a throughput."""
     rates = {run.name: rate for run in runs if (rate := run.measured("throughput_qps"))}
     text = f"{len(runs)} runs beside one another"
     if len(rates) < len(runs) or len(runs) < 2:
@@ -290,14 +288,14 @@ def headline(runs: Sequence[Run]) -> str:
 
 
 def figure_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """(label, a cell a run): what was run, what came of it, and what was predicted."""
+    """Rows (label, a cell per run): what was run, measured and predicted."""
     rows = [("Model", [text_at(run.output.job, "model") or "-" for run in runs]),
             ("Policy", [_of(run.output.schedule, lambda s: policy(s.estimate.policy).title)
                         for run in runs]),
             ("Control variables", [_of(run.output.schedule, lambda s: controls_cell(s.estimate))
                                    for run in runs]),
             ("Engine", [text_at(run.metrics, "engine") or "-" for run in runs]),
-            ("Queries", [_queries(run) for run in runs])]
+            ("Requests", [_queries(run) for run in runs])]
     for key, label, unit in _FIGURES:
         if any(run.measured(key) is not None for run in runs):
             rows.append((label, [_figure(run, key, unit) for run in runs]))
@@ -336,9 +334,9 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Of the runs that have answered something."""
+    """Charts that compare the runs with answers."""
     done = [run for run in runs if run.output.queries]
-    # the queries of a run that went on are on several clocks
+    # the requests of a continued run are on several clocks
     on_one_clock = [run for run in done if not run.output.queries_before]
     made = (_beside(done, charts.latencies),
             _beside(on_one_clock, lambda output: charts.done_curve(output.queries, ())))
@@ -346,7 +344,7 @@ def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _beside(runs: Sequence[Run], chart_of: Callable[[Output], Chart | None]) -> Chart | None:
-    """What was measured of each run, in one chart."""
+    """One chart with the measured series of each run's chart."""
     drawn = [(run.name, chart) for run in runs if (chart := chart_of(run.output)) is not None]
     if not drawn:
         return None

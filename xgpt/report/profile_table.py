@@ -1,4 +1,4 @@
-"""A Profile in the terminal: what was measured on what, and every table."""
+"""Formats a Profile for the terminal: its conditions, quality and tables."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -11,13 +11,13 @@ from xprofiler.profile import DISTURBED_LIMIT, STEP_OVERHEAD, Profile, Sample, T
 from xprofiler.profile_file import AXES
 from xprofiler.profile_timing import learned_factors
 
-MAX_ROWS = 15  # points of a table
+MAX_ROWS = 15  # chosen: points shown of a table
 _NOISY = "*"
 _T = TypeVar("_T")
 
 
 def profile_tables(profile: Profile) -> str:
-    """What the profile is of and how good it is, then a table an operator, degree and link."""
+    """Text of a profile: facts and quality, then a table per operator, degree and link."""
     head = "\n".join(fact(label, value) for label, value in profile_facts(profile))
     order = {name: place for place, name in enumerate(AXES)}  # operators first, messages after them
     keys = sorted((key for key, points in profile.tables.items() if points),
@@ -29,7 +29,7 @@ def profile_tables(profile: Profile) -> str:
 
 
 def profile_facts(profile: Profile) -> list[tuple[str, str]]:
-    """(label, text) of everything but the tables."""
+    """Pairs (label, text) of everything but the tables."""
     m, peaks = profile.metadata, profile.peaks
     measured = f"in {format_seconds(profile.spent_s)}" if profile.spent_s else ""
     on = ", ".join(part for part in (
@@ -57,26 +57,26 @@ def profile_facts(profile: Profile) -> list[tuple[str, str]]:
 
 
 def _extent(profile: Profile) -> str:
-    """What a profile that was measured briefly leaves out; empty for a whole one."""
+    """Words for the points that a quick profile lacks; "" for a complete one."""
     count = sum(len(skipped_points(profile, degree)) for degree in profile.tp_degrees)
     return "" if not count else (
-        f"measured briefly, at the sizes that a job had: {counted(count, 'point')} between them "
-        "are left out, which `xgpt profile JOB.yaml` adds")
+        f"measured briefly, at one job's sizes; {counted(count, 'point')} between them are "
+        "missing, which `xgpt profile JOB.yaml` adds")
 
 
 def _disturbed(profile: Profile) -> str:
-    """Which tables have points that others disturbed; empty where none was."""
+    """Words for the tables with points that other programs disturbed; "" for none."""
     by_table = {str(key): [p.missing for p in points if p.is_disturbed]
                 for key, points in profile.tables.items()}
     named = [f"{len(shares)} of {name} (up to {max(shares):.0%})"
              for name, shares in by_table.items() if shares]
     return "" if not named else (
-        f"measured while more than {DISTURBED_LIMIT:.0%} of the machine was missing: "
-        + ", ".join(named) + "; measured again at the next run")
+        f"other programs used more than {DISTURBED_LIMIT:.0%} of the machine: "
+        + ", ".join(named) + "; measured again by the next run")
 
 
 def _learned(profile: Profile) -> list[tuple[str, str]]:
-    """By kind of step, what runs took since against these times."""
+    """Pairs (kind of step, words) for the measured times of later runs against the profile's."""
     return [(kind, f"x {factor.factor:.3f} at about {factor.rows:.0f} rows; " + ", ".join(
         f"{own.date} x {own.factor:.3f} (quartiles {own.spread:.0%} apart, {own.steps:,} steps)"
         for own in profile.learned if own.kind == kind))
@@ -84,7 +84,7 @@ def _learned(profile: Profile) -> list[tuple[str, str]]:
 
 
 def _spread_out(items: Sequence[_T], most: int) -> list[_T]:
-    """At most `most` of `items`, first and last among them and the others evenly between."""
+    """At most `most` of `items`: the first, the last, and others evenly between."""
     if len(items) <= most:
         return list(items)
     return [items[place] for place in
@@ -92,7 +92,7 @@ def _spread_out(items: Sequence[_T], most: int) -> list[_T]:
 
 
 def title_of(key: TableKey) -> str:
-    """An operator's or message's name in words, its degree where that says something, its link."""
+    """Title of a table: the operator or message in words, its link, its degree if it matters."""
     degree = "" if key.name == STEP_OVERHEAD or (key.link and key.tp_degree == 1) else (
         f", degree {key.tp_degree}")
     return clean(key.name.replace("_", " ") + (f" over {key.link}" if key.link else "") + degree)
@@ -101,7 +101,7 @@ def title_of(key: TableKey) -> str:
 def _table_of(profile: Profile, key: TableKey) -> str:
     points = sorted(profile.tables[key], key=lambda p: (p.y, p.x))
     if key.name == STEP_OVERHEAD:
-        return paragraph(f"{title_of(key)}: {format_seconds(points[0].median_s)} a "
+        return paragraph(f"{title_of(key)}: {format_seconds(points[0].median_s)} per "
                          f"micro-batch and stage, spread {_spread(points[0])}")
     shown, (x, y) = _spread_out(points, MAX_ROWS), AXES[key.name]
     is_2d = any(p.y for p in points)
@@ -115,7 +115,7 @@ def _table_of(profile: Profile, key: TableKey) -> str:
 
 
 def _rows(points: Sequence[Sample], x: str, is_2d: bool) -> str:
-    """Columns y, x, time, spread and, of messages, 10^9 bytes a second."""
+    """Rows with the columns y, x, time, spread and, for messages, GB/s."""
     columns: list[tuple[str, Callable[[Sample], str]]] = [("y", lambda p: _count(p.y))] * is_2d
     columns += [("bytes", lambda p: format_bytes(p.x)) if x == "bytes" else
                 ("x", lambda p: _count(p.x)),

@@ -1,6 +1,6 @@
-"""A run's results as one table: CSV, TSV, JSON lines or Parquet, by the file's name. It is made of
-results.jsonl, errors.jsonl and the spool, and can be made again at any time: a row for every row of
-the input that was answered or refused, in the input's order."""
+"""Writes a run's results as one table: CSV, TSV, JSON lines or Parquet, by the file's name. It has
+a row for every row of the input that was answered or refused, in the input's order. It is made from
+results.jsonl, errors.jsonl and the spool, and can be made again at any time."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _ROWS_AT_A_TIME = 1024
 
 
 def write_results(output: Path, path: Path, quote_formulas: bool = False) -> str:
-    """Writes what the run in `output` has answered so far; a sentence on it. A reader finds the old
-    file or the new one, whole. `quote_formulas`: texts of CSV and TSV that a spreadsheet would take
-    for formulas get an apostrophe in front. Raises XgptError."""
+    """Writes the answers so far of the run in `output` to `path`, and returns a message. Readers
+    find the old file or the new one, whole. `quote_formulas`: puts an apostrophe before texts of
+    CSV and TSV that a spreadsheet would take for formulas. Raises XgptError."""
     columns = Columns(output)
     names = names_in_results(list(dict.fromkeys(
         name for segment in columns.segments for name in segment.names())))
@@ -85,11 +85,11 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 def _write_text(file: IO[bytes], path: Path, chunks: Iterator[AnswerRows], columns: Columns,
                 names: Mapping[str, str], cell: Callable[[Any], str]) -> int:
-    """Writes the rows; how many."""
+    """Writes the rows as text; returns their number."""
     count = 0
     text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
     known = format_of(path)
-    # both ends of a line, so that a text with either of them gets quotes
+    # a line ends with both characters, so that a text with either of them gets quotes
     table = None if known == "jsonl" else csv.writer(
         text, delimiter="\t" if known == "tsv" else ",", lineterminator="\r\n")
     if table is not None:
@@ -112,8 +112,8 @@ def _write_text(file: IO[bytes], path: Path, chunks: Iterator[AnswerRows], colum
 
 
 def plain_values(column: Any) -> list[Any]:
-    """A column of a chunk as values that JSON has. What Arrow has besides becomes text: moments by
-    ISO 8601, bytes by base64."""
+    """A column of a chunk as JSON values. Other Arrow types become text: moments by ISO 8601, bytes
+    by base64."""
     if isinstance(column, list):
         return column
     types = arrow("results of typed columns").pa.types
@@ -138,7 +138,7 @@ def _plain(value: Any) -> Any:
 
 
 def _cell(value: Any) -> str:
-    """A value as text; null is the empty one."""
+    """A value as a cell's text; None becomes ""."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -148,7 +148,7 @@ def _cell(value: Any) -> str:
 
 
 def _unformulated(value: Any) -> str:
-    """The same, an apostrophe before what a spreadsheet would compute; numbers stay as they are."""
+    """A value as a cell's text; an apostrophe precedes texts that a spreadsheet would compute."""
     text = _cell(value)
     is_formula = isinstance(value, str) and text.startswith(_FORMULAS) and not _NUMBER.fullmatch(
         text)
@@ -157,7 +157,7 @@ def _unformulated(value: Any) -> str:
 
 def _write_parquet(file: IO[bytes], path: Path, chunks: Iterator[AnswerRows], columns: Columns,
                    names: Mapping[str, str]) -> int:
-    """Writes the rows; how many."""
+    """Writes the rows as Parquet; returns their number."""
     count = 0
     pa, pq = arrow(f"writing {path.name}")
     types = _types(pa, columns)
@@ -181,7 +181,7 @@ def _write_parquet(file: IO[bytes], path: Path, chunks: Iterator[AnswerRows], co
 
 
 def _types(pa: Any, columns: Columns) -> dict[str, Any]:
-    """The Arrow type of each column: its own, or text where files differ."""
+    """The Arrow type of each column; text where files differ."""
     known = {BOOLEAN: pa.bool_(), INTEGER: pa.int64(), NUMBER: pa.float64(), TEXT: pa.string(),
              None: pa.null()}
     types: dict[str, Any] = {}
@@ -207,7 +207,7 @@ def _wider(pa: Any, first: Any, second: Any) -> Any:
 
 
 def _array(pa: Any, column: Any, kind: Any) -> Any:
-    """A list, or an Arrow array of another type, as an array of this one."""
+    """A list, or an Arrow array, as an Arrow array of type `kind`."""
     if not isinstance(column, list):
         if column.type == kind:
             return column
@@ -222,14 +222,14 @@ def _array(pa: Any, column: Any, kind: Any) -> Any:
 
 
 class AnswerRows(NamedTuple):
-    """Some rows. `carried`: of each column of the input, a list or an Arrow array as long."""
+    """Rows of the table. `carried`: values of each input column, a list or an Arrow array."""
 
     answers: Sequence[Mapping[str, Any]]
     carried: Mapping[str, Any]
 
 
 def names_in_results(carried: Sequence[str]) -> dict[str, str]:
-    """What each column of the input is called there: as ours are not."""
+    """Name of each input column in the results, different from the results' own columns."""
     names: dict[str, str] = {}
     taken = {"id", *ANSWER}
     for name in carried:
@@ -242,7 +242,7 @@ def names_in_results(carried: Sequence[str]) -> dict[str, str]:
 
 
 def chunks_of(output: Path, columns: Columns) -> Iterator[AnswerRows]:
-    """Yields all rows up to the first that a stopped run has no answer to."""
+    """Yields all rows, up to the first one that a stopped run has not answered."""
     rows = _rows(output)
     for carried, count in _carried(columns):
         answers = list(islice(rows, count))
@@ -278,12 +278,12 @@ def _rows(output: Path) -> Iterator[dict[str, Any]]:
 
 
 def _answers(output: Path, spool: Spool) -> Iterator[tuple[tuple[int, int], dict[str, Any] | None]]:
-    """Yields (place in the input, row) of each query; None of the first without an answer."""
+    """Yields (place in the input, row) of each request; the row is None without an answer."""
     results = chain.from_iterable(map(parts, _objects(output / "results.jsonl")))
     for record in spool.records():
         result = next(results, None)
         if record.sample and result is not None:
-            continue  # a table has a row for each of the input's
+            continue  # a table has one row for each row of the input
         row = None if result is None else _answer(result)
         yield (record.file, record.line), None if row is None else {"id": record.id, **row}
 
@@ -291,7 +291,7 @@ def _answers(output: Path, spool: Spool) -> Iterator[tuple[tuple[int, int], dict
 def _answer(result: Mapping[str, Any]) -> dict[str, Any]:
     flat = flat_result(result)
     row = {**{name: flat.get(name) for name in ANSWER}, "answer": flat.get("text")}
-    error = result.get("error")  # of OpenAI's form an object
+    error = result.get("error")  # an object in OpenAI's form
     row["error"] = error.get("message") if isinstance(error, dict) else error
     return row
 
@@ -305,7 +305,7 @@ def _errors(output: Path, spool: Spool) -> Iterator[tuple[tuple[int, int], dict[
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file's whole lines up to a torn one; none without a file."""
+    """Yields the objects of a file's lines, up to a torn one; none without a file."""
     if not path.is_file():
         return
     with path.open("rb") as file:

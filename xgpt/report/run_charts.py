@@ -1,5 +1,5 @@
-"""The plots of one run. Each function returns a Chart, or None where there is nothing to draw.
-And a picture of a replay: what its stages did."""
+"""Charts of one run; each function returns None if there is nothing to draw. And `draw`, a timeline
+of a simulation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,33 +20,33 @@ from xgpt.report.output import Output, QueryColumns, ends_since_first, number
 from xgpt.report.words import counted, ranges
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
-_CURVE = 200  # points of a curve
-# what xrunner.devices.peak_memory_bytes counts: no measurement of what was predicted
-_PEAK = (" Measured: the most that its process held since loading began. On a GPU that is what "
-         "torch took; on a CPU it is the whole process, with the interpreter, torch and the pages "
-         "of files that were read, none of which the prediction counts.")
-_FAR = 3.0  # a bound further off than so many times what is drawn is only said
+_CURVE = 200  # chosen: points of a curve
+# the count of xrunner.devices.peak_memory_bytes, which differs from the prediction's
+_PEAK = (" Measured: the peak of its process since loading began. On a GPU it counts torch's "
+         "memory; on a CPU the whole process, with the interpreter, torch and pages of files that "
+         "were read, which the prediction leaves out.")
+_FAR = 3.0  # chosen: a limit further off than so many times the data is not drawn
 
 
 def latencies(output: Output, expected: FloatArray | None = None) -> Chart | None:
-    """The distribution of the queries' latencies, with the bound."""
+    """Chart of the requests' latencies, with the limit."""
     return distribution(
-        "latency", "Latency", "seconds from a query's encoding to its last token",
+        "latency", "Latency", "seconds from a request's prefill to its last token",
         output.queries.times("latency_s"), expected,
         output.schedule.bound.limit_s if output.schedule else None,
         whose=of_all_runs(output))
 
 
 def of_all_runs(output: Output) -> str:
-    """Whose queries are counted, where that is not plain."""
+    """Words to add if requests of earlier runs are counted, too; else ""."""
     return " of all runs of this job" if output.queries_before else ""
 
 
 def distribution(name: str, title: str, label: str, measured: FloatArray,
                  expected: FloatArray | None, bound_s: float | None = None, *,
                  whose: str = "") -> Chart | None:
-    """The share of the queries that took at most so long, as measured and as expected (quantiles
-    from 0 to 1), with the bound. `whose`: the queries' runs."""
+    """Chart of the share of requests over seconds, measured and expected (quantiles from 0 to 1),
+    with the limit. `whose`: words for the requests' runs."""
     if not len(measured):
         return None
     shares = np.linspace(0, 1, _CURVE + 1)
@@ -61,19 +61,19 @@ def distribution(name: str, title: str, label: str, measured: FloatArray,
                            at=float(np.quantile(measured, 0.99)))], ""
     if bound_s is not None and math.isfinite(bound_s):
         if bound_s <= _FAR * longest_s:
-            marks.append(Mark(label=f"bound {format_seconds(bound_s)}", at=bound_s, colour="bad",
+            marks.append(Mark(label=f"limit {format_seconds(bound_s)}", at=bound_s, colour="bad",
                               is_dashed=False))
         else:
-            caption = f" The bound of {format_seconds(bound_s)} lies far to the right."
+            caption = f" The limit of {format_seconds(bound_s)} lies far to the right."
     return Chart(
         name=name, title=title, series=series, marks=marks, x=Axis(label=label, from_zero=True),
-        y=Axis(label="share of the queries", as_percent=True, from_zero=True),
+        y=Axis(label="share of the requests", as_percent=True, from_zero=True),
         caption=f"P50 {format_seconds(float(np.quantile(measured, 0.5)))} measured, over "
-                f"{len(measured):,} queries{whose}.{caption}")
+                f"{len(measured):,} requests{whose}.{caption}")
 
 
 def done_curve(queries: QueryColumns, expected: Sequence[tuple[float, float]]) -> Chart | None:
-    """Queries done over time, beside what the replay of the job expected."""
+    """Chart of requests done over time, beside the prediction by a simulation."""
     if len(queries) < 2:
         return None
     ends_s = ends_since_first(queries)
@@ -84,15 +84,15 @@ def done_curve(queries: QueryColumns, expected: Sequence[tuple[float, float]]) -
         series.append(Series(label="predicted", kind="steps", colour="encode", is_dashed=True,
                              x=[0.0, *(at_s for at_s, _ in expected)],
                              y=[0.0, *(count for _, count in expected)]))
-    return Chart(name="done", title="Queries done", series=series,
-                 x=Axis(label="seconds since the first encoding", from_zero=True),
-                 y=Axis(label="queries done", from_zero=True),
-                 caption="Predicted: a replay of this job, filling up and running empty included."
+    return Chart(name="done", title="Requests done", series=series,
+                 x=Axis(label="seconds since the first prefill", from_zero=True),
+                 y=Axis(label="requests done", from_zero=True),
+                 caption="Predicted: a simulation of this job, with ramp-up and drain."
                  if expected else "")
 
 
 def output_lengths(queries: QueryColumns, expected: Lengths | None) -> Chart | None:
-    """Observed output lengths, and the distribution the schedule was computed for."""
+    """Chart of observed output lengths, and of the distribution that was planned for."""
     if not queries:
         return None
     lengths = queries.counts("output_tokens")
@@ -110,14 +110,14 @@ def output_lengths(queries: QueryColumns, expected: Lengths | None) -> Chart | N
                              y=(share * len(lengths)).tolist()))
     note = "" if expected is None else f" Expected: {expected.note}."
     return Chart(name="lengths", title="Output lengths", series=series,
-                 x=Axis(label="output tokens of a query", from_zero=True),
-                 y=Axis(label="queries", from_zero=True),
-                 caption=f"Tokens the model wrote per query, {lengths.mean():.0f} in the mean."
+                 x=Axis(label="output tokens of a request", from_zero=True),
+                 y=Axis(label="requests", from_zero=True),
+                 caption=f"Output tokens per request, {lengths.mean():.0f} in the mean."
                          f"{note}")
 
 
 def memory(schedule: Schedule, metrics: Mapping[str, Any]) -> Chart | None:
-    """What each rank is expected to hold, and did where the run says so (the paper's Figure 9)."""
+    """Chart of each rank's memory, predicted and, if recorded, measured (the paper's Figure 9)."""
     room = schedule.figures.memory_capacity_bytes
     used = sum((shape.figures.memory_bytes * shape.deployment.replicas
                 for shape in schedule.estimate.shapes), ())
@@ -130,18 +130,18 @@ def memory(schedule: Schedule, metrics: Mapping[str, Any]) -> Chart | None:
     if peaks := _peaks(metrics):
         series.append(Series(label="measured (peak)", kind="bars", colour="encode", x=ranks,
                              y=[peaks.get(i) for i in range(len(used))]))
-    # far more room than is used would press the bars flat: then it is only said
+    # a line far above the bars would press them flat: then only the caption tells
     is_near = room and room <= 4 * max(used)
     marks = [Mark(label=f"room: {format_bytes(room)}", at=room / GIB, axis="y",
                   colour="bad")] if is_near else []
     return Chart(name="memory", title="Memory of each rank", series=series, marks=marks,
                  x=Axis(label="", names=ranks), y=Axis(label="GiB", from_zero=True),
-                 caption=f"Predicted: weights, KV entries and working memory, of "
+                 caption="Predicted: weights, KV cache and working memory, of "
                          f"{format_bytes(room)} for each.{_PEAK if peaks else ''}")
 
 
 def _peaks(metrics: Mapping[str, Any]) -> dict[int, float]:
-    """The most that a rank's stage held, in GiB, where the run wrote it down."""
+    """Peak memory by rank in GiB, where the run recorded it."""
     stages = metrics.get("stages")
     found = {}
     for stage in stages if isinstance(stages, list) else ():
@@ -153,8 +153,8 @@ def _peaks(metrics: Mapping[str, Any]) -> dict[int, float]:
 
 
 def timeline(output: Output, expected: Sequence[Lane]) -> Chart | None:
-    """What the stages did and what was expected of them, on one clock; the part from the middle
-    of the run shows at first."""
+    """Timeline of the stages' steps, measured and expected, on one clock; shows a part from the
+    middle of the run at first."""
     lanes = output.lanes
     if not any(len(lane.kinds) for lane in (*lanes, *expected)):
         return None
@@ -172,8 +172,7 @@ def timeline(output: Output, expected: Sequence[Lane]) -> Chart | None:
 
 
 def stage_names(pools: Sequence[Pool], device: str = "GPU") -> list[str]:
-    """'stage 0 · GPU 0-3 · encode', one name for each stage of all pools, numbered over all of
-    them."""
+    """Names of the stages of all pools, numbered through: 'stage 0 · GPU 0-3 · encode'."""
     stages = [(pool, stage) for pool in pools for stage in pool.stages]
     return [" · ".join([f"stage {place}", f"{device} {ranges(stage.ranks)}",
                         *([pool.role] if pool.role != "both" else [])])
@@ -182,7 +181,7 @@ def stage_names(pools: Sequence[Pool], device: str = "GPU") -> list[str]:
 
 def draw(result: ReplayResult, start_s: float, end_s: float,
          names: Sequence[str] | None = None) -> Chart:
-    """What every stage does between `start_s` and `end_s`. `names`: see `stage_names`."""
+    """Timeline of a simulation between `start_s` and `end_s`. `names`: see `stage_names`."""
     lanes = [_within(lane, start_s, end_s) for lane in replay_lanes(result, names)]
     return lanes_chart(
         thinned(lanes), name="timeline", title=f"Steps of {counted(len(lanes), 'stage')} over "
@@ -191,7 +190,7 @@ def draw(result: ReplayResult, start_s: float, end_s: float,
 
 
 def replay_lanes(result: ReplayResult, names: Sequence[str] | None = None) -> list[Lane]:
-    """All steps of every stage."""
+    """Lanes with all steps of every stage of a simulation."""
     return [_replay_lane(pool, column, names)
             for pool in result.pools for column in range(len(pool.stages))]
 
@@ -205,7 +204,7 @@ def _replay_lane(pool: PoolRecords, column: int, names: Sequence[str] | None) ->
 
 
 def _within(lane: Lane, start_s: float, end_s: float) -> Lane:
-    """The lane's boxes cut at the window."""
+    """The lane with its boxes cut to the window."""
     inside = lane.take(np.flatnonzero((lane.end_s > start_s) & (lane.start_s < end_s)))
     return replace(inside, start_s=np.maximum(inside.start_s, start_s),
                    end_s=np.minimum(inside.end_s, end_s))

@@ -1,6 +1,6 @@
-"""report.html of a sweep: throughput against the bound for each policy, as in the paper's Figures 6
-to 8 (cost, time and memory can be put on the axes instead), where the best policy changes and why,
-and the points that have no schedule."""
+"""report.html of a sweep: throughput against the latency limit for each policy, as in the paper's
+Figures 6 to 8, with other quantities for the axes to choose. It shows where the best policy changes
+and why, and the points without a schedule."""
 
 import math
 from collections import Counter
@@ -32,14 +32,14 @@ from xgpt.report.sweep_rows import (
 )
 
 REPORT_NAME = "report.html"
-NO_BOUND_AT = 1.25  # of the widest bound: where points without one are drawn
-_BETWEEN = 0.07  # of the widest bound: between numbers below the axis
+NO_BOUND_AT = 1.25  # chosen: times the widest limit, where points without one are drawn
+_BETWEEN = 0.07  # chosen: of the widest limit, least distance of numbers below the axis
 
 
 def write_sweep_page(folder: Path, path: Path | None = None) -> Path:
-    """Writes the page of the sweep in `folder`, which may be going on still, to `path`, by default
-    its report.html, and returns that. Raises InputError where there is no sweep,
-    MissingExtraError without jinja2."""
+    """Writes the page of the sweep in `folder`, finished or not, and returns its path. `path`:
+    default report.html in the folder. Raises InputError if there is no sweep, MissingExtraError
+    without jinja2."""
     sweep = read_sweep(folder)
     drawn = sweep_charts(sweep.rows)
     path = path or folder / REPORT_NAME
@@ -78,14 +78,14 @@ def _context(sweep: SweepRows, drawn: Sequence[Chart]) -> dict[str, Any]:
 
 
 class Quantity(NamedTuple):
-    """What an axis may show of a row."""
+    """A quantity of a row that an axis can show."""
 
     label: str
     of: Callable[[Row], float | None]
 
 
 def sweep_charts(rows: Sequence[Row]) -> list[Chart]:
-    """All points at once where there are several scenarios, and a plot a scenario."""
+    """A chart of all points, if there are several scenarios, and one for each scenario."""
     good = [row for row in rows if row.get("status") == OK]
     if not good:
         return []
@@ -98,7 +98,8 @@ def sweep_charts(rows: Sequence[Row]) -> list[Chart]:
 
 
 def _quantities(rows: Sequence[Row], place_of_none: float) -> tuple[list[Quantity], list[Quantity]]:
-    """(across, up) of those that the rows have; of those across, the ones that differ."""
+    """Quantities (for the x axis, for the y axis) that the rows have; for x only those that differ
+    between rows."""
     def of(name: str, scale: float = 1.0) -> Callable[[Row], float | None]:
         def value(row: Row) -> float | None:
             found = number_of(row, name)
@@ -110,12 +111,12 @@ def _quantities(rows: Sequence[Row], place_of_none: float) -> tuple[list[Quantit
 
     across = [Quantity("latency bound, seconds", bound),
               Quantity("expected latency, seconds", of("latency_s")),
-              Quantity("devices", of("gpus")), Quantity("copies of the model", of("replicas")),
+              Quantity("devices", of("gpus")), Quantity("replicas", of("replicas")),
               Quantity("time of the job, seconds", of("makespan_s")),
-              Quantity("device-seconds a query", of("gpu_s_per_query"))]
+              Quantity("device-seconds per request", of("gpu_s_per_query"))]
     up = [Quantity("requests/s", of("throughput_qps")),
           Quantity("output tokens/s", of("output_tokens_per_s")),
-          Quantity("device-seconds a query", of("gpu_s_per_query")),
+          Quantity("device-seconds per request", of("gpu_s_per_query")),
           Quantity("time of the job, seconds", of("makespan_s")),
           Quantity("memory of the fullest rank, GiB", of("memory_bytes", 1 / GIB)),
           Quantity("expected latency, seconds", of("latency_s")),
@@ -127,8 +128,8 @@ def _quantities(rows: Sequence[Row], place_of_none: float) -> tuple[list[Quantit
 
 def _explorer(name: str, title: str, rows: Sequence[Row], everything: Sequence[Row],
               colours: dict[str, str]) -> Chart:
-    """A line for each policy and number of copies asked for (of several scenarios: points), with
-    the choice of what the axes show."""
+    """A chart with a line for each policy and number of replicas asked for (points, if there are
+    several scenarios), with choices for the axes."""
     finite = [bound_of(row) for row in rows if math.isfinite(bound_of(row))]
     end_s = NO_BOUND_AT * max(finite, default=1.0)
     across, up = _quantities(rows, end_s)
@@ -139,7 +140,7 @@ def _explorer(name: str, title: str, rows: Sequence[Row], everything: Sequence[R
         bounded = sum(math.isfinite(bound_of(row)) for row in points)
         own: list[Row | None] = [*points]
         if is_one and 0 < bounded < len(own):
-            own.insert(bounded, None)  # no line leads to a place that is no bound
+            own.insert(bounded, None)  # no line leads to points without a limit
         if own:
             columns = {q.label: [None if row is None else q.of(row) for row in own]
                        for q in (*across, *up)}
@@ -155,14 +156,14 @@ def _explorer(name: str, title: str, rows: Sequence[Row], everything: Sequence[R
         name=name, title=title, series=series, is_wide=not is_one, height=340,
         x=Axis(label=across[0].label, from_zero=True, ticks=_ticks(finite) if has_none else ()),
         y=Axis(label=up[0].label, from_zero=True),
-        marks=[Mark(label="no bound", at=end_s)] if has_none else [],
+        marks=[Mark(label="no limit", at=end_s)] if has_none else [],
         x_choices=[q.label for q in across], y_choices=[q.label for q in up],
         caption=f"{missing} of its points have no schedule; the last table says why."
         if missing > 0 else "")
 
 
 def _ticks(bounds: Sequence[float]) -> list[float]:
-    """The bounds themselves, but those that would stand in one another's way."""
+    """The limits to number on the axis, without those too close to others."""
     found = [0.0]
     for bound_s in sorted(set(bounds), reverse=True):
         if all(abs(bound_s - other) > _BETWEEN * max(bounds) for other in found):
@@ -171,11 +172,11 @@ def _ticks(bounds: Sequence[float]) -> list[float]:
 
 
 def _note(row: Row, is_one: bool) -> str:
-    """What a point is: its schedule, latency, memory and bound."""
+    """Words for a point: its schedule, limit, latency and memory."""
     words = [] if is_one else [str(row.get("scenario"))]
     words.append(str(row.get("controls") or row.get("chosen") or ""))
     bound_s = bound_of(row)
-    words.append("no bound" if math.isinf(bound_s) else f"bound {format_seconds(bound_s)}")
+    words.append("no limit" if math.isinf(bound_s) else f"limit {format_seconds(bound_s)}")
     if (latency_s := number_of(row, "latency_s")) is not None:
         words.append(f"latency {format_seconds(latency_s)}")
     if (held := number_of(row, "memory_bytes")) is not None:

@@ -1,5 +1,5 @@
-"""The rows of a sweep: which columns there are, in which units; a sweep's folder read back; the
-best policy of each scenario and bound, and these for the terminal."""
+"""Rows of a sweep: their columns with units, read from a sweep's folder; the best policy of each
+scenario and latency limit, also as text for the terminal."""
 
 import itertools
 import json
@@ -20,9 +20,9 @@ from xgpt.report.words import clean, counted
 SWEEP_FILE, ROWS_FILE, EARLIER_FILE = "sweep.json", "sweep.jsonl", "earlier.jsonl"
 VERSION = 1
 _MOST_LINES, _MOST_REASONS = 15, 3  # chosen: a screen has 25 lines
-_MOST_REASON = 300  # characters
+_MOST_REASON = 300  # chosen: characters
 TIE = 0.02  # chosen: predictions are further off than that
-OK, INFEASIBLE, REFUSED = "ok", "infeasible", "refused"  # what `status` may be
+OK, INFEASIBLE, REFUSED = "ok", "infeasible", "refused"  # values of `status`
 
 Row = dict[str, Any]
 Kind = Literal["text", "whole", "number"]
@@ -30,8 +30,8 @@ Kind = Literal["text", "whole", "number"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepColumn:
-    """`group` says what a column is of: the point, its axes, the answer, its figures, control
-    variables and proof, or a real run."""
+    """A column. `group`: its subject, such as the point, an axis, the answer, its figures, control
+    variables, proof, or a real run."""
 
     name: str
     group: str
@@ -40,7 +40,7 @@ class SweepColumn:
     unit: str = ""
 
 
-# by the end of a column's name; of `gap` and `margin_cost` it is the whole
+# unit by the end of a column's name; `gap` and `margin_cost` are whole names
 _UNITS = {"tokens_per_s": "tokens/s", "_qps": "requests/s", "_bytes": "bytes", "_s": "s",
           "_s_per_query": "s", "gap": "share", "margin_cost": "share"}
 
@@ -56,7 +56,7 @@ COLUMNS = (
     *_columns("point", "text", key="key", scenario="scenario", fingerprint="fingerprint"),
     *_columns("axis", "text", model="model", cluster="cluster"),
     *_columns("axis", "whole", gpus="GPUs (or ranks)"),
-    *_columns("axis", "text", task="task", engine="engine", copies="copies asked for",
+    *_columns("axis", "text", task="task", engine="engine", copies="replicas asked for",
               policy="policy", bound="latency bound"),
     *_columns("answer", "number", bound_s="latency bound"),
     *_columns("answer", "text", status="status", reason="why there is no schedule",
@@ -64,23 +64,23 @@ COLUMNS = (
     *_columns("figure", "number", throughput_qps="throughput", output_tokens_per_s="output tokens",
               latency_s="latency", encode_s="time of an encode step",
               decode_iteration_s="time of a decode iteration", period_s="period",
-              decode_batch="queries decoding at once"),
+              decode_batch="requests decoding at once"),
     *_columns("figure", "whole", memory_bytes="memory of the fullest rank",
               memory_capacity_bytes="memory of a rank"),
-    *_columns("figure", "number", gpu_s_per_query="device time a query",
+    *_columns("figure", "number", gpu_s_per_query="device time per request",
               makespan_s="time of the job", job_throughput_qps="throughput of the job",
               latency_p50_s="latency P50", latency_p99_s="latency P99",
               ttft_p50_s="first token P50", ttft_p99_s="first token P99",
               tpot_p50_s="time per token P50", tpot_p99_s="time per token P99"),
-    *_columns("control", "whole", encode_batch="queries encoded together",
-              decode_iterations="decode iterations between two encodings",
+    *_columns("control", "whole", encode_batch="requests encoded together",
+              decode_iterations="decode iterations between two prefills",
               encode_chunk="tokens encoded beside decoding",
-              decode_micro_batches="groups of the decode batch",
+              decode_micro_batches="micro-batches of the decode batch",
               encode_micro_batches="steps in which a batch is encoded",
-              max_active="queries at a time", token_budget="tokens of a step",
-              max_in_system="queries in the system", tp_degree="tensor-parallel degree",
-              tp_gpus="devices in tensor-parallel groups", replicas="copies of the model",
-              stages="stages of a copy", encode_stages="stages that encode alone"),
+              max_active="concurrent requests", token_budget="tokens per step",
+              max_in_system="requests in the system", tp_degree="tensor-parallel degree",
+              tp_gpus="devices in tensor-parallel groups", replicas="replicas",
+              stages="stages of a replica", encode_stages="stages that encode alone"),
     *_columns("control", "text", controls="control variables"),
     *_columns("proof", "text", proof="how the search ended"),
     *_columns("proof", "number", bound_qps="upper bound on the throughput", gap="gap"),
@@ -108,15 +108,15 @@ MEASURED = {column.name: {"measured_qps": "throughput_qps",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRows:
-    """What a sweep's folder holds: `meta` is sweep.json, `rows` one mapping a point, in the order
-    of the grid where the sweep is done and as they were finished before."""
+    """Contents of a sweep's folder. `meta`: sweep.json. `rows`: a mapping per point, in the order
+    of the grid if the sweep is done, else in the order of completion."""
 
     meta: Mapping[str, Any]
     rows: Sequence[Row]
 
 
 def read_sweep(folder: Path) -> SweepRows:
-    """The sweep of a folder, whether it is done or not. Raises InputError where there is none."""
+    """The sweep in a folder, finished or not. Raises InputError if there is none."""
     path = folder / SWEEP_FILE
     if not path.is_file():
         raise wrong(folder, "sweep", None, f"a sweep's folder, with {SWEEP_FILE}; `xgpt sweep` "
@@ -128,8 +128,8 @@ def read_sweep(folder: Path) -> SweepRows:
 
 
 def read_rows(path: Path) -> dict[str, Row]:
-    """Rows by key; of several lines of one point the last holds. A line that a killed sweep has
-    not finished counts for nothing."""
+    """Rows by key; of several lines of one point the last counts. A torn line of a killed sweep is
+    ignored."""
     rows: dict[str, Row] = {}
     if not path.is_file():
         return rows
@@ -145,8 +145,7 @@ def read_rows(path: Path) -> dict[str, Row]:
 
 
 def columns_with(axes: Sequence[Mapping[str, Any]]) -> tuple[SweepColumn, ...]:
-    """All columns of a sweep that varies these axes: those of other keys stand behind the usual
-    axes."""
+    """All columns of a sweep that varies these axes; those of other keys follow the usual axes."""
     known = {column.name for column in COLUMNS}
     more = tuple(SweepColumn(name=axis["name"], group="axis", kind="text", title=axis["title"])
                  for axis in axes if axis["name"] not in known)
@@ -155,7 +154,7 @@ def columns_with(axes: Sequence[Mapping[str, Any]]) -> tuple[SweepColumn, ...]:
 
 
 def number_of(row: Row, name: str) -> float | None:
-    """A number of a row, infinity included; None where it has none."""
+    """A number of a row, infinity included; None if it has none."""
     value = row.get(name)
     if isinstance(value, str) and value in ("inf", "-inf"):
         return math.inf if value == "inf" else -math.inf
@@ -163,7 +162,7 @@ def number_of(row: Row, name: str) -> float | None:
 
 
 def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
-    """The rows by what they have in these columns, in the order in which that is met."""
+    """The rows grouped by their values in these columns, in order of first appearance."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(str(row.get(name)) for name in names), []).append(row)
@@ -171,13 +170,13 @@ def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]
 
 
 def title_of(name: str) -> str:
-    """A policy's name as it is shown: `auto` is whichever is best."""
+    """A policy's title for screens; `auto` is "best of all"."""
     return "best of all" if name == "auto" else (
         policy(name).title if name in policy_names() else name)
 
 
 def line_of(row: Row, name: str | None = None) -> str:
-    """The policy of a row (or `name`), and the copies asked for."""
+    """Title of the policy of a row (or of `name`), with the number of replicas asked for."""
     title, copies = title_of(name or str(row.get("policy"))), row.get("copies")
     if copies in (None, "auto"):
         return title
@@ -185,15 +184,15 @@ def line_of(row: Row, name: str | None = None) -> str:
 
 
 def bound_of(row: Row) -> float:
-    """In seconds; infinity for none, and where it is not known."""
+    """The latency limit of a row in seconds; infinite for none, and if unknown."""
     bound_s = number_of(row, "bound_s")
     return math.inf if bound_s is None else bound_s
 
 
 class Winner(NamedTuple):
-    """The best policy of a scenario under a bound. `others`: what the others reach, in requests/s;
-    `why`: where it is another than under the tighter bound; `rates`: requests/s by policy, the best
-    first."""
+    """The best policy of a scenario under a latency limit. `others`: requests/s of other policies.
+    `why`: explanation, if another policy is best under the next tighter limit. `rates`: requests/s
+    by policy, the best first."""
 
     scenario: str
     bound: str
@@ -208,13 +207,13 @@ class Winner(NamedTuple):
 
 
 def all_winners(rows: Iterable[Row]) -> list[Winner]:
-    """The best policy of each scenario and bound, from the tightest bound on."""
+    """The best policy of each scenario and latency limit, from the tightest limit on."""
     return [winner for (scenario,), own in grouped(rows, "scenario").items()
             for winner in winners(scenario, own)]
 
 
 def winners(scenario: str, rows: Iterable[Row]) -> list[Winner]:
-    """The best policy at each bound, from the tightest on."""
+    """The best policy of one scenario at each latency limit, from the tightest on."""
     found: list[Winner] = []
     before: dict[str, float] = {}
     lacked: set[str] = set()
@@ -246,15 +245,16 @@ def _rate(row: Row) -> float:
 
 
 def _shown_rate(row: Row) -> str:
-    """Requests/s, and what its run measured, if it has one that did not fail."""
+    """Requests/s of a row, with the measured ones of its run, if it has any."""
     measured = number_of(row, "measured_qps")
     return plain(_rate(row)) + ("" if measured is None else f" (measured {plain(measured)})")
 
 
 def _why(first: str, before: Mapping[str, float], now: Mapping[str, float], lacked: Container[str],
          lacks: Container[str]) -> str:
-    """Why `first` is best now and was not under the tighter bound; both with the best first. A
-    policy that no point asked for has no figure, and is not one without a schedule."""
+    """A sentence about why `first` is best now and was not under the tighter limit; "" if it was.
+    `before`, `now`: requests/s by policy, the best first. `lacked`, `lacks`: policies that were
+    compared and have no schedule."""
     if not before or first == (last := next(iter(before))):
         return ""
     new = (f"{first} rises from {plain(before[first])} to {plain(now[first])} requests/s"
@@ -267,7 +267,7 @@ def _why(first: str, before: Mapping[str, float], now: Mapping[str, float], lack
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Which policies are best how often, and how fast the slowest and the fastest of them are."""
+    """A sentence about which policies are best how often, and their range of throughput."""
     num_scenarios, best = len(grouped(rows, "scenario")), all_winners(rows)
     said = [counted(num_scenarios, "scenario")] * (num_scenarios != 1) + [
         counted(len(rows), "point")]
@@ -289,8 +289,7 @@ def _within(winner: Winner) -> str:
 
 
 def lacking(rows: Iterable[Row]) -> list[tuple[str, str, str, str]]:
-    """(scenarios, policies, bounds, why) of points that have no schedule, those of one reason
-    together."""
+    """(scenarios, policies, limits, reason) of points without a schedule, grouped by reason."""
     without = grouped((row for row in rows if row.get("status") != OK), "reason")
     return [(_some(row.get("scenario") for row in own), _some(map(line_of, own)),
              _some(map(bound_text, own)), clean(reason, _MOST_REASON))
@@ -303,8 +302,8 @@ def _some(names: Iterable[Any]) -> str:
 
 
 def sweep_text(rows: Sequence[Row]) -> str:
-    """The best policy of each scenario and limit beside the second and FT, and what has no
-    schedule; of many the first, for the page has all."""
+    """Text with the best policy of each scenario and limit beside the second and FT, and the points
+    without a schedule; of many only the first, as the page shows all."""
     best, without = all_winners(rows), lacking(rows)
     lines = [paragraph(f"{counted(len(rows), 'point')}: the best requests/s for each latency "
                        "limit, as predicted")]
@@ -331,19 +330,19 @@ def sweep_text(rows: Sequence[Row]) -> str:
 
 
 def _second(one: Winner) -> str:
-    """Requests/s and name of the second best policy, "" if there is one alone."""
+    """Requests/s and name of the second best policy; "" if there is only one."""
     return next((f"{plain(rate)} {name}" for name, rate in list(one.rates.items())[1:2]), "")
 
 
 def sweep_details(rows: Sequence[Row]) -> str:
-    """Which policies are best how often, and the settings of each."""
+    """Text about which policies are best how often, with the settings of each."""
     return "\n".join([paragraph(headline(rows)), *(
         fact(f"{one.bound} ", f"{one.scenario}: {one.policy}: {one.controls}" + (
             f"; others: {one.others}" if one.others else "")) for one in all_winners(rows))])
 
 
 def bound_text(row: Row) -> str:
-    """The bound in seconds, after what it was given as: `ft10 (3.08 s)`, `50% (10 s)`."""
+    """The limit of a row as given, with its seconds: `ft10 (3.08 s)`, `50% (10 s)`, `4 s`."""
     bound_s = number_of(row, "bound_s")
     if bound_s is None:
         return str(row["bound"])
@@ -353,5 +352,5 @@ def bound_text(row: Row) -> str:
 
 
 def bound_words(bound_s: float) -> str:
-    """The bound in seconds, or `none`."""
+    """A limit with its unit, or `none`."""
     return "none" if math.isinf(bound_s) else format_seconds(bound_s)

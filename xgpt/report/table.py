@@ -1,4 +1,4 @@
-"""Plain tables for the terminal: ASCII, at most 80 columns, no dependency."""
+"""Tables and paragraphs for the terminal: ASCII, at most 80 columns."""
 
 import math
 import os
@@ -29,16 +29,16 @@ from xgpt.report.output import number, text_at
 from xgpt.report.words import controls_line
 from xscheduler.layouts import LAYOUT_NOTE
 
-WIDTH = 80  # of what is written to a file or a pipe, and at most on a terminal
+WIDTH = 80  # columns in a file or a pipe, and the most on a terminal
 _LEAST_WIDTH = 40
 _GAP = "  "
-_LEAST_WRAPPED, _LEAST_CELL = 20, 8  # columns of a last one of words, of any other
+_LEAST_WRAPPED, _LEAST_CELL = 20, 8  # chosen: least width of a last column of words, of others
 _LEFT_OF_FACTS = 13  # columns of the labels of `schedule_table`
 _NO_PLAN = ", tp_degree 1, tp_gpus 0"
 
 
 def schedule_table(schedule: Schedule) -> str:
-    """The facts of a schedule, a line each."""
+    """Text with the facts of a schedule, a line each."""
     return _lines(schedule_facts(schedule))
 
 
@@ -49,13 +49,15 @@ def schedule_details(schedule: Schedule) -> str:
 
 
 def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
-    """(label, text): what was chosen, its predicted throughput and latency against the bound, what
-    the bound and the margin cost, memory, and what the search proved."""
+    """Pairs (label, text) about a schedule: configuration, predicted throughput and latency, cost
+    of limit and margin, memory, and the search's proof."""
     e, proof = schedule.estimate, schedule.proof
     is_for_job = proof.status == Status.JOB and schedule.explanation
     cost = [(words.PROSPECTS[one.metric], words.prospect_words(one)) for one in schedule.prospects]
-    cost.append(("this job", schedule.explanation[0]) if is_for_job else
-                ("the bound", _bound_cost(schedule)))
+    if is_for_job:
+        cost.append(("this job", schedule.explanation[0]))
+    elif math.isfinite(schedule.bound.limit_s):
+        cost.append(("the limit", _limit_cost(schedule)))
     is_of_others = math.isinf(schedule.bound.limit_s) and schedule.prospects  # with their margins
     if schedule.margin.note and not is_of_others:
         cost.append(("margin", words.margin_words(schedule)))
@@ -65,18 +67,18 @@ def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
         search.append(("at most", words.bounds_words(schedule)))
     if proof.covers:
         search.append(("proved of", proof.covers))
-    # above it the peak rates that were measured are too low, and a share of them says nothing
+    # a throughput above the limit shows that the measured peak rates are too low
     most, own = proof.hardware_qps, schedule.figures.throughput_qps
     if most and own <= most:
-        search.append(("devices", f"{percent(own / most, 0)} of the {plain(most)} requests/s that "
-                       "products at the peak rate and KV entries at full bandwidth would allow"))
+        search.append(("devices", f"{percent(own / most, 0)} of the roofline limit ({plain(most)} "
+                       "requests/s: peak FLOP/s and peak memory bandwidth)"))
     if proof.pruned:
-        search.append(("ruled out", words.pruned_words(schedule)))
+        search.append(("pruned", words.pruned_words(schedule)))
     return _facts("chosen", e, schedule.bound, cost, search)
 
 
 def estimate_table(estimate: Estimate, constraint: Constraint) -> str:
-    """The same figures of an Estimate that no search stands behind."""
+    """Text with the facts of an Estimate, a line each."""
     return _lines(_facts("simulated", estimate, constraint.latency))
 
 
@@ -84,15 +86,15 @@ def summary_table(metrics: Mapping[str, Any], ends: Sequence[str] = ()) -> str:
     """The end of a run: queries done, and predicted beside measured with their ratio. `ends`: what
     only the results tell."""
     queries, num_errors = number(metrics, "queries") or 0.0, number(metrics, "errors") or 0.0
-    first = f"{words.counted(queries, 'query')} done"
+    first = f"{words.counted(queries, 'request')} done"
     if num_errors:
         first += f", {words.counted(num_errors, 'error')} (errors.jsonl)"
     if failed := number(metrics, "failed"):
-        first += f", {words.counted(failed, 'query')} without an answer (`error` in its result)"
+        first += f", {words.counted(failed, 'request')} without an answer (`error` in its result)"
     if text_at(metrics, "status") == "stopped":
         first += ", stopped early: the same command goes on"
     rows = comparisons(metrics)
-    heads = [_ascii(first), *(paragraph(text) for text in ends)]
+    heads = [paragraph(first), *(paragraph(text) for text in ends)]
     if not rows:
         return "\n".join(heads)
     body = [(row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
@@ -106,7 +108,7 @@ def summary_table(metrics: Mapping[str, Any], ends: Sequence[str] = ()) -> str:
 
 
 def choice_table(schedule: Schedule) -> str:
-    """Why it was chosen, the best of each other policy and degree, and what the bound excluded."""
+    """Text with the reasons for the choice, and a table of the alternatives."""
     why = _lines([("why" if index == 0 else "", sentence)
                   for index, sentence in enumerate(schedule.explanation)])
     others = table(("alternative", "found", "at most", "latency", "configuration"), [
@@ -116,8 +118,8 @@ def choice_table(schedule: Schedule) -> str:
 
 
 def alternative_cells(row: Rejected, schedule: Schedule) -> tuple[str, str, str]:
-    """Requests/s that were found for an alternative, its upper bound and its latency. Its search
-    ends early, so that no percentage of the chosen schedule's throughput is told."""
+    """Cells of an alternative: requests/s found, upper bound and latency. There is no percentage of
+    the chosen schedule's throughput, for the alternative's search ended early."""
     bounds = dict(schedule.proof.policy_bounds)
     return ("-" if row.throughput_qps is None else plain(row.throughput_qps),
             plain(bounds[row.subject]) if row.subject in bounds else "-",
@@ -125,7 +127,7 @@ def alternative_cells(row: Rejected, schedule: Schedule) -> tuple[str, str, str]
 
 
 def compared(row: CopiesTried, schedule: Schedule) -> tuple[str, str, str]:
-    """Its requests/s, how much less that is, and its latency."""
+    """Cells of a number of replicas: requests/s, percentage less than the chosen, and latency."""
     qps, latency_s = row.throughput_qps, row.latency_s
     return ("-" if qps is None else plain(qps),
             "-" if qps is None else percent(1 - qps / schedule.figures.throughput_qps, 1),
@@ -133,7 +135,7 @@ def compared(row: CopiesTried, schedule: Schedule) -> tuple[str, str, str]:
 
 
 def _configuration(row: Rejected) -> str:
-    """The configuration, and why there is none or it does not serve."""
+    """Cell of an alternative's configuration, with the reason if there is none or it is unfit."""
     if not row.words:
         return row.reason
     point = row.words.removesuffix(_NO_PLAN)
@@ -142,7 +144,7 @@ def _configuration(row: Rejected) -> str:
 
 
 def copies_table(schedule: Schedule) -> str:
-    """What each number of copies of the model comes to; "" where there was one to look at."""
+    """A table of the numbers of replicas examined; "" if there was only one."""
     body = []
     for row in schedule.over_copies:
         cells = compared(row, schedule)
@@ -152,12 +154,12 @@ def copies_table(schedule: Schedule) -> str:
         devices = devices_sum(row.devices or (row.devices_per_replica,))
         body.append((str(row.replicas), devices, *cells,
                      plain(row.bound_qps) if row.bound_qps > 0 else "-", row.words))
-    return table(("copies", "devices", "requests/s", "less", "latency", "at most", "by"), body,
+    return table(("replicas", "devices", "requests/s", "less", "latency", "at most", "by"), body,
                  right=(0, 1, 2, 3, 4, 5)) if body else ""
 
 
 def stage_table(schedule: Schedule) -> str:
-    """One line a stage: its ranks, layers, phase and memory."""
+    """A table of the stages: ranks, layers, phase and memory."""
     body, memory_bytes = [], schedule.figures.memory_bytes
     for pool in schedule.deployment.pools:
         phase = "encode, decode" if pool.role == "both" else pool.role
@@ -170,11 +172,11 @@ def stage_table(schedule: Schedule) -> str:
 
 def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]] = (),
            search: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
-    """The figures of an estimate, and between them what its `cost` is and how it was found."""
+    """Pairs (label, text) about an estimate, with those of its `cost` and `search` between."""
     figures = e.figures
     return [
-        (label, f"{controls_line(e)}; {figures.decode_batch:.1f} queries decode at once"
-                f"{' in each copy' * (e.deployment.replicas > 1)}"),
+        (label, f"{controls_line(e)}; {figures.decode_batch:.1f} requests decode at once"
+                f"{' in each replica' * (e.deployment.replicas > 1)}"),
         ("parallel", _parallel(e)),
         *(("beside", _beside(other, count)) for other, count in Counter(e.others).items()),
         *(("layout", note.removeprefix(LAYOUT_NOTE)) for note in e.notes
@@ -186,7 +188,7 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
         ("step times", f"encode {format_seconds(figures.encode_s)}, decode iteration "
                        f"{format_seconds(figures.decode_iteration_s)}, period "
                        f"{format_seconds(figures.period_s)}"),
-        *_query_times(e, bound),
+        *_request_times(e, bound),
         ("memory", _memory(e)),
         *search,
         # where its times are from stands above the table
@@ -197,21 +199,21 @@ def _lines(facts: Sequence[tuple[str, str]]) -> str:
     return "\n".join(fact(label, text) for label, text in facts)
 
 
-def _query_times(e: Estimate, bound: Bound) -> list[tuple[str, str]]:
-    """When a query of the bound's output length has its tokens; nothing where that is not known."""
+def _request_times(e: Estimate, bound: Bound) -> list[tuple[str, str]]:
+    """The row with TTFT and TPOT of a request with the limit's output length; none if unknown."""
     first_s, each_s = e.figures.ttft_s, e.figures.tpot_s
     if first_s is None or not math.isfinite(first_s):
         return []
-    then = f", then a token every {format_seconds(each_s)}" if each_s else ""
-    return [("one query", f"first token {format_seconds(first_s)} after its encoding begins{then} "
-                          f"(of the output length that {bound.quantile * 100:g} % keep to)")]
+    then = f", TPOT {format_seconds(each_s)}" if each_s else ""
+    return [("one request", f"TTFT {format_seconds(first_s)} from the start of prefill{then} "
+                            f"(output length P{bound.quantile * 100:g})")]
 
 
 def _parallel(e: Estimate) -> str:
     deployment = e.deployment
     stages = words.counted(len(deployment.stages), "stage")
     copies = "" if deployment.replicas == 1 else (
-        f"{words.copies(deployment.replicas, deployment.devices_per_replica)}, each of ")
+        f"{words.replicas(deployment.replicas, deployment.devices_per_replica)}, each of ")
     if len(deployment.pools) > 1:
         first, *others = deployment.pools
         stages = ", ".join([f"{words.counted(len(first.stages), 'stage')} to {first.name}",
@@ -223,10 +225,11 @@ def _parallel(e: Estimate) -> str:
 
 
 def _beside(other: Estimate, count: int) -> str:
-    """Copies of another shape in a line. count: of nodes that have them."""
+    """A line about replicas of another shape. `count`: nodes that have them."""
     figures, deployment = other.figures, other.deployment
-    stages = "" if deployment.replicas > 1 else words.copies(1, deployment.devices_per_replica) + (
-        f" of {words.counted(len(deployment.stages), 'stage')}")
+    stages = "" if deployment.replicas > 1 else (
+        f"{words.replicas(1, deployment.devices_per_replica)} of "
+        f"{words.counted(len(deployment.stages), 'stage')}")
     nodes = f"on each of {count} nodes " if count > 1 else ""
     return (f"{nodes}{stages or _parallel(other)}: {controls_line(other)}; "
             f"{plain(count * figures.throughput_qps)} of the requests/s, latency "
@@ -234,17 +237,16 @@ def _beside(other: Estimate, count: int) -> str:
 
 
 def _latency(latency_s: float, bound: Bound) -> str:
-    of = "of all queries" if bound.kind == "queries" else "of the output lengths"
-    text = f"{format_seconds(latency_s)} for {bound.quantile * 100:g} % {of}"
+    of = f"{bound.quantile * 100:g} % of all requests" if bound.kind == "queries" else (
+        f"a request of P{bound.quantile * 100:g} output length")
+    text = f"{format_seconds(latency_s)} for {of}"
     if math.isinf(bound.limit_s):
-        return f"{text}; no bound"
+        return f"{text}; no limit"
     verb = "within" if latency_s <= bound.limit_s else "OVER"
-    return f"{text}, {verb} the bound of {format_seconds(bound.limit_s)}"
+    return f"{text}, {verb} the limit of {format_seconds(bound.limit_s)}"
 
 
-def _bound_cost(schedule: Schedule) -> str:
-    if math.isinf(schedule.bound.limit_s):
-        return "none was set" + (" on the latency" if schedule.prospects else "")
+def _limit_cost(schedule: Schedule) -> str:
     lost, free = lost_to_bound(schedule), schedule.proof.unbounded_qps
     if lost is None or free is None:
         return "its cost was not computed"
@@ -278,20 +280,20 @@ def _memory(e: Estimate) -> str:
 
 
 def shown(path: Path) -> str:
-    """The path as one would type it here."""
+    """The path as a user would type it here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 def shown_width() -> int:
-    """Columns of what is shown: 80, or those of a terminal (or of COLUMNS) that has fewer."""
+    """Width of the output in columns: 80, or that of a narrower terminal (or of COLUMNS)."""
     if not (sys.stdout.isatty() or sys.stderr.isatty() or os.environ.get("COLUMNS")):
         return WIDTH
     return max(min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH), _LEAST_WIDTH)
 
 
 def paragraph(text: str, width: int | None = None) -> str:
-    """The text in lines of at most `width` columns; None: as wide as is shown."""
+    """The text in lines of at most `width` columns (default: `shown_width`)."""
     return textwrap.fill(_ascii(text), width or shown_width(), break_on_hyphens=False)
 
 
@@ -329,8 +331,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
 
 
 def _narrowed(widths: list[int], least: Sequence[int], columns: Sequence[int], excess: int) -> int:
-    """Makes the widest of the columns that are over their least narrower, again and again; returns
-    what is left to save."""
+    """Narrows the widest columns step by step down to their `least`; returns the excess left."""
     while excess > 0 and (over := [i for i in columns if widths[i] > least[i]]):
         widths[max(over, key=lambda column: widths[column])] -= 1
         excess -= 1
@@ -338,7 +339,7 @@ def _narrowed(widths: list[int], least: Sequence[int], columns: Sequence[int], e
 
 
 def _wrapped(row: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> list[list[str]]:
-    """The row in as many lines as its cells of words need."""
+    """The row as lines, as many as its cells of words need."""
     parts = [[cell] if i in right or len(cell) <= widths[i] else
              textwrap.wrap(cell, widths[i], break_on_hyphens=False) for i, cell in enumerate(row)]
     return [list(line) for line in zip_longest(*parts, fillvalue="")]

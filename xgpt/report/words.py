@@ -1,4 +1,4 @@
-"""The report's sentences: what ran, what the schedule does, what the bound cost."""
+"""Sentences of reports and screens: about the run, the schedule, and the cost of the limit."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ MAX_TEXT = 20_000
 
 
 def clean(text: str, limit: int = MAX_TEXT) -> str:
-    """`text` as any UTF-8 page can hold it: what has no glyph, or turns the direction of what
-    follows, is shown as an escape."""
+    """`text` for a page: characters without a glyph, and those that turn the direction of text, are
+    escaped; a text longer than `limit` is cut."""
     shown = visible(text)
     return shown if len(shown) <= limit else (
         f"{shown[:limit]} [{len(shown) - limit:,} more characters are in the files beside]")
@@ -41,32 +41,32 @@ def tight(sentence: str) -> str:
 
 
 def counted(count: float, noun: str) -> str:
-    """`3 queries`, `1 query`."""
+    """A number with its noun: `3 requests`, `1 request`."""
     plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
     return f"{count:,.0f} {noun if count == 1 else plural}"
 
 
-def copies(count: int, devices: int) -> str:
-    """`8 copies on 1 device each`."""
+def replicas(count: int, devices: int) -> str:
+    """`8 replicas on 1 device each`."""
     if count == 1:
-        return f"1 copy on {counted(devices, 'device')}"
-    return f"{count:,} copies on {counted(devices, 'device')} each"
+        return f"1 replica on {counted(devices, 'device')}"
+    return f"{count:,} replicas on {counted(devices, 'device')} each"
 
 
 def headline(output: Output, metrics: Mapping[str, Any]) -> str:
-    """What ran, on what, how many queries, how fast."""
+    """A sentence about a run: its model, machine, requests and speed."""
     model = text_at(output.job, "model") or "a model"
     model = model.rstrip("/").rsplit("/", 1)[-1]  # a local directory by its name
     queries, wall_s = number(metrics, "queries") or 0.0, number(metrics, "wall_s", "measured")
     rate = number(metrics, "throughput_qps", "measured")
     where = _place(output, metrics)
     if not queries:
-        return f"{model} on {where}: no query is done yet"
+        return f"{model} on {where}: no request is done yet"
     before = min(output.queries_before, queries)
     if before and wall_s is None and rate is None:
-        return f"{counted(queries, 'query')} through {model} on {where}, by several runs"
-    # the time and the speed are of this run, of the others they are not known
-    of = counted(queries - before, "query") + f" of {queries:,.0f}" * bool(before)
+        return f"{counted(queries, 'request')} through {model} on {where}, by several runs"
+    # time and speed are known of this run alone
+    of = counted(queries - before, "request") + f" of {queries:,.0f}" * bool(before)
     took = f" in {format_seconds(wall_s)}" if wall_s is not None else ""
     speed = f", {plain(rate)} requests a second" if rate is not None else ""
     rest = f", after {before:,.0f} by earlier runs" if before else ""
@@ -74,22 +74,22 @@ def headline(output: Output, metrics: Mapping[str, Any]) -> str:
 
 
 def bare_gap(schedule: Schedule) -> str:
-    """What a gap is to where the schedule has a margin, and how much of it is not the margin's."""
-    proof, to = schedule.proof, "to schedules with no margin of their own"
+    """Words for the meaning of a gap if the schedule has a safety margin."""
+    proof, to = schedule.proof, "to schedules without a safety margin"
     if proof.bare_gap is None or proof.bare_qps is None:
         return to
-    return (f"{to}: the best seen of those has {plain(proof.bare_qps)} requests/s, which leaves "
-            f"{percent(proof.bare_gap, 2)} open; the rest is the margin")
+    return (f"{to}: the best found has {plain(proof.bare_qps)} requests/s, gap "
+            f"{percent(proof.bare_gap, 2)}; the rest is the margin")
 
 
 def bounds_words(schedule: Schedule) -> str:
-    """What no schedule by each policy exceeds; those of one bound together."""
+    """A sentence with the upper bound of each policy, equal ones together."""
     policies: dict[str, list[str]] = {}
     for name, qps in schedule.proof.policy_bounds:
         policies.setdefault(plain(qps), []).append(policy(name).title)
     parts = [f"{qps}{' requests/s' * (index == 0)} by {listed(names)}"
              for index, (qps, names) in enumerate(policies.items())]
-    return f"{', '.join(parts)}. These are bounds, not schedules"
+    return f"{', '.join(parts)}. Upper bounds, not achievable schedules"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -98,12 +98,12 @@ def listed(names: Sequence[str]) -> str:
 
 
 def margin_words(schedule: Schedule) -> str:
-    """What was planned for, why, and what it cost in throughput, where that is known: not of what
-    was chosen for a job's own queries by their time."""
+    """A sentence about the safety margin, with its cost if known; it is not known for a schedule
+    that was chosen for the job's duration."""
     note = schedule.margin.note
     if schedule.margin.factor <= 1 or schedule.proof.status == Status.JOB:
         return note
-    cost = ("costs nothing: the best schedule for the bound itself also keeps this tighter one"
+    cost = ("costs nothing: the best schedule for the limit itself also keeps this tighter one"
             if schedule.margin.cost <= 0 else
             f"costs {percent(schedule.margin.cost, digits=1)} of the throughput")
     return f"{note}; the margin {cost}"
@@ -114,11 +114,11 @@ PROSPECTS: Mapping[Metric, str] = {
 
 
 def prospect_words(prospect: Prospect) -> str:
-    """What is expected of a bound, with its margin and without."""
+    """A sentence about the expected value of a metric, with its limit and safety margin."""
     margin = "" if prospect.with_margin_s <= 1.001 * prospect.expected_s else (
         f", {format_seconds(prospect.with_margin_s)} with its margin")
     verb = "within" if prospect.is_kept else "OVER"
-    return (f"{format_seconds(prospect.expected_s)}{margin}, {verb} the bound of "
+    return (f"{format_seconds(prospect.expected_s)}{margin}, {verb} the limit of "
             f"{format_seconds(prospect.limit_s)}")
 
 
@@ -130,7 +130,7 @@ def pruned_words(schedule: Schedule) -> str:
 
 
 def layers_of(stage: StageAssignment) -> str:
-    """`layers 0-14`, with the encoder's layers apart where there are any."""
+    """The layers of a stage: `layers 0-14`, with an encoder's layers apart."""
     parts = []
     if stage.num_encoder_layers:
         first = stage.first_encoder_layer
@@ -143,7 +143,7 @@ def layers_of(stage: StageAssignment) -> str:
 
 
 def ranks_of(stage: StageAssignment) -> str:
-    """`rank 0` or `ranks 0-3`."""
+    """The ranks of a stage: `rank 0` or `ranks 0-3`."""
     return f"{'rank' if len(stage.ranks) == 1 else 'ranks'} {ranges(stage.ranks)}"
 
 
@@ -159,7 +159,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def banner(output: Output) -> str | None:
-    """The first thing to know of a run that is not simply done; None for one that is."""
+    """The warning at the top of the page of a run that is not simply done; else None."""
     if output.metrics is None:
         return ("This run has not finished: it wrote no metrics.json. It was stopped before its "
                 "end, or is still going. What follows is computed from what is on disk.")
@@ -171,9 +171,9 @@ def banner(output: Output) -> str | None:
         said.append(f"{counted(num_errors, 'request')} could not be served; see the errors below.")
     if output.queries_before:
         said.append(
-            f"{counted(output.queries_before, 'query')} of this job were answered by earlier runs. "
-            "Figures of time and speed are of the others, which this run answered; the answers, "
-            "their lengths and their latencies' distributions are of all.")
+            f"{counted(output.queries_before, 'request')} of this job were answered by earlier "
+            "runs. Figures of time and speed count this run's requests only; answers, their "
+            "lengths and the distribution of latencies count all.")
     return " ".join(said) or None
 
 
@@ -187,7 +187,7 @@ def _place(output: Output, metrics: Mapping[str, Any]) -> str:
 
 
 def loading_words(metrics: Mapping[str, Any]) -> str | None:
-    """What was loaded, and how quickly."""
+    """Words for the weights loaded, and the speed; None if unknown."""
     loaded, seconds = number(metrics, "loaded_bytes"), number(metrics, "load_s", "measured")
     if not loaded or not seconds:
         return None
@@ -197,15 +197,15 @@ def loading_words(metrics: Mapping[str, Any]) -> str | None:
 
 
 def operators_words(metrics: Mapping[str, Any]) -> str | None:
-    """That torch's operators served, or that no decode steps were captured on a GPU, and why; None
-    where ours did, and they were."""
+    """A sentence if torch's operators were used, or no decode steps were captured on a GPU, with
+    the reason; else None."""
     said = text_at(metrics, "operators") or ""
     return said if "torch's serve" in said or "no CUDA graphs" in said else None
 
 
 def agreement_words(metrics: Mapping[str, Any]) -> str | None:
-    """How often 8-bit products choose the token that the model's own type chooses; None for a run
-    without them."""
+    """A sentence about how often 8-bit products choose the token of the model's own dtype; None for
+    a run without them."""
     positions, agreeing = (number(metrics, "agreement", key) for key in ("positions", "agreeing"))
     if positions is None or agreeing is None:
         return None
@@ -217,13 +217,13 @@ def agreement_words(metrics: Mapping[str, Any]) -> str | None:
             f"{positions:,.0f} positions of {inputs}")
 
 
-# variables that the words below speak of; others are named by their policy's row
+# variables that `controls_line` has words for; others are named by their policy's row
 _TOLD = {"encode_batch", "decode_iterations", "decode_micro_batches", "encode_micro_batches",
          "max_active", "token_budget", "encode_chunk"}
 
 
 def value_of(estimate: Estimate, variable: str) -> int | None:
-    """What is executed; None where the policy has no such variable, or it is without limit."""
+    """The value of a control variable; None if the policy has no such variable, or no limit."""
     if variable not in policy(estimate.policy).variable_names:
         return None
     value: int | None = getattr(estimate.controls, variable)
@@ -231,7 +231,7 @@ def value_of(estimate: Estimate, variable: str) -> int | None:
 
 
 def controls_line(estimate: Estimate) -> str:
-    """The policy and its control variables in a few words."""
+    """The policy and its control variables, in a few words."""
     groups, title = estimate.deployment.num_groups, policy(estimate.policy).title
     in_groups = f", in {groups} micro-batches" if groups > 1 else ""
     more = "".join(f", {words}" for words in _others(estimate))
@@ -255,20 +255,20 @@ def controls_line(estimate: Estimate) -> str:
 
 
 def controls_cell(estimate: Estimate) -> str:
-    """The control variables without the policy's name, and tensor parallelism where there is."""
+    """The control variables without the policy's name, and tensor parallelism, in a few words."""
     words, deployment = controls_line(estimate).partition(": ")[2], estimate.deployment
     return words + (f"; TP {deployment.tp_degree} on {deployment.tp_gpus}"
                     if deployment.tp_degree > 1 else "")
 
 
 def policy_sentence(estimate: Estimate) -> str:
-    """What the policy is."""
+    """A sentence that describes the policy."""
     row = policy(estimate.policy)
     return f"{row.title}: {row.words}."
 
 
 def _others(estimate: Estimate) -> list[str]:
-    """Variables that only their row has words for."""
+    """Values of other control variables, with the words of their policy's row."""
     return [f"{value} {variable.words}" for variable in policy(estimate.policy).variables
             if variable.name not in _TOLD
             and (value := value_of(estimate, variable.name)) is not None]

@@ -155,7 +155,7 @@ class Place:
 
 
 def no_run(output: Path | None = None) -> XgptError:
-    """What to raise if there is no run in `output`, or none at all."""
+    """An XgptError that says that there is no run in `output` (None: none at all)."""
     where = "here" if output is None else f"in {shown(output)}"
     return XgptError(f"No run {where} yet. Start one: xgpt submit job.yaml")
 

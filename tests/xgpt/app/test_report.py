@@ -46,7 +46,7 @@ def test_runs_and_the_fastest_are_named_by_what_tells_them_apart_and_differences
     assert told["constraint.latency_s"] == ["30", "20"]
     assert set(told) == {"constraint.latency_s", "model", "workload.requests"}
     rows = dict(figure_rows(read))
-    assert rows["Queries"] == ["8", "12"] and rows["Policy"] == ["RRA", "RRA"]
+    assert rows["Requests"] == ["8", "12"] and rows["Policy"] == ["RRA", "RRA"]
     assert all("(predicted 2.05 requests/s)" in cell for cell in rows["Throughput"])
     first, second = read_runs(runs)
     half = dict(first.metrics) | {"throughput_qps": {"measured": 1.0}}
@@ -137,5 +137,5 @@ def test_a_report_of_a_folder_writes_the_table_that_its_job_asked_for(tmp_path):
     fake_run.write_spool(out, [Record(id=f"q{i}", line=i + 1) for i in range(3)])
     (out / "results.jsonl").write_text('{"index": 0, "text": "yes"}\n')
     assert write_tables([place_of(out)]) == [table]
-    assert [line[:7] for line in table.read_text().splitlines()] == ["id,text", "q0,yes,"]
+    assert [line[:7] for line in table.read_text().splitlines()] == ["id,answ", "q0,yes,"]
     assert write_tables([place_of(out)] * 2) == []

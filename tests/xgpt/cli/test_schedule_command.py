@@ -58,7 +58,7 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job):
     labels = [line[:13].strip() for line in done.stdout.splitlines()]
     others = {"rra", "waa-c", "waa-m"} - {found["policy"]}
     assert all(f"\n{name.upper()} " in done.stdout for name in others)
-    assert {"why", "margin", "search", "ruled out"} <= set(labels)
+    assert {"why", "margin", "search", "pruned"} <= set(labels)
     assert len(found["explanation"]) == 3 and found["explanation"][0].split()[0].lower() == (
         found["policy"])
     text = " ".join(done.stdout.split())

@@ -160,11 +160,11 @@ def test_without_scripts_every_chart_has_its_data(opened):
 def test_an_axis_shows_what_is_chosen(opened):
     page = opened
     figure = page.locator("figure:has([data-chart=scenario-0])")
-    figure.locator("select").nth(1).select_option("device-seconds a query")
+    figure.locator("select").nth(1).select_option("device-seconds per request")
     chart = "document.querySelector('[data-chart=scenario-0]')"
     shown = page.evaluate(f"{chart}.data[1].y.filter(value => value !== null)")
     assert shown == pytest.approx([4 / 12, 4 / 24, 4 / 26], rel=1e-4)
-    assert page.evaluate(f"{chart}._fullLayout.yaxis.title.text") == "device-seconds a query"
+    assert page.evaluate(f"{chart}._fullLayout.yaxis.title.text") == "device-seconds per request"
     assert page.evaluate(f"{chart}.layout.shapes.length") == 1
     figure.locator("select").first.select_option("expected latency, seconds")
     assert page.evaluate(f"{chart}.data[1].x") == [1.5, 4.5, None, 7.5]

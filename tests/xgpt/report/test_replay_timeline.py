@@ -28,7 +28,7 @@ def test_a_sweep_over_copies_draws_a_line_for_each_policy_and_number():
     (chart,) = [one for one in sweep_charts(rows) if one.name == "scenario-0"]
     assert [own.label for own in chart.series] == [
         "RRA, 1 copy", "RRA, 4 copies", "Sarathi, 1 copy", "Sarathi, 4 copies"]
-    assert list(chart.series[1].columns["copies of the model"]) == [4, 4]
+    assert list(chart.series[1].columns["replicas"]) == [4, 4]
 
 
 KINDS = {"E": StepKind.ENCODE, "D": StepKind.DECODE, "M": StepKind.MIXED}
@@ -163,16 +163,16 @@ def test_a_scenario_has_a_curve_for_each_policy_and_either_axis_shows_others(cha
     assert list(curves["WAA-C"].x) == [2, 10, None, 10 * NO_BOUND_AT]
     assert list(curves["WAA-C"].y) == [12, 24, None, 26]
     assert list(curves["RRA"].y) == [30, None, 45]
-    assert "RRA: encode 2 together; bound 10.0 s; latency 4.50 s" in curves["RRA"].notes[0]
-    assert [mark.label for mark in charts["scenario-0"].marks] == ["no bound"]
+    assert "RRA: encode 2 together; limit 10.0 s; latency 4.50 s" in curves["RRA"].notes[0]
+    assert [mark.label for mark in charts["scenario-0"].marks] == ["no limit"]
     assert list(charts["scenario-0"].x.ticks) == [0, 2, 10]  # and none where no bound is
     chart = charts["scenario-0"]
     assert chart.x_choices[:2] == ["latency bound, seconds", "expected latency, seconds"]
     assert "devices" not in chart.x_choices, "all have four"
-    assert {"device-seconds a query", "memory of the fullest rank, GiB"} <= set(chart.y_choices)
+    assert {"device-seconds per request", "memory of the fullest rank, GiB"} <= set(chart.y_choices)
     assert "time of the job, seconds" not in chart.y_choices, "none is known"
     waa = next(series for series in chart.series if series.label == "WAA-C")
-    assert [value for value in waa.columns["device-seconds a query"]
+    assert [value for value in waa.columns["device-seconds per request"]
             if value is not None] == pytest.approx([4 / 12, 4 / 24, 4 / 26])
 
 

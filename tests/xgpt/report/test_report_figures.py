@@ -25,7 +25,7 @@ from xgpt.report.figures import (
     why_not_predicted,
 )
 from xgpt.report.lanes import Lane
-from xgpt.report.output import Output, QueryColumns, QueryFigures, read_output, told
+from xgpt.report.output import Output, QueryColumns, QueryFigures, read_output, recorded
 from xgpt.requests.spool import Record
 
 
@@ -35,7 +35,7 @@ def test_columns_hold_what_was_put_in_and_metrics_so_far_count_from_the_first_en
     columns = QueryColumns(queries)
     assert len(columns) == 3
     assert columns.times("latency_s").tolist() == [1.5, 9.0, 3.0]
-    assert told(columns.times("ttft_s")).tolist() == [0.25]
+    assert recorded(columns.times("ttft_s")).tolist() == [0.25]
     assert columns.counts("output_tokens").tolist() == [7, 2**31 - 1, 10]
     assert columns.reasons() == {"stop": 2, "length": 1}
     assert not QueryColumns().reasons() and not len(QueryColumns().times("ttft_s"))

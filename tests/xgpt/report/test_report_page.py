@@ -157,16 +157,16 @@ def test_figures_of_a_run_that_went_on_are_said_to_be_of_its_own_queries(tmp_pat
     path.write_text(json.dumps(metrics), encoding="utf-8")
     written = write_report(directory).read_text(encoding="utf-8")
     text, figures = Page(written).text, figures_of(written)
-    assert re.search(r"6 queries of 24 through .* a second, after 18 by earlier runs", text)
-    assert "18 queries of this job were answered by earlier runs." in text
+    assert re.search(r"6 requests of 24 through .* a second, after 18 by earlier runs", text)
+    assert "18 requests of this job were answered by earlier runs." in text
     assert "and this run answered the rest of it" in text and "Predicted against" not in text
-    assert "over 24 queries of all runs of this job." in text
+    assert "over 24 requests of all runs of this job." in text
     assert "done" not in figures  # the runs' clocks are not one
     assert [series["name"] for series in figures["latency"]["data"]] == ["measured"]
     (directory / "metrics.json").unlink()  # killed
     (directory / "progress.json").write_text('{"done_before": 18}', encoding="utf-8")
     text = Page(write_report(directory).read_text(encoding="utf-8")).text
-    assert "24 queries through smollm2-135m on 2 ranks of this machine, by several runs." in text
+    assert "24 requests through smollm2-135m on 2 ranks of this machine, by several runs." in text
     assert "queries a second" not in text
 
 
@@ -180,7 +180,7 @@ def test_a_killed_run_has_a_page_that_says_so(tmp_path, size):
     page = Page(write_report(directory).read_text(encoding="utf-8"))
     assert "This run has not finished: it wrote no metrics.json" in page.text
     assert ("The last line of results.jsonl is torn" in page.text) == (size > 0)
-    expected = "met so far" if size == 5000 else "no query is done yet"
+    expected = "met so far" if size == 5000 else "no request is done yet"
     assert expected in page.text
 
 

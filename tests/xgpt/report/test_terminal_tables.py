@@ -158,8 +158,8 @@ def test_what_is_proved_ruled_out_and_kept_back_is_as_its_screen():
 
 def test_no_share_of_the_hardware_is_above_one():
     qps = fake_schedule().figures.throughput_qps
-    assert "peak rate" in schedule(hardware_qps=4.0 * qps)
-    assert "peak rate" not in schedule(hardware_qps=0.5 * qps)
+    assert "roofline limit" in schedule(hardware_qps=4.0 * qps)
+    assert "roofline limit" not in schedule(hardware_qps=0.5 * qps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
