@@ -104,14 +104,15 @@ class SearchPlanner:
             raise refusal_of(self.problem, self._timing, self.search, keeps, latency_bound_s)
         margin = self._margin(keeps, found) if has_margin else Margin()
         best_qps, is_tied = total_qps(found), False
-        if margin.factor > 1 + WIDE * NEAR and (simpler := self._simpler(found, keeps)):
+        is_wide = math.isinf(latency_bound_s) or margin.factor > 1 + WIDE * NEAR
+        if has_margin and is_wide and (simpler := self._simpler(found, keeps)):
             found, is_tied, margin = simpler, True, self._margin(keeps, simpler)
         estimate = together(found)
         qps = estimate.figures.throughput_qps
         if is_tied:
             estimate = replace(estimate, notes=(*estimate.notes, (
                 f"a simpler placement than the fastest found, for {1 - qps / best_qps:.1%} less "
-                "throughput, far within the safety margin")))
+                "throughput: far less than the step times may be off")))
         upper_qps, by_policy = self._upper_bound(latency_bound_s, keeps, qps)
         bare_qps = free_qps = None
         rows: list[Rejected] = []

@@ -13,6 +13,7 @@ from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.schedule import executable, plan_job
 from xgpt.cli.terminal import Terminal
 from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError
@@ -250,3 +251,24 @@ def test_a_profile_that_ends_before_the_job_is_named(policy):
     timing: Any = Refusing(toy_times(own), 0.0)
     with pytest.raises(InfeasibleError, match="was measured for smaller sizes"):
         plan(own, timing, BRIEF)
+
+
+def test_of_near_ties_the_simplest_is_taken_and_what_it_gives_up_is_said():
+    """One replica across both nodes is 1 to 2 % faster than one in each node."""
+    link = catalog.link("pcie4-x16-p2p")
+    problem = Problem(
+        model=catalog.model("opt-13b"), dtype="bfloat16", lengths=catalog.task("S"),
+        cluster=Cluster(name="2x2", device=catalog.device("A40"), num_nodes=2, devices_per_node=2,
+                        intra_link=link, inter_link=catalog.link("ib-400g")),
+        constraint=latency_constraint(latency_s=math.inf), num_queries=None,
+        fixed=FixedSchedule(policies=("sarathi",)), default_max_tokens=80)
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    simple = Planner(problem, timing).steady()
+    fastest = SearchPlanner(problem, timing, is_brief=True).best(
+        math.inf, has_margin=False)
+    assert fastest.deployment.devices_per_replica > 2, "else this test shows nothing"
+    assert simple.deployment.devices_per_replica == 2, "within a node"
+    lost = 1 - simple.figures.throughput_qps / fastest.figures.throughput_qps
+    assert lost < 0.025
+    (note,) = (note for note in simple.estimate.notes if "simpler placement" in note)
+    assert "% less throughput" in note
