@@ -70,7 +70,7 @@ def _systems(task: str, bound: str) -> Record:
 
 def system_page(records: Mapping[str, Record]) -> list[str]:
     return [*table(("task, limit", "seconds", *(name.upper() for name in SYSTEMS))),
-            *(f"| {key} | {record['bound_s']:.3g} | "
+            *(f"| {key} | {float(record['bound_s']):.3g} | "
               + " | ".join(_rate(record[name]) for name in SYSTEMS) + " |"
               for key, record in records.items())]
 
@@ -235,7 +235,7 @@ def data_set_page(records: Mapping[str, Record]) -> list[str]:
         rates: dict[str, float | None] = {
             name: (record[name] or {}).get("replayed_qps") for name in names}
         best = max((rates["rra"] or 0.0, rates["waa"] or 0.0))
-        lines.append(f"| {key} | {record['bound_s']:.3g} | " + " | ".join(
+        lines.append(f"| {key} | {float(record['bound_s']):.3g} | " + " | ".join(
             "none" if (one := record[name]) is None or rates[name] is None else
             f"{one['planned_qps']:.3g}, {rates[name]:.3g}, {one['latency_s']:.3g}"
             for name in names) + f" | {best / (rates['ft'] or math.nan):.2f} |")
@@ -273,7 +273,7 @@ def drift_page(records: Mapping[str, Record]) -> list[str]:
     lines = table(("policy", "figure", "the paper", "here"))
     for name, record in records.items():
         if not record["rows"]:
-            lines.append(f"| {name} | no schedule keeps {record['bound_s']:.3g} s | | |")
+            lines.append(f"| {name} | no schedule keeps {float(record['bound_s']):.3g} s | | |")
             continue
         rows = {(row["statistic"], row["change"]): row for row in record["rows"]}
         said: list[tuple[str, str, float]] = [

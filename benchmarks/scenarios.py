@@ -42,6 +42,7 @@ from paper_scenarios import (
     scenarios,
 )
 
+from xgpt.core.schedule_file import write_json
 from xscheduler.ft_latency import ft_plan
 
 Record = dict[str, Any]
@@ -122,7 +123,7 @@ def gain_page(records: Mapping[str, Record]) -> list[str]:
             str(own["encode_batch"]),
             str(own["decode_iterations"]) if own["policy"] == "rra" else "",
             f"{own['tp_degree']}x{own['tp_gpus']}", f"{own['latency_s']:.3g}"]
-        lines.append(f"| {name} | {record['bound_s']:.3g} | {' | '.join(cells)} "
+        lines.append(f"| {name} | {float(record['bound_s']):.3g} | {' | '.join(cells)} "
                      f"| {gain(record, 'paper_policies'):.2f} | {' | '.join(controls)} |")
     return lines
 
@@ -168,7 +169,7 @@ def main() -> None:
                 known[part][key] = make()
                 print(part, key, flush=True)
                 if path is not None:
-                    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+                    write_json(path, known)
     lines = ["# The paper's figures and tables", "", about(__doc__), ""]
     for part, (title, page) in PAGES.items():
         if known.get(part):

@@ -1,4 +1,4 @@
-"""Memory of a rank in bytes (docs/paper.md): weights, KV cache, activations.
+"""Memory of a rank in bytes (docs/reproducing.md): weights, KV cache, activations.
 
 The runner reserves input + most output tokens of a request when it admits it. The KV cache is sized
 for a high quantile of the reserved tokens. Each decode micro-batch has an equal share of it."""

@@ -1,4 +1,4 @@
-"""Distributions of input and output lengths, in tokens (paper section 6; docs/paper.md)."""
+"""Distributions of input and output lengths, in tokens (paper section 6; docs/reproducing.md)."""
 
 import math
 from collections.abc import Callable, Sequence

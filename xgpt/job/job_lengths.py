@@ -1,4 +1,4 @@
-"""Length distributions of a job (docs/paper.md), for each kind of LengthSpec.
+"""Length distributions of a job (docs/reproducing.md), for each kind of LengthSpec.
 
 `observe` (output lengths are learned from the first part of the job) starts conservatively: every
 answer is planned at its cap. A request can then only end earlier than planned: neither the latency
