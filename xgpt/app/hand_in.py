@@ -7,11 +7,11 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xgpt.app.opened import open_job
 from xgpt.app.running.finished import done_already
@@ -29,8 +29,9 @@ from xgpt.job.sections import SlurmSpec, time_of
 from xgpt.launch.exports import Exported, render_jobset, render_skypilot
 from xgpt.launch.launcher import Allocation, node_names
 from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, quoted, render_sbatch, submit_script
-from xgpt.report.table import WIDTH
-from xgpt.report.words import counted
+from xgpt.report.plan_screen import placement
+from xgpt.report.table import WIDTH, fact, shown
+from xgpt.report.words import controls_line, counted
 from xgpt.run_folder.files import SlurmRecord, load_record, standard_input
 from xprofiler.roofline import Roofline
 from xrunner.backends.engine import mistake
@@ -131,18 +132,34 @@ def in_allocation(job: Job, allocation: Allocation, tell: Teller) -> Job:
 Wanted = tuple[Job, tuple[str, ...]]  # a job that is to be handed in, and its `--set`s
 
 
+class Needed(NamedTuple):
+    """Seconds of a job with loading: expected, and with set-up and all margins."""
+
+    expected_s: float
+    sure_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
     """All that there is before anything is handed in. `plans`: of each job, where one can be made
-    here. `limit`: a sentence on the time limit."""
+    here; `needed`: the time of each, where that is known. `limit`: label and words."""
 
     batch: BatchJob
     plans: tuple[Plan | None, ...]
-    limit: str
+    needed: tuple[Needed | None, ...]
+    limit: tuple[str, str]
 
     @property
     def script(self) -> str:
         return render_sbatch(self.batch)
+
+    def __str__(self) -> str:
+        """The screen of what is handed in: how long each job takes, its plan, limit and script."""
+        rows = [row for parts in zip(self.batch.tasks, self.plans, self.needed, strict=True)
+                for row in _facts(*parts)]
+        script = shown(self.batch.tasks[0].output / SCRIPT)
+        rows += [self.limit, ("script", f"{script} (--verbose prints it)")]
+        return "\n".join(fact(label, text) for label, text in rows)
 
     def to_dict(self) -> dict[str, Any]:
         return {"script": self.script, "nodes": self.batch.nodes,
@@ -168,12 +185,10 @@ def hand_in_jobs(wanted: Sequence[Wanted], tell: Teller, *, is_dry: bool = False
     if not jobs:
         return {"jobs": done}
     drafted = draft(jobs, tell, fetches=not is_dry)
-    for task, plan in zip(drafted.batch.tasks, drafted.plans, strict=True):
-        tell.say(f"{task.job_file.name}: " + (
-            "profile and schedule are found in the allocation, on the nodes themselves"
-            if plan is None else f"{plan}\n(planned anew in the allocation, by its own profile)"))
+    tell.say(str(drafted))
+    for plan in filter(None, drafted.plans):
+        tell.detail(plan.details)
     if is_dry:
-        tell.say(drafted.limit)
         return drafted.to_dict()
     records = submit_to_slurm(jobs, drafted)
     tell.say(how_to_follow(records, drafted))
@@ -192,7 +207,8 @@ def draft(wanted: Sequence[Wanted], tell: Teller, *, fetches: bool) -> Draft:
     first, layout = jobs[0], _common_layout(jobs)
     assert first.slurm is not None
     plans = tuple(_plan(job, tell, fetches=fetches) for job in jobs)
-    time, sentence = _time_limit(first, plans)
+    needed = tuple(map(_needed, plans))
+    time, limit = _time_limit(first, needed)
     spec = first.slurm
     batch = BatchJob(
         name=first.name, spec=spec, nodes=layout.nodes, ranks_each=layout.ranks_each,
@@ -201,7 +217,24 @@ def draft(wanted: Sequence[Wanted], tell: Teller, *, fetches: bool) -> Draft:
         tasks=tuple(Task(job_file=job.source, output=job.output, overrides=overrides)
                     for job, overrides in wanted))
     check_paths(batch)
-    return Draft(batch=batch, plans=plans, limit=sentence)
+    return Draft(batch=batch, plans=plans, needed=needed, limit=limit)
+
+
+def _facts(task: Task, plan: Plan | None, needed: Needed | None) -> Iterator[tuple[str, str]]:
+    """What is expected of one job, the time first."""
+    if plan is None:
+        yield "time", "known in the allocation, where the profile and the schedule are made"
+        yield "job", task.job_file.name
+        return
+    problem, chosen = plan.opened.problem, plan.schedule.estimate
+    yield "time", "not predicted" if needed is None else (
+        f"{format_seconds(needed.expected_s)} expected, {format_seconds(needed.sure_s)} at "
+        f"{problem.constraint.confidence:.0%} (loading and set-up included)")
+    yield "job", (f"{task.job_file.name}: {counted(problem.num_queries or 0, 'request')}, "
+                  f"{problem.model.name} on {problem.cluster.num_devices} x "
+                  f"{problem.cluster.device.name}")
+    yield "plan", f"{controls_line(chosen)}; {placement(chosen)}"
+    yield "times", f"{plan.timing.provenance()}; planned anew in the allocation"
 
 
 def submit_to_slurm(wanted: Sequence[Wanted], drafted: Draft) -> tuple[SlurmRecord, ...]:
@@ -231,7 +264,7 @@ def how_to_follow(records: Sequence[SlurmRecord], drafted: Draft) -> str:
     batch = drafted.batch
     lines = [f"handed in as Slurm's job {records[0].job_id.partition('_')[0]}: {batch.nodes} "
              f"{'node' if batch.nodes == 1 else 'nodes'}, {batch.nodes * batch.ranks_each} ranks"
-             + (f", {len(records)} tasks" if batch.is_array else ""), drafted.limit]
+             + (f", {len(records)} tasks" if batch.is_array else "")]
     for task, record in zip(batch.tasks, records, strict=True):
         output = quoted(str(task.output))
         lines += [f"follow:  xgpt status {output}", f"         tail -F {quoted(str(record.log))}",
@@ -275,31 +308,30 @@ def _plan(job: Job, tell: Teller, *, fetches: bool) -> Plan | None:
     return plan_job(executable(opened))
 
 
-def _time_limit(job: Job, plans: Sequence[Plan | None]) -> tuple[str | None, str]:
-    """(the limit as Slurm takes it, a sentence)"""
+def _time_limit(job: Job, needed: Sequence[Needed | None],
+                ) -> tuple[str | None, tuple[str, str]]:
+    """(the limit as Slurm takes it, its label and words)"""
     assert job.slurm is not None
-    seconds = [_needed_s(plan) for plan in plans]
-    known = [needed for needed in seconds if needed is not None]
-    if job.slurm.time_s is not None:
-        sentence = f"time limit {job.slurm.time}, as slurm.time says"
-        if known and max(known) > job.slurm.time_s:
-            again = (f" and goes back to the queue, up to {counted(job.slurm.requeue, 'time')}"
-                     if job.slurm.requeue else ", and the same command goes on from there")
-            sentence += (f"; warning: the job may take {format_seconds(max(known))} by the "
-                         "schedule's prediction with its margin, loading and setting up included: "
-                         f"it is stopped before the limit{again}")
-        return job.slurm.time, sentence
-    if len(known) < len(seconds):
-        return None, ("no time limit is asked for, so the partition's own holds: how long the job "
-                      "takes is not known on this machine (slurm.time sets a limit)")
-    most_s = math.ceil(max(known) / _STEP_S) * _STEP_S
-    return time_of(most_s), (f"time limit {time_of(most_s)}: {format_seconds(max(known))} by the "
-                             "schedule's prediction with its margin, loading and setting up "
-                             "included (slurm.time sets another)")
+    known = [own for own in needed if own is not None]
+    most_s = math.ceil(max((own.sure_s for own in known), default=0.0) / _STEP_S) * _STEP_S
+    if (limit_s := job.slurm.time_s) is None and len(known) < len(needed):
+        return None, ("limit", "the partition's own: how long the job takes is not known on this "
+                               "machine (slurm.time sets a limit)")
+    if limit_s is None:
+        return time_of(most_s), ("limit", f"{time_of(most_s)}, by the prediction with its margin "
+                                          "(slurm.time sets another)")
+    if not known or max(own.sure_s for own in known) <= limit_s:
+        return job.slurm.time, ("limit", f"{job.slurm.time}, as slurm.time says")
+    verb = "takes" if max(own.expected_s for own in known) > limit_s else "may take"
+    again = "the same command goes on from there" if not job.slurm.requeue else (
+        f"it is requeued, up to {counted(job.slurm.requeue, 'time')}")
+    return job.slurm.time, ("WARNING", (
+        f"slurm.time is {job.slurm.time}; the job {verb} longer. Then {again}: nothing is lost. "
+        f"Leave slurm.time out for {time_of(most_s)}"))
 
 
-def _needed_s(plan: Plan | None) -> float | None:
-    """Seconds from the job's start to its end with all margins; None where nothing is predicted."""
+def _needed(plan: Plan | None) -> Needed | None:
+    """The time from the job's start to its end; None where nothing is predicted."""
     if plan is None or initial_reason(plan.schedule) is not None:
         return None
     problem, cluster = plan.opened.problem, plan.opened.problem.cluster
@@ -309,7 +341,8 @@ def _needed_s(plan: Plan | None) -> float | None:
     slack = _COMPUTED_SLACK if isinstance(plan.timing, Roofline) else _SLACK
     weights = problem.model.num_params * DTYPE_BYTES[problem.dtype]
     load_s = weights / (cluster.num_nodes * cluster.ssd_bytes_per_s)
-    return (predicted.wall_s * plan.schedule.margin.factor + load_s) * slack + _SETUP_S
+    return Needed(predicted.wall_s + load_s, _SETUP_S + slack * (
+        predicted.wall_s * plan.schedule.margin.factor + load_s))
 
 
 def _refuse_twice(output: Path) -> None:

@@ -71,7 +71,7 @@ class CallbackTeller(LogTeller):
     def say(self, message: str) -> None:
         self._take(message)
 
-    def progress(self, line: str, *, is_last: bool = False) -> None:
+    def progress(self, line: str) -> None:
         self._take(line)
 
 

@@ -77,7 +77,7 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
                                                     is_again=is_again)
         if as_json:
             print_json(shown)
-        elif dry_run:
+        elif dry_run and is_verbose:
             show(shown["script"])
         return
     jobs = [job for job, _ in wanted]

@@ -2,6 +2,7 @@
 is refused before anything waits in a queue."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,11 @@ def test_a_person_is_told_how_to_follow_and_to_end_it(slurm, folder):
 
 
 def test_a_dry_run_shows_script_and_schedule_and_leaves_nothing(slurm, folder):
-    done = submit(write(folder), "--dry-run")
+    done = submit(write(folder), "--dry-run", "--verbose")
     assert done.stdout.startswith("#!/bin/bash") and "rra" in done.stderr.lower()
+    shown = submit(write(folder), "--dry-run")
+    assert shown.stdout == "" and shown.stderr.startswith("time  ")
+    assert len(shown.stderr.splitlines()) <= 25 and "slurm.sh (--verbose prints it)" in shown.stderr
     assert not (folder / "out").exists() and slurm.calls == []
     found = json.loads(submit(write(folder), "--dry-run", "--json").stdout)
     assert found["script"] + "\n" == done.stdout and found["ranks"] == 4
@@ -101,7 +105,7 @@ def test_a_dry_run_shows_script_and_schedule_and_leaves_nothing(slurm, folder):
 
 def test_the_time_limit_follows_from_the_plan_where_the_job_names_none(slurm, folder):
     short = submit(write(folder, slurm="{}"[1:-1]), "--slurm")
-    assert "by the schedule's prediction with its margin" in short.stderr
+    assert "by the prediction with its margin" in short.stderr
     limits = [options(slurm.script)["time"]]
     submit(write(folder), "--set", "slurm.time=", "--set", "workload.requests={count: 9000}",
            "--set", "output=more", "--set", "model=opt-13b")
@@ -109,7 +113,7 @@ def test_the_time_limit_follows_from_the_plan_where_the_job_names_none(slurm, fo
     assert limits[0] == "00:15:00" and "00:20:00" <= limits[1] < "04:00:00", limits
 
 
-@pytest.mark.parametrize(("requeue", "then"), [(3, "goes back to the queue, up to 3 times"),
+@pytest.mark.parametrize(("requeue", "then"), [(3, "it is requeued, up to 3 times"),
                                                (0, "the same command goes on from there")])
 def test_a_time_limit_below_the_prediction_is_warned_of(slurm, folder, requeue, then):
     def sets(*values: str) -> list[str]:
@@ -121,15 +125,17 @@ def test_a_time_limit_below_the_prediction_is_warned_of(slurm, folder, requeue, 
                 "workload.requests={count: 90000}", "model=opt-13b", f"slurm.requeue={requeue}",
                 f"slurm.time={time}")).stderr.split())
 
-    assert "warning: the job may take" in said("00:30:00") and then in said("00:30:00")
+    tight = said("00:30:00")
+    assert "WARNING slurm.time is 00:30:00; the job" in tight and then in tight
+    assert re.search(r"Leave slurm.time out for \d\d:\d\d:\d\d", tight)
     ample = said("99-00:00:00")
-    assert "time limit 99-00:00:00" in ample and "warning: the job may take" not in ample
+    assert "99-00:00:00, as slurm.time says" in ample and "WARNING" not in ample
 
 
 def test_on_nodes_that_nobody_has_seen_the_partitions_limit_holds(slurm, folder):
     done = submit(write(folder, cluster="local", slurm="nodes: 2, ntasks_per_node: 3"))
-    assert "no time limit is asked for" in done.stderr
-    assert "profile and schedule are found in the allocation" in done.stderr
+    assert "the partition's own" in done.stderr
+    assert "known in the allocation" in done.stderr
     given = options(slurm.script)
     assert (given["nodes"], given["ntasks-per-node"]) == ("2", "3")
     assert "time" not in given and "gpus-per-node" not in given
