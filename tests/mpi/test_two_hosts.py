@@ -47,7 +47,7 @@ def test_two_hosts_give_the_tokens_of_one(llama, hosts, tmp_path, cache, policy,
     job = job_folder.write_job(tmp_path, directory, as_requests(queries), ranks=2,
                                schedule=SCHEDULES[policy])
     if is_measured:
-        done = on_first_host(hosts, job, *XGPT, "profile", env=cache)
+        done = on_first_host(hosts, job, *XGPT, "profile", "--verbose", env=cache)
         assert done.returncode == 0 and "transfer over network" in done.stdout, done.stderr
     before = hosts.sent_bytes()
     done = on_first_host(hosts, job, *(XGPT if is_measured else by_data_sheets.COMMAND), "submit",

@@ -23,7 +23,7 @@ from xgpt.report.figures import middle_window, percent, plain
 from xgpt.report.html_page import write_chart_page
 from xgpt.report.notebook import Printed
 from xgpt.report.plan_screen import placement
-from xgpt.report.table import estimate_table, fact
+from xgpt.report.table import estimate_table, fact, memory_words
 from xgpt.report.words import controls_line, counted
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
@@ -106,7 +106,7 @@ class Simulation(Printed):
                             f"{format_seconds(of.latency_p99_s)}; {verdict}"),
                 ("busy", f"{percent(sum(of.utilisation) / len(of.utilisation))} of the time, "
                          f"KV cache {percent(of.kv_peak_tokens / max(of.kv_tokens, 1))} at most"),
-                ("times", self.times)))])
+                ("memory", memory_words(own)), ("times", self.times)))])
 
     @property
     def details(self) -> str:

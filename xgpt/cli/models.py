@@ -12,7 +12,7 @@ import click
 
 from xgpt.app.doctor import Remedy, compare_on_gpu, examine, remedies
 from xgpt.app.models import UnsupportedModel, check_model_named, of_own_loops
-from xgpt.cli.options import json_option, print_json
+from xgpt.cli.options import json_option, print_json, verbose_option
 from xgpt.cli.terminal import show
 from xgpt.core import catalog
 from xgpt.core.units import format_bytes
@@ -28,7 +28,9 @@ from xgpt.report.table import fact, paragraph, shown_width, table
               metavar="FILE.csv", help="With --accuracy: also of closed loops that you measured "
               "(docs/accuracy.md).")
 @json_option
-def models(checked: str | None, accuracy: bool, measured: Path | None, as_json: bool) -> None:
+@verbose_option
+def models(checked: str | None, accuracy: bool, measured: Path | None, as_json: bool,
+           is_verbose: bool) -> None:
     """List the catalog: models, devices, clusters and tasks."""
     if (checked is not None and accuracy) or (measured is not None and not accuracy):
         raise click.UsageError("--accuracy goes without --check, and --measured with --accuracy")
@@ -47,7 +49,19 @@ def models(checked: str | None, accuracy: bool, measured: Path | None, as_json: 
             "run": {"models": {n: catalog.run_of("model", n) for n in catalog.names("model")},
                     "devices": {n: catalog.run_of("device", n) for n in catalog.names("device")}}})
         return
-    show(_tables())
+    show(_tables() if is_verbose else _names())
+
+
+def _names() -> str:
+    """The names that job files may use, those that xgpt has run first."""
+    rows = list[tuple[str, Sequence[str]]]()
+    for kind in ("model", "device"):
+        names = catalog.names(kind)
+        run = [name for name in names if catalog.run_of(kind, name) != "planned only"]
+        rows += [(f"{kind}s, run", run), ("planned", [one for one in names if one not in run])]
+    rows += [("clusters", catalog.names("cluster")), ("tasks", catalog.names("task"))]
+    return "\n".join([*(fact(label, ", ".join(names)) for label, names in rows),
+                      "Sizes and links: xgpt models --verbose"])
 
 
 def _check(name: str, as_json: bool) -> None:

@@ -11,7 +11,13 @@ from xgpt.app.opened import open_file
 from xgpt.app.profile import local_profile
 from xgpt.app.schedule import on_open_layouts
 from xgpt.app.wanted import wanted_profile
-from xgpt.cli.options import check_writable, job_arguments, json_option, print_json
+from xgpt.cli.options import (
+    check_writable,
+    job_arguments,
+    json_option,
+    print_json,
+    verbose_option,
+)
 from xgpt.cli.terminal import Terminal, say
 from xgpt.cli.terminal import show as show_text
 from xgpt.core import catalog
@@ -66,10 +72,11 @@ def profile() -> None:
 @click.option("--tp", "degrees", callback=_degrees, metavar="1,2,...",
               help="Tensor-parallel degrees to time the shards of; default: those this machine "
               "can run.")
+@verbose_option
 def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
-            again: bool, degrees: tuple[int, ...] | None) -> None:
+            again: bool, degrees: tuple[int, ...] | None, is_verbose: bool) -> None:
     """Time the layers of JOB.yaml's model on this machine."""
-    opened = open_file(job_file, overrides, Terminal())
+    opened = open_file(job_file, overrides, Terminal(is_verbose=is_verbose))
     if not opened.is_local:
         raise wrong(
             opened.job.source, "cluster", opened.job.cluster,
@@ -85,15 +92,16 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
     if out is not None:
         save_profile(measured, out)
         say(f"profile: written to {out}")
-    _print(measured, as_json)
+    _print(measured, as_json, is_verbose=is_verbose)
 
 
 @profile.command()
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 @json_option
-def show(file: Path, as_json: bool) -> None:
-    """Tables of a profile: times and their spread."""
-    _print(load_profile(file), as_json)
+@verbose_option
+def show(file: Path, as_json: bool, is_verbose: bool) -> None:
+    """A profile's conditions and quality; with --verbose its tables of times."""
+    _print(load_profile(file), as_json, is_verbose=is_verbose)
 
 
 @profile.command("import")
@@ -118,7 +126,7 @@ def import_(source: str, folder: Path, model: str, device: str, dtype: str, engi
                              engine=engine, version=engine_version)
     save_profile(imported, out)
     say(f"profile: written to {out}; use it with `profile: {out}` in a job file")
-    show_text(profile_tables(imported))
+    _print(imported, as_json=False, is_verbose=False)
 
 
 def _row(kind: Any, name: str) -> Any:
@@ -128,9 +136,10 @@ def _row(kind: Any, name: str) -> Any:
     return catalog.model(name) if kind == "model" else catalog.device(name)
 
 
-def _print(shown: Profile, as_json: bool) -> None:
+def _print(shown: Profile, as_json: bool, *, is_verbose: bool) -> None:
     if not as_json:
-        show_text(profile_tables(shown))
+        head, *tables = profile_tables(shown).split("\n\n")
+        show_text("\n\n".join([head, *(tables if is_verbose else ["Tables: --verbose"])]))
         return
     verdict = judge(shown)
     told = {**asdict(verdict), "sentence": verdict.sentence}

@@ -189,7 +189,7 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
                        f"{format_seconds(figures.decode_iteration_s)}, period "
                        f"{format_seconds(figures.period_s)}"),
         *_request_times(e, bound),
-        ("memory", _memory(e)),
+        ("memory", memory_words(e)),
         *search,
         # where its times are from stands above the table
         *(("note", note) for note in e.notes if not note.startswith(("times: ", LAYOUT_NOTE)))]
@@ -269,7 +269,8 @@ def _status(schedule: Schedule) -> str:
     return f"within gap {percent(proof.gap, 2)}{against}"
 
 
-def _memory(e: Estimate) -> str:
+def memory_words(e: Estimate) -> str:
+    """Memory of each rank against what it has, and whether it fits."""
     sizes = e.figures.memory_bytes
     if not sizes:
         return "-"

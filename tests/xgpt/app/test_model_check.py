@@ -46,7 +46,7 @@ def test_what_is_planned_and_executed_by_whom():
 
 
 def test_the_list_says_what_was_run_and_what_is_planned_only():
-    listed = CliRunner().invoke(cli, ["models"]).stdout
+    listed = CliRunner().invoke(cli, ["models", "--verbose"]).stdout
     last = {line.split()[0]: line.split()[-1] for line in listed.splitlines() if line}
     assert (last["smollm2-135m"], last["opt-13b"], last["qwen3-8b"]) == (
         "weights", "random", "only")

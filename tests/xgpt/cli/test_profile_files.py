@@ -36,7 +36,9 @@ def saved(tmp_path):
 
 
 def test_a_profile_is_shown_in_eighty_columns_and_as_json(saved):
-    shown = xgpt("profile", "show", saved / "a.json")
+    brief = xgpt("profile", "show", saved / "a.json").stdout
+    assert len(brief.splitlines()) <= 25 and "layer rest" not in brief and "verdict" in brief
+    shown = xgpt("profile", "show", saved / "a.json", "--verbose")
     assert shown.returncode == 0, shown.stderr
     assert "layer rest" in shown.stdout and "1.1 ms" in shown.stdout
     assert max(map(len, shown.stdout.splitlines())) <= 80
