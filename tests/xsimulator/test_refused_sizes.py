@@ -119,7 +119,7 @@ def test_a_job_beyond_the_measured_range_is_infeasible_and_says_why(latency_s, s
     with pytest.raises(InfeasibleError, match="measured for smaller sizes") as raised:
         find_schedule(problem, profiled(problem, **sizes))
     if given.get("memory") == 6e10:
-        assert "beyond 4 times" in str(raised.value) and "memory" not in str(raised.value)
+        assert "4 times" in str(raised.value) and "memory" not in str(raised.value)
 
 
 def test_layers_are_balanced_although_the_reference_workload_is_beyond_the_range():
