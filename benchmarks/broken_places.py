@@ -40,7 +40,7 @@ PLACES = (
           "test_a_run_that_starts_needs_its_requests_no_more"),
     Place("figures", "a head that is not there is asked for", "xsimulator/layer_times.py",
           "if not self.has_head:", "if self.has_head is None:",
-          "tests/xsimulator/test_stage_times.py::test_a_head_that_is_not_there_is_not_asked_for"),
+          "tests/xsimulator/test_stage_times.py::test_a_model_without_a_head_needs_no_head_times"),
     Place("figures", "of unlike copies one kind is replayed", "xsimulator/replay/replicas.py",
           "    if not estimate.others:\n        alone", "    if estimate:\n        alone",
           "tests/xgpt/app/test_unlike_copies_followed.py::"

@@ -1,5 +1,5 @@
 /* What replays share, whatever the rules: rows of groups (GroupRows in
- * xsimulator/replay/queries.py), stages of a pool (StageLine in stage_line.py), and turns of a
+ * xsimulator/replay/queries.py), stages of a pool (Pipeline in pipeline.py), and turns of a
  * single pool (PoolHead in pool.py). */
 #pragma once
 

@@ -1,4 +1,5 @@
-"""Schedules under changed output lengths: the rows, what is kept, and what is searched anew."""
+"""Schedules under changed output lengths: the rows, the unchanged schedule, and the searched
+ones."""
 
 import math
 
@@ -81,7 +82,7 @@ def test_longer_outputs_cost_throughput_and_latency(rows):
     assert rates == sorted(rates, reverse=True) and rates[0] > 1.02 * rates[-1]
     ratios = [row.queries_ratio for row in means]
     assert ratios == sorted(ratios) and ratios[-1] > 1.1
-    # a query of the same length waits for fuller batches alone, not for its own tokens
+    # a request of the same length waits for fuller batches alone, not for its own tokens
     assert rows["mean", 1.3].sequence_ratio < rows["mean", 1.3].queries_ratio
 
 

@@ -1,4 +1,4 @@
-"""Figures of a schedule on its own stages, by formula and by replay; short jobs; room."""
+"""Figures of a schedule on its own stages, by formula and by replay; short jobs; cache sizes."""
 
 import math
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_a_schedule_keeps_its_stages_under_other_lengths(policy):
             getattr(estimate.figures, name), rel=0.15)
 
 
-def test_copies_answer_as_many_times_the_queries_of_one():
+def test_replicas_answer_as_many_times_the_requests_of_one():
     own = evaluator(per_node=2)
     estimate = estimate_of(own.problem, encode_batch=4, decode_iterations=4)
     one = own.shown(estimate).figures
@@ -67,7 +67,7 @@ def test_the_same_question_has_the_same_answer():
 
 
 def test_outputs_that_are_to_be_observed_are_predicted_each_at_its_own_cap():
-    """Drawn for any query, the one long output would be cut at another's cap."""
+    """If caps were drawn at random, the one long output would be cut at another's cap."""
     caps = np.array([2] * 13 + [18])
     inputs = np.full(len(caps), 8)
     problem = toy_problem(num_queries=len(caps))
@@ -124,7 +124,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path, bound, sched
         assert found.rejected[0].throughput_qps == steady.estimate.figures.throughput_qps
 
 
-def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path):
+def test_the_chosen_schedule_is_shown_and_saved(tmp_path):
     session = session_of(tmp_path, 60, schedule="policy: rra, encode_chunk: 0, replicas: 1")
     found = plan_job(session, timing_of(session)).schedule
     assert found.proof.status == Status.JOB, "a job of few queries is mostly ramp and drain"
@@ -156,7 +156,7 @@ def test_variables_that_the_job_fixes_stay(tmp_path):
         (10, 8, groups, 0) for groups in {int(own) for cell in cells for own in cell.points[:, 2]}}
 
 
-def test_a_steady_best_that_no_time_is_known_of_is_not_said_to_take_for_ever(tmp_path):
+def test_unknown_step_times_are_named_and_not_shown_as_infinite(tmp_path):
     session = session_of(tmp_path, 60, "inf")
     steady = steady_of(session)
     taken = _chosen(steady, steady.estimate, MarginParts(

@@ -1,4 +1,4 @@
-"""Three sentences about a choice say what the figures say; what more of each limit brings."""
+"""Three sentences on a choice agree with the figures; offers for relaxed limits."""
 
 import math
 from dataclasses import replace
@@ -99,19 +99,19 @@ def test_a_waa_schedule_names_its_pools():
     ({"latency_s": 1.995}, ["the latency bound"]), ({"latency_s": 1.9}, []),
     ({"latency_s": 1.0, "memory_bytes": FULL["memory_bytes"]}, ["memory"]),
     (FULL, ["the latency bound", "memory"])])
-def test_what_binds_by_what_is_left(figures, binds):
+def test_a_limit_binds_if_little_of_it_is_left(figures, binds):
     problem = toy_problem(latency_s=2.0)
     schedule = schedule_of(problem, **figures)
     assert binding_limits(schedule, problem, 2.0) == binds
     assert ("No limit is reached" in explain_choice(schedule, problem)[2]) == (not binds)
 
 
-def test_memory_binds_where_another_query_would_not_find_room():
+def test_memory_binds_if_another_request_does_not_fit():
     problem = toy_problem()
     found = schedule_of(problem).estimate
     weights = memory.weight_bytes(problem.model, found.deployment.stages, problem.dtype)[0]
     room = found.figures.memory_capacity_bytes - weights
-    # of two queries in a batch each takes half of what is not weights: a third needs as much
+    # of two requests in a batch each takes half of what is not weights: a third needs as much
     for share, binds in ((0.70, ["memory"]), (0.62, [])):
         used = int(weights + room * share)
         schedule = schedule_of(problem, encode_batch=2, memory_bytes=(used, 1, 1, 1))
@@ -137,7 +137,7 @@ def test_a_margin_is_a_limit_of_its_own():
 
 
 class Recorder:
-    """A search that answers by a function of the problem, and remembers what it was asked."""
+    """A search that answers by a function of the problem, and records the problems."""
 
     def __init__(self, qps):
         self.asked, self._qps = [], qps
@@ -170,7 +170,7 @@ def test_each_offer_relaxes_one_limit_and_nothing_else():
         "10% more latency", "one more GPU", "10% more memory"]
 
 
-def test_what_is_offered_is_what_there_can_be_more_of():
+def test_offers_are_of_limits_that_can_be_relaxed():
     offers, asked = offers_of(toy_problem(nodes=2, per_node=2, latency_s=2.0))
     assert len(asked) == 4 and asked[2].cluster.num_nodes == 3, "GPUs come in nodes"
     assert asked[2].cluster.devices_per_node == 2 and "6 GPUs" in offers[1].what
@@ -228,7 +228,7 @@ def test_an_infeasible_problem_is_told_what_would_make_it_feasible():
 
 
 def test_the_real_search_finds_each_offers_worth():
-    # the toy has six layers: six single devices are the most that a copy can have
+    # the toy has six layers: six single devices are the most that a replica can have
     one = FixedSchedule(policies=("rra",), tp_degree=1, tp_gpus=0, replicas=1)
     gpu, _ = price(toy_problem(per_node=6, fixed=one), searched)
     assert gpu.gain is None or gpu.gain <= 0.02

@@ -1,4 +1,4 @@
-"""Bounds are kept with their margins: what a replay shows, times the factor."""
+"""Limits are kept with their margins: the replayed figure times the factor."""
 
 import math
 import re
@@ -38,7 +38,7 @@ def planned(latency_s: float, confidence: float = 0.8, *, drift: float = 0.0,
 
 
 def replayed(own: Problem, schedule: Schedule) -> SteadyFigures:
-    """With other queries than the search saw."""
+    """A replay with other requests than the search used."""
     timing = Roofline(own.model, own.cluster.device, own.dtype)
     found = replay_checked(problem_of_replica(own, schedule.estimate.one_copy), timing,
                            schedule.estimate.one_copy, seed=77)
@@ -89,7 +89,7 @@ def free():
 
 
 @pytest.mark.parametrize("metric", ["ttft", "tpot"])
-def test_a_bound_on_the_tokens_pace_is_kept_beside_the_latencys(free, metric):
+def test_a_tpot_limit_is_kept_beside_the_latency_limit(free, metric):
     problem = toy_problem(fixed=ONE_COPY)
     limit_s = 0.6 * getattr(free.figures, f"{metric}_s")
     latency_s = free.figures.latency_s
@@ -107,7 +107,7 @@ def test_a_bound_on_the_tokens_pace_is_kept_beside_the_latencys(free, metric):
     assert from_json(to_json(schedule)) == schedule
 
 
-def test_a_bound_that_cannot_be_met_is_named_with_what_can_be_had():
+def test_an_impossible_limit_is_named_with_a_possible_one():
     problem = toy_problem(fixed=ONE_COPY)
     for metric, words in (("ttft", "the time to the first token"),
                           ("tpot", "the time per output token")):
@@ -117,7 +117,7 @@ def test_a_bound_that_cannot_be_met_is_named_with_what_can_be_had():
 
 
 @pytest.mark.parametrize("policy", ["rra", "vllm"])
-def test_where_the_profile_refuses_all_a_bound_on_the_tokens_pace_is_not_blamed(policy):
+def test_a_tpot_limit_is_not_blamed_if_the_profile_is_too_small(policy):
     problem = toy_problem(fixed=replace(ONE_COPY, policies=(policy,), tp_degree=1))
     with pytest.raises(InfeasibleError, match="was measured for smaller sizes"):
         Planner(bounded(problem, ttft=1.0), Refusing(roofline_of(problem), 0.0)).plan()
@@ -150,7 +150,7 @@ def test_a_makespan_has_a_margin():
     assert 1.05 < prospect.with_margin_s / prospect.expected_s < 1.35
 
 
-def test_what_a_closed_form_says_of_the_first_token_and_later_ones():
+def test_ttft_and_tpot_of_the_rough_formula():
     problem = toy_problem(outputs=(12, 5, 30))
     estimate = estimate_of(problem, encode_batch=8, decode_iterations=6)
     figures, tokens = estimate.figures, problem.lengths.outputs.quantile(0.99)

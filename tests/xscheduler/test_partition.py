@@ -1,4 +1,4 @@
-"""Devices divided into parts against every division there is; the fewest or cheapest devices."""
+"""The best division of devices against every possible division; the fewest or cheapest devices."""
 
 import math
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from xscheduler.replicas import replica_sizes
 
 
 def divisions(devices: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Every multiset of sizes of at most so many devices, the largest first."""
+    """Every multiset of sizes of at most `devices`, the largest first."""
     yield ()
     for size in range(min(devices, most or devices), 0, -1):
         for rest in divisions(devices - size, size):
@@ -58,7 +58,7 @@ def test_sizes_read_as_a_sum():
 
 
 def over_nodes(nodes: int, each: int) -> Iterator[tuple[int, ...]]:
-    """Every division of nodes, of copies within one or over whole ones."""
+    """Every division of nodes into replicas within one node or over whole ones."""
     if nodes == 0:
         yield ()
     for count in range(1, nodes + 1):
@@ -69,7 +69,7 @@ def over_nodes(nodes: int, each: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("copies", [None, 1, 2, 3, 5])
-def test_nodes_are_divided_into_as_many_copies_as_the_job_fixes(copies):
+def test_nodes_are_divided_into_the_number_of_replicas_that_the_job_fixes(copies):
     rng = np.random.default_rng(3)
     for nodes, each in ((1, 3), (1, 5), (2, 2), (2, 4), (3, 2)):
         problem = toy_problem(nodes=nodes, per_node=each, fixed=FixedSchedule(replicas=copies))
@@ -119,7 +119,8 @@ JOBS = [(text, objective) for text in (
 
 
 def planned_by_size(path: Path) -> dict[int, Spent]:
-    """What every size of the cluster takes that has a schedule, each a job of its own."""
+    """{size: device time} of every size of the cluster that has a schedule, each as a job of its
+    own."""
     found = {}
     for size in replica_sizes(open_file(path).problem.cluster):
         opened = open_file(path, [f"run.ranks={size}", "objective=throughput"])

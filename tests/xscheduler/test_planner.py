@@ -1,4 +1,4 @@
-"""plan(problem, timing): the one schedule that is shown and executed, and what it refuses."""
+"""plan(problem, timing): the schedule that is shown and executed, and the problems it refuses."""
 
 import math
 from dataclasses import replace
@@ -99,7 +99,7 @@ def test_one_planner_answers_for_many_bounds_and_for_problems_like_its_own():
     assert planner.of(fewer).estimate.figures.throughput_qps > rates[1]
 
 
-# --- few queries ------------------------------------------------------------------------------
+# --- few requests ------------------------------------------------------------------------------
 
 
 NOTE = "batches will not fill"
@@ -118,7 +118,7 @@ def opened(folder: Path, schedule: str, count: int, more: str = "") -> OpenedJob
     ("policy: waa-c, encode_batch: 4", 2), ("policy: orca, max_active: 7", 5),
     ("policy: ft, encode_batch: 16", 3),
     ("policy: sarathi, max_active: 9, token_budget: 64", 4)])
-def test_what_only_the_number_of_queries_forbids_is_planned(tmp_path, schedule, count, capsys):
+def test_a_schedule_too_large_for_the_job_is_planned(tmp_path, schedule, count, capsys):
     session = opened(tmp_path, schedule, count)
     few = plan_job(session, timing_of(session)).schedule.estimate
     assert f"the job has {count} request" in (said := capsys.readouterr().err) and NOTE in said
@@ -143,7 +143,7 @@ def test_nothing_changes_where_nothing_is_fixed(tmp_path, monkeypatch, capsys):
         plan_with_enough(session.problem, refuse, print)  # type: ignore[arg-type]
 
 
-def test_what_more_queries_would_not_help_is_refused_as_before(tmp_path, capsys):
+def test_a_job_that_more_requests_would_not_help_is_refused(tmp_path, capsys):
     session = opened(tmp_path, "policy: rra, encode_batch: 8, decode_iterations: 4", 6,
                      "constraint: {latency_s: 0.001}\n")
     with pytest.raises(InfeasibleError):
@@ -158,7 +158,7 @@ NO_TIME_S = 1e-9
 WHOLE = FixedSchedule(encode_chunk=0)
 
 
-def test_a_search_cut_short_stays_below_what_there_is_and_enough_time_is_as_no_limit():
+def test_a_time_limit_ends_the_search_and_a_long_one_changes_nothing():
     problem = toy_problem(num_queries=200, fixed=WHOLE)
     timing = roofline_of(problem)
     best = plan(problem, timing, STEADY)
@@ -184,7 +184,7 @@ def test_a_search_says_how_far_it_is():
     assert "of them simulated" in watch.words
 
 
-def test_only_what_is_watched_counts_and_a_new_schedule_begins_anew():
+def test_only_time_inside_the_watch_counts():
     watch = Watch(math.inf)
     assert watch.seconds == 0
     with watch, watch:

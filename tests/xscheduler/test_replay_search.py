@@ -1,4 +1,5 @@
-"""The search by replays finds what there is: beside random configurations by the same replay."""
+"""The search by replays finds the best schedule, compared with random configurations by the same
+replay."""
 
 import math
 
@@ -40,8 +41,8 @@ def test_no_random_configuration_is_much_better(model, device, devices, lengths,
     assert 0 < best.throughput_qps <= BETTER * own_qps and count, best.words
 
 
-def test_one_copy_may_leave_a_device_idle():
-    """One on five of the six devices: of two on three each there are 9.1 requests/s."""
+def test_one_replica_may_leave_a_device_idle():
+    """One on five of the six devices is best; two on three each have 9.1 requests/s."""
     problem = uniform_problem("qwen2.5-32b", "A100-80", 6, EVEN, 16.94)
     schedule = found(problem)
     assert schedule.figures.throughput_qps >= 0.98 * 12.35
@@ -49,8 +50,8 @@ def test_one_copy_may_leave_a_device_idle():
 
 
 def test_one_odd_point_does_not_tell_of_a_whole_cell():
-    """The first that is replayed without tensor parallelism has a fifth less than its formula says;
-    others have as much, 41 requests/s: with tensor parallelism there are 34."""
+    """The first point replayed without tensor parallelism is a fifth below its formula. Others
+    reach it, 41 requests/s; with tensor parallelism there are 34."""
     problem = uniform_problem("opt-13b", "A40", 4, catalog.task("S"), 12.0, FixedSchedule(
         policies=("sarathi",), replicas=1), link="pcie4-x16-p2p")
     schedule = found(problem)
@@ -58,8 +59,8 @@ def test_one_odd_point_does_not_tell_of_a_whole_cell():
     assert schedule.figures.latency_s <= 12
 
 
-def test_unlike_copies_are_taken_where_they_are_best():
-    """Four devices and one, rather than five alike or two and two."""
+def test_unequal_replicas_are_chosen_if_they_are_best():
+    """Four devices and one, rather than five equal replicas or two and two."""
     problem = uniform_problem("opt-13b", "A40", 5, SHORT, 4.5, link="pcie4-x16")
     schedule = plan(problem, roofline_of(problem), PlanOptions(horizon="steady"))
     alike = max(row.throughput_qps or 0.0 for row in schedule.over_copies if not row.devices)
@@ -69,7 +70,7 @@ def test_unlike_copies_are_taken_where_they_are_best():
 
 @pytest.mark.parametrize(("nodes", "devices", "replicas"), [
     (1, 5, 2), (1, 3, 3), (2, 4, 1), (2, 4, 3), (2, 2, 2)])
-def test_as_many_copies_are_taken_as_the_job_fixes(nodes, devices, replicas):
+def test_the_number_of_replicas_is_the_one_that_the_job_fixes(nodes, devices, replicas):
     fixed = FixedSchedule(replicas=replicas, policies=("rra", "orca"), encode_chunk=0)
     problem = uniform_problem("opt-1.3b", "L4", devices, SHORT, fixed=fixed, nodes=nodes)
     sizes = devices_of_copies(found(problem).estimate)

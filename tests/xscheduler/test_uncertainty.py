@@ -1,4 +1,4 @@
-"""Margins: what they cover, and what they say."""
+"""Safety margins: the uncertainties that they cover, and their sentences."""
 
 import math
 from dataclasses import replace
@@ -52,8 +52,8 @@ def computed_margin(engine: str, confidence: float = 0.9):
 
 
 def test_computed_times_have_the_margin_of_the_operators_that_a_latency_is_made_of():
-    """One group alone gives its error by its share; all of them no more than if all were off by as
-    much as the worst."""
+    """One group alone gives its error by its share. All together give at most the error of the
+    worst."""
     found, timing = computed_margin("vllm")
     errors = timing.errors()
     worst = max(error.of_sizes(1.0) for error in errors.groups.values())
@@ -64,7 +64,7 @@ def test_computed_times_have_the_margin_of_the_operators_that_a_latency_is_made_
     assert "not covered" not in found.sentence
 
 
-def test_an_engine_that_nothing_was_measured_of_has_the_widest_margin_and_says_so():
+def test_an_uncalibrated_engine_has_the_widest_margin():
     own, vllm = computed_margin("xgpt")[0], computed_margin("vllm")[0]
     assert own.factor > 1.1 * vllm.factor > 1.1
     assert "uncalibrated: " in own.sentence and "never measured" in own.sentence
@@ -246,21 +246,21 @@ def test_the_slowest_of_few_queries_has_to_keep_the_bound_of_nearly_all():
     assert near[0] > 0.989 and near[-1] < 0.991
 
 
-def test_copies_share_one_bound():
+def test_replicas_share_one_limit():
     one, copy = quantile_levels(job_of(64)), quantile_levels(job_of(16, copies=4))
     assert one == pytest.approx(copy)
 
 
 @pytest.mark.parametrize("problem", [
     job_of(None), job_of(32, kind="sequence"), job_of(32, latency_s=math.inf)])
-def test_a_bound_that_is_not_on_a_share_of_the_jobs_queries_knows_no_sample(problem):
+def test_other_limits_have_no_sampling_error(problem):
     assert not len(quantile_levels(problem))
     assert doubts_of(problem).margin(estimate_of(problem, **CONFIG)).factor == 1
 
 
 @pytest.mark.parametrize(("lengths", "level"), [
     ([20] * 31 + [60], 60), ([20] * 32, 20), ([1] + [40] * 31, 40)])
-def test_of_outputs_that_are_known_the_own_one_counts(lengths, level):
+def test_known_outputs_have_one_level(lengths, level):
     outputs = truncated_normal(32, 15, 80)
     problem = job_of(32, queries=QueryLengths(
         inputs=np.full(32, 8), most_outputs=np.array(lengths), outputs=np.array(lengths)))
@@ -269,9 +269,9 @@ def test_of_outputs_that_are_known_the_own_one_counts(lengths, level):
     assert outputs.quantile(found) == level
 
 
-def test_a_margin_for_the_sample_keeps_the_bound_of_as_many_jobs_as_was_promised():
-    """Jobs of 200 queries drawn anew, of which 95 % are to keep it, with a confidence of 0.9: more
-    than that do, and fewer where the quantile of all queries ever is planned for."""
+def test_the_sampling_margin_keeps_the_limit_of_the_promised_share_of_jobs():
+    """Random jobs of 200 requests, of which 95 % must keep the limit with a confidence of 0.9. More
+    than that do; fewer do if the quantile of all requests is planned for."""
     of_all = replace(
         toy_problem(per_node=1, outputs=(60, 30, 200), memory=3e9,
                     fixed=FixedSchedule(policies=("sarathi",))),
@@ -289,7 +289,7 @@ def test_a_margin_for_the_sample_keeps_the_bound_of_as_many_jobs_as_was_promised
     assert kept[0] >= 36 and kept[1] < kept[0]
 
 
-def test_what_is_left_of_a_job_is_no_sample_of_its_own():
+def test_the_rest_of_a_job_has_no_sampling_error():
     problem = job_of(32)
     estimate = estimate_of(problem, **CONFIG)
     whole = doubts_of(problem)

@@ -28,13 +28,13 @@ from xsimulator.rough.formulas import fixed_estimate
 
 SCATTER = 1.01  # of a replay's throughput over seeds
 KINDS: tuple[Kind, ...] = ("one pool", "two pools")
-CONFIRMED = 20_000  # queries of a replay that tells what one of few came to
+CONFIRMED = 20_000  # requests of a replay that tells what one of few came to
 POLICIES = ("rra", "waa-c", "waa-m", "ft", "dsi", "orca", "vllm", "sarathi")
 MODELS = {"opt-1.3b": 5e9, "llama-3.1-8b": 20e9, "opt-13b": 34e9}  # and bytes that hold it
 
 
 class Drawn(NamedTuple):
-    """A configuration that fits, and what its replay comes to."""
+    """A configuration that fits, and the figures of its replay."""
 
     policy: str
     config: Any
@@ -46,7 +46,7 @@ class Drawn(NamedTuple):
 
 
 def draw_problem(rng: np.random.Generator) -> Problem:
-    """Of 1 to 6 devices, some of little memory, and lengths of many shapes."""
+    """A random problem of 1 to 6 devices, some of little memory, with lengths of many shapes."""
     model = str(rng.choice(list(MODELS)))
     devices = int(rng.integers(1, 7))
     device = catalog.device(str(rng.choice(["A40", "A100-80", "H100", "L4"])))
@@ -56,7 +56,7 @@ def draw_problem(rng: np.random.Generator) -> Problem:
         max(room * least, least + 2e9), 90e9)))
     link = str(rng.choice(["pcie4-x16", "nvlink3"]))
     lengths = draw_lengths(rng)
-    # of two clusters, few hundred queries have no certain 99 %
+    # of two clusters, few hundred requests have no certain 99 %
     kind = "queries" if lengths.pairs is None and rng.random() < 0.5 else "sequence"
     problem = uniform_problem(model, device.name, devices, lengths, link=link)
     return replace(problem, cluster=replace(problem.cluster, device=device),
@@ -64,7 +64,7 @@ def draw_problem(rng: np.random.Generator) -> Problem:
 
 
 def draw_lengths(rng: np.random.Generator) -> JointLengths:
-    """Normal, equal, or of two clusters: a share of long queries among short ones."""
+    """Random lengths: normal, equal, or of two clusters (some long requests among short ones)."""
     shape = rng.choice(["normal", "equal", "clusters"])
     inputs, outputs = (int(10 ** rng.uniform(1.0, 2.9)) for _ in range(2))
     if shape == "clusters":
@@ -83,7 +83,7 @@ def draw_lengths(rng: np.random.Generator) -> JointLengths:
 
 def upper_bound(problem: Problem, timing: TimingSource, plans: Iterable[tuple[int, int]],
                 kinds: Sequence[Kind] = ("one pool", "two pools")) -> float:
-    """Of any of these plans and kinds."""
+    """The upper bound of any of these plans and kinds, requests/s."""
     bound, most_qps, plans = UpperBound(problem, timing), 0.0, list(plans)
     for kind in kinds:
         for plan in plans:
@@ -128,15 +128,15 @@ def drawn(problem: Problem, timing: Roofline, count: int,
             if not estimate.figures.fits:
                 continue
             figures = replay_checked(problem, timing, estimate, int(rng.integers(1 << 30)), clocks)
-        except XgptError:  # no two pools on these devices, or a query that never fits
+        except XgptError:  # no two pools on these devices, or a request that never fits
             continue
         if figures is not None and math.isfinite(figures.latency_s):
             yield Drawn(name, config, figures)
 
 
 def whole_job_qps(problem: Problem, timing: Roofline, one: Drawn) -> float:
-    """Of a job so long that its beginning and end are next to nothing. The window of a short one
-    holds too many ends where all queries end together."""
+    """Requests/s of a job so long that ramp-up and drain are negligible. The window of a short job
+    holds too many ends if all requests end together."""
     estimate = fixed_estimate(one.policy, problem, timing, one.config)
     inputs, outputs = problem.lengths.sample(CONFIRMED, np.random.default_rng(0))
     result = replay_job(problem, timing, estimate, planned_queries(problem, inputs, outputs))
@@ -144,7 +144,7 @@ def whole_job_qps(problem: Problem, timing: Roofline, one: Drawn) -> float:
 
 
 def exceeded(problem: Problem, count: int, rng: np.random.Generator) -> list[str]:
-    """Of the schedules that exceed the bound at their own latency."""
+    """The schedules that exceed the bound at their own latency."""
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     bound, found = UpperBound(problem, timing), []
     for one in drawn(problem, timing, count, rng):
@@ -163,8 +163,8 @@ def uniform(*given: Any) -> tuple[Problem, Roofline]:
     return problem, Roofline(problem.model, problem.cluster.device, problem.dtype)
 
 
-def test_it_holds_where_queries_are_evicted():
-    """Bounds that ignored preemption claimed 3.21 requests/s of this problem as its optimum."""
+def test_the_bound_holds_if_requests_are_evicted():
+    """A bound without preemption gave 3.21 requests/s, the optimum of this problem."""
     problem, timing = uniform("llama-2-13b", "A100-40", 3, JointLengths(
         inputs=truncated_normal(60, 25, 150), outputs=truncated_normal(1000, 400, 2000)), 222.0)
     config = FixedSchedule(max_active=232, token_budget=150, tp_degree=2, tp_gpus=2)
@@ -177,14 +177,14 @@ def test_it_holds_where_queries_are_evicted():
         problem, timing, tensor_plans(problem, timing))
 
 
-def test_it_is_of_one_copy_on_as_many_devices_as_are_asked_about():
+def test_the_bound_is_of_one_replica_on_the_given_devices():
     """WAA-M on five of six devices answers 12.35 requests/s within this latency."""
     problem, timing = uniform("qwen2.5-32b", "A100-80", 5, JointLengths(
         inputs=truncated_normal(300, 100, 600), outputs=truncated_normal(300, 100, 600)), 16.94)
     assert upper_bound(problem, timing, tensor_plans(problem, timing), ["two pools"]) >= 12.35
 
 
-def test_it_holds_for_every_size_of_waas_chunks():
+def test_the_bound_holds_for_every_size_of_waas_chunks():
     problem, timing = uniform("opt-13b", "A100-80", 4, JointLengths(
         inputs=truncated_normal(300, 100, 600), outputs=truncated_normal(100, 40, 250)), math.inf)
     bound = UpperBound(problem, timing)
@@ -197,7 +197,7 @@ def test_it_holds_for_every_size_of_waas_chunks():
             (1, 0), "two pools", figures.latency_s)
 
 
-def test_a_tighter_latency_never_raises_it_and_none_is_kept_below_a_query_alone():
+def test_a_tighter_limit_never_raises_the_bound():
     problem, timing = uniform("opt-13b", "A100-80", 2, JointLengths(
         inputs=truncated_normal(100, 30, 250), outputs=truncated_normal(100, 30, 250)), math.inf)
     bound = UpperBound(problem, timing)
@@ -206,7 +206,7 @@ def test_a_tighter_latency_never_raises_it_and_none_is_kept_below_a_query_alone(
         assert qps[0] == 0.0 and qps == sorted(qps) and qps[-1] > 0
 
 
-def test_bounds_on_tokens_tighten_it():
+def test_limits_on_ttft_and_tpot_tighten_the_bound():
     problem, timing = uniform("opt-13b", "A100-80", 2, JointLengths(
         inputs=truncated_normal(100, 30, 250), outputs=truncated_normal(100, 30, 250)), math.inf)
     free = upper_bound(problem, timing, [(1, 0)])
@@ -225,7 +225,7 @@ def test_no_drawn_schedule_exceeds_the_bound(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(500))
-def test_none_of_thirty_exceeds_it(seed):
+def test_no_schedule_of_thirty_problems_exceeds_the_bound(seed):
     rng = np.random.default_rng(1000 + seed)
     assert not exceeded(draw_problem(rng), 30, rng)
 

@@ -1,4 +1,4 @@
-"""A closed loop of requests: what a step takes is added up, and nobody is lost."""
+"""A closed loop of requests: times of steps add up, and no request is lost."""
 
 from dataclasses import replace
 
@@ -71,8 +71,8 @@ def test_a_prompt_longer_than_a_step_is_encoded_in_pieces():
     assert pieces.ttft_s > whole.ttft_s
 
 
-def test_what_the_cache_holds_of_an_input_is_not_encoded_but_attended_to():
-    """Of an input of 1,000 tokens of which the cache holds 800, 200 are encoded; their rows attend
+def test_cached_input_tokens_are_attended_to_but_not_encoded():
+    """Of an input of 1,000 tokens of which the cache holds 800, 200 are encoded. Their rows attend
     to all: 1 - 0.8^2 of the pairs."""
     found = simulate_loop(replace(LOOP, cached=0.8), STEPS)
     attention_s = (1 - 0.8**2) * STEPS.encode_attention_s(1000, 1)
@@ -88,8 +88,8 @@ def test_a_front_end_that_sends_on_slower_than_the_device_decodes_sets_the_pace(
     assert slow.tpot_s == pytest.approx(64e-3, rel=0.05)
 
 
-def test_what_is_spent_is_told_by_group_of_operators():
-    """One request alone: a step that encodes, then as many as it has tokens left."""
+def test_time_is_shared_out_by_operator_group():
+    """One request alone: a step that encodes, then one for each of its other tokens."""
     found = simulate_loop(replace(LOOP, concurrency=1), STEPS)
     assert sum(found.shares.values()) == pytest.approx(1.0)
     assert min(found.shares.values()) > 0

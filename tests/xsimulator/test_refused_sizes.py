@@ -1,5 +1,5 @@
-"""Beyond four times what was measured nothing is estimated, searched or promised; what is beyond
-the range at all is noted."""
+"""Sizes beyond four times the measured ones are not estimated or searched; sizes beyond the
+measured range are noted."""
 
 import math
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def job(*, latency_s=math.inf, devices=2, memory=6e9, **fixed):
 
 
 def profiled(problem, *, messages=None, **sizes):
-    """The roofline's times at a few small sizes, as if they had been measured."""
+    """The roofline's times at a few small sizes, as a measured profile."""
     sizes, truth = {**SMALL, **sizes}, Roofline(TOY, problem.cluster.device, "float16")
     tables = {TableKey(STEP_OVERHEAD): (
         Sample(x=0, samples_s=(truth.facts.step_overhead_s,)),)}
@@ -87,7 +87,7 @@ def test_within_the_measured_sizes_the_profile_answers_as_what_it_was_measured_o
 @pytest.mark.parametrize("sizes", [{}, {"queries": (1, 8)}, {"tokens": (8, 64, 100)},
                                    {"messages": (8, 16)}],
                          ids=["both", "coarse", "tokens bind", "messages of any size"])
-def test_what_is_found_is_timed_and_says_what_was_not_measured(sizes):
+def test_schedules_are_timed_and_name_unmeasured_sizes(sizes):
     problem = job()
     found = find_schedule(problem, profiled(problem, **sizes))
     assert 0 < found.figures.throughput_qps < math.inf > found.figures.latency_s
@@ -102,7 +102,7 @@ def test_what_is_found_is_timed_and_says_what_was_not_measured(sizes):
      "extrapolated: up to 100 tokens of context, measured up to 60"),
     (2, {"lengths": (5, 20, 50)},
      "extrapolated: up to 80 tokens of one input, measured up to 50")])
-def test_what_rests_on_extrapolated_times_says_so(batch, sizes, note):
+def test_extrapolated_times_are_noted(batch, sizes, note):
     problem = job()
     notes = rra_of(problem, profiled(problem, **sizes), batch).notes
     assert any(own.endswith(note) for own in notes)
@@ -149,7 +149,7 @@ ENDLESS = dict.fromkeys(REACHES, (math.inf, math.inf))
     (MANY | {Operator.DECODE_REST: (128.0, 1.0)}, LargestSizes(decode_queries=450.0), (1,), (1,),
      []),
     (ENDLESS, LargestSizes(encode_tokens=1e9), (1,), (), [])])
-def test_what_exceeds_the_range_is_named_once(reaches, presented, degrees, captured, named):
+def test_sizes_beyond_the_range_are_named_once(reaches, presented, degrees, captured, named):
     def reach(operator, degree):
         x, y = reaches[operator]
         return Reach(x=x * degree, y=y)

@@ -1,4 +1,4 @@
-"""Step times of stages: asked, by the replay's clock, by convex bounds, and over unlike links."""
+"""Step times of stages: direct, by the replay's clock, by convex bounds, and over unequal links."""
 
 import math
 from dataclasses import replace
@@ -73,8 +73,8 @@ def test_a_pools_layers_are_the_problems():
 
 
 def test_encoding_takes_the_inputs_ends_alone_through_the_end_of_the_last_layer(plan):
-    """What encoding 300 tokens of 10 inputs is short of 300 rows through all layers: the last
-    layer's part after its attention for 290."""
+    """The difference between encoding 300 tokens of 10 inputs and 300 rows through all layers: the
+    last layer's part after its attention for 290."""
     times, layers = plan.times, plan.times.layers
     nothing = {degree: np.zeros(1) for degree in times.degrees}
     encode = times.encode_s(np.array([300.0]), np.array([10.0]), nothing)[0]
@@ -89,7 +89,7 @@ def test_encoding_takes_the_inputs_ends_alone_through_the_end_of_the_last_layer(
     assert 0.6 < layers.after_attention < 0.9
 
 
-def test_steps_that_decode_captured_take_their_own_time_and_others_theirs():
+def test_captured_decode_steps_have_their_own_times():
     problem = problem_of("opt-13b", "a40-4", "S")
     plain, captured = roofline_of(problem), roofline_of(problem)
     captured.facts = replace(captured.facts, captured_degrees=frozenset({1}))
@@ -108,7 +108,7 @@ def test_steps_that_decode_captured_take_their_own_time_and_others_theirs():
     assert by_rows[0] / by_rows[1] == pytest.approx([0.25, 0.25, 1, 1]), "so many rows are launched"
 
 
-def test_bounds_take_rows_for_no_slower_than_in_either_kind_of_step():
+def test_bounds_use_the_quicker_of_encode_and_decode_rows():
     problem = problem_of("opt-13b", "a40-4", "S")
     source, sizes = roofline_of(problem), np.array([3.0, 40.0, 500.0])
     usual_times = StagePlans(problem, roofline_of(problem)).both(1, 0).times
@@ -128,8 +128,9 @@ def test_bounds_take_rows_for_no_slower_than_in_either_kind_of_step():
 # --- operators that are not there -------------------------------------------------------------
 
 
-def test_a_head_that_is_not_there_is_not_asked_for(monkeypatch):
-    """Sizes that a profile refuses take for ever; that times zero is no number, and a warning."""
+def test_a_model_without_a_head_needs_no_head_times(monkeypatch):
+    """Sizes that a profile refuses take infinite time; that times zero is no number, and a
+    warning."""
     problem = toy_problem()
     timing = roofline_of(problem)
     computed = timing.operator_s
@@ -171,7 +172,7 @@ def test_the_function_is_convex_below_the_times_and_touches_them():
                                    pieces * times.mean_s(asked / pieces))
 
 
-# --- copies -----------------------------------------------------------------------------------
+# --- replicas -----------------------------------------------------------------------------------
 
 
 def test_copies_on_parts_of_any_size_share_what_is_asked_of_a_layer():
@@ -201,7 +202,7 @@ PUBLISHED_MS = {16: {1: 1379, 4: 1512, 16: 1868, 64: 3383, 128: 5406},
 
 
 def _step_s(cluster: Cluster, degree: int) -> NDArray[np.float64]:
-    """[stages] of decoding 64 queries."""
+    """[stages] seconds of a step that decodes 64 requests."""
     problem = replace(toy_problem(), cluster=cluster)
     plan = StagePlans(problem, roofline_of(problem)).both(degree, 4 if degree > 1 else 0)
     return plan.times.decode_s(64.0, 99.0)
@@ -217,7 +218,7 @@ def test_sums_of_a_pair_go_over_its_bridge_and_those_of_four_over_the_bus():
 
 
 @pytest.mark.parametrize(("degree", "at_first", "at_last"), [(1, 0, 0), (2, 1, 1), (4, 2, 2)])
-def test_our_ranks_tell_their_group_each_step_and_gather_what_its_heads_choose(
+def test_groups_exchange_each_step_and_its_tokens(
         degree, at_first, at_last):
     problem = replace(toy_problem(), cluster=PAIRS)
     plain, ours = roofline_of(problem), roofline_of(problem)

@@ -1,5 +1,5 @@
-"""A change that is found at once where steps have become slower: smaller batches, by a few replays,
-before all is planned."""
+"""Quick changes after steps have become slower: smaller batches, by a few replays, before a full
+plan."""
 
 import math
 from typing import Any, NamedTuple
@@ -88,14 +88,14 @@ def test_smaller_batches_keep_the_bound(planned):
     assert planned.latency_s(decider.running, 1.4) <= limit_s
 
 
-def test_where_nothing_presses_there_is_no_change_at_once(planned):
+def test_without_late_requests_there_is_no_quick_change(planned):
     decider = planned.decider()
     assert decider.decide_quickly(_slower(0.7)) is None, "quicker: that can wait for a plan"
     assert decider.decide_quickly(_slower(1.0)) is None, "what runs keeps the bound"
 
 
-def test_what_is_over_the_bound_leads_to_one_too(planned):
-    """After the change that slower steps led to, more is over the bound than was planned for."""
+def test_late_requests_lead_to_a_quick_change(planned):
+    """After the change that slower steps led to, more requests exceed the limit than planned."""
     decider, look = planned.decider(), _slower(1.4)
     decision = decider.decide_quickly(look)
     assert decision is not None and decider.carry_out(look, decision)
@@ -135,7 +135,7 @@ def assert_is_within(now: Estimate, began: Estimate) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_limits_only_fall(name):
-    """Shorter outputs leave room that was not there when the caches were made."""
+    """Shorter outputs leave room that the caches were not made for."""
     began, problem = began_of(name), toy_problem(outputs=SHORTER)
     found = revise(schedule_of(problem, began), problem, roofline_of(problem), initial=began)
     if found.estimate is not None:
@@ -145,7 +145,7 @@ def test_limits_only_fall(name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_tight_bound_is_kept_with_less(name):
+def test_a_tight_limit_is_kept_by_smaller_batches(name):
     began, free = began_of(name), toy_problem()
     keep = revise(schedule_of(free, began), free, roofline_of(free), initial=began).keep
     assert keep.estimate is not None
@@ -166,7 +166,7 @@ def test_a_tight_bound_is_kept_with_less(name):
 
 
 @pytest.mark.parametrize("chunk", [0, 50])
-def test_rra_takes_up_no_more_queries_than_its_caches_hold(chunk):
+def test_rra_admits_no_more_requests_than_its_caches_hold(chunk):
     problem = toy_problem(outputs=SHORTER)
     now = estimate_of(toy_problem(), encode_batch=8, decode_iterations=8, encode_chunk=chunk)
     free, held = (revise(schedule_of(problem, now), problem, roofline_of(problem),
@@ -189,21 +189,21 @@ OWN = latency_constraint(10.0, kind="queries", quantile=0.95)
 @pytest.mark.parametrize(("kept", "share"), [
     # what is left of what the whole job may have, and never more than was asked for
     (None, 0.05), (LatencyCounts(0, 400, 32), 18 / 600), (LatencyCounts(0, 400, 2), 0.05),
-    # where nobody knows what was over it of 500 queries of an earlier run: of its own 500 alone
+    # where nobody knows what was over it of 500 requests of an earlier run: of its own 500 alone
     (LatencyCounts(500, 100, 9), 16 / 400),
     # a plan for less is hopeless; and nothing saves a bound that is lost
     (LatencyCounts(0, 400, 49), LEAST * 0.05), (LatencyCounts(0, 400, 50), LEAST * 0.05),
     (LatencyCounts(0, 400, 51), 0.05),
-    # queries that failed are none of those that may be late
+    # requests that failed are none of those that may be late
     (LatencyCounts(0, 400, 22, failed=300), 13 / 300)], ids=str)
-def test_what_is_left_is_what_the_whole_job_may_have(kept, share):
+def test_the_allowance_left_is_that_of_the_whole_job(kept, share):
     own = Allowance(OWN, 1000)
     assert own.share(kept) == pytest.approx(share)
     left = own.constrained(OWN, kept)
     assert left.quantile == pytest.approx(1 - share) and left.latency_s == OWN.latency_s
 
 
-def test_a_bound_that_is_lost_is_said_to_be_once():
+def test_a_lost_limit_is_reported_once():
     own = Allowance(OWN, 1000)
     failed = own.evidence(LatencyCounts(0, 400, 36, failed=300))
     assert failed is not None and failed.is_lost and failed.left == 300
@@ -214,7 +214,7 @@ def test_a_bound_that_is_lost_is_said_to_be_once():
     assert own.evidence(LatencyCounts(0, 900, 300)) is None
 
 
-def test_a_look_is_due_when_less_is_left_than_planned_for():
+def test_evidence_comes_when_less_allowance_is_left_than_planned():
     own = Allowance(OWN, 1000)
     assert own.evidence(None) is None
     assert own.evidence(LatencyCounts(0, LEAST_QUERIES - 1, 40)) is None, "too few"
@@ -239,7 +239,7 @@ def test_a_look_is_due_when_less_is_left_than_planned_for():
 @pytest.mark.parametrize("constraint", [
     latency_constraint(10.0, kind="sequence", quantile=0.95),
     latency_constraint(math.inf, kind="queries", quantile=0.95)])
-def test_other_bounds_have_none(constraint):
+def test_other_limits_have_no_allowance(constraint):
     own = Allowance(constraint, 1000)  # type: ignore[arg-type]
     assert own.evidence(LatencyCounts(0, 400, 300)) is None
     assert own.constrained(constraint, LatencyCounts(0, 400, 300)) is constraint  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""`output_tokens: observe` under a bound that the caps miss: what a job begins with, and how it
-settles. No ranks: a replay stands for them."""
+"""`output_tokens: observe` under a limit that the caps exceed: the first schedule of a job, and its
+later ones. No ranks: a replay stands for them."""
 
 import json
 import math
@@ -37,7 +37,7 @@ BOUND_S, COUNT = 4.0, 600  # at the caps of 200 tokens it takes 10 s at least
 
 
 def observing(folder: Path, **given: Any) -> OpenedJob:
-    """On stages of single devices, unless the job asks for groups: those could keep the bound."""
+    """A job on stages of single devices, unless it asks for groups: those could keep the limit."""
     given = {"outputs": "observe", "bound": "4", "count": COUNT,
              "schedule": "policy: rra, encode_chunk: 0"} | given
     if "tp_degree" not in given["schedule"]:
@@ -51,7 +51,7 @@ def begun(tmp_path_factory):
     return session, plan_job(session, timing_of(session)).schedule
 
 
-def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(begun, tmp_path):
+def test_a_job_starts_with_the_least_latency_if_its_caps_exceed_the_limit(begun, tmp_path):
     session, schedule = begun
     estimate = schedule.estimate
     assert schedule.proof.status == Status.BEGINNING and schedule.bound.limit_s == BOUND_S
@@ -73,7 +73,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(begun, tmp_pa
     assert "OVER the bound of 4.00 s" in table and Status.BEGINNING in table
 
 
-def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(begun):
+def test_caps_that_differ_and_a_limit_exceeded_only_with_the_margin(begun):
     session, problem = begun[0], begun[0].problem
     caps = replace(problem, lengths=JointLengths(inputs=problem.lengths.inputs,
                                                  outputs=empirical([80] * 99 + [120] * 9)))
@@ -89,21 +89,21 @@ def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(begun):
     {"schedule": "policy: rra, encode_batch: 8, decode_iterations: 40"},
     {"schedule": "policy: waa-c"}, {"schedule": "policy: orca"}, {"run": "reschedule: off"},
     {"count": FIRST_QUERIES}, {"outputs": "{mean: 199, std: 1, max: 200}"}], ids=str)
-def test_where_nothing_could_settle_it_is_refused(tmp_path, given):
+def test_a_job_that_cannot_be_planned_again_is_refused(tmp_path, given):
     session = observing(tmp_path, **given)
     with pytest.raises(InfeasibleError):
         plan_job(session, timing_of(session))
     assert hint(session.problem, timing_of(session)) == ""
 
 
-def test_a_bound_that_no_length_keeps_is_refused(tmp_path):
+def test_a_limit_that_no_length_keeps_is_refused(tmp_path):
     session = observing(tmp_path, bound="0.001")
     with pytest.raises(InfeasibleError, match=r"\. An answer of a single token takes .* at least"):
         plan_job(session, timing_of(session))
     assert hint(session.problem, timing_of(session)) == ""
 
 
-def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path):
+def test_the_limit_is_not_blamed_if_memory_binds(tmp_path):
     session = observing(tmp_path)
     session = replace(session, problem=replace(session.problem, cluster=(
         replace(session.problem.cluster, device=replace(
@@ -116,7 +116,7 @@ def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path):
 @pytest.mark.parametrize(("schedule", "fixed"), [
     ("policy: rra, decode_iterations: 50", {"decode_iterations": 50}),
     ("policy: rra, encode_batch: 2", {"encode_batch": 2, "decode_iterations": 199})])
-def test_what_the_job_fixes_stays(tmp_path, schedule, fixed):
+def test_values_that_the_job_fixes_stay(tmp_path, schedule, fixed):
     session = observing(tmp_path, schedule=schedule)
     found = plan_job(session, timing_of(session)).schedule
     assert initial_reason(found) is not None
@@ -168,7 +168,7 @@ def followed_by(session: OpenedJob, schedule: Schedule, **changes: Any) -> Resch
 
 
 class Followed:
-    """A job whose phases are replayed one after the other, as the Rescheduler has them."""
+    """A job whose phases are replayed one after the other, as a Rescheduler receives them."""
 
     def __init__(self, session: OpenedJob, schedule: Schedule, lengths: list[int]) -> None:
         self.session, self.estimate, self.lengths = session, schedule.estimate, np.array(lengths)
@@ -236,7 +236,7 @@ def test_a_job_settles_early_and_keeps_the_bound(begun):
 
 
 def at(own: Rescheduler, lengths: list[int]) -> bool:
-    """A look once these queries are done, and none is at work."""
+    """Whether a decision is due once these requests are done, and none is active."""
     (own._output / OBSERVED_FILE).write_text(json.dumps({
         "first": 0, "active": [],
         "finished": [(i, 20 + i % 40, n) for i, n in enumerate(lengths)]}))
@@ -251,7 +251,7 @@ def fresh(begun: tuple[OpenedJob, Schedule], folder: Path, **changes: Any) -> Re
     return follow(session, schedule, **changes)
 
 
-def test_few_queries_are_trusted_with_half_the_bound(begun, tmp_path):
+def test_few_requests_are_planned_for_half_the_limit(begun, tmp_path):
     own = fresh(begun, tmp_path)
     assert at(own, outputs_of(20, 4, 19)) is False, "too few"
     assert at(own, outputs_of(20, 4, 20)) is True
@@ -266,7 +266,7 @@ def test_few_queries_are_trusted_with_half_the_bound(begun, tmp_path):
     assert not own.decider.is_observing
 
 
-def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(begun, tmp_path):
+def test_a_run_returns_to_its_first_schedule_if_none_keeps_the_limit(begun, tmp_path):
     start = begun[1].estimate
     own = fresh(begun, tmp_path, needed=50, running=begun[1].changed(  # as 24 short ones had it
         encode_batch=60, decode_iterations=20))
@@ -282,7 +282,7 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(b
     assert own.decider.is_observing, "it looks again"
 
 
-def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(begun, tmp_path):
+def test_an_impossible_limit_is_reported_once_and_the_run_goes_on(begun, tmp_path):
     own = fresh(begun, tmp_path)
     long = [150, 200] * 150
     assert at(own, long[:30]) is False, "too early to tell"
@@ -297,8 +297,9 @@ def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(begun, tmp_pa
     assert load_change_order(own._output) is None
 
 
-def test_one_that_is_longer_than_any_is_waited_for(begun, tmp_path):
-    """Taken to run to its cap it would be the bound's quantile, and no schedule would do."""
+def test_an_active_request_longer_than_all_others_is_waited_for(begun, tmp_path):
+    """If it ran to its cap, it would be the limit's quantile, and no schedule would keep the
+    limit."""
     own = fresh(begun, tmp_path)
     rows = [(i, 20, n) for i, n in enumerate(outputs_of(16, 3, 70))]
     path = own._output / OBSERVED_FILE
@@ -308,8 +309,8 @@ def test_one_that_is_longer_than_any_is_waited_for(begun, tmp_path):
     assert own.update() is True and own.decisions[0].schedule is not None
 
 
-def test_caution_is_no_reason_to_leave_what_keeps_the_bound(begun):
-    """Planned for a quarter of the bound, a change would be slower than what runs."""
+def test_caution_does_not_change_a_schedule_that_keeps_the_limit(begun):
+    """Planned for a quarter of the limit, a change would be slower than the running schedule."""
     session, schedule = begun
     problem = replace(session.problem, lengths=JointLengths(
         inputs=session.problem.lengths.inputs, outputs=empirical([16, 16, 20])))
@@ -317,7 +318,7 @@ def test_caution_is_no_reason_to_leave_what_keeps_the_bound(begun):
     assert found.estimate is None and found.is_kept and found.keep.qps > 0
 
 
-def test_what_keeps_the_bound_without_its_margin_alone_is_better_than_what_breaks_it(begun):
+def test_keeping_the_limit_without_margin_is_better_than_exceeding_it(begun):
     session, schedule = begun
     timing = timing_of(session)
     lengths = JointLengths(inputs=session.problem.lengths.inputs, outputs=empirical([60, 80]))
@@ -339,7 +340,7 @@ def test_what_keeps_the_bound_without_its_margin_alone_is_better_than_what_break
     assert none.estimate is None and none.reason.startswith("no other batch sizes keep the limit")
 
 
-def test_the_short_ones_alone_decide_nothing(begun, tmp_path):
+def test_short_requests_alone_decide_nothing(begun, tmp_path):
     own = fresh(begun, tmp_path)
     session = replace(begun[0], job=replace(begun[0].job, output=own._output))
     write_state(session, outputs_of(30), phases=2)

@@ -1,5 +1,5 @@
-"""Keep, adjust or redeploy: the search on given stages against configurations drawn at random, and
-the choice."""
+"""Keep, adjust or redeploy: the search on fixed stages against random configurations, and the
+choice."""
 
 import math
 from dataclasses import replace
@@ -36,7 +36,7 @@ def waa(policy="waa-c", **variables):
 
 
 def uneven():
-    """RRA on stages that no lengths would suggest."""
+    """RRA on stages that no search would choose."""
     found = rra()
     counts, first, stages = [3, 1, 1, 1], 0, []
     for stage, count in zip(found.deployment.stages, counts, strict=True):
@@ -55,7 +55,7 @@ def adjusted(deployed, problem):
 
 
 def drawn(deployed, problem):
-    """Figures of configurations drawn at random that have room on the stages of `deployed`."""
+    """Figures of random configurations that fit on the stages of `deployed`."""
     rng, found = np.random.default_rng(5), []
     chunked = [name for name, value in deployed.variables.items() if value]
     most = min(problem.num_queries or MOST_DRAWN, MOST_DRAWN)
@@ -106,12 +106,12 @@ def test_the_search_on_given_stages_is_not_below_what_is_drawn(name, case, outpu
 
 
 @pytest.mark.parametrize("name", ["rra", "rra in part", "waa-c", "waa-m", "waa in groups"])
-def test_what_runs_has_the_figures_of_its_replay(name):
+def test_the_running_schedule_has_the_figures_of_its_replay(name):
     deployed, problem = DEPLOYED[name](), toy_problem()
     way = given(deployed, problem).unchanged(problem.constraint, has_margin=False)
     assert (way.estimate.controls, way.estimate.deployment) == (
         deployed.controls, deployed.deployment)
-    shown = Evaluator(problem, roofline_of(problem)).shown(deployed).figures  # of fewer queries
+    shown = Evaluator(problem, roofline_of(problem)).shown(deployed).figures  # of fewer requests
     assert way.qps == pytest.approx(shown.throughput_qps, rel=0.01)
     assert way.estimate.figures.latency_s == pytest.approx(shown.latency_s, rel=0.01)
 
@@ -125,7 +125,7 @@ def test_stages_stay_where_new_lengths_would_place_layers_elsewhere():
     assert even.qps > found.qps * 1.1
 
 
-def test_out_of_reach_names_the_tightest_latency():
+def test_a_refusal_names_the_smallest_latency():
     deployed, problem = rra(), toy_problem(outputs=LONGER)
     least_s = min(figures.latency_s for figures in drawn(deployed, problem))
     found = adjusted(deployed, toy_problem(outputs=LONGER, latency_s=0.5 * least_s))
@@ -134,7 +134,7 @@ def test_out_of_reach_names_the_tightest_latency():
     assert "encode_batch" in found.reason
 
 
-def test_what_the_job_fixes_stays_fixed():
+def test_values_that_the_job_fixes_stay_fixed():
     fixed = FixedSchedule(decode_iterations=3, decode_micro_batches=2, encode_batch=5)
     found = adjusted(rra(), toy_problem(outputs=LONGER, fixed=fixed)).estimate
     figures = found.figures
@@ -158,7 +158,7 @@ def test_break_even_is_where_both_have_answered_as_many():
 @pytest.mark.parametrize(("factor", "choice"), [(0.9, "adjust"), (1.1, "redeploy")])
 def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     problem = toy_problem(outputs=LONGER)
-    # so slow that far more queries must be left than are ever present
+    # so slow that far more requests must be left than are ever present
     problem = replace(problem, cluster=replace(problem.cluster, host_bytes_per_s=1e6))
     better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
     free = reschedule(rra(), problem, roofline_of(problem), best=schedule_of(problem, better))
@@ -210,7 +210,7 @@ def test_redeploys_where_nothing_else_is_admissible():
     assert "Without moving layers no schedule is admissible" in found.sentence
 
 
-def test_the_real_search_never_loses_to_what_is_deployed():
+def test_the_real_search_never_loses_to_the_deployed_schedule():
     problem = toy_problem(outputs=SHORTER)
     found = reschedule(rra(), problem, roofline_of(problem))
     best = max(found.keep.qps, found.adjust.qps, found.redeploy.qps)
@@ -299,7 +299,7 @@ def test_nodes_load_at_the_same_time_and_the_fullest_counts():
     two = loading_between((), pools, OPT, "float16", two_nodes(ssd_bytes_per_s=1e9))
     assert sum(two.node_bytes) == one.node_bytes[0] and two.from_dram_s == one.from_dram_s
     assert two.from_ssd_s == pytest.approx(max(two.node_bytes) / 1e9)
-    # a drive quicker than the copies does not make these any quicker
+    # a drive quicker than the replicas does not make these any quicker
     quick = loading_between((), pools, OPT, "float16", two_nodes(ssd_bytes_per_s=100e9))
     assert quick.from_ssd_s == quick.from_dram_s
 

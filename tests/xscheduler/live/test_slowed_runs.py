@@ -1,5 +1,5 @@
-"""A run that is slowed in the middle keeps a bound that it could keep, and the same run misses it
-where nothing is planned anew: replayed, with its launcher beside it."""
+"""A run that is slowed in the middle keeps a limit that it can keep, and exceeds it if nothing is
+planned again. The run is replayed, with its launcher beside it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +32,8 @@ STOPPED = 0.35  # of each tenth of a second, all ranks
 
 
 def opened(path: Path, policy: str, bound_s: float, *, is_chunked: bool) -> OpenedJob:
-    """The job on devices of an eighth of an A40's arithmetic: with some ten queries a second, as on
-    a processor, those at work when it is slowed are few of all."""
+    """The job on devices of an eighth of an A40's arithmetic. With some ten requests a second, as
+    on a CPU, the requests active when it is slowed are few of all."""
     path.write_text(JOB.format(queries=QUERIES, bound=bound_s, policy=policy,
                                chunk="" if is_chunked else ", encode_chunk: 0"))
     session = executable(open_file(path))
@@ -45,7 +45,7 @@ def opened(path: Path, policy: str, bound_s: float, *, is_chunked: bool) -> Open
 
 
 class Seen(NamedTuple):
-    """What a run has written."""
+    """The progress of a run."""
 
     finished: dict[int, tuple[int, int]]
     kept: tuple[int, int, int] | None
@@ -54,7 +54,8 @@ class Seen(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A job's schedule, when a quarter of its queries is done, and its queries' lengths."""
+    """A job's schedule, the time when a quarter of its requests is done, and the requests'
+    lengths."""
 
     session: OpenedJob
     schedule: Schedule
@@ -84,7 +85,7 @@ def planned(request, tmp_path_factory):
                    BOUNDS[request.param])
 
 
-def test_the_bound_is_kept_where_it_can_be(planned):
+def test_a_slowed_run_keeps_its_limit_if_possible(planned):
     worked, bound_s = in_pulses(STOPPED, 0.1, planned.slowed_s), planned.bound_s
     left, watched = planned.replayed(worked, None), planned.replayed(worked, 0.15)
     assert left.over(bound_s) > 5 * SHARE, "else there was nothing to do"
@@ -104,7 +105,7 @@ def test_the_bound_is_kept_where_it_can_be(planned):
     assert all("quicker" not in own.sentence for _, own in watched.decisions), "it never was"
 
 
-def test_what_is_over_the_bound_so_far_is_made_up_for(planned):
+def test_late_requests_are_made_up_for(planned):
     schedule, problem = planned.schedule, planned.session.problem
     decider = Decider(FollowedRun(
         problem=problem, schedule=schedule, threshold=None, is_observing=False, slots=200,
@@ -126,8 +127,8 @@ def test_what_is_over_the_bound_so_far_is_made_up_for(planned):
 @pytest.mark.slow
 @pytest.mark.parametrize("slowed_by", ["another program on one core", "all cores in pulses"])
 def test_a_decode_pool_that_encodes_too(tmp_path, slowed_by):
-    """Its steps take twice as long, those of the encode pool as long as before, or all take half as
-    much longer: fewer queries must be at work, and fewer are left to it as inputs."""
+    """Its steps take twice as long and those of the encode pool stay, or all take half as much
+    longer. Fewer requests must be active, and the decode pool gets fewer of them as inputs."""
     planned = plan_of(tmp_path / "job.yaml", "waa-c", 17.0, is_chunked=True)
     assert planned.schedule.controls.encode_chunk, "steps of both kinds"  # type: ignore[union-attr]
     stages = planned.schedule.deployment.stages

@@ -1,5 +1,5 @@
-"""When steps count as slower or quicker than planned: slower ones soon and closely, quicker ones
-once they have lasted. Steps are told as ranks tell of them, a few at a time."""
+"""Steps that count as slower or quicker than planned: slower ones soon and closely, quicker ones
+once they have lasted. Steps are reported as ranks report them, a few at a time."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ THRESHOLD, AT_ONCE = 0.15, 8
 
 
 class Told:
-    """Decode steps of all stages, so many times as long as the source says, one after another."""
+    """Reports of decode steps of all stages, each a factor times the source's seconds."""
 
     def __init__(self) -> None:
         self.pace = StepMonitor(PROBLEM, TIMING, ESTIMATE, threshold=THRESHOLD, longest=100)
@@ -91,7 +91,7 @@ def test_quicker_steps_must_last_and_longer_each_time_they_were_a_lull():
 
 
 def test_quicker_steps_are_planned_with_by_halves():
-    """What smaller batches take says little of the larger ones that they would bring back."""
+    """Times of smaller batches say little of the larger ones that would follow."""
     told = Told()
     assert told.tell(1.6) is not None
     halves = []
@@ -103,9 +103,8 @@ def test_quicker_steps_are_planned_with_by_halves():
     assert told.tell(1.0) is None, "all of it is planned with"
 
 
-def test_what_is_quicker_now_and_then_stays_as_it_is_planned():
-    """Quicker in the mean of any 30 s, but not all the time; and the slowest part is planned
-    with."""
+def test_steps_that_are_quicker_at_times_change_nothing():
+    """Quicker in the mean of any 30 s, but not all the time: the slowest part is planned with."""
     told = Told()
     assert told.tell(1.6) is not None
     slow_now_and_then = itertools.cycle([1.2] * 9 + [1.6] * 6)  # seconds, of 8 steps each
@@ -121,7 +120,7 @@ def test_what_is_quicker_now_and_then_stays_as_it_is_planned():
     assert found is not None and found[1].now["decode"].factor == pytest.approx(1.3, rel=0.03)
 
 
-def test_a_factor_is_planned_with_by_a_standard_error_more_where_steps_are_slower():
+def test_slower_steps_are_planned_with_one_standard_error_more():
     told = Told()
     pulses = iter([1.0, 1.0, 3.0] * 1000)
     found = told.tell(pulses)
@@ -135,8 +134,8 @@ def test_a_factor_is_planned_with_by_a_standard_error_more_where_steps_are_slowe
 
 @pytest.mark.parametrize(("groups", "factor"), [(1, 1.5), (2, 2.0), (5, 2.0)])
 def test_a_slow_stage_counts_as_far_as_it_holds_up_the_others(groups, factor):
-    """Of two equal stages one takes twice as long: a single group waits for both of them, several
-    wait for the slow one."""
+    """One of two equal stages takes twice as long. A single group waits for both of them, several
+    groups wait for the slow one."""
     slow, quick = [Ratio(math.log(2), 8, 0.02)] * 3, [Ratio(0.0, 8, 0.02)] * 3
     seen = StepSample(groups, {0: quick, 1: slow})
     assert seen.slowest == 1 and seen.expected_s == 0.02
@@ -156,7 +155,8 @@ PLANNED = truncated_normal(50, 25, 120)
 
 def at_work(lengths: np.ndarray, per_phase: int, iterations: int, phases: int,
             inputs: np.ndarray | None = None) -> Observation:
-    """RRA's view after `phases`: each admitted `per_phase` of `lengths`, in order."""
+    """RRA's observation after `phases`: each admitted `per_phase` requests of `lengths`, in
+    order."""
     count = per_phase * phases
     own = lengths[:count]
     age = (phases - np.arange(count) // per_phase) * iterations
@@ -165,7 +165,7 @@ def at_work(lengths: np.ndarray, per_phase: int, iterations: int, phases: int,
     return Observation(finished=pairs[own <= age], active=pairs[own > age])
 
 
-def test_the_estimate_is_unbiased_while_the_mean_of_those_done_is_far_too_low():
+def test_the_estimate_is_unbiased_while_the_mean_of_finished_requests_is_too_low():
     rng = np.random.default_rng(3)
     found, naive, errors = [], [], []
     for _ in range(200):
@@ -179,8 +179,8 @@ def test_the_estimate_is_unbiased_while_the_mean_of_those_done_is_far_too_low():
     assert np.mean(errors) == pytest.approx(np.std(found), rel=0.2), "what it says of its own error"
 
 
-def test_the_last_queries_alone_do_not_bias_it_either():
-    """A window of the latest queries, as a long run keeps: nobody in it has been there for long."""
+def test_the_latest_requests_alone_do_not_bias_the_estimate():
+    """A window of the latest requests, as a long run keeps. None in it has been active for long."""
     rng = np.random.default_rng(4)
     found, unknown = [], []
     for _ in range(100):
@@ -192,7 +192,7 @@ def test_the_last_queries_alone_do_not_bias_it_either():
     assert np.mean(unknown) == pytest.approx(PLANNED.pmf[80:].sum(), rel=0.1)
 
 
-def test_all_done_is_the_plain_distribution():
+def test_finished_requests_alone_give_the_empirical_distribution():
     lengths = np.array([3, 5, 5, 9, 2, 3, 3, 7])
     seen = Observation(finished=np.stack([lengths, lengths], axis=1),
                        active=np.zeros((0, 2), np.int64))
@@ -202,7 +202,7 @@ def test_all_done_is_the_plain_distribution():
     assert own.mean_error == pytest.approx(lengths.std() / np.sqrt(8), rel=1e-9)
 
 
-def test_what_nobody_was_watched_for_is_as_planned_or_else_at_the_cap():
+def test_lengths_beyond_the_observed_ones_are_the_planned_ones_or_the_cap():
     active = np.array([[30, 10], [30, 10]])
     seen = Observation(finished=np.array([[30, 4], [30, 8]]), active=active)
     own = observed_lengths(seen, PLANNED, longest=120)

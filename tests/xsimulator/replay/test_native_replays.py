@@ -1,6 +1,6 @@
 """Replays by csrc/replay/replay.cpp are those of the event kernel and the rules themselves, to the
-bit: of static batches, of rules that reserve a query's tokens when they admit it, of paged KV with
-its evictions, and of WAA's two pools."""
+bit: of static batches, of rules that reserve a request's tokens when they admit it, of paged KV
+with its evictions, and of WAA's two pools."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from xsimulator.replay.steady_replay import steady_replay
 from xsimulator.replay.steady_state import steady_figures
 from xsimulator.rough.formulas import fixed_estimate
 
-LONGEST = 320  # tokens of a query with its output
+LONGEST = 320  # tokens of a request with its output
 PLANS = {"a40-4": [(1, 0), (2, 4), (4, 4)], "a40-8": [(1, 0), (2, 4), (4, 8)],
          "a40-16": [(1, 0), (2, 8)]}
 POOL = ("decoded", "encoded", "tokens", "context", "memory_tokens", "memory_s", "start_s", "end_s")
@@ -41,8 +41,8 @@ pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no com
 
 
 class Times(TakenAsTrue):
-    """The roofline's, in whole units of `unit` (0: as they are), so that events of both pools come
-    at one time; infinite beyond `most` rows, and refused beyond `refused`."""
+    """The roofline's times in whole units of `unit` (0: unchanged), so that events of both pools
+    coincide; infinite beyond `most` rows, and refused beyond `refused`."""
 
     unit, most, refused = 0.0, np.inf, np.inf
 
@@ -61,8 +61,8 @@ class Times(TakenAsTrue):
 
 def drawn(rng, model, policy, sizes, *, cluster="a40-4", of_one=0.2, facts=None, plans=None,
           **config):
-    """(problem, timing, estimate, queries) of a job of a number of queries drawn of `sizes`;
-    `of_one`: the share of them whose output is one token."""
+    """(problem, timing, estimate, lengths) of a job whose number of requests is drawn from `sizes`.
+    of_one: share of requests with one output token."""
     size = int(rng.integers(*sizes))
     inputs, outputs = rng.integers(1, 200, size), rng.integers(1, LONGEST - 200, size)
     outputs[rng.random(size) < of_one] = 1
@@ -80,7 +80,7 @@ def drawn(rng, model, policy, sizes, *, cluster="a40-4", of_one=0.2, facts=None,
 
 def same_both_ways(monkeypatch: pytest.MonkeyPatch,
                    replayed: Callable[[], ReplayResult]) -> ReplayResult:
-    """What both find, equal to the bit."""
+    """The result of both replays, after a check that they are equal to the bit."""
     quick = replayed()
     with monkeypatch.context() as patched:
         patched.setattr(native_replay, "native", lambda: None)
@@ -122,7 +122,7 @@ def test_static_batches(monkeypatch, model, is_padded):
 
 
 def static_of(rng):
-    """A static rule; of some, groups' shares hold few queries."""
+    """A static rule; in some cases a group's share of the cache holds few requests."""
     groups = int(rng.integers(1, 6))
     return StaticRule(encode_batch=int(rng.integers(1, 41)), num_groups=groups,
                       encode_micro_batches=groups * int(rng.integers(1, 7)),
@@ -130,7 +130,7 @@ def static_of(rng):
 
 
 def rra_of(rng, mean_input, *, has_chunks):
-    """Makes the same rule of RRA again and again."""
+    """A function that makes the same RRA rule each time."""
     groups, even = int(rng.integers(1, 6)), EvenBatches()
     if rng.random() < 0.6:
         even = EvenBatches(adjustment=rng.uniform(0.02, 0.22), mean_input_tokens=mean_input,
@@ -143,7 +143,7 @@ def rra_of(rng, mean_input, *, has_chunks):
 
 
 def orca_of(rng, mean_input):
-    """Makes the same rule of ORCA again and again."""
+    """A function that makes the same ORCA rule each time."""
     groups = int(rng.integers(1, 6))
     return partial(OrcaRule, num_groups=groups, max_active=groups + int(rng.integers(60)),
                    kv_tokens=groups * int(rng.integers(LONGEST, 3000)))
@@ -168,7 +168,7 @@ def test_rules_that_reserve(monkeypatch, name, num_kinds):
 
 
 def paged_of(policy, rng, model="opt-13b"):
-    """A small job that has hardly room for its queries."""
+    """A small job whose requests hardly fit."""
     problem, timing, estimate, queries = drawn(
         rng, model, policy, (30, 120), max_active=int(rng.integers(4, 60)),
         token_budget=int(rng.integers(20, 400)))
@@ -191,7 +191,7 @@ def test_paged_rules(monkeypatch, policy):
 
 
 def waa_of(rng, model):
-    """A job of few queries, or of some."""
+    """A job of few requests."""
     cluster = {"opt-13b": "a40-4", "t5-11b": "a40-8", "gpt3-39b": "a40-16"}[model]
     job = drawn(rng, model, str(rng.choice(["waa-c", "waa-m"])),
                 (1, 12) if rng.random() < 0.2 else (20, 160), cluster=cluster,
@@ -205,7 +205,7 @@ def waa_of(rng, model):
 
 
 def waa_rules_of(rng, mean_input, *, has_chunks):
-    """Makes the same pair again and again: with much room or hardly any, and all aims."""
+    """A function that makes the same pair of rules each time, with much memory or hardly any."""
     batch, groups, in_system = (int(rng.integers(1, most)) for most in (25, 6, 120))
     kv_tokens, encode_kv = (int(rng.integers(LONGEST, most)) for most in (9000, 3000))
     sizer = BatchSizer(mean_input=mean_input, adjustment=rng.choice([0.0, 0.05, 0.2]))
@@ -314,7 +314,7 @@ def test_figures_without_steps_are_those_of_the_records(monkeypatch, policy):
     ("rra", {"encode_batch": 60, "decode_iterations": 9}),
     ("ft", {"encode_batch": 80, "decode_micro_batches": 2}),
     ("waa-m", {"encode_batch": 9, "decode_micro_batches": 1})])
-def test_what_is_larger_than_any_that_was_timed_has_no_figures(policy, config):
+def test_steps_beyond_the_timed_sizes_have_no_figures(policy, config):
     problem, timing, estimate, queries = drawn(
         np.random.default_rng(1), "opt-13b", policy, (150, 151), plans=[(1, 0)], **config)
     timing.most = 90.0
@@ -325,7 +325,7 @@ def test_what_is_larger_than_any_that_was_timed_has_no_figures(policy, config):
 # --- what is refused --------------------------------------------------------------------------
 
 
-def test_what_is_larger_than_any_that_was_timed_never_ends_either_way(monkeypatch):
+def test_steps_beyond_the_timed_sizes_never_end(monkeypatch):
     job = waa_of(np.random.default_rng(0), "opt-13b")
     job[1].most = 5.0
     replayed = replay_job(*job)
@@ -343,7 +343,7 @@ def test_what_a_table_refuses_is_refused_in_its_words():
 
 
 @pytest.mark.parametrize("policy", ["waa", "paged", "rra", "static"])
-def test_a_query_that_never_fits_is_named_in_the_same_words(monkeypatch, policy):
+def test_a_request_that_never_fits_is_named_in_the_same_words(monkeypatch, policy):
     rng, rules = np.random.default_rng(5), None
     if policy == "static":
         job, rules = drawn(rng, "opt-13b", "ft", (9, 120), encode_batch=4,

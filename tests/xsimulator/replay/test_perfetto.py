@@ -1,4 +1,4 @@
-"""The trace file of a replay: what the Trace Event Format asks for, and what the replay did."""
+"""The trace file of a replay: required by the Trace Event Format, and equal to the replay."""
 
 import gzip
 import json
@@ -96,7 +96,7 @@ def test_each_step_is_there_on_each_stage_when_it_ran(replay):
 
 
 def test_steps_of_a_stage_never_overlap(replay):
-    """The format forbids it, and rounding start and length apart would bring it about."""
+    """The format forbids it, and rounding start and length separately would cause it."""
     lanes = defaultdict(list)
     for event in by_phase(events(replay, NAMES))["X"]:
         lanes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))

@@ -1,4 +1,4 @@
-"""The order of events, and replays of queries that come when they come, on any number of pools."""
+"""The order of events, and replays of requests with arrival times, on any number of pools."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def both(name="both", stage=0, kv_tokens=MUCH, batch=1):
 
 
 def waa(name, stages, capacity=4):
-    """An encode pool, a decode pool and what hands over from the one to the other."""
+    """An encode pool, a decode pool and the handover between them."""
     encode = WaaEncodeRule(SystemLimits(encode_batch=1, max_in_system=capacity), num_groups=2,
                            kv_tokens=MUCH, encode_kv_tokens=MUCH, sizer=BatchSizer(mean_input=8))
     decode = WaaDecodeRule(num_groups=1, kv_tokens=10_000, group_max_active=capacity)
@@ -91,7 +91,7 @@ def test_an_encoder_decoder_models_first_token_is_its_first_iterations():
     assert times.last_token_s.tolist() == [5.0]
 
 
-def test_queries_are_dealt_in_turn_to_pools_of_their_own():
+def test_requests_go_to_pools_of_their_own_in_turn():
     alone = run(queries([0.0, 0.0]), [both()])
     result = run(queries([0.0] * 4), [both("left"), both("right", 1)])
     assert [pool.name for pool in result.pools] == ["left", "right"]
@@ -133,7 +133,7 @@ def test_two_encode_pools_hand_over_to_one_decode_pool():
     assert np.isfinite(result.times.last_token_s).all()
 
 
-def test_a_query_that_never_fits_is_refused_when_it_comes():
+def test_a_request_that_never_fits_is_refused_when_it_comes():
     rule = OrcaRule(num_groups=1, max_active=2, kv_tokens=10)
     with pytest.raises(XgptError, match="request 0 reserves 11 tokens"):
         run(queries([4.0]), [PoolPlan(name="both", rule=rule, clock=Unit(), stages=(0,),
@@ -144,7 +144,7 @@ def test_a_query_that_never_fits_is_refused_when_it_comes():
 
 
 class Units:
-    """A clock: an encoded query takes `encode` on every stage, a decoded one `decode`."""
+    """A clock: an encoded request takes `encode` on every stage, a decoded one `decode`."""
 
     def __init__(self, stages: int, *, encode: float = 1.0, decode: float = 1.0) -> None:
         self._stages, self._encode, self._decode = stages, encode, decode
@@ -183,8 +183,8 @@ def boxes(result, stage):
 
 
 def test_figure_1_orca():
-    """At most one encoding an iteration, with whatever is decoded: iterations of unequal length
-    leave bubbles on the second worker."""
+    """At most one encoding per iteration, beside all decoding. Iterations of unequal length leave
+    bubbles on the second worker."""
     rule = OrcaRule(num_groups=2, max_active=4, kv_tokens=10**6)
     result = run(queries([0.0] * 4), [
         pool_of("both", rule, Units(2, encode=2.0, decode=0.5), (0, 1))])

@@ -1,4 +1,4 @@
-"""Laws that every replay obeys, whatever the policy, the lengths and the layout."""
+"""Laws of every replay, for any policy, lengths and stages."""
 
 import math
 
@@ -59,7 +59,7 @@ LAWS = []
 
 
 def law(check):
-    """One that every replay is held to."""
+    """Registers a law that every replay is checked against."""
     LAWS.append(check)
     return check
 
@@ -133,8 +133,8 @@ def memory_stays_within_the_budget_and_holds_what_is_read(case):
 
 @law
 def littles_law(case):
-    """Mean number in the system = throughput x mean latency, the number counted from the steps:
-    every query is there from its first to its last one."""
+    """Mean number in the system = throughput x mean latency. The number is counted from the steps:
+    every request is in each from its first to its last one."""
     *_, result = case
     times = np.concatenate([result.times.start_s, result.times.last_token_s])
     change = np.repeat([1, -1], len(result.latency_s))
@@ -171,7 +171,7 @@ def test_every_law_holds_for_every_replay(policy):
 
 
 def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state():
-    """One static batch, and its last queries long after the others: nothing begins meanwhile."""
+    """One static batch, with its last requests long after the others: nothing begins in between."""
     start_s = np.array([0.0] * 500 + [18.0])
     latency_s = np.array([5.0] + [10.0] * 497 + [16.0, 17.0] + [2.0])
     times = QueryTimes(arrival_s=np.zeros(501), start_s=start_s, first_token_s=start_s + 1,
@@ -186,9 +186,8 @@ def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state():
 
 
 @pytest.mark.parametrize("kind", ["sequence", "queries"])
-def test_those_that_begin_before_the_drain_and_end_in_it_tell_no_latency(kind):
-    """A query a second, each at work for 40 s; once none comes any more, steps are twice as
-    quick."""
+def test_requests_that_end_in_the_drain_do_not_count(kind):
+    """One request per second, each active for 40 s. Once none arrives, steps are twice as quick."""
     start_s = np.arange(400.0)
     in_drain_s = np.maximum(start_s + 40 - 400, 0.0)
     zeros, last_s = np.zeros(400), start_s + 40 - in_drain_s / 2

@@ -1,5 +1,5 @@
-"""Memory: what an estimate says fits never exceeds a device, however the lengths fall; and what
-cannot fit is refused (paper sections 7.3 and 7.4)."""
+"""Memory: an estimate that fits never exceeds a device, for any lengths, and others are refused
+(paper sections 7.3 and 7.4)."""
 
 import numpy as np
 import pytest
@@ -47,8 +47,8 @@ def fullest(policy, problem, rng):
 
 
 def bytes_held(problem, found, result):
-    """[stages] most bytes on each rank of a stage at any time: weights, KV entries held, and the
-    largest step's activations."""
+    """[stages] most bytes on each rank of a stage at any time: weights, KV cache, and activations
+    of the largest step."""
     model, held = problem.model, []
     plans = StagePlans(problem, roofline_of(problem))
     for pool in result.pools:
@@ -68,7 +68,7 @@ def bytes_held(problem, found, result):
 
 
 def check(policy, case, seeds, queries, enough=10**9):
-    """Replays checked: eight of each seed whose layout the cluster can hold."""
+    """Checks replays: eight of each seed whose stages fit on the cluster."""
     problem, checked = problem_of(*case), 0
     for seed in seeds:
         if checked >= enough:
@@ -97,7 +97,7 @@ def test_what_fits_never_exceeds_a_device(policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", policy_names())
 def test_what_fits_never_exceeds_a_device_in_a_thousand_replays(policy):
-    """125 and more of each policy, 1,000 in all, full of queries."""
+    """At least 125 of each policy, 1,000 in all, with full caches."""
     checked = sum(check(policy, case, range(20), 1200, enough=48) for case in CASES)
     assert checked >= 125
 
@@ -106,9 +106,9 @@ def test_what_fits_never_exceeds_a_device_in_a_thousand_replays(policy):
     [(*pair, task) for pair in (("gpt3-175b", "a40-32"), ("gpt3-175b", "a100-16"),
                                 ("gpt3-341b", "a40-48")) for task in ("G", "C2")],
     lambda case: (case[0] == "gpt3-341b") == (case[2] == "G")))
-def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
-    """The paper's section 7.4: not even with one query encoded at a time; RRA can. In one group of
-    all that decode (plans of 175B on A40 fit so) an answer of task G would take minutes."""
+def test_waa_cannot_hold_the_largest_models_twice(model, cluster, task):
+    """Section 7.4 of the paper: not even with one request encoded at a time; RRA can. With one
+    decode group (plans of 175B on A40 fit so) an answer of task G would take minutes."""
     problem = problem_of(model, cluster, task)
     timing = roofline_of(problem, padded=True)
     formulas = Formulas(problem, timing)

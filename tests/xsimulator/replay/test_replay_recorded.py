@@ -25,7 +25,7 @@ RRA, WAA = FixedSchedule(encode_batch=12, decode_iterations=6), FixedSchedule(en
 
 
 def leave(folder: Path, result: ReplayResult, inputs: np.ndarray) -> None:
-    """A run's files, as if it had gone as `result` says."""
+    """Writes the files of a run that went as `result`."""
     steps = [
         {"stage": stage, "kind": step.kind.value, "group": step.group, "phase": step.phase,
          "iteration": step.iteration, "start_s": pool.start_s[i, s], "end_s": pool.end_s[i, s],
@@ -93,8 +93,9 @@ def test_a_kind_of_step_that_the_run_never_took_is_named(tmp_path):
         replayer.run(queries, clocks=only_encodes.clocks())
 
 
-def test_each_copy_of_the_model_has_a_record_of_its_own(tmp_path):
-    """Every other query by the second copy, its stages numbered behind those of the first."""
+def test_each_replica_has_a_record_of_its_own(tmp_path):
+    """Every second request by the second replica, whose stages are numbered after those of the
+    first."""
     timing = roofline_of(PROBLEM)
     estimate = fixed_estimate("rra", PROBLEM, timing, RRA)
     replayer, lines = Replayer(PROBLEM, timing, estimate), []
@@ -130,7 +131,7 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
     {"index": 3, "input_tokens": 5, "output_tokens": 0, "error": "no numbers"},
     {"custom_id": "a", "response": None, "error": {"code": "no_answer", "message": "no numbers"},
      "xgpt": {"index": 3, "output_ids": []}}])
-def test_a_run_in_which_a_query_failed_is_no_source_of_times(tmp_path, line):
+def test_a_run_with_a_failed_request_is_no_source_of_times(tmp_path, line):
     _, estimate, _ = made(RRA, tmp_path)
     results = tmp_path / "results.jsonl"
     lines = results.read_text(encoding="utf-8").split("\n")

@@ -1,4 +1,4 @@
-"""Copies of the model replayed together: who gets which query, and what one that is slow costs."""
+"""Replicas replayed together: their requests, and the cost of a slow replica."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def makespan(replay: RoutedReplay) -> float:
 
 
 @pytest.mark.parametrize(("policy", "config"), CASES)
-def test_a_copy_takes_the_steps_that_it_takes_alone(policy, config):
+def test_a_replica_takes_the_steps_that_it_takes_alone(policy, config):
     replayer, queries = made(policy, config)
     replay = replay_routed([replayer] * 2, queries, FIXED)
     assert sorted(place for own in replay.rows for place in own) == list(range(300))
@@ -54,16 +54,16 @@ def test_a_copy_takes_the_steps_that_it_takes_alone(policy, config):
 @pytest.mark.parametrize(("policy", "config"), [
     pytest.param(*case, marks=[pytest.mark.slow] * (place % 2))
     for place, case in enumerate(CASES)])
-def test_what_a_slow_copy_has_not_begun_is_taken_back_and_answered_once(policy, config):
+def test_a_slow_replica_loses_requests_that_it_has_not_begun(policy, config):
     replayer, queries = made(policy, config)
     slow_downs = (1.0, 3.0)
     replay = replay_routed([replayer] * 2, queries, LEAST_TOKENS, slow_downs)
     kept = replay_routed([replayer] * 2, queries, FIXED, slow_downs)
     assert sorted(place for own in replay.rows for place in own) == list(range(300))
     assert replay.num_taken_back > 0
-    # the best of all ways to divide the job beforehand, each copy's part spread evenly over it
+    # the best of all ways to divide the job beforehand, each replica's part spread evenly over it
     best_s = min(max(share_s(replayer, queries, count, slow_downs)) for count in range(200, 300, 4))
-    # who has begun cannot be moved: it may be there until its life in a slow copy is over
+    # who has begun cannot be moved: it may be there until its life in a slow replica is over
     life_s = float(np.quantile(kept.results[1].latency_s, 0.5))
     assert makespan(replay) < best_s + life_s < makespan(kept)
 
@@ -77,7 +77,7 @@ def share_s(replayer: Replayer, queries: QueryLengths, count: int,
 
 
 @pytest.mark.parametrize(("policy", "config"), CASES[:3])
-def test_between_equal_copies_hardly_any_query_moves(policy, config):
+def test_equal_replicas_exchange_hardly_any_request(policy, config):
     replayer, queries = made(policy, config)
     replay = replay_routed([replayer] * 3, queries, LEAST_TOKENS)
     assert replay.num_taken_back <= 12

@@ -1,4 +1,5 @@
-"""Ranks that outnumber the cores: who works alone is not slowed down, who never does is in full."""
+"""More ranks than cores: a rank that works alone is not slowed down, one that never does is in
+full."""
 
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ SHARING = 2.0
 
 
 class Shared(Roofline):
-    """The roofline's device is a core that `SHARING` ranks share: what all of them at work take."""
+    """The roofline on a core that `SHARING` ranks share: seconds with all of them at work."""
 
     def __init__(self, *of, sharing=SHARING):
         super().__init__(*of)
@@ -60,7 +61,7 @@ def test_only_time_spent_together_is_slow():
 
 
 def replays(config, task="S", **changes):
-    """(makespan with cores of their own, with all slowed down as if all worked, shared)"""
+    """(makespan with own cores, with all ranks slowed down as if all worked, with shared cores)."""
     problem = problem_of("opt-13b", "a40-4", task)
     device = problem.cluster.device
     own, shared = Roofline(problem.model, device, problem.dtype), Shared(
@@ -76,7 +77,7 @@ def replays(config, task="S", **changes):
 
 
 def test_stages_that_take_turns_have_the_cores_for_themselves():
-    """One group on four stages: one stage works at a time, though two cores serve four."""
+    """One group on four stages: one stage works at a time, though four stages share two cores."""
     own, _, shared = replays(FixedSchedule(encode_batch=20, decode_iterations=8,
                                        decode_micro_batches=1))
     assert shared == pytest.approx(own, rel=0.02)

@@ -34,7 +34,7 @@ NAMES = tuple(row.name for row in policies() if row.is_searched)
 
 
 class Point(NamedTuple):
-    """One configuration, what is executed of it, and what the formula says of its memory."""
+    """One configuration, its estimate, and the formula's memory."""
 
     estimate: Estimate
     memory_bytes: float
@@ -48,8 +48,8 @@ def of_model(name: str) -> tuple[Problem, Roofline]:
 
 
 def drawn(model: str, name: str) -> list[Point]:
-    """Replays of random points that have room, over all tensor plans; [] where the policy has none
-    for such a model."""
+    """Replays of random points that fit, over all tensor plans; [] if the policy has none for the
+    model."""
     problem, timing = of_model(model)
     rng = np.random.default_rng(zlib.crc32(f"{model} {name}".encode()))
     formula = Formulas(problem, timing, Workload(problem)).of(name)
@@ -90,7 +90,7 @@ def test_throughput_and_latency_are_near_those_of_replays(points, model, policy)
 
 
 @pytest.mark.parametrize(("model", "policy"), CASES)
-def test_what_is_estimated_can_be_executed(points, model, policy):
+def test_estimates_can_be_executed(points, model, policy):
     own = points(model, policy)
     assert all(one.replayed is not None for one in own) and own
     assert all(one.estimate.figures.fits for one in own)
@@ -98,7 +98,7 @@ def test_what_is_estimated_can_be_executed(points, model, policy):
 
 @pytest.mark.parametrize("name", ["waa-c", "waa-m"])
 def test_a_schedule_in_chunks_is_one_that_ranks_take(name):
-    """Where the encode pool keeps up by itself, too: little is left to the other then."""
+    """Also if the encode pool keeps up by itself: then little is left for the decode pool."""
     problem, timing = of_model("opt-13b")
     formula = Formulas(problem, timing, Workload(problem)).of(name)
     points = formula.points((1, 0))
@@ -123,9 +123,9 @@ def test_memory_is_that_of_the_memory_model(points, model, policy):
 
 
 def rows_of(problem: Problem, estimate: Estimate, pool: Pool) -> FloatArray:
-    """[stages but the last] rows of a step for which a rank has room beside weights and KV, about:
-    a pool that decodes alone has room for a query that is handed over, too. The last stage has
-    logits, and of a pool that encodes alone what it hands over."""
+    """[stages but the last] about the rows of a step that fit beside weights and KV cache. A pool
+    that only decodes also has room for a request that is handed over. The last stage has logits,
+    and in an encode pool the output that it hands over."""
     stages = pool.stages
     rest = memory.weight_bytes(problem.model, stages, problem.dtype, problem.weight_dtype)
     if pool.role != "encode" or not problem.model.is_encoder_decoder:
