@@ -17,6 +17,7 @@ llguidance = pytest.importorskip("llguidance", reason="forms need the extra `str
 
 from xgpt.requests.chat import form_text  # noqa: E402
 from xgpt.requests.forms import grammar_of  # noqa: E402
+from xrunner.devices import select_device  # noqa: E402
 from xrunner.files.forms import Forms  # noqa: E402
 from xrunner.files.tokenizer import TextTokenizer  # noqa: E402
 from xrunner.ops import invariant  # noqa: E402
@@ -142,3 +143,11 @@ def test_a_tokenizer_that_the_library_cannot_read_is_named(tmp_path):
                             "tokenizer_config.json": {
                                 "tokenizer_class": "PreTrainedTokenizerFast"}})
     assert "decoder type" in Forms(tmp_path, SIZE).refusal
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this PyTorch can use no CUDA device")
+def test_a_gpu_gives_the_same_tokens(model, queries, expected):
+    for degrees in ((1,), (1, 1)):
+        sink, _ = run_in_process(model[0], queries, degrees=degrees, device=select_device("gpu", 0))
+        assert answers_of(sink) == expected
