@@ -94,5 +94,5 @@ output: out
     assert json.loads(first["text"]).keys() == {"colour", "is_big"}
     assert json.loads(second["text"]) == "own"
     errors = [line["error"] for line in read_lines(tmp_path / "out/errors.jsonl")]
-    assert errors[0].startswith("response_format.json_schema.schema.items.type: ")
+    assert errors[0].startswith("response_format.json_schema.schema.items: ")
     assert "forced_tokens goes with no form" in errors[1]

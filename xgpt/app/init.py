@@ -9,9 +9,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -237,27 +238,6 @@ def _chars(request: Request) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddedKeys:
-    """The keys that say what is asked of each row, and how it is answered; "" and () for none."""
-
-    prompt: str = ""
-    system: str = ""
-    choices: tuple[str, ...] = ()
-    json_schema: Path | None = None
-
-    def lines(self, folder: Path) -> str:
-        """Returns their lines in the section workload, of a job file in `folder`."""
-        schema = "" if self.json_schema is None else _scalar(_shown(self.json_schema, folder))
-        rows = (("prompt", _scalar(self.prompt), "Columns of the file in braces; {{ is a brace."),
-                ("system", _scalar(self.system), "A message before each prompt."),
-                ("choices", f"[{', '.join(map(json.dumps, self.choices))}]",
-                 "Each answer is exactly one of these."),
-                ("json_schema", schema, "Each answer keeps this schema."))
-        return "".join(f"  # {words}\n  {key}: {value}\n" for key, value, words in rows
-                       if getattr(self, key))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NewJob:
     """Values of a new job file. `latency_s`: seconds, infinite for no limit. `max_tokens`: None for
     as many as the longest choice takes."""
@@ -268,7 +248,7 @@ class NewJob:
     look: PromptsLook
     max_tokens: int | None
     latency_s: float
-    added: AddedKeys = AddedKeys()
+    added: Mapping[str, Any] = field(default_factory=dict)  # keys of `workload` for every row
 
     @property
     def name(self) -> str:
@@ -334,9 +314,18 @@ def text_of(job: NewJob) -> str:
         f"{{file: {file}, prompt: {_scalar(column)}}}",
         max_tokens="# max_tokens: as much as the longest choice takes"
         if job.max_tokens is None else f"max_tokens: {job.max_tokens}",
-        added=job.added.lines(job.path.parent),
+        added=_added(job),
         latency="inf" if math.isinf(job.latency_s) else f"{job.latency_s:g}",
         output=_scalar(f"out/{job.name}"))
+
+
+def _added(job: NewJob) -> str:
+    """The lines of the keys that are asked for besides."""
+    keys = {key: _shown(value, job.path.parent) if isinstance(value, Path) else value
+            for key, value in job.added.items()}
+    lines = yaml.safe_dump(keys, sort_keys=False, allow_unicode=True, width=90) if keys else ""
+    about = "# The prompt and the answer of each row: docs/labels.md explains the keys.\n"
+    return textwrap.indent(about + lines, "  ") if keys else ""
 
 
 def _machine_words(cluster: Cluster) -> str:

@@ -249,10 +249,6 @@ class _Model:
             raise wrong(self._job.source, f"workload.chat_template_kwargs.{unknown[0]}", None,
                         "left out: the model's chat template does not read it. It reads "
                         + (", ".join(sorted(known)) or "nothing of this kind"))
-        if workload.requests and workload.requests.terms.system and tokenizer.template is None:
-            raise wrong(self._job.source, "workload.system", None, "left out: this model's "
-                        "tokenizer has no chat template, which would place a system message. "
-                        "workload.prompt can begin with the same words")
         is_own = self._need == "run" and self._job.run.engine == OWN_ENGINE
         vocab_size = files.spec.vocab_size
         return ModelTokeniser(tokenizer, workload.chat, vocab_size, workload.chat_template_kwargs,

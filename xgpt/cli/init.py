@@ -4,12 +4,12 @@ import math
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from xgpt.app.init import (
     USUAL_FILE,
-    AddedKeys,
     NewJob,
     PromptsLook,
     columns_of,
@@ -29,7 +29,8 @@ from xgpt.cli.options import check_writable, json_option, print_json
 from xgpt.cli.terminal import Terminal, is_terminal, say, show
 from xgpt.core.errors import wrong
 from xgpt.core.units import parse_seconds
-from xgpt.job.answer_forms import choices_of, json_schema_of
+from xgpt.job.answer_forms import CHOICES, choices_of, json_schema_of
+from xgpt.job.workload_section import TEMPLATE
 from xgpt.report.table import paragraph, table
 from xgpt.report.words import counted
 from xgpt.requests.template import columns_in
@@ -70,15 +71,18 @@ def init(job_file: Path, prompts: Path | None, column: str | None, prompt: str, 
     check_writable(job_file, "JOB.yaml")
     asks = can_ask() and not yes and not as_json
     latency_s = None if latency is None else _latency(latency)
-    added = _added(prompt, system, choices, json_schema)
+    if prompt and not columns_in(prompt):
+        raise wrong("command line", "--prompt", prompt, TEMPLATE)
     if prompt and column is not None:
-        raise wrong("command line", "--column", column, "left out beside --prompt, which names "
-                    "columns itself")
+        raise wrong("command line", "--column", column, "left out beside --prompt")
+    if choices is not None and json_schema is not None:
+        raise wrong("command line", "--choices", choices, "left out beside --json-schema")
+    added = _added(prompt, system, choices, json_schema)
     look = _look(_prompts(prompts, asks), column, asks, prompt)
     check = _model(model, asks)
     assert check.spec is not None
     cap = max_tokens
-    if cap is None and not added.choices:
+    if cap is None and choices is None:
         cap = _max_tokens(usual_max_tokens(check.spec, look), look, asks)
     if latency_s is None:
         latency_s = math.inf if not asks else float(click.prompt(
@@ -123,22 +127,19 @@ def _prompts(given: Path | None, asks: bool) -> Path:
     return given
 
 
-def _added(prompt: str, system: str, choices: str | None, schema: Path | None) -> AddedKeys:
-    """Returns what these options add to a job. Raises InputError."""
-    if prompt and not columns_in(prompt):
-        raise wrong("command line", "--prompt", prompt, "text that names a column in braces, such "
-                    "as 'Summarise: {text}'")
-    if choices is not None and schema is not None:
-        raise wrong("command line", "--choices", choices, "left out beside --json-schema: an "
-                    "answer has one form")
+def _added(prompt: str, system: str, choices: str | None, schema: Path | None) -> dict[str, Any]:
+    """The keys of `workload` that these options add. Raises InputError."""
+    labels = [] if choices is None else [one.strip() for one in choices.split(",")]
     option, value = ("--choices", choices) if schema is None else ("--json-schema", str(schema))
     try:
+        if choices is not None:
+            choices_of(labels)
         if schema is not None:
             json_schema_of(str(schema), Path.cwd())
-        labels = () if choices is None else choices_of([one.strip() for one in choices.split(",")])
     except ValueError as cause:
-        raise wrong("command line", option, value, str(cause)) from None
-    return AddedKeys(prompt=prompt, system=system, choices=labels, json_schema=schema)
+        raise wrong("command line", option, value, str(cause) or CHOICES) from None
+    keys = {"prompt": prompt, "system": system, "choices": labels, "json_schema": schema}
+    return {key: own for key, own in keys.items() if own}
 
 
 def _look(path: Path, column: str | None, asks: bool, template: str = "") -> PromptsLook:

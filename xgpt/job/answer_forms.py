@@ -13,7 +13,7 @@ from xgpt.job.typed import Reading
 from xgpt.requests.chat import form_text
 from xgpt.requests.forms import why_wrong
 
-_YAML = 'a list of different texts; put what YAML reads as something else in quotes: "true", "1.5"'
+CHOICES = 'a list of different texts, none empty; "true" and "1.5" in quotes'
 
 
 def json_schema_of(value: Any, folder: Path) -> dict[str, Any]:
@@ -25,10 +25,8 @@ def json_schema_of(value: Any, folder: Path) -> dict[str, Any]:
         where = f"{path.name}: "
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as cause:
-            raise ValueError(f"the file of a JSON schema: {path}: {cause.strerror}") from None
-        except ValueError as cause:
-            raise ValueError(f"the file of a JSON schema: {path} is not JSON: {cause}") from None
+        except (OSError, ValueError) as cause:
+            raise ValueError(f"the file of a JSON schema, {path}: {cause}") from None
     if not isinstance(value, dict):
         raise ValueError
     if why := why_wrong("json", value):
@@ -38,15 +36,13 @@ def json_schema_of(value: Any, folder: Path) -> dict[str, Any]:
 
 def choices_of(value: Any) -> tuple[str, ...]:
     """The texts of a list; whole numbers are written out. Raises ValueError."""
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list) or not all(type(one) in (str, int) for one in value):
+        raise ValueError  # YAML reads true and 1.5 as something else
+    texts = tuple(map(str, value))
+    if not texts or not all(text.strip() and text.isprintable() for text in texts):
         raise ValueError
-    if not all(isinstance(one, (str, int)) and not isinstance(one, bool) for one in value):
-        raise ValueError(_YAML)
-    texts = tuple(str(one) for one in value)
-    if not all(text.strip() and text.isprintable() for text in texts):
-        raise ValueError("a list of different texts, none of them empty")
     if twice := [text for place, text in enumerate(texts) if text in texts[:place]]:
-        raise ValueError(f"a list of different texts; {twice[0]!r} is there twice")
+        raise ValueError(f"{CHOICES}; {twice[0]!r} is there twice")
     return texts
 
 

@@ -10,13 +10,20 @@ from xgpt.core import catalog
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.job import typed
-from xgpt.job.answer_forms import choices_of, form_of_answers, json_schema_of, most_tokens_of
+from xgpt.job.answer_forms import (
+    CHOICES,
+    choices_of,
+    form_of_answers,
+    json_schema_of,
+    most_tokens_of,
+)
 from xgpt.job.job import LengthSpec, WorkloadSpec
 from xgpt.job.sections import AnyRequests, absolute, is_file, requests_of
 from xgpt.requests.request import Terms
 from xgpt.requests.template import columns_in
 
 POOLINGS = ("last", "mean")  # how the last hidden states of a text become its embedding
+TEMPLATE = "text that names a column in braces, such as 'Summarise: {text}'"
 _LENGTHS = "{mean, std, max}, {file: path}"
 _NO_DISTRIBUTION = LengthSpec(kind="observe")  # stand-in for one that could not be read
 
@@ -69,15 +76,15 @@ class WorkloadSection:
 
     requests: AnyRequests = None
     prompt: Annotated[str | None, typed.that(
-        lambda value: isinstance(value, str) and columns_in(value), "text that names a column in "
-        "braces, such as 'Summarise: {text}'", type="string")] = None
+        lambda value: isinstance(value, str) and columns_in(value), TEMPLATE,
+        type="string")] = None
     system: Annotated[str | None, typed.that(
         lambda value: isinstance(value, str) and value.strip(), "text", type="string")] = None
     json_schema: Annotated[Any, typed.InFolder(
         json_schema_of, "a JSON schema, or the name of a file that holds one",
         type=["object", "string"])] = None
     choices: Annotated[tuple[str, ...], typed.Of(
-        choices_of, "a list of different texts", type="array")] = ()
+        choices_of, CHOICES, type="array")] = ()
     task: Annotated[str | None, typed.choice(lambda: catalog.names("task"))] = None
     input_tokens: Annotated[Any, _lengths_or("from_requests")] = None
     output_tokens: Annotated[Any, _lengths_or("from_requests", "observe")] = None

@@ -8,13 +8,11 @@ from typing import Any, cast
 
 from xgpt.core.errors import MissingExtraError
 
-EXTRA = "structured"
 # At most one space between the parts of a JSON text: a model could write blanks without end.
 _JSON_RULES = {"whitespace_pattern": " ?"}
 _DEFINITIONS = ("$defs", "definitions")
-_SCHEMAS_BY_NAME = (*_DEFINITIONS, "properties", "patternProperties")
-_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties")
+_BY_NAME = (*_DEFINITIONS, "properties", "patternProperties")
+_SCHEMAS = (*_BY_NAME, "anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalProperties")
 
 
 def library() -> Any:
@@ -22,7 +20,7 @@ def library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise MissingExtraError("llguidance", EXTRA, "answers held to a form") from None
+        raise MissingExtraError("llguidance", "structured", "answers held to a form") from None
     return llguidance
 
 
@@ -40,8 +38,8 @@ def grammar_of(form: Mapping[str, Any]) -> str:
 
 
 def why_wrong(kind: str, value: Any) -> str:
-    """The reason why a form is refused, after its path in a JSON schema (".items.type: ..."). It is
-    "" for a good form, and if llguidance is not installed."""
+    """The reason why a form is refused, after its path in a JSON schema (".items: ..."). It is ""
+    for a good form, and if llguidance is not installed."""
     try:
         library()
     except MissingExtraError:
@@ -51,49 +49,40 @@ def why_wrong(kind: str, value: Any) -> str:
 
 @lru_cache(256)
 def _why_wrong(text: str) -> str:
-    (kind, value), = json.loads(text).items()
-    if kind == "json":
-        return ": ".join(_wrong_part(value, {
-            key: value[key] for key in _DEFINITIONS if key in value}, ""))
-    why = _error_of({kind: value})
-    return f": {why}" if why else ""
+    form = json.loads(text)
+    if "json" in form:
+        return _wrong_part(form["json"], {
+            key: form["json"][key] for key in _DEFINITIONS if key in form["json"]})
+    return f": {why}" if (why := _error_of(form)) else ""
 
 
-def _wrong_part(schema: Mapping[str, Any], definitions: Mapping[str, Any],
-                path: str) -> tuple[str, ...]:
-    """(path, reason) of the smallest part that is wrong by itself; () if none is."""
+def _wrong_part(schema: Mapping[str, Any], definitions: Mapping[str, Any], path: str = "") -> str:
+    """"PATH: REASON" of the smallest schema within that is wrong by itself; "" if none is."""
     if not (why := _error_of({"json": {**definitions, **schema}})):
-        return ()
-    for key, part in _parts(schema):
-        if isinstance(part, dict) and (found := _wrong_part(part, definitions, f"{path}.{key}")):
-            return found
-    for key, value in schema.items():
-        if key not in _DEFINITIONS and (own := _error_of({"json": {**definitions, key: value}})):
-            return f"{path}.{key}", own
-    return path, why
+        return ""
+    within = (_wrong_part(part, definitions, f"{path}.{key}") for key, part in _parts(schema)
+              if isinstance(part, dict))
+    return next(filter(None, within), f"{path}: {why}")
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the schemas within a schema, each with its path there; the definitions first, which
     the others may refer to."""
-    for key in _SCHEMAS_BY_NAME:
-        named = schema.get(key)
-        yield from ((f"{key}.{name}", part) for name, part in (
-            named.items() if isinstance(named, dict) else ()))
-    for key in _LISTS_OF_SCHEMAS:
-        listed = schema.get(key)
-        yield from ((f"{key}[{place}]", part) for place, part in enumerate(
-            listed if isinstance(listed, list) else ()))
-    yield from ((key, schema[key]) for key in _SCHEMAS if key in schema)
+    for key in _SCHEMAS:
+        value = schema.get(key)
+        if isinstance(value, list):
+            yield from ((f"{key}[{place}]", part) for place, part in enumerate(value))
+        elif key in _BY_NAME and isinstance(value, dict):
+            yield from ((f"{key}.{name}", part) for name, part in value.items())
+        else:
+            yield key, value
 
 
 def _error_of(form: Mapping[str, Any]) -> str:
     """llguidance's objection to a form, in a line; "" for none."""
     try:
-        why = library().LLMatcher.validate_grammar(grammar_of(form))
+        why = str(library().LLMatcher.validate_grammar(grammar_of(form)))
     except ValueError as cause:
         why = str(cause)
-    lines = str(why).splitlines() or [""]
-    # of a regular expression the first line says only that it cannot be read
-    return next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix(
-        "error: ")
+    # the first line on a regular expression says only that it cannot be read
+    return why.rpartition("\nerror: ")[2].partition("\n")[0]

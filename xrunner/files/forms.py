@@ -60,9 +60,9 @@ class Forms:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        make, text = library().LLTokenizer, TextTokenizer(self._directory)
-        ends = sorted(eos_ids(self._directory))
-        if not ends or not text.is_there:
-            raise XgptError("its folder has no tokenizer" if ends else
+        own, ends = TextTokenizer(self._directory).backend, sorted(eos_ids(self._directory))
+        if own is None or not ends:
+            raise XgptError("its folder has no tokenizer" if own is None else
                             "its files name no end-of-sequence token")
-        return make(text.to_json(), n_vocab=max(self._vocab_size, text.num_tokens), eos_token=ends)
+        return library().LLTokenizer(own.to_str(), eos_token=ends, n_vocab=max(
+            self._vocab_size, own.get_vocab_size()))

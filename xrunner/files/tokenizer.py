@@ -221,13 +221,9 @@ class TextTokenizer:
         return self._backend is not None
 
     @property
-    def num_tokens(self) -> int:
-        """Size of its vocabulary."""
-        return int(self._backend.get_vocab_size())
-
-    def to_json(self) -> str:
-        """The tokenizer.json of it, without padding and truncation."""
-        return str(self._backend.to_str())
+    def backend(self) -> Any:
+        """The object of the `tokenizers` library, without padding and truncation."""
+        return self._backend
 
     def encode_many(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Tokens of several texts (the library works in parallel). `special`: add special

@@ -178,9 +178,9 @@ def test_a_prompt_of_columns_labels_and_a_schema_become_keys(folder):
     (["--prompt", "Good?"], "names a column in braces"),
     (["--prompt", "Good? {text}"], "no column 'text'"),
     (["--prompt", "{review}", "--column", "review"], "--column"),
-    (["--choices", "a,a"], "'a' is there twice"), (["--choices", "a,,b"], "none of them empty"),
+    (["--choices", "a,a"], "'a' is there twice"), (["--choices", "a,,b"], "none empty"),
     (["--json-schema", "none.json"], "No such file"),
-    (["--choices", "a", "--json-schema", "none.json"], "an answer has one form")])
+    (["--choices", "a", "--json-schema", "none.json"], "left out beside --json-schema")])
 def test_wrong_keys_of_prompts_and_answers_leave_no_file(folder, options, words):
     result = init("--prompts", "reviews.csv", "--model", "opt-125m", *options)
     assert result.exit_code != 0 and words in str(result.exception) + result.output

@@ -273,7 +273,7 @@ def test_every_line_is_what_openai_promises(tmp_path):
     assert head.isdecimal() and tail.isdecimal() and (len(head), len(tail)) == (3, 4)
     assert {one["finish_reason"] for one in told.values()} == {"stop"}
     for name, key in {"schema": "logit_bias", "bias": "logit_bias",
-                      "no schema": "response_format.json_schema.schema.type"}.items():
+                      "no schema": "response_format.json_schema.schema: "}.items():
         assert key in openai_batch.why_not(by_name[name])
     # calls are not looked for: the answer is what the model wrote
     assert "<tool_call>" in told["call"]["message"]["content"]
