@@ -49,9 +49,9 @@ def planned(job: Any, seed: int | None = None) -> list[Estimate]:
 def check(found: list[Estimate]) -> None:
     """The policies and throughputs are those of the page."""
     text = TUTORIAL.read_text(encoding="utf-8")
-    rows = re.findall(r"^    (4.00 s|8.00 s|none) +(\S+) +([\d.]+)  ", text, re.M)
+    rows = re.findall(r"^    (4.00 s|8.00 s|none) +([\d.]+) (\S+)  ", text, re.M)
     assert [row[0] for row in rows] == [*BOUNDS_S]
-    for own, (_, name, qps) in zip(found, rows, strict=True):
+    for own, (_, qps, name) in zip(found, rows, strict=True):
         assert policy(own.policy).title == name
         assert own.figures.throughput_qps == pytest.approx(float(qps), rel=0.01)
 
