@@ -33,23 +33,23 @@ _ROOT = Path(__file__).resolve().parents[3]
 # whose code, tables and rows decide what is planned
 _PLANNING = ("xgpt/core", "xgpt/job", "xgpt/requests", "xprofiler", "xsimulator", "xscheduler",
              "xrunner/rules")
-# Of a process that plans many points: the latency without a bound that shares are taken of.
+# latency in seconds at the highest throughput, by job without its bound, kept for the process
 _FREE_S: dict[tuple[str, PlanOptions], float] = {}
 
 
 def key_of(point: SweepPoint, spec: SweepSpec) -> str:
-    """16 hex digits of all that a point asks. What the point is called, where its file lies and
-    where its results go is not part of it."""
+    """Key of a point, 16 hex digits, over all that it asks; not over its name, its file's place
+    and its output folder."""
     return _digest([_asked(point.job), point.relative_bound, spec.horizon, spec.has_margin])
 
 
 def common_key(job: Job) -> str:
-    """The same of a job without its bound: points that have it in common share a planner."""
+    """Key of a job without its latency bound. Points with equal keys share a planner."""
     return _digest(_asked(replace(job, constraint=job.constraint.with_latency(limit_s=math.inf))))
 
 
 def fingerprint(job: Job) -> str:
-    """16 hex digits of what a point is planned by: the code, and the files of its job."""
+    """Hash, 16 hex digits, of the code that plans a point and of its job's files."""
     requests = () if job.workload.requests is None else job.workload.requests.paths
     files = (job.profile, *requests, job.workload.input_tokens.path,
              job.workload.output_tokens.path, Path(job.model) / "config.json")
@@ -112,8 +112,8 @@ def _limit_s(point: SweepPoint, bound: str, planner: JobPlanner, options: PlanOp
 
 
 def _free_latency_s(point: SweepPoint, options: PlanOptions) -> float:
-    """The latency at the highest throughput: of the policy that is best without a bound, where the
-    sweep compares policies. Raises InfeasibleError."""
+    """Latency, in seconds, at the highest throughput: of the policy that is best without a bound if
+    the sweep compares policies. Raises InfeasibleError."""
     job = point.job
     if POLICY.name in point.values:
         job = replace(job, schedule=replace(job.schedule, policies=()))
@@ -125,7 +125,7 @@ def _free_latency_s(point: SweepPoint, options: PlanOptions) -> float:
 
 
 def _axes(point: SweepPoint) -> Row:
-    """What was asked. A scenario is what a point is called but for its copies, policy and bound."""
+    """Columns of a row that name its point. `scenario`: its axes but replicas, policy and bound."""
     job, bound_s = point.job, point.job.constraint.latency_s
     scenario = [str(value) if name in _TELLING else f"{name} {value}" for name, value in
                 point.values.items() if name not in (COPIES.name, POLICY.name, BOUND.name)]
