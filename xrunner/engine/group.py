@@ -23,18 +23,18 @@ from xrunner.rules.slots import GroupSlots, Move
 
 
 class TokenHistory:
-    """Tokens that occurred in each request, for three sampling rules of the last stage. The rules
-    of the model's files are `no_repeat_ngram_size` and `repetition_penalty`. The third is the form
-    of an answer."""
+    """Tokens that occurred in each request, for three sampling rules of the last stage. They are
+    `no_repeat_ngram_size` and `repetition_penalty` of the model's files, and the form of an
+    answer."""
 
     def __init__(self) -> None:
         self._texts: dict[int, tuple[Joined, _History]] = {}
         self.forms: Forms | None = None  # of the model's answers
 
     def with_history(self, seats: Sequence[Joined], positions: Sequence[int]) -> list[Sampling]:
-        """Sampling of each request's next token, with tokens that would repeat a sequence barred.
-        With a repetition penalty its `said` holds all tokens that occurred. seats, positions: of
-        each request."""
+        """Sampling of each request's next token, by what occurred so far. Tokens that would repeat
+        a sequence are barred, those that the form allows are in `allowed`, and with a repetition
+        penalty `said` holds all that occurred."""
         return [self._with_history(seat, position)
                 for seat, position in zip(seats, positions, strict=True)]
 

@@ -92,12 +92,12 @@ class PoolRequests:
 
     @property
     def num_waiting(self) -> int:
-        """Requests whose prefill has not begun."""
+        """Number of requests whose prefill has not begun."""
         return len(self._new)
 
     @property
     def longest_input(self) -> int:
-        """Tokens of the longest input that waits, or may come."""
+        """Number of tokens of the longest input that waits, or may come."""
         return (self.extent or _extent_of(self._new.values())).longest_input
 
     def compose(self, step: Step, now: float) -> tuple[StepMessage, Tensor, list[ActiveQuery]]:
@@ -264,7 +264,7 @@ class ActiveQuery:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its input and of its output so far."""
+        """Number of tokens of its input and of its output so far."""
         return self.input_tokens + self.num_outputs
 
     @property

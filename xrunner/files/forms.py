@@ -1,5 +1,5 @@
-"""Answers held to a form (xgpt.requests.forms): which tokens may come next. What may come follows
-from the tokens so far alone, so whoever takes a query up again is at the same place."""
+"""Forms of answers (xgpt.requests.forms): which tokens may come next. That follows from the tokens
+so far alone, so a request that is resumed is at the same place."""
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -18,13 +18,13 @@ class Matcher:
     """Follows one answer, token by token."""
 
     def __init__(self, matcher: Any) -> None:
-        """`matcher`: llguidance's LLMatcher, which is this object's own."""
+        """`matcher`: llguidance's LLMatcher, used by this object alone."""
         self._matcher = matcher
 
     @property
     def allowed(self) -> bytes:
-        """The tokens that may come next, one bit each, token 0 the lowest bit of the first byte;
-        none at all once a token came that the form does not allow."""
+        """Bit mask of the tokens that may come next, token 0 the lowest bit of the first byte. All
+        zeros after a token that the form does not allow."""
         mask: bytes = self._matcher.compute_bitmask()
         return bytes(len(mask)) if self._matcher.is_error() else mask
 
@@ -33,7 +33,7 @@ class Matcher:
 
 
 class Forms:
-    """Makes matchers for the answers of one model, whose tokenizer it reads for the first one."""
+    """Makes matchers for the answers of one model, whose tokenizer it reads on first use."""
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
         self._directory, self._vocab_size = directory, vocab_size
@@ -41,7 +41,7 @@ class Forms:
 
     @cached_property
     def refusal(self) -> str:
-        """Why no answer of this model can be held to a form; "" where one can."""
+        """Why this model's answers cannot have forms; "" if they can."""
         try:
             assert self._tokenizer is not None
         except (XgptError, ValueError) as cause:
@@ -49,8 +49,8 @@ class Forms:
         return ""
 
     def matcher(self, passed: str, written: Sequence[int] = ()) -> Matcher:
-        """The matcher of an answer with the form in `passed` (xgpt.requests.chat), after its tokens
-        so far. Raises MissingExtraError without llguidance."""
+        """Matcher of an answer with the form in `passed` (xgpt.requests.chat), after the tokens
+        `written`. Raises MissingExtraError without llguidance."""
         own = Matcher(self._matcher(passed).deep_copy())
         own.add(written)
         return own

@@ -1,8 +1,6 @@
-"""Next tokens from logits: greedy, or drawn with a per-query seed.
-
-A draw depends only on (seed, position) of its own query, never on the batch it happens to be in:
-the same seed gives the same text whatever the schedule.
-"""
+"""Next tokens from logits: greedy, or drawn with a seed per request. A draw depends only on (seed,
+position) of its own request, never on its batch: the same seed gives the same text under any
+schedule."""
 
 from collections.abc import Sequence
 
@@ -15,15 +13,15 @@ from xrunner.models.weights import Shard
 from xrunner.ops.output_head import BestTokens, Scores
 from xrunner.query import Sampling
 
-NOT_FINITE = -1  # in a token's place: its logits are no numbers, or infinite
+NOT_FINITE = -1  # instead of a token whose logits are not finite
 
 _MASK64 = (1 << 64) - 1
-_VALUES_AT_A_TIME = 1 << 22  # of rows that are drawn: as float64 32 MB
+_VALUES_AT_A_TIME = 1 << 22  # chosen: logits drawn at a time, 32 MB as float64
 
 
 def sample(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """One Sampling and one position (tokens before this one) for each of n rows -> tokens [n], of
-    which NOT_FINITE is none."""
+    """Tokens [n], one per row; NOT_FINITE stands for none. `positions`: tokens before each
+    row's."""
     greedy, drawn = _parted(choices, positions)
     if not drawn:
         return _likeliest(*scores.best(greedy))
@@ -37,9 +35,9 @@ def sample(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int]
 
 
 def _parted(choices: Sequence[Sampling], positions: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The rows whose largest logit is all that counts, and those that are drawn, or of whose
-    tokens some are barred, or made less likely. Rows held to a form are of the latter: the head's
-    own search for the largest knows no mask."""
+    """Indices of rows that need only their largest logit, and of the others. The others are drawn,
+    or some of their tokens are barred, penalised or not allowed by a form, which `Scores.best` does
+    not know."""
     assert len(choices) == len(positions), f"{len(choices) = } {len(positions) = }"
     is_whole = [choice.is_drawn or choice.is_barred(position) or choice.is_penalised
                 or bool(choice.allowed)
@@ -50,8 +48,9 @@ def _parted(choices: Sequence[Sampling], positions: Sequence[int]) -> tuple[list
 
 def _ruled(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
            positions: Sequence[int], first_token: int) -> Tensor:
-    """logits [rows, V_local] of the tokens from `first_token` on, in float32, as the queries' own
-    rules have them: of those that were said less likely, as transformers does it; barred, -inf."""
+    """Logits [rows, V_local] in float32 after each request's own rules. `first_token`: of this
+    share of the vocabulary. Tokens that occurred are penalised as in transformers; barred ones, and
+    those that a form does not allow, get -inf."""
     logits = logits.float()
     penalised = [place for place, row in enumerate(rows) if choices[row].is_penalised]
     if penalised:
@@ -68,8 +67,8 @@ def _ruled(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
 
 
 def _allowed_alone(logits: Tensor, masks: Sequence[bytes], first_token: int) -> Tensor:
-    """Sets logits [rows, V_local] of tokens from `first_token` on to -inf, where a row's mask has
-    no bit. A mask b"" leaves the row as it is."""
+    """Logits [rows, V_local] with -inf where a row's bit mask lacks the token. `masks`: b"" allows
+    all. `first_token`: of this share of the vocabulary."""
     own = [place for place, mask in enumerate(masks) if mask]
     if not own:
         return logits
@@ -91,7 +90,7 @@ def _allowed_alone(logits: Tensor, masks: Sequence[bytes], first_token: int) -> 
 
 def _without_barred(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
                     positions: Sequence[int], first_token: int) -> Tensor:
-    """logits [rows, V_local] of the tokens from `first_token` on, -inf where one is barred."""
+    """Logits [rows, V_local] with -inf where a token is barred. `first_token`: of this share."""
     own = [(place, token - first_token) for place, row in enumerate(rows)
            if choices[row].is_barred(positions[row]) for token in choices[row].barred
            if 0 <= token - first_token < logits.shape[1]]
@@ -105,12 +104,9 @@ def _without_barred(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampl
 
 def sample_shards(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int],
                   shard: Shard, vocab_size: int) -> Tensor | None:
-    """As `sample`, of scores of every rank's share of the vocabulary: the tokens on the first rank
-    of the group, None on the others.
-
-    Each rank sends its best candidate of each greedy row (the first rank's wins a tie, as the
-    lowest token does on one rank), and of rows that are drawn as many as top-k can keep.
-    """
+    """Tokens [n] as `sample`, from every rank's share of the vocabulary; on the group's first rank.
+    None on the others. Each rank sends its best candidate of each greedy row, and of drawn rows as
+    many as top-k can keep. The first rank wins a tie, as the lowest token does on one rank."""
     if shard.degree == 1:
         return sample(scores, choices, positions)
     greedy, drawn = _parted(choices, positions)
@@ -139,7 +135,7 @@ def sample_shards(scores: Scores, choices: Sequence[Sampling], positions: Sequen
 
 
 def with_fixed(tokens: Tensor, choices: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """The `tokens` [n] that were sampled, but where one is given."""
+    """The sampled tokens [n], replaced where a token is fixed."""
     for row, (choice, position) in enumerate(zip(choices, positions, strict=True)):
         if choice.fixed and (given := choice.fixed_at(position)) is not None:
             tokens[row] = given
@@ -147,27 +143,26 @@ def with_fixed(tokens: Tensor, choices: Sequence[Sampling], positions: Sequence[
 
 
 def unless_finite(tokens: Tensor, hidden: Tensor) -> Tensor:
-    """The `tokens` [n] sampled from `hidden` [n, H], NOT_FINITE where a row of that is not: the
-    largest of its logits may look like a number all the same."""
-    # 0 times what is no number, or infinite, is no number: quicker than asking of each value, and
-    # nobody waits for a GPU's answer
+    """The tokens [n] sampled from hidden [n, H], NOT_FINITE where a row of hidden is not finite.
+    The largest of such a row's logits may still look like a number."""
+    # 0 times NaN or infinity is NaN: faster than testing each value, and without waiting for a GPU
     is_none = (hidden * 0).sum(dim=1).isnan()
     return tokens.masked_fill(is_none.to(tokens.device), NOT_FINITE)
 
 
 def _likeliest(logits: Tensor, tokens: Tensor) -> Tensor:
-    """`tokens` [n] whose `logits` are the largest of their rows."""
+    """The tokens [n], NOT_FINITE where their logits are not finite."""
     return tokens.masked_fill(~logits.isfinite(), NOT_FINITE)
 
 
 def _best(best: BestTokens, first_token: int) -> Tensor:
-    """[2, n, 1]: the largest of each row and its token."""
+    """Largest logit of each row and its token, [2, n, 1]."""
     return torch.stack([best.logits, (best.tokens + first_token).float()])[:, :, None]
 
 
 def _candidates(logits: Tensor, count: int, first_token: int) -> Tensor:
-    """logits [n, V_local] -> [2, n, count]: the largest of each row and their tokens, -inf where
-    there are fewer. As float32, which holds every token of a vocabulary exactly."""
+    """The `count` largest logits of each row and their tokens, [2, n, count] float32. -inf where
+    there are fewer. float32 holds every token of a vocabulary exactly."""
     out = torch.zeros((2, len(logits), count), dtype=torch.float32, device=logits.device)
     out[0] = float("-inf")
     held = min(count, logits.shape[1])
@@ -178,15 +173,15 @@ def _candidates(logits: Tensor, count: int, first_token: int) -> Tensor:
 
 
 def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of each row [n, V] float32, and their places, of equal ones the
-    first first; what is no number comes before all."""
+    """The `count` largest logits of each row [n, V] float32, and their indices. The lower index
+    comes first among equal ones; NaN comes before all."""
     width = logits.shape[1]
-    if logits.device.type == "cpu" and count < width:  # a GPU would be waited for
+    if logits.device.type == "cpu" and count < width:  # a GPU would have to be waited for
         values, places = torch.topk(logits, count + 1)
         if not (values[:, 1:] == values[:, :-1]).any():
             return values[:, :count], places[:, :count]
-    # Of equal ones topk gives any, in any order, and others for another count. Of whole numbers,
-    # the value above the place, no two are equal.
+    # topk orders equal values arbitrarily, and differently for another count. In whole numbers,
+    # value above index, no two are equal.
     bits = torch.where(logits.isnan(), torch.nan, logits + 0.0).view(torch.int32).long()
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the values
     falling = torch.arange(width - 1, -1, -1, device=logits.device)
@@ -196,13 +191,13 @@ def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _merged(parts: Tensor) -> tuple[Tensor, Tensor]:
-    """[ranks, 2, n, count] -> values and tokens, each [n, ranks * count]."""
+    """Values and tokens, each [n, ranks * count], of parts [ranks, 2, n, count]."""
     values, tokens = parts.permute(1, 2, 0, 3).flatten(2)
     return values, tokens.long()
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from (seed, position) alone (splitmix64 of the pair)."""
+    """A number in [0, 1) that depends on (seed, position) alone (splitmix64 of the pair)."""
     state = seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7
     state &= _MASK64
     for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
@@ -211,14 +206,14 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _kept(choice: Sampling) -> int | None:
-    """How many of the likeliest tokens count; None: all."""
+    """Number of likeliest tokens to keep; None for all."""
     return choice.top_k if choice.is_drawn else 1
 
 
 def _drawn(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
            positions: Sequence[int]) -> Tensor:
-    """logits [rows, V] -> the place of each row's token [rows], NOT_FINITE where it has none. What
-    the rows ask for goes to the device at once, and nobody waits for an answer."""
+    """Index of each row's drawn token in logits [rows, V], [rows]; NOT_FINITE where there is none.
+    All rows' settings go to the device in one transfer, without waiting."""
     width = logits.shape[1]
     kept = [min(_kept(choices[row]) or width, width) for row in rows]
     asked = torch.tensor([
@@ -233,11 +228,11 @@ def _drawn(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
 
 
 def _drawn_part(logits: Tensor, asked: Tensor, most: int) -> Tensor:
-    """Inverse-CDF draws over the tokens kept by top-k, then top-p, in order of probability; the
-    likeliest where one is kept. `asked` [4, n] float64: temperature, top-p, a number in [0, 1) and
-    top-k of each row, at most `most`. What a row gives depends on the row alone, whatever is
-    beside it: of equal logits the lowest token is first, however many are asked for; and sums go
-    from its first token on, past its last one with zeros."""
+    """Inverse-CDF draws over the tokens kept by top-k, then top-p, in order of probability.
+
+    `asked`: [4, n] float64, temperature, top-p, a number in [0, 1) and top-k of each row, at most
+    `most`. A row's result depends on that row alone: the lowest of equal tokens is first for any
+    `most`, and sums start at its first token and end with zeros."""
     temperature, top_p, number, kept = asked[..., None]
     values, tokens = _largest(logits, most)
     values = values / temperature.float()
@@ -248,5 +243,5 @@ def _drawn_part(logits: Tensor, asked: Tensor, most: int) -> Tensor:
     last = (cumulative < top_p * cumulative[:, -1:]).sum(dim=1, keepdim=True).clamp(max=most - 1)
     picked = (cumulative <= number * cumulative.gather(1, last)).sum(dim=1, keepdim=True)
     chosen = tokens.gather(1, torch.minimum(picked, last))[:, 0]
-    # what is no number comes first
+    # NaN comes first
     return chosen.masked_fill(~values[:, 0].isfinite(), NOT_FINITE)
