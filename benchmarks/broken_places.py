@@ -125,9 +125,10 @@ PLACES = (
     Place("4 OpenAI's keys", "of a list of prompts the first is answered",
           "xgpt/requests/reader.py", "yield from taken.others", "pass",
           "tests/xrunner/io/test_lists_of_inputs.py"),
-    Place("4 OpenAI's keys", "completions get the chat template", "xrunner/files/intake.py",
+    Place("4 OpenAI's keys", "completions get the chat template",
+          "xrunner/files/spooled_requests.py",
           "not (is_chat and not request.is_openai)", "not is_chat",
-          "tests/xrunner/io/test_intake.py::"
+          "tests/xrunner/io/test_spooled_requests.py::"
           "test_a_prompt_of_openais_completions_never_gets_the_chat_template"),
     Place("5 ranges", "values of a schedule are not checked", "xgpt/core/units.py",
           "Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]",
@@ -206,9 +207,9 @@ PLACES = (
           "tests/xrunner/engine/test_stopping.py::"
           "test_an_exception_of_the_tokenizer_is_the_end_of_its_query_alone"),
     Place("one query's trouble", "a text without a tokenizer ends the job",
-          "xrunner/files/intake.py", "            if not self.tokenizer.is_there:",
+          "xrunner/files/spooled_requests.py", "            if not self.tokenizer.is_there:",
           "            if False:",
-          "tests/xrunner/io/test_intake.py::"
+          "tests/xrunner/io/test_spooled_requests.py::"
           "test_without_a_tokenizer_a_text_is_an_error_record_and_tokens_run"),
     Place("durable", "files get their names before they are on the disk",
           "xgpt/core/system/whole_file.py",

@@ -90,7 +90,7 @@ def request_file(rng: random.Random, folder: Path) -> None:
     from xgpt.requests.request_files import RequestFiles
     from xgpt.requests.spool import SpoolWriter
     from xgpt.requests.spool_columns import ColumnsWriter
-    from xrunner.files.intake import take_in
+    from xrunner.files.spooled_requests import read_and_tokenise
 
     class Bytes:
         vocab_size = 1000
@@ -113,7 +113,7 @@ def request_file(rng: random.Random, folder: Path) -> None:
     path = folder / f"requests{suffix}"
     path.write_bytes(mutated_bytes(rng, raw) if rng.random() < 0.4 else raw)
     spool = SpoolWriter(ColumnsWriter())
-    found = take_in(RequestFiles(paths=(path,)), Bytes(), spool)
+    found = read_and_tokenise(RequestFiles(paths=(path,)), Bytes(), spool)
     spool.save(folder, found.caps[:0].reshape(0, 2), 0)
 
 

@@ -21,10 +21,10 @@ class Sampling:
       form of the output alone.
     `fixed`: (position, token) that are output whatever the model computes; the last of one position
       counts.
-    `unrepeated`: length of token sequences that may not occur twice (0: any may).
+    `no_repeat_size`: length of token sequences that may not occur twice (0: any may).
     `repetition_penalty`: divides the logit of a token that occurred if positive, else multiplies
     it.
-    `said`: tokens that count as having occurred from the start: the input or, with an
+    `history`: tokens that count as having occurred from the start: the input or, with an
       encoder-decoder model, the decoder's first tokens. () where neither rule above applies.
     `written`: output tokens so far, of a request that was evicted or comes from another pool.
     `allowed`: bit mask of the tokens that its form lets come next (xrunner.files.forms); b"": all.
@@ -40,9 +40,9 @@ class Sampling:
     barred_until: int = 0
     passed: str = ""
     fixed: tuple[tuple[int, int], ...] = ()
-    unrepeated: int = 0
+    no_repeat_size: int = 0
     repetition_penalty: float = 1.0
-    said: tuple[int, ...] = ()
+    history: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
     allowed: bytes = b""
     pooled: str = ""
@@ -63,7 +63,7 @@ class Sampling:
     @property
     def needs_history(self) -> bool:
         """Whether the next token depends on earlier tokens, and not on logits alone."""
-        return bool(self.unrepeated or self.passed) or self.is_penalised
+        return bool(self.no_repeat_size or self.passed) or self.is_penalised
 
     def fixed_at(self, position: int) -> int | None:
         """The fixed output token at `position`, from 0; None if the model chooses it."""

@@ -76,7 +76,7 @@ def test_captured_decode_steps_answer_as_generate_does(made, device, family, mon
         pytest.skip(f"our kernels do not serve: {cuda_modules.describe(device)}")
     assert answers_of(sink) == generated(model, queries)
     for executor, capture in zip(executors, captures, strict=True):
-        assert "queries in CUDA graphs" in executor.graphs_said
+        assert "requests in CUDA graphs" in executor.graphs_said
         assert all(group.graphs.steps for group in executor.groups)
         assert 0 <= capture.taken_bytes < capture.limit_bytes
 

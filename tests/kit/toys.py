@@ -14,7 +14,7 @@ from xgpt.core.model import ModelSpec
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import SpoolWriter
 from xrunner.checkpoint.source import read_spec
-from xrunner.files.intake import ModelTokeniser, hand_on, take_in
+from xrunner.files.spooled_requests import ModelTokeniser, read_and_tokenise, save_runnable
 from xrunner.files.tokenizer import TextTokenizer
 from xrunner.models.weights import TensorPart
 from xrunner.plan import RunPlan
@@ -144,7 +144,7 @@ def write_spool(plan: RunPlan, requests: Path) -> None:
     spec, spool = spec_of(plan.model_dir), SpoolWriter()
     tokeniser = ModelTokeniser(TextTokenizer(plan.model_dir), plan.is_chat, spec.vocab_size)
     files = RequestFiles(paths=(requests,))
-    hand_on(take_in(files, tokeniser, spool), spool, plan, spec)
+    save_runnable(read_and_tokenise(files, tokeniser, spool), spool, plan, spec)
 
 
 def random_queries(count: int, seed: int = 1, longest: int = 20) -> list[PreparedQuery]:

@@ -32,7 +32,6 @@ from xgpt.run_folder.files import standard_input
 from xgpt.run_folder.state import State, state_left
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
 from xrunner.files.forms import Forms
-from xrunner.files.intake import ModelTokeniser, Tokenised, errors_of, take_in
 from xrunner.files.runnable import (
     ASCII_PER_TOKEN,
     OTHERS_PER_TOKEN,
@@ -40,6 +39,7 @@ from xrunner.files.runnable import (
     CharacterTokens,
     runnable,
 )
+from xrunner.files.spooled_requests import ModelTokeniser, Tokenised, errors_of, read_and_tokenise
 from xrunner.files.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
 from xsimulator.memory import least_weight_bytes
@@ -85,7 +85,7 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
             spool = SpoolWriter(ColumnsWriter(), model.now)
         stdin = standard_input(job, tell.say, is_kept=need == "run") if files.is_stdin else None
         delimiters = dict[Path, str]()
-        requests = take_in(files, model, spool, stdin, delimiters.__setitem__)
+        requests = read_and_tokenise(files, model, spool, stdin, delimiters.__setitem__)
         if need != "shape":
             tell_delimiters(delimiters, tell)
         if not requests:

@@ -100,7 +100,7 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
         able = [row.name for row in policies() if not row.is_decoder_only]
         raise wrong(job.source, "schedule.policy", ", ".join(named),
                     f"one of {', '.join(able)} for an encoder-decoder model: {named[0]} encodes "
-                    "queries beside decoding others, or again with what they generated, in one "
+                    "requests beside decoding others, or again with what they generated, in one "
                     "pass through the same layers")
     chunk = fixed.encode_chunk if schedule is None else schedule.estimate.variables.get(
         "encode_chunk")

@@ -116,7 +116,7 @@ def capture_obstacle(model: StageModel | EncoderDecoderStage) -> str | None:
     if not model.layers:
         return "this rank has no layers that decode"
     if model.work_dtype != model.dtype or model.dtype not in DTYPES:
-        return f"weights are multiplied as {model.work_dtype}, entries are {model.dtype}"
+        return f"weights are multiplied as {model.work_dtype}, the KV cache is {model.dtype}"
     if model.spec.head_dim > MAX_DIM:
         return f"attention with heads of {model.spec.head_dim} is left to torch"
     decoder = model.spec.decoder
@@ -159,7 +159,7 @@ def _capture_all(graphs: Sequence[DecodeGraphs], slots: int, capture: Capture) -
     # a cache holds at most as many requests as tokens
     sizes = sizes_up_to(min(slots, *(own.num_entries for own in graphs)))
     if not sizes:
-        raise CaptureError("the caches have no room for a query")
+        raise CaptureError("the caches have no room for a request")
     done = 0
     for size in sizes:
         if capture.taken_bytes >= capture.limit_bytes:
@@ -173,7 +173,7 @@ def _capture_all(graphs: Sequence[DecodeGraphs], slots: int, capture: Capture) -
     if not done:
         raise CaptureError(f"they may take {may_take} of memory")
     more = "" if done == sizes[-1] else f" (more would take over {may_take} of memory)"
-    return f"decode steps of up to {done} queries in CUDA graphs{more}"
+    return f"decode steps of up to {done} requests in CUDA graphs{more}"
 
 
 def sizes_up_to(slots: int) -> list[int]:

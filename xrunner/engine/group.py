@@ -34,7 +34,7 @@ class TokenHistory:
     def with_history(self, seats: Sequence[Joined], positions: Sequence[int]) -> list[Sampling]:
         """Sampling of each request's next token, by what occurred so far. Tokens that would repeat
         a sequence are barred, those that the form allows are in `allowed`, and with a repetition
-        penalty `said` holds all that occurred."""
+        penalty `history` holds all that occurred."""
         return [self._with_history(seat, position)
                 for seat, position in zip(seats, positions, strict=True)]
 
@@ -45,14 +45,14 @@ class TokenHistory:
         known = self._texts.get(seat.query)
         if known is None or known[0] is not seat:  # evicted requests bring their tokens
             known = self._texts[seat.query] = seat, _History(
-                own.unrepeated, own.said, self._matcher_of(own))
+                own.no_repeat_size, own.history, self._matcher_of(own))
         text = known[1]
         if text.matcher is not None:
             own = replace(own, allowed=text.matcher.allowed)
         if barred := text.barred:
             also = own.barred if own.is_barred(position) else ()
             own = replace(own, barred=(*also, *barred), barred_until=position + 1)
-        return replace(own, said=tuple(text.different)) if own.is_penalised else own
+        return replace(own, history=tuple(text.different)) if own.is_penalised else own
 
     def _matcher_of(self, own: Sampling) -> Matcher | None:
         if not own.passed:
@@ -76,14 +76,14 @@ class TokenHistory:
 class _History:
     """Tokens of one request, and which tokens followed each sequence of `size - 1` of them."""
 
-    def __init__(self, size: int, said: Sequence[int], matcher: Matcher | None = None) -> None:
-        """`size`: 0 if followers are not needed. `said`: tokens it starts with. `matcher`: of the
-        answer's form, if any, after its output so far."""
+    def __init__(self, size: int, history: Sequence[int], matcher: Matcher | None = None) -> None:
+        """`size`: 0 if followers are not needed. `history`: tokens it starts with. `matcher`: of
+        the answer's form, if any, after its output so far."""
         self._size, self._tokens = size, list[int]()
         self.matcher: Matcher | None = None
         self.different: dict[int, None] = {}  # each token once, in order
         self._followers: dict[tuple[int, ...], list[int]] = {}
-        for token in said:
+        for token in history:
             self.add(token)
         self.matcher = matcher  # which knows these tokens already
 

@@ -193,7 +193,7 @@ class PoolRequests:
         sampling = active.query.sampling
         if sampling.needs_history and active.output_ids:  # evicted before, or from another pool
             written = tuple(active.output_ids)
-            sampling = replace(sampling, said=(*sampling.said, *written), written=written)
+            sampling = replace(sampling, history=(*sampling.history, *written), written=written)
         return Joined(query=index, input_tokens=tokens, sampling=sampling, is_handed=is_handed,
                       goes_on=self._start_token is not None or active.query.max_new_tokens > 1)
 

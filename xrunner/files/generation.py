@@ -35,13 +35,13 @@ class GenerationRules:
     `first`: token after the first one (an encoder-decoder model's start, or an input of one token).
     `last`: last token of an output that reaches its limit. None: the model chooses. `least`:
     tokens, input or start included, before which the output may not end; `least_new`: the same
-    without these. `unrepeated`: length of token sequences that may not repeat (0: any).
+    without these. `no_repeat_size`: length of token sequences that may not repeat (0: any).
     `repetition_penalty`: of tokens that occurred."""
 
     first: int | None = None
     last: int | None = None
     least: int = 0
-    unrepeated: int = 0
+    no_repeat_size: int = 0
     repetition_penalty: float = 1.0
     least_new: int = 0
 
@@ -85,7 +85,7 @@ def refuse_unsupported_rules(directory: Path, engine: str) -> None:
     """Raises InputError with every setting of the model that the engine does not implement."""
     given, path = generation_rules(directory), _file_of(directory)
     asked = {"forced_bos_token_id": given.first, "forced_eos_token_id": given.last,
-             "no_repeat_ngram_size": given.unrepeated or None,
+             "no_repeat_ngram_size": given.no_repeat_size or None,
              "repetition_penalty": given.repetition_penalty if given.repetition_penalty != 1
              else None}
     able = {OWN_ENGINE: frozenset(asked), VLLM: frozenset({"repetition_penalty"})}

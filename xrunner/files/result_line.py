@@ -194,7 +194,7 @@ class CheckedResults(NamedTuple):
 
     @property
     def held(self) -> frozenset[int]:
-        """Requests whose results are `behind`."""
+        """Indices of the requests whose valid results follow the valid start of the file."""
         return frozenset(query for _, line in self.behind.values()
                          for query in range(line.query, line.query + line.parts))
 

@@ -187,7 +187,8 @@ class CrossEnds:
     logits_bias: Tensor | None = None  # [V_local]
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Final-normed hidden states [T, H], which the decoder's layers read."""
+        """Hidden states [T, H] after the final norm, if there is one; the decoder's layers read an
+        encoder's."""
         return hidden if self.norm is None else self.norm(hidden)
 
     def scores(self, hidden: Tensor) -> Scores:

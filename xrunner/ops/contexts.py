@@ -52,7 +52,8 @@ class BlockTable(NamedTuple):
     size: int
 
     def places(self, slots: Tensor, positions: Tensor) -> Places:
-        """Places of the tokens at these positions of these slots."""
+        """Where the tokens at these positions of these slots go: their blocks, and positions within
+        these."""
         return Places(self.blocks[slots, positions // self.size], positions % self.size)
 
 

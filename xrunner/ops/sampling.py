@@ -57,9 +57,9 @@ def _ruled(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
         logits = logits.clone()
     for place in penalised:
         choice = choices[rows[place]]
-        said = [token - first_token for token in choice.said
+        occurred = [token - first_token for token in choice.history
                 if 0 <= token - first_token < logits.shape[1]]
-        at, penalty = on_device(said, logits.device), choice.repetition_penalty
+        at, penalty = on_device(occurred, logits.device), choice.repetition_penalty
         values = logits[place, at]
         logits[place, at] = torch.where(values < 0, values * penalty, values / penalty)
     logits = _without_barred(logits, rows, choices, positions, first_token)

@@ -22,9 +22,9 @@ from xgpt.requests.spool import Spool
 from xrunner.checkpoint.identity import changed_files, files_state, model_files
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import RankReport
-from xrunner.files.intake import SpooledQueries
 from xrunner.files.results import Answered, answered, count_results
 from xrunner.files.sink import STARTING, RunSink, Tally, write_progress
+from xrunner.files.spooled_requests import SpooledQueries
 from xrunner.plan import PRIVATE_UMASK, RunPlan
 from xrunner.query import PreparedQuery
 from xrunner.rank.world import World

@@ -69,9 +69,9 @@ class Threads:
 
 def threads_of(device_kind: str, dtype: str, most: int, *,
                is_deterministic: bool = False) -> Threads | None:
-    """Adjusts a rank's number of threads; None if it must not change. It must not in float32 and
-    with `run.deterministic`: another number adds products in another order, and answers must not
-    depend on other programs."""
+    """The object that adjusts a rank's number of threads; None if the number must not change. It
+    must not in float32 and with `run.deterministic`: another number adds products in another order,
+    and answers must not depend on other programs."""
     is_free = device_kind == "cpu" and dtype != "float32" and not is_deterministic
     return Threads(most) if is_free else None
 

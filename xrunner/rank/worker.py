@@ -28,10 +28,10 @@ from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_s
 from xrunner.engine.pool_links import FromEncodePool, ToDecodePool
 from xrunner.engine.pool_requests import Extent, Vocabulary
 from xrunner.engine.replicas import FromRankZero, ToReplicas
-from xrunner.files.intake import SpooledQueries
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.files.results import Answered
 from xrunner.files.sink import RunSink
+from xrunner.files.spooled_requests import SpooledQueries
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import RunPlan, load_plan
 from xrunner.query import PreparedQuery

@@ -54,7 +54,7 @@ class _Parts:
         while left > 0:
             if part is None:
                 if not waiting or not begin(waiting[0]):
-                    break  # keep the input's order: a smaller query behind does not overtake
+                    break  # keep the input's order: a smaller request behind does not overtake
                 first = waiting.popleft()
                 part = PartialInput(first.query, first.tokens)
             chunk, part = part.next(left)

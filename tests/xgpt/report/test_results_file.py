@@ -22,8 +22,8 @@ from xgpt.requests.request import Request
 from xgpt.requests.request_files import RequestFiles, format_of
 from xgpt.requests.spool import SpoolWriter
 from xgpt.requests.spool_columns import ColumnsWriter
-from xrunner.files.intake import take_in
 from xrunner.files.results import write_errors
+from xrunner.files.spooled_requests import read_and_tokenise
 
 pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra `parquet`")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -44,7 +44,7 @@ def ran(output: Path, *paths: Path, answered: int | None = None, text: str = "",
     each answer, before the request's id."""
     output.mkdir(exist_ok=True)
     spool = SpoolWriter(ColumnsWriter())
-    requests = take_in(RequestFiles(paths=paths, **said), OneToken(), spool)
+    requests = read_and_tokenise(RequestFiles(paths=paths, **said), OneToken(), spool)
     queries = np.stack([np.arange(len(requests)), np.full(len(requests), 5)], axis=1)
     write_errors(output / "errors.jsonl", requests.bad_lines, requests.labels)
     spool.save(output, queries, len(requests.bad_lines), requests.labels)

@@ -115,7 +115,7 @@ def test_a_query_that_is_handed_over_goes_on_in_its_form(model, queries, expecte
 
 def test_deterministic_products_and_draws_keep_the_form_in_any_batch(model, queries):
     drawn = [replace(query, sampling=replace(query.sampling, temperature=0.9, seed=query.index,
-                                             repetition_penalty=1.2, said=query.input_ids))
+                                             repetition_penalty=1.2, history=query.input_ids))
              for query in queries]
     invariant.set_deterministic(True)
     try:

@@ -111,7 +111,7 @@ def test_captured_steps_answer_as_generate_does(made, monkeypatch, family, count
     assert capture.replays == decodes(executors)
     for executor in executors:
         assert str(executor.graphs_said).startswith(
-            f"decode steps of up to {max(capture.sizes)} queries in CUDA graphs")
+            f"decode steps of up to {max(capture.sizes)} requests in CUDA graphs")
 
 
 def test_groups_that_share_their_blocks_share_their_steps(made, monkeypatch, small_blocks):
@@ -128,7 +128,7 @@ def test_groups_that_share_their_blocks_share_their_steps(made, monkeypatch, sma
     (Refusing(), "no CUDA graphs: operation not permitted when stream is capturing"),
     (Capture(limit_bytes=0), "no CUDA graphs: they may take 0 B of memory"),
     (Capture(limit_bytes=100, each_bytes=50),
-     "of up to 2 queries in CUDA graphs (more would take over 100")],
+     "of up to 2 requests in CUDA graphs (more would take over 100")],
     ids=["refused", "no memory", "some memory"])
 def test_a_run_goes_on_without_those_that_cannot_be_captured(made, monkeypatch, capture, why):
     """The smallest are captured as long as there is memory."""

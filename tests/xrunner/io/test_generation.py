@@ -11,7 +11,7 @@ from plans import plan_of, spooled
 
 from xgpt.core.errors import InputError
 from xrunner.files.generation import GenerationRules, generation_rules, refuse_unsupported_rules
-from xrunner.files.intake import SpooledQueries
+from xrunner.files.spooled_requests import SpooledQueries
 from xrunner.query import FinishedQuery, PreparedQuery
 
 FIRST = 7
@@ -20,12 +20,12 @@ MOST = (14, 1, 20, 9, 2, 32)
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
-@pytest.mark.parametrize(("family", "degrees", "unrepeated"), [
+@pytest.mark.parametrize(("family", "degrees", "no_repeat_size"), [
     ("bart", (1,), 0), ("bart", (1, 1), 3), ("mbart", (1, 2), 2), ("mbart", (2,), 1)])
-def test_what_a_models_files_say_is_as_generate_has_it(tmp_path, family, degrees, unrepeated):
+def test_what_a_models_files_say_is_as_generate_has_it(tmp_path, family, degrees, no_repeat_size):
     model = toys.make_bart(family, tmp_path, forced_bos_token_id=FIRST,
                            forced_eos_token_id=toys.EOS, min_length=9,
-                           no_repeat_ngram_size=unrepeated)
+                           no_repeat_ngram_size=no_repeat_size)
     plan = plan_of(tmp_path, tmp_path, temperature=0.0, query_kv_tokens=100)
     inputs = [[(11 * i * n + 6) % toys.VOCAB for i in range(1, n + 1)] for n in INPUTS]
     # of the last its own least length counts, not the model's

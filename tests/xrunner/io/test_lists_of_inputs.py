@@ -29,9 +29,9 @@ from xgpt.requests.request import Terms
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import Spool, SpoolWriter
 from xrunner.files.generation import generation_rules
-from xrunner.files.intake import SpooledQueries, hand_on, take_in
 from xrunner.files.result_line import result_line
 from xrunner.files.results import HELD_FILE, Answered, answered, count_results
+from xrunner.files.spooled_requests import SpooledQueries, read_and_tokenise, save_runnable
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank.loading import KeptWeights
 from xrunner.rank.worker import work
@@ -125,7 +125,7 @@ def test_each_text_of_a_list_has_its_embedding(llama, tmp_path):
         def tokenise(self, requests: Sequence[Any]) -> list[Any]:
             return [request.tokens for request in requests]
 
-    hand_on(take_in(files, Tokens(), spool), spool, plan, toys.spec_of(llama[0]))
+    save_runnable(read_and_tokenise(files, Tokens(), spool), spool, plan, toys.spec_of(llama[0]))
     found = answers(tmp_path, llama[0], list(SpooledQueries(Spool(tmp_path), plan)))
     for body in found.values():
         types.CreateEmbeddingResponse.model_validate(body, strict=True)

@@ -31,10 +31,10 @@ from xrunner.checkpoint.identity import files_state, model_files, weights_whole
 from xrunner.checkpoint.source import shape_to_make, write_random_model
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.files.generation import refuse_unsupported_rules
-from xrunner.files.intake import make
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, is_locked
 from xrunner.files.results import HELD_FILE, answered
+from xrunner.files.spooled_requests import make_synthetic
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import (
     PRIVATE_UMASK,
@@ -240,8 +240,8 @@ def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
     problem = opened.problem
     if opened.requests is None:
         assert problem.num_queries is not None, "a workload has requests or a count"
-        return make(problem.lengths, problem.num_queries, opened.job.run.seed,
-                    problem.model.vocab_size)
+        return make_synthetic(problem.lengths, problem.num_queries, opened.job.run.seed,
+                              problem.model.vocab_size)
     assert opened.spool is not None, "a run has its requests at hand"
     return opened.requests, opened.spool
 

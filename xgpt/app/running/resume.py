@@ -26,9 +26,9 @@ from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of
-from xrunner.files.intake import hand_on
 from xrunner.files.results import ResultWriter, answered, count_errors, count_results
 from xrunner.files.sink import TIMES, Progress, percentiles_of, write_progress
+from xrunner.files.spooled_requests import save_runnable
 from xrunner.plan import RunPlan, saved_fingerprint, with_earlier_limits
 from xscheduler.evaluator import predict
 
@@ -129,7 +129,7 @@ def taken_over(opened: OpenedJob) -> dict[str, Any] | None:
     requests, spool = requests_of(own)
     plan = with_earlier_limits(plan_for_ranks(own, schedule, requests))
     if not is_intact(output) and saved_fingerprint(output) == plan.fingerprint:
-        hand_on(requests, spool, plan, own.problem.model)
+        save_runnable(requests, spool, plan, own.problem.model)
     return take_over(own, _times(own), schedule) if is_left_whole(plan) else None
 
 

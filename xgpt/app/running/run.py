@@ -71,11 +71,11 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of, program_of
 from xrunner.files.heartbeat import HEARTBEATS
-from xrunner.files.intake import SpooledQueries, hand_on
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, output_lock
 from xrunner.files.results import HELD_FILE, ResultWriter, answered, count_results
 from xrunner.files.sink import read_underway
+from xrunner.files.spooled_requests import SpooledQueries, save_runnable
 from xrunner.plan import RunPlan, weights_key
 from xrunner.query import FinishedQuery
 from xscheduler.evaluator import replays_of
@@ -272,7 +272,7 @@ class Run:
             machine=machine_words(opened.problem, threads_per_rank(opened.job, opened.problem)),
             times=self.timing.provenance()))
         make_room(self.output, plan, self.tell, opened.job.results, self._spool)
-        hand_on(self._requests, self._spool, plan, model)
+        save_runnable(self._requests, self._spool, plan, model)
         if not num_queries(self.output):  # the schedule holds none of them
             refuse_if_none_can_run(opened.job, self._requests, self._spool, plan, model)
         save_schedule(schedule, self.output / "schedule.json")

@@ -14,10 +14,16 @@ from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.requests.request import Request, Requests
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import Spool, SpoolWriter
-from xrunner.files import intake
 from xrunner.files import runnable as looked_at
-from xrunner.files.intake import ModelTokeniser, SpooledQueries, Tokenised, make, take_in
+from xrunner.files import spooled_requests
 from xrunner.files.runnable import runnable
+from xrunner.files.spooled_requests import (
+    ModelTokeniser,
+    SpooledQueries,
+    Tokenised,
+    make_synthetic,
+    read_and_tokenise,
+)
 from xrunner.files.tokenizer import TextTokenizer
 from xrunner.plan import load_plan
 
@@ -60,9 +66,9 @@ def path(tmp_path):
 def test_every_request_is_tokenised_once_however_the_file_is_cut(path, monkeypatch, tmp_path):
     digests = set()
     for at_a_time in (1, 7, 4096):
-        monkeypatch.setattr(intake, "_LINES_AT_A_TIME", at_a_time)
+        monkeypatch.setattr(spooled_requests, "_LINES_AT_A_TIME", at_a_time)
         tokeniser, spool = Counting(), SpoolWriter()
-        requests = take_in(RequestFiles(paths=(path,)), tokeniser, spool)
+        requests = read_and_tokenise(RequestFiles(paths=(path,)), tokeniser, spool)
         digests.add(requests.digest)
         assert tokeniser.asked == [f"r{i}" for i in range(COUNT)]
         assert [error.line for error in requests.bad_lines] == [1]
@@ -78,28 +84,28 @@ def test_every_request_is_tokenised_once_however_the_file_is_cut(path, monkeypat
         assert Spool(tmp_path).prompts(2) == ["abc", "abcd"]
     assert len(digests) == 1
     path.write_text(path.read_text().replace("abc", "abd"))
-    assert take_in(RequestFiles(paths=(path,)), Counting()).digest not in digests
+    assert read_and_tokenise(RequestFiles(paths=(path,)), Counting()).digest not in digests
 
 
 def test_without_a_model_only_given_tokens_have_lengths(path, tmp_path):
-    assert take_in(RequestFiles(paths=(path,)), Unknown()).input_tokens is None
+    assert read_and_tokenise(RequestFiles(paths=(path,)), Unknown()).input_tokens is None
     tokens = tmp_path / "tokens.jsonl"
     tokens.write_text('{"tokens": [1, 99]}\n{"tokens": [5], "forced_tokens": 2}\n')
-    requests = take_in(RequestFiles(paths=(tokens,)), Unknown())
+    requests = read_and_tokenise(RequestFiles(paths=(tokens,)), Unknown())
     assert requests.input_tokens is not None and requests.input_tokens.tolist() == [2, 1]
     assert not requests.are_tokenised and not requests.unusable
 
 
 def test_made_requests_have_the_lengths_that_are_planned_for(tmp_path):
     lengths = JointLengths(inputs=truncated_normal(9, 3, 20), outputs=truncated_normal(5, 2, 9))
-    requests, writer = make(lengths, 30, 4, 50)
+    requests, writer = make_synthetic(lengths, 30, 4, 50)
     assert requests.input_tokens is not None and requests.are_forced and len(requests) == 30
     writer.save(tmp_path, np.stack([np.arange(30), requests.forced], axis=1), 0)
     spool = Spool(tmp_path)
     assert [len(spool.tokens(i)) for i in range(30)] == requests.input_tokens.tolist()
     assert [(record.id, record.line, record.is_forced) for record in spool.records(2)] == [
         ("0", 1, True), ("1", 2, True)]
-    again, other = (make(lengths, 30, seed, 50)[0].digest for seed in (4, 5))
+    again, other = (make_synthetic(lengths, 30, seed, 50)[0].digest for seed in (4, 5))
     assert again == requests.digest != other
 
 
@@ -129,8 +135,8 @@ def test_without_a_tokenizer_a_text_is_an_error_record_and_tokens_run(tmp_path):
     path.write_text('{"id": "a", "prompt": "Hi"}\n{"id": "b", "tokens": [1, 2]}\n'
                     '{"id": "c", "messages": [{"role": "user", "content": "Hi"}]}\n')
     tokeniser = ModelTokeniser(TextTokenizer(tmp_path / "model"), is_chat=True, vocab_size=9)
-    requests = take_in(RequestFiles(paths=(path,)), tokeniser)
-    assert requests.unusable == {0: intake.NO_TOKENIZER, 2: intake.NO_TOKENIZER}
+    requests = read_and_tokenise(RequestFiles(paths=(path,)), tokeniser)
+    assert requests.unusable == {0: spooled_requests.NO_TOKENIZER, 2: spooled_requests.NO_TOKENIZER}
     assert requests.are_tokenised and requests.input_tokens is not None
     assert requests.input_tokens.tolist() == [1, 2, 1]
 

@@ -65,7 +65,7 @@ class Tokeniser(Protocol):
     def vocab_size(self) -> int | None: ...
 
 
-def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None = None,
+def read_and_tokenise(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None = None,
             stdin: IO[bytes] | None = None,
             divided: Divided = lambda path, delimiter: None) -> Requests:
     """Reads and tokenises the requests of a job's files; returns their numbers and bad lines.
@@ -119,7 +119,7 @@ def _digest(files: RequestFiles, of_each: Sequence[str]) -> str:
     return hashlib.sha256("\n".join((files.rules, *of_each)).encode()).hexdigest()
 
 
-def make(lengths: JointLengths, count: int, seed: int, vocab_size: int,
+def make_synthetic(lengths: JointLengths, count: int, seed: int, vocab_size: int,
          ) -> tuple[Requests, SpoolWriter]:
     """Makes synthetic requests of random tokens, each with an exact number of output tokens."""
     spool, digest, sizes = SpoolWriter(), hashlib.sha256(), array("q")
@@ -273,7 +273,7 @@ def _record(request: Request, sample: int, targets: tuple[int, ...], *, is_shown
                   is_chat=request.messages is not None, sample=sample, targets=targets)
 
 
-def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec) -> None:
+def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec) -> None:
     """Saves the requests that can run to the output folder's spool, the others to errors.jsonl."""
     queries, why = runnable(requests, plan, spec)
     errors = errors_of(requests, spool, why)
@@ -350,15 +350,15 @@ def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str,
         given = replace(given, first=None, last=None)
     if least or given != _NO_RULES:
         # an encoder-decoder model's positions count from the decoder's first token
-        said = ((start_token(plan.model_dir),) if _is_encoder_decoder(plan.model_dir)
+        history = ((start_token(plan.model_dir),) if _is_encoder_decoder(plan.model_dir)
                 else tuple(spool.tokens(index)))
-        before = len(said)
+        before = len(history)
         if record.min_tokens is None:
             least = given.least_after(before)
         if record.is_forced or plan.ignore_eos:
             given = replace(given, last=None)
-        if given.unrepeated or given.repetition_penalty != 1:
-            rules |= {"unrepeated": given.unrepeated, "said": said,
+        if given.no_repeat_size or given.repetition_penalty != 1:
+            rules |= {"no_repeat_size": given.no_repeat_size, "history": history,
                       "repetition_penalty": given.repetition_penalty}
         if fixed := given.fixed(before, spool.most_output_tokens(index)):
             rules["fixed"] = fixed
