@@ -7,7 +7,7 @@ Each row is one `xgpt submit` of synthetic requests under a schedule that the jo
 predicted is the whole job, from a profile that is measured anew before the first case of each
 model, number of ranks and degrees (`--cached`: from the one in the cache, whatever the machine has
 become since). The machine must be otherwise idle: the last column is the share
-of the cores that others used. Four ranks on two cores share them: docs/profile.md, "The profile".
+of the cores that others used. Four ranks on two cores share them: docs/times.md.
 
 Columns: throughput and 99th-percentile latency, measured / predicted; then the makespan taken
 apart (docs/simulate.md): what the run's own output lengths, its step times, and the rest made of

@@ -1,5 +1,5 @@
 """The analytic roofline as a `TimingSource`, for planning on a laptop (paper section 3 measures
-instead; docs/profile.md says what a sum of operators misses).
+instead; docs/times.md says what a sum of operators misses).
 
 Times of kernels, collectives and messages are seconds of one rank's 1 / tp_degree shard. Every
 time grows with its size, and the time per token never grows: the search relies on both. Waves and
@@ -278,7 +278,7 @@ class LinkTimes:
         return seconds
 
     def synchronisation_s(self, tp_degree: int) -> float:
-        """Seconds that a group's ranks wait for each other at one all-reduce (docs/profile.md)."""
+        """Seconds that a group's ranks wait for each other at one all-reduce (docs/times.md)."""
         return 0.0 if tp_degree == 1 else _at_degree(self._constants.synchronisation_s, tp_degree)
 
     def transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:

@@ -4,7 +4,7 @@
     vidur/compute/<gpu>/*/*/mlp.csv, vidur/network/*, vidur/history/*
 
 Each table is compared with the constants of the engine that it was measured under; Vidur's, and
-NCCL's, with those of our own runner. What a table can bear is in docs/profile.md."""
+NCCL's, with those of our own runner. docs/accuracy.md has the errors."""
 
 from collections.abc import Iterator
 from pathlib import Path

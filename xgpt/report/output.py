@@ -258,7 +258,7 @@ def _read_results(path: Path, max_answers: int, remarks: list[str],
 
 
 def flat_result(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A result line in our own form (docs/job-file.md), converted from OpenAI's if necessary."""
+    """A result line in our own form (docs/output.md), converted from OpenAI's if necessary."""
     body = _mapping(_mapping(row.get("response")).get("body"))
     if not body:
         return row
@@ -274,7 +274,7 @@ def flat_result(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def flat_error(row: dict[str, Any]) -> dict[str, Any]:
-    """An error line in our own form (docs/job-file.md), converted from OpenAI's if necessary."""
+    """An error line in our own form (docs/output.md), converted from OpenAI's if necessary."""
     if "custom_id" not in row:
         return row
     body = _mapping(_mapping(row.get("response")).get("body"))

@@ -7,7 +7,7 @@ goes through both hosts' memory (MPI), and directly (NCCL) where every rank has 
 An all-reduce timed alone finds all ranks ready. In a step each rank has just executed half a layer,
 which takes one a little longer than the other: an early rank waits, sleeps and is woken. So all
 ranks of the group execute steps of a shard's layers, in turns with and without sums. The difference
-is divided by the number of sums (docs/profile.md)."""
+is divided by the number of sums (docs/times.md)."""
 
 import time
 from collections.abc import Callable
