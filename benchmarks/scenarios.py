@@ -160,7 +160,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, metavar="FOLDER",
                         help="with wmt/ and sharegpt/ in it, for part 10")
     asked = parser.parse_args()
-    path = None if asked.out is None else asked.out / f"{NAME}.json"
+    path = None
+    if asked.out is not None:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        path = asked.out / f"{NAME}.json"
     known: dict[str, dict[str, Record]] = (
         json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {})
     for part, own in tasks(asked.data).items():
