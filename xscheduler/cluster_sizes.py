@@ -1,8 +1,8 @@
 """The number of devices for a job that asks for the fewest devices or the least cost.
 
-A size is some devices of one node, or whole nodes. A size that misses a limit even without a safety
-margin is dropped. The others are planned in full: for `devices` the smallest first, for `cost` in
-the order of their cost without a margin, until no size left can be cheaper."""
+A size is some devices of one node, or whole nodes. A size that exceeds a limit even without a
+safety margin is dropped. The others are planned in full: for `devices` the smallest first, for
+`cost` in the order of their cost without a margin, until no size left can be cheaper."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -21,15 +21,15 @@ from xscheduler.space import LEAST_GAIN
 from xsimulator.roofline_limit import roofline_limit_qps
 
 FEW_SIZES = 4  # chosen: up to so many are tried one after the other
-MILLION = 1_000_000  # queries that a cost is given for if the job has no number of them
+MILLION = 1_000_000  # requests that a cost is given for if the job has no number of them
 Refusal = InfeasibleError | InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
-    """Device time and price of a schedule: seconds for the job's own queries or, without a number
-    of them, for a million, also with the constraint's confidence, and the price in the tariff's
-    currency, 0 if no price is known."""
+class SizeCost:
+    """Device time and price of a schedule for the job's own requests, or for a million if it has no
+    number. with_margin_s: seconds at the constraint's confidence. price: in the tariff's currency,
+    0 if no price is known."""
 
     devices: int
     seconds: float
@@ -38,18 +38,18 @@ class Spent:
 
 
 def why_impossible(problem: Problem) -> str:
-    """Why no schedule of the problem can be: its weights have no room, or the roofline limit makes
-    the job longer than its makespan limit; "" if neither is so."""
+    """The reason why the problem can have no schedule: the weights do not fit, or by the roofline
+    limit the job takes longer than its makespan limit. "" if neither is so."""
     devices = problem.cluster.num_devices
     if not weights_fit(problem):
-        return f"there is no room for the weights on {devices} of the devices"
+        return f"the weights do not fit on {devices} of the devices"
     limit_s = problem.constraint.limit_s("makespan")
     least_s = (problem.num_queries or 0) / roofline_limit_qps(problem)
     return "" if least_s <= limit_s else (
         f"by the roofline limit {devices} of the devices take at least {format_seconds(least_s)}")
 
 
-def spent(problem: Problem, schedule: Schedule, evaluator: Evaluator) -> Spent:
+def size_cost(problem: Problem, schedule: Schedule, evaluator: Evaluator) -> SizeCost:
     """Device time and price of a schedule: for a short job by replay, else by its throughput."""
     seconds = (problem.num_queries or MILLION) / schedule.figures.throughput_qps
     if is_short(problem, schedule):
@@ -58,23 +58,26 @@ def spent(problem: Problem, schedule: Schedule, evaluator: Evaluator) -> Spent:
     devices = problem.cluster.num_devices
     price = (problem.cluster.device.price_per_hour or 0.0) * devices * seconds / 3600
     factor = Margins(problem, evaluator).margin(schedule.estimate, "makespan").factor
-    return Spent(devices=devices, seconds=seconds, with_margin_s=factor * seconds, price=price)
+    return SizeCost(devices=devices, seconds=seconds, with_margin_s=factor * seconds, price=price)
 
 
 @dataclass(slots=True, kw_only=True)
 class SizeSearch:
-    """Search over sizes. plan(size, has_margin): the schedule, raises the refusal. spent(size,
-    schedule): its device time and price. problem(size): the problem on so many devices."""
+    """Search over numbers of devices.
+
+    `plan(size, has_margin)` returns a schedule or raises the refusal. `cost_of(size, schedule)`
+    returns its device time and price. `problem(size)` returns the problem on so many devices."""
 
     plan: Callable[[int, bool], Schedule]
-    spent: Callable[[int, Schedule], Spent]
+    cost_of: Callable[[int, Schedule], SizeCost]
     problem: Callable[[int], Problem]
     refused: dict[int, Refusal] = field(default_factory=dict)
     planned: dict[int, Schedule] = field(default_factory=dict)  # in full
-    _rough: dict[int, Spent] = field(default_factory=dict)
+    _rough: dict[int, SizeCost] = field(default_factory=dict)
 
     def choose(self, objective: Objective, sizes: Sequence[int]) -> int:
-        """The size to take. Raises the refusal of the largest if no size has a schedule."""
+        """The number of devices to take. Raises the refusal of the largest if none has a
+        schedule."""
         assert objective != "throughput", f"{objective = }"
         for size in sizes:  # rising; a job that is impossible on some devices is so on fewer
             if reason := why_impossible(self.problem(size)):
@@ -86,8 +89,9 @@ class SizeSearch:
         return best
 
     def _fewest(self, sizes: Sequence[int]) -> int | None:
-        """The first size of a few that has a schedule. Of many the search begins where the time of
-        a smaller size, with its margin and divided by more devices, would keep the limit."""
+        """The first of a few sizes that has a schedule. Of many sizes, the search begins at an
+        estimate: the time of a smaller size with its margin, divided by more devices, keeps the
+        limit."""
         start = 0
         if len(sizes) > FEW_SIZES:
             start = bisect_left(sizes, True, key=lambda size: self._has_rough(size))
@@ -106,9 +110,9 @@ class SizeSearch:
     def _has_rough(self, size: int) -> bool:
         """Whether the size has a schedule without a margin."""
         if size not in self._rough and size not in self.refused:
-            rough = self._asked(size, has_margin=False)
+            rough = self._plan_or_none(size, has_margin=False)
             if rough is not None:
-                self._rough[size] = self.spent(size, rough)
+                self._rough[size] = self.cost_of(size, rough)
         return size in self._rough
 
     def _cheapest(self, sizes: Sequence[int]) -> int | None:
@@ -127,13 +131,13 @@ class SizeSearch:
         """Whether the size has a schedule with its margin."""
         if not self._has_rough(size):
             return False
-        schedule = self._asked(size, has_margin=True)
+        schedule = self._plan_or_none(size, has_margin=True)
         if schedule is None:
             return False
         self.planned[size] = schedule
         return True
 
-    def _asked(self, size: int, *, has_margin: bool) -> Schedule | None:
+    def _plan_or_none(self, size: int, *, has_margin: bool) -> Schedule | None:
         try:
             return self.plan(size, has_margin)
         except (InfeasibleError, InputError) as refusal:
@@ -142,22 +146,22 @@ class SizeSearch:
 
     def cost(self, size: int) -> float:
         """Device-seconds of a planned size; sizes have the order of their prices."""
-        return self._cost(self.spent(size, self.planned[size]))
+        return self._cost(self.cost_of(size, self.planned[size]))
 
     @staticmethod
-    def _cost(spent: Spent) -> float:
-        return spent.devices * spent.seconds
+    def _cost(own: SizeCost) -> float:
+        return own.devices * own.seconds
 
     def schedule_of(self, best: int) -> Schedule:
-        """The schedule of the best size with a row for each size tried, and for the largest that is
-        impossible."""
+        """The schedule of the best size with a row for each size tried, and for the largest
+        impossible one."""
         rows = [*map(self._tried, sorted({*self._rough, *self.planned, *self.refused}))]
         least = max((row.devices for row in rows if row.is_impossible), default=0)
         return self.planned[best].changed(
             sizes=tuple(row for row in rows if row.devices >= least))
 
     def _tried(self, size: int) -> SizeTried:
-        own = (self.spent(size, self.planned[size]) if size in self.planned else
+        own = (self.cost_of(size, self.planned[size]) if size in self.planned else
                self._rough.get(size))
         reason = str(self.refused.get(size, ""))
         if own is None:

@@ -1,5 +1,5 @@
-"""Why this schedule, in three sentences like the case study of the paper's Table 6: the policy, the
-control variables, the binding limits and what the latency limit costs."""
+"""Reasons for a schedule, in three sentences like the case study of the paper's Table 6: the
+policy, the control variables, the binding limits and the cost of the latency limit."""
 
 import math
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from xgpt.core.units import format_seconds
 from xscheduler.space import LEAST_GAIN, NOTHING
 from xsimulator import memory
 
-LATENCY = "the latency bound"
+LATENCY = "the latency limit"
 
 
 def explain_choice(schedule: Schedule, problem: Problem, *,
                    latency_limit_s: float | None = None) -> tuple[str, str, str]:
-    """(why this policy, why these control variables, which limits bind and what the latency limit
-    costs). latency_limit_s: the latency limit divided by the margin; None: the limit itself."""
+    """(reason for the policy, reason for the control variables, binding limits and the cost of the
+    latency limit), in words. latency_limit_s: the latency limit divided by the margin; None: the
+    limit itself."""
     limit_s = schedule.bound.limit_s if latency_limit_s is None else latency_limit_s
     return (_why_policy(schedule, problem), _why_variables(schedule) + _numbering(problem.cluster),
             f"{_what_binds(schedule, problem, limit_s)}{_cost_of_bound(schedule)}.")
@@ -45,12 +46,12 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
 
 
 def _how(schedule: Schedule) -> str:
-    """What the devices do under the policy."""
+    """The work of the devices under the policy, in words."""
     deployment, figures = schedule.deployment, schedule.figures
     if isinstance(schedule.controls, ContinuousControls):
         return policy(schedule.controls.policy).words.rpartition(": ")[2]
     if isinstance(schedule.controls, StaticControls):
-        return ("every device works a batch until its longest query is done, encoding for "
+        return ("every device works a batch until its longest request is done, encoding for "
                 f"{figures.encode_s / figures.period_s:.0%} of the time")
     chunk = getattr(schedule.controls, "encode_chunk", 0)
     if chunk and len(deployment.pools) == 1:
@@ -78,35 +79,35 @@ def _compared(schedule: Schedule, row: Rejected) -> str:
 
 def _why_variables(schedule: Schedule) -> str:
     batch, decoding = schedule.figures.encode_batch, f"{schedule.figures.decode_batch:.0f} decoding"
-    queries = "one query is" if batch == 1 else f"{batch} queries are"
+    requests = "one request is" if batch == 1 else f"{batch} requests are"
     if isinstance(schedule.controls, RraControls):
         iterations = schedule.figures.decode_iterations
         every = "iteration" if iterations == 1 else f"{iterations} iterations"
         if chunk := schedule.controls.encode_chunk:
-            work = (f"{queries} encoded every {every}, in chunks of at most {chunk} tokens beside "
+            work = (f"{requests} encoded every {every}, in chunks of at most {chunk} tokens beside "
                     f"decoding, which keeps {decoding}")
         else:
-            work = (f"{queries} encoded{'' if batch == 1 else ' together'} once every {every}, "
+            work = (f"{requests} encoded{'' if batch == 1 else ' together'} once every {every}, "
                     f"which keeps {decoding} when a phase begins")
     elif isinstance(controls := schedule.controls, ContinuousControls):
         budget = controls.token_budget
-        work = (f"up to {controls.max_active} queries are at work at a time, {decoding}"
+        work = (f"up to {controls.max_active} requests are active at a time, {decoding}"
                 f"{f', in steps of at most {budget} tokens' if budget else ''}")
     elif isinstance(controls, StaticControls):
         steps = controls.encode_micro_batches
         parts = f" in {steps} steps" if steps > 1 else ""
-        work = f"{queries} encoded{parts}, then decoded together"
+        work = f"{requests} encoded{parts}, then decoded together"
     else:
-        work = f"{queries} encoded at a time, which keeps {decoding}"
+        work = f"{requests} encoded at a time, which keeps {decoding}"
         if chunk := getattr(controls, "encode_chunk", 0):
-            work = (f"{queries} encoded at a time, and up to {chunk} tokens beside decoding while "
+            work = (f"{requests} encoded at a time, and up to {chunk} tokens beside decoding while "
                     f"fewer than planned decode, which keeps {decoding}")
     return (f"{work[0].upper()}{work[1:]}; {_groups(schedule.deployment.decoding)}; "
             f"{_tensor_plan(schedule)}.")
 
 
 def _numbering(cluster: Cluster) -> str:
-    """Which devices the ranks are on; "" if all are linked alike."""
+    """The devices that the ranks are on, in words; "" if all are linked alike."""
     if cluster.island_link is None:
         return ""
     return (f" Groups and stages are on the devices that {cluster.island_link.name} joins where "
@@ -115,13 +116,13 @@ def _numbering(cluster: Cluster) -> str:
 
 def _groups(decoding: Pool) -> str:
     count, groups = len(decoding.stages), decoding.num_groups
-    split = f"{_counted(groups, 'group')} on {_counted(count, 'decoding stage')}"
     if groups < count:
-        # a group is on one stage at a time, so that the others' devices have nothing to do
-        return f"{split}: {1 - groups / count:.0%} of the stages idle, for fewer, larger steps"
+        # a group is on one stage at a time, so that the other stages have no work
+        return (f"{_counted(groups, 'group')} on {_counted(count, 'decoding stage')}: "
+                f"{1 - groups / count:.0%} of the stages idle, for fewer, larger steps")
     more = groups - count
     waiting = f", {more} more wait{'s its' if more == 1 else ' their'} turn" if more else ""
-    return f"{split}: each has one to work on{waiting}"
+    return f"one group for each of {_counted(count, 'decoding stage')}{waiting}"
 
 
 def _tensor_plan(schedule: Schedule) -> str:
@@ -156,9 +157,8 @@ def _what_binds(schedule: Schedule, problem: Problem, limit_s: float) -> str:
     if is_free:  # a limit that is reached, and without which nothing would be faster
         binding = [limit for limit in binding if limit != LATENCY]
     if binding:
-        words = f"{_and(binding)} {'limits' if len(binding) == 1 else 'limit'} the speed"
         aside = f"; {LATENCY} is reached, too, and costs nothing" if is_free else ""
-        return f"{words[0].upper()}{words[1:]}{aside} ({state})"
+        return f"Throughput is bound by {_and(binding)}{aside} ({state})"
     if is_free:
         return f"{LATENCY[0].upper()}{LATENCY[1:]} is reached, but costs nothing ({state})"
     return f"No limit is reached within {LEAST_GAIN:.0%}: {state}"
@@ -171,21 +171,21 @@ def _costs_nothing(schedule: Schedule) -> bool:
 
 
 def binding_limits(schedule: Schedule, problem: Problem, limit_s: float) -> list[str]:
-    """The limits that are reached: less than LEAST_GAIN is left, or (memory, number of queries)
-    less than one more query of the encode batch would take."""
+    """The limits that are reached. Of the latency limit less than LEAST_GAIN is left; of memory and
+    of the number of requests, less than one more request of the encode batch takes."""
     figures = schedule.figures
     present = max(figures.decode_batch, float(max_in_system(schedule.controls)))
     is_reached = {
         LATENCY: figures.latency_s > limit_s * (1 - LEAST_GAIN),
         "memory": _next_memory(schedule.estimate, problem) > (
             figures.memory_capacity_bytes * (1 - LEAST_GAIN)),
-        "the number of queries": problem.num_queries is not None and (
+        "the number of requests": problem.num_queries is not None and (
             present + present / figures.encode_batch > problem.num_queries)}
     return [limit for limit, reached in is_reached.items() if reached]
 
 
 def _next_memory(estimate: Estimate, problem: Problem) -> float:
-    """Bytes on the fullest rank with one more query in the encode batch."""
+    """Bytes on the fullest rank with one more request in the encode batch."""
     fullest = max(estimate.figures.memory_bytes)
     rank = estimate.figures.memory_bytes.index(fullest)
     weights = sum(
@@ -201,23 +201,22 @@ def _latency_used(schedule: Schedule, limit_s: float) -> str:
     if math.isinf(bound_s):
         return ""
     margin = f" ({format_seconds(limit_s)} with its margin)" if limit_s < bound_s else ""
-    return (f"{latency_s:.4g} s of the bound of {format_seconds(bound_s)}{margin}, "
+    return (f"{latency_s:.4g} s of the limit of {format_seconds(bound_s)}{margin}, "
             f"{latency_s / bound_s:.1%}")
 
 
 def _cost_of_bound(schedule: Schedule) -> str:
     if math.isinf(schedule.bound.limit_s):
-        return "; there is no latency bound"
+        return "; there is no latency limit"
     free = schedule.proof.unbounded_qps
     if free is None:
         return ""
     if _costs_nothing(schedule):
-        return f"; without a latency bound it would be no more than {free:.4g} requests/s"
+        return f"; without a latency limit it would be no more than {free:.4g} requests/s"
     row = next((row for row in schedule.rejected if row.kind == "without a latency bound"), None)
     at = "" if row is None or row.latency_s is None else f" at {format_seconds(row.latency_s)}"
     lost = 1 - schedule.figures.throughput_qps / free
-    return (f"; the bound costs {lost:.0%} of the {free:.4g} requests/s there would be without "
-            f"one{at}")
+    return f"; the limit costs {lost:.0%} of the {free:.4g} requests/s without one{at}"
 
 
 def _and(words: Sequence[str]) -> str:

@@ -17,16 +17,16 @@ REPLAYED = 48  # chosen: batches; latencies scatter by 2 %
 
 
 def ft_plan(problem: Problem) -> tuple[int, int]:
-    """(tp_degree, tp_gpus) of the paper's FT: tensor parallelism over the devices of a node, the
-    nodes as a pipeline."""
+    """(tp_degree, tp_gpus) of the paper's FT: tensor parallelism over the devices of a node, and a
+    pipeline over nodes."""
     each = problem.cluster.devices_per_node
     return (each, problem.cluster.num_devices) if each > 1 else (1, 0)
 
 
 def ft_latency_s(problem: Problem, timing: TimingSource, percent: float) -> float:
-    """The percentile, in seconds, of FT's latencies for batches of 4, 8, 12 ... requests, as far as
-    memory reaches: that of the batch at this percentile, for latencies grow with batches. One
-    micro-batch a stage, by replay. Raises InfeasibleError if no batch fits."""
+    """The percentile, in seconds, of FT's latencies for batches of 4, 8, 12 ... requests that fit
+    into memory. It is the latency, by replay with one micro-batch per stage, of the batch at this
+    percentile, since latencies grow with batches. Raises InfeasibleError if no batch fits."""
     form, plan = Formulas(problem, timing).of("ft"), ft_plan(problem)
     groups, capacity = problem.cluster.num_nodes, capacity_bytes(problem.cluster.device)
 

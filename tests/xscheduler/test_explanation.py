@@ -58,24 +58,24 @@ def sentences(given=BOUND, *, rejected=ROWS, unbounded_qps=None, policy_bounds=(
     (0, {"encode_s": 0.5, "period_s": 2.0}, "encoding for 25% of the time"),
     # the variables, with what they keep at work
     (1, {"encode_batch": 6, "decode_iterations": 5},
-     "6 queries are encoded together once every 5 iterations"),
+     "6 requests are encoded together once every 5 iterations"),
     (1, {"decode_batch": 17.4}, "keeps 17 decoding"),
-    (1, {}, "4 groups on 4 decoding stages: each has one to work on"),
+    (1, {}, "one group for each of 4 decoding stages"),
     (1, {}, "degree 2, the next best, would lose 10.0%"), (1, {}, "1 to 2 layers each"),
-    (1, {"encode_batch": 1}, "One query is"),
+    (1, {"encode_batch": 1}, "One request is"),
     (1, {"decode_micro_batches": 1}, "75% of the stages idle"),
     (1, {"decode_micro_batches": 3}, "25% of the stages idle"),
-    (1, {"decode_micro_batches": 5}, "one to work on, 1 more waits its turn"),
-    (1, {"decode_micro_batches": 8}, "one to work on, 4 more wait their turn"),
-    # what the bound costs, and what limits the speed
-    (2, {"unbounded_qps": 200.0}, "the bound costs 50% of the 200 requests/s"),
+    (1, {"decode_micro_batches": 5}, "decoding stages, 1 more waits its turn"),
+    (1, {"decode_micro_batches": 8}, "decoding stages, 4 more wait their turn"),
+    # the cost of the limit, and the binding limits
+    (2, {"unbounded_qps": 200.0}, "the limit costs 50% of the 200 requests/s"),
     (2, {"unbounded_qps": 200.0}, "at 7.00 s"), (2, {"unbounded_qps": 100.1}, "no more than 100.1"),
-    (2, {"given": {}}, "there is no latency bound"),
-    (2, {"unbounded_qps": 200.0, **FULL}, "The latency bound and memory limit the speed"),
+    (2, {"given": {}}, "there is no latency limit"),
+    (2, {"unbounded_qps": 200.0, **FULL}, "Throughput is bound by the latency limit and memory"),
     (2, {"unbounded_qps": 100.1, **FULL},
-     "Memory limits the speed; the latency bound is reached, too, and costs"),
+     "Throughput is bound by memory; the latency limit is reached, too, and costs"),
     (2, {"unbounded_qps": 100.1, "latency_s": 1.995},
-     "The latency bound is reached, but costs nothing")])
+     "The latency limit is reached, but costs nothing")])
 def test_a_sentence_says_what_the_figures_say(place, changes, words):
     sentence = sentences(**changes)[place]
     assert words in sentence
@@ -88,7 +88,7 @@ def test_a_waa_schedule_names_its_pools():
     policy, variables, _ = explain_choice(schedule_of(problem, found), problem)
     assert policy.startswith("WAA-C") and f"while {4 - encode} decode" in policy
     assert policy.count(f"{encode} device") == 1
-    assert "4 queries are encoded at a time" in variables
+    assert "4 requests are encoded at a time" in variables
     assert f"which keeps {found.figures.decode_batch:.0f} decoding" in variables
 
 
@@ -96,9 +96,9 @@ def test_a_waa_schedule_names_its_pools():
 
 
 @pytest.mark.parametrize(("figures", "binds"), [
-    ({"latency_s": 1.995}, ["the latency bound"]), ({"latency_s": 1.9}, []),
+    ({"latency_s": 1.995}, ["the latency limit"]), ({"latency_s": 1.9}, []),
     ({"latency_s": 1.0, "memory_bytes": FULL["memory_bytes"]}, ["memory"]),
-    (FULL, ["the latency bound", "memory"])])
+    (FULL, ["the latency limit", "memory"])])
 def test_a_limit_binds_if_little_of_it_is_left(figures, binds):
     problem = toy_problem(latency_s=2.0)
     schedule = schedule_of(problem, **figures)
@@ -121,7 +121,7 @@ def test_memory_binds_if_another_request_does_not_fit():
 def test_the_number_of_queries_binds_where_another_batch_would_exceed_it():
     schedule = schedule_of(toy_problem(), encode_batch=4, decode_batch=10.0)
     assert binding_limits(schedule, toy_problem(num_queries=11), math.inf) == [
-        "the number of queries"]
+        "the number of requests"]
     assert binding_limits(schedule, toy_problem(num_queries=20), math.inf) == []
 
 
@@ -129,7 +129,8 @@ def test_a_margin_is_a_limit_of_its_own():
     problem = toy_problem(latency_s=2.0)
     schedule = schedule_of(problem, latency_s=1.79)
     words = explain_choice(schedule, problem, latency_limit_s=1.8)[2]
-    assert words.startswith("The latency bound limits") and "1.80 s with its margin" in words
+    assert words.startswith("Throughput is bound by the latency limit (")
+    assert "1.80 s with its margin" in words
     assert explain_choice(schedule, problem)[2].startswith("No limit is reached")
 
 

@@ -16,7 +16,7 @@ from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.schedule import devices_sum
 from xgpt.job.job import Job
 from xgpt.job.job_file import load_job
-from xscheduler.cluster_sizes import Spent, spent
+from xscheduler.cluster_sizes import SizeCost, size_cost
 from xscheduler.evaluator import Evaluator
 from xscheduler.partition import best_division, division_of
 from xscheduler.replicas import replica_sizes
@@ -118,7 +118,7 @@ JOBS = [(text, objective) for text in (
 ) for objective in ("devices", "cost")]
 
 
-def planned_by_size(path: Path) -> dict[int, Spent]:
+def planned_by_size(path: Path) -> dict[int, SizeCost]:
     """{size: device time} of every size of the cluster that has a schedule, each as a job of its
     own."""
     found = {}
@@ -129,7 +129,7 @@ def planned_by_size(path: Path) -> dict[int, Spent]:
         except XgptError:
             continue
         problem = plan.opened.problem
-        found[size] = spent(problem, plan.schedule, Evaluator(problem, plan.timing))
+        found[size] = size_cost(problem, plan.schedule, Evaluator(problem, plan.timing))
     return found
 
 
@@ -186,7 +186,7 @@ def test_a_price_is_of_a_million_queries_where_the_job_has_no_number(tmp_path):
     plan = JobPlanner(open_file(path)).plan()
     figures, job = plan.schedule.figures, load_job(path)
     assert isinstance(job, Job)
-    own = spent(plan.opened.problem, plan.schedule, Evaluator(plan.opened.problem, plan.timing))
+    own = size_cost(plan.opened.problem, plan.schedule, Evaluator(plan.opened.problem, plan.timing))
     hours = 1e6 / figures.throughput_qps / 3600
     assert own.price == pytest.approx(6.88 * own.devices * hours) and math.isfinite(own.price)
     assert "of a million requests" in " ".join(str(plan).split())

@@ -28,7 +28,7 @@ from xprofiler.profile_file import load_profile
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import engine_of
-from xscheduler.cluster_sizes import SizeSearch, Spent, spent
+from xscheduler.cluster_sizes import SizeCost, SizeSearch, size_cost
 from xscheduler.evaluator import Evaluator, predict
 from xscheduler.layouts import PlannedLayout, compare_layouts
 from xscheduler.planner import Horizon, Planner, PlanOptions
@@ -240,12 +240,12 @@ class JobPlanner:
                 raise one.planned
             return one.planned
 
-        def takes(size: int, schedule: Schedule) -> Spent:
+        def takes(size: int, schedule: Schedule) -> SizeCost:
             planner = self._planner(layouts[size])
-            return spent(planner.problem, schedule, Evaluator(planner.problem, planner.timing))
+            return size_cost(planner.problem, schedule, Evaluator(planner.problem, planner.timing))
 
         search, sizes = SizeSearch(
-            plan=planned, spent=takes, problem=lambda size: self._jobs[layouts[size]].problem,
+            plan=planned, cost_of=takes, problem=lambda size: self._jobs[layouts[size]].problem,
         ), sorted(layouts)
         best = search.choose(self._objective, sizes)
         layout = layouts[best]
