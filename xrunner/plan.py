@@ -72,6 +72,7 @@ class Execution:
     shuffle_window: int = 1  # requests within a window are shuffled; 1: none
     routing: str = LEAST_TOKENS  # how requests are divided among replicas
     mean_output_tokens: float = 0.0  # expected of a request, for routing; 0: its max_tokens
+    has_forms: bool = False  # the job holds all answers to a form: the tokenizer is read at once
     cuda_graphs: bool = False  # capture decode steps as CUDA graphs where possible
     aside: tuple[int, ...] = ()  # indices that this run leaves out (xgpt.app.running.run)
 

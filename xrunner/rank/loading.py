@@ -86,9 +86,12 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     # an encode pool does not decode
     is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode"
     capture = CudaCapture(world.device) if is_captured and world.has_own_gpus else None
+    forms = Forms(plan.model_dir, weights.model.spec.vocab_size)
+    if plan.has_forms and weights.model.is_last and forms.refusal:
+        raise XgptError(forms.refusal)  # which has read the tokenizer, before the clock starts
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
                              heartbeat=heartbeat, capture=capture,
-                             forms=Forms(plan.model_dir, weights.model.spec.vocab_size))
+                             forms=forms)
     if is_captured and capture is None:
         executor.graphs_said = "no CUDA graphs: ranks share a GPU, whose memory is planned"
     executor.records.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank,

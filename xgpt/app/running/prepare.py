@@ -230,6 +230,7 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
         mean_output_tokens=opened.problem.lengths.outputs.mean,
         device_kind=opened.problem.cluster.device.kind,
         kv_in_blocks=estimate is not None and lies_in_blocks(opened, estimate),
+        has_forms=bool(job.workload.requests and job.workload.requests.terms.form),
         cuda_graphs=run.cuda_graphs, engine_args=dict(run.engine_args),
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
         deterministic=run.deterministic, private=run.private, sync_s=run.sync_s)
