@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_GREEDY_BELOW = 1e-5  # logits divided by less overflow float32; the draw is the largest anyway
+_GREEDY_BELOW = 1e-5  # chosen: logits divided by less may overflow float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

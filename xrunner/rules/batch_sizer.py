@@ -91,7 +91,7 @@ def sizer_of(even: EvenBatches) -> BatchSizer:
     return BatchSizer(mean_input=even.mean_input_tokens, adjustment=even.adjustment)
 
 
-_POWERS = 8  # sizes up to this one are powers of two
+_POWERS = 8  # chosen, as the following: sizes up to this one are powers of two
 _FINE, _COARSE = 8, 16  # distance between sizes up to _FINE_UNTIL and beyond
 _FINE_UNTIL = 128
 MOST_CAPTURED = 512
@@ -108,8 +108,8 @@ def bucket_of(queries: int) -> int | None:
     return -(-queries // step) * step
 
 
-WINDOW_BATCHES = 16  # encode batches in a window of default size
-LEAST_WINDOW = 64
+WINDOW_BATCHES = 16  # chosen: encode batches in a window of default size
+LEAST_WINDOW = 64  # chosen
 
 
 def window_of(asked: bool | int, encode_batch: int) -> int:

@@ -14,8 +14,8 @@ from xrunner.rules.chunks import PartialInput
 from xrunner.rules.iteration import ContinuousRule
 from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, kind_of
 
-BLOCK_TOKENS = 16
-WATERMARK = 0.01  # share of blocks that admission keeps free, so that no eviction follows at once
+BLOCK_TOKENS = 16  # vLLM's default
+WATERMARK = 0.01  # vLLM's default: share of blocks that admission keeps free
 
 
 def blocks_of(tokens: int) -> int:

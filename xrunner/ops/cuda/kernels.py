@@ -29,8 +29,8 @@ from xrunner.ops.cuda.launch import (
 
 MAX_DIM = 256  # largest head size in attention
 _MAX_GRID = 65535  # most blocks along y and z
-_THREADS = 128
-_MOST_PARTS = 64
+_THREADS = 128  # chosen
+_MOST_PARTS = 64  # chosen
 _BLOCKS_EACH = 4  # chosen: blocks of threads per multiprocessor; with fewer, contexts are split
 _TILE_HEADS = 8  # heads of a block, in decode_tiles.cu
 _TILE_TOKENS = {64: 64, 128: 64, 256: 32}  # tokens of a block by head width, in encode_tiles.cu
