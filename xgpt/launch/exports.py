@@ -194,7 +194,7 @@ def vllm_command(schedule: Schedule, problem: Problem, *, model: str, times_of: 
 
 
 # a line that begins with spaces is a command, which is not broken
-_OFFLINE = ("-i takes OpenAI's batch lines. For other files of prompts, on one node:",
+_OFFLINE = ("-i takes OpenAI's batch lines alone. For other prompts, or choices, on one node:",
             f"  xgpt submit JOB.yaml --set run.engine={VLLM}")
 _JOIN = ("On each other node, once Ray runs on the first:",
          "  ray start --address=FIRST_NODE:6379")
