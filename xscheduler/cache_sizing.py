@@ -20,16 +20,14 @@ SHORT = 16  # chosen: outputs still to be observed may be this many times shorte
 
 
 def with_room(schedule: Schedule, problem: Problem) -> Schedule:
-    """`schedule` with KV cache for the problem's longest known request; unchanged if it does not
-    fit."""
+    """`schedule` with KV cache for the longest known request; unchanged if it does not fit."""
     if problem.queries is None:
         return schedule
     return with_room_for(schedule, problem, int(problem.queries.reserves.max()))
 
 
 def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Schedule:
-    """`schedule` with KV tokens for a request of `query_tokens` in every group; unchanged if they
-    do not fit."""
+    """`schedule` with KV cache for `query_tokens` in every group; unchanged if it does not fit."""
     deployment, figures = schedule.deployment, schedule.figures
     if getattr(schedule.controls, "token_budget", None):  # its memory is paged
         query_tokens = -(-query_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -97,5 +95,4 @@ def mean_present(slots: int) -> int:
 
 
 def _layer_bytes(problem: Problem) -> int:
-    """Bytes of one token's KV cache in a layer."""
     return problem.model.kv_elements_per_token_layer * problem.kv_item_bytes

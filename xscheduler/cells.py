@@ -19,8 +19,7 @@ from xsimulator.rough.workload import Workload
 
 def cells_of(problem: Problem, timing: TimingSource,
              shared: PlanCache | None = None) -> Iterator[tuple[Cell, Replays]]:
-    """Yields (cell, replays of its part of the cluster). shared: stage plans of problems with the
-    same times."""
+    """Yields (cell, replays of its part of the cluster). shared: stage plans of other problems."""
     shared = shared or PlanCache(timing)
     workload = Workload(problem)
     names = names_of(problem)

@@ -27,9 +27,9 @@ Refusal = InfeasibleError | InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeCost:
-    """Device time and price of a schedule for the job's own requests, or for a million if it has no
-    number. with_margin_s: seconds at the constraint's confidence. price: in the tariff's currency,
-    0 if no price is known."""
+    """Device time and price of a schedule for the job's requests, or for a million if it has no
+    number. with_margin_s: at the constraint's confidence. price: in the tariff's currency, 0 if
+    unknown."""
 
     devices: int
     seconds: float
@@ -76,8 +76,7 @@ class SizeSearch:
     _rough: dict[int, SizeCost] = field(default_factory=dict)
 
     def choose(self, objective: Objective, sizes: Sequence[int]) -> int:
-        """The number of devices to take. Raises the refusal of the largest if none has a
-        schedule."""
+        """The number of devices to take. Raises the largest's refusal if none has a schedule."""
         assert objective != "throughput", f"{objective = }"
         for size in sizes:  # rising; a job that is impossible on some devices is so on fewer
             if reason := why_impossible(self.problem(size)):
@@ -89,9 +88,8 @@ class SizeSearch:
         return best
 
     def _fewest(self, sizes: Sequence[int]) -> int | None:
-        """The first of a few sizes that has a schedule. Of many sizes, the search begins at an
-        estimate: the time of a smaller size with its margin, divided by more devices, keeps the
-        limit."""
+        """The first of a few sizes that has a schedule. Of many, the search begins at an estimate,
+        which divides the time of a smaller size with its margin by more devices."""
         start = 0
         if len(sizes) > FEW_SIZES:
             start = bisect_left(sizes, True, key=lambda size: self._has_rough(size))
@@ -153,8 +151,7 @@ class SizeSearch:
         return own.devices * own.seconds
 
     def schedule_of(self, best: int) -> Schedule:
-        """The schedule of the best size with a row for each size tried, and for the largest
-        impossible one."""
+        """The schedule of the best size with rows for those tried and the largest impossible."""
         rows = [*map(self._tried, sorted({*self._rough, *self.planned, *self.refused}))]
         least = max((row.devices for row in rows if row.is_impossible), default=0)
         return self.planned[best].changed(

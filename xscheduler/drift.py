@@ -42,9 +42,8 @@ class DriftFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftRow:
-    """Figures for one changed distribution. change: factor on mean or std, or amount added to the
-    skewness. kept: of the unchanged schedule. best: of the best schedule; None if none keeps the
-    limit."""
+    """Figures for one changed distribution, of the unchanged schedule (`kept`) and of the best one
+    (`best`; None if none keeps the limit). change: factor on mean or std, or added to skewness."""
 
     statistic: Statistic
     change: float

@@ -34,7 +34,6 @@ MOST_REPLAYS, MOST_REPLAYED = 5, 1500  # chosen: replays of a job; requests of t
 
 
 class _Part(NamedTuple):
-    """One replica of an estimate: its problem, rough formulas and replays."""
 
     problem: Problem
     formulas: Formulas
@@ -42,8 +41,7 @@ class _Part(NamedTuple):
 
 
 class Evaluator:
-    """Figures of schedules of one problem, under any latency limit, by formula or replay; each is
-    computed once."""
+    """Figures of schedules of one problem, by formula or replay; each is computed once."""
 
     def __init__(self, problem: Problem, timing: TimingSource,
                  plans: PlanCache | None = None) -> None:
@@ -74,8 +72,7 @@ class Evaluator:
         return found[f"{metric}_s"]
 
     def shown(self, estimate: Estimate) -> Estimate:
-        """The estimate with the figures of a replay; unchanged if the replay has no steady
-        state."""
+        """The estimate with a replay's figures; unchanged if it has no steady state."""
         if estimate not in self._shown:
             part, alone = self._part(estimate), estimate.one_copy
             found = part.replays.of(alone, num_checked_queries(part.problem, alone))
@@ -157,8 +154,7 @@ def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:
 
 
 def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntArray] | None:
-    """(lengths of the problem's requests, indices of those that the schedule can run); None if the
-    lengths are unknown."""
+    """(lengths of all requests, indices of those that can run); None if lengths are unknown."""
     known = problem.queries
     if problem.is_synthetic and problem.num_queries is not None:
         inputs, outputs = synthetic_lengths(problem.lengths, problem.num_queries, problem.seed)

@@ -19,9 +19,8 @@ LATENCY = "the latency limit"
 
 def explain_choice(schedule: Schedule, problem: Problem, *,
                    latency_limit_s: float | None = None) -> tuple[str, str, str]:
-    """(reason for the policy, reason for the control variables, binding limits and the cost of the
-    latency limit), in words. latency_limit_s: the latency limit divided by the margin; None: the
-    limit itself."""
+    """(reason for the policy, reason for the control variables, binding limits and cost of the
+    latency limit), in words. latency_limit_s: the limit divided by the margin; None: the limit."""
     limit_s = schedule.bound.limit_s if latency_limit_s is None else latency_limit_s
     return (_why_policy(schedule, problem), _why_variables(schedule) + _numbering(problem.cluster),
             f"{_what_binds(schedule, problem, limit_s)}{_cost_of_bound(schedule)}.")

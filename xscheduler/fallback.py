@@ -31,8 +31,7 @@ FIRST_QUERIES = 20  # chosen: requests done before the lengths are first estimat
 
 
 def hint(problem: Problem, timing: TimingSource) -> str:
-    """A sentence for the message that there is no schedule, if a run that observes lengths could
-    start; else ""."""
+    """A sentence for the message of no schedule, if a run that observes lengths could start."""
     if not can_settle(problem) or initial_schedule(problem, timing) is None:
         return ""
     return (". With `output_tokens: observe`, `xgpt submit` would start with the schedule of least "
@@ -90,8 +89,7 @@ def one_token_s(problem: Problem, timing: TimingSource) -> float:
 
 
 def _able(problem: Problem, timing: TimingSource) -> list[_Quickest]:
-    """[(planner, least latency)] for every number of replicas that fits, by the policy that decodes
-    each batch to its end."""
+    """[(planner, least latency)] by number of replicas, if each batch is decoded to its end."""
     if (name := changeable_policy(problem.fixed)) is None:
         return []
     return [one for part in replica_problems(problem)
@@ -107,8 +105,7 @@ class _Quickest(NamedTuple):
 
 
 def _quickest(name: str, problem: Problem, timing: TimingSource) -> _Quickest | None:
-    """The planner of one replica, by the policy `name`; None if it cannot be divided or does not
-    fit."""
+    """The planner of one replica, by the policy `name`; None if it does not fit."""
     fixed = replace(problem.fixed, policies=(name,), replicas=problem.copies)
     if fixed.decode_iterations is None:
         most = problem.lengths.outputs.max - (not problem.model.is_encoder_decoder)

@@ -31,8 +31,7 @@ class Feasibility:
         return known or self._divided({"latency": self.least_factor(cell.problem)})
 
     def least_factor(self, part: Problem) -> float:
-        """Lower bound on the latency margin, a factor, of all schedules on this part of the
-        cluster."""
+        """Lower bound on the latency margin, a factor, of all schedules on this part."""
         return self._margins_of(part).least_factor if self._has_margin else 1.0
 
     def factor(self, cell: Cell, point: Point) -> float:

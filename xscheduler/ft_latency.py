@@ -17,8 +17,8 @@ REPLAYED = 48  # chosen: batches; latencies scatter by 2 %
 
 
 def ft_plan(problem: Problem) -> tuple[int, int]:
-    """(tp_degree, tp_gpus) of the paper's FT: tensor parallelism over the devices of a node, and a
-    pipeline over nodes."""
+    """(tp_degree, tp_gpus) of the paper's FT: tensor parallelism in nodes, a pipeline over
+    nodes."""
     each = problem.cluster.devices_per_node
     return (each, problem.cluster.num_devices) if each > 1 else (1, 0)
 

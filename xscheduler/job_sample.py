@@ -59,8 +59,7 @@ def _kept(quantile: float, count: int) -> int:
 
 
 def _known_outputs(problem: Problem) -> IntArray | None:
-    """[requests] output tokens of the job's own requests, over all replicas; None if they are
-    unknown."""
+    """[requests] output tokens of the job's own requests, over all replicas; None if unknown."""
     count = problem.num_queries
     if problem.is_synthetic and count is not None:
         return synthetic_lengths(problem.lengths, count * problem.copies, problem.seed)[1]

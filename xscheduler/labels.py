@@ -6,8 +6,7 @@ from xscheduler.space import Cell, Point
 
 
 def point_words(cell: Cell, point: Point) -> str:
-    """Number of replicas, control variables and tensor plan of a point, in words; zeros are left
-    out."""
+    """Replicas, control variables and tensor plan of a point, in words; zeros are left out."""
     values = zip(policy(cell.policy).variable_names, point, strict=True)
     copies = [] if cell.copies == 1 else [f"{cell.copies} replicas"]
     degree, gpus = cell.plan
@@ -16,8 +15,7 @@ def point_words(cell: Cell, point: Point) -> str:
 
 
 def configuration(estimate: Estimate) -> str:
-    """Policy, main control variables and tensor plan of an estimate, in words; zeros are left
-    out."""
+    """Policy, main control variables and tensor plan, in words; zeros are left out."""
     names = (*policy(estimate.policy).variable_names[:2], "encode_chunk", "tp_degree", "tp_gpus")
     values = [f"{name} {value}" for name in names if (value := estimate.variables.get(name))]
     return ", ".join([estimate.policy, *values])
@@ -25,9 +23,8 @@ def configuration(estimate: Estimate) -> str:
 
 def why_not(qps: float, chosen: tuple[float, float], most_qps: float | None = None) -> str:
     """The reason against an alternative with `qps` requests/s. chosen: throughput of the chosen
-    schedule, and of the fastest one if a simpler one was chosen. most_qps: upper bound on the
-    alternative's kind. An alternative with more throughput than both exceeds the limit with its own
-    margin."""
+    schedule, and of the fastest one if that is less simple. most_qps: upper bound on the
+    alternative's kind. One with more throughput than both exceeds the limit with its margin."""
     lost = 1 - qps / chosen[0]
     if lost > 0:
         return f"lower throughput by {lost:.1%}" if most_qps is None else (

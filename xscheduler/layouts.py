@@ -35,8 +35,7 @@ class PlannedLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutComparison:
-    """Layouts compared by requests/s, 0 for one without a schedule. is_for_job: over the whole job,
-    with ramp-up and drain."""
+    """Layouts by requests/s, 0 without a schedule. is_for_job: over the whole job."""
 
     tried: Sequence[PlannedLayout]
     queries_per_s: Mapping[Layout, float]
@@ -44,8 +43,7 @@ class LayoutComparison:
 
     @property
     def best(self) -> PlannedLayout:
-        """The best layout; of equal ones the first. Raises the error if no layout has a
-        schedule."""
+        """The best layout, of equals the first. Raises the error if none has a schedule."""
         refusals = [one for one in self.tried if isinstance(one.planned, XgptError)]
         if len(refusals) < len(self.tried):
             return max(self.tried, key=lambda one: self.queries_per_s[one.layout])
@@ -89,8 +87,7 @@ class LayoutComparison:
 
 
 def compare_layouts(tried: Sequence[PlannedLayout], *, is_steady: bool) -> LayoutComparison:
-    """The comparison of planned layouts by requests/s. is_steady: in steady state even for a short
-    job."""
+    """The comparison of planned layouts. is_steady: in steady state even for a short job."""
     is_for_job = not is_steady and any(is_short(one.problem, one.planned) for one in tried
                                        if isinstance(one.planned, Schedule))
     return LayoutComparison(tried=tried, is_for_job=is_for_job, queries_per_s={

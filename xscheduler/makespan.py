@@ -32,7 +32,6 @@ _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
 
 class _Entry(NamedTuple):
-    """A point of a cell and its rough requests/s over all replicas."""
 
     throughput_qps: float
     cell: Cell
@@ -45,9 +44,8 @@ def best_for_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
                 cuts: Callable[[], bool] = lambda: False) -> Schedule:
     """`schedule`, or one that finishes the problem's own requests at least LEAST_GAIN sooner.
 
-    `cells`: the configurations to choose from. `has_margin`: the limit holds with the constraint's
-    confidence. `is_rough`: fewer replays, for a comparison. `cuts`: returns true once replays must
-    end."""
+    `cells`: configurations to choose from. `has_margin`: the limit holds with its confidence.
+    `is_rough`: fewer replays, for a comparison. `cuts`: returns true once replays must end."""
     own, count = schedule.estimate, problem.num_queries
     if not count or not is_short(problem, schedule):
         return schedule
@@ -113,7 +111,6 @@ class _Makespan:
         return with_room(replace(self._schedule, estimate=estimate), self._problem).estimate
 
     def _num_runnable(self, estimate: Estimate) -> int:
-        """Number of requests that fit into its caches; 0 if their lengths are unknown."""
         known = job_lengths(self._problem, estimate)
         return 0 if known is None else len(known.inputs)
 
@@ -134,8 +131,7 @@ def _entries(cells: Sequence[Cell], limits: Limits) -> list[_Entry]:
 
 def _first_round(entries: Sequence[_Entry], clock: _Makespan, count: int,
                  steady_s: float, cuts: Callable[[], bool]) -> list[Estimate]:
-    """The entries that may still beat the shortest makespan, each replayed once, the shortest
-    first."""
+    """The entries that may beat the shortest makespan, each replayed once, the shortest first."""
     timed: list[tuple[float, Estimate]] = []
     least_s = steady_s
     for entry in entries:

@@ -81,8 +81,7 @@ class Measured(Protocol):
 
 @runtime_checkable
 class Computed(Protocol):
-    """A timing source of computed times. errors: those of such times, found by published
-    measurements."""
+    """A timing source of computed times. errors: those found in published measurements."""
 
     def errors(self) -> SourceErrors: ...
 
@@ -175,8 +174,7 @@ class Margins:
             unmeasured, computed)
 
     def _timing_spread(self, estimate: Estimate, metric: Metric) -> tuple[float, float]:
-        """(standard deviation of log(metric) due to the times, share of the metric that no table
-        explains)."""
+        """(standard deviation of log(metric) due to times, share that no table explains)."""
         expected_s = self.evaluator.seconds(estimate, metric)
         degrees = {stage.tp_degree for stage in estimate.deployment.stages}
         square, explained = self._common**2, 0.0
@@ -209,8 +207,7 @@ class Margins:
 
     @cached_property
     def _drifted(self) -> dict[float, JointLengths]:
-        """{change of the mean: lengths}, including no change, so that the worst is never better
-        than it."""
+        """{change of the mean: lengths}, including no change, which no worst case beats."""
         lengths, drift = self.problem.lengths, self.problem.constraint.drift
         changes = (-drift, -drift / 2, 0.0, drift / 2, drift) if drift else ()
         return {change: with_output_moments(lengths, mean_factor=1 + change)
@@ -230,7 +227,6 @@ class Margins:
 
     def _worded(self, parts: MarginParts, unmeasured: float,
                 computed: "_ComputedMargin") -> MarginParts:
-        """`parts` with the sentence that names the causes."""
         constraint = self.problem.constraint
         if math.isinf(constraint.latency_s):
             return replace(parts, sentence="no margin: there is no latency limit")

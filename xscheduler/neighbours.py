@@ -44,7 +44,6 @@ def neighbours(cell: Cell, point: Point, likely: float = LIKELY) -> list[Point]:
 
 
 def _moved(value: int, step: float, sign: int) -> int:
-    """`value` times (sign 1) or divided by (sign -1) `step`; changed by at least one, at least
-    1."""
+    """`value` times (sign 1) or divided by (-1) `step`; changed by at least one, at least 1."""
     return max(value + 1, round(value * step)) if sign > 0 else max(
         min(value - 1, round(value / step)), 1)

@@ -25,16 +25,15 @@ NOTHING = Division(0.0, ())
 
 def best_division(qps_of: Mapping[int, float], devices: int,
                   parts: int | None = None) -> Division | None:
-    """The best division of at most `devices` into `parts` replicas (None: any number); None if no
-    sizes add up to `parts`. Of equal ones the one of fewest replicas is taken. A size with 0
-    requests/s is unused."""
+    """The best division of at most `devices` into `parts` replicas (None: any number), of equals
+    the one of fewest replicas; None if no sizes add up to `parts`. Sizes of 0 requests/s are
+    unused."""
     return _of_rooms(qps_of, devices, parts)[devices]
 
 
 def division_of(problem: Problem, qps_of: Mapping[int, float]) -> Division | None:
-    """The best division of the problem's cluster into replicas, equal or not, each on devices of
-    one node or on whole nodes; None if there is none. qps_of: {devices: requests/s of a
-    replica}."""
+    """The best division of the problem's cluster into replicas, equal or not, each in one node or
+    on whole nodes; None if there is none. qps_of: {devices: requests/s of a replica}."""
     cluster, copies = problem.cluster, problem.fixed.replicas
     each, nodes = cluster.devices_per_node, cluster.num_nodes
     if copies is not None:

@@ -44,14 +44,13 @@ Horizon = Literal["job", "steady"]
 class PlanOptions:
     """Options of a plan.
 
-    `gap`: optimality gap (a share) at which the search ends; None: it ends when it expects nothing
-    better. `max_nodes`: most replays of one pass over all configurations; None: the default.
-    `horizon`: plan for the problem's own requests, if it has any ("job"), or for the steady state.
-    `untimed`: why the times are not those of the engine that will run; "" if they are.
-    `has_margin`: the limit is kept with the constraint's confidence, else as expected. `is_brief`:
-    no explanation and no comparison with a plan without a limit. `is_rough`: fewer replays, for a
-    comparison. `max_seconds`: time limit, after which the best schedule so far is returned; None:
-    no limit."""
+    `gap`: optimality gap (a share) at which the search ends; None: when it expects nothing better.
+    `max_nodes`: most replays of one pass over all configurations; None: the default. `horizon`:
+    plan for the problem's own requests, if any ("job"), or for the steady state. `untimed`: why the
+    times are not those of the engine that will run; "" if they are. `has_margin`: the limit is kept
+    with its confidence, else as expected. `is_brief`: no explanation, no comparisons. `is_rough`:
+    fewer replays, for a comparison. `max_seconds`: time limit, after which the best schedule so far
+    is returned; None: no limit."""
 
     gap: float | None = None
     max_nodes: int | None = None
@@ -108,8 +107,7 @@ class Planner:
         self._known: dict[float, Schedule] = {}  # of the steady state, by latency limit
 
     def plan(self, latency_bound_s: float | None = None) -> Schedule:
-        """The schedule to run under a latency limit (seconds), by default the problem's. Raises
-        InfeasibleError."""
+        """The schedule within a latency limit, by default the problem's. Raises InfeasibleError."""
         problem = _with_limit(self.problem, latency_bound_s)
         with self._watched(), garbage_collection_paused():
             schedule = with_room(plan_with_enough(
@@ -136,8 +134,7 @@ class Planner:
         return own.steady(problem.constraint.latency_s)
 
     def without_margin(self, problem: Problem) -> Schedule:
-        """The best schedule of a problem like this one without a safety margin. Raises
-        InfeasibleError."""
+        """The best schedule of such a problem without a margin. Raises InfeasibleError."""
         return self._search_of(problem).best(problem.constraint.latency_s, has_margin=False)
 
     def _watched(self) -> Watch:

@@ -75,8 +75,7 @@ def price(problem: Problem, find: Find) -> tuple[Offer, ...]:
 
 
 def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
-    """(words, problem with one limit relaxed or the reason why it is not offered) for each
-    limit."""
+    """(words, problem with one limit relaxed or why it is not offered) for each limit."""
     constraint, cluster = problem.constraint, problem.cluster
     relaxed: list[tuple[str, Problem | str]] = []
     if not math.isinf(constraint.latency_s):
@@ -128,8 +127,7 @@ def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
 
 
 def _variables(estimate: Estimate) -> dict[str, Any]:
-    """{name: value} of VARIABLES. A variable that the policy lacks has the value of an equivalent
-    one."""
+    """{name: value} of VARIABLES; a variable that the policy lacks has an equivalent value."""
     deployment, figures = estimate.deployment, estimate.figures
     return {"replicas": deployment.replicas, "encode_batch": figures.encode_batch,
             "decode_iterations": figures.decode_iterations,

@@ -53,8 +53,7 @@ def with_prospects(schedule: Schedule, margins: Margins, tell: Callable[[str], N
 
 
 def _makespan_of(margins: Margins, estimate: Estimate, has_margin: bool) -> Prospect | None:
-    """Makespan of the problem's own requests by replay; None without a limit on it, or if some step
-    has no known time."""
+    """Makespan of the job's requests by replay; None without a limit on it or a known time."""
     bound = margins.problem.constraint.bound_on("makespan")
     if bound is None or math.isinf(bound.limit_s):
         return None
@@ -67,8 +66,8 @@ def _makespan_of(margins: Margins, estimate: Estimate, has_margin: bool) -> Pros
 
 
 def _too_long(prospect: Prospect, num_queries: int, problem: Problem) -> InfeasibleError:
-    """The error for a makespan beyond its limit, with the shortest one found, and about how many
-    devices would keep it."""
+    """The error for a makespan beyond its limit, with the shortest one, and how many devices may
+    do."""
     devices, device = problem.cluster.num_devices, problem.cluster.device
     margin = "" if prospect.with_margin_s <= 1.001 * prospect.expected_s else (
         f", {format_seconds(prospect.expected_s)} without the safety margin")

@@ -41,8 +41,7 @@ class Replayed(NamedTuple):
         return math.inf if self.figures is None else self.figures.latency_s
 
     def shown(self, problem: Problem) -> Estimate:
-        """The estimate with the replay's figures; figures that the replay lacks stay the
-        formula's."""
+        """The estimate with the replay's figures; those that it lacks stay the formula's."""
         if self.figures is None:
             return self.estimate
         known = {name: value for name in _SHOWN

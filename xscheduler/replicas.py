@@ -39,8 +39,8 @@ def replica_problems(problem: Problem) -> list[Problem]:
 
 
 def replica_problem(problem: Problem, copies: int, part: Cluster) -> Problem:
-    """The problem of one replica: its part of the cluster and its share of the requests, rounded
-    up."""
+    """The problem of one replica: its part of the cluster, its share of the requests (rounded
+    up)."""
     if copies == 1 and part == problem.cluster:
         return problem
     share = None if problem.num_queries is None else -(-problem.num_queries // copies)
@@ -48,8 +48,7 @@ def replica_problem(problem: Problem, copies: int, part: Cluster) -> Problem:
 
 
 def problem_on(problem: Problem, devices: int) -> Problem:
-    """The problem of one replica, if there are as many replicas on `devices` devices each as
-    fit."""
+    """The problem of one of as many replicas on `devices` devices each as fit."""
     return replica_problem(problem, max_replicas(problem.cluster, devices),
                            _part_of(problem.cluster, devices))
 
@@ -61,8 +60,7 @@ def _part_of(cluster: Cluster, devices: int) -> Cluster:
 
 
 def problem_of_replica(problem: Problem, estimate: Estimate) -> Problem:
-    """The problem of one of the estimate's replicas; `problem` itself if it is that of a
-    replica."""
+    """The problem of one of the estimate's replicas; `problem` if it is of one already."""
     deployment = estimate.deployment
     copies, devices = deployment.replicas, deployment.devices_per_replica
     if (problem.copies, problem.cluster.num_devices) == (copies, devices):

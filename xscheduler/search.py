@@ -336,8 +336,7 @@ class Search(ReplayedCells):
         return [one for _, _, one in sorted(others, reverse=True)[:RUNNERS_UP]]
 
     def _nearly_kept(self, cell: Cell, keeps: Feasibility, own_qps: float) -> Expected:
-        """The point of least latency among those with more throughput that exceed the latency limit
-        by at most LEAST_GAIN."""
+        """The quickest point with more throughput that exceeds the limit by at most LEAST_GAIN."""
         limit_s = keeps.limits(cell).latency_s
         near = [(one.latency_s, cell.copies * one.throughput_qps, point)
                 for point, one in cell.replayed.items()

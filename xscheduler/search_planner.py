@@ -171,16 +171,14 @@ class SearchPlanner:
         return []
 
     def _margin(self, keeps: Feasibility, found: Sequence[Found]) -> Margin:
-        """The safety margin of the replicas whose latency with margin is longest."""
         parts = [(one.replayed.latency_s * keeps.margin(one.cell, one.point).factor,
                   keeps.margin(one.cell, one.point)) for one in found]
         return max(parts, key=lambda pair: pair[0])[1].kept()
 
     def _upper_bound(self, latency_bound_s: float, keeps: Feasibility,
                      qps: float) -> tuple[float, tuple[tuple[str, float], ...]]:
-        """(upper bound on the throughput of any division of the devices, ((policy, upper bound on
-        its throughput), ...) with the highest first), requests/s. Every schedule has at least the
-        least margin."""
+        """Upper bounds, requests/s, on any division of the devices, and by policy, highest first:
+        (bound, ((policy, bound), ...)). Every schedule has at least the least margin."""
         kinds: dict[Kind, dict[int, float]] = {"one pool": {}, "two pools": {}}
         for size, cells in self.search.cells.items():
             part = cells[0].problem
@@ -201,8 +199,7 @@ class SearchPlanner:
 
     def _bound_of(self, part: Problem, plans: Sequence[tuple[int, int]], kind: Kind,
                   limit_s: float) -> float:
-        """Upper bound, requests/s, on one replica on this part of the cluster by any of the
-        plans."""
+        """Upper bound, requests/s, on one replica on this part by any of the plans."""
         key = part.cluster.num_devices, plans, kind, limit_s
         if key not in self._upper:
             bound: UpperBound = self._bounds(part)
@@ -255,8 +252,7 @@ class SearchPlanner:
                 for why, names in reasons.items()]
 
     def _covers(self) -> str:
-        """Numbers of devices of a replica that the upper bound covers, in words; "" on fewer than
-        three."""
+        """Numbers of devices of a replica that the bound covers, in words; "" on fewer than 3."""
         cluster = self.problem.cluster
         if cluster.num_devices < 3:
             return ""

@@ -109,8 +109,7 @@ class Cell:
 
     @cached_property
     def _after(self) -> float:
-        """1 + LATENCY_OFF times the tokens after the first, of a request of the latency limit's
-        quantile."""
+        """1 + LATENCY_OFF times the tokens after the first, at the latency limit's quantile."""
         outputs = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
         return (1 + LATENCY_OFF) * max(outputs - 1, 1)
 
@@ -200,8 +199,7 @@ class Cell:
         return best if qps[best] > 0 else None
 
     def _off_at(self, points: IntArray, usual: Correction) -> FloatArray:
-        """[points, 2] corrections at these points: logarithms of (throughput, latency) / the
-        formula's."""
+        """[points, 2] logarithms of (throughput, latency) / the formula's at these points."""
         if not self.off:
             return np.tile(usual, (len(points), 1))
         where = np.log1p(np.array(list(self.off), float))

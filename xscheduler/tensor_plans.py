@@ -29,9 +29,8 @@ class TensorPlan(NamedTuple):
 
 
 def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
-    """The plans to search, by degree, then tp_gpus: those that model and cluster allow, the job
-    does not exclude and `timing` has times for. Raises InputError with the reason if there is
-    none."""
+    """The plans to search, by degree, then tp_gpus: those that model, cluster and job allow and
+    `timing` has times for. Raises InputError with the reason if there is none."""
     cluster, fixed = problem.cluster, problem.fixed
     plans, reasons = _allocatable(problem, fixed)
     if not plans:

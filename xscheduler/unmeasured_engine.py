@@ -16,9 +16,8 @@ from xsimulator.rough.formulas import fixed_estimate
 
 
 def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
-    """The schedule of the batch that the job fixes, even if it exceeds the limit. Else it is that
-    of the batch with the highest throughput within the limit. note: added to the estimate. Raises
-    InfeasibleError."""
+    """The schedule of the batch that the job fixes, even if it exceeds the limit, else of the batch
+    with the highest throughput within it. note: added to the estimate. Raises InfeasibleError."""
     began, fixed, constraint = time.monotonic(), problem.fixed, problem.constraint
     if fixed.encode_batch is not None:
         estimate, nodes, status = _of_batch(problem, timing, fixed), 1, Status.GIVEN
@@ -35,7 +34,6 @@ def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
 
 
 def _of_batch(problem: Problem, timing: TimingSource, fixed: FixedSchedule) -> Estimate:
-    """The estimate of the fixed batch by the rough formula."""
     return fixed_estimate(str(fixed.policy), problem, timing, replace(
         fixed, decode_micro_batches=fixed.decode_micro_batches or 1))
 

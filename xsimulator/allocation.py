@@ -52,8 +52,7 @@ def is_allowed_group(cluster: Cluster, group: Sequence[int]) -> bool:
 
 
 def stage_ranks(num_devices: int, tp_degree: int, tp_gpus: int) -> list[tuple[int, ...]]:
-    """The ranks of each stage: groups of `tp_degree` on the first `tp_gpus` devices, then single
-    devices."""
+    """The ranks of each stage: groups of `tp_degree` on the first `tp_gpus`, then single ones."""
     groups = [tuple(range(first, first + tp_degree)) for first in range(0, tp_gpus, tp_degree)]
     return groups + [(rank,) for rank in range(tp_gpus, num_devices)]
 
@@ -116,8 +115,8 @@ def _split(layers: int, layer_s: Sequence[float], fixed_s: Sequence[float], *,
            at_least: int) -> list[int]:
     """Counts that sum to `layers` and minimise the largest fixed_s + count * layer_s.
 
-    Giving each layer in turn to the stage that would finish it earliest is optimal. Ties go to the
-    earlier stage."""
+    Giving each layer to the stage that would finish it earliest is optimal; ties go to the
+    earlier."""
     counts = [at_least] * len(layer_s)
     loads = [(fixed + (at_least + 1) * cost, stage)
              for stage, (fixed, cost) in enumerate(zip(fixed_s, layer_s, strict=True))]

@@ -74,8 +74,7 @@ class UpperBound:
 
     def of_two_pools(self, degrees: Iterable[int], latency_s: float) -> float:
         """Upper bound, requests/s, on two pools over all divisions of devices and layers, with
-        groups of these tensor-parallel degrees. Quicker and looser than one bound for each
-        division."""
+        groups of these degrees. Quicker and looser than one bound for each division."""
         return self._shared.qps(tuple(sorted(set(degrees))), latency_s)
 
     @cached_property
@@ -93,9 +92,8 @@ class UpperBound:
 
     def _divided_qps(self, encoding: PoolBound, decoding: PoolBound, link: HandoverCost,
                      limit_s: float, cutoff_qps: float) -> float:
-        """Upper bound, requests/s, on two pools whose decode pool may take over any share of the
-        encoding. The range of shares is split where the bound is highest, until the bound is at
-        most `cutoff_qps`."""
+        """Upper bound, requests/s, on two pools whose decode pool may encode any share. The range
+        of shares is split where the bound is highest, until it is at most `cutoff_qps`."""
         if min(encoding.room_tokens, decoding.room_tokens) <= 0:
             return 0.0
         batches = ROWS[::4]  # a coarse grid is enough: its fixed costs are small

@@ -37,9 +37,8 @@ class ClosedLoop:
 
     `step_tokens`: most tokens of a step. `mixes`: whether steps encode and decode together.
     `kv_tokens`: capacity of the KV cache. `shortest`: lengths are drawn between this share of the
-    stated lengths and them. `cached`: share of each input that the cache already holds (shared
-    prefixes). `stream_s`: seconds in which the front end sends one token, beside the device's
-    work."""
+    stated ones and them. `cached`: share of each input that the cache already holds. `stream_s`:
+    seconds in which the front end sends one token, beside the device's work."""
 
     concurrency: int
     input_tokens: int
@@ -73,8 +72,7 @@ class StepParts(NamedTuple):
 
 
 class StepSeconds:
-    """Seconds of one step of a whole model on one tensor-parallel group, from tables of its
-    operators."""
+    """Seconds of one step of a whole model on one tensor-parallel group, from tables."""
 
     def __init__(self, model: ModelSpec, timing: TimingSource, link: Link, dtype: str,
                  tp_degree: int) -> None:
@@ -138,8 +136,7 @@ class _Line:
 
 
 class _Request:
-    """One request: arrival, first token, lengths, and tokens of its prompt that are not yet
-    encoded."""
+    """One request: arrival, first token, lengths, and tokens of its prompt to encode."""
 
     __slots__ = ("arrival_s", "first_s", "input_tokens", "left", "output_tokens")
 
@@ -150,8 +147,7 @@ class _Request:
 
 
 def simulate_loop(loop: ClosedLoop, steps: StepSeconds) -> LoopTimes:
-    """Mean TTFT, TPOT and latency of a closed loop, simulated for ROUNDS requests per unit of
-    concurrency."""
+    """Mean times of a simulated closed loop of ROUNDS requests per unit of concurrency."""
     return _Simulation(loop, steps).run(ROUNDS * loop.concurrency)
 
 
@@ -231,7 +227,6 @@ class _Simulation:
             self._start(self._encoding.popleft())
 
     def _start(self, request: _Request) -> None:
-        """Records a request's first token."""
         request.first_s = self._now_s
         if request.output_tokens == 1:
             self._end(request)
@@ -242,7 +237,6 @@ class _Simulation:
         self._context += request.input_tokens + 1
 
     def _decode_on(self) -> None:
-        """Takes all steps up to the next end of a request."""
         assert self._running, "a loop without a request"
         number, steps = len(self._running), self._running[0][0] - self._step
         context = self._context / number + (steps - 1) / 2
@@ -277,6 +271,5 @@ class _Simulation:
 
 
 def _cache_tokens(request: _Request) -> float:
-    """Mean tokens of KV cache that a request holds. Engines admit by actual, not by reserved
-    tokens."""
+    """Mean KV tokens of a request: engines admit by actual, not by reserved tokens."""
     return request.input_tokens + request.output_tokens / 2

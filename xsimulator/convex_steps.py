@@ -41,7 +41,6 @@ class ConvexSteps:
 
 @cache
 def _sizes() -> FloatArray:
-    """The grid of sizes."""
     octaves = 2.0 ** np.arange(0, np.ceil(np.log2(MOST_ROWS)))
     return np.append(1 / MOST_ROWS, np.outer(octaves, 1 + np.arange(AN_OCTAVE) / AN_OCTAVE).ravel())
 
@@ -56,8 +55,7 @@ def _below(seconds: FloatArray) -> ConvexTimes:
 
 @lru_cache(maxsize=256)
 def _of_these(seconds: bytes) -> ConvexTimes:
-    """The convex function for these seconds, kept, since many plans have stages with equal
-    times."""
+    """The convex function for these seconds, kept: many plans have stages of equal times."""
     return ConvexTimes(_sizes(), np.frombuffer(seconds))
 
 
@@ -65,8 +63,7 @@ class ConvexTimes:
     """A convex function of the step size: the maximum of tangents to step times at a few slopes."""
 
     def __init__(self, sizes: FloatArray, seconds: FloatArray) -> None:
-        """seconds: of steps of `sizes`; they rise, seconds / size falls, and unknown ones are
-        infinite."""
+        """seconds: of `sizes`; they rise, seconds / size falls, unknown ones are infinite."""
         is_timed = np.isfinite(seconds)
         self._sizes, self._seconds = sizes[is_timed], seconds[is_timed]
         if not len(self._sizes):
@@ -88,8 +85,7 @@ class ConvexTimes:
         return np.asarray(offsets[place] + slopes[place] * sizes)
 
     def whole_s(self, size: FloatArray, pieces: FloatArray) -> FloatArray:
-        """Lower bound on the seconds of work of `size` in total, done in at least so many
-        pieces."""
+        """Lower bound on the seconds of `size` in total, in at least so many pieces."""
         return np.asarray(pieces * self.mean_s(size / pieces))
 
 

@@ -13,8 +13,7 @@ BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # chosen: grid of batch siz
 
 
 class Demand:
-    """Mean sizes of a request, and sizes of a request of the latency limit's quantile
-    (`watched`)."""
+    """Mean sizes of a request, and sizes (`watched`) at the latency limit's quantile."""
 
     def __init__(self, problem: Problem) -> None:
         lengths, constraint = problem.lengths, problem.constraint

@@ -62,8 +62,7 @@ class LayerTimes:
 
     @property
     def cross_context(self) -> float:
-        """Context tokens of a decode step that self-attention does not read; 0 for decoder-only
-        models."""
+        """Context tokens of a decode step that only cross-attention reads; 0 without it."""
         return self._mean_input if self.model.is_encoder_decoder else 0.0
 
     @property
@@ -81,8 +80,7 @@ class LayerTimes:
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike,
                            degree: int) -> FloatArray:
-        """[lengths] seconds of a layer's attention for one request of each length, in a batch of
-        `together`."""
+        """[lengths] seconds of attention of one request, in a batch of `together`."""
         return self.timing.operator_s(Operator.ENCODE_ATTENTION, lengths, together,
                                       tp_degree=degree)
 
@@ -95,8 +93,7 @@ class LayerTimes:
                                     self._mean_attention[degree]))
 
     def cross_kv_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
-        """Seconds in which a decoder layer projects `tokens` of the encoder's output to keys and
-        values."""
+        """Seconds of a decoder layer to project encoder output to keys and values."""
         return self.timing.operator_s(Operator.CROSS_KV, tokens, tp_degree=degree)
 
     def decode_rest_s(self, rows: ArrayLike, degree: int, link: Link | None = None) -> FloatArray:

@@ -90,8 +90,7 @@ class ServingPoint:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether constants may be fitted to the point. One half of the points may, by the parity
-        of a SHA-256."""
+        """Whether constants may be fitted to the point: to one half, by a SHA-256's parity."""
         text = "|".join(str(part) for part in (
             self.model, self.device, self.engine, self.weight_dtype, self.tp_degree,
             self.concurrency, self.input_tokens, self.output_tokens))

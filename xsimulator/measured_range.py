@@ -10,8 +10,7 @@ from xrunner.rules.batch_sizer import MOST_CAPTURED
 
 
 class LargestSizes(NamedTuple):
-    """The largest sizes of steps and requests for which times are needed, or are measured; 0 for
-    none."""
+    """The largest sizes for which times are needed, or are measured; 0 for none."""
 
     encode_tokens: float = 0.0  # at once
     encode_queries: float = 0.0
@@ -22,8 +21,7 @@ class LargestSizes(NamedTuple):
 
 def beyond_measured(problem: Problem, timing: TimingSource, degrees: Iterable[int],
                     needed: LargestSizes) -> list[str]:
-    """Sentences on the `needed` sizes that exceed those measured at one of these tensor-parallel
-    degrees."""
+    """Words for the `needed` sizes that exceed those measured at one of these degrees."""
     return sorted({f"up to {size:.0f} {words}, measured up to {measured:.0f}"
                    for degree in degrees
                    for words, size, measured in zip(_WORDS, needed, _reach(

@@ -35,8 +35,8 @@ def capacity_bytes(device: Device) -> int:
 def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str,
                  weight_dtype: str | None = None) -> FloatArray:
     """[stages] bytes of weights on each rank of a stage. The embedding lies whole, as `dtype`, on
-    every rank of the first stage. Layers and the head are sharded and held as `weight_dtype` (None:
-    as `dtype`)."""
+    every rank of the first stage. Layers and head are sharded, as `weight_dtype` (None:
+    `dtype`)."""
     decoder, encoder = model.decoder_layer_params, model.encoder_layer_params
     elements = np.array([(s.num_layers * decoder + s.num_encoder_layers * encoder) / s.tp_degree
                          for s in stages])
@@ -106,7 +106,6 @@ def kv_bytes(problem: Problem, stages: Sequence[StageAssignment],
 
 
 def largest_rows(inputs: Lengths, encode: FloatArray) -> FloatArray:
-    """Tokens of an encode step of `encode` requests, at a quantile that is practically never
-    exceeded."""
+    """Tokens of an encode step of `encode` requests, at a quantile that is hardly ever exceeded."""
     tokens = encode * inputs.mean + ACTIVATION_QUANTILE_Z * inputs.std * np.sqrt(encode)
     return np.asarray(np.minimum(tokens, encode * inputs.max))

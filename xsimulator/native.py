@@ -68,11 +68,9 @@ def native() -> Native | None:
 
 
 class Blocks:
-    """A table whose rows are computed in blocks of `size` on first use.
-
-    `find` takes the row numbers of a block and returns [size, columns]. `block(number)` returns the
-    rows from number x size on. `row(number)` returns one row as a list, which must not be
-    changed."""
+    """A table whose rows are computed in blocks of `size` on first use. `find` takes the row
+    numbers of a block and returns [size, columns]. `block(number)` returns the rows from number x
+    size on. `row(number)` returns one row as a list, which must not be changed."""
 
     def __init__(self, size: int, find: Callable[[IntArray], FloatArray]) -> None:
         self._size = size

@@ -66,12 +66,10 @@ class PlanSource(Protocol):
     problem: Problem
 
     def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
-        """The stage plan of all devices for both phases. Raises InputError for an impossible
-        plan."""
+        """The stage plan of all devices for both phases. Raises InputError if impossible."""
 
     def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> StagePlan:
-        """The stage plan of a pool on these ranks, for one phase or both. first_index: index of its
-        first stage."""
+        """The stage plan of a pool on these ranks. first_index: index of its first stage."""
 
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
         """The stage plan of a pool of these stages."""
@@ -235,8 +233,7 @@ class PoolPairs:
 
     def __init__(self, plans: PlanSource, plan: tuple[int, int],
                  ranks: Mapping[int, tuple[Ranks, Ranks]]) -> None:
-        """ranks: {number of encode devices: (ranks of the encode stages, ranks of the decode
-        stages)}."""
+        """ranks: {encode devices: (ranks of each encode stage, of each decode stage)}."""
         self._plans, self._ranks, self.tp_degree = plans, ranks, plan[0]
         self.encode_devices: IntArray = np.array(list(ranks), np.int64)
         self.pair = cache(self._pair)

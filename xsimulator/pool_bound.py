@@ -18,8 +18,7 @@ from xsimulator.step_bounds import Lines, PoolSteps
 
 
 class Curve(NamedTuple):
-    """[m] upper bounds, requests/s, on schedules whose latency is at most `latency_s`, which
-    rises."""
+    """[m] upper bounds, requests/s, on schedules with a latency up to `latency_s`, which rises."""
 
     qps: FloatArray
     latency_s: FloatArray
@@ -44,8 +43,7 @@ class PoolBound:
         self._pace_s = self._constraint.limit_s("tpot")
 
     def alone_qps(self, limit_s: float) -> float:
-        """Upper bound, requests/s, on schedules of this pool alone with a latency of at most
-        `limit_s`."""
+        """Upper bound, requests/s, on this pool alone with a latency up to `limit_s`."""
         low, high = self._rows
         if not len(low) or not self._keeps_first():
             return 0.0
@@ -58,8 +56,7 @@ class PoolBound:
         return float(qps[is_kept].max(initial=0.0))
 
     def _make_curve(self, share: float) -> Curve:
-        """Upper bounds on the throughput, by latency, of a decode pool that encodes this share of
-        the requests."""
+        """Upper bounds, by latency, on a decode pool that encodes this share of the requests."""
         low, high = self._rows
         groups, is_met = self._fewest_groups(low, high, share, math.inf)
         if not len(low):
@@ -153,8 +150,7 @@ class PoolBound:
                           + (self.demand.watched - together) * steps.path_s[0])
 
     def _batch_beside(self, rows: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """[m] (rows present beside and with a request of the limit's quantile; requests of a batch;
-        iterations that it spends with others). The last two hold if batches are decoded to their
-        end."""
+        """[m] (rows with and beside a request of the limit's quantile; requests of a batch that is
+        decoded to its end; iterations that the request spends with others in it)."""
         present = np.maximum(rows - self.demand.excess, 1.0)
         return present, *self.demand.in_batches(present)

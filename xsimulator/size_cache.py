@@ -14,16 +14,14 @@ def is_read_only(sizes: ArrayLike) -> bool:
 
 
 class SizeCache:
-    """Results by a key and by the identity of a read-only array of sizes. Results are read-only,
-    too."""
+    """Results, read-only, by a key and the identity of a read-only array of sizes."""
 
     def __init__(self) -> None:
         # the sizes are kept too, so that no other array gets their id
         self._kept: dict[Hashable, tuple[ArrayLike, FloatArray]] = {}
 
     def of(self, what: Hashable, sizes: ArrayLike, ask: Callable[[], FloatArray]) -> FloatArray:
-        """The cached result of `ask` for the key `what` and these sizes. For writable sizes `ask`
-        is called each time."""
+        """The cached result of `ask` for `what` and these sizes; uncached for writable sizes."""
         if not is_read_only(sizes):
             return ask()
         key = what, id(sizes)

@@ -36,8 +36,7 @@ class StageTimes:
 
     def __init__(self, layers: LayerTimes, cluster: Cluster, stages: Sequence[StageAssignment],
                  links: tuple[Link, ...] | None = None) -> None:
-        """links: of each stage to the next, of the last to the first (None: those of the
-        cluster)."""
+        """links: of each stage to the next, of the last to the first (None: the cluster's)."""
         self.layers, self._cluster, self.stages = layers, cluster, tuple(stages)
         self._given_links = links
         self._timing = layers.timing
@@ -58,8 +57,7 @@ class StageTimes:
         self._whole_layers[-1] -= self._narrowed
 
     def mean_attention_s(self, queries: ArrayLike) -> PerDegree:
-        """{degree: mean seconds of a layer's encode attention of one request} in a micro-batch of
-        `queries`."""
+        """{degree: mean seconds of a layer's encode attention of one of `queries` requests}."""
         return {d: self.layers.mean_attention_s(queries, d) for d in self.degrees}
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike) -> PerDegree:
@@ -120,8 +118,7 @@ class StageTimes:
             self.layers.decode_rest_s, rows, self.decoder_layers), rows)
 
     def first_tokens_s(self, queries: ArrayLike) -> FloatArray:
-        """Seconds of the last stage's head for `queries` tokens, and of their transfer to the first
-        stage."""
+        """Seconds of the head for `queries` tokens, and of their transfer to the first stage."""
         head = self.layers.head_s(queries, self.stages[-1].tp_degree)
         head = head + _group_message_s(self._timing, self._groups.last, BEST_BYTES, queries)
         if len(self.stages) == 1:
@@ -139,14 +136,12 @@ class StageTimes:
         return self.first_tokens_s(queries) + self._narrowed * rest_s
 
     def per_stage_s(self, of_degree: PerDegree, layers: FloatArray) -> FloatArray:
-        """[..., stages] seconds of one layer by tensor-parallel degree (`of_degree`), times the
-        layers of each stage."""
+        """[..., stages] {degree: seconds of one layer} times the layers of each stage."""
         return _summed([(of_degree[degree], layers * is_own)
                         for degree, is_own in self._stages_of_degree.items()])
 
     def _with_ends(self, work: FloatArray, rows: ArrayLike) -> FloatArray:
-        """`work` of the layers plus embedding, each stage's message to the next one, and the host's
-        overhead of a step."""
+        """`work` plus embedding, messages to the next stages and the host's overhead."""
         ways, way_of = self._onward
         onward = np.zeros((*np.shape(rows), len(ways) + 1))
         for index, link in enumerate(ways):
@@ -159,8 +154,7 @@ class StageTimes:
 
     @cached_property
     def _onward(self) -> tuple[list[Link], IntArray]:
-        """(distinct links to next stages, [stages] index of each stage's link; the last stage has
-        none)."""
+        """(distinct links to next stages, [stages] index of each one's link; none of the last)."""
         ways = list(dict.fromkeys(self._links[:-1]))
         return ways, np.array([*map(ways.index, self._links[:-1]), len(ways)])
 
@@ -189,8 +183,7 @@ def _transfer_s(timing: TimingSource, num_bytes: ArrayLike, link: Link) -> Float
 
 def _group_message_s(timing: TimingSource, group: tuple[int, Link | None], row_bytes: int,
               rows: ArrayLike) -> FloatArray | float:
-    """Seconds of a message of `rows` between the first rank of a group and the others; 0 if none is
-    sent."""
+    """Seconds of a message of `rows` between a group's first rank and the others; 0 if not sent."""
     _, link = group
     if link is None or not timing.facts.sends_in_groups:
         return 0.0

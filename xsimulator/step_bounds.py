@@ -67,8 +67,7 @@ class PoolSteps:
         self.of_share = cache(self._bounds_of_share)
 
     def _bounds_of_share(self, share: float) -> StepBounds:
-        """Lower bounds on the step times of a pool that encodes this share of the requests it
-        decodes."""
+        """Bounds on the step times of a pool that encodes this share of its requests."""
         demand, head, head_rows = self._demand, self._steps.head, self._layers.head_rows
         encoded = share / demand.iterations  # requests for a row
         tokens = 1 + encoded * demand.inputs * (not self._is_apart)  # encoded and decoded for a row
@@ -98,8 +97,7 @@ class PoolSteps:
                           self._path_s(work))
 
     def encode_s(self, batches: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """[batches] (seconds of an encode step on the busiest stage, seconds through all
-        stages)."""
+        """[batches] seconds of an encode step: (on the busiest stage, through all stages)."""
         work = self._encoding(batches * self._demand.inputs, batches, self._mean_attention_s)
         return np.asarray(self._resources(work).max(axis=0)), self._path_s(work)
 
@@ -145,8 +143,7 @@ class PoolSteps:
 
     @cached_property
     def _mean_attention_s(self) -> FloatArray:
-        """[kinds] seconds of a layer's encode attention of one request, in the batch size where it
-        is least."""
+        """[kinds] seconds of a layer's encode attention of one request, at its cheapest batch."""
         return np.array([self._layers.mean_attention_s(_BATCHES, degree).min()
                          for degree in self._steps.degrees])
 
@@ -161,10 +158,9 @@ NO_LINES = Lines(np.zeros(1), np.zeros(1), np.empty(0))
 
 
 def attention_lines(layers: LayerTimes, degree: int, demand: Demand) -> Lines:
-    """Lower bound on the mean seconds of a layer's decode attention, over any mix of steps whose
-    mean context is the demand's. It is made of planes below seconds(requests, total tokens), each
-    nearly touching at one number of requests. Rows of evicted requests that are encoded again
-    count, too."""
+    """Lower bound on the mean seconds of a layer's decode attention, over any mix of steps with the
+    demand's mean context. It is made of planes below seconds(requests, total tokens), each nearly
+    touching at one number of requests. Evicted requests that are encoded again count, too."""
     low, high = demand.contexts
     contexts = np.sort(np.append(np.geomspace(low, high, POINTS), demand.context))
     seconds = layers.decode_attention_s(QUERIES[:, None], contexts[None, :], degree)

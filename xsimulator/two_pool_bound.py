@@ -33,8 +33,7 @@ PRICES: FloatArray = np.concatenate([[0.0], 2.0 ** np.arange(-12, 17, 0.5)])
 
 
 class TwoPoolBound:
-    """The upper bound on two pools for one problem, by the tensor-parallel degrees of its
-    groups."""
+    """The upper bound on two pools for one problem, by the degrees of its groups."""
 
     def __init__(self, problem: Problem, plans: StagePlans,
                  pool: Callable[[StagePlan], PoolBound]) -> None:

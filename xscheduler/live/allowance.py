@@ -101,9 +101,8 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowanceEvidence:
-    """The share of the remaining requests that may exceed the limit differs from the planned share.
-    left: number of remaining requests. is_lost: more requests exceeded it than the whole job may
-    have."""
+    """The share of the remaining requests that may exceed the limit differs from the plan. left:
+    the remaining requests. is_lost: more requests exceeded it than the whole job may have."""
 
     counts: LatencyCounts
     left: int

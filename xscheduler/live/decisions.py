@@ -67,13 +67,11 @@ class RunProgress(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowedRun:
-    """A run that is followed.
-
-    `threshold`: relative change of the mean output length that counts; None: lengths are not
-    followed. `is_observing`: the planned lengths are the caps. `longest`: most KV tokens of a
-    request. `slots`, `kv_tokens`: see CacheSizes. `other_rooms`: cache sizes of the other shapes of
-    replicas. `step_threshold`: relative change of step times that counts; None: step times are not
-    followed."""
+    """A run that is followed. `threshold`: relative change of the mean output length that counts;
+    None: lengths are not followed. `is_observing`: the planned lengths are the caps. `longest`:
+    most KV tokens of a request. `slots`, `kv_tokens`: see CacheSizes. `other_rooms`: cache sizes of
+    other shapes of replicas. `step_threshold`: relative change of step times that counts; None:
+    they are not followed."""
 
     problem: Problem
     schedule: Schedule
@@ -172,8 +170,7 @@ class Decider:
         return StepTimeEvidence(drift=drift, left=self.followed.num_queries - done, done=done)
 
     def late_evidence(self, progress: RunProgress) -> AllowanceEvidence | None:
-        """Evidence about late requests; None if about as many are late as planned, or the job only
-        drains."""
+        """Evidence about late requests; None if about as many are late as planned."""
         self._kept = None if progress.kept is None else LatencyCounts(*progress.kept)
         if self.followed.step_threshold is None or self.is_observing:
             return None
@@ -289,7 +286,6 @@ class Decider:
         return self._revised(evidence, problem, found)
 
     def _revised(self, evidence: Evidence, problem: Problem, revised: Revision) -> Decision:
-        """The decision for a revision that was found."""
         now, record = self.running.estimate, evidence.record()
         record |= {"choice": "keep", "reason": revised.reason, "from": variables_of(now),
                    "throughput_qps": {"before": revised.keep.qps or None}}
@@ -346,7 +342,6 @@ def _can_change(followed: FollowedRun, evidence: Evidence) -> bool:
 
 
 def _observed(planned: Problem, evidence: LengthEvidence) -> Problem:
-    """The problem of the remaining requests with the observed lengths."""
     lengths = joint_lengths(evidence.observation, evidence.observed, planned.lengths)
     return replace(
         planned, num_queries=evidence.left, lengths=lengths,

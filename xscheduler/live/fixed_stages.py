@@ -154,8 +154,7 @@ class CacheLimitedFormula:
 
 
 class FixedStages:
-    """Searches the control variables of one problem on the stages of `now`, for one of its equal
-    replicas."""
+    """Searches control variables on the stages of `now`, for one of its equal replicas."""
 
     def __init__(self, now: Estimate, problem: Problem, timing: TimingSource, *,
                  initial: Estimate | None = None, most: Mapping[str, int] | None = None) -> None:

@@ -23,8 +23,7 @@ LEAST_QUERIES = 50  # chosen: requests done before they count
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observation:
-    """Requests of a run: [n, 2] (input, output) tokens of the finished ones, and of the active ones
-    with the output so far."""
+    """[n, 2] (input, output) tokens of finished requests, and of active ones so far."""
 
     finished: IntArray
     active: IntArray
@@ -63,8 +62,7 @@ class Drift:
 
 
 def observed_lengths(observation: Observation, planned: Lengths, longest: int) -> ObservedLengths:
-    """The product-limit estimate of the output lengths, in tokens. longest: most tokens of an
-    output."""
+    """The product-limit estimate of the output lengths. longest: most tokens of an output."""
     ends, watched = observation.finished[:, 1], observation.active[:, 1]
     top = int(max(ends.max(initial=1), watched.max(initial=1)))
     done = np.bincount(ends, minlength=top + 1)[1:top + 1]
@@ -127,8 +125,7 @@ def _at_least(values: IntArray, top: int) -> IntArray:
 
 
 def _tail(planned: Lengths, top: int, longest: int) -> FloatArray:
-    """[tokens] planned probabilities of the lengths beyond `top`; of `longest` alone if none is
-    planned."""
+    """[tokens] planned probabilities of lengths beyond `top`, else all of it at `longest`."""
     size = max(planned.max, longest, top + 1)
     tail = np.zeros(size)
     tail[:planned.max] = planned.pmf
@@ -152,9 +149,8 @@ def _exceed(lengths: Lengths, length: int) -> float:
 
 
 def _weighted_pairs(observation: Observation, observed: ObservedLengths) -> IntArray:
-    """[MOST_DRAWN, 2] (input, output) pairs, each as often as its weight. The weight of finished
-    requests is the probability of their length. The longest active ones share the weight of longer
-    outputs."""
+    """[MOST_DRAWN, 2] (input, output) pairs, each as often as its weight: of finished requests the
+    probability of their length, of the longest active ones a share of that of longer outputs."""
     pmf, ends = observed.outputs.pmf, observation.finished[:, 1]
     same = np.bincount(ends, minlength=len(pmf) + 1)
     pairs, weights = observation.finished, pmf[ends - 1] / same[ends]

@@ -22,8 +22,7 @@ from xscheduler.space import LEAST_GAIN
 
 
 def is_urgent(evidence: object) -> bool:
-    """Whether the evidence means that requests are late, so that there is no time for a full
-    plan."""
+    """Whether the evidence means that requests are late, so that a full plan takes too long."""
     if isinstance(evidence, StepTimeEvidence):
         return evidence.drift.slowed > 1
     return isinstance(evidence, AllowanceEvidence) and evidence.share < evidence.planned

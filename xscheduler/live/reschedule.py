@@ -217,7 +217,6 @@ def problem_of_run(now: Estimate, problem: Problem, most_present: int | None) ->
 
 
 def _is_quicker(nearest: Estimate, keep: Option, bound_s: float) -> bool:
-    """Whether the configuration of least latency keeps the limit, or is clearly quicker than the
-    running one."""
+    """Whether the least latency keeps the limit, or is clearly below that of the running one."""
     kept_s = math.inf if keep.estimate is None else keep.estimate.figures.latency_s
     return nearest.figures.latency_s <= min(bound_s, (1 - LEAST_GAIN) * kept_s)

@@ -49,7 +49,6 @@ class ShapesMonitor:
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate, *,
                  threshold: float, longest: int) -> None:
-        """Takes the arguments of StepMonitor."""
         self._shapes = estimate.shapes
         self._paces = [StepMonitor(problem, timing, shape, threshold=threshold, longest=longest)
                        for shape in self._shapes]
@@ -62,8 +61,7 @@ class ShapesMonitor:
         self._paces[shape].add_report(rank, stage - self._firsts[shape], reported_s, steps)
 
     def drift(self) -> StepDrift | None:
-        """The drift of the shape that slowed down most; if none did, of the one that sped up
-        most."""
+        """The drift of the shape that slowed down most, else of the one that sped up most."""
         found = [replace(drift, shape=shape, where=f" of replicas on {_on(self._shapes[shape])}",
                          stages={kind: self._firsts[shape] + stage
                                  for kind, stage in drift.stages.items()})
@@ -166,8 +164,7 @@ def with_caches(running: Schedule, changed: Estimate, problem: Problem,
 
 
 def variables_of(estimate: Estimate) -> dict[str, int]:
-    """{name: value} of the variables that may change in a run. With several shapes, each name says
-    on how many devices."""
+    """{name: value} of variables that may change in a run; names say the devices of each shape."""
     if not estimate.others:
         return _variables(estimate)
     return {f"{name} on {_on(shape)}": value for shape in estimate.shapes

@@ -50,8 +50,7 @@ class Loading:
 
 
 def holdings(pools: Sequence[Pool], model: ModelSpec, dtype: str) -> Holdings:
-    """{rank: {piece: bytes}} that the pools' ranks hold; a rank of two pools holds the pieces of
-    both."""
+    """{rank: {piece: bytes}} of the pools' ranks; a rank of two pools holds the pieces of both."""
     held: dict[int, dict[Piece, int]] = {}
     for stage, pieces in _stage_pieces(pools, model):
         degree = stage.tp_degree

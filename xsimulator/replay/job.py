@@ -71,8 +71,7 @@ class Replayer:
             rules_for(self.estimate), self._own_clocks(queries, arrival_s)), has_steps=False)
 
     def _own_clocks(self, queries: QueryLengths, arrival_s: ArrayLike) -> Sequence[PoolClock]:
-        """The pools' clocks. If cores are shared, they are slowed down by the slow-downs of earlier
-        replays."""
+        """The pools' clocks, slowed down by earlier replays if cores are shared."""
         clocks = self.clocks(queries)
         if self._sharing <= 1:
             return clocks
@@ -111,8 +110,7 @@ class Replayer:
         return tuple(plans.values()), handovers
 
     def clocks(self, queries: QueryLengths) -> list[StepClock]:
-        """A clock for each pool, with tables up to these lengths. In a static batch every row grows
-        to the longest output."""
+        """A clock for each pool, for these lengths. Rows of static batches grow to the longest."""
         assert queries.outputs is not None
         most = max(queries.outputs.max(initial=1), queries.most_outputs.max(initial=1))
         longest = int(queries.inputs.max(initial=1) + most) + 1
@@ -129,8 +127,7 @@ def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, queri
 
 
 def planned_queries(problem: Problem, inputs: IntArray, outputs: IntArray) -> QueryLengths:
-    """Requests of these input and output tokens, each of which reserves the planned number of
-    output tokens."""
+    """Requests of these lengths, each of which reserves the planned output tokens."""
     inputs = np.asarray(inputs, np.int64)
     return QueryLengths(inputs=inputs, outputs=np.asarray(outputs, np.int64),
                         most_outputs=np.full(inputs.shape, planned_outputs(problem)))
@@ -158,7 +155,7 @@ def slow_downs(result: ReplayResult, stages: Sequence[StageAssignment],
 
 def _progress(pools: Sequence[PoolRecords], degrees: dict[int, int],
               cores: float) -> tuple[FloatArray, FloatArray]:
-    """(times, seconds of work that a rank always at work would have done until each)."""
+    """(times, seconds of work until each of a rank that always works)."""
     starts = np.concatenate([pool.start_s.ravel() for pool in pools])
     ends = np.concatenate([pool.end_s.ravel() for pool in pools])
     width = np.concatenate([np.tile([degrees[stage] for stage in pool.stages], len(pool.end_s))

@@ -23,8 +23,7 @@ _HEAD: Event = {"displayTimeUnit": "ms", "otherData": {"source": "xgpt replay"}}
 
 def write_trace(result: ReplayResult, path: Path, stage_names: Sequence[str], start_s: float = 0.0,
                 end_s: float = math.inf) -> int:
-    """Writes the events between `start_s` and `end_s` to `path` (gzip if it ends in .gz). Returns
-    their number."""
+    """Writes the events of a window to `path` (gzip if it ends in .gz). Returns their number."""
     encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
     stream, count = events(result, stage_names, start_s, end_s), 0
     with (gzip.open(path, "wt", encoding="utf-8", compresslevel=4) if path.suffix == ".gz"
@@ -39,8 +38,7 @@ def write_trace(result: ReplayResult, path: Path, stage_names: Sequence[str], st
 
 def events(result: ReplayResult, stage_names: Sequence[str], start_s: float = 0.0,
            end_s: float = math.inf) -> Iterator[Event]:
-    """Yields the events between `start_s` and `end_s`. stage_names: indexed like the Estimate's
-    stages."""
+    """Yields the events of a window. stage_names: indexed like the Estimate's stages."""
     window = (start_s, end_s)
     for place, pool in enumerate(result.pools):
         yield from _names(pool, _FIRST_PID + place, place, stage_names)

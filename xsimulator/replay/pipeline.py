@@ -12,8 +12,8 @@ from xsimulator.replay.step_clock import PoolClock, StepSizes
 
 
 class StepTimes(NamedTuple):
-    """Steps in order. sizes: [steps, 4] tokens, encoded, decoded and context. durations_s, end_s:
-    [steps, stages]."""
+    """Steps in order. sizes: [steps, 4] tokens, encoded, decoded, context; others: [steps,
+    stages]."""
 
     steps: Sequence[Step]
     sizes: FloatArray
@@ -36,8 +36,7 @@ class Pipeline:
         return len(self._steps)
 
     def work(self, step: Step, sizes: StepSizes, now: float) -> float:
-        """Sends a step through the stages; returns the seconds at which the last stage has done
-        it."""
+        """Sends a step through the stages; returns the seconds at which the last is done."""
         seconds = self._clock.seconds(sizes)
         ends, at_s, free_s = [], now, self.free_s
         for stage, duration in enumerate(seconds):

@@ -48,8 +48,7 @@ class HandoverPlan:
 
 def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],
                memory_tokens: Sequence[int]) -> PoolRecords:
-    """The records of a pool's steps and memory. memory_tokens: KV tokens reserved from each of
-    `memory_s` on."""
+    """The records of a pool. memory_tokens: KV tokens reserved from each of `memory_s` on."""
     durations_s = times.durations_s
     # a step without a known time never ends, and later ones never begin
     start_s = np.subtract(times.end_s, durations_s, out=np.full(durations_s.shape, np.inf),
@@ -97,7 +96,6 @@ class PoolHead:
             self._memory.append((now, held))
 
     def records(self) -> PoolRecords:
-        """The records so far."""
         return records_of(self.plan, self._pipeline.times(), [now for now, _ in self._memory],
                           [held for _, held in self._memory])
 
@@ -161,8 +159,7 @@ class PoolHead:
         group.awaited.append((ready_s, first, done))
 
     def _spans(self, step: Step, now: float) -> list[tuple[int, int]]:
-        """(first token, number of tokens) of each input or chunk that the step encodes. Records
-        their starts."""
+        """(first token, tokens) of each input or chunk that is encoded; records their starts."""
         queries = self._queries
         if step.chunks:
             begun = [chunk.query for chunk in step.chunks if chunk.first == 0]

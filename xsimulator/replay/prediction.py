@@ -84,11 +84,10 @@ def mean_prediction(results: Iterable[ReplayResult],
 
 def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generator, *,
                 known: QueryLengths | None = None, replays: int = 5) -> Iterator[ReplayResult]:
-    """Yields the result of each replay of a job of `num_queries` requests.
+    """Yields the results of replays of a job of `num_queries` requests.
 
     known: lengths of its requests in the order of the run; unknown ones are sampled. With known
-    outputs there is one replay. Raises XgptError for a request that never fits into the KV
-    cache."""
+    outputs there is one replay. Raises XgptError for a request that never fits into the cache."""
     assert known is None or len(known.inputs) == num_queries, f"{num_queries = }"
     problem = replayer.problem
     is_sampled = known is None or known.outputs is None
@@ -136,8 +135,7 @@ def sample_job(lengths: JointLengths, count: int, rng: np.random.Generator,
 
 
 def _outputs_given_inputs(pairs: IntArray, inputs: IntArray, rng: np.random.Generator) -> IntArray:
-    """[requests] output tokens, drawn from the sqrt(n) observed pairs whose inputs are nearest in
-    rank."""
+    """[requests] output tokens of the sqrt(n) observed pairs whose inputs are nearest in rank."""
     ordered = pairs[np.argsort(pairs[:, 0], kind="stable")]
     window = int(np.sqrt(len(ordered)))
     lowest = np.searchsorted(ordered[:, 0], inputs, side="left")

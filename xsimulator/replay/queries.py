@@ -42,7 +42,6 @@ class Queries:
 
     def __init__(self, lengths: QueryLengths, *, encode_gives_token: bool,
                  arrival_s: ArrayLike = 0.0) -> None:
-        """Takes the fields of ReplayJob."""
         self.job = ReplayJob.of(lengths, arrival_s, encode_gives_token)
         left = self.job.left
         assert lengths.outputs is not None
@@ -62,15 +61,14 @@ class Queries:
         self.when_done: dict[int, Callable[[int, float], None]] = {}
 
     def begin(self, queries: Iterable[int], now: float) -> None:
-        """Records the start of their encoding, except for requests that were evicted and started
-        before."""
+        """Records the start of their encoding, unless they started before an eviction."""
         for query in queries:
             if self.start_s[query] is None:
                 self.start_s[query] = now
                 self.num_begun += 1
 
     def give_first_tokens(self, queries: Iterable[int], now: float) -> None:
-        """Records their first tokens, except for requests that had theirs before an eviction."""
+        """Records their first tokens, unless they had theirs before an eviction."""
         for query in queries:
             if self.first_token_s[query] is None:
                 self.first_token_s[query] = now
@@ -93,8 +91,7 @@ class Queries:
         self.preemptions += 1
 
     def enter(self, queries: Iterable[int]) -> list[tuple[int, int, int]]:
-        """[(request, context tokens, iterations to go)] of requests whose input is now encoded in
-        full."""
+        """[(request, context tokens, iterations to go)] of requests that are encoded in full."""
         inputs, generated, left = self.inputs, self.generated, self.left
         rows = []
         for query in queries:

@@ -33,8 +33,7 @@ class _RecordedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recording:
-    """One replica's part of a finished run: its requests in order, by their indices in the job, and
-    the steps of each pool."""
+    """One replica's finished run: its requests in order, by index in the job, and its steps."""
 
     queries: IntArray
     inputs: IntArray  # [requests] tokens
@@ -61,8 +60,7 @@ class RecordedClock:
         self.num_steps = 0
 
     def seconds(self, sizes: StepSizes) -> list[float]:
-        """[stages] seconds of one step. Raises XgptError for a kind of step that the run did not
-        have."""
+        """[stages] seconds of one step. Raises XgptError for a kind that the run lacks."""
         kind = "decode" if not sizes.spans else "mixed" if sizes.decoded else "encode"
         queries = sizes.encoded if kind == "encode" else sizes.decoded + sizes.encoded
         if kind not in self._all:

@@ -33,8 +33,7 @@ class JobReplayer(Protocol):
 
 def replayer_of(problem: Problem, timing: TimingSource, estimate: Estimate,
                 clocks: StepClocks | None = None, *, has_steps: bool = True) -> JobReplayer:
-    """A replayer of whole jobs on all replicas of the estimate. clocks, has_steps: as of
-    Replayer."""
+    """A replayer of jobs on all replicas of the estimate; clocks, has_steps as of Replayer."""
     if estimate.others:
         return ShapesReplayer(problem, timing, estimate, clocks)
     replayer = Replayer(problem, timing, estimate, clocks, has_steps=has_steps)

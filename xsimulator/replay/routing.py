@@ -48,7 +48,6 @@ class RoutedReplica:
         return sorted(self.assigned, key=lambda one: (self.queries.start_s[one] or 0.0, one))
 
     def assign(self, requests: Sequence[int], now: float) -> None:
-        """Assigns requests to the replica."""
         self.assigned.update(requests)
         for request in requests:
             submit(self.queries, request, self._encoding.rule)
@@ -86,7 +85,6 @@ class _Dispatcher:
             self._changed.append(copy)
 
     def _route(self, now: float) -> None:
-        """Routes requests anew, after all simultaneous turns."""
         changed, self._changed = self._changed, []
         for copy in changed:
             self._update(copy, now)
@@ -134,8 +132,7 @@ def replay_routed(replayers: Sequence[Replayer], lengths: QueryLengths, routing:
 
 
 class RoutedReplay:
-    """The finished replay of one job on several replicas. rows: [replicas] indices of their
-    requests."""
+    """The replay of one job on several replicas. rows: [replicas] indices of their requests."""
 
     def __init__(self, copies: Sequence[RoutedReplica], num_taken_back: int) -> None:
         self._copies, self.num_taken_back = copies, num_taken_back

@@ -29,12 +29,10 @@ class AnyRule(Continuous):
     policy's row, on a grid."""
 
     def __init__(self, *given: Any) -> None:
-        """Takes the arguments of OnePool."""
         super().__init__(*given)
         self._capacity_of = cache(self._ask)
 
     def points(self, plan: tuple[int, int]) -> IntArray:
-        """See Formula."""
         fixed, most = self.problem.fixed, self._most_queries()
         return cross_product(*(grid_of(min(one.most, most), fixed.value_of(one.name), RATIO,
                                        least=max(one.least, 1))

@@ -53,8 +53,7 @@ class TimedPool(NamedTuple):
 
 
 class OnePool(ABC):
-    """The rough formula of one policy with one pool. Methods without a docstring are those of
-    Formula."""
+    """The rough formula of one policy. Methods without a docstring are those of Formula."""
 
     def __init__(self, policy: str, problem: Problem, timing: TimingSource, plans: PlanSource,
                  workload: Workload) -> None:
@@ -228,7 +227,6 @@ class Rra(OnePool):
 
     def _finish(self, pool: TimedPool, points: FloatArray,
                 found: dict[str, FloatArray]) -> RoughFigures:
-        """The figures with TTFT and memory added."""
         rows, heads = self._step_sizes(pool, points)
         is_decoded = self.problem.model.is_encoder_decoder  # the first token
         return RoughFigures.from_columns(
@@ -275,8 +273,7 @@ class Rra(OnePool):
 
 
 class Continuous(OnePool):
-    """Rough formula of ORCA, prefill-first and Sarathi. A point is (max_active, token_budget), for
-    ORCA (max_active,)."""
+    """Rough formula of ORCA (max_active), prefill-first and Sarathi (max_active, token_budget)."""
 
     def points(self, plan: tuple[int, int]) -> IntArray:
         pool, work, fixed = self._pool(*plan), self._workload, self.problem.fixed
@@ -325,9 +322,9 @@ class Continuous(OnePool):
 
     def _mixed(self, pool: TimedPool, each: FloatArray, budget: FloatArray,
                groups: FloatArray) -> tuple[FloatArray, ...]:
-        """[configs] (seconds of a cycle, requests that end in a step, seconds to encode a request,
-        seconds of a cycle without encoding), if steps decode and encode together. each: requests
-        present in a group."""
+        """[configs] (seconds of a cycle, requests that end in a step, seconds to encode one,
+        seconds of a cycle without encoding), if steps decode and encode together. each: requests of
+        a group."""
         work = self._workload
         mean, stay = work.inputs.mean, work.iterations + 1
         # a step has at most `budget` tokens
@@ -350,8 +347,7 @@ class Continuous(OnePool):
 
     def _separate(self, pool: TimedPool, each: FloatArray, budget: FloatArray,
                groups: FloatArray) -> tuple[FloatArray, ...]:
-        """Figures as of `_mixed`, for steps that either encode, as soon as a request fits, or
-        decode."""
+        """Figures as of `_mixed`, for steps that encode, as soon as a request fits, or decode."""
         work = self._workload
         ended = each / work.iterations
         chance = 1 - np.exp(-ended)  # probability that a request ended in a step

@@ -126,8 +126,7 @@ class Pace:
         return Seconds(found[..., 0], found[..., 1])
 
     def _line_of(self, table: int) -> tuple[FloatArray, FloatArray]:
-        """([pools, NODES - 1, 2] seconds at each size of the table, and seconds per unit of size up
-        to the next)."""
+        """([pools, NODES - 1, 2] seconds at each node, seconds per unit of size up to the next)."""
         seconds = np.moveaxis(self.table(table), 1, 2)
         is_timed = np.isfinite(seconds[:, 1:])
         begin = np.where(is_timed, seconds[:, :-1], np.inf)

@@ -35,8 +35,7 @@ class PoolMemory:
         return np.asarray(np.array([1.0, tokens, rows, heads]) @ self._each)
 
     def most_tokens(self, capacity_bytes: float, rows: FloatArray, heads: FloatArray) -> FloatArray:
-        """[configs] KV tokens that fit beside steps of so many rows; infinite without a KV
-        cache."""
+        """[configs] KV tokens that fit beside steps of so many rows; infinite without a cache."""
         rest, token, row, head = self._kinds[:, :, None]
         left = capacity_bytes - rest - row * rows - head * heads
         with np.errstate(divide="ignore"):

@@ -11,8 +11,7 @@ MOST_QUERIES = 1 << 20  # chosen: limit of grids if the job has no number of req
 
 
 def grid_of(most: int, given: int | None, ratio: float, *, least: int = 1) -> list[int]:
-    """Whole numbers from `least` to `most`, each about `ratio` times the one before; [given] if the
-    job fixes the variable."""
+    """Whole numbers from `least` to `most` in ratios of about `ratio`; [given] if it is fixed."""
     if given is not None:
         return [given]
     sizes = [min(least, most)]

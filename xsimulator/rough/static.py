@@ -16,11 +16,9 @@ from xsimulator.rough.ranges import cross_product, grid_of
 
 
 class Static(OnePool):
-    """Rough formula of FT and DSI. A point is (encode_batch, decode_micro_batches), for DSI also
-    encode_micro_batches."""
+    """Rough formula of FT (encode_batch, decode_micro_batches), DSI (also encode_micro_batches)."""
 
     def points(self, plan: tuple[int, int]) -> IntArray:
-        """See Formula."""
         pool, fixed = self._pool(*plan), self.problem.fixed
         room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
         most = max(min(int(room / max(self._workload.reserve, 1.0)), self._most_queries()), 1)

@@ -48,8 +48,8 @@ class Pools(NamedTuple):
 
 class TwoPools:
     """Rough formula of WAA-C (devices divided by work) and WAA-M (by memory). A point is
-    (encode_batch, decode_micro_batches, encode_chunk). Public methods without a docstring are those
-    of Formula."""
+    (encode_batch, decode_micro_batches, encode_chunk). Other public methods are those of
+    Formula."""
 
     def __init__(self, policy: str, problem: Problem, timing: TimingSource, plans: PlanSource,
                  workload: Workload) -> None:
@@ -186,8 +186,7 @@ class TwoPools:
 
     def _sizes(self, points: FloatArray, in_system: FloatArray, stages: int,
                ) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
-        """For each pool [points]: KV tokens, rows of the largest step, and those of them that yield
-        a token."""
+        """For each pool [points]: KV tokens, rows of the largest step, those that yield a token."""
         batch, groups, chunk = points.T
         encoded, decoded = np.ceil(batch * (1 + self._adjustment)), np.ceil(in_system / groups)
         largest = self._largest(batch)
@@ -202,7 +201,6 @@ class TwoPools:
             pools.memory, sizes, strict=True)))
 
     def estimate(self, plan: tuple[int, int], point: tuple[int, ...]) -> Estimate:
-        """See Formula."""
         points = np.array([point], float)
         count = int(self._divide(plan, points)[0])
         pools = self._pools(plan, count)
@@ -239,8 +237,7 @@ class TwoPools:
 
 def _cycle_s(decoding: Pace, points: FloatArray, rows: FloatArray,
              tokens: FloatArray) -> FloatArray:
-    """[points] C: seconds of a cycle that decodes `rows` and encodes `tokens` of chunks, over all
-    groups."""
+    """[points] C: seconds of a cycle that decodes `rows` and encodes `tokens` of chunks."""
     _, groups, chunk = points.T
     each, size = np.maximum(rows / groups, 1.0), np.maximum(chunk, 1.0)
     step = decoding.decode(each)
@@ -253,8 +250,7 @@ def _cycle_s(decoding: Pace, points: FloatArray, rows: FloatArray,
 def _decoding(work: Workload, points: FloatArray, encoded_qps: FloatArray,
               cycle: Callable[[FloatArray, FloatArray], FloatArray],
               ) -> tuple[FloatArray, FloatArray]:
-    """[points] (n, tokens of chunks in a cycle). Chunks only add what the encode pool cannot
-    encode."""
+    """[points] (n, tokens of chunks in a cycle): chunks only add what the encode pool cannot do."""
     batch, groups, chunk = points.T
 
     def joining(rows: FloatArray, tokens: FloatArray) -> FloatArray:
@@ -282,8 +278,7 @@ def _present(work: Workload, points: FloatArray, rows: FloatArray, taken: FloatA
 
 
 def _least(is_enough: Callable[[FloatArray], BoolArray], most: FloatArray) -> FloatArray:
-    """[points] the least value up to `most` for which `is_enough` holds, by bisection; `most` if
-    none does."""
+    """[points] the least value up to `most` that is enough, by bisection; `most` if none is."""
     low, high = np.zeros(len(most)), most
     for _ in range(ROUNDS):
         middle = (low + high) / 2

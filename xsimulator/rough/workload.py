@@ -18,8 +18,7 @@ BLOCKS = np.array([0.0, 0.08, 0.25, 0.5, 0.75, 1.0])  # chosen: blocks of a phas
 
 
 def expected_maximum_z(count: FloatArray) -> FloatArray:
-    """Expected largest of `count` standard normal values (Blom's approximation); 0 for one or
-    fewer."""
+    """Expected largest of `count` standard normals (Blom's approximation); 0 for one or fewer."""
     many = np.maximum(count, 1.0)
     return np.where(many > 1, ndtri((many - 0.375) / (many + 0.25)), 0.0)
 
@@ -82,17 +81,15 @@ class Workload:
         self.paces: dict[Any, Any] = {}  # stage times -> Pace, see Pace.of
 
     def charged_context(self, rows: FloatArray, *, is_padded: bool) -> FloatArray:
-        """Context tokens that each decoded row costs, in the shape of `rows`, the number decoded
-        together. It is the mean context, or the expected longest one if the kernel pads
-        (is_padded)."""
+        """Context tokens that each of `rows` decoded together costs: the mean context, or the
+        expected longest one if the kernel pads (is_padded)."""
         if not is_padded:
             return np.full(np.shape(rows), self.context)
         longest = self.context + self.context_std * expected_maximum_z(np.asarray(rows, float))
         return np.minimum(longest, self.inputs.max + self.most_iterations)
 
     def rounds(self, batch: FloatArray, least: int = 0) -> FloatArray:
-        """[configs] mean of the largest D among `batch` requests, one of which has at least
-        `least`."""
+        """[configs] mean of the largest D of `batch` requests, one of which has `least` or more."""
         sizes, place = np.unique(batch, return_inverse=True)
         not_done = 1 - self._below[None, :-1] ** sizes[:, None]
         not_done[:, :least] = 1.0
@@ -112,7 +109,6 @@ class Workload:
                      max(float((square - reserve**2).sum()), 0.0), phases)
 
     def _tail(self, per_output: FloatArray) -> FloatArray:
-        """[D] sums of `per_output` (a value for each output length) over all D >= k, for k = 1
-        ..."""
+        """[D] sums of `per_output` (by output length) over all D >= k, for k = 1 ..."""
         tail = np.cumsum(per_output[::-1])[::-1][self.fewer:]
         return tail if tail.size else np.zeros(1)
