@@ -154,7 +154,8 @@ def report(where: tuple[Path, ...], form: Form, out: Path | None, overrides: tup
             raise wrong("command line", "--out", str(out), allowed)
     else:
         check_writable(out, "--out")
-    paths = [*write_reports([place.output for place in places], form, out), *write_tables(places)]
+    tables = write_tables(places)  # first: a page links them
+    paths = [*write_reports([place.output for place in places], form, out), *tables]
     if as_json:
         print_json({"report": paths[0], "files": paths})
     else:

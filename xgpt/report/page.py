@@ -5,11 +5,13 @@ Prompts, answers and error texts are untrusted: templates escape them, and the p
 runs only scripts whose hashes it names."""
 
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from xgpt.report.words import controls_cell, counted
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100
+SHOWN_ANSWERS = 3  # chosen: the others are folded
 MAX_ERRORS = 100
 
 
@@ -46,7 +49,8 @@ def write_page(output: Output, path: Path | None = None) -> Path:
     metrics = figures.metrics_of(output)
     drawn = run_charts(output, metrics)
     write_atomically(path, render_page(
-        "report.html.j2", REPORT_NAME, drawn, **_context(output, metrics, drawn)))
+        "report.html.j2", REPORT_NAME, drawn, files=_files(output, path.parent),
+        **_context(output, metrics, drawn)))
     return path
 
 
@@ -75,13 +79,15 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart])
     return {
         "name": text_at(output.job, "name") or output.directory.name,
         "headline": words.headline(output, metrics),
+        "subject": words.subject(output, metrics),
+        "expected": words.expected_words(metrics),
+        "truncated": _truncated(output),
         "check": check,
         "banner": words.banner(output),
         "is_done": output.metrics is not None and text_at(output.metrics, "status") != "stopped",
-        "tiles": _tiles(metrics, check),
+        "tiles": _tiles(metrics, check) + _cost(output, metrics),
         "comparisons": figures.comparisons(metrics),
         "unpredicted": figures.why_not_predicted(metrics),
-        "attribution": text_at(metrics, "attribution", "sentence"),
         "schedule": schedule,
         "stages": [(pool.role, stage) for pool in schedule.estimate.all_pools
                    for stage in pool.stages] if schedule else (),
@@ -97,7 +103,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart])
                     if (said := text_at(row, "sentence")) is not None],
         "run_facts": _run_facts(output, metrics),
         "profile_facts": profile_facts(output.profile) if output.profile else (),
-        "answers": output.answers,
+        "answers": output.answers, "shown": SHOWN_ANSWERS,
         "num_queries": len(output.queries),
         "errors": output.errors[:MAX_ERRORS],
         "num_errors": len(output.errors),
@@ -117,6 +123,32 @@ def _tiles(metrics: Mapping[str, Any], check: BoundCheck) -> list[dict[str, str]
         tiles.append({"label": label, "value": value, "unit": shown_unit, "note": note,
                       "state": "bad" if is_bad else ""})
     return tiles
+
+
+def _cost(output: Output, metrics: Mapping[str, Any]) -> list[dict[str, str]]:
+    """A tile with the device-hours of this run, loading included, and their price if known."""
+    devices, wall_s = number(metrics, "ranks"), number(metrics, "wall_s", "measured")
+    if not devices or wall_s is None:
+        return []
+    hours = devices * (wall_s + (number(metrics, "load_s", "measured") or 0.0)) / 3600
+    price, unit = number(output.job, "asked", "job", "price_per_hour"), ""
+    name = text_at(metrics, "machine", "device")
+    if price is None and name in catalog.names("device"):
+        price, unit = catalog.device(name).price_per_hour, " USD"
+    note = f"{counted(devices, 'device')}, loading included" if price is None else (
+        f"about {plain(price * hours)}{unit}, at {price:g} an hour for each")
+    return [{"label": "Device-hours", "value": f"{hours:.2g}" if hours < 1 else plain(hours),
+             "unit": "", "note": note, "state": ""}]
+
+
+def _files(output: Output, folder: Path) -> list[tuple[str, str]]:
+    """(name, link from `folder`) of the run's files that exist and hold something."""
+    table = text_at(output.job, "results")
+    names = ("results.jsonl", *[table] * (table is not None), "errors.jsonl", "metrics.json",
+             "schedule.json")
+    paths = [output.directory / name for name in names]
+    return [(path.name, quote(os.fsencode(os.path.relpath(path, folder)))) for path in paths
+            if path.is_file() and path.stat().st_size]
 
 
 def expected_output_lengths(job: Mapping[str, Any]) -> Lengths | None:
@@ -162,9 +194,14 @@ def next_steps(output: Output, metrics: Mapping[str, Any], check: BoundCheck) ->
     steps = list(_after_misses(output, metrics, check))
     if output.schedule is not None:
         steps += _of_the_choice(output.schedule)
+    return [_named(output, step) for step in steps[:6]]
+
+
+def _named(output: Output, hint: Hint) -> Hint:
+    """The hint with the job's file in its command, if it is known."""
     source = text_at(output.job, "source")
-    return [Hint(step.why, step.command if source is None else step.command.replace(
-        "JOB.yaml", shlex.quote(source))) for step in steps[:6]]
+    return hint if source is None else hint._replace(
+        command=hint.command.replace("JOB.yaml", shlex.quote(source)))
 
 
 def _after_misses(output: Output, metrics: Mapping[str, Any], check: BoundCheck) -> Iterator[Hint]:
@@ -189,25 +226,28 @@ def _after_misses(output: Output, metrics: Mapping[str, Any], check: BoundCheck)
         yield Hint(f"{percent(rest)} of the time is neither lengths nor steps: messages, the host, "
                    "ranks that wait for one another. See what this machine has:", "doctor")
     if check.is_kept is False:
-        yield Hint("The bound was missed. Plan with more margin:",
+        yield Hint("The limit was missed. Plan with more margin:",
                    "submit JOB.yaml --set constraint.confidence=0.99")
-    reasons = output.queries.reasons()
-    cut, cap = reasons["length"], number(output.job, "workload", "max_tokens")
-    if cap and cut > 0.1 * len(output.queries):
-        yield Hint(f"{counted(cut, 'answer')} of {len(output.queries)} were cut at the cap of "
-                   f"{cap:.0f} tokens. Where that matters, raise it:",
-                   f"submit JOB.yaml --set workload.max_tokens={2 * cap:.0f}")
+
+
+def _truncated(output: Output) -> Hint | None:
+    """How many answers are truncated, and the command that allows longer ones; None if none is."""
+    cut, cap = words.truncated(output), number(output.job, "workload", "max_tokens")
+    return _named(output, Hint(
+        f"{cut:,} of {counted(len(output.queries), 'answer')} were truncated at their max_tokens. "
+        "Where that matters, raise it:", f"submit JOB.yaml --set workload.max_tokens="
+        f"{2 * (cap or max(output.queries.counts('output_tokens'))):.0f}")) if cut else None
 
 
 def _of_the_choice(schedule: Schedule) -> Iterator[Hint]:
     lost = lost_to_bound(schedule)
     if lost is not None and lost >= _MATTERS and schedule.proof.unbounded_qps:
-        yield Hint(f"The latency bound costs {percent(lost)} of the throughput "
+        yield Hint(f"The latency limit costs {percent(lost)} of the throughput "
                    f"({plain(schedule.proof.unbounded_qps)} requests/s without it). See what lies "
                    "between:", "sweep JOB.yaml")
     if schedule.margin.cost >= _MATTERS:
         yield Hint(f"The margin costs {percent(schedule.margin.cost)} of the throughput. Where a "
-                   "bound missed now and then is no harm, plan with less:",
+                   "limit missed now and then does no harm, plan with less:",
                    "schedule JOB.yaml --set constraint.confidence=0.8")
     for row in schedule.rejected:
         name = row.subject
@@ -215,7 +255,7 @@ def _of_the_choice(schedule: Schedule) -> Iterator[Hint]:
                 row.throughput_qps >= (1 - _NEAR) * schedule.figures.throughput_qps):
             yield Hint(f"{row.name} is expected to be as good within {percent(_NEAR)}. Measure it:",
                        f"submit JOB.yaml --set schedule.policy={name} --set output=out/{name}")
-    yield Hint("What a little more latency, another device or more memory would bring:",
+    yield Hint("See what more latency, another device or more memory brings:",
                "schedule JOB.yaml --price")
 
 
@@ -273,7 +313,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def headline(runs: Sequence[Run]) -> str:
     """A sentence about the fastest run and its lead, if all have a throughput."""
     rates = {run.name: rate for run in runs if (rate := run.measured("throughput_qps"))}
-    text = f"{len(runs)} runs beside one another"
+    text = f"{len(runs)} runs"
     if len(rates) < len(runs) or len(runs) < 2:
         return text
     first, second, *_ = sorted(rates, key=lambda name: -rates[name])
@@ -296,10 +336,12 @@ def figure_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
                                    for run in runs]),
             ("Engine", [text_at(run.metrics, "engine") or "-" for run in runs]),
             ("Requests", [_queries(run) for run in runs])]
+    if any(cut := [words.truncated(run.output) for run in runs]):
+        rows.append(("Truncated answers", [f"{count:,}" for count in cut]))
     for key, label, unit in _FIGURES:
         if any(run.measured(key) is not None for run in runs):
             rows.append((label, [_figure(run, key, unit) for run in runs]))
-    return [*rows, ("Bound", [check_bound(run.output).sentence for run in runs])]
+    return [*rows, ("Limit", [check_bound(run.output).sentence for run in runs])]
 
 
 def _queries(run: Run) -> str:

@@ -170,7 +170,7 @@
 
   // ---- the answers, by what is typed ----
   var search = document.getElementById("search"), count = document.getElementById("search-count");
-  var cards = all(".answer");
+  var cards = all(".answer"), more = document.getElementById("more");
   if (!search || !count || !cards.length) { return; }
   var texts = cards.map(function (card) { return card.textContent.toLowerCase(); });
   search.parentNode.hidden = false;
@@ -181,6 +181,7 @@
       card.hidden = !isMatch;
       shown += isMatch ? 1 : 0;
     });
+    if (more) { more.open = Boolean(wanted); }
     count.textContent = wanted ? shown + " of " + cards.length : "";
   });
 })();

@@ -1,5 +1,6 @@
 """Sentences of reports and screens: about the run, the schedule, and the cost of the limit."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from xgpt.report.output import Output, number, text_at
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ms|us|s|[KMGT]iB|B|requests/s|tokens/s)(?:\W|$))")
 _FENCED = re.compile(r"(```.*?(?:```|\Z))", re.DOTALL)  # the last one may be open
 MAX_TEXT = 20_000
+_AS_EXPECTED = 0.005  # chosen: it would read as 0 %
 
 
 def clean(text: str, limit: int = MAX_TEXT) -> str:
@@ -54,23 +56,46 @@ def replicas(count: int, devices: int) -> str:
 
 
 def headline(output: Output, metrics: Mapping[str, Any]) -> str:
-    """A sentence about a run: its model, machine, requests and speed."""
-    model = text_at(output.job, "model") or "a model"
-    model = model.rstrip("/").rsplit("/", 1)[-1]  # a local directory by its name
+    """A sentence about a run's answers: their number, the time, and how many lack a part."""
     queries, wall_s = number(metrics, "queries") or 0.0, number(metrics, "wall_s", "measured")
-    rate = number(metrics, "throughput_qps", "measured")
-    where = _place(output, metrics)
     if not queries:
-        return f"{model} on {where}: no request is done yet"
-    before = min(output.queries_before, queries)
-    if before and wall_s is None and rate is None:
-        return f"{counted(queries, 'request')} through {model} on {where}, by several runs"
-    # time and speed are known of this run alone
-    of = counted(queries - before, "request") + f" of {queries:,.0f}" * bool(before)
-    took = f" in {format_seconds(wall_s)}" if wall_s is not None else ""
-    speed = f", {plain(rate)} requests a second" if rate is not None else ""
-    rest = f", after {before:,.0f} by earlier runs" if before else ""
-    return f"{of} through {model} on {where}{took}{speed}{rest}"
+        return "No request is done yet"
+    own, failed = queries - output.queries_before, output.queries.reasons()["error"]
+    text = counted(queries - failed, "answer")
+    if wall_s is not None:  # the time is known of this run alone
+        text += f", {own:,.0f} of them by this run" * (own < queries)
+        text += f" in {format_seconds(wall_s)}"
+    lacking = [f"{count:,} {what}" for count, what in (
+        (truncated(output), "truncated"), (failed, "failed")) if count]
+    return "; ".join([text, *lacking])
+
+
+def truncated(output: Output) -> int:
+    """Number of answers that ended at their max_tokens; 0 for a job that asks for fixed lengths."""
+    asked = output.job.get("run"), output.job.get("workload")
+    run, workload = (part if isinstance(part, Mapping) else {} for part in asked)
+    is_fixed = run.get("ignore_eos") or workload.get("score") or workload.get("embed")
+    return 0 if is_fixed else output.queries.reasons()["length"]
+
+
+def subject(output: Output, metrics: Mapping[str, Any]) -> str:
+    """`smollm2-135m on 2 ranks of this machine`."""
+    model = text_at(output.job, "model") or "a model"
+    return f"{model.rstrip('/').rsplit('/', 1)[-1]} on {_place(output, metrics)}"
+
+
+def expected_words(metrics: Mapping[str, Any]) -> str | None:
+    """`Expected 12.0 s, took 13.6 s: 13 % slower`, with the causes if known; None without a
+    prediction."""
+    took_s, expected_s = (number(metrics, "wall_s", key) for key in ("measured", "predicted"))
+    if took_s is None or not expected_s or not math.isfinite(expected_s):
+        return None
+    off, is_after = took_s / expected_s - 1, metrics.get("is_predicted_for_lengths") is True
+    change = "as expected" if abs(off) < _AS_EXPECTED else (
+        f"{percent(abs(off))} {'slower' if off > 0 else 'faster'}")
+    why = "" if is_after else (text_at(metrics, "attribution", "sentence") or "").partition(": ")[2]
+    return (f"Expected {format_seconds(expected_s)}{' for answers of these lengths' * is_after}, "
+            f"took {format_seconds(took_s)}: {change}{f' ({why})' if why else ''}")
 
 
 def bare_gap(schedule: Schedule) -> str:

@@ -54,7 +54,7 @@ def test_runs_and_the_fastest_are_named_by_what_tells_them_apart_and_differences
     both = [first._replace(metrics=half), second._replace(metrics=twice)]
     assert headline(both) == ("b/out is 2.50 times as fast as a/out: 2.50 requests/s against "
                               "1.00 requests/s")
-    assert headline([first._replace(metrics={}), second]) == "2 runs beside one another"
+    assert headline([first._replace(metrics={}), second]) == "2 runs"
 
 
 def test_a_comparison_holds_every_run_also_without_answers_and_escapes(runs, tmp_path):
@@ -67,7 +67,7 @@ def test_a_comparison_holds_every_run_also_without_answers_and_escapes(runs, tmp
     for name in ("metrics.json", "results.jsonl"):
         (empty / name).unlink()
     (path,) = write_reports([runs[0], empty], "html", tmp_path / "c.html")
-    assert "Without an answer yet: empty" in path.read_text("utf-8")
+    assert "Runs without an answer yet: empty" in path.read_text("utf-8")
 
 
 @needs_matplotlib

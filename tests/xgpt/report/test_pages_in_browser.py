@@ -69,6 +69,8 @@ def test_every_chart_is_drawn_and_nothing_is_wider_than_the_screen(opened):
         assert chart.locator(".scatterlayer path, .barlayer path").count() > 0
         box = chart.locator(".main-svg").first.bounding_box()
         assert 200 < box["width"] <= width and box["height"] >= 250
+    page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "unfolded, too"
     # the colours are those of the page's mode
     ink = page.evaluate("getComputedStyle(document.querySelector('.xtick text')).fill")
     light = sum(int(part) for part in ink[4:-1].split(","))
@@ -136,9 +138,16 @@ def test_hostile_texts_are_shown_and_answers_searched_and_tables_copied(opened):
     page = opened
     assert page.title() == "quickstart - xgpt report"
     assert page.locator("body").inner_text().count(HOSTILE_TEXTS[0]) == 2
-    assert "\\u202eright to left" in page.locator("#answers").locator("xpath=../..").inner_text()
+    assert page.locator(".answer:visible").count() == 3, "the others are folded"
+    page.click("#more > summary")
+    assert page.locator(".answer:visible").count() == 24
+    page.click("#more > summary")
     page.fill("#search", "emoji")
-    assert page.locator(".answer:visible").count() == 1
+    assert page.locator(".answer:visible").count() == 1, "a search looks into what is folded"
+    page.fill("#search", "")
+    assert page.locator(".answer:visible").count() == 3
+    page.click("#more > summary")
+    assert "\\u202eright to left" in page.locator("#answers").locator("xpath=../..").inner_text()
     page.evaluate("document.execCommand = () => { window.copied = document.activeElement.value;"
                   " return true; }; delete Navigator.prototype.clipboard")
     page.locator("section:has(#compared) .copy").click()

@@ -9,14 +9,15 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from fake_run import fake_schedule, write_fake_run
 from screens import check_screen
 
 from xgpt.report.figures import BoundCheck
-from xgpt.report.output import QueryColumns, read_output
-from xgpt.report.page import next_steps, write_report
+from xgpt.report.output import read_output
+from xgpt.report.page import SHOWN_ANSWERS, next_steps, write_report
 from xgpt.report.run_charts import memory
 from xgpt.report.words import clean, code_and_prose
 
@@ -76,8 +77,11 @@ def page(text):
 def test_the_page_says_in_words_what_its_screen_does(run_dir, page):
     assert {"compared", "schedule", "rejected", "answers", "errors", "about"} <= set(
         page.values("id"))
-    first, last = page.text.index("The run in pictures"), page.text.rindex(" Errors ")
-    words = re.sub(r"(?<=[a-z%s)]\.) ", "\n", page.text[:first] + "\n(...)" + page.text[last:])
+    answers, errors, charts, schedule = (page.text.rindex(f" {title} ") for title in (
+        "Answers all 24", "Errors 2", "Charts Latency", "The schedule"))
+    shown = (page.text[:answers] + "\n(...)" + page.text[errors:charts] + "\n(...)"
+             + page.text[schedule:])
+    words = re.sub(r"(?<=[a-z%s)]\.) ", "\n", shown)
     check_screen(Path(__file__).with_name("screens.txt"), "page of a run",
                  words.replace(str(run_dir.parent), "FOLDER"))
 
@@ -98,7 +102,7 @@ def test_each_chart_has_its_place_its_data_as_a_table_and_one_clock(text, page):
     figures = figures_of(text)
     assert list(figures) == page.values("data-chart") == [
         "latency", "done", "lengths", "memory", "timeline"]
-    assert page.tags.count("details") == len(figures)
+    assert page.tags.count("details") == len(figures) + 1  # one folds answers
     assert "latency" in page.text and {"plots", "timeline"} <= set(page.values("id"))
     ids = page.values("id")
     assert len(ids) == len(set(ids))
@@ -116,9 +120,12 @@ def test_each_chart_has_its_place_its_data_as_a_table_and_one_clock(text, page):
     assert done["predicted"]["x"][1] == 7.5, "as expected, not shifted onto what was measured"
 
 
-def test_nothing_is_fetched_and_hostile_texts_are_shown_and_are_no_elements(text, page):
-    for name in ("href", "xlink:href", "src", "srcset", "action", "data"):
-        assert all(value.startswith("#") for value in page.values(name))
+def test_nothing_is_fetched_and_hostile_texts_are_shown_and_are_no_elements(
+        run_dir, text, page):
+    for name in ("xlink:href", "src", "srcset", "action", "data"):
+        assert not page.values(name)
+    assert all(value.startswith("#") or (run_dir / value).is_file()
+               for value in page.values("href"))
     assert len(text) < 6e6
     assert not re.search(r"@import|url\((?!#)|https?://", own_part(text))
     assert not {"link", "iframe", "img", "object", "base", "form"} & set(page.tags)
@@ -157,7 +164,7 @@ def test_figures_of_a_run_that_went_on_are_said_to_be_of_its_own_queries(tmp_pat
     path.write_text(json.dumps(metrics), encoding="utf-8")
     written = write_report(directory).read_text(encoding="utf-8")
     text, figures = Page(written).text, figures_of(written)
-    assert re.search(r"6 requests of 24 through .* a second, after 18 by earlier runs", text)
+    assert "24 answers, 6 of them by this run in 16.4 s" in text.replace("\xa0", " ")
     assert "18 requests of this job were answered by earlier runs." in text
     assert "and this run answered the rest of it" in text and "Predicted against" not in text
     assert "over 24 requests of all runs of this job." in text
@@ -166,7 +173,7 @@ def test_figures_of_a_run_that_went_on_are_said_to_be_of_its_own_queries(tmp_pat
     (directory / "metrics.json").unlink()  # killed
     (directory / "progress.json").write_text('{"done_before": 18}', encoding="utf-8")
     text = Page(write_report(directory).read_text(encoding="utf-8")).text
-    assert "24 requests through smollm2-135m on 2 ranks of this machine, by several runs." in text
+    assert "24 answers. smollm2-135m on 2 ranks of this machine." in text
     assert "queries a second" not in text
 
 
@@ -180,7 +187,7 @@ def test_a_killed_run_has_a_page_that_says_so(tmp_path, size):
     page = Page(write_report(directory).read_text(encoding="utf-8"))
     assert "This run has not finished: it wrote no metrics.json" in page.text
     assert ("The last line of results.jsonl is torn" in page.text) == (size > 0)
-    expected = "met so far" if size == 5000 else "no request is done yet"
+    expected = "met so far" if size == 5000 else "No request is done yet"
     assert expected in page.text
 
 
@@ -235,6 +242,72 @@ def test_foreign_values_do_not_stop_the_page(tmp_path, rows):
     assert page_of(tmp_path, rescheduling=rows)
 
 
+def test_answers_come_first_with_the_truncated_ones_and_what_to_do_and_most_are_folded(tmp_path):
+    out = write_fake_run(tmp_path / "out", num_queries=24)
+    results = out / "results.jsonl"
+    results.write_text("".join(json.dumps(
+        line | {"finish_reason": "length" if line["index"] < 5 else "stop"}) + "\n"
+        for line in map(json.loads, results.read_text().splitlines())))
+    text = write_report(out).read_text("utf-8")
+    page = Page(text)
+    assert "24 answers in 16.4 s; 5 truncated." in page.text.replace("\xa0", " ")
+    assert "5 of 24 answers were truncated at their max_tokens." in page.text
+    assert "xgpt submit JOB.yaml --set workload.max_tokens=320" in page.text
+    assert text.index("<article") < text.index('id="compared"') < text.index('id="schedule"')
+    assert text[:text.index('id="more"')].count("<article") == SHOWN_ANSWERS
+    assert text.count("<article") == 24 and f"{24 - SHOWN_ANSWERS} more answers" in page.text
+    job = json.loads((out / "job.json").read_text())
+    job["run"]["ignore_eos"] = True  # its lengths are as it asks
+    (out / "job.json").write_text(json.dumps(job))
+    assert "truncated." not in Page(write_report(out).read_text("utf-8")).text
+
+
+def test_links_lead_to_files_that_are_there_wherever_the_page_lies(tmp_path):
+    out, table = write_fake_run(tmp_path / "a b", num_queries=3), tmp_path / "my #1.csv"
+    job = json.loads((out / "job.json").read_text())
+    (out / "job.json").write_text(json.dumps(job | {"results": str(table)}))
+    (out / "errors.jsonl").write_text("")
+    table.write_text("id,answer\n")
+    for folder in (out, tmp_path / "x" / "y"):
+        folder.mkdir(parents=True, exist_ok=True)
+        page = Page(write_report(out, folder / "report.html").read_text("utf-8"))
+        links = [unquote(link) for link in page.values("href") if not link.startswith("#")]
+        assert [(folder / link).resolve() for link in links] == [
+            out / "results.jsonl", table, out / "metrics.json", out / "schedule.json"]
+    table.unlink()
+    assert "my #1.csv" not in Page(write_report(out).read_text("utf-8")).text
+
+
+@pytest.mark.parametrize(("times", "sentence"), [
+    (0.1, "Expected 35.1 s, took 3.51 s: 90 % faster"), (1, "took 35.1 s: as expected"),
+    (1.4, "took 49.1 s: 40 % slower")])
+def test_the_first_sentence_says_expected_and_measured_and_a_faster_run_has_no_red(
+        tmp_path, times, sentence):
+    rows = {key: {"measured": value * (1 / times if key.endswith(("qps", "per_s")) else times),
+                  "predicted": value} for key, value in (
+        ("throughput_qps", 2.05), ("output_tokens_per_s", 119.0), ("latency_p50_s", 14.9),
+        ("latency_p99_s", 27.6), ("ttft_p99_s", 9.0), ("tpot_p99_s", 0.2), ("wall_s", 35.1))}
+    page = page_of(tmp_path, **rows)
+    assert sentence in Page(page).text.replace("\xa0", " ")
+    marked = set(re.findall(r'class="(?:pill|tile|verdict) (\w+)"', page))
+    assert {"bad", "fair"} & marked == ({"bad", "fair"} if times > 1 else set())
+
+
+def test_device_hours_have_a_cost_where_the_price_is_known(tmp_path):
+    hours = {"wall_s": {"measured": 3600.0, "predicted": None}, "load_s": {"measured": 900.0},
+             "ranks": 2}
+    tile = "Device-hours 2.50 {}"
+    assert tile.format("2 devices, loading included") in Page(page_of(tmp_path / "a", **hours)).text
+    named = page_of(tmp_path / "b", **hours, machine={"device": "H100"})
+    assert tile.format("about 17.2 USD, at 6.88 an hour for each") in Page(named).text
+    out = write_fake_run(tmp_path / "c")
+    job = json.loads((out / "job.json").read_text()) | {"asked": {"job": {"price_per_hour": 2}}}
+    (out / "job.json").write_text(json.dumps(job))
+    known = json.loads((out / "metrics.json").read_text())
+    (out / "metrics.json").write_text(json.dumps({**known, **hours}))
+    assert "about 5.00, at 2 an hour for each" in Page(write_report(out).read_text("utf-8")).text
+
+
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
     return read_output(write_fake_run(tmp_path_factory.mktemp("run") / "out", num_queries=24))
@@ -258,17 +331,13 @@ NEAR = replace(fake_schedule().rejected[0],
     ({}, BUSY, "submit JOB.yaml --set output=out/again"),
     ({"job": {"source": "/my jobs/one.yaml"}}, {}, "sweep '/my jobs/one.yaml'"),
     ({"check": BoundCheck(False, "missed")}, {}, "submit JOB.yaml --set constraint.conf"),
-    ({"finish_reason": "length"}, {}, "submit JOB.yaml --set workload.max_tokens=320"),
     ({"schedule": fake_schedule(margin_cost=0.2)}, {},
      "schedule JOB.yaml --set constraint.confidence=0.8"),
     ({"schedule": replace(fake_schedule(), rejected=(NEAR,))}, {},
      "submit JOB.yaml --set schedule.policy=waa-c --set output=out/waa-c")])
 def test_each_cause_of_a_miss_has_its_remedy(output, changes, metrics, command):
     changes = dict(changes)
-    check, reason = changes.pop("check", BoundCheck(True, "kept")), changes.pop("finish_reason", 0)
-    if reason:
-        changes["queries"] = QueryColumns(replace(answer.figures, finish_reason=reason)
-                                          for answer in output.answers)
+    check = changes.pop("check", BoundCheck(True, "kept"))
     if "job" in changes:
         changes["job"] = (output.job or {}) | changes["job"]
     found = [step.command for step in next_steps(replace(output, **changes), metrics, check)]

@@ -83,12 +83,12 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
     metrics |= kept_facts(checks)
     write_json(output / METRICS_FILE, metrics)
     notes = [*_notes(opened, left, learned)]
-    files = {"answers": shown(output / RESULTS_FILE), "report": _report(
-        replace(left, metrics=plain(metrics)))}
+    files = {"answers": shown(output / RESULTS_FILE)}
     if opened.job.results is not None and metrics["status"] == "done":
         sentence = write_results(output, opened.job.results, opened.job.quote_formulas)
         files["answers"] = shown(opened.job.results)
         notes += filter(None, [sentence.partition("; ")[2]])
+    files["report"] = _report(replace(left, metrics=plain(metrics)))  # it links the table
     files["next"] = f"xgpt explain {shown(output)}   why this schedule"
     tell.say(end_screen(metrics, checks, notes, files))
     tell.detail(summary_table(metrics, (
