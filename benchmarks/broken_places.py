@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
 
 _FAULTS = "tests/mpi/test_faults.py::test_"
-_CHANGED = "tests/xgpt/app/going_on/test_changed_since.py::test_"
+_CHANGED = "tests/xgpt/app/resuming/test_changed_since.py::test_"
 _BROKEN_MODELS = "tests/xrunner/checkpoint/test_broken_models.py::test_"
 
 PLACES = (
@@ -259,14 +259,14 @@ PLACES = (
     Place("done is done", "a lost schedule.json decides", "xgpt/app/running/resume.py",
           "schedule.json\")\n    except (InputError, OSError):\n",
           "schedule.json\")\n    except ZeroDivisionError:\n",
-          "tests/xgpt/app/going_on/test_going_on.py::"
+          "tests/xgpt/app/resuming/test_resuming.py::"
           "test_other_files_than_the_results_do_not_decide_whether_a_job_is_done"),
     Place("done is done", "results are counted, not checked", "xrunner/files/result_line.py",
           "line is not None and line.query == count:", "line is not None:",
           "tests/xrunner/io/test_results.py::test_what_was_changed_is_told_and_put_right"),
-    Place("done is done", "a job of which nothing can run is done", "xgpt/app/opened.py",
+    Place("done is done", "a job of which nothing can run is done", "xgpt/app/opened_job.py",
           "    if files is not None and not len(queries):", "    if False:",
-          "tests/xgpt/app/going_on/test_going_on.py::"
+          "tests/xgpt/app/resuming/test_resuming.py::"
           "test_requests_of_which_none_can_run_are_refused_before_anything_is_measured"),
     Place("done is done", "NaN in a table of JSON lines", "xgpt/core/system/whole_file.py",
           "parse_constant=lambda _: None)", "parse_constant=float)",
@@ -308,13 +308,13 @@ PLACES = (
           "xrunner/files/tokenizer.py", "        if left_out:\n", "        if not text:\n",
           "tests/xrunner/io/test_tokenizer.py::"
           "test_what_a_template_does_not_read_is_refused_by_name"),
-    Place("the model's prompts", "a run that goes on tells another date", "xgpt/app/opened.py",
+    Place("the model's prompts", "a run that goes on tells another date", "xgpt/app/opened_job.py",
           '.get("now") if is_begun else None', '.get("then")',
-          "tests/xgpt/app/going_on/test_changed_since.py::"
+          "tests/xgpt/app/resuming/test_changed_since.py::"
           "test_a_run_that_goes_on_renders_the_prompts_of_its_beginning"),
     Place("the model's prompts", "a run goes on with other tokens", "xgpt/app/running/prepare.py",
           "prompts not in (None, spool.prompts_digest)", "not spool.prompts_digest",
-          "tests/xgpt/app/going_on/test_changed_since.py::"
+          "tests/xgpt/app/resuming/test_changed_since.py::"
           "test_other_tokens_of_the_same_requests_are_refused_untouched"),
     # hostile input
     Place("a folder's code", "transformers may run it", "xrunner/checkpoint/tokenizer_copy.py",

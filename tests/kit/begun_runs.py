@@ -9,7 +9,7 @@ from typing import Any
 import faults
 from problems import TakenAsTrue
 
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened_job import OpenedJob, open_file
 from xgpt.app.schedule import executable
 from xgpt.cli.terminal import Terminal
 from xprofiler.roofline import Roofline

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened_job import OpenedJob, open_file
 from xgpt.job.job import Job
 from xgpt.job.job_file import load_job
 

@@ -33,7 +33,7 @@ from xsimulator.replay.step_clock import StepClocks
 from xsimulator.rough.formulas import fixed_estimate
 
 if TYPE_CHECKING:
-    from xgpt.app.opened import OpenedJob
+    from xgpt.app.opened_job import OpenedJob
 
 # The paper's models on its clusters (its Table 2).
 PAPER = {"t5-11b": "a40-8", "opt-13b": "a40-4", "gpt3-39b": "a40-16", "gpt3-101b": "a100-16",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from job_folder import xgpt
 
-from xgpt.app.telling import LogTeller
+from xgpt.app.teller import LogTeller
 from xrunner.files.sink import Progress
 
 RUNNING = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from problems import timing_of
 
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened_job import OpenedJob, open_file
 from xgpt.app.running.follow import Rescheduler, rescheduler_of
 from xgpt.app.schedule import executable
 from xgpt.core.problem import Problem

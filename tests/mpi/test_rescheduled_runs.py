@@ -16,7 +16,7 @@ from job_folder import read_lines, write_job
 from mpi_runs import call, json_of, said, sets
 from replays import estimated, replayed, whole_steps
 
-from xgpt.app.opened import open_file
+from xgpt.app.opened_job import open_file
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import load_schedule

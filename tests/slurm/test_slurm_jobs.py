@@ -73,7 +73,7 @@ def test_a_warning_of_the_time_limit_requeues_and_the_job_goes_on_with_every_lin
     time.sleep(3)  # a node starts no job again within the second in which it ended it
     slurm.call("scontrol", "update", f"jobid={job_id}", "StartTime=now", "TimeLimit=10")
     assert slurm.await_end(job_id) == "COMPLETED", log_of(job, job_id)
-    assert "going on after the" in log_of(job, job_id)
+    assert "continuing after the" in log_of(job, job_id)
     assert answers(job) == {q.id: toys.generate(llama[1], q) for q in queries}
 
 

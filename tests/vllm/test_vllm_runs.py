@@ -25,7 +25,7 @@ from replays import estimated, problem_for, replayed, whole_steps
 from safetensors.torch import save_file
 from vllm_jobs import engine_of, vllm_job
 
-from xgpt.app.opened import open_file
+from xgpt.app.opened_job import open_file
 from xgpt.core.problem import Problem
 from xgpt.core.schedule_file import load_schedule
 from xprofiler.profile import TableKey

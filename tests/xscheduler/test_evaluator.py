@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from problems import estimate_of, roofline_of, timing_of, toy_problem
 
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened_job import OpenedJob, open_file
 from xgpt.app.schedule import executable, plan_job
 from xgpt.core.lengths import joint_empirical, truncated_normal
 from xgpt.core.problem import QueryLengths

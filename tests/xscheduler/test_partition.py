@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from problems import toy_problem
 
-from xgpt.app.opened import open_file
+from xgpt.app.opened_job import open_file
 from xgpt.app.schedule import JobPlanner
 from xgpt.core import catalog
 from xgpt.core.controls import FixedSchedule

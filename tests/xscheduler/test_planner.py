@@ -9,7 +9,7 @@ import pytest
 from problems import Refusing, problem_of, roofline_of, timing_of, toy_problem
 from problems import roofline_of as toy_times
 
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened_job import OpenedJob, open_file
 from xgpt.app.schedule import executable, plan_job
 from xgpt.cli.terminal import Terminal
 from xgpt.core import catalog

@@ -6,19 +6,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.opened import OpenedJob, open_job
+from xgpt.app.opened_job import OpenedJob, open_job
 from xgpt.app.running.run import execute, open_to_run
-from xgpt.app.schedule import Plan, default_horizon, plan_job, settled, to_run
+from xgpt.app.schedule import Plan, default_horizon, job_with_times, plan_from, plan_job
 from xgpt.app.simulate import Simulation, simulate_job
 from xgpt.app.sweeps.sweep import Swept, sweep_points
-from xgpt.app.telling import CallbackTeller, LogTeller, Teller
+from xgpt.app.teller import CallbackTeller, LogTeller, Teller
 from xgpt.job.job import Job
 from xgpt.job.job_file import load_job
 from xgpt.job.sweep_file import load_sweep
 from xgpt.report.notebook import Printed, frame
 from xgpt.report.page import write_report as write_page
 from xgpt.report.results_file import write_results
-from xgpt.run_folder.files import RESULTS_FILE, no_run
+from xgpt.run_folder.files import RESULTS_FILE, no_run_error
 from xgpt.run_folder.state import has_begun
 from xscheduler.planner import Horizon, PlanOptions
 
@@ -53,7 +53,7 @@ def simulate(job: OpenedJob, plan: Plan | None = None) -> Simulation:
     """Estimates a plan's schedule, and replays it with other queries as a check; by default the
     control variables of the job's `schedule:`."""
     if plan is None:
-        return simulate_job(*settled(job))
+        return simulate_job(*job_with_times(job))
     return simulate_job(plan.opened, plan.timing, plan.schedule.estimate)
 
 
@@ -80,7 +80,7 @@ def run(job: OpenedJob, plan: Plan | None = None) -> dict[str, Any]:
     model where it is not there. Raises StoppedEarly where it was asked to stop: the same call goes
     on."""
     opened = open_to_run(job.job, job.tell)
-    chosen = plan_job(opened) if plan is None else to_run(opened, plan.schedule, job.job.source)
+    chosen = plan_job(opened) if plan is None else plan_from(opened, plan.schedule, job.job.source)
     return execute(chosen)
 
 
@@ -112,7 +112,7 @@ def write_report(job: OpenedJob | Job) -> Path:
 def _begun(job: OpenedJob | Job) -> Job:
     asked = job.job if isinstance(job, OpenedJob) else job
     if not has_begun(asked.output):
-        raise no_run(asked.output)
+        raise no_run_error(asked.output)
     return asked
 
 

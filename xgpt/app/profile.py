@@ -14,9 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from xgpt.app.opened import OpenedJob
-from xgpt.app.telling import Teller, tell_share, told_while
-from xgpt.app.wanted import WantedProfile, profile_metadata, wanted_profile, why_no_operators
+from xgpt.app.needed_profile import (
+    NeededProfile,
+    needed_profile,
+    profile_metadata,
+    why_no_operators,
+)
+from xgpt.app.opened_job import OpenedJob
+from xgpt.app.teller import Teller, elapsed_told, tell_share
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import (
     InputError,
@@ -76,10 +81,10 @@ def timing_of(opened: OpenedJob) -> TimingSource:
             why = f"the files of {job.model} are not here, with which {job.run.engine} is timed"
         if why is None:
             if kind == "cpu" and engine_of(job).identity is None:
-                with told_while(opened.tell, "compiling what computes, once"):
+                with elapsed_told(opened.tell, "compiling what computes, once"):
                     why_no_operators()
-            wanted = wanted_profile(job, problem, folder=folder, standby=opened.standby)
-            return ProfileTiming(quick_profile(wanted, opened.tell))
+            needed = needed_profile(job, problem, folder=folder, standby=opened.standby)
+            return ProfileTiming(quick_profile(needed, opened.tell))
         of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name
         opened.tell.say(
             f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
@@ -92,13 +97,13 @@ def timing_cost_s(opened: OpenedJob, like: TimingSource) -> float:
     `like`, its times on another layout of the cores, took; 0 where it lacks nothing."""
     if not (isinstance(like, ProfileTiming) and opened.is_local and opened.job.profile is None):
         return 0.0
-    wanted = wanted_profile(opened.job, opened.problem, folder=_folder_of(opened))
+    needed = needed_profile(opened.job, opened.problem, folder=_folder_of(opened))
     with suppress(InputError):
-        if not wanted.is_lacked_by(load_profile(
-                cached_profile_path(cache_dir() / "profiles", wanted.metadata))):
+        if not needed.exceeds(load_profile(
+                cached_profile_path(cache_dir() / "profiles", needed.metadata))):
             return 0.0
     known = sum(len(points) for key, points in like.profile.tables.items() if key.name in _TIMED)
-    return START_S + like.profile.spent_s * len(wanted.points) * len(wanted.degrees) / max(known, 1)
+    return START_S + like.profile.spent_s * len(needed.points) * len(needed.degrees) / max(known, 1)
 
 
 def _folder_of(opened: OpenedJob) -> Path | None:
@@ -117,8 +122,8 @@ def _folder_of(opened: OpenedJob) -> Path | None:
 def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> ProfileTiming:
     """A profile file the job names. Raises InputError if it is of another model, device or dtype;
     one of other kernels or libraries is used, and says so in every result."""
-    profile, wanted = load_profile(path), profile_metadata(opened.job, opened.problem)
-    refusals, marks = match(profile.metadata, wanted, is_here=opened.is_local,
+    profile, needed = load_profile(path), profile_metadata(opened.job, opened.problem)
+    refusals, marks = match(profile.metadata, needed, is_here=opened.is_local,
                             is_cpu=opened.problem.cluster.device.kind == "cpu")
     refuse(Mistake(file=str(path), line=None, key="profile", value=None, allowed=why)
            for why in refusals)
@@ -128,17 +133,17 @@ def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> Prof
     return ProfileTiming(profile, fallback, marks)
 
 
-def local_profile(wanted: WantedProfile, tell: Teller, *, again: bool = False) -> Profile:
+def local_profile(needed: NeededProfile, tell: Teller, *, again: bool = False) -> Profile:
     """The cached profile; measured, or gone on with, where points of the skeleton are missing.
     Raises StoppedEarly when interrupted: what was measured is kept, and the same command goes
     on."""
-    return _profile(wanted, tell, _Measurement(again=again))
+    return _profile(needed, tell, _Measurement(again=again))
 
 
-def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
+def quick_profile(needed: NeededProfile, tell: Teller) -> Profile:
     """The cached profile, after brief measurements of sizes that this job needs and that it lacks,
     or has noisy or disturbed (`points_to_repeat`). Raises StoppedEarly as `local_profile`."""
-    return _profile(wanted, tell, _Measurement(is_quick=True))
+    return _profile(needed, tell, _Measurement(is_quick=True))
 
 
 def _is_as_busy(missing: float) -> bool:
@@ -170,61 +175,61 @@ class _Measurement(NamedTuple):
         return (f"{why}; up to {format_seconds(self.patience_s)} more where other programs disturb "
                 "it")
 
-    def adds_to(self, profile: Profile, wanted: WantedProfile) -> bool:
+    def adds_to(self, profile: Profile, needed: NeededProfile) -> bool:
         """Whether there is something to measure besides what the profile has."""
         # messages between nodes may not have been timed; then the rest of it is gone on with
-        has_messages = wanted.metadata.nodes == 1 or bool(
-            profile.table(TRANSFER, link=wanted.problem.cluster.inter_link.name))
+        has_messages = needed.metadata.nodes == 1 or bool(
+            profile.table(TRANSFER, link=needed.problem.cluster.inter_link.name))
         if not has_messages or profile.model is None or self.again:
             return True
         if not self.is_quick:
-            return any(missing_skeleton(profile, degree, wanted.needs) for degree in wanted.degrees)
-        if wanted.is_lacked_by(profile):
+            return any(missing_skeleton(profile, degree, needed.needs) for degree in needed.degrees)
+        if needed.exceeds(profile):
             return True
         if profile.learned:  # runs have told what its times are worth
             return False
-        again = {degree: points_to_repeat(profile, degree, wanted.points)
-                 for degree in wanted.degrees}
+        again = {degree: points_to_repeat(profile, degree, needed.points)
+                 for degree in needed.degrees}
         share = max((own[0].apart for degree, points in again.items()
                      if (own := disturbed_points(profile, degree, points))), default=0.0)
         # what is measured beside as much else is no better
         return any(again.values()) and not (share > 0 and _is_as_busy(share))
 
 
-def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement) -> Profile:
+def _profile(needed: NeededProfile, tell: Teller, session: _Measurement) -> Profile:
     """The cached profile if it is enough; else the session adds to it."""
-    path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
-    if (profile := _sufficient(path, wanted, session, tell)) is not None:
+    path = cached_profile_path(cache_dir() / "profiles", needed.metadata)
+    if (profile := _sufficient(path, needed, session, tell)) is not None:
         return profile
-    with alone(path.parent, wanted.job.output, tell, wanted.engine.name):
+    with alone(path.parent, needed.job.output, tell, needed.engine.name):
         # another process may have measured it while this one waited
-        if (profile := _sufficient(path, wanted, session, tell, is_again=True)) is not None:
+        if (profile := _sufficient(path, needed, session, tell, is_again=True)) is not None:
             return profile
         target = path.with_suffix(".again.json") if session.again else path
         is_new = _cached(target, tell if session.again else None) is None
         if is_new:
             target.unlink(missing_ok=True)
-        standby = wanted.standby
+        standby = needed.standby
         contention = Contention(alive=lambda: () if standby is None else standby.processes)
-        _measure(wanted, target, session, tell, is_new=is_new)
+        _measure(needed, target, session, tell, is_new=is_new)
         os.replace(target, path)  # `again`: what was there counts until its successor is whole
         profile = load_profile(path)
     tell.detail(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
                 f"{judge(profile).brief}")
-    if (warning := _warning(profile, wanted, contention.others_share())) is not None:
+    if (warning := _warning(profile, needed, contention.others_share())) is not None:
         tell.detail(f"profile: {warning}")
-    if bad := sum(len(noisy_points(profile, degree, wanted.points)) for degree in wanted.degrees):
-        tell.say(paragraph(f"WARNING: {bad} of {len(wanted.points)} sizes could not be timed well, "
+    if bad := sum(len(noisy_points(profile, degree, needed.points)) for degree in needed.degrees):
+        tell.say(paragraph(f"WARNING: {bad} of {len(needed.points)} sizes could not be timed well, "
                            "and the schedule may be a poor one. End what else runs here and repeat "
                            "the command: it times these sizes again"))
     return profile
 
 
-def _warning(profile: Profile, wanted: WantedProfile, others_share: float | None) -> str | None:
+def _warning(profile: Profile, needed: NeededProfile, others_share: float | None) -> str | None:
     """What is doubtful about what was just measured, and what to do about it."""
-    points, others = wanted.points, contention_words(others_share)
+    points, others = needed.points, contention_words(others_share)
     beside = "" if others is None else f" ({others})"
-    found, marked = (words([one for degree in wanted.degrees
+    found, marked = (words([one for degree in needed.degrees
                             for one in of(profile, degree, points)])
                      for words, of in ((noise_words, noisy_points),
                                        (disturbed_words, disturbed_points)))
@@ -235,12 +240,12 @@ def _warning(profile: Profile, wanted: WantedProfile, others_share: float | None
     return others and f"{others} (then measure it anew with `xgpt profile --again`)"
 
 
-def _sufficient(path: Path, wanted: WantedProfile, session: _Measurement, tell: Teller, *,
+def _sufficient(path: Path, needed: NeededProfile, session: _Measurement, tell: Teller, *,
                 is_again: bool = False) -> Profile | None:
     """The cached profile, if nothing is to be added to it. is_again: what is wrong with it was
     told."""
     profile = _cached(path, None if is_again else tell)
-    if profile is None or session.adds_to(profile, wanted):
+    if profile is None or session.adds_to(profile, needed):
         return None
     judgement = judge(profile)
     anew = "; `xgpt profile JOB --again` measures it anew, best on a quiet machine" if (
@@ -290,33 +295,33 @@ def alone(folder: Path, output: Path, tell: Teller, engine: str = OWN_ENGINE) ->
         yield
 
 
-def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: Teller, *,
+def _measure(needed: NeededProfile, target: Path, session: _Measurement, tell: Teller, *,
              is_new: bool) -> None:
     for package in ("torch", "mpi4py"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, "run", "measuring a profile")
-    of, job, cluster = wanted.metadata, wanted.job, wanted.problem.cluster
-    degrees = ", ".join(str(d) for d in wanted.degrees)
-    timed = (f"{of.model}'s layers" if wanted.engine.identity is None
-             else f"the steps of {wanted.engine.name} with {of.model}")
+    of, job, cluster = needed.metadata, needed.job, needed.problem.cluster
+    degrees = ", ".join(str(d) for d in needed.degrees)
+    timed = (f"{of.model}'s layers" if needed.engine.identity is None
+             else f"the steps of {needed.engine.name} with {of.model}")
     tell.detail(
         f"profile: {'timing' if is_new else 'timing more of'} {timed} on "
         f"{Layout(of.ranks, of.threads_per_rank).words} ({of.dtype}, tensor-parallel degree "
         f"{degrees}), {session.words}")
-    for reason in wanted.refused.values():
+    for reason in needed.refused.values():
         tell.say(f"profile: left out, {reason}")
     # every rank reads the request: hosts have the cache in common, but not /tmp
-    shared = None if wanted.launcher.is_here else target.parent
+    shared = None if needed.launcher.is_here else target.parent
     with scratch_folder("xgpt-profile-", shared) as scratch:
         request, progress, stop = (scratch / name for name in ("request.json", "progress", "stop"))
         request.write_text(json.dumps({
-            "metadata": asdict(of), "model": asdict(wanted.problem.model),
-            "degrees": wanted.degrees, "refused": wanted.refused, "needs": asdict(wanted.needs),
-            "own": asdict(wanted.own), "is_quick": session.is_quick,
+            "metadata": asdict(of), "model": asdict(needed.problem.model),
+            "degrees": needed.degrees, "refused": needed.refused, "needs": asdict(needed.needs),
+            "own": asdict(needed.own), "is_quick": session.is_quick,
             "patience_s": session.patience_s, "captures": job.run.cuda_graphs,
             "near": cluster.intra_link.name, "far": cluster.inter_link.name,
             "target": str(target), "progress": str(progress), "stop": str(stop), "engine": {
-                "model_dir": str(wanted.folder), "arguments": dict(job.run.engine_args),
+                "model_dir": str(needed.folder), "arguments": dict(job.run.engine_args),
                 "device_kind": cluster.device.kind}}), encoding="utf-8")
 
         def watch() -> None:
@@ -325,11 +330,11 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
                 stop.touch()
 
         try:
-            command = program_of(job, wanted.engine.profiler, request)
-            ranks = RankProgram(module=wanted.engine.profiler, argument=request, command=command,
+            command = program_of(job, needed.engine.profiler, request)
+            ranks = RankProgram(module=needed.engine.profiler, argument=request, command=command,
                                 count=1 if command else of.ranks,
-                                standby=None if command else wanted.standby)
-            wanted.launcher.run(ranks, watch=watch, ask_to_stop=stop.touch)
+                                standby=None if command else needed.standby)
+            needed.launcher.run(ranks, watch=watch, ask_to_stop=stop.touch)
         finally:
             tell.end_progress()
         if stop.exists():

@@ -21,7 +21,7 @@ from xgpt.report.results_file import write_results
 from xgpt.report.sweep_page import sweep_charts, write_sweep_page
 from xgpt.report.sweep_rows import SWEEP_FILE, read_sweep
 from xgpt.requests.spool import num_queries
-from xgpt.run_folder.files import Place
+from xgpt.run_folder.files import RunFolder
 from xgpt.run_folder.state import has_begun
 
 Form = Literal["html", "png"]
@@ -53,7 +53,7 @@ def write_reports(folders: Sequence[Path], form: Form = "html", out: Path | None
     return [(write_sweep_page if _is_sweep(first) else write_report)(first, out)]
 
 
-def write_tables(places: Sequence[Place]) -> list[Path]:
+def write_tables(places: Sequence[RunFolder]) -> list[Path]:
     """Writes the table of a run's results so far, where its job asks for one; none of several,
     which are compared."""
     if len(places) > 1 or (table := places[0].results) is None or (

@@ -1,5 +1,5 @@
-"""Planning a job: within what its engine executes, on the layout of the cores (so many ranks of so
-many threads) that is best for it, by the one planner there is."""
+"""Plans a job: finds its best schedule that its engine can execute, and the best layout of this
+machine's cores (numbers of ranks and of threads per rank) or size of its cluster."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,9 +9,9 @@ from operator import gt
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.opened import OpenedJob
+from xgpt.app.opened_job import OpenedJob
 from xgpt.app.profile import timing_cost_s, timing_of
-from xgpt.app.telling import told_while
+from xgpt.app.teller import elapsed_told
 from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InfeasibleError, InputError, Mistake, XgptError, refuse, wrong
 from xgpt.core.problem import Problem
@@ -38,21 +38,21 @@ from xsimulator.allocation import pool_layers
 from xsimulator.memory import capacity_bytes, least_weight_bytes
 from xsimulator.replay.prediction import JobPrediction
 
-# What another layout of the cores may save of a job's time for each doubling of its ranks: 7 % were
-# seen of SmolLM2-135M on two cores.
+# Share of a job's time that another layout may save per doubling of its ranks: 7 % were measured
+# with SmolLM2-135M on two cores.
 LAYOUT_GAIN = 0.1
 ANOTHER_ANSWER = 0.05  # chosen: times of another engine that differ by less are not shown
 
 
 def layout_of(opened: OpenedJob) -> Layout:
-    """The layout that the job has."""
+    """The job's ranks and threads per rank."""
     return Layout(opened.problem.cluster.num_devices, threads_per_rank(opened.job, opened.problem))
 
 
-def on_open_layouts(opened: OpenedJob) -> dict[Layout, OpenedJob]:
-    """The job on every layout that it leaves open, the fewest ranks first; as it is, where it
-    leaves none. A profile that it names is of one. What asks for few devices leaves open how
-    many."""
+def by_layout(opened: OpenedJob) -> dict[Layout, OpenedJob]:
+    """The job on every layout that it leaves open, the fewest ranks first, or unchanged on its own.
+    A job with a profile has the profile's layout; one that minimizes devices or cost leaves their
+    number open."""
     if is_sized(opened.problem):
         return {layout_of(one): one for one in _on_sizes(opened)}
     layouts = open_layouts(opened.job)
@@ -64,8 +64,8 @@ def on_open_layouts(opened: OpenedJob) -> dict[Layout, OpenedJob]:
     return {layout: _on(opened, layout, is_one_of_many=len(layouts) > 1) for layout in layouts}
 
 
-def on_ranks(opened: OpenedJob, ranks: int) -> OpenedJob:
-    """The job on so many ranks, if it leaves open how many."""
+def with_ranks(opened: OpenedJob, ranks: int) -> OpenedJob:
+    """The job on `ranks` ranks, where it leaves their number open; else unchanged."""
     if is_sized(opened.problem):
         return _on_size(opened, ranks)
     layouts = open_layouts(opened.job)
@@ -76,18 +76,18 @@ def on_ranks(opened: OpenedJob, ranks: int) -> OpenedJob:
 
 
 def is_sized(problem: Problem) -> bool:
-    """Whether the job asks for few devices, or cheap ones, of those that its cluster has."""
+    """Whether the job's objective is to use few, or cheap, devices of its cluster."""
     return problem.constraint.objective != "throughput"
 
 
 def _on_sizes(opened: OpenedJob) -> list[OpenedJob]:
-    """The job on every part of its cluster that it may be given, the smallest first. Raises
-    InputError where that cannot be said."""
+    """The job on every part of its cluster that it may use, the smallest first. Raises InputError
+    for this machine's cores, and for objective cost without a price."""
     job, cluster = opened.job, opened.problem.cluster
     objective = opened.problem.constraint.objective
     if opened.is_local and cluster.device.kind == "cpu":
         raise wrong(job.source, "objective", objective,
-                    "of a cluster of devices: of this machine's cores all are used")
+                    "only for a cluster of devices: of this machine all cores are used")
     if objective == "cost" and cluster.device.price_per_hour is None:
         raise wrong(job.source, "price_per_hour", None, "required for objective cost: the catalog "
                     f"has no price of {cluster.device.name}")
@@ -105,8 +105,8 @@ def _on(opened: OpenedJob, layout: Layout, *, is_one_of_many: bool = False) -> O
     job, problem = with_layout(opened.job, layout), opened.problem
     cluster, fixed = resolve_cluster(job), problem.fixed
     if is_one_of_many and fixed.tp_degree is None and not fixed.tp_gpus:
-        # what tensor parallelism would divide among ranks, a layout of fewer divides among threads,
-        # without messages
+        # instead of tensor parallelism over ranks, a layout of fewer ranks has more threads, which
+        # need no messages
         fixed = replace(fixed, tp_degree=1, tp_gpus=0)
     return replace(opened, job=job, problem=replace(
         problem, cluster=cluster, fixed=fixed,
@@ -115,7 +115,7 @@ def _on(opened: OpenedJob, layout: Layout, *, is_one_of_many: bool = False) -> O
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Printed):
-    """A schedule, what it was planned for, and the times it was planned with. As text it is the
+    """A schedule, the job it was planned for, and the step times it was planned with. As text the
     screen that `xgpt schedule` prints."""
 
     schedule: Schedule
@@ -147,16 +147,16 @@ class Plan(Printed):
 
     @cached_property
     def prediction(self) -> JobPrediction | None:
-        """Prediction for the job's own queries, loading left out; None if it has no number of
-        them."""
+        """Prediction for the job's own queries without loading; None for the steady horizon, or an
+        unknown number of queries."""
         if self.horizon == "steady":
             return None
         return predict(self.opened.problem, self.timing, self.schedule.estimate, replays=1)
 
     @cached_property
     def by_engine(self) -> list[tuple[str, float]]:
-        """(engine in words, seconds for the job's own requests) of the same schedule by the
-        computed times of other engines, vLLM's with fp8 weights too, where these differ."""
+        """Names of other engines (vLLM with fp8 weights too) and the seconds that the job takes by
+        their computed times, where these differ."""
         own, problem = self.prediction, self.opened.problem
         if own is None or not isinstance(self.timing, Roofline):
             return []
@@ -178,27 +178,27 @@ class Plan(Printed):
 
     @property
     def details(self) -> str:
-        """Why this schedule: alternatives, bounds, what was pruned, and each stage, as `xgpt
-        explain` prints them."""
+        """The text of `xgpt explain`: alternatives, bounds, pruned boxes, and each stage."""
         return schedule_details(self.schedule)
 
 
 class JobPlanner:
-    """Plans of one job under one latency bound after the other, over the layouts of this machine's
-    cores, or the sizes of its cluster, that it leaves open."""
+    """Plans one job under any number of latency limits, over the layouts of this machine's cores,
+    or the sizes of its cluster, that it leaves open."""
 
     def __init__(self, opened: OpenedJob, options: PlanOptions | None = None,
                  timing: TimingSource | None = None) -> None:
-        """Measures what is not known of this machine's times; `timing`: those of a job that leaves
-        nothing open. Raises InfeasibleError for weights that all devices together do not hold."""
+        """Measures step times of this machine that are not known; `timing`: times to use instead,
+        for a job with one layout. Raises InfeasibleError for weights that do not fit on all devices
+        together."""
         opened = executable(opened)
         self._objective = opened.problem.constraint.objective
         self._options = options or PlanOptions(horizon=default_horizon(opened.job))
         self._watch = Watch(self._options.max_seconds or opened.job.max_search_s)
-        self._jobs = {layout_of(opened): opened} if timing is not None else on_open_layouts(opened)
+        self._jobs = {layout_of(opened): opened} if timing is not None else by_layout(opened)
         if timing is None:
             _refuse_without_room(tuple(self._jobs.values()))
-        self._planners: dict[tuple[Layout, bool], Planner] = {}  # of a layout, rough or in full
+        self._planners: dict[tuple[Layout, bool], Planner] = {}  # by layout and whether it is rough
         layouts = [*self._jobs]
         if is_sized(opened.problem):  # parts of a cluster have its own times
             timing = timing or timing_of(self._jobs[layouts[-1]])
@@ -206,8 +206,8 @@ class JobPlanner:
             self._planner(layout, timing)
 
     def plan(self, latency_bound_s: float | None = None) -> Plan:
-        """The best of any layout under the bound (by default the job's). Raises InfeasibleError,
-        and InputError for what no layout can hold."""
+        """The best plan of all layouts under the latency limit (by default the job's). Raises
+        InfeasibleError, and InputError for a job that fits on no layout."""
         self._watch.reset()
         wide, *others = self._jobs
         if others and is_sized(self._jobs[wide].problem):
@@ -215,7 +215,7 @@ class JobPlanner:
         is_steady = self._options.horizon == "steady"
         tried = [self._tried(wide, latency_bound_s)]
         if others and self._is_worth_timing(others[0], tried[0], is_steady=is_steady):
-            # of one that is behind, its place is enough
+            # a rough plan is enough for a layout that is not the best
             tried.append(self._tried(others[0], latency_bound_s,
                                      is_rough=isinstance(tried[0].planned, Schedule)))
             if tried[1].is_rough and (
@@ -225,13 +225,13 @@ class JobPlanner:
         schedule, best = found.chosen(), found.best
         if self._watch.has_cut:
             self._jobs[best.layout].tell.say(
-                f"note: the search was ended after {format_seconds(self._watch.seconds)}, as asked "
-                "(search.max_seconds): what is shown as proved holds, and more time may find more")
+                f"note: the search ended after {format_seconds(self._watch.seconds)} "
+                "(search.max_seconds): more time may find a better schedule, within the gap shown")
         return Plan(schedule=schedule, opened=self._jobs[best.layout], timing=best.timing,
                     horizon=self._options.horizon)
 
     def _on_best_size(self, latency_bound_s: float | None) -> Plan:
-        """The plan of the size that the job's objective takes."""
+        """The plan on the number of devices that is best for the job's objective."""
         layouts = {layout.ranks: layout for layout in self._jobs}
 
         def planned(size: int, has_margin: bool) -> Schedule:
@@ -254,15 +254,15 @@ class JobPlanner:
                     horizon=self._options.horizon)
 
     def of(self, plan: Plan | None) -> tuple[OpenedJob, Planner]:
-        """The job on the layout of a plan of it (None: on the one of fewest ranks), and what plans
-        it there."""
+        """The job on the layout of its `plan` (None: of fewest ranks), and that layout's planner.
+        """
         layout = next(layout for layout, job in self._jobs.items()
                       if plan is None or job is plan.opened)
         return self._jobs[layout], self._planner(layout)
 
     def _is_worth_timing(self, layout: Layout, first: PlannedLayout, *, is_steady: bool) -> bool:
-        """Whether to plan on this layout, too: where it has been timed, where the first has no
-        schedule, or where the job is long enough for what it may bring."""
+        """Whether to plan on this layout, too: where it was measured already, the first layout has
+        no schedule, or the job is long enough to regain the time of measuring."""
         cost_s = 0.0 if (layout, False) in self._planners else timing_cost_s(
             self._jobs[layout], first.timing)
         if not cost_s or not isinstance(first.planned, Schedule):
@@ -271,14 +271,14 @@ class JobPlanner:
         if job_s * LAYOUT_GAIN * math.log2(layout.ranks / first.layout.ranks) >= cost_s:
             return True
         self._jobs[layout].tell.detail(
-            f"layout: {first.layout.words}. {layout.words} is not timed: that would take "
+            f"layout: {first.layout.words}. {layout.words} is not measured: that would take "
             f"{format_seconds(cost_s)}, this job takes {format_seconds(job_s)} "
-            f"(`--set run.ranks={layout.ranks}` times it)")
+            f"(`--set run.ranks={layout.ranks}` measures it)")
         return False
 
     def _planner(self, layout: Layout, timing: TimingSource | None = None, *,
                  is_rough: bool = False) -> Planner:
-        """What plans on this layout; `timing`: its times, else they are measured. `is_rough`:
+        """The planner for a layout. `timing`: its step times, measured where None. `is_rough`:
         without margins, by few replays."""
         if (layout, is_rough) not in self._planners:
             job, options = self._jobs[layout], self._options
@@ -295,7 +295,7 @@ class JobPlanner:
                is_rough: bool = False) -> PlannedLayout:
         planner = self._planner(layout, is_rough=is_rough)
         try:
-            with self._watch, told_while(self._jobs[layout].tell, "finding the best schedule",
+            with self._watch, elapsed_told(self._jobs[layout].tell, "finding the best schedule",
                                          lambda: self._watch.words):
                 planned: Schedule | XgptError = planner.plan(latency_bound_s)
         except (InfeasibleError, InputError) as refusal:
@@ -305,7 +305,7 @@ class JobPlanner:
 
 
 def _refuse_without_room(jobs: Sequence[OpenedJob]) -> None:
-    """What would else be found after minutes of measuring. Raises InfeasibleError."""
+    """Raises InfeasibleError where the weights fit on no layout, before minutes of measuring."""
     problems = [job.problem for job in jobs]
     needed, room = zip(*((least_weight_bytes(one), one.cluster.num_devices * capacity_bytes(
         one.cluster.device)) for one in problems), strict=True)
@@ -317,14 +317,15 @@ def _refuse_without_room(jobs: Sequence[OpenedJob]) -> None:
             "or a dtype of fewer bytes")
 
 
-def settled(opened: OpenedJob, given: Estimate | None = None) -> tuple[OpenedJob, TimingSource]:
-    """The job on one layout, and its times: on the ranks of the estimate given, else where it is
-    planned, or where no plan of it is on the fewest ranks."""
+def job_with_times(opened: OpenedJob,
+                   given: Estimate | None = None) -> tuple[OpenedJob, TimingSource]:
+    """The job on one layout, and its step times: the layout of the estimate `given`, else of the
+    job's plan, or of fewest ranks where it has no plan."""
     if given is not None:
-        opened = on_ranks(opened, given.num_devices)
+        opened = with_ranks(opened, given.num_devices)
         return opened, timing_of(opened)
-    if len(on_open_layouts(opened)) == 1:
-        (opened,) = on_open_layouts(opened).values()
+    if len(by_layout(opened)) == 1:
+        (opened,) = by_layout(opened).values()
         return opened, timing_of(opened)
     planner = JobPlanner(opened)
     try:
@@ -336,36 +337,36 @@ def settled(opened: OpenedJob, given: Estimate | None = None) -> tuple[OpenedJob
 
 
 def executable(opened: OpenedJob, schedule: Schedule | None = None) -> OpenedJob:
-    """The job as its engine executes it: over every policy and tensor-parallel degree that the
-    engine has and the job, or the `schedule` it is to execute, leaves open. Raises InputError for
-    what the engine does not execute."""
+    """The job limited to the policies and tensor-parallel degrees that its engine executes, of
+    those that the job, or the `schedule` to execute, leaves open. Raises InputError where none is
+    left."""
     engine = engine_of(opened.job)
     problem = engine.restricted(opened.job, opened.problem, schedule)
     return replace(opened, problem=replace(
         problem, is_revised=problem.is_revised and engine.is_changeable))
 
 
-def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
-    """A schedule, from the file `source`, as the job's engine executes it. Raises InputError for
-    one of another job, or that the engine does not execute."""
-    opened = on_ranks(opened, schedule.estimate.num_devices)
+def plan_from(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
+    """The plan that runs `schedule`, read from the file `source`, on the job. Raises InputError for
+    a schedule of another job, or one that the engine does not execute."""
+    opened = with_ranks(opened, schedule.estimate.num_devices)
     if schedule.fingerprint != opened.problem.fingerprint:
         raise wrong(source, "fingerprint", schedule.fingerprint,
                     f"this job's is {opened.problem.fingerprint}: another model, dtype or number "
-                    "of ranks; find a schedule for this job with `xgpt schedule`")
+                    "of ranks; plan this job with `xgpt schedule`")
     each = opened.problem.cluster.devices_per_node
     if schedule.estimate.others and ranks_per_node(schedule.estimate, each) is None:
         raise wrong(source, "others", len(schedule.estimate.others),
-                    f"shapes of which every copy lies within a node of {each} devices, "
-                    "or on whole nodes")
+                    f"shapes whose replicas each lie within a node of {each} devices, or on whole "
+                    "nodes")
     refuse(_misfits(opened.problem, schedule.estimate, source))
     opened = executable(opened, schedule)
     return Plan(schedule=schedule, opened=opened, timing=timing_of(opened), horizon="job")
 
 
 def _misfits(problem: Problem, estimate: Estimate, source: Path) -> Iterator[Mistake]:
-    """What of a schedule that says it is of this problem cannot be: devices, layers, and copies
-    that would have no share of the queries."""
+    """Yields mistakes of a schedule for this problem: too many devices, other layers than the
+    model's, or replicas that get no queries."""
     mistake, most = partial(Mistake, file=str(source), line=None), problem.cluster.num_devices
     if estimate.num_devices > most:
         yield mistake(key="deployment", value=estimate.num_devices,
@@ -380,17 +381,17 @@ def _misfits(problem: Problem, estimate: Estimate, source: Path) -> Iterator[Mis
                               allowed=f"decoder and encoder layers as the model has: {[*wanted]}")
         if estimate.others and not shape.figures.throughput_qps:
             yield mistake(key=f"{of}figures.throughput_qps", value=0,
-                          allowed="more than 0: it says which copies get how many of the queries")
+                          allowed="more than 0: it decides the replicas' shares of the queries")
 
 
 def plan_job(opened: OpenedJob, timing: TimingSource | None = None,
              options: PlanOptions | None = None) -> Plan:
-    """The plan of a job, the very one that `xgpt submit` runs where its horizon is the job. Raises
-    InfeasibleError."""
+    """Plans a job, as `xgpt submit` does (which uses the horizon job). `timing`: step times to use
+    instead of the job's. Raises InfeasibleError."""
     return JobPlanner(opened, options, timing).plan()
 
 
 def default_horizon(job: Job) -> Horizon:
-    """What is planned for unless the user says so: the job where it has requests."""
+    """The horizon unless the user gives one: "job" for a job with requests, else "steady"."""
     has_requests = job.workload.requests is not None or job.workload.count is not None
     return "job" if has_requests else "steady"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.app.opened import OpenedJob
+from xgpt.app.opened_job import OpenedJob
 from xgpt.app.schedule import plan_job
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InputError

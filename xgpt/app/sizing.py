@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt.app.opened import OpenedJob, open_job
+from xgpt.app.opened_job import OpenedJob, open_job
 from xgpt.app.schedule import Plan, plan_job
-from xgpt.app.telling import Teller
+from xgpt.app.teller import Teller
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, UnknownNameError, nearest, wrong
 from xgpt.core.system.whole_file import write_atomically

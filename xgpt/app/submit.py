@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.hand_in import shared_folders
-from xgpt.app.opened import open_job
-from xgpt.app.running.finished import done_already
+from xgpt.app.opened_job import open_job
+from xgpt.app.remote_jobs import shared_folders
+from xgpt.app.running.finished import finished_result
 from xgpt.app.running.prepare import refuse_what_no_machine_runs
-from xgpt.app.running.resume import goes_on, taken_over
-from xgpt.app.running.run import Run, at_work, open_to_run
-from xgpt.app.schedule import Plan, plan_job, to_run
-from xgpt.app.telling import Teller
+from xgpt.app.running.resume import adopt_if_complete, keep_begun_schedule
+from xgpt.app.running.run import Run, locked_output, open_to_run
+from xgpt.app.schedule import Plan, plan_from, plan_job
+from xgpt.app.teller import Teller
 from xgpt.core.errors import EXIT_RESUMABLE, StoppedEarly, XgptError, refuse, wrong
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.system.machine import why_no_torch
@@ -42,10 +42,10 @@ def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, 
     whose command was killed with all results there. `standby`: may serve as its ranks. Raises
     StoppedEarly where it was asked to stop."""
     begin_compiling(job)
-    with stopping_in_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
-        if (found := taken_over(opened)) is not None:
+    with stopping_in_order(), locked_output(open_to_run(job, tell, standby)) as (opened, lock):
+        if (found := adopt_if_complete(opened)) is not None:
             return found
-        plan = goes_on(opened, plan_job(opened))
+        plan = keep_begun_schedule(opened, plan_job(opened))
         opened.tell.detail(schedule_table(plan.schedule))
         return Run(plan, lock).execute()
 
@@ -58,19 +58,19 @@ def planned(job: Job, tell: Teller) -> Plan:
 def run(job: Job, tell: Teller, standby: Standby | None = None,
         schedule_file: Path | None = None) -> dict[str, Any]:
     """Does the same by the schedule of a file, by default the one in the job's output folder."""
-    with stopping_in_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
-        if (found := taken_over(opened)) is not None:
+    with stopping_in_order(), locked_output(open_to_run(job, tell, standby)) as (opened, lock):
+        if (found := adopt_if_complete(opened)) is not None:
             return found
         path = schedule_file or opened.job.output / "schedule.json"
         if schedule_file is None and not path.exists():
             raise wrong(path, "schedule", None, "this job has none yet: `xgpt submit` plans and "
                         "runs it, and `--schedule FILE` runs one of `xgpt schedule --out FILE`")
-        plan = to_run(opened, load_schedule(path), path)
+        plan = plan_from(opened, load_schedule(path), path)
         return Run(plan, lock).execute()
 
 
 @dataclass(slots=True, kw_only=True)
-class Turn:
+class JobTurn:
     """One job's turn. `state`: not started, done, already done, failed or stopped; `facts`: what
     `--json` says of it."""
 
@@ -82,7 +82,7 @@ class Turn:
     def take(self, tell: Teller, ranks: Standby, *, is_again: bool) -> bool:
         """Runs the job, unless it is done; False where all are to stop."""
         try:
-            found = done_already(self.job, tell, is_again=is_again)
+            found = finished_result(self.job, tell, is_again=is_again)
             self.facts = found or submit(self.job, tell, ranks)
             self.state = "already done" if found else "done"
         except XgptError as error:
@@ -110,10 +110,10 @@ class Turn:
                                 placeholder=" ...")
 
 
-class SomeNotDone(XgptError):
+class SomeJobsUnfinished(XgptError):
     """Not every job came to its end; carries the exit code of the first that did not."""
 
-    def __init__(self, turns: Sequence[Turn]) -> None:
+    def __init__(self, turns: Sequence[JobTurn]) -> None:
         left = [turn for turn in turns if not turn.state.endswith("done")]
         code = next((turn.error.exit_code for turn in left if turn.error), EXIT_RESUMABLE)
         again = "; the same command goes on with the rest" if code == EXIT_RESUMABLE else ""
@@ -129,7 +129,7 @@ def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> 
     refuse(shared_folders(jobs))
     for job in jobs:
         refuse_what_no_machine_runs(job)
-    turns, ranks = [Turn(job=job) for job in jobs], Standby(say=tell.say)
+    turns, ranks = [JobTurn(job=job) for job in jobs], Standby(say=tell.say)
     try:
         with stopping_in_order():
             for number, turn in enumerate(turns, start=1):
@@ -144,7 +144,7 @@ def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> 
         for turn in turns:
             tell.say(turn.line)
     if any(not turn.state.endswith("done") for turn in turns):
-        raise SomeNotDone(turns)
+        raise SomeJobsUnfinished(turns)
     return {"jobs": [turn.to_dict() for turn in turns]}
 
 

@@ -13,12 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.telling import bar, time_left_s
+from xgpt.app.teller import bar, time_left_s
 from xgpt.core.errors import MissingExtraError, XgptError, visible
 from xgpt.core.units import format_seconds
 from xgpt.launch.slurm_jobs import SlurmJob, cancel_job
 from xgpt.report.table import fact, shown, shown_width, table
-from xgpt.run_folder.files import Place, SlurmRecord, doing, last_messages, no_run
+from xgpt.run_folder.files import (
+    RunFolder,
+    SlurmRecord,
+    current_activity,
+    last_messages,
+    no_run_error,
+)
 from xgpt.run_folder.state import State, are_silent, job_status, signs_of_life
 from xrunner.files.heartbeat import RankState, read_heartbeats
 from xrunner.files.lock import StopRequest
@@ -38,7 +44,7 @@ _ASKED = "asked to stop: it ends in a few seconds, and the same command goes on 
 class Glance:
     """One look at a job. `tokens_per_s`: since the look before, or of the whole run where there was
     none; None before there are any. `queries`: in the system, being encoded or decoded; None where
-    the ranks do not tell. `doing`: what goes on before the ranks start, in words."""
+    the ranks do not tell. `current_activity`: what goes on before the ranks start, in words."""
 
     name: str
     output: Path
@@ -154,7 +160,7 @@ class NowAndThen:
         return self._said
 
 
-def glance(place: Place, before: Glance | None = None,
+def glance(place: RunFolder, before: Glance | None = None,
            ask: Callable[[SlurmRecord], SlurmJob | None] = SlurmRecord.ask) -> Glance | None:
     """Looks once; None where there has been no job. `before`: the last look, for what has changed
     since."""
@@ -168,7 +174,7 @@ def glance(place: Place, before: Glance | None = None,
         name=place.name, output=output, state=status.state, is_active=status.is_active,
         progress=progress, bound_s=place.bound_s,
         tokens_per_s=_pace(progress, None if before is None else before.progress),
-        queries=_in_system(ranks), ranks=ranks, doing=doing(output),
+        queries=_in_system(ranks), ranks=ranks, doing=current_activity(output),
         slurm=(status.in_words or "").removeprefix("Slurm: "),
         remark=(None if status.is_active else status.run.next_step) or status.cause or "",
         messages=tuple(last_messages(output, _MESSAGES)))
@@ -250,7 +256,7 @@ def stop_job(output: Path) -> str:
     where nothing is to be stopped."""
     status = job_status(output)
     if status is None:
-        raise no_run(output)
+        raise no_run_error(output)
     record, said = status.record, status.said
     if record is not None and said is not None and said.is_waiting:
         cancel_job(record.job_id, record.cluster)

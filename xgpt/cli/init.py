@@ -24,7 +24,7 @@ from xgpt.app.init import (
     write_new_job,
 )
 from xgpt.app.models import ModelCheck, UnsupportedModel, check_model_named
-from xgpt.app.opened import tell_delimiters
+from xgpt.app.opened_job import tell_delimiters
 from xgpt.cli.options import check_writable, json_option, print_json
 from xgpt.cli.terminal import Terminal, is_terminal, say, show
 from xgpt.core.errors import wrong

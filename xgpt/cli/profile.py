@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from xgpt.app.opened import open_file
+from xgpt.app.needed_profile import needed_profile
+from xgpt.app.opened_job import open_file
 from xgpt.app.profile import local_profile
-from xgpt.app.schedule import on_open_layouts
-from xgpt.app.wanted import wanted_profile
+from xgpt.app.schedule import by_layout
 from xgpt.cli.options import (
     check_writable,
     job_arguments,
@@ -85,9 +85,9 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
             "their device")
     check_writable(out, "--out")
     # of the layouts that a job leaves open, the one of fewest ranks
-    opened = next(iter(on_open_layouts(opened).values()))
+    opened = next(iter(by_layout(opened).values()))
     folder = None if opened.files is None else opened.files.directory
-    measured = local_profile(wanted_profile(opened.job, opened.problem, degrees, folder),
+    measured = local_profile(needed_profile(opened.job, opened.problem, degrees, folder),
                              opened.tell, again=again)
     if out is not None:
         save_profile(measured, out)

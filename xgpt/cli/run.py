@@ -1,4 +1,4 @@
-"""`xgpt run` executes a schedule; `xgpt submit` does all of it, here or through Slurm."""
+"""The commands `xgpt submit`, `run` and `score`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,56 +25,57 @@ from xgpt.job.job_file import load_job
 from xgpt.launch.launcher import allocation_here
 from xgpt.launch.standby import standby_for
 
-# Imported when a rank has been started: the two import side by side.
-_USE_CASES, _SLURM, _FINISHED = "xgpt.app.submit", "xgpt.app.hand_in", "xgpt.app.running.finished"
-METRICS = "metrics.json"  # xgpt.run_folder.files.METRICS_FILE, which a job that is done has
+# Imported after the first rank has started, so that both import at the same time.
+_SUBMIT, _SLURM = "xgpt.app.submit", "xgpt.app.remote_jobs"
+_FINISHED = "xgpt.app.running.finished"
+METRICS = "metrics.json"  # xgpt.run_folder.files.METRICS_FILE, without importing it
 _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has none
 
 _strict_option = click.option(
     "--strict", "is_strict", is_flag=True,
-    help="End with exit code 4 where the run is done but a bound was not kept.")
+    help="Exit with code 4 if the run misses a limit of its job.")
 
 
 @click.command()
 @click.argument("job_files", nargs=-1, required=True, type=JOB_FILE, metavar="JOB.yaml...")
 @job_options
 @click.option("--slurm", "through_slurm", is_flag=True,
-              help="Hand the job in to Slurm though its file has no section `slurm`, or from "
-              "within an allocation.")
+              help="Submit the job to Slurm even without a section `slurm` in its file, or from "
+              "inside an allocation.")
 @click.option("--again", "is_again", is_flag=True,
-              help="Run a job that is done, or half done, from its beginning; what it left is kept "
-              "in a folder earlier-DATE of its output.")
+              help="Start over, even if the job is finished. Old results move to "
+              "OUTPUT/earlier-DATE.")
 @click.option("--results", metavar="FILE", type=click.Path(path_type=Path),
-              help="Write the results into this file besides: .csv, .tsv, .parquet or .jsonl.")
+              help="Also write the results to this file: .csv, .tsv, .parquet or .jsonl.")
 @within_seconds
 @click.option("--dry-run", is_flag=True,
-              help="Print the schedule and, for Slurm, the batch script; start nothing.")
+              help="Only print the schedule and, for Slurm, the batch script.")
 @_strict_option
 @verbose_option
 def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool,
            through_slurm: bool, is_again: bool, results: Path | None, max_seconds: float | None,
            dry_run: bool, is_strict: bool, is_verbose: bool) -> None:
-    """Profile, schedule, run and report: everything the job file asks for.
+    """Profile, plan and run a job, and write its report.
 
-    A job that is done says so, and runs nothing (`--again` runs it anew).
-    Several jobs run one after another; those of the same model on the same layout of ranks load
-    it once. With a section `slurm` the job is handed in to Slurm, in whose allocation the rest
-    happens; several such job files become one array.
+    A stopped job continues; a finished one is not run again (`--again` does).
+    Several jobs run one after another; those of the same model on the same ranks load it once.
+    With a section `slurm` the job is submitted to Slurm and runs in an allocation; several such
+    job files become one array.
     """
     if results is not None and len(job_files) > 1:
-        raise click.UsageError("--results is of one job file; give each its own key `results`")
+        raise click.UsageError("--results is for one job file; give each its own key `results`")
     if results is not None:  # from where the command is called; the job file's start elsewhere
         overrides = (*overrides, f"results={json.dumps(str(results.absolute()))}")
     overrides = with_seconds(overrides, max_seconds)
-    wanted = [_wanted(path, overrides, through_slurm) for path in job_files]
+    wanted = [_job_and_overrides(path, overrides, through_slurm) for path in job_files]
     tell = Terminal(is_verbose=is_verbose)
     is_for_slurm = any(job.slurm is not None for job, _ in wanted)
     if through_slurm or (is_for_slurm and allocation_here() is None):
         if is_strict:
-            raise click.UsageError("--strict is of a run here; of one that is handed in to Slurm, "
-                                   "metrics.json says whether its bounds were kept (bound_kept)")
-        shown = import_module(_SLURM).hand_in_jobs(wanted, tell, is_dry=dry_run,
-                                                    is_again=is_again)
+            raise click.UsageError("--strict is for a run here; for one in Slurm, metrics.json "
+                                   "says whether its limits were met (bound_kept)")
+        shown = import_module(_SLURM).submit_batch(wanted, tell, is_dry=dry_run,
+                                                   is_again=is_again)
         if as_json:
             print_json(shown)
         elif dry_run and is_verbose:
@@ -84,49 +85,49 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
     if dry_run:
         _show_plans(jobs, as_json, tell, is_verbose=is_verbose)
     elif len(jobs) > 1:
-        shown = import_module(_USE_CASES).submit_all(jobs, tell, is_again=is_again)
-        _done(shown, shown["jobs"], as_json, is_strict)
-    elif (found := _done_already(jobs[0], tell, is_again=is_again)) is None:
-        _do("submit", jobs[0], as_json, is_strict, tell)
+        shown = import_module(_SUBMIT).submit_all(jobs, tell, is_again=is_again)
+        _print_done(shown, shown["jobs"], as_json, is_strict)
+    elif (found := _finished_result(jobs[0], tell, is_again=is_again)) is None:
+        _run_job("submit", jobs[0], as_json, is_strict, tell)
     else:
-        _done(found, [found], as_json, is_strict)
+        _print_done(found, [found], as_json, is_strict)
 
 
 @click.command()
 @job_arguments
 @click.option("--schedule", "schedule_file", type=click.Path(path_type=Path), metavar="FILE",
-              help="The schedule to execute; default: schedule.json of the job's output folder.")
+              help="Schedule to execute (default: schedule.json of the job's output folder).")
 @_strict_option
 @verbose_option
 def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
         schedule_file: Path | None, is_strict: bool, is_verbose: bool) -> None:
-    """Execute a schedule on the real model (and go on where a stopped run ended)."""
-    _do("run", load_job(job_file, overrides), as_json, is_strict, Terminal(is_verbose=is_verbose),
-        schedule_file=schedule_file)
+    """Run a job by a given schedule, or continue a stopped run."""
+    _run_job("run", load_job(job_file, overrides), as_json, is_strict,
+             Terminal(is_verbose=is_verbose), schedule_file=schedule_file)
 
 
 @click.command()
 @job_arguments
 @click.option("--again", "is_again", is_flag=True,
-              help="Score a job that is done, or half done, from its beginning.")
-@click.option("--dry-run", is_flag=True, help="Print the schedule; start nothing.")
+              help="Start over, even if the job is finished.")
+@click.option("--dry-run", is_flag=True, help="Only print the schedule.")
 @_strict_option
 @verbose_option
 def score(job_file: Path, overrides: tuple[str, ...], as_json: bool, is_again: bool, dry_run: bool,
           is_strict: bool, is_verbose: bool) -> None:
-    """Log-likelihood per token of given continuations: `submit` with `workload.score: true`."""
+    """Compute log-likelihoods of given continuations: `submit` with `workload.score: true`."""
     job = load_job(job_file, (*overrides, "workload.score=true"))
     tell = Terminal(is_verbose=is_verbose)
     if dry_run:
         _show_plans([job], as_json, tell, is_verbose=is_verbose)
-    elif (found := _done_already(job, tell, is_again=is_again)) is None:
-        _do("submit", job, as_json, is_strict, tell)
+    elif (found := _finished_result(job, tell, is_again=is_again)) is None:
+        _run_job("submit", job, as_json, is_strict, tell)
     else:
-        _done(found, [found], as_json, is_strict)
+        _print_done(found, [found], as_json, is_strict)
 
 
 def _show_plans(jobs: Sequence[Job], as_json: bool, tell: Terminal, *, is_verbose: bool) -> None:
-    plans = [import_module(_USE_CASES).planned(job, tell) for job in jobs]
+    plans = [import_module(_SUBMIT).planned(job, tell) for job in jobs]
     if as_json:
         shown = [to_json(plan.schedule) for plan in plans]
         print_json(shown[0] if len(jobs) == 1 else {"schedules": shown})
@@ -135,9 +136,9 @@ def _show_plans(jobs: Sequence[Job], as_json: bool, tell: Terminal, *, is_verbos
         show(str(plan) if len(jobs) == 1 else f"== {job.name}\n{plan}\n")
 
 
-def _wanted(path: Path, overrides: tuple[str, ...], through_slurm: bool,
-            ) -> tuple[Job, tuple[str, ...]]:
-    """The job, and the `--set`s that make it of its file."""
+def _job_and_overrides(path: Path, overrides: tuple[str, ...],
+                       through_slurm: bool) -> tuple[Job, tuple[str, ...]]:
+    """The job and its `--set`s, with a section `slurm` where it must be submitted to Slurm."""
     job = load_job(path, overrides)
     if job.slurm is not None or not through_slurm:
         return job, overrides
@@ -145,26 +146,26 @@ def _wanted(path: Path, overrides: tuple[str, ...], through_slurm: bool,
     return load_job(path, overrides), overrides
 
 
-def _done_already(job: Job, tell: Terminal, *, is_again: bool) -> dict[str, Any] | None:
-    """See xgpt.app.running.finished, which is not imported where there is nothing to be told: a
-    rank is to be started first."""
+def _finished_result(job: Job, tell: Terminal, *, is_again: bool) -> dict[str, Any] | None:
+    """See xgpt.app.running.finished, which is imported only for a job with metrics: else a rank is
+    started first."""
     if not is_again and not (job.output / METRICS).exists():
         return None
-    found: dict[str, Any] | None = import_module(_FINISHED).done_already(
+    found: dict[str, Any] | None = import_module(_FINISHED).finished_result(
         job, tell, is_again=is_again)
     return found
 
 
-def _do(use_case: str, job: Job, as_json: bool, is_strict: bool, tell: Terminal,
-        **more: Any) -> None:
+def _run_job(use_case: str, job: Job, as_json: bool, is_strict: bool, tell: Terminal,
+             **more: Any) -> None:
     with standby_for(job) as standby:
-        metrics = getattr(import_module(_USE_CASES), use_case)(job, tell, standby, **more)
-    _done(metrics, [metrics], as_json, is_strict)
+        metrics = getattr(import_module(_SUBMIT), use_case)(job, tell, standby, **more)
+    _print_done(metrics, [metrics], as_json, is_strict)
 
 
-def _done(shown: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], as_json: bool,
-          is_strict: bool) -> None:
-    """Prints what there is to print of runs that are done. Raises BoundMissed."""
+def _print_done(shown: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], as_json: bool,
+                is_strict: bool) -> None:
+    """Prints the `--json` object of finished runs, if wanted. Raises BoundMissed for `--strict`."""
     missed = [run for run in runs if is_strict and run.get("bound_kept") is False]
     if missed:
         refusal = BoundMissed("; ".join(

@@ -1,18 +1,16 @@
-"""`xgpt schedule`: the best schedule within the bound, and what was proved about it; `xgpt
-simulate`: a given schedule's Estimate, and a replay that checks it; `xgpt export`: a job as a file
-for another scheduler."""
+"""The commands `xgpt schedule`, `explain`, `export` and `simulate`."""
 
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from xgpt.app.hand_in import FORMATS
-from xgpt.app.hand_in import export as export_job
-from xgpt.app.opened import open_file, open_job
-from xgpt.app.schedule import default_horizon, plan_job, settled
+from xgpt.app.opened_job import open_file, open_job
+from xgpt.app.plan_analysis import analyze_plan
+from xgpt.app.remote_jobs import FORMATS
+from xgpt.app.remote_jobs import export as export_job
+from xgpt.app.schedule import default_horizon, job_with_times, plan_job
 from xgpt.app.simulate import simulate_job
-from xgpt.app.what_if import answers_for
 from xgpt.cli.options import (
     check_writable,
     job_arguments,
@@ -32,7 +30,7 @@ from xgpt.job.job_file import load_job
 from xgpt.launch.exports import vllm_command
 from xgpt.report.chart import SUFFIXES, can_draw
 from xgpt.report.table import schedule_details
-from xgpt.run_folder.files import newest_run
+from xgpt.run_folder.files import newest_run_folder
 from xscheduler.planner import Horizon, PlanOptions
 
 
@@ -51,12 +49,13 @@ def _share(_context: click.Context, _parameter: click.Parameter, text: str | Non
 def _times_of(job: Job) -> str:
     if job.profile is not None:
         return f"the profile {job.profile.name}"
-    # of this machine they are measured with what is to execute
+    # on this machine they are measured with the job's engine
     return job.run.engine if job.cluster == LOCAL_CLUSTER else job.plan_engine
 
 
 def _batch_files(job: Job) -> tuple[Path, Path]:
-    """(requests, answers) of an offline run: the job's own file where it is one of JSON lines."""
+    """Paths of the requests and of the answers of an offline vLLM run: the job's file of requests
+    if it is one of JSON lines."""
     paths = job.workload.requests.paths if job.workload.requests is not None else ()
     is_lines = len(paths) == 1 and paths[0].suffix == ".jsonl"
     return (paths[0] if is_lines else Path("requests.jsonl")), job.output / "vllm.jsonl"
@@ -65,40 +64,40 @@ def _batch_files(job: Job) -> tuple[Path, Path]:
 @click.command()
 @job_arguments
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
-              help="Also write the schedule to FILE (for simulate and run); with --from, the one "
-              "recommended.")
+              help="Write the schedule (with --from, the recommended one) to FILE.")
 @click.option("--price", "with_price", is_flag=True,
-              help="What 10 % more latency, a GPU or node, and 10 % more memory would bring.")
+              help="Show the gain from 10 % more latency, one more GPU or node, or 10 % more "
+              "memory.")
 @click.option("--drift", "with_drift", is_flag=True,
-              help="What becomes of it when output lengths change (replays: a minute or two).")
+              help="Sensitivity to output-length drift (takes a minute or two).")
 @click.option("--from", "from_file", type=click.Path(path_type=Path), metavar="FILE",
-              help="A schedule that is deployed: keep it, adjust it, or deploy another?")
+              help="Compare with a deployed schedule: keep it, adjust it, or deploy another.")
 @click.option("--gap", metavar="SHARE", callback=_share,
               show_default="until nothing better is expected",
-              help="Stop improving once no schedule can be better by more than this.")
+              help="Optimality gap at which to stop.")
 @click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
-              help="Replay N configurations at most in each round of the search.")
+              help="Simulate at most N schedules in each round of the search.")
 @click.option("--export", "form", type=click.Choice(["vllm", "vllm-serve"]),
-              help="Also vLLM's command nearest to the schedule: `vllm` runs a file of OpenAI "
+              help="Print the vLLM command nearest to the schedule: `vllm` runs a file of OpenAI "
               "batch requests offline, `vllm-serve` starts a server.")
 @click.option("--verbose", is_flag=True,
-              help="Also why: alternatives, bounds and stages, as `xgpt explain` prints them.")
+              help="Also print alternatives, bounds and stages, as `xgpt explain` does.")
 @within_seconds
 @click.option("--horizon", type=click.Choice(("job", "steady")),
-              help="Plan for the job's own queries, as submit does (default, where it has any), or "
-              "for the steady state of a job without end.")
+              help="job: for the requests of the file (default if it has any). steady: for a job "
+              "that never ends.")
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
              with_price: bool, with_drift: bool, from_file: Path | None, gap: float | None,
              max_nodes: int | None, max_seconds: float | None, horizon: Horizon | None,
              form: str | None, verbose: bool) -> None:
-    """Find the schedule with the highest throughput within the job's latency bound."""
+    """Find the schedule with the highest throughput under the job's latency limit."""
     check_writable(out, "--out")
     deployed = None if from_file is None else load_schedule(from_file)
     job = load_job(job_file, with_seconds(overrides, max_seconds))
     options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job))
     opened = open_job(job, Terminal(is_verbose=verbose),
                       "lengths" if options.horizon == "job" else "shape")
-    answers = answers_for(opened, options, with_price=with_price, with_drift=with_drift,
+    answers = analyze_plan(opened, options, with_price=with_price, with_drift=with_drift,
                           deployed=deployed)
     if out is not None and (recommended := answers.recommended) is not None:
         save_schedule(recommended, out)
@@ -128,8 +127,8 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
 @within_seconds
 def explain(where: Path | None, overrides: tuple[str, ...], as_json: bool,
             max_seconds: float | None) -> None:
-    """Say why a job or a run has its schedule: alternatives, bounds, stages."""
-    where = newest_run() if where is None else where
+    """Show why a job or a run has its schedule: alternatives, bounds, stages."""
+    where = newest_run_folder() if where is None else where
     if where.is_dir():
         found = load_schedule(where / "schedule.json")
     else:
@@ -144,15 +143,15 @@ def explain(where: Path | None, overrides: tuple[str, ...], as_json: bool,
 @click.command()
 @job_arguments
 @click.option("--to", required=True, type=click.Choice(list(FORMATS)),
-              help="A Kubernetes JobSet, or a SkyPilot task.")
-@click.option("--image", required=True, help="Container image that has xgpt.")
+              help="Platform: a Kubernetes JobSet, or a SkyPilot task.")
+@click.option("--image", required=True, help="Container image with xgpt.")
 @click.option("--claim", default="xgpt", show_default=True,
-              help="JobSet: the persistent volume claim that holds the job file's folder.")
+              help="JobSet: persistent volume claim with the job file's folder.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
-              help="Write the file there instead of printing it.")
+              help="Write to FILE instead of printing.")
 def export(job_file: Path, overrides: tuple[str, ...], as_json: bool, to: str, image: str,
            claim: str, out: Path | None) -> None:
-    """Print the job as a Kubernetes JobSet or a SkyPilot task, by its schedule."""
+    """Print the job as a Kubernetes JobSet or a SkyPilot task for the nodes of its schedule."""
     check_writable(out, "--out")
     text = export_job(load_job(job_file, overrides), overrides, Terminal(), to=to, image=image,
                       claim=claim)
@@ -167,21 +166,22 @@ def export(job_file: Path, overrides: tuple[str, ...], as_json: bool, to: str, i
 @click.command()
 @job_arguments
 @click.option("--schedule", "schedule_file", type=click.Path(path_type=Path), metavar="FILE",
-              help="A schedule.json; default: the control variables of the job's `schedule:`.")
+              help="Schedule to simulate (default: the control variables of the job's "
+              "`schedule:`).")
 @click.option("--timeline", "timeline_file", type=click.Path(path_type=Path), metavar="FILE",
-              help="Draw the replay's steady state: FILE.html, .svg, .png or .pdf; and "
+              help="Draw the steady state to FILE (.html, .svg, .png or .pdf) and write "
               "FILE.trace.json.gz for Perfetto.")
 @within_seconds
 @verbose_option
 def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
              schedule_file: Path | None, timeline_file: Path | None,
              max_seconds: float | None, is_verbose: bool) -> None:
-    """Estimate a given schedule: throughput, latency, memory; replayed as a check."""
+    """Estimate throughput, latency and memory of a schedule, and check them by a simulated run."""
     pictures = [] if timeline_file is None else _picture_files(timeline_file)
     for path in pictures if timeline_file is None else [timeline_file, *pictures]:
         check_writable(path, "--timeline")
     given = None if schedule_file is None else load_schedule(schedule_file).estimate
-    opened, timing = settled(open_file(
+    opened, timing = job_with_times(open_file(
         job_file, with_seconds(overrides, max_seconds), Terminal(is_verbose=is_verbose)), given)
     simulation = simulate_job(opened, timing, given)
     if pictures:
@@ -197,8 +197,8 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
 
 
 def _picture_files(path: Path) -> list[Path]:
-    """[picture, trace] of `--timeline FILE`: a page where the name has no ending, and
-    FILE.trace.json.gz. Raises InputError for another ending."""
+    """Paths of the picture and of the trace of `--timeline FILE`: FILE.html where the name has no
+    suffix, and FILE.trace.json.gz. Raises InputError for an unknown suffix."""
     if path.suffix not in ("", ".html", *SUFFIXES):
         raise wrong("command line", "--timeline", str(path),
                     f"a name that ends in .html, {', '.join(SUFFIXES)}, or has no ending")

@@ -13,7 +13,7 @@ from typing import get_args
 import click
 
 from xgpt.app.report import Form, write_reports, write_tables
-from xgpt.app.telling import time_left_s
+from xgpt.app.teller import time_left_s
 from xgpt.app.top import NowAndThen, follow, glance, stop_job
 from xgpt.cli.options import (
     check_writable,
@@ -28,7 +28,7 @@ from xgpt.core.system.whole_file import why_no_folder
 from xgpt.core.units import format_seconds
 from xgpt.report.table import fact, shown
 from xgpt.report.words import counted
-from xgpt.run_folder.files import Place, doing, no_run, place_of
+from xgpt.run_folder.files import RunFolder, current_activity, find_run, no_run_error
 from xgpt.run_folder.state import (
     JobStatus,
     State,
@@ -45,11 +45,11 @@ from xrunner.files.results import count_errors
 @run_arguments
 def status(where: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """How far a run is (works from another terminal, and after it ended)."""
-    place = place_of(where, overrides)
+    place = find_run(where, overrides)
     output = place.output
     status = job_status(output)
     if status is None:
-        raise no_run(output)
+        raise no_run_error(output)
     run = status.run
     if as_json:
         print_json({"output": output, **asdict(run.progress), "state": status.state,
@@ -85,7 +85,7 @@ def _how_far(status: JobStatus) -> Iterator[str]:
             f"in {format_seconds(now.elapsed_s)}")
 
 
-def _more(place: Place, status: JobStatus) -> Iterator[str]:
+def _more(place: RunFolder, status: JobStatus) -> Iterator[str]:
     """Latency against its limit, errors, ranks, and where the results are."""
     run, said = status.run, []
     if (latency_s := run.progress.latency_p99_s) is not None:
@@ -100,7 +100,7 @@ def _more(place: Place, status: JobStatus) -> Iterator[str]:
     if status.is_active and are_silent(run.ranks):
         yield signs_of_life(run.ranks) or ""
     if status.is_active and status.state == State.STARTING:
-        yield doing(place.output)
+        yield current_activity(place.output)
     found = (place.results, place.output / "results.jsonl")
     yield next((shown(path) for path in found if path is not None and path.is_file()), "")
 
@@ -113,7 +113,7 @@ def stop(where: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
     A job that waits in Slurm's queue is taken out of it. A run stops after the steps under way; the
     same command goes on from there.
     """
-    output = place_of(where, overrides).output
+    output = find_run(where, overrides).output
     said = stop_job(output)
     if as_json:
         print_json({"output": output, "message": said})
@@ -126,12 +126,12 @@ def stop(where: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
 def top(where: Path | None) -> None:
     """A live view of a running job, here or under Slurm; Ctrl-C leaves it, and the job goes
     on. Where the output is no terminal it prints one state and ends."""
-    place = place_of(where)
+    place = find_run(where)
     is_live = sys.stdout.isatty() and sys.stdin.isatty()
     ask = NowAndThen()
     last = follow(lambda before: glance(place, before, ask)) if is_live else glance(place)
     if last is None:
-        raise no_run(place.output)
+        raise no_run_error(place.output)
     show(str(last))
 
 
@@ -146,7 +146,7 @@ def top(where: Path | None) -> None:
 def report(where: tuple[Path, ...], form: Form, out: Path | None, overrides: tuple[str, ...],
            as_json: bool) -> None:
     """Report what lies in a run's or a sweep's folder; compare several runs."""
-    places = [place_of(one, overrides) for one in where or (None,)]
+    places = [find_run(one, overrides) for one in where or (None,)]
     if out is not None and form == "png":
         allowed = "a folder: there is a picture a chart" if out.exists() and not out.is_dir() else (
             why_no_folder(out))

@@ -55,7 +55,7 @@ def is_terminal() -> bool:
 
 
 class Terminal:
-    """Prints what use cases say (a Teller, xgpt.app.telling). is_verbose: details, too. Elsewhere
+    """Prints what use cases say (a Teller, xgpt.app.teller). is_verbose: details, too. Elsewhere
     than on a terminal progress is a line after each _PLAIN_EVERY_S seconds."""
 
     def __init__(self, *, is_verbose: bool = False) -> None:

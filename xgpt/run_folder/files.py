@@ -91,15 +91,16 @@ def free_path(path: Path, moment_s: float) -> Path:
                 if not (free := path.with_name(f"{path.stem}-{name}{path.suffix}")).exists())
 
 
-def kept(job: Job) -> dict[str, Any]:
-    """Figures of a run that did not reach its end, by the keys of metrics.json."""
+def job_facts(job: Job) -> dict[str, Any]:
+    """The job's name, engine, answered and total queries, and path of results, by the keys of
+    metrics.json: what is known of a run without it."""
     results = job.output / RESULTS_FILE
     return {"name": job.name, "engine": job.run.engine, "queries": answered(results).total,
             "queries_total": num_queries(job.output), "results": results}
 
 
 @contextmanager
-def end_kept(output: Path) -> Iterator[None]:
+def ending_recorded(output: Path) -> Iterator[None]:
     """Records how a run ends, for commands that ask later. progress.json says that it starts, and
     that it was stopped; a failure becomes the last line of messages.log."""
     shutil.rmtree(output / HEARTBEATS, ignore_errors=True)  # of ranks of an earlier run
@@ -130,7 +131,7 @@ def last_messages(output: Path, count: int) -> list[str]:
     return _text(output / MESSAGES_FILE).splitlines()[-count:]
 
 
-def doing(output: Path) -> str:
+def current_activity(output: Path) -> str:
     """The long activity under way, in one line; "" for none."""
     return _text(output / DOING_FILE).strip()
 
@@ -143,7 +144,7 @@ def _text(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RunFolder:
     """A run's output folder. `bound_s`: latency limit. `results`, `quote_formulas`: its table of
     results, as in its job."""
 
@@ -154,13 +155,13 @@ class Place:
     quote_formulas: bool = False
 
 
-def no_run(output: Path | None = None) -> XgptError:
+def no_run_error(output: Path | None = None) -> XgptError:
     """An XgptError that says that there is no run in `output` (None: none at all)."""
     where = "here" if output is None else f"in {shown(output)}"
     return XgptError(f"No run {where} yet. Start one: xgpt submit job.yaml")
 
 
-def newest_run() -> Path:
+def newest_run_folder() -> Path:
     """./job.yaml, or the newest run or sweep under ./out. Raises XgptError if there is none."""
     if (job := Path("job.yaml")).is_file():
         return job
@@ -168,21 +169,21 @@ def newest_run() -> Path:
         ("*/progress.json", 0), (f"*/{RECORD_FILE}", 0), (f"*/{SWEEP_FOLDER}/sweep.json", 1))
         for path in Path("out").glob(name)}
     if not found:
-        raise no_run()
+        raise no_run_error()
     return found[max(found)]
 
 
-def place_of(where: Path | None, overrides: Sequence[str] = ()) -> Place:
-    """The Place of a job file's run or of an output folder; None: of ./job.yaml, or the newest run
+def find_run(where: Path | None, overrides: Sequence[str] = ()) -> RunFolder:
+    """Finds the run of a job file or of an output folder; None: of ./job.yaml, or the newest run
     under ./out. Raises InputError for a wrong job file, for overrides of a folder, and if there is
     neither."""
-    where = newest_run() if where is None else where
+    where = newest_run_folder() if where is None else where
     if not where.exists() and where.suffix not in (".yaml", ".yml"):
         raise wrong("command line", "DIR|JOB.yaml", str(where), "no such folder, and no job file")
     if not where.is_dir():
         mistakes: list[Mistake] = []
         job = job_of(job_tree(where, overrides, mistakes), where, mistakes)
-        own = Place(name=job.name, output=job.output, bound_s=job.constraint.latency_s,
+        own = RunFolder(name=job.name, output=job.output, bound_s=job.constraint.latency_s,
                     results=job.results, quote_formulas=job.quote_formulas)
         if not mistakes:
             return own
@@ -202,7 +203,7 @@ def _hides_which_run(mistake: Mistake) -> bool:
         mistake.file == OVERRIDE_FILE and not mistake.key.startswith(_INPUTS))
 
 
-def _begun(own: Place) -> Place | None:
+def _begun(own: RunFolder) -> RunFolder | None:
     """The run with this name in the folder; None if there is none."""
     if (own.output / "job.json").is_file():
         found = _of_folder(own.output)
@@ -212,16 +213,16 @@ def _begun(own: Place) -> Place | None:
     return own if is_there else None
 
 
-def _of_folder(output: Path) -> Place:
+def _of_folder(output: Path) -> RunFolder:
     try:
         asked = json.loads((output / "job.json").read_text(encoding="utf-8"))
         table = asked.get("results")
-        return Place(name=str(asked["name"]), output=output,
+        return RunFolder(name=str(asked["name"]), output=output,
                      bound_s=float(asked["constraint"]["latency_s"]),
                      results=None if table is None else Path(table),
                      quote_formulas=asked.get("quote_formulas") is True)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # its results decide
-        return Place(name=output.name, output=output, bound_s=math.inf)
+        return RunFolder(name=output.name, output=output, bound_s=math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from jobs import job as job_of
 from xgpt.app import doctor
 from xgpt.app import profile as timing
 from xgpt.app.doctor import cache_in_words, hub_in_words, remedies
-from xgpt.app.opened import open_file
+from xgpt.app.opened_job import open_file
 from xgpt.app.profile import timing_of
 from xgpt.app.running import prepare as checks
 from xgpt.cli.main import cli

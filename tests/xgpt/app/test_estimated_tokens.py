@@ -11,8 +11,8 @@ from runs import Told
 
 from jobs import job as job_of
 from jobs import job_file
-from xgpt.app import opened as opening
-from xgpt.app.opened import OpenedJob, open_file, open_job
+from xgpt.app import opened_job as opening
+from xgpt.app.opened_job import OpenedJob, open_file, open_job
 from xgpt.core.errors import InputError, XgptError
 from xgpt.job.job_file import load_job
 from xgpt.requests.request import Request

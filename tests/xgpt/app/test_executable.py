@@ -9,16 +9,16 @@ import pytest
 from job_folder import xgpt
 
 from jobs import job_file, opened
-from xgpt.app.opened import OpenedJob
+from xgpt.app.needed_profile import needed_profile
+from xgpt.app.opened_job import OpenedJob
 from xgpt.app.profile import timing_of
 from xgpt.app.running.prepare import (
-    lies_in_blocks,
     refuse_what_cannot_run,
     refuse_what_no_machine_runs,
+    uses_kv_blocks,
 )
 from xgpt.app.schedule import executable, plan_job
-from xgpt.app.telling import LogTeller
-from xgpt.app.wanted import wanted_profile
+from xgpt.app.teller import LogTeller
 from xgpt.core.errors import InfeasibleError, InputError, MissingExtraError, XgptError
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.job.job_file import load_job
@@ -47,7 +47,7 @@ def session_of(folder, schedule, cluster="local"):
 def test_a_run_measures_the_degrees_it_may_use(tmp_path, schedule, plan, measured):
     problem = executable(session_of(tmp_path, schedule)).problem
     assert (problem.fixed.policy, problem.fixed.tp_degree, problem.fixed.tp_gpus) == (None, *plan)
-    assert wanted_profile(session_of(tmp_path, "").job, problem).degrees == measured
+    assert needed_profile(session_of(tmp_path, "").job, problem).degrees == measured
 
 
 def test_a_schedule_to_execute_decides_for_the_job(tmp_path):
@@ -149,7 +149,7 @@ def estimates(tmp_path_factory):
 def test_a_gpus_memory_is_taken_in_blocks_and_a_cpus_in_rows(
         tmp_path, estimates, policy, cluster, layout, in_blocks):
     own = laid_out(tmp_path, cluster, layout=layout)
-    assert lies_in_blocks(own, estimates[policy]) is in_blocks
+    assert uses_kv_blocks(own, estimates[policy]) is in_blocks
 
 
 @pytest.mark.parametrize(("policy", "model", "layout", "words"), [
@@ -158,7 +158,7 @@ def test_a_gpus_memory_is_taken_in_blocks_and_a_cpus_in_rows(
     ("rra", "t5-11b", "blocks", "auto or rows with an encoder-decoder model")])
 def test_what_is_not_executed_is_refused(tmp_path, estimates, policy, model, layout, words):
     with pytest.raises(InputError, match=words):
-        lies_in_blocks(laid_out(tmp_path, "local", model, layout), estimates[policy])
+        uses_kv_blocks(laid_out(tmp_path, "local", model, layout), estimates[policy])
 
 
 @pytest.mark.parametrize("engine", ["vllm", "deepspeed"])

@@ -15,9 +15,9 @@ from profiles import amdahl, profile_of
 
 from jobs import job_file
 from xgpt.app import submit as several
-from xgpt.app.opened import OpenedJob
-from xgpt.app.running.finished import DONE, asked_of, set_aside
-from xgpt.app.telling import LogTeller
+from xgpt.app.opened_job import OpenedJob
+from xgpt.app.running.finished import DONE, job_identity, move_earlier_run
+from xgpt.app.teller import LogTeller
 from xgpt.cli import run as command
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule_file import write_json
@@ -50,7 +50,7 @@ def job(tmp_path, monkeypatch):
     fake_run.write_spool(out, [Record(id=str(i), line=i + 1) for i in range(COUNT)])
     (out / "results.jsonl").write_text("".join(f'{{"index": {i}}}\n' for i in range(COUNT)))
     write_json(out / "metrics.json", {"status": "done", "queries": COUNT, "errors": 0, "wall_s": 3})
-    write_json(out / "job.json", {"asked": asked_of(load_job(path))})
+    write_json(out / "job.json", {"asked": job_identity(load_job(path))})
     (out / "report.html").write_text("page")
 
     def ran(*_: object) -> None:
@@ -70,7 +70,7 @@ def test_it_is_told_in_a_line_and_in_an_object_unless_its_model_was_overwritten(
     assert (found["status"], found["queries"], found["queries_total"]) == (DONE, COUNT, COUNT)
     assert found["wall_s"] == 3 and found["results"] == str(job.parent / "out" / "results.jsonl")
     (job.parent / "out" / "report.html").unlink()  # which a killed launcher did not write
-    assert "`xgpt report out` does" in xgpt("submit", job).stderr
+    assert "`xgpt report out` writes it" in xgpt("submit", job).stderr
     model = job.parent / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -133,22 +133,22 @@ def test_begun_again_it_keeps_all_that_the_earlier_run_left(job):
     run = xgpt("submit", job, "--again")
     assert "Ran" in run.stderr
     (aside,) = out.glob("earlier-*")
-    assert f"what the earlier run left is kept in out/{aside.name}" in run.stderr
+    assert f"the earlier run's files were moved to out/{aside.name}" in run.stderr
     assert sorted(path.name for path in out.iterdir()) == [".lock", aside.name, "own.txt"]
     assert (aside / "results.jsonl").read_text() == before and (aside / "spool").is_dir()
     assert json.loads((aside / "metrics.json").read_text())["queries"] == COUNT
-    assert set_aside(out) is None, "nothing was left to move"
+    assert move_earlier_run(out) is None, "nothing was left to move"
 
 
 def test_no_folder_is_written_over_nor_one_that_a_run_is_writing_to(job):
     out, seen, texts = job.parent / "out", set(), ["first\n", "second\n", "third\n"]
     for text in texts:
         (out / "results.jsonl").write_text(text)
-        seen.add(set_aside(out))
+        seen.add(move_earlier_run(out))
     assert sorted((path / "results.jsonl").read_text() for path in seen) == texts
     (out / "results.jsonl").touch()
     with output_lock(out), pytest.raises(XgptError, match="another run is writing there"):
-        set_aside(out)
+        move_earlier_run(out)
     assert (out / "results.jsonl").is_file() and {*out.glob("earlier-*")} == seen
 
 
@@ -168,7 +168,7 @@ def test_slurm_is_not_asked_for_what_is_done_unless_it_is_begun_again(job, tmp_p
     keys = ("--slurm", "--set", "slurm.time=60", "--set", "run.weights=random", "--set",
             "run.ranks=2")
     asked = load_job(job, ("run.weights=random", "run.ranks=2"))
-    write_json(tmp_path / "out" / "job.json", {"asked": asked_of(asked)})
+    write_json(tmp_path / "out" / "job.json", {"asked": job_identity(asked)})
     done = xgpt("submit", job, *keys, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["jobs"][0]["status"] == DONE
     assert not [call for call in slurm.calls if call[0] == "sbatch"]
@@ -241,7 +241,7 @@ def test_those_after_a_run_are_planned_by_what_it_told(tmp_path, monkeypatch):
     machine, told = Machine(monkeypatch, tmp_path, ("a", "c")), Told()
     jobs = [job_of(tmp_path, "a"), job_of(tmp_path, "never", "1 us"), job_of(tmp_path, "b"),
             job_of(tmp_path, "c"), job_of(tmp_path, "d")]
-    with pytest.raises(several.SomeNotDone) as caught:
+    with pytest.raises(several.SomeJobsUnfinished) as caught:
         several.submit_all(jobs, told)
     assert told.turns == [f"job {i} of 5: {job.name}" for i, job in enumerate(jobs, start=1)]
     assert machine.factors == {"a": [], "b": [2.0], "c": [2.0], "d": [2.0, 2.0]}
@@ -251,7 +251,7 @@ def test_those_after_a_run_are_planned_by_what_it_told(tmp_path, monkeypatch):
 
 def test_what_keeps_its_bound_no_more_by_what_was_told_does_not_run(tmp_path, monkeypatch):
     machine = Machine(monkeypatch, tmp_path, ("a",))
-    with pytest.raises(several.SomeNotDone) as caught:
+    with pytest.raises(several.SomeJobsUnfinished) as caught:
         several.submit_all([job_of(tmp_path, "a"), job_of(tmp_path, "b", BETWEEN)], Told())
     assert set(machine.factors) == {"a"} and caught.value.exit_code == 3
     assert "tightest" in caught.value.details["jobs"][1]["error"]

@@ -7,9 +7,16 @@ import pytest
 from profiles import Law, amdahl, profile_of
 
 from jobs import opened as opened_job
-from xgpt.app import wanted as profile_identity
-from xgpt.app.opened import OpenedJob
-from xgpt.app.schedule import JobPlanner, on_open_layouts, on_ranks, plan_job, settled, to_run
+from xgpt.app import needed_profile as profile_identity
+from xgpt.app.opened_job import OpenedJob
+from xgpt.app.schedule import (
+    JobPlanner,
+    by_layout,
+    job_with_times,
+    plan_from,
+    plan_job,
+    with_ranks,
+)
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
@@ -99,11 +106,12 @@ def test_another_layout_is_timed_where_it_may_save_more_than_that_takes(
     machine = Machine(monkeypatch, 2, amdahl(0.5))
     machine.cost_s = cost_s
     said: list[str] = []
-    monkeypatch.setattr("xgpt.app.telling.LogTeller.say", lambda _, message: said.append(message))
+    monkeypatch.setattr("xgpt.app.teller.LogTeller.say", lambda _, message: said.append(message))
     plan_job(job_of(tmp_path, count=count))
     assert machine.measured == expected
-    assert len(expected) == 2 or ("1 rank x 2 threads. 2 ranks x 1 thread is not timed" in said[-1]
-                                  and "--set run.ranks=2" in said[-1])
+    assert len(expected) == 2 or (
+        "1 rank x 2 threads. 2 ranks x 1 thread is not measured" in said[-1]
+        and "--set run.ranks=2" in said[-1])
 
 
 def test_where_the_first_layout_keeps_no_bound_the_others_are_timed_and_named(
@@ -126,7 +134,7 @@ def test_a_wish_or_a_profile_file_is_one_layout_and_is_not_compared(tmp_path, mo
     opened = job_of(tmp_path)
     save_profile(profile_of(opened.problem.model, 2, 1, amdahl(0.0)), tmp_path / "p.json")
     named = replace(opened, job=replace(opened.job, profile=tmp_path / "p.json"))
-    assert [str(each) for each in on_open_layouts(named)] == ["2x1"]
+    assert [str(each) for each in by_layout(named)] == ["2x1"]
 
 
 def test_what_only_several_ranks_can_do_decides_the_layout(tmp_path, monkeypatch):
@@ -143,13 +151,14 @@ def test_a_schedule_runs_on_the_ranks_it_was_found_for_or_is_refused_in_words(
     Machine(monkeypatch, 2, amdahl(1.0))
     opened = job_of(tmp_path)
     for ranks in (1, 2):
-        plan = plan_job(on_ranks(opened, ranks))
+        plan = plan_job(with_ranks(opened, ranks))
         save_schedule(plan.schedule, tmp_path / "schedule.json")
-        again = to_run(opened, load_schedule(tmp_path / "schedule.json"), tmp_path)
+        again = plan_from(opened, load_schedule(tmp_path / "schedule.json"), tmp_path)
         assert again.opened.job.run.ranks == ranks == again.schedule.deployment.num_devices
         assert again.opened.job.run.threads_per_rank == 2 // ranks
-        assert settled(opened, plan.schedule.estimate)[0].problem.cluster.num_devices == ranks
-    one, opened = on_ranks(opened, 1), on_ranks(opened, 2)
+        own, _ = job_with_times(opened, plan.schedule.estimate)
+        assert own.problem.cluster.num_devices == ranks
+    one, opened = with_ranks(opened, 1), with_ranks(opened, 2)
     schedule = plan_job(opened).schedule
     alone = plan_job(one).schedule.estimate.one_copy
     both = alone.beside((alone.changed(throughput_qps=0.0),))
@@ -161,8 +170,8 @@ def test_a_schedule_runs_on_the_ranks_it_was_found_for_or_is_refused_in_words(
                             (both, r"others\[0\].figures.throughput_qps = 0: more than 0")):
         given = schedule.changed(estimate=estimate)
         with pytest.raises(InputError, match=words):
-            to_run(opened, given, tmp_path)
-    assert to_run(opened, schedule.changed(estimate=alone.in_copies(2)), tmp_path)
+            plan_from(opened, given, tmp_path)
+    assert plan_from(opened, schedule.changed(estimate=alone.in_copies(2)), tmp_path)
 
 
 def test_one_planner_answers_for_every_bound_and_measures_once(tmp_path, monkeypatch):

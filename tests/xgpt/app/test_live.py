@@ -21,16 +21,16 @@ from click.testing import CliRunner
 from runs import RUNNING, Told
 from screens import check_screen, without_figures
 
-from xgpt.app import telling
+from xgpt.app import teller as telling
 from xgpt.app import top as live
 from xgpt.app.running.follow import RanksHang, StallWatch
-from xgpt.app.telling import KeptTeller, LogTeller, tell_run, time_left_s, told_while
+from xgpt.app.teller import KeptTeller, LogTeller, elapsed_told, tell_run, time_left_s
 from xgpt.app.top import NowAndThen, glance
 from xgpt.cli.main import cli
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.schedule_file import write_json
 from xgpt.report.lanes import EXPECTED_FILE, VERSION
-from xgpt.run_folder.files import Place, place_of
+from xgpt.run_folder.files import RunFolder, find_run
 from xgpt.run_folder.state import signs_of_life
 from xrunner.files.heartbeat import HEARTBEATS, Heartbeat, RankState
 from xrunner.files.lock import output_lock
@@ -44,7 +44,7 @@ def place(tmp_path):
     for rank in (0, 1):
         Heartbeat(tmp_path, rank=rank, stage=rank, pool="all")(60.0, 45.0, 24)
     KeptTeller(LogTeller(), tmp_path).say("times: measured\nthe schedule " + "is long " * 20)
-    return Place(name="nightly", output=tmp_path, bound_s=2.0)
+    return RunFolder(name="nightly", output=tmp_path, bound_s=2.0)
 
 
 def test_a_running_job_at_a_glance_is_as_its_screen_and_its_speed_that_since_the_last_look(place):
@@ -81,12 +81,12 @@ def test_before_the_ranks_start_it_says_what_is_done(tmp_path):
     with output_lock(tmp_path):
         teller = KeptTeller(LogTeller(), tmp_path)
         teller.progress("profiling 43%, 20.0 s left")
-        now = glance(place_of(tmp_path))
+        now = glance(find_run(tmp_path))
         assert now.state == "starting" and "profiling 43%, 20.0 s left" in str(now)
         plain = CliRunner().invoke(cli, ["status", str(tmp_path)], catch_exceptions=False).stdout
         assert plain.splitlines()[-1].strip() == "profiling 43%, 20.0 s left"
         teller.end_progress()
-        assert "profiling" not in str(glance(place_of(tmp_path)))
+        assert "profiling" not in str(glance(find_run(tmp_path)))
 
 
 def test_a_job_that_has_ended_shows_its_last_state_and_its_ranks(place):
@@ -183,12 +183,12 @@ def read_until(descriptor: int, words: bytes) -> bytes:
 
 def test_what_takes_longer_is_told_of_until_it_ends(monkeypatch):
     listener = Told()
-    with told_while(listener, "searching"):
+    with elapsed_told(listener, "searching"):
         pass
     assert (listener.shown, listener.ends) == ([], 0), "quick"
     monkeypatch.setattr(telling, "SILENT_S", 0.01)
     monkeypatch.setattr(telling, "_STILL_S", 0.01)
-    with pytest.raises(ValueError, match="as it ends"), told_while(listener, "searching"):
+    with pytest.raises(ValueError, match="as it ends"), elapsed_told(listener, "searching"):
         end_s = time.monotonic() + 20
         while len(listener.shown) < 2 and time.monotonic() < end_s:
             time.sleep(0.01)
@@ -288,8 +288,8 @@ class Run:
 
 @pytest.mark.parametrize(("limit_s", "first", "then", "said"), [
     (None, (20, {}), (62, {"lives": (0,), "works": (0,)}),
-     r"rank 1 \(stage 1\) has given no sign of life for .*told"),
-    (30, (5, {}), (32, {"works": ()}), "no rank has begun a step for"),
+     r"rank 1 \(stage 1\) has given no sign of life for .*; its last message was"),
+    (30, (5, {}), (32, {"works": ()}), "no rank has started a step for"),
     (None, (0, {}), (602, {"lives": (0,), "works": (0,), "told": (0,)}),
      "rank 1 of 2 gave no sign of life within")])
 def test_who_holds_up_a_run_is_named_and_no_sooner(tmp_path, limit_s, first, then, said):
@@ -307,7 +307,7 @@ def test_a_rank_that_is_at_one_step_is_named_and_not_who_waits_for_it(tmp_path):
     run = Run(tmp_path, limit_s=30)
     run.pass_by(5)
     run.states[1] = replace(run.states[1], step_since_s=7.0)
-    with pytest.raises(RanksHang, match=r"rank 1 .* lives, but has been at one step for"):
+    with pytest.raises(RanksHang, match=r"rank 1 .* is alive, but has been in one step for"):
         run.pass_by(33, works=())
 
 
@@ -316,7 +316,7 @@ def test_a_first_step_may_compile(tmp_path):
     run.states = {rank: replace(state, num_steps=0) for rank, state in run.states.items()}
     run.states[0] = replace(run.states[0], step_since_s=7.0)
     run.pass_by(300, works=())
-    with pytest.raises(RanksHang, match=r"rank 0 .* has been at one step for"):
+    with pytest.raises(RanksHang, match=r"rank 0 .* has been in one step for"):
         run.pass_by(310, works=())
 
 

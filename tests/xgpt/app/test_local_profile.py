@@ -16,12 +16,12 @@ from runs import Told
 
 from jobs import opened as opened_job
 from xgpt.app import profile as app
-from xgpt.app.opened import OpenedJob
+from xgpt.app.needed_profile import NeededProfile, job_sizes, needed_profile
+from xgpt.app.opened_job import OpenedJob
 from xgpt.app.profile import local_profile, quick_profile
 from xgpt.app.running.metrics import LEAST_STEPS, learn, learned_of
 from xgpt.app.schedule import executable, plan_job
-from xgpt.app.telling import LogTeller
-from xgpt.app.wanted import WantedProfile, own_sizes, wanted_profile
+from xgpt.app.teller import LogTeller
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import Schedule
@@ -85,7 +85,7 @@ def job_of(folder: Path, count: int, **sections: str) -> OpenedJob:
 def wanted(tmp_path):
     own = job_of(tmp_path, 20, model="smollm2-135m", run=(
         "{dtype: float32, ranks: 1, threads_per_rank: 1, weights: random}"))
-    found = wanted_profile(own.job, replace(own.problem, model=TOY))
+    found = needed_profile(own.job, replace(own.problem, model=TOY))
     assert found.own.queries == 20 and found.own.context_tokens == 80 + 24
     return replace(  # smaller, to be measured in a moment
         found, launcher=Here(),
@@ -118,7 +118,7 @@ def test_a_job_begins_with_few_points_and_later_ones_add_to_them(wanted, measure
     assert local_profile(wanted, LogTeller()) == whole == quick_profile(wanted, LogTeller())
 
 
-def _kept(wanted: WantedProfile, change: Callable[[Profile], Profile]) -> None:
+def _kept(wanted: NeededProfile, change: Callable[[Profile], Profile]) -> None:
     """Changes the cached profile."""
     path = cached_profile_path(app.cache_dir() / "profiles", wanted.metadata)
     save_profile(change(load_profile(path)), path)
@@ -197,9 +197,9 @@ def test_a_job_of_few_queries_is_measured_at_what_its_fixed_schedule_keeps_prese
     """Two queries by a schedule for more are planned as if batches filled: of sizes beyond what
     was measured no schedule would be left."""
     few, usual = replace(toy_problem(latency_s=9.0), num_queries=2), Needs()
-    assert own_sizes(few, usual).queries == 2
+    assert job_sizes(few, usual).queries == 2
     for fixed in (FixedSchedule(encode_batch=6), FixedSchedule(max_active=20)):
-        assert own_sizes(replace(few, fixed=fixed), usual).queries == usual.queries
+        assert job_sizes(replace(few, fixed=fixed), usual).queries == usual.queries
 
 
 # What a run's log of steps teaches the profile that it was planned with.

@@ -18,13 +18,13 @@ from profiles import amdahl, profile_of
 from runs import Told
 
 from jobs import opened
+from xgpt.app import needed_profile as profile_identity
 from xgpt.app import profile as module
-from xgpt.app import wanted as profile_identity
-from xgpt.app.opened import OpenedJob
+from xgpt.app.needed_profile import needed_profile, profile_metadata
+from xgpt.app.opened_job import OpenedJob
 from xgpt.app.profile import alone, local_profile
-from xgpt.app.telling import LogTeller
+from xgpt.app.teller import LogTeller
 from xgpt.app.top import stop_job
-from xgpt.app.wanted import profile_metadata, wanted_profile
 from xgpt.core.errors import StoppedEarly
 from xgpt.launch.launcher import RankProgram
 from xprofiler.profile import (
@@ -43,7 +43,7 @@ _HOLDS = """
 import os, sys, time
 from pathlib import Path
 from xgpt.app.profile import alone
-from xgpt.app.telling import LogTeller
+from xgpt.app.teller import LogTeller
 with alone(Path(sys.argv[1]), Path("/jobs/other"), LogTeller(), sys.argv[2]):
     print("held", flush=True)
     time.sleep(100)
@@ -131,7 +131,7 @@ def wanted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "out").mkdir()
     own = opened(tmp_path, model="opt-125m", cluster="local", output="out", run="{ranks: 1}")
-    return wanted_profile(own.job, own.problem)
+    return needed_profile(own.job, own.problem)
 
 
 def test_a_run_that_measures_is_asked_between_measurements(wanted):
@@ -202,7 +202,7 @@ def test_nodes_are_told_apart_and_messages_between_them_measured_and_added_once(
     over_network = TableKey(TRANSFER, 1, "network")
     points = (Sample(x=1024, samples_s=(1e-4,) * 3),)
     ranks = Measurer(lambda known: replace(known, tables={**known.tables, over_network: points}))
-    wanted = replace(wanted_profile(opened.job, opened.problem), launcher=ranks)
+    wanted = replace(needed_profile(opened.job, opened.problem), launcher=ranks)
     near = replace(profile_of(wanted.problem.model, 2, 1, amdahl(0.0)), metadata=wanted.metadata)
     path = cached_profile_path(tmp_path / "profiles", wanted.metadata)
     path.parent.mkdir()

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from xgpt.app import models as model_check
 from xgpt.app.models import UnsupportedModel, check_model_named
-from xgpt.app.opened import open_file
+from xgpt.app.opened_job import open_file
 from xgpt.cli.main import cli
 from xgpt.core.errors import EXIT_BAD_INPUT, XgptError
 

@@ -10,15 +10,15 @@ from fake_run import HOSTILE, write_fake_run, write_fake_sweep
 
 from jobs import job
 from xgpt.app.report import write_reports, write_tables
-from xgpt.app.running.prepare import make_folder, make_room
-from xgpt.app.telling import LogTeller
+from xgpt.app.running.prepare import keep_earlier_results, make_folder
+from xgpt.app.teller import LogTeller
 from xgpt.core.errors import InputError, MissingExtraError, XgptError
 from xgpt.job.job import Job
 from xgpt.report.chart import can_draw
 from xgpt.report.page import differences, figure_rows, headline, read_runs
 from xgpt.report.words import tight
 from xgpt.requests.spool import Record
-from xgpt.run_folder.files import place_of
+from xgpt.run_folder.files import find_run
 from xrunner.plan import RunPlan
 
 pytest.importorskip("jinja2", reason="a page needs jinja2 (extra: run)")
@@ -123,7 +123,7 @@ def test_a_table_that_stands_there_is_kept_or_goes_on(tmp_path, goes_on):
     job.results.write_text("somebody's own")
     if goes_on:
         plan_of(job).save()
-    make_room(job.output, plan_of(job), LogTeller(), job.results)
+    keep_earlier_results(job.output, plan_of(job), LogTeller(), job.results)
     kept = [path.read_text() for path in tmp_path.glob("answers-*.csv")]
     assert kept == ["somebody's own"] * (not goes_on) and job.results.exists() == goes_on
 
@@ -133,9 +133,9 @@ def test_a_report_of_a_folder_writes_the_table_that_its_job_asked_for(tmp_path):
     out.mkdir()
     said = {"name": "job", "constraint": {"latency_s": "inf"}, "results": str(table)}
     (out / "job.json").write_text(json.dumps(said))
-    assert write_tables([place_of(out)]) == []  # nothing was read yet
+    assert write_tables([find_run(out)]) == []  # nothing was read yet
     fake_run.write_spool(out, [Record(id=f"q{i}", line=i + 1) for i in range(3)])
     (out / "results.jsonl").write_text('{"index": 0, "text": "yes"}\n')
-    assert write_tables([place_of(out)]) == [table]
+    assert write_tables([find_run(out)]) == [table]
     assert [line[:7] for line in table.read_text().splitlines()] == ["id,answ", "q0,yes,"]
-    assert write_tables([place_of(out)] * 2) == []
+    assert write_tables([find_run(out)] * 2) == []

@@ -10,7 +10,7 @@ import pytest
 from problems import timing_of
 from watched_jobs import Factors, follow, outputs_of, session_of, steps_of, tell_all, write_state
 
-from xgpt.app.opened import OpenedJob
+from xgpt.app.opened_job import OpenedJob
 from xgpt.app.running.follow import Rescheduler, rescheduler_of
 from xgpt.app.schedule import plan_job
 from xgpt.core.problem import QueryLengths

@@ -17,9 +17,9 @@ from runs import RUNNING, said, write_results
 from screens import check_screen, without_figures
 
 from jobs import job_file
-from xgpt.app.opened import open_file
-from xgpt.app.running.run import at_work
-from xgpt.app.telling import progress_line, time_left_s
+from xgpt.app.opened_job import open_file
+from xgpt.app.running.run import locked_output
+from xgpt.app.teller import progress_line, time_left_s
 from xgpt.cli.main import cli
 from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.run_folder.files import SlurmRecord
@@ -124,7 +124,7 @@ def test_a_run_that_is_stopped_as_it_starts_was_stopped(job, out, stop, before):
     """`before`: what ranks or an earlier run told last."""
     if before == "done":
         write_progress(out / "progress.json", replace(RUNNING, state=before))
-    with pytest.raises(type(stop)), at_work(open_file(job)):
+    with pytest.raises(type(stop)), locked_output(open_file(job)):
         assert state(job)["state"] == "starting"
         if before == "loading":
             write_progress(out / "progress.json", replace(RUNNING, state=before, total=0, done=0))
@@ -137,14 +137,14 @@ def test_a_run_that_is_stopped_as_it_starts_was_stopped(job, out, stop, before):
 
 
 def test_a_run_that_fails_as_it_starts_says_why(job):
-    with pytest.raises(XgptError), at_work(open_file(job)):
+    with pytest.raises(XgptError), locked_output(open_file(job)):
         raise XgptError("no schedule keeps the bound")
     check_status(job, "failed at its start", state="died")
 
 
 def test_a_run_that_starts_needs_its_requests_no_more(job):
     """Until its ranks start it has no job.json; `--set` names what is gone as well."""
-    with at_work(open_file(job)):
+    with locked_output(open_file(job)):
         job.write_text(job.read_text().replace("{count: 400}", "moved.jsonl"))
         for words in (("status", job), ("top", job), ("status", job, "--set", "model=/nowhere")):
             assert "starting" in said(*words, of=job.parent)

@@ -13,10 +13,10 @@ import pytest
 from problems import timing_of
 from watched_jobs import follow, outputs_of, session_of, steps_of, write_state
 
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened_job import OpenedJob, open_file
 from xgpt.app.running.follow import Rescheduler, decisions_with_phases
 from xgpt.app.running.prepare import plan_for_ranks
-from xgpt.app.schedule import settled
+from xgpt.app.schedule import job_with_times
 from xgpt.app.simulate import simulate_job
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
@@ -241,7 +241,7 @@ def large_and_small(tmp_path_factory):
     path.write_text("model: opt-13b\nworkload: {task: S}\nconstraint: {latency_s: inf}\n"
                     "cluster: {num_nodes: 1, devices_per_node: 3, device: A40, "
                     "intra_link: pcie4-x16-p2p}\n")
-    opened, timing = settled(open_file(path))
+    opened, timing = job_with_times(open_file(path))
 
     def on(devices: int, batch: int) -> Estimate:
         part = problem_on(opened.problem, devices)

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs import job_file
-from xgpt.app import library, what_if
-from xgpt.app.opened import open_file
+from xgpt.app import library, plan_analysis
+from xgpt.app.opened_job import open_file
 from xgpt.app.profile import timing_of
 from xgpt.cli import schedule as command
 from xgpt.core.errors import InfeasibleError, InputError
@@ -98,7 +98,7 @@ def test_more_latency_gpus_and_memory_have_their_price(job, monkeypatch):
             known.append(price(*arguments, **more))
         return known[0]
 
-    monkeypatch.setattr(what_if, "price", found_once)
+    monkeypatch.setattr(plan_analysis, "price", found_once)
     found = json.loads(run(job, "--price", "--json", **one).stdout)
     offers = found["price"]
     assert [offer["what"].split(" (")[0] for offer in offers] == [
@@ -179,7 +179,7 @@ def test_what_is_adjusted_keeps_the_margin(job, tmp_path):
 def test_drifting_lengths_are_a_table(job, monkeypatch):
     monkeypatch.setattr(drift, "FACTORS", (0.7, 1.0, 1.3))
     monkeypatch.setattr(drift, "SKEWNESS_CHANGES", (0.0, 0.4))
-    monkeypatch.setattr(what_if, "drift_rows",
+    monkeypatch.setattr(plan_analysis, "drift_rows",
                         functools.partial(drift.drift_rows, least_queries=300))
     fixed: dict[str, Any] = {"schedule__policy": "rra", "schedule__encode_batch": 2,
                              "schedule__tp_degree": 1, "schedule__decode_iterations": 16}

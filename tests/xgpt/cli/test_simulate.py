@@ -11,9 +11,9 @@ from begun_runs import CONFIG, roofline
 from click.testing import CliRunner
 
 from jobs import job_file
-from xgpt.app.opened import open_file
+from xgpt.app.opened_job import open_file
 from xgpt.app.schedule import executable, plan_job
-from xgpt.app.telling import LogTeller
+from xgpt.app.teller import LogTeller
 from xgpt.cli.schedule import schedule, simulate
 from xgpt.core.policies import policy as row_of
 from xgpt.core.schedule_file import to_json

@@ -8,7 +8,7 @@ import pytest
 from problems import estimate_of, roofline_of, schedule_of, timing_of, toy_problem
 from watched_jobs import session_of
 
-from xgpt.app.opened import OpenedJob
+from xgpt.app.opened_job import OpenedJob
 from xgpt.app.schedule import plan_job
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import max_in_system

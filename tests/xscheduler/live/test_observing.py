@@ -14,7 +14,7 @@ from problems import timing_of
 from watched_jobs import follow, outputs_of, session_of, write_state
 
 import xgpt.cli.schedule as command
-from xgpt.app.opened import OpenedJob
+from xgpt.app.opened_job import OpenedJob
 from xgpt.app.running.follow import Rescheduler, rescheduler_of
 from xgpt.app.schedule import plan_job
 from xgpt.core.errors import InfeasibleError

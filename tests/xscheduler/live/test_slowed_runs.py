@@ -10,7 +10,7 @@ import pytest
 from problems import timing_of
 from slowed_replay import Replayed, Worked, in_pulses, slowed_replay, steadily
 
-from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.opened_job import OpenedJob, open_file
 from xgpt.app.schedule import executable, plan_job
 from xgpt.core.schedule import Schedule
 from xscheduler.live.decisions import Decider, FollowedRun

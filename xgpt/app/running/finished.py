@@ -1,5 +1,5 @@
-"""A job that is done: told from the files its run left, without planning it anew. What is asked of
-a job decides, not how it came about: the machine, the hosts, or Slurm."""
+"""Recognizes a job that is done by the files of its run, without planning it again. The keys and
+requests of the job decide, not where it ran: the machine, the hosts, or Slurm."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.telling import LogTeller, Teller
+from xgpt.app.teller import LogTeller, Teller
 from xgpt.core.errors import XgptError, shorten
 from xgpt.core.schedule_file import plain
 from xgpt.core.system.whole_file import read_object
@@ -21,7 +21,7 @@ from xgpt.run_folder.files import (
     OF_A_RUN,
     RESULTS_FILE,
     free_path,
-    kept,
+    job_facts,
     standard_input,
     whole_metrics,
 )
@@ -30,15 +30,15 @@ from xrunner.files.lock import output_lock
 from xrunner.plan import saved_model
 
 DONE = "already done"  # the status that `--json` prints
-# keys that decide nothing of answers
+# keys that do not change answers
 _LABELS = ("name", "source", "output", "slurm", "results", "quote_formulas", "max_search_s")
 _GUARDS = ("sync_s", "restarts", "stall_timeout_s", "verify")  # of the section run
 
 
-def asked_of(job: Job, digests: Sequence[str] | None = None) -> dict[str, Any]:
-    """All that the job file asks for, and what its requests are: equal for two jobs that are one.
-    Requests that can be read but once have no digest, and are never the same. `digests`: of the
-    files of requests, where they were read."""
+def job_identity(job: Job, digests: Sequence[str] | None = None) -> dict[str, Any]:
+    """The job's keys that can change answers, and a digest per file of requests: equal for two jobs
+    that have the same answers. Requests that can be read only once have the digest None and are
+    never equal. `digests`: of the files, where they were read already."""
     job_keys = {key: value for key, value in plain(job).items() if key not in _LABELS}
     job_keys["run"] = {key: value for key, value in job_keys["run"].items() if key not in _GUARDS}
     files = job.workload.requests
@@ -47,42 +47,42 @@ def asked_of(job: Job, digests: Sequence[str] | None = None) -> dict[str, Any]:
     return {"job": job_keys, "requests": dict(zip(map(str, paths), found, strict=True))}
 
 
-def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str, Any] | None:
-    """What `--json` prints of a job that is done; None where it is to be run. `is_again`: what an
-    earlier run left is moved aside first. Tells what was found. Raises XgptError where a run is at
-    work in the folder."""
+def finished_result(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str, Any] | None:
+    """Returns the `--json` object of a job that is done; None where it must be run. `is_again`:
+    first moves the earlier run's files aside. Writes what it found to `tell`. Raises XgptError
+    where another run has the folder."""
     if is_again:
-        if (aside := set_aside(job.output, job.results)) is not None:
-            tell.say(f"what the earlier run left is kept in {shown(aside)}")
-            tell.say("(a run that is stopped goes on without `--again`, which begins anew)")
+        if (aside := move_earlier_run(job.output, job.results)) is not None:
+            tell.say(f"the earlier run's files were moved to {shown(aside)}")
+            tell.say("(to continue a stopped run, leave out `--again`, which starts from zero)")
         return None
     metrics = whole_metrics(job.output)
     asked = None if metrics is None else read_object(job.output / "job.json").get("asked")
     if metrics is None or not isinstance(asked, dict):
         return None
-    if changed := sorted([*_differences(asked, asked_of(job)), *_model_changes(job)]):
+    if changed := sorted([*_differences(asked, job_identity(job)), *_model_changes(job)]):
         tell.say(paragraph(
             f"note: {shown(job.output)} has the finished results of another job (changed since: "
-            f"{', '.join(changed)}): this one is run, and they are kept"))
+            f"{', '.join(changed)}): this job is run, and those results are kept"))
         return None
     results = job.output / RESULTS_FILE
     total, errors = metrics["queries"], metrics.get("errors")
     tell.say(f"already done: {total} of {total} ({shown(results)})"
              + (f"; {errors} could not run (errors.jsonl)" if errors else ""))
-    tell.say("`--again` runs it anew and keeps these results")
+    tell.say("`--again` runs the job again and keeps these results")
     if job.results is not None:
         tell.say(write_results(job.output, job.results, job.quote_formulas))
     if not (job.output / "report.html").is_file():
-        tell.say(f"its page was not written: `xgpt report {shown(job.output)}` does")
-    found = {**metrics, **kept(job), "status": DONE}
+        tell.say(f"its report was not written: `xgpt report {shown(job.output)}` writes it")
+    found = {**metrics, **job_facts(job), "status": DONE}
     refuse_no_answer(results, found)
     return found
 
 
-def set_aside(output: Path, results: Path | None = None) -> Path | None:
-    """Moves what a run left, its table of `results` elsewhere too, into a folder of its own inside
-    `output`, named by the time at which it ended; the folder, or None where nothing was there.
-    Raises XgptError where a run is at work."""
+def move_earlier_run(output: Path, results: Path | None = None) -> Path | None:
+    """Moves a run's files, and its table of `results` where that lies elsewhere, into a folder of
+    `output` named by the time at which the run ended. Returns that folder, or None where there was
+    no file. Raises XgptError where another run has `output`."""
     if not any((output / name).exists() for name in OF_A_RUN):
         return None
     with output_lock(output):
@@ -97,7 +97,7 @@ def set_aside(output: Path, results: Path | None = None) -> Path | None:
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Keys whose values differ. One that is on one side alone is of another version of xgpt."""
+    """Yields keys whose values differ. A key of one side alone is of another version of xgpt."""
     if then.get("requests") != now["requests"] or None in now["requests"].values():
         yield "the requests"
     yield from _of_keys(then.get("job", {}), now["job"], "")
@@ -122,7 +122,7 @@ def _common(value: Any, other: Any) -> Any:
 
 
 def _model_changes(job: Job) -> list[str]:
-    """The files that the model of the run had, or has now, and that differ."""
+    """Names of the model's files that differ from those that the run in the folder had."""
     then = saved_model(job.output)
     if then is None or not then.directory.is_dir():
         return []
@@ -142,8 +142,8 @@ def _digest(job: Job, path: Path) -> str | None:
 
 
 def refuse_no_answer(results: Path, facts: Mapping[str, Any]) -> None:
-    """Raises XgptError, which carries the `facts` of the run, where every line of its results has
-    an error in the place of an answer. Reads no further than to the first answer."""
+    """Raises XgptError, with the run's `facts` as its details, where every line of `results` has an
+    error instead of an answer. Stops reading at the first answer."""
     count, first = 0, ""
     with results.open(encoding="utf-8") as file:
         for line in file:

@@ -1,8 +1,7 @@
-"""The launcher's eye on a running job: output lengths as they come, how long steps take, and what
-both mean for the schedule (xscheduler.live.decisions), and whether the ranks go on. Plans are made
-beside the run, in a thread of lower priority, since the cores are the ranks'. A run that makes no
-progress is ended, by the name of who holds it up: a rank that is stopped, swapped out, or waits for
-a disk or a device that does not answer holds up all, for ever."""
+"""Watches a running job from the launcher: replans when output lengths or step times differ from
+the plan (xscheduler.live.decisions), and ends a run that makes no progress. Plans are made in a
+thread of lower priority, since the ranks use the cores. A rank that is stopped, swapped out, or
+waits for a disk or a device that does not answer stops all the others; the error names it."""
 
 import math
 import os
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xgpt.app.opened import OpenedJob
-from xgpt.app.running.prepare import lies_in_blocks
+from xgpt.app.opened_job import OpenedJob
+from xgpt.app.running.prepare import uses_kv_blocks
 from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.policies import policy, replanned_policies
 from xgpt.core.problem import Problem
@@ -36,29 +35,31 @@ from xscheduler.live.quick_change import is_urgent
 from xscheduler.live.shapes import CacheSizes, differ
 
 LOOK_S = 0.5
-# A plan takes a third of a second of a core, or a few. At 10 it had a twentieth of a core where two
-# programs and two ranks shared it, and a run of half a minute was over before; at 5 it has a
-# seventh.
+# A plan takes from a third of a second to a few seconds of a core. At nice 10 it got a twentieth of
+# a core that two programs and two ranks shared, and a run of half a minute ended before it; at 5 it
+# gets a seventh.
 _NICENESS = 5
-# Where steps have become slower every second until a change is one in which queries are begun that
-# will be late: until then it has its share of the cores.
+# Where steps have become slower, queries that start before the change will be late: the plan gets a
+# full share of the cores.
 _URGENT = 0
-# After a plan, until ranks have told of steps that it did not disturb: they tell once a second.
+# After a plan, step reports are ignored so long, since it slowed those steps; ranks report each
+# second.
 _DEAF_S = 2.0
-LEAST_S, _STEPS = 60.0, 10  # without progress; times the longest step known
-# until a rank tells that it lives (it imports, perhaps over a slow network), and for its first step
+LEAST_S, _STEPS = 60.0, 10  # limit without progress: at least; times the longest step known
+# limit for a rank's first heartbeat (it imports, perhaps over a slow network) and its first step
 _START_S = 600.0
 _BEATS_LOOK_S = 1.0
 _AWAY_S = 5.0  # a launcher that has not looked for so long was stopped itself
-_GRACE_S = 20.0  # at least, between a request to stop and the end of who does not hear it
+_GRACE_S = 20.0  # least time from a request to stop until ranks that ignore it are ended
 
 
 class Rescheduler:
-    """Follows one run. `update` is called many times a second; it never waits for a plan."""
+    """Replans one run while it lasts. Call `update` many times a second; it never waits for a
+    plan."""
 
     def __init__(self, followed: FollowedRun, timing: TimingSource, output: Path, *,
                  waits: bool = False) -> None:
-        """waits: `update` does wait (tests)."""
+        """`waits`: `update` waits for each plan (tests)."""
         self.decider, self._output, self._waits = Decider(followed, timing), output, waits
         self._looked_s = -math.inf
         self._deaf_until_s = -math.inf
@@ -68,18 +69,18 @@ class Rescheduler:
 
     @property
     def rooms(self) -> tuple[CacheSizes, ...]:
-        """What the caches of each shape of copies are to have room for."""
+        """Sizes that the KV caches of each replica shape need, in shape order."""
         return self.decider.followed.rooms
 
     def update(self) -> bool:
-        """Looks at what the run has written, and plans; or passes a plan's decision on, and returns
-        that there is one."""
+        """Reads the run's reports and starts a plan, or writes the order of a finished one. Returns
+        whether there is a new decision."""
         return next(self._turns, False)
 
     def _decided(self) -> Iterator[bool]:
-        """At each turn whether there is a decision. Ends where a plan failed, and has said so; the
-        run goes on."""
-        follow_up: Evidence | None = None  # what is decided on next, whatever else is seen
+        """Yields at each turn whether there is a decision. Ends after a plan that failed, which was
+        reported; the run continues."""
+        follow_up: Evidence | None = None  # decided on next, before anything else
         while True:
             if (look := follow_up or self._next_look()) is None:
                 yield False
@@ -105,37 +106,37 @@ class Rescheduler:
             yield is_taken
 
     def _next_look(self) -> Evidence | None:
-        """What there is to decide on, looked for now and then."""
+        """The next evidence to decide on; None if there is none, or it was just looked for."""
         now = time.monotonic()
         if now - self._looked_s < LOOK_S and not self._waits:
             return None
         self._looked_s = now
         if (written := read_observed(self._output)) is None:
             return None
-        self._hear()
-        # the first tells the others of how the bound was kept so far
+        self._read_steps()
+        # this first: the other two use how the limit was kept so far
         at_bound = self.decider.late_evidence(written)
         return (self.decider.length_evidence(written) or self.decider.step_evidence(written)
                 or at_bound)
 
-    def _hear(self) -> None:
-        """What ranks tell of their steps, but for those that a plan beside them made slower."""
+    def _read_steps(self) -> None:
+        """Reads the ranks' step reports, except steps that a plan beside them made slower."""
         if self.decider.step_monitor is None or time.monotonic() < self._deaf_until_s:
             return
         for rank in read_heartbeats(self._output):
             self.decider.step_monitor.add_report(rank.rank, rank.stage, rank.elapsed_s, rank.steps)
 
     def _decide(self, look: Evidence, found: list[Decision | None]) -> None:
-        if sys.platform == "linux" and not self._waits:  # there a thread has its own priority
-            thread = threading.get_native_id()  # of a command under `nice` it has that already
+        if sys.platform == "linux" and not self._waits:  # where a thread has its own priority
+            thread = threading.get_native_id()  # under `nice` it has the command's already
             os.setpriority(os.PRIO_PROCESS, thread, max(
                 _URGENT if is_urgent(look) else _NICENESS,
                 os.getpriority(os.PRIO_PROCESS, thread)))
         found.append(self.decider.decide_quickly(look) or self.decider.decide(look))
 
     def _changes(self, before: Estimate, now: Estimate) -> Changes | ChangesByShape:
-        """What the rules are to obey now: an order takes the place of one that the run may not have
-        seen, so it has all shapes that are not as they began."""
+        """Changes that the rules must follow from now on. An order replaces one that the run may
+        not have read, so it includes every shape that was ever changed."""
         self._changed |= {place for place, (old, new) in enumerate(
             zip(before.shapes, now.shapes, strict=True)) if differ(old, new)}
         own = tuple(changes_of(shape, slots=room.slots, kv_tokens=room.kv_tokens or None)
@@ -146,15 +147,15 @@ class Rescheduler:
 
 
 class _Thresholds(NamedTuple):
-    """By how much output lengths, and the times of steps, may be off what was planned before the
-    schedule is planned anew; None: they are not followed."""
+    """Relative differences of output lengths and of step times from the plan above which the
+    schedule is planned again; None: not watched."""
 
     lengths: float | None = None
     steps: float | None = None
 
 
 def _thresholds(opened: OpenedJob, policy_name: str) -> _Thresholds:
-    """What the job wants followed, as far as something can be observed and changed."""
+    """The job's thresholds, None where nothing can be observed or changed."""
     job, problem, row = opened.job, opened.problem, policy(policy_name)
     fixed, engine = job.schedule, engine_of(opened.job)
     is_fixed = (fixed.encode_batch is not None or fixed.max_active is not None) and (
@@ -167,7 +168,7 @@ def _thresholds(opened: OpenedJob, policy_name: str) -> _Thresholds:
     if (problem.num_queries or 0) <= LEAST_QUERIES and not can_settle(problem):
         return _Thresholds()
     is_known = problem.queries is None or job.workload.output_tokens.kind == "from_requests"
-    # of a policy elsewhere it is not known what may change
+    # a policy from elsewhere does not say what may change
     is_timed = engine.tells_steps and (row.is_changeable or row.limits is not None)
     return _Thresholds(lengths=None if is_known else job.run.reschedule,
                        steps=job.run.step_times if is_timed else None)
@@ -175,8 +176,8 @@ def _thresholds(opened: OpenedJob, policy_name: str) -> _Thresholds:
 
 def rescheduler_of(opened: OpenedJob, timing: TimingSource,
                    schedule: Schedule) -> Rescheduler | None:
-    """Makes the rescheduler of a run; None where the job wants none, where there is nothing to
-    observe or to change."""
+    """Makes the rescheduler of a run; None where the job wants none, or there is nothing to observe
+    or to change."""
     job, problem, estimate = opened.job, opened.problem, schedule.estimate
     thresholds = _thresholds(opened, estimate.policy)
     if thresholds == _Thresholds():
@@ -186,7 +187,7 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
         held = known.reserves[known.reserves <= estimate.longest_query]
         longest = int(held.max(initial=1))
     is_observing = job.workload.output_tokens.kind == "observe"
-    in_blocks = lies_in_blocks(opened, estimate)
+    in_blocks = uses_kv_blocks(opened, estimate)
     first, *others = (_room(shape, problem, longest, headroom(shape, problem, timing)
                             if is_observing else HEADROOM, in_blocks=in_blocks)
                       if policy(shape.policy).is_changeable else CacheSizes(slots=0)
@@ -199,7 +200,7 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
 
 def _room(estimate: Estimate, problem: Problem, longest: int, times: float, *,
           in_blocks: bool) -> CacheSizes:
-    """What the caches of copies that execute RRA are to have room for (xscheduler.cache_sizing)."""
+    """Sizes that the KV caches of replicas under RRA need (xscheduler.cache_sizing)."""
     slots = slots_for(estimate, problem, longest, times, in_blocks=in_blocks)
     return CacheSizes(slots=slots, kv_tokens=kv_tokens_for(
         estimate, problem, longest * slots) if in_blocks else 0)
@@ -207,8 +208,8 @@ def _room(estimate: Estimate, problem: Problem, longest: int, times: float, *,
 
 def decisions_with_phases(decisions: Sequence[Decision],
                           changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What metrics.json says of each decision, with the phase and time at which it was taken up."""
-    # each replica takes it up in a phase of its own: the first one stands for all that do
+    """The decisions as metrics.json holds them, with the phase and time at which each took effect:
+    those of the first replica, since replicas have phases of their own."""
     taken = {change["revision"]: change for change in sorted(
         changes, key=lambda change: -(change.get("replica") or 0))}
     return [{**decision.record, "sentence": decision.sentence,
@@ -217,12 +218,13 @@ def decisions_with_phases(decisions: Sequence[Decision],
 
 
 class RanksHang(XgptError):
-    """No rank died, and the run does not go on."""
+    """No rank died, and the run makes no progress."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The last state of a rank, and when it was another (for its steps: when it did one)."""
+    """The last state of a rank, and when its heartbeat and its steps last changed, on the watch's
+    clock."""
 
     state: RankState
     changed_s: float
@@ -230,8 +232,8 @@ class _Seen:
 
 
 class StallWatch:
-    """Looks at what the ranks tell. `limit_s` None: several times the longest step known, of which
-    `step_s` is planned."""
+    """Detects ranks that make no progress, by their heartbeats. `limit_s` None: several times the
+    longest step known; `step_s`: the longest planned one."""
 
     def __init__(self, output: Path, *, ranks: int, limit_s: float | None, step_s: float = 0.0,
                  clock: Callable[[], float] = time.monotonic) -> None:
@@ -240,7 +242,8 @@ class StallWatch:
         self._seen: dict[int, _Seen] = {}
 
     def look(self) -> None:
-        """Called often. Raises RanksHang."""
+        """Reads the heartbeats, at most once a second. Raises RanksHang where the run makes no
+        progress."""
         now, before = self._clock(), self._looked_s
         if now - before < _BEATS_LOOK_S:
             return
@@ -251,7 +254,7 @@ class StallWatch:
         for state in read_heartbeats(self._output):
             self._take(state, now)
         if (why := self._why(now)) is not None:
-            raise RanksHang(f"the run hangs: {why}. It was ended; what is done is kept")
+            raise RanksHang(f"the run hangs: {why}. It was ended; finished queries are kept")
 
     def _take(self, state: RankState, now: float) -> None:
         seen = self._seen.get(state.rank)
@@ -266,44 +269,46 @@ class StallWatch:
 
     @property
     def silent(self) -> str | None:
-        """In a few words, who has told nothing for longest, where that is long."""
+        """Words that name the rank that has been silent for longest; None if none is silent for
+        long."""
         first = min(self._seen.values(), key=lambda one: one.changed_s, default=None)
         if first is None or (passed_s := self._clock() - first.changed_s) <= SILENT_S:
             return None
         return f"rank {first.state.rank} silent for {format_seconds(round(passed_s))}"
 
     def limit_s(self) -> float:
+        """Seconds without progress after which the run is ended."""
         return (max(LEAST_S, _STEPS * self.longest_step_s) if self._limit_s is None
                 else self._limit_s)
 
     @property
     def longest_step_s(self) -> float:
-        """Planned, or measured so far."""
+        """Duration of the longest step, planned or measured so far."""
         return max([self._step_s, *(seen.state.longest_step_s for seen in self._seen.values())])
 
     def _why(self, now: float) -> str | None:
-        """Who holds up the run, in words; None where nobody does."""
+        """Words that name the rank that stops the run; None where all make progress."""
         limit_s, seen = self.limit_s(), list(self._seen.values())
         silent = [one for one in seen if now - one.changed_s > limit_s]
         if silent:
             first = min(silent, key=lambda one: one.changed_s)
             return (f"{first.state.name} has given no sign of life for "
-                    f"{format_seconds(round(now - first.changed_s))}; it was last told "
+                    f"{format_seconds(round(now - first.changed_s))}; its last message was "
                     f"{first.state.told}")
         # the first step compiles what is not compiled yet
         stuck = [one for one in seen if one.state.step_since_s is not None and (
             now - one.worked_s > (limit_s if one.state.num_steps else max(limit_s, _START_S)))]
         if stuck:
             first = min(stuck, key=lambda one: one.worked_s)
-            return (f"{first.state.name} lives, but has been at one step for "
-                    f"{format_seconds(round(now - first.worked_s))}: it was told "
+            return (f"{first.state.name} is alive, but has been in one step for "
+                    f"{format_seconds(round(now - first.worked_s))}, that of message "
                     f"{first.state.told}")
         begun = [one for one in seen if one.state.num_steps]
         if begun and len(begun) == len(seen) and all(now - one.worked_s > limit_s for one in seen):
             first = max(begun, key=lambda one: one.worked_s)
-            return (f"no rank has begun a step for "
-                    f"{format_seconds(round(now - first.worked_s))}, though all live; the last "
-                    f"was {first.state.name}, told {first.state.told}")
+            return (f"no rank has started a step for "
+                    f"{format_seconds(round(now - first.worked_s))}, though all are alive; the "
+                    f"last was {first.state.name}, by message {first.state.told}")
         missing = sorted(set(range(self._ranks)) - self._seen.keys())
         if missing and now - self._start_s > max(limit_s, _START_S):
             return (f"{'ranks' if missing[1:] else 'rank'} {', '.join(map(str, missing))} of "
@@ -313,29 +318,30 @@ class StallWatch:
 
 
 class Guard:
-    """`look` is called often. Raises what ends the ranks: StoppedEarly, RanksHang, XgptError."""
+    """Ends the ranks of a run that was asked to stop, hangs, or lost its folder."""
 
     def __init__(self, output: Path, stall: StallWatch | None) -> None:
-        """`stall` None: the ranks do not tell what they do."""
+        """`stall` None: the ranks write no heartbeats."""
         self._output, self._stall, self._stop = output, stall, StopRequest(output)
-        self._place, self._looked_s = _place(output), time.monotonic()
+        self._folder_id, self._looked_s = _folder_id(output), time.monotonic()
         self._asked_s: float | None = None
 
     @property
     def silent(self) -> str | None:
-        """Which rank has told nothing for long, in a few words."""
+        """Words that name a rank that has been silent for long; None if none is."""
         return None if self._stall is None else self._stall.silent
 
     def look(self) -> None:
+        """Checks the run; called often. Raises StoppedEarly, RanksHang or XgptError to end it."""
         now = time.monotonic()
         if now - self._looked_s < LOOK_S:
             return
         self._looked_s = now
-        if _place(self._output) != self._place:
+        if _folder_id(self._output) != self._folder_id:
             raise XgptError(
                 f"{self._output} was removed or renamed while a run wrote in it. A renamed folder "
-                "has all that was done: give it its name back, and the same command goes on from "
-                "there")
+                "still has all finished queries: give it its name back, and the same command "
+                "goes on from there")
         if self._stop.is_made:
             self._asked_s = now if self._asked_s is None else self._asked_s
             # a run stops after the steps under way, which may be long
@@ -343,13 +349,13 @@ class Guard:
             if now - self._asked_s > grace_s:
                 raise StoppedEarly(
                     f"asked to stop, and the ranks did not within {grace_s:.0f} s: they were "
-                    "ended. What is done is kept, and the same command goes on from there")
+                    "ended. Finished queries are kept, and the same command goes on from there")
         elif self._stall is not None:
             self._stall.look()
 
 
-def _place(folder: Path) -> tuple[int, int] | None:
-    """What the path names; None for nothing."""
+def _folder_id(folder: Path) -> tuple[int, int] | None:
+    """Device and inode of the folder; None where there is none."""
     try:
         found = folder.stat()
     except OSError:

@@ -1,10 +1,9 @@
-"""metrics.json: what a run measured, beside what was predicted, and what makes the difference; and
-what goes back into the cached profile that it was planned with.
+"""Writes metrics.json: measured figures beside predicted ones, and the causes of the difference.
+Adds a run's step times, by kind, to the cached profile that it was planned with.
 
-That is its steps, by kind, against the profile's own times: so that the next job on this machine
-measures nothing, and one that began with a quick profile knows better afterwards. Only of a run
-that was whole, that others left alone, and whose steps took as long at its end as at its beginning:
-a disturbed one, or one that was slowed in its middle, says nothing of the machine."""
+So the next job on this machine measures nothing, and a quick profile improves with each run. Only
+complete runs count that other programs did not disturb and whose steps took as long at the end as
+at the beginning: others say nothing about the machine."""
 
 import json
 import math
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.app.opened import OpenedJob
+from xgpt.app.opened_job import OpenedJob
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem, QueryLengths
@@ -49,35 +48,35 @@ from xsimulator.replay.job import Replayer
 from xsimulator.replay.prediction import MOST_PREDICTED, JobPrediction
 from xsimulator.replay.recordings import Recording, load_recordings
 
-LEAST_STEPS = 30  # of a kind on a stage that a run must have taken for it to tell
-# or so few, which took so long together: a job of few queries encodes them in a few long steps
+LEAST_STEPS = 30  # of a kind on a stage, for a run's times to count
+# or so few that took so long together: a job of few queries encodes them in a few long steps
 _FEW_STEPS, LONG_S = 3, 1.0
-_MOST_STEPS = 2000  # of a stage, the latest, that are looked at
-PASSING = 1.3  # by which a kind's last third may be slower, or quicker, than its first
-_EXTREME = 0.1  # of a kind's steps, those whose ratios are farthest out, half at each end
+_MOST_STEPS = 2000  # the latest of a stage, which are used
+PASSING = 1.3  # factor by which a kind's last third may be slower or quicker than its first
+_EXTREME = 0.1  # share of a kind's steps that is left out, half at each end of their ratios
 
 
 def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Schedule | None,
                   measured: Mapping[str, Any], prediction: JobPrediction | None, *,
                   learned: str = "", **own: Any) -> dict[str, Any]:
-    """Writes metrics.json and the report, and tells the screen's end. Returns what metrics.json
-    holds: every measured figure beside its prediction (None where there is none), what is the run's
-    `own`, and why it took as long as it did. `timing`, `schedule`: where they are known. `learned`:
-    what the run added to the profile, in words."""
+    """Writes metrics.json and the report, prints the end of the screen, and returns the content of
+    metrics.json: each measured figure beside its prediction (None where there is none), the keys in
+    `own`, and the causes of the difference. `timing`, `schedule`: where they are known. `learned`:
+    words for what the run added to the profile."""
     output, tell = opened.job.output, opened.tell
-    # read once: the figures of ten million queries are not to be there twice
+    # read once: the figures of ten million queries must not be in memory twice
     read, after = read_output(output, MAX_ANSWERS), None
     if prediction is not None and timing and schedule:
         after = _for_lengths(opened.problem, timing, schedule, read)
     metrics = {**_measured_beside_predicted(opened, schedule, measured, after or prediction), **own}
     metrics["is_predicted_for_lengths"] = after is not None
-    # a replay of what was planned says nothing of a run that changed it
+    # a replay of the first schedule says nothing about a run that changed it
     why = attribute(opened.problem, timing, schedule, output, prediction.wall_s) if (
         prediction is not None and not measured["changes"] and timing and schedule) else None
     metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
     left = replace(read, metrics=metrics, schedule=schedule,
                    queries_before=measured["queries_before"])
-    # those of the ranks' earlier starts, too
+    # with those of the ranks' earlier starts
     metrics["failed"] = max(metrics["failed"], left.queries.reasons()["error"])
     checks = check_bounds(left)
     metrics |= kept_facts(checks)
@@ -98,8 +97,8 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
 
 def _for_lengths(problem: Problem, timing: TimingSource, schedule: Schedule,
                  output: Output) -> JobPrediction | None:
-    """Prediction for the output lengths that came, of a job that was planned as if every answer
-    had its cap; None for any other job, or if requests were not run."""
+    """Predicts, by the output lengths of this run, a job that was planned as if every answer had
+    its maximum length; None for any other job, or if some requests were not run."""
     known = problem.queries
     if not problem.observes or known is None or len(output.queries) != len(known.inputs):
         return None
@@ -113,7 +112,7 @@ def _for_lengths(problem: Problem, timing: TimingSource, schedule: Schedule,
 
 
 def _report(left: Output) -> str:
-    """Writes the page; where it is, in words. Without it the run is done all the same."""
+    """Writes the report; returns its path, or why it was not written (which fails no run)."""
     try:
         return shown(write_page(left))
     except OSError as cause:
@@ -121,7 +120,7 @@ def _report(left: Output) -> str:
 
 
 def _notes(opened: OpenedJob, output: Output, learned: str) -> Iterator[str]:
-    """What a user should know of the run besides its figures, the worst first, in sentences."""
+    """Yields sentences that a user needs beside the run's figures, the worst first."""
     metrics = output.metrics or {}
     yield from (check.sentence for check in check_bounds(output) if check.is_kept is False)
     if output.errors:
@@ -129,7 +128,7 @@ def _notes(opened: OpenedJob, output: Output, learned: str) -> Iterator[str]:
         yield clean(f"the first error, in line {first.get('line')} of the requests: "
                     f"{first.get('error')}")
     if output.remarks:
-        yield f"{' '.join(output.remarks)} What stood there is not counted."
+        yield f"{' '.join(output.remarks)} Those lines are not counted."
     known, reasons = opened.problem.queries, output.queries.reasons()
     is_wished = opened.job.run.ignore_eos or (known is not None and known.outputs is not None)
     if (cut := reasons["length"]) and not is_wished:
@@ -140,7 +139,7 @@ def _notes(opened: OpenedJob, output: Output, learned: str) -> Iterator[str]:
     if was_changed(metrics):
         count = len(metrics["rescheduling"])
         yield (f"the schedule was changed during the run ({counted(count, 'decision')}: see "
-               f"{MESSAGES_FILE}); the prediction is of the first one")
+               f"{MESSAGES_FILE}); the prediction is for the first one")
     if (warning := contention_words(metrics["others_cpu_share"])) is not None:
         yield warning
     words = text_at(metrics, "attribution", "sentence") or ""
@@ -152,8 +151,8 @@ def _notes(opened: OpenedJob, output: Output, learned: str) -> Iterator[str]:
 def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule | None,
                                measured: Mapping[str, Any],
                                prediction: JobPrediction | None) -> dict[str, Any]:
-    # what was predicted is the whole job: half of one, or a resumed rest, is something else. A job
-    # whose schedule was changed is the one of which it was said how long it would take
+    # the prediction is for the whole job: not for half of one, or the rest of a resumed one. It
+    # holds for a job whose schedule was changed: that is the job whose duration was predicted
     is_whole = measured["state"] == "done" and measured["queries_before"] == 0
 
     def pair(key: str) -> dict[str, float | None]:
@@ -164,7 +163,7 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule | None,
             "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "wall_s", "load_s", "overhead_share")
     job, cluster = opened.job, opened.problem.cluster
     assert opened.files is not None
-    # what each rank of a stage may hold of KV entries by the schedule
+    # planned bytes of KV cache per rank, by stage
     planned = dict(enumerate(
         int(held) for pool in (schedule.estimate.all_pools if schedule else ())
         for held in kv_bytes(opened.problem, pool.stages, pool.kv_tokens)))
@@ -193,9 +192,10 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule | None,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """Seconds of the whole job, as predicted, with the run's lengths, with its step times too, and
-    as measured (the rest: the head, messages, and ranks that wait for one another);
-    `same_steps`: share of the replay's steps that were of the recorded size."""
+    """Causes of the difference between a run's predicted and measured seconds: predicted, replayed
+    with the run's lengths, replayed with its step times too, and measured (the rest: the head,
+    messages, and ranks that wait for each other). `same_steps`: share of the replay's steps that
+    had the recorded size."""
 
     predicted_s: float
     with_lengths_s: float
@@ -205,6 +205,7 @@ class Attribution:
 
     @property
     def sentence(self) -> str:
+        """One sentence with the total difference in % and the part of each cause."""
         def change(to_s: float, from_s: float) -> str:
             return f"{100 * (to_s / from_s - 1):+.0f} %"
 
@@ -217,10 +218,9 @@ class Attribution:
 
 def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output: Path,
               predicted_s: float) -> Attribution | None:
-    """Attributes the time of the whole run in `output`; None where its record does not tell: it was
-    stopped or resumed, is longer than the log, of more queries than a prediction replays, or by
-    copies of several shapes. Of several copies of the model the last to be done decides, each with
-    the queries that it took."""
+    """Attributes the duration of the run in `output` to its causes. Of several replicas the last to
+    finish decides. Returns None for a run that was stopped or resumed, is longer than the log, has
+    more queries than a prediction replays, or replicas of several shapes."""
     estimate = schedule.estimate
     if (problem.num_queries or 0) > MOST_PREDICTED or estimate.others:
         return None
@@ -228,13 +228,13 @@ def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output
         recordings = load_recordings(output, estimate.deployment)
         count = sum(len(recording.queries) for recording in recordings)
         order = in_run_order(problem, estimate, count)
-        most = np.empty(count, np.int64)  # by place in the job
+        most = np.empty(count, np.int64)  # by position in the job
         most[order] = _most_outputs(problem, schedule, count)
         replayer = Replayer(problem, timing, estimate.one_copy)
         parts = [_part(replayer, recording, order if len(recordings) == 1 else None, most)
                  for recording in recordings if len(recording.queries)]
     except (XgptError, OSError, ValueError, LookupError, TypeError, AttributeError,
-            AssertionError):  # an explanation ends no run, whatever its record is like
+            AssertionError):  # an explanation must not end a run, whatever its record holds
         return None
     return Attribution(
         predicted_s=predicted_s, with_lengths_s=max(part.own_s for part in parts),
@@ -243,7 +243,8 @@ def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output
 
 
 class _Part(NamedTuple):
-    """Seconds of what a copy of the model took, and the replay's steps."""
+    """Replayed seconds of one replica, with planned and with recorded step times, and counts of the
+    replay's steps: of the recorded size, and all."""
 
     own_s: float
     timed_s: float
@@ -253,8 +254,8 @@ class _Part(NamedTuple):
 
 def _part(replayer: Replayer, recording: Recording, order: Sequence[int] | None,
           most: IntArray) -> _Part:
-    """`order`: of the recording's queries, where they are not in that in which they were taken up;
-    `most`: output tokens that each of the job's queries reserved."""
+    """Replays one replica's recording. `order`: of its queries, where the recording has another
+    than the run. `most`: output tokens that each of the job's queries reserved."""
     rows = np.arange(len(recording.queries)) if order is None else np.array(order)
     queries = QueryLengths(inputs=recording.inputs[rows], outputs=recording.outputs[rows],
                            most_outputs=most[recording.queries[rows]])
@@ -265,7 +266,7 @@ def _part(replayer: Replayer, recording: Recording, order: Sequence[int] | None,
 
 
 def _most_outputs(problem: Problem, schedule: Schedule, num_queries: int) -> IntArray:
-    """[queries] tokens that each query reserved for its output: decides when it was admitted."""
+    """[queries] output tokens that each query reserved, which decide when it was admitted."""
     known = job_lengths(problem, schedule.estimate)
     if known is None or len(known.inputs) != num_queries:
         raise XgptError(f"the run answered {num_queries} requests, others can run")
@@ -274,8 +275,8 @@ def _most_outputs(problem: Problem, schedule: Schedule, num_queries: int) -> Int
 
 def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
           others_share: float | None) -> tuple[LearnedSteps, ...]:
-    """Adds what the run in the job's folder took to the cached profile; what was added: nothing
-    where the profile is another's or the run was disturbed."""
+    """Adds the step times of the run in the job's folder to the cached profile; returns what was
+    added: nothing where the profile is not the cached one or the run was disturbed."""
     if not (isinstance(timing, ProfileTiming) and opened.is_local and opened.job.profile is None):
         return ()
     if others_share is not None and others_share >= NOTICEABLE_SHARE:
@@ -294,7 +295,7 @@ def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
 
 
 def add(found: Sequence[LearnedSteps], path: Path) -> None:
-    """Adds what a run took to the profile at `path`, after what others add at the same time."""
+    """Adds a run's step times to the profile at `path`, under its lock."""
     with changing(path.parent):
         known = load_profile(path)
         kept = [own for kind in KINDS for own in (
@@ -305,8 +306,8 @@ def add(found: Sequence[LearnedSteps], path: Path) -> None:
 
 def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
                steps: Path) -> tuple[LearnedSteps, ...]:
-    """What the run's steps took against the profile's own times, of the slowest stage by kind;
-    nothing of copies of several shapes, whose stages are not those of the first over again."""
+    """Compares the steps in the log `steps` with the profile's times: per kind of step, the factor
+    and its spread on the slowest stage. Empty for replicas of several shapes."""
     if schedule.estimate.others:
         return ()
     own = ProfileTiming(replace(profile, learned=()))
@@ -344,21 +345,21 @@ def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
 
 
 def _tell(ratios: Sequence[Ratio]) -> bool:
-    """Whether these steps are enough to tell what others of their kind take."""
+    """Whether these steps are enough to predict others of their kind."""
     took_s = sum(own.expected_s * math.exp(own.log) for own in ratios)
     return len(ratios) >= LEAST_STEPS or (len(ratios) >= _FEW_STEPS and took_s >= LONG_S)
 
 
 def _is_passing(ratios: Sequence[Ratio]) -> bool:
-    """Whether what these steps were slowed by came, or went, while the run lasted."""
+    """Whether these steps became slower or quicker while the run lasted."""
     third = len(ratios) // 3
     change = factor_of(ratios[-third:], 2 * _EXTREME) / factor_of(ratios[:third], 2 * _EXTREME)
     return not 1 / PASSING <= change <= PASSING
 
 
 def factor_of(ratios: Sequence[Ratio], extreme: float = _EXTREME) -> float:
-    """Seconds that these steps took, together, over those they were expected to take, without the
-    extreme share of them: a job's time is their sum, of which long steps are the larger part."""
+    """Ratio of measured to expected seconds, summed over these steps without the `extreme` share of
+    them. A job's time is such a sum, in which long steps count most."""
     logs, expected_s = np.array([(own.log, own.expected_s) for own in ratios]).T
     low, high = np.quantile(logs, (extreme / 2, 1 - extreme / 2))
     kept = (logs >= low) & (logs <= high)
@@ -367,8 +368,9 @@ def factor_of(ratios: Sequence[Ratio], extreme: float = _EXTREME) -> float:
 
 def agreement_of(opened: OpenedJob, plan: RunPlan, run_file: Path,
                  lock: int) -> dict[str, Any] | None:
-    """What agreement.json holds, measured unless it is there of the same run; None for a run of the
-    model's own type. Raises XgptError."""
+    """Counts of inputs, positions and agreeing tokens between int8 and the original weights, read
+    from agreement.json, or measured first if it is not of this run; None for a run that does not
+    quantize. Raises XgptError."""
     if plan.weight_dtype != INT8:
         return None
     path = plan.output / AGREEMENT_FILE

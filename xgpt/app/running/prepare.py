@@ -1,5 +1,5 @@
-"""Before the ranks of a run start: what keeps it from being run, what its ranks are told, and what
-stays of earlier runs."""
+"""Prepares a run before its ranks start: refuses what cannot be run, makes the ranks' plan, and
+keeps the results of earlier runs."""
 
 import os
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from xgpt.app.models import not_used_words
-from xgpt.app.opened import OpenedJob
-from xgpt.app.telling import Teller
+from xgpt.app.opened_job import OpenedJob
+from xgpt.app.teller import Teller
 from xgpt.core.cluster import Cluster
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
@@ -48,8 +48,8 @@ from xrunner.rules.batch_sizer import window_of
 from xrunner.rules.steps import kv_budget, rules_for
 
 _RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries
-# What decides the answers, as a job file has it. Two more follow from the schedule and the requests
-# together.
+# Keys that decide the answers, as a job file names them. Two more follow from the schedule together
+# with the requests.
 _IN_WORDS = {"requests_digest": "the requests", "is_chat": "workload.chat",
              "chat_template_kwargs": "workload.chat_template_kwargs",
              "max_tokens": "workload.max_tokens", "engine": "run.engine",
@@ -61,17 +61,17 @@ _IN_WORDS = {"requests_digest": "the requests", "is_chat": "workload.chat",
                      "ignore_eos", "engine_args", "deterministic")}}
 
 
-def lies_in_blocks(opened: OpenedJob, estimate: Estimate) -> bool:
-    """Whether what the rules of `estimate` reserve for a query lies in blocks. On a GPU it does,
-    unless the job says `rows`: there memory that is set aside is taken, where pages of a CPU's that
-    were never written are not. Raises InputError where the job asks for what is not executed."""
+def uses_kv_blocks(opened: OpenedJob, estimate: Estimate) -> bool:
+    """Whether the KV cache that the rules of `estimate` reserve is kept in blocks. On a GPU it
+    is, unless the job says `rows`: reserved memory is used up there, while pages of a CPU that were
+    never written are not. Raises InputError where the job's layout cannot be executed."""
     job, wish = opened.job, opened.job.run.kv_layout
     rules, is_encoder_decoder = rules_for(estimate), opened.problem.model.is_encoder_decoder
     if any(kv_budget(rule) is not None for rule in rules):
         if wish == "rows":
             raise wrong(job.source, "run.kv_layout", wish, f"auto or blocks with {estimate.policy}:"
                         " continuous batching leaves queries where they are, in blocks")
-        return False  # they do so whatever is asked for
+        return False  # those rules use blocks of their own
     is_able = not is_encoder_decoder and any(
         kv_budget(rule, in_blocks=True) is not None for rule in rules)
     if wish == "blocks" and not is_able:
@@ -83,21 +83,21 @@ def lies_in_blocks(opened: OpenedJob, estimate: Estimate) -> bool:
 
 
 def refuse_what_cannot_run(job: Job, tell: Teller) -> None:
-    """Raises InputError for a job that this version plans, but does not execute, by its file and
-    this machine alone."""
+    """Raises InputError for a job that cannot be executed on this machine, by its file and the
+    machine alone."""
     machine = detect() if job.cluster == LOCAL_CLUSTER else None
     gpus = machine if machine is not None and machine.device.kind == "gpu" else None
     engine = engine_of(job)
     refuse([*_refusals(job, gpus), *_ours_alone(job), *engine.refusals(job)])
     if gpus is not None and (job.run.ranks or 1) > gpus.num_devices:
         tell.say(f"note: {job.run.ranks} ranks share {gpus.num_devices} x {gpus.device.name}: each "
-                 "has a part of a GPU's memory and waits for the others' turns, which is no faster "
-                 "than fewer ranks")
+                 "has a part of a GPU's memory and waits for the others, which is no faster than "
+                 "fewer ranks")
     engine.check_installed(job)
 
 
 def refuse_what_no_machine_runs(job: Job) -> None:
-    """Raises InputError for a job that is executed nowhere, by its file alone."""
+    """Raises InputError for a job that cannot be executed on any machine, by its file alone."""
     refuse([*_without_requests(job), *_ours_alone(job), *engine_of(job).refusals(job)])
 
 
@@ -108,29 +108,30 @@ def _without_requests(job: Job) -> Iterator[Mistake]:
 
 
 def _ours_alone(job: Job) -> Iterator[Mistake]:
-    """What is asked of another engine and can only be had of ours."""
+    """Yields keys of a job for another engine that only xgpt's own engine supports."""
     if job.run.engine == OWN_ENGINE:
         return
     if job.run.deterministic:
-        yield mistake(job, "run.deterministic", True, f"only with `engine: {OWN_ENGINE}`: what "
-                      "another's products depend on is not known")
+        yield mistake(job, "run.deterministic", True, f"only with `engine: {OWN_ENGINE}`: others "
+                      "do not promise the same sums in every batch")
     if job.run.kv_layout != "auto":
         yield mistake(job, "run.kv_layout", job.run.kv_layout, f"only with `engine: {OWN_ENGINE}`:"
-                      " another lays out its cache itself")
+                      " others choose the layout of their cache")
 
 
 def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
-    """gpus: this machine's, where the job is to run on them."""
+    """`gpus`: this machine's, where the job runs on them."""
     if job.slurm is not None and allocation_here() is None:
-        yield mistake(job, "slurm", None, "runs inside an allocation: `xgpt submit` hands the job "
-                      "in; to run it on this machine use --set slurm=null")
+        yield mistake(job, "slurm", None, "runs inside an allocation: `xgpt submit` submits the "
+                      "job to Slurm; to run it on this machine use --set slurm=null")
     if job.cluster != LOCAL_CLUSTER:
         yield mistake(job, "cluster", job.cluster, "`local`: this version executes on this "
                       "machine's GPUs or, where it has none, cores; `xgpt schedule`, `simulate` "
                       "and `sweep` plan for any cluster")
     if gpus is not None and job.run.deterministic:
-        yield mistake(job, "run.deterministic", True, "on CPU ranks alone: cuBLAS chooses by the "
-                      "number of rows; to run on those set CUDA_VISIBLE_DEVICES to nothing")
+        yield mistake(job, "run.deterministic", True, "only on CPU ranks: cuBLAS chooses its "
+                      "kernel by the number of rows; for CPU ranks set CUDA_VISIBLE_DEVICES to "
+                      "nothing")
     if gpus is not None and (why := why_no_torch("gpu")) is not None:
         yield mistake(job, "cluster", job.cluster, f"this machine has GPUs, but {why}: install a "
                       "build with it or, to run on CPU ranks, set CUDA_VISIBLE_DEVICES to nothing")
@@ -147,13 +148,13 @@ def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
 
 
 def check_model(opened: OpenedJob) -> None:
-    """Raises InputError where the model's files are broken, before anything is measured for it."""
+    """Raises InputError for broken or unsupported model files, before anything is measured."""
     files = opened.files
     assert files is not None, "a run needs the model's files"
     if (why := files.spec.planned_only) and opened.job.run.engine != VLLM:
         raise wrong(opened.job.source, "model", opened.job.model,
-                    f"one that is executed: {why} is planned for and not executed by the engine "
-                    f"{opened.job.run.engine}; `run: {{engine: {VLLM}}}` hands it to vLLM")
+                    f"one that the engine {opened.job.run.engine} executes: {why} is only planned "
+                    f"for; `run: {{engine: {VLLM}}}` runs it with vLLM")
     if opened.job.run.weights == "random" or shape_to_make(files.directory) is not None:
         return
     spare = check_weights(files.directory, files.spec, may_unpickle=opened.job.run.pickles)
@@ -169,9 +170,9 @@ def check_model(opened: OpenedJob) -> None:
 
 
 def make_folder(job: Job) -> None:
-    """The job's output folder, without the request to stop that ended an earlier run; but of a job
-    inside an allocation a user may ask as soon as it has one. Raises InputError where the folder
-    cannot be written to."""
+    """Makes the job's output folder and withdraws the request to stop that ended an earlier run,
+    unless a user made it for this job inside its Slurm allocation. Raises InputError where the
+    folder or the table of results cannot be written to."""
     try:
         if job.run.private:  # from here on, in this process and those it starts
             os.umask(PRIVATE_UMASK)
@@ -197,8 +198,8 @@ def make_folder(job: Job) -> None:
 
 
 def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Requests) -> RunPlan:
-    """What the ranks are told besides the schedule. `requests`: the job's, or those made for it.
-    Without a schedule no rank is told it: it is `with_earlier_limits` that tells what was run."""
+    """Makes the run plan that ranks read beside the schedule. `requests`: the job's, or those made
+    for it. Without a schedule the plan is for no rank, only to compare with an earlier run."""
     job, files = opened.job, opened.files
     assert files is not None, "a run needs the model's files"
     if job.run.weights == "random":
@@ -206,7 +207,7 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
     estimate = None if schedule is None else schedule.estimate
     query_tokens, most_input = (0, 0) if estimate is None else (
         estimate.longest_query, estimate.longest_input)
-    # what no request needs decides nothing: a run may go on by another schedule
+    # limits above every request are left out: a run may go on by another schedule
     queries = query_lengths(requests, opened.problem.default_max_tokens, opened.problem.model)
     if queries is not None:
         query_tokens = min(query_tokens, int(queries.reserves.max(initial=1)))
@@ -229,7 +230,7 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
         routing=job.adjustment.routing,
         mean_output_tokens=opened.problem.lengths.outputs.mean,
         device_kind=opened.problem.cluster.device.kind,
-        kv_in_blocks=estimate is not None and lies_in_blocks(opened, estimate),
+        kv_in_blocks=estimate is not None and uses_kv_blocks(opened, estimate),
         has_forms=bool(job.workload.requests and job.workload.requests.terms.form),
         cuda_graphs=run.cuda_graphs, engine_args=dict(run.engine_args),
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
@@ -237,7 +238,7 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
 
 
 def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
-    """The job's requests, made where it names only their number."""
+    """The job's requests and their spool; made up where the job has only a count."""
     problem = opened.problem
     if opened.requests is None:
         assert problem.num_queries is not None, "a workload has requests or a count"
@@ -247,10 +248,10 @@ def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
     return opened.requests, opened.spool
 
 
-def going_on(plan: RunPlan, schedule: Schedule) -> RunPlan | None:
-    """The plan for the very requests of the unfinished run of this job that is in its folder: a new
-    schedule may hold longer ones. None where this schedule does not hold them all. The plan itself
-    where there is no such run."""
+def continued_plan(plan: RunPlan, schedule: Schedule) -> RunPlan | None:
+    """Returns `plan` with the request limits of this job's unfinished run, since a new schedule may
+    have room for longer ones; None where `schedule` has no room for all that run's requests, and
+    `plan` itself where there is no unfinished run."""
     begun = with_earlier_limits(plan)
     if begun is plan or state_left(plan.output) is not State.STOPPED:
         return plan
@@ -262,22 +263,21 @@ def going_on(plan: RunPlan, schedule: Schedule) -> RunPlan | None:
     return begun if holds_queries and holds_inputs else None
 
 
-def with_what_was_read(plan: RunPlan, tell: Teller) -> RunPlan:
-    """The plan, with what an unfinished run in its folder knows of every byte of its weights, where
-    this one did not read them all."""
+def with_weight_digests(plan: RunPlan, tell: Teller) -> RunPlan:
+    """Returns `plan` with the digests of whole weight files that an unfinished run in its folder
+    has, where this command did not read them all."""
     before = saved_model(plan.output)
     if before is None or state_left(plan.output) is not State.STOPPED:
         return plan
     if plan.weights_whole and not before.weights_whole:
-        tell.say(paragraph("note: the run in the folder was begun without `run.verify`: that "
-                           "these are its weights is known by samples of them; from here on, by "
-                           "every byte"))
+        tell.say(paragraph("note: the run in the folder started without `run.verify`, so its "
+                           "weights were compared by samples; from now on every byte is compared"))
     return plan if plan.weights_whole else replace(plan, weights_whole=before.weights_whole)
 
 
-def as_its_weights_were_held(opened: OpenedJob) -> OpenedJob:
-    """The job by the type of weights that a run in its folder was begun with, unless it is told
-    done, where the job leaves that open: what is found depends on the memory that is free."""
+def with_begun_weight_dtype(opened: OpenedJob) -> OpenedJob:
+    """Returns the job with the weight type of the run in its folder, where the job leaves that type
+    open: a new plan would choose it by the memory that is free now."""
     job, problem = opened.job, opened.problem
     before = saved_model(job.output)
     if before is None or job.run.weight_dtype != "auto" or before.weight_dtype not in (
@@ -288,28 +288,26 @@ def as_its_weights_were_held(opened: OpenedJob) -> OpenedJob:
                    problem=replace(problem, weight_dtype=before.weight_dtype))
 
 
-def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = None,
+def keep_earlier_results(output: Path, plan: RunPlan, tell: Teller, table: Path | None = None,
               spool: SpoolWriter | None = None) -> None:
-    """A stopped run of the same job goes on; any other results are kept under another name.
-    `table`: the file that the job wants its results in besides. `spool`: its requests. Raises
-    InputError for a run that was stopped and whose model, prompts or sampling have changed since.
-    """
+    """Prepares `output` to continue a stopped run of this job, or renames the results of any other.
+    `table`: the job's table of results, if any. `spool`: its requests. Raises InputError for a
+    stopped run whose model, prompts or sampling have changed since."""
     results, state = output / RESULTS_FILE, state_left(output)
     if state is State.STOPPED:
         _refuse_another_job(output, plan)
         prompts = saved_header(output).get("prompts")
         if spool is not None and prompts not in (None, spool.prompts_digest):
             raise wrong(output, "the prompts", None,
-                        "the tokens with which the run in this folder was begun, and not finished. "
-                        "The model's tokenizer or its chat template makes others of the same "
-                        "requests today, as another version of transformers may. Put that back to "
-                        "go on, or begin anew with `xgpt submit --again`, which keeps what was "
-                        "answered")
+                        "the tokens that the unfinished run in this folder started with. The "
+                        "model's tokenizer or chat template now makes other tokens of the same "
+                        "requests, as another version of transformers may. Restore it to continue, "
+                        "or start again with `xgpt submit --again`, which keeps the answers")
     for name in ("measured.json", METRICS_FILE, "steps.jsonl", ADJUST_FILE, OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)
     if saved_fingerprint(output) == plan.fingerprint and state in (State.NONE, State.STOPPED):
         if (count := answered(results).total) > 0:
-            tell.say(f"going on after the {count} queries an earlier run answered")
+            tell.say(f"continuing after the {count} queries an earlier run answered")
         return
     for path in (results, output / HELD_FILE, *(() if table is None else (table,))):
         if path.is_file() and path.stat().st_size > 0:
@@ -320,23 +318,24 @@ def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = No
 
 
 def _refuse_another_job(output: Path, plan: RunPlan) -> None:
-    """Answers of two jobs in one file would look like those of one. Raises InputError."""
+    """Raises InputError where the folder's run is of a job with other answers, which one file of
+    results must not mix."""
     before = saved_model(output)
     changed = before.changed(plan.model_files, plan.weights_whole) if before else []
     if changed:
         raise wrong(plan.model_dir, ", ".join(changed), None,
-                    f"the files with which the run in {output} was begun, and not finished: these "
-                    "have changed since. Put them back to go on, or begin anew with `--again`, "
-                    "which keeps what was answered")
+                    f"the files that the unfinished run in {output} started with: these have "
+                    "changed since. Restore them to continue, or start again with `--again`, which "
+                    "keeps the answers")
     if changed := [_IN_WORDS[key] for key in saved_differences(plan) if key in _IN_WORDS]:
         raise wrong(output, ", ".join(changed), None,
-                    "changed since the run in this folder was begun, and it is not finished. Put "
-                    "it back as it was to go on, or begin anew with `xgpt submit --again`, which "
-                    "keeps what was answered")
+                    "changed since the run in this folder started, and it is not finished. Restore "
+                    "it to continue, or start again with `xgpt submit --again`, which keeps the "
+                    "answers")
 
 
 def write_job(opened: OpenedJob) -> None:
-    """Leaves what the job asks in job.json."""
+    """Writes the job's keys, and its identity (`asked`), to job.json."""
     job, bound = opened.job, opened.job.constraint.latency
     fixed, constraint = asdict(job.schedule), asdict(job.constraint)
     del fixed["others"], constraint["bounds"]  # their parts are keys of their own, as in a job file

@@ -1,8 +1,8 @@
-"""One run of a schedule: prepared, started, followed and closed.
+"""Executes a schedule: prepares the run, starts the ranks, follows them, and writes the metrics.
 
-After a rank's death the ranks are started again, a bounded number of times. A query that was under
-way at two deaths may be what kills them: it is left for the end and run alone then, and where it
-kills its rank again it gets an error in the place of an answer. The others finish."""
+After a rank dies the ranks are started again, a limited number of times. A query that was being
+run at two deaths may be their cause, so it is run last and alone. Where its rank dies again, the
+query gets an error instead of an answer. The others finish."""
 
 import json
 import math
@@ -16,9 +16,9 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from xgpt.app.hand_in import in_allocation
-from xgpt.app.opened import OpenedJob, open_job, refuse_if_none_can_run
-from xgpt.app.running.finished import asked_of, refuse_no_answer
+from xgpt.app.opened_job import OpenedJob, open_job, refuse_if_none_can_run
+from xgpt.app.remote_jobs import in_allocation
+from xgpt.app.running.finished import job_identity, refuse_no_answer
 from xgpt.app.running.follow import (
     Guard,
     Rescheduler,
@@ -28,20 +28,20 @@ from xgpt.app.running.follow import (
 )
 from xgpt.app.running.metrics import agreement_of, learn, write_metrics
 from xgpt.app.running.prepare import (
-    as_its_weights_were_held,
     check_model,
-    going_on,
+    continued_plan,
+    keep_earlier_results,
     make_folder,
-    make_room,
     plan_for_ranks,
     refuse_what_cannot_run,
     requests_of,
-    with_what_was_read,
+    with_begun_weight_dtype,
+    with_weight_digests,
     write_job,
 )
-from xgpt.app.running.resume import is_left_whole, take_over
+from xgpt.app.running.resume import adopt_results, has_all_results
 from xgpt.app.schedule import Plan, executable
-from xgpt.app.telling import KeptTeller, Teller, tell_run, troubles_told
+from xgpt.app.teller import KeptTeller, Teller, file_errors_named, tell_run
 from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
@@ -63,7 +63,7 @@ from xgpt.report.run_screen import begin_screen, machine_words
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
 from xgpt.requests.spool import Spool, num_queries
-from xgpt.run_folder.files import DEATHS_FILE, RESULTS_FILE, end_kept, kept
+from xgpt.run_folder.files import DEATHS_FILE, RESULTS_FILE, ending_recorded, job_facts
 from xgpt.run_folder.state import State, state_left
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile_file import save_profile
@@ -83,12 +83,12 @@ from xscheduler.fallback import initial_reason
 from xsimulator.replay.prediction import JobPrediction, mean_prediction
 from xsimulator.replay.records import ReplayResult
 
-SUSPECT = 2  # deaths at which a query was under way
+SUSPECT = 2  # deaths at which a query was being run
 
 
 class Leg(NamedTuple):
-    """One start of the ranks. `aside`: queries that it leaves out; `alone`: the one that it is
-    for, if it is for one."""
+    """One start of the ranks. `aside`: queries to leave out; `alone`: the only query to run, if
+    there is one."""
 
     aside: tuple[int, ...] = ()
     alone: int | None = None
@@ -96,7 +96,7 @@ class Leg(NamedTuple):
 
 
 class Deaths:
-    """At which queries' work ranks died, of one job."""
+    """Counts, per query of a job, the rank deaths while it was run."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan, self._path = plan, plan.output / DEATHS_FILE
@@ -104,11 +104,11 @@ class Deaths:
         self._counts = Counter[int](self._read())
 
     def next_leg(self) -> Leg | None:
-        """What is to be run next; None where every query is answered."""
+        """The queries to run next; None where every query is answered."""
         done, total = answered(self._results), len(Spool(self._plan.output))
         if total and done.total >= total:
             return None
-        # of few queries: no list of ten million
+        # few: no list of ten million queries
         suspects = sorted(query for query, count in self._counts.items() if count >= SUSPECT
                           and done.written <= query < total and query not in done.held)
         if not suspects or len(suspects) < total - done.total:
@@ -116,12 +116,12 @@ class Deaths:
         return Leg(tuple(suspects[1:]), alone=suspects[0])
 
     def record(self, leg: Leg, cause: str) -> str:
-        """Takes note of a death; what comes of it, in words."""
+        """Records a death; returns words for what follows from it, "" for nothing."""
         if leg.alone is not None:
             self._give_up(leg.alone, cause)
             asked = SpooledQueries(Spool(self._plan.output), self._plan)[leg.alone]
             return (f"The request {asked.id!r} was run alone, and its rank died again: it "
-                    "has an error in the place of an answer")
+                    "has an error instead of an answer")
         done = answered(self._results)
         underway = [query for query in read_underway(self._plan.output)
                     if query >= done.written and query not in done.held]
@@ -155,8 +155,9 @@ class Deaths:
 
 def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
                 tell: Teller) -> None:
-    """Starts the ranks until every query is answered, or a stop was asked for. Raises what `start`
-    raises, a rank's death only after so many `restarts`; a query that is run alone has its own."""
+    """Starts the ranks until every query is answered or a stop is requested. Raises the errors of
+    `start`; for a rank's death only after `restarts` of them, not counting those of a query that
+    is run alone."""
     deaths = Deaths(plan)
     leg, is_first = deaths.next_leg(), True
     while leg is not None:
@@ -193,9 +194,9 @@ def _is_kept(plan: RunPlan) -> str:
 
 
 def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> OpenedJob:
-    """The job with its model's files and an output folder. `standby`: may serve as its ranks.
-    Raises InputError for one that cannot be run."""
-    as_asked = job  # before an allocation says where it runs
+    """Opens a job for a run: with its model's files and an output folder. `standby`: processes that
+    can become its ranks. Raises InputError for a job that cannot be run."""
+    as_asked = job  # before its allocation decides where it runs
     if job.slurm is not None and (allocation := allocation_here()) is not None:
         job = in_allocation(job, allocation, tell)
     refuse_what_cannot_run(job, tell)  # before a model is fetched for it
@@ -204,65 +205,66 @@ def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> Opene
     check_model(opened)
     make_folder(job)
     digests = () if opened.requests is None else opened.requests.file_digests
-    return executable(as_its_weights_were_held(
-        replace(opened, standby=standby, asked=asked_of(as_asked, digests))))
+    return executable(with_begun_weight_dtype(
+        replace(opened, standby=standby, asked=job_identity(as_asked, digests))))
 
 
 @contextmanager
-def at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
-    """The job as one that works in its output folder, what it says kept there, and the folder's
-    lock: held while it is profiled, too, so that `xgpt status`, `top` and `stop` find it. Raises
-    XgptError if another run has the folder."""
+def locked_output(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
+    """Locks the job's output folder, and yields the job, whose messages are now also written there,
+    and the lock. It is held during profiling, too, so that `xgpt status`, `top` and `stop` find the
+    run. Raises XgptError if another run has the folder."""
     output, tell = opened.job.output, opened.tell
-    with (troubles_told(output), output_lock(output) as lock, end_kept(output),
-          troubles_told(output)):
+    with (file_errors_named(output), output_lock(output) as lock, ending_recorded(output),
+          file_errors_named(output)):
         yield replace(opened, tell=KeptTeller(tell, output)), lock
 
 
 def execute(plan: Plan) -> dict[str, Any]:
-    """Runs the plan's schedule; returns what metrics.json holds, and where the results are. Raises
-    StoppedEarly after a polite stop, XgptError if another run is writing in the folder."""
-    # held from the first file to the last: what the ranks read must be what was written here
-    with at_work(plan.opened) as (opened, lock):
+    """Runs the plan's schedule; returns the content of metrics.json and the path of the results.
+    Raises StoppedEarly after a requested stop, XgptError if another run has the folder."""
+    # locked from the first file to the last: ranks must read what was written here
+    with locked_output(plan.opened) as (opened, lock):
         return Run(replace(plan, opened=opened), lock).execute()
 
 
 class Run:
-    """A schedule that is executed in its job's folder, whose `lock` the caller holds."""
+    """One execution of a schedule in its job's folder, whose `lock` the caller holds."""
 
     def __init__(self, planned: Plan, lock: int) -> None:
         self.opened, self.timing, self.schedule = planned.opened, planned.timing, planned.schedule
         self.output, self.tell, self._lock = self.opened.job.output, self.opened.tell, lock
         self._requests, self._spool = requests_of(self.opened)
         self.plan = plan_for_ranks(self.opened, self.schedule, self._requests)
-        self._legs_s = list[float]()  # how long the ranks were there
+        self._legs_s = list[float]()  # duration of each start of the ranks
 
     def execute(self) -> dict[str, Any]:
-        """What metrics.json holds, and where the results are. Raises StoppedEarly."""
-        if state_left(self.output) is State.COMPLETE and is_left_whole(self.plan):
-            return take_over(self.opened, self.timing, self.schedule)
+        """Runs all queries; returns the content of metrics.json and the path of the results. Raises
+        StoppedEarly."""
+        if state_left(self.output) is State.COMPLETE and has_all_results(self.plan):
+            return adopt_results(self.opened, self.timing, self.schedule)
         self.prepare()
         try:
             run_through(self.plan, self.start, restarts=self.opened.job.run.restarts,
                         tell=self.tell)
         except XgptError as error:
-            error.details = kept(self.opened.job)
+            error.details = job_facts(self.opened.job)
             raise
         return self.close()
 
     def prepare(self) -> None:
-        """Lays out what the ranks read, and predicts the run. Raises StoppedEarly where a stop was
-        asked for meanwhile."""
+        """Writes the files that ranks read, and predicts the run. Raises StoppedEarly where a stop
+        was requested meanwhile."""
         opened, schedule, model = self.opened, self.schedule, self.opened.problem.model
-        plan = with_what_was_read(going_on(self.plan, schedule) or self.plan, self.tell)
+        plan = with_weight_digests(continued_plan(self.plan, schedule) or self.plan, self.tell)
         if (own := rescheduler_of(opened, self.timing, schedule)) is not None:
             (slots, kv_tokens), *others = map(astuple, own.rooms)
             plan = replace(plan, is_watched=True, slots=slots, kv_tokens=kv_tokens,
                            other_rooms=tuple(others))
         self.plan, self._rescheduler = plan, own
         if StopRequest(self.output).is_made:  # while the job was profiled and planned
-            raise _stopped("asked to stop before the ranks were started; the same command goes on",
-                           kept(opened.job))
+            raise _stopped("asked to stop before the ranks started; the same command goes on",
+                           job_facts(opened.job))
         self._prediction, first, why = _predicted(opened, self.timing, schedule)
         assert opened.files is not None, "a run needs the model's files"
         self.tell.say(begin_screen(
@@ -271,7 +273,7 @@ class Run:
                   f"({opened.files.served_by})",
             machine=machine_words(opened.problem, threads_per_rank(opened.job, opened.problem)),
             times=self.timing.provenance()))
-        make_room(self.output, plan, self.tell, opened.job.results, self._spool)
+        keep_earlier_results(self.output, plan, self.tell, opened.job.results, self._spool)
         save_runnable(self._requests, self._spool, plan, model)
         if not num_queries(self.output):  # the schedule holds none of them
             refuse_if_none_can_run(opened.job, self._requests, self._spool, plan, model)
@@ -288,7 +290,7 @@ class Run:
 
     def start(self, leg: Leg) -> None:
         """Starts the ranks, and follows them to their end. Raises StoppedEarly, XgptError."""
-        # what was observed before a death is not what is observed now
+        # only the first start: observations before a death do not count for later ones
         own = self._rescheduler if leg.is_first else None
         plan = replace(self.plan, aside=leg.aside, is_watched=own is not None)
         run_file, job, problem = plan.save(), self.opened.job, self.opened.problem
@@ -308,18 +310,19 @@ class Run:
             launcher_of(job, problem).run(program, watch=partial(self.follow, guard, own),
                                           ask_to_stop=StopRequest(self.output).make)
             if not (self.output / "measured.json").is_file():
-                raise StoppedEarly("ended before the run could stop in good order; what was done "
-                                   "is kept, and the same command goes on from there")
+                raise StoppedEarly("ended before the ranks finished their steps; finished queries "
+                                   "are kept, and the same command goes on from there")
         finally:
             self._legs_s.append(time.monotonic() - begin_s)
             self.tell.end_progress()
-            with suppress(OSError):  # of a folder that cannot be written to: what ended the run
-                for name in (OBSERVED_FILE, ADJUST_FILE):  # says so
+            with suppress(OSError):  # a folder that cannot be written to was reported already
+                for name in (OBSERVED_FILE, ADJUST_FILE):
                     (self.output / name).unlink(missing_ok=True)
             shutil.rmtree(self.output / HEARTBEATS, ignore_errors=True)  # measured.json has it all
 
     def follow(self, guard: Guard, rescheduler: Rescheduler | None) -> None:
-        """Looks at the ranks while they work; called often. Raises what ends them."""
+        """Checks the ranks while they work; called often. Raises StoppedEarly, RanksHang or
+        XgptError to end them."""
         guard.look()
         tell_run(self.tell, self.output / "progress.json", self.schedule.bound.limit_s,
                  guard.silent)
@@ -327,12 +330,12 @@ class Run:
             self.tell.detail(paragraph(rescheduler.decisions[-1].sentence))
 
     def close(self) -> dict[str, Any]:
-        """Writes what the ranks measured, beside what was predicted, and the report. Raises
-        StoppedEarly where they were stopped, XgptError where no query has an answer."""
+        """Writes metrics.json and the report, and returns the metrics. Raises StoppedEarly where
+        the ranks were stopped, XgptError where no query has an answer."""
         opened, account = self.opened, self.output / "measured.json"
         others_share = self._contention.others_share()
-        if not account.is_file() and is_left_whole(self.plan):  # the last was given up
-            return take_over(opened, self.timing, self.schedule, why="")
+        if not account.is_file() and has_all_results(self.plan):  # the last got an error
+            return adopt_results(opened, self.timing, self.schedule, why="")
         measured = json.loads(account.read_text(encoding="utf-8"))
         decisions = [] if self._rescheduler is None else self._rescheduler.decisions
         learned = self._learned(others_share) if measured["state"] == "done" else ""
@@ -342,18 +345,19 @@ class Run:
             start_s=self._legs_s[0] - measured["wall_s"] if len(self._legs_s) == 1 else None,
             agreement=self._agreement,
             rescheduling=decisions_with_phases(decisions, measured["changes"]))
-        result = {**metrics, **kept(opened.job)}
+        result = {**metrics, **job_facts(opened.job)}
         if measured["state"] == "done":
             refuse_no_answer(self.output / RESULTS_FILE, result)
         if measured["state"] == "stopped":
             held = measured["queries_held"]
             waiting = f" ({held} of them wait in {HELD_FILE} for one before them)" if held else ""
             raise _stopped(f"stopped after {metrics['queries']} queries{waiting}; the same "
-                           "command goes on from there, and begins anew what was under way", result)
+                           "command goes on from there, and restarts unfinished queries", result)
         return result
 
     def _learned(self, others_share: float | None) -> str:
-        """Adds what a whole run took to the profile; what was added, in words."""
+        """Adds the step times of a complete run to the profile; returns words for what was
+        added."""
         if not engine_of(self.opened.job).tells_steps or not (learned := learn(
                 self.opened, self.timing, self.schedule, others_share)):
             return ""
@@ -370,8 +374,8 @@ def _stopped(why: str, details: Mapping[str, Any]) -> StoppedEarly:
 
 def _predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
                ) -> tuple[JobPrediction | None, ReplayResult | None, str]:
-    """What the run is expected to measure, and one replay of all of it; without a prediction why
-    there is none, in words."""
+    """The run's predicted metrics, one replay of all its queries, and "" ; without a prediction the
+    reason in words."""
     if (beginning := initial_reason(schedule)) is not None:
         return None, None, beginning
     if not engine_of(opened.job).is_predicted:
@@ -385,5 +389,5 @@ def _predicted(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     if prediction is None or not math.isfinite(prediction.wall_s):
         return None, None, (f"it may take steps of more than {REFUSED_BEYOND:g} times the sizes "
                             "that were measured (`xgpt profile JOB` measures more)")
-    # some of many queries have other curves than all
+    # curves of a sample of the queries are not those of all
     return prediction, first if replayed.is_whole else None, ""

@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.opened import open_job
+from xgpt.app.opened_job import open_job
 from xgpt.app.schedule import JobPlanner, Plan
-from xgpt.app.telling import LogTeller, Teller
+from xgpt.app.teller import LogTeller, Teller
 from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptError
 from xgpt.core.schedule_file import plain
 from xgpt.core.units import parse_share

@@ -22,7 +22,7 @@ from typing import Any
 from xgpt.app.running.prepare import refuse_what_cannot_run
 from xgpt.app.submit import submit
 from xgpt.app.sweeps.points import Unit, common_key, fingerprint, key_of, rows_of
-from xgpt.app.telling import LogTeller, Teller, bar
+from xgpt.app.teller import LogTeller, Teller, bar
 from xgpt.core.errors import (
     InfeasibleError,
     InputError,

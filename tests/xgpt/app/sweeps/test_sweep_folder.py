@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from xgpt.app.opened import open_file
+from xgpt.app.opened_job import open_file
 from xgpt.app.schedule import plan_job
 from xgpt.app.sweeps import sweep
 from xgpt.app.sweeps.sweep import Swept, sweep_points
-from xgpt.app.telling import LogTeller
+from xgpt.app.teller import LogTeller
 from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.job.sweep_file import load_sweep
 from xgpt.report.sweep_rows import COLUMNS, MEASURED, read_sweep

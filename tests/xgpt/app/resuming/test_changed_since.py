@@ -17,8 +17,8 @@ from begun_runs import CONFIG, POLICIES, RUN, opened, roofline  # noqa: E402
 from small_tokenizers import plain_folder  # noqa: E402
 
 from jobs import job_file  # noqa: E402
-from xgpt.app.opened import OpenedJob, open_file  # noqa: E402
-from xgpt.app.running.prepare import make_room, plan_for_ranks  # noqa: E402
+from xgpt.app.opened_job import OpenedJob, open_file  # noqa: E402
+from xgpt.app.running.prepare import keep_earlier_results, plan_for_ranks  # noqa: E402
 from xgpt.app.schedule import plan_job  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import InputError, StoppedEarly  # noqa: E402
@@ -46,7 +46,7 @@ def test_a_stopped_run_is_not_gone_on_with_by_another_model(folder, run):
     stopped(run)
     other = folder / "out" / "model" / "generation_config.json"
     other.write_text("{}")
-    check_refused_untouched(folder, run, r"generation_config.json.*begin anew with `--again`")
+    check_refused_untouched(folder, run, r"generation_config.json.*start again with `--again`")
     other.unlink()
     assert run()["queries_before"] >= 6
 
@@ -76,7 +76,7 @@ def test_what_else_decides_the_answers_is_refused_by_its_key(folder, run):
             ({"seed": 3, "top_k": 5}, "run.seed, run.top_k"),
             ({"chat_template_kwargs": {"a": 1}}, "workload.chat_template_kwargs")):
         with pytest.raises(InputError, match=f"{re.escape(said)}: changed since the run"):
-            make_room(out, replace(plan, **changes), Terminal())
+            keep_earlier_results(out, replace(plan, **changes), Terminal())
     assert (out / "run.json").read_bytes() == asked and (out / HELD_FILE).exists()
 
 
@@ -93,12 +93,12 @@ def test_a_byte_between_the_samples_is_seen_by_who_reads_them_all(folder, run, m
         file.seek(2**20 + 2**15)  # behind the beginning and before the first block
         file.write(b"x")
     monkeypatch.setitem(RUN, "dtype", verified)
-    with pytest.raises(InputError, match=r"model.safetensors: .*begin anew with `--again`"):
+    with pytest.raises(InputError, match=r"model.safetensors: .*start again with `--again`"):
         run(ranks_work=False)
     capsys.readouterr()
     monkeypatch.setitem(RUN, "dtype", "dtype: float32")
     run()
-    assert "begun without `run.verify`" not in capsys.readouterr().err
+    assert "started without `run.verify`" not in capsys.readouterr().err
 
 
 def test_what_was_begun_without_reading_all_says_so(folder, run, monkeypatch, capsys):
@@ -107,7 +107,7 @@ def test_what_was_begun_without_reading_all_says_so(folder, run, monkeypatch, ca
     stopped(run)
     monkeypatch.setitem(RUN, "dtype", "dtype: float32, verify: true")
     run()
-    assert "begun without `run.verify`" in " ".join(capsys.readouterr().err.split())
+    assert "started without `run.verify`" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_folder_that_was_moved_goes_on(folder):
@@ -179,9 +179,9 @@ def test_other_tokens_of_the_same_requests_are_refused_untouched(folder, run):
     asked, other = (out / "run.json").read_bytes(), SpoolWriter()
     other.add(Record(id="0", line=1), [1, 2, 3])
     with pytest.raises(InputError, match=r"the prompts: the tokens .*`xgpt submit --again`"):
-        make_room(out, plan, Terminal(), spool=other)
+        keep_earlier_results(out, plan, Terminal(), spool=other)
     assert (out / "run.json").read_bytes() == asked and (out / HELD_FILE).exists()
-    make_room(out, plan, Terminal(), spool=session.spool)
+    keep_earlier_results(out, plan, Terminal(), spool=session.spool)
 
 
 def test_a_job_tells_the_template_what_it_reads_and_nothing_else(job):

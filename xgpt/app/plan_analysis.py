@@ -1,5 +1,5 @@
-"""A plan and what may be asked besides: what more of each limit would bring, what becomes of the
-schedule when output lengths change, and how to go on from one that is deployed."""
+"""Plans a job and analyses the plan: the gain from more of each limit, the effect of changed output
+lengths on the schedule, and whether to keep, adjust or replace a deployed schedule."""
 
 import math
 import textwrap
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xgpt.app.opened import OpenedJob
+from xgpt.app.opened_job import OpenedJob
 from xgpt.app.schedule import JobPlanner, Plan
 from xgpt.core.constraint import Constraint
 from xgpt.core.errors import InfeasibleError
@@ -26,15 +26,15 @@ from xscheduler.price import UNCHANGED, Offer, price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """A plan, or why there is none, and the answers to what was asked besides (None: it was not).
-    As text they are the tables that `xgpt schedule` prints."""
+class PlanAnalysis:
+    """A plan, or the reason why there is none, and the requested analyses (None: not requested). As
+    text the tables that `xgpt schedule` prints."""
 
     opened: OpenedJob
     horizon: Horizon
     plan: Plan | None
     infeasible: InfeasibleError | None
-    hint: str  # at what a run would do all the same
+    hint: str  # what a run would do without a schedule
     offers: Sequence[Offer] | None
     drift: Sequence[DriftRow] | None
     ways: Reschedule | None
@@ -56,7 +56,7 @@ class Answers:
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The schedule's keys, as its file has them, then those asked for."""
+        """The keys of the schedule's file, then those of the requested analyses."""
         keys: dict[str, Any] = {} if self.plan is None else to_json(self.plan.schedule)
         keys["horizon"] = self.horizon
         if self.infeasible is not None:
@@ -66,8 +66,8 @@ class Answers:
 
     @property
     def recommended(self) -> Schedule | None:
-        """The schedule to deploy: the plan's or, of a deployed one that is to be kept or adjusted,
-        what that comes to."""
+        """The schedule to deploy: the plan's, or the deployed one, kept or adjusted, where that is
+        the advice; None without a plan."""
         if self.plan is None or self.ways is None or self.ways.chosen is None or (
                 self.ways.choice == "redeploy"):
             return None if self.plan is None else self.plan.schedule
@@ -77,10 +77,10 @@ class Answers:
             explanation=(), rejected=()), self.opened.problem)
 
 
-def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = False,
-                with_drift: bool = False, deployed: Schedule | None = None) -> Answers:
-    """Plans the job, and answers what is asked about it. `deployed`: the schedule to go on from.
-    """
+def analyze_plan(opened: OpenedJob, options: PlanOptions, *, with_price: bool = False,
+                with_drift: bool = False, deployed: Schedule | None = None) -> PlanAnalysis:
+    """Plans the job and makes the requested analyses. `deployed`: the schedule in use, to compare
+    with."""
     plans = JobPlanner(opened, options)
     plan: Plan | None = None
     infeasible: InfeasibleError | None = None
@@ -98,9 +98,9 @@ def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = F
     offers: Sequence[Offer] | None = None
     if with_price:
         offers = price(planner.problem, planner.of)
-        # the first says why there is no schedule now, which the command does anyway
+        # the first says why there is no schedule, which the command says anyway
         offers = offers if offers[0].what != UNCHANGED else offers[1:]
-    return Answers(
+    return PlanAnalysis(
         hint="" if infeasible is None else hint(opened.problem, planner.timing), opened=opened,
         horizon=options.horizon, plan=plan, infeasible=infeasible, offers=offers,
         ways=None if deployed is None else _ways(planner, deployed), drift=drift)
@@ -138,7 +138,8 @@ def _cost(ways: Reschedule) -> str:
 
 
 def drift_table(rows: Sequence[DriftRow], constraint: Constraint) -> str:
-    """The schedule under changed output lengths, beside the best schedule for each."""
+    """The text of the drift table: throughput and latencies of the schedule under changed output
+    lengths, beside the best schedule for each."""
     body = [(row.statistic, _change(row), _known(row.kept.throughput_qps, plain),
              "-" if row.best is None else _known(row.best.throughput_qps, plain),
              _known(row.kept.queries_s, format_seconds), _kept(row.keeps_queries),
@@ -147,10 +148,10 @@ def drift_table(rows: Sequence[DriftRow], constraint: Constraint) -> str:
     text = table(("changed", "by", "requests/s", "best", "all", "", "one query", ""), body,
                  right=(1, 2, 3, 4, 6))
     share = f"{constraint.quantile * 100:g} %"
-    words = (f"Replayed as it is, while output lengths differ. best: the best schedule for those "
-             f"lengths, without a margin. all: the latency that {share} of all queries keep. one "
-             f"query: the mean latency of one as long as the planned {share} quantile. over: over "
-             f"the bound by more than the replay's scatter of 2 %.")
+    words = (f"The same schedule, replayed with other output lengths. best: the best schedule for "
+             f"those lengths, without a margin. all: the latency below which {share} of queries "
+             f"are. one query: the mean latency of one as long as the planned {share} quantile. "
+             f"over: above the limit by more than the replay's scatter of 2 %.")
     return f"When output lengths change\n{text}\n{paragraph(words)}"
 
 

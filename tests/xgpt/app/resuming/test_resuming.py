@@ -16,9 +16,9 @@ from begun_runs import COUNT, POLICIES, RUN, WORKLOAD, lines, opened, roofline  
 
 from xgpt.app.running import run as execution  # noqa: E402
 from xgpt.app.running.resume import (  # noqa: E402
-    BY_WHAT_WAS_BEGUN,
-    TAKEN_OVER,  # noqa: E402
-    goes_on,
+    ADOPTED,  # noqa: E402
+    KEEPS_SCHEDULE,
+    keep_begun_schedule,
 )
 from xgpt.app.running.run import open_to_run  # noqa: E402
 from xgpt.app.schedule import Plan, plan_job  # noqa: E402
@@ -117,9 +117,9 @@ def test_a_run_goes_on_with_the_requests_that_it_was_begun_with(
             run(plan=replanned, ranks_work=False)
         assert (out / "run.json").read_bytes() == asked, "nothing is touched"
     capsys.readouterr()
-    chosen = goes_on(opened(folder), replanned)
+    chosen = keep_begun_schedule(opened(folder), replanned)
     said = " ".join(capsys.readouterr().err.split())
-    assert (BY_WHAT_WAS_BEGUN in said) == (second == 60) == (chosen is not replanned)
+    assert (KEEPS_SCHEDULE in said) == (second == 60) == (chosen is not replanned)
     metrics = run(plan=chosen)
     assert (metrics["queries"], metrics["queries_before"]) == (total, len(done))
     assert metrics["errors"] == COUNT + 1 - total
@@ -137,7 +137,7 @@ def test_what_a_killed_command_left_is_taken_over(folder, run, capsys):
     (out / "report.html").unlink()
     capsys.readouterr()
     metrics = run(ranks_work=False)
-    assert TAKEN_OVER in " ".join(capsys.readouterr().err.split())
+    assert ADOPTED in " ".join(capsys.readouterr().err.split())
     assert (out / "results.jsonl").read_bytes() == results and (out / "report.html").is_file()
     assert not list(out.glob("results-*"))
     differ = {key for key in metrics if metrics[key] != first[key]}

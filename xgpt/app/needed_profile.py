@@ -1,4 +1,4 @@
-"""What a profile must be of to speak of a job's run on this machine, and the sizes it must have."""
+"""Computes the metadata and the sizes that a profile must have to plan a job on this machine."""
 
 import math
 import subprocess
@@ -26,46 +26,48 @@ from xrunner.ops.build import why_no_kernels, why_not_native
 
 # no more queries than decode steps are captured for (xrunner.rules.batch_sizer)
 _GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=500, tokens=8240)
-_KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
+_KV_SHARE = 4  # decode is measured with KV caches of at most 1/4 of a rank's memory
 _LEAST_QUERIES = 9
-REACH = 2.0  # see `lacks`
+REACH = 2.0  # see `is_insufficient`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WantedProfile:
-    """What a profile must be of, and cover, for a job to be planned with it, and who measures."""
+class NeededProfile:
+    """The metadata and sizes that a job's profile must have, and the ranks that measure it."""
 
     job: Job
     problem: Problem
     metadata: ProfileMetadata
     needs: Needs
-    own: Needs  # the sizes of the job itself
+    own: Needs  # sizes of the job itself
     degrees: tuple[int, ...]
     refused: dict[int, str]
     launcher: Launcher  # of the ranks that measure
-    standby: Standby | None  # who may be one of them
-    folder: Path | None  # the model's, which other engines than ours measure with
+    standby: Standby | None  # a process that can become one of them
+    folder: Path | None  # the model's, for other engines than xgpt's own
 
     @property
     def engine(self) -> Engine:
-        """Whose times are measured."""
+        """The engine whose step times are measured."""
         return engine_of(self.job)
 
-    def is_lacked_by(self, profile: Profile) -> bool:
-        """Whether the profile has too little to plan with."""
-        return any(lacks(profile, degree, self.points, self.own) for degree in self.degrees)
+    def exceeds(self, profile: Profile) -> bool:
+        """Whether the profile has too few points to plan the job."""
+        return any(is_insufficient(profile, degree, self.points, self.own)
+                   for degree in self.degrees)
 
     @property
     def points(self) -> list[Point]:
-        """What is measured in any case."""
+        """The points that a quick profile measures."""
         return quick_points(self.problem.model, self.needs, self.own)
 
 
-def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
-                   folder: Path | None = None, standby: Standby | None = None) -> WantedProfile:
-    """The profile this job is planned with on this machine. `degrees`: tensor-parallel degrees,
-    also more than there are devices (a shard needs but one); None: what the job can use. `folder`:
-    the model's, which other engines than ours measure with. `standby`: a rank that may measure."""
+def needed_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
+                   folder: Path | None = None, standby: Standby | None = None) -> NeededProfile:
+    """Makes the request for the profile that this job needs on this machine. `degrees`:
+    tensor-parallel degrees, which may exceed the number of devices (a shard needs one); None: those
+    that the job can use. `folder`: the model's, for other engines than xgpt's own. `standby`: a
+    process that can measure."""
     cluster, fixed = problem.cluster, problem.fixed.tp_degree
     if degrees is None:
         # ranks outside the groups are stages of degree 1
@@ -79,25 +81,25 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
     if not possible or fixed in refused:
         raise InputError([Mistake(file=str(job.source), line=None, key="tensor-parallel degree",
                                   value=d, allowed=why) for d, why in refused.items()])
-    needs = needs_of(problem, job.run.kv_layout)
-    return WantedProfile(
+    needs = measured_sizes(problem, job.run.kv_layout)
+    return NeededProfile(
         job=job, problem=problem, metadata=profile_metadata(job, problem), needs=needs,
-        own=own_sizes(problem, needs), degrees=possible, refused=refused,
+        own=job_sizes(problem, needs), degrees=possible, refused=refused,
         launcher=launcher_of(job, problem), standby=standby, folder=folder)
 
 
 @cache
 def why_no_operators() -> str:
-    """Why torch serves on this machine's CPU instead of the native operators; empty where they
-    do."""
+    """Words for why torch runs on this machine's CPU instead of the native operators; "" where
+    those run."""
     return why_not_native(cache_dir() / "native")
 
 
 def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
-    """What a profile must be of to speak of this job's run on this machine."""
+    """The metadata with which a profile is valid for this job on this machine."""
     device, threads = problem.cluster.device, threads_per_rank(job, problem)
     identity = engine_of(job).identity  # of another engine
-    # threads of a host's ranks for each of its cores, at least 1; GPUs are shared otherwise
+    # threads of a host's ranks per core, at least 1; not for GPUs
     sharing = 1.0 if device.kind != "cpu" else max(
         problem.cluster.devices_per_node * threads / usable_cores(), 1.0)
     return ProfileMetadata(
@@ -115,7 +117,7 @@ def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
 
 
 def _libraries(device: Device) -> str:
-    """Versions of what decides the kernels and the messages."""
+    """Versions of the libraries and the driver that decide the times of kernels and messages."""
     versions = [*filter(None, map(installed, ("torch", "mpi4py", "mpich")))]
     if device.kind == "gpu":
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -124,7 +126,7 @@ def _libraries(device: Device) -> str:
 
 
 def _commit() -> str:
-    """The commit of the source that this runs from, or the installed version."""
+    """The commit of xgpt's source tree, or the installed version."""
     root = Path(__file__).resolve().parents[2]
     commit = (_first_line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
               if (root / ".git").exists() else "")
@@ -139,15 +141,15 @@ def _first_line(command: Sequence[str]) -> str:
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else ""
 
 
-def needs_of(problem: Problem, kv_layout: str = "auto") -> Needs:
-    """The job's own sizes where they are larger than usual ones. `kv_layout`: the job's wish; what
-    lies in blocks, as it does on GPUs by default, is copied for nobody."""
+def measured_sizes(problem: Problem, kv_layout: str = "auto") -> Needs:
+    """The sizes to measure: the job's where they are larger than usual ones. `kv_layout`: of the
+    job; with blocks, the default on GPUs, compaction is not measured."""
     usual = Needs() if problem.cluster.device.kind == "cpu" else _GPU_NEEDS
     inputs, outputs = problem.lengths.inputs.max, problem.lengths.outputs.max
     context = max(usual.context_tokens, inputs + max(outputs, problem.default_max_tokens))
     per_query = (problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
                  * min(context, problem.model.max_positions or context)
-                 # a step of an encoder-decoder model is measured with as long a cache for its input
+                 # an encoder-decoder model is measured with as long a cache for its input
                  * (2 if problem.model.is_encoder_decoder else 1))
     room = problem.cluster.device.memory_bytes // _KV_SHARE // per_query
     return Needs(input_tokens=max(usual.input_tokens, inputs), context_tokens=context,
@@ -157,11 +159,11 @@ def needs_of(problem: Problem, kv_layout: str = "auto") -> Needs:
                      problem.cluster.device.kind == "cpu")).within(problem.model)
 
 
-def own_sizes(problem: Problem, usual: Needs) -> Needs:
-    """The sizes of the job itself; `usual` where it does not say how many queries it has."""
+def job_sizes(problem: Problem, usual: Needs) -> Needs:
+    """The largest sizes of the job's own steps; `usual` where its number of queries is unknown."""
     lengths, count = problem.lengths, problem.num_queries
     if any(problem.fixed.value_of(name) for name in ("encode_batch", "max_active")):
-        count = None  # it is planned for as many as these keep present, which may be more
+        count = None  # those variables may keep more queries active than the job has
     inputs = lengths.inputs.max
     return Needs(
         input_tokens=inputs,
@@ -171,10 +173,10 @@ def own_sizes(problem: Problem, usual: Needs) -> Needs:
             min(math.ceil(count * lengths.inputs.mean), usual.tokens), inputs))
 
 
-def lacks(profile: Profile, degree: int, points: Sequence[Point], own: Needs) -> bool:
-    """Whether a job of these points has larger sizes than the profile; of one that runs have added
-    to, than REACH times its largest: it says how far its lines go on, and the next run adds what it
-    sees there. `own`: the job's own sizes, which count where points lie beyond them."""
+def is_insufficient(profile: Profile, degree: int, points: Sequence[Point], own: Needs) -> bool:
+    """Whether the profile is too small for these points. A profile that runs have added to may be
+    extrapolated to REACH times its largest sizes; the next run adds those. `own`: sizes of the job
+    itself, which count where points lie beyond them."""
     reach = REACH if profile.learned else 1.0
     most = {Kind.DECODE: (own.queries, own.context_tokens), Kind.REST: (own.tokens, 0),
             Kind.CROSS: (own.queries, own.input_tokens), Kind.COMPACTION: (0, own.context_tokens)}

@@ -1,5 +1,5 @@
-"""A job file opened: what the job asks, resolved as far as planning needs, its requests, and its
-model's files as far as a command needs them. The file of requests is opened here alone."""
+"""Opens a job: resolves its problem for the planner, reads its requests, and finds its model's
+files as far as a command needs them. No other module opens the file of requests."""
 
 import importlib.util
 import textwrap
@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from xgpt.app.telling import LogTeller, Teller
+from xgpt.app.teller import LogTeller, Teller
 from xgpt.core import catalog
 from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
@@ -44,25 +44,26 @@ from xrunner.files.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
 from xsimulator.memory import least_weight_bytes
 
-# What a command needs of the model: its shape; the lengths of the requests too, as far as what is
-# on this machine tells them; or its files, fetched if need be, to run it.
+# What a command needs of the model: its shape; the lengths of the requests too, as far as files of
+# this machine give them; or its files, downloaded if missing, to run it.
 Need = Literal["shape", "lengths", "run"]
-_MOST_TOLD = 3  # of lines that cannot run
+_MOST_TOLD = 3  # lines that cannot run and are shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedJob:
-    """A job, and the problem that it poses. `files` are there only where the model was fetched.
-    Use cases say what they have to say to `tell`."""
+    """A job and its planning problem. `files`: None unless the model's files were needed.
+    `requests`: None where the job only has a count. `spool`: the requests of a run, on disk.
+    `tell`: takes messages. `standby`: processes that can become its ranks. `asked`: of a run, the
+    identity of its job (xgpt.app.running.finished)."""
 
     job: Job
     problem: Problem
     files: ModelFiles | None
-    requests: Requests | None  # None where the job names only their number
-    spool: SpoolWriter | None  # of a run whose requests are in a file: the requests themselves
+    requests: Requests | None
+    spool: SpoolWriter | None
     tell: Teller = field(default_factory=LogTeller, compare=False)
-    standby: Standby | None = field(default=None, compare=False)  # ranks that are there already
-    # of a run: the job as it was handed in, by which it is known again (xgpt.app.running.finished)
+    standby: Standby | None = field(default=None, compare=False)
     asked: Mapping[str, Any] | None = field(default=None, compare=False)
 
     @property
@@ -73,12 +74,13 @@ class OpenedJob:
 
 def open_file(path: Path, overrides: Sequence[str] = (), tell: Teller | None = None,
               need: Need = "shape") -> OpenedJob:
-    """The job of a file, opened for planning. Raises InputError."""
+    """Loads a job file with its `--set` overrides and opens it. Raises InputError."""
     return open_job(load_job(path, overrides), tell or LogTeller(), need)
 
 
 def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
-    """The job, resolved as far as `need` asks. Raises InputError."""
+    """Opens a job: reads its requests and finds the model as far as `need` says. Raises InputError,
+    XgptError where the model cannot be had."""
     model, files, requests, spool = _Model(job, tell, need), job.workload.requests, None, None
     if files is not None:
         if need == "run":
@@ -98,7 +100,7 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
                 f"the first in {files.place(first.file, first.line)}: {first.error}"))
     choices, most = job.workload.choices, job.workload.max_tokens
     if need != "shape" and choices and most == most_tokens_of(choices):
-        tell.say(f"note: max_tokens is {most}: the longest choice takes no more")
+        tell.say(f"note: max_tokens is {most}, the tokens of the longest choice")
     found = model.files()
     if requests is not None:
         requests = replace(requests, input_error=model.input_error)
@@ -112,18 +114,19 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
 
 
 def stored_words(problem: Problem, engine: str) -> str:
-    """As what weights of fewer bits are executed by `engine`, and the memory planned for them."""
+    """A sentence on the type as which `engine` executes weights of few bits, and the memory planned
+    for them."""
     model, held = problem.model, problem.weight_dtype
     planned = format_bytes(least_weight_bytes(problem))
     if engine == VLLM:
-        return (f"the weights are stored as {model.stored_as}, as which vLLM executes them; "
-                f"planned for are {planned}, as if they were {held}")
-    return (f"the weights are stored as {model.stored_as}, and executed as {held}: {planned} are "
-            "planned for them")
+        return (f"the weights are stored as {model.stored_as}, which vLLM executes; the plan "
+                f"reserves {planned} for them, as if they were {held}")
+    return (f"the weights are stored as {model.stored_as} and executed as {held}: the plan "
+            f"reserves {planned} for them")
 
 
 def tell_delimiters(delimiters: Mapping[Path, str], tell: Teller) -> None:
-    """Tells what divides the cells of those files whose names do not."""
+    """Reports the delimiter that was found in table files whose suffix does not name it."""
     if delimiters:
         path, one = next(iter(delimiters.items()))
         others = len(delimiters) - 1
@@ -134,8 +137,8 @@ def tell_delimiters(delimiters: Mapping[Path, str], tell: Teller) -> None:
 
 def refuse_if_none_can_run(job: Job, requests: Requests, spool: SpoolWriter,
                            plan: RunPlan | None, model: ModelSpec) -> None:
-    """Raises InputError, with the first reasons, where none of a file's requests can run, by the
-    plan or by any."""
+    """Raises InputError, with the first reasons, where none of a file's requests can run with the
+    plan (None: with any plan)."""
     files, (queries, why) = job.workload.requests, runnable(requests, plan, model)
     if files is not None and not len(queries):
         raise wrong(job.source, "workload.requests", str(files), "holds no request that can run"
@@ -143,7 +146,7 @@ def refuse_if_none_can_run(job: Job, requests: Requests, spool: SpoolWriter,
 
 
 def _first(files: RequestFiles, bad: Sequence[RequestError]) -> str:
-    """What is wrong with the first of them, and what may be meant."""
+    """Words for the errors of the first bad lines, and a hint at the likely cause."""
     if not bad:
         return ": it is empty"
     is_text = bad[0].error.startswith("not JSON")
@@ -154,12 +157,12 @@ def _first(files: RequestFiles, bad: Sequence[RequestError]) -> str:
 
 
 class _Model:
-    """Finds the model's files when the first requests need them: what is wrong with the file of
-    requests comes before what is wrong with the model."""
+    """Finds the model's files when the first requests need them, so that mistakes in the file of
+    requests are reported first."""
 
     def __init__(self, job: Job, tell: Teller, need: Need) -> None:
         self._job, self._tell, self._need = job, tell, need
-        # a run that goes on renders its prompts as those that were answered
+        # a continued run renders its prompts with the date of its start
         is_begun = state_left(job.output) is State.STOPPED
         kept = saved_header(job.output).get("now") if is_begun else None
         self.now = datetime.fromisoformat(kept) if kept else datetime.now()
@@ -183,7 +186,7 @@ class _Model:
         return self._files
 
     def _find(self) -> ModelFiles | None:
-        """The files, fetched; None where planning goes on without them. Raises XgptError."""
+        """Finds or downloads the files; None where planning can do without. Raises XgptError."""
         try:
             return find_model(self._job.model, self._tell.say)
         except InputError:
@@ -193,12 +196,11 @@ class _Model:
                 if isinstance(cause, MissingExtraError):
                     raise
                 raise XgptError(
-                    f"{cause}. Without a way to the hub, copy the model's folder here and give its "
-                    "path (`--set model=FOLDER`), or name a mirror in HF_ENDPOINT") from cause
+                    f"{cause}. If the hub cannot be reached, copy the model's folder here and give "
+                    "its path (`--set model=FOLDER`), or set HF_ENDPOINT to a mirror") from cause
             if catalog.model_named(self._job.model) is None:
-                raise XgptError(f"{cause}. Planning can do without its files where its shape is "
-                                "known: a model of `xgpt models`, or a folder with its "
-                                "config.json") from cause
+                raise XgptError(f"{cause}. To plan without its files, use a model of `xgpt "
+                                "models`, or a folder with its config.json") from cause
             self._estimates(cause if isinstance(cause, MissingExtraError) else
                             "it is not on this machine, and the hub cannot be reached")
             return None
@@ -206,10 +208,10 @@ class _Model:
     def _estimates(self, why: object) -> None:
         self._estimate = CharacterTokens()
         self._tell.say(textwrap.fill(
-            f"note: the tokenizer of {self._job.model} is not to be had ({why}). The lengths "
-            f"of the prompts are estimated from their characters ({ASCII_PER_TOKEN} of ASCII a "
-            f"token, {OTHERS_PER_TOKEN:.0f} of others; a chat template is not counted), which may "
-            f"be {SPREAD:.0%} off either way: the margin counts with it. A run counts tokens.",
+            f"note: the tokenizer of {self._job.model} is missing ({why}). Prompt lengths are "
+            f"estimated from their characters ({ASCII_PER_TOKEN} of ASCII or "
+            f"{OTHERS_PER_TOKEN:.0f} of others per token, without a chat template). They may be "
+            f"{SPREAD:.0%} off either way, which the margin includes. A run counts tokens.",
             WIDTH, break_on_hyphens=False, break_long_words=False))
 
     def tokenise(self, requests: Sequence[Request]) -> list[Tokenised] | None:
@@ -256,18 +258,18 @@ class _Model:
 
     @property
     def input_error(self) -> float:
-        """By how much the lengths may be off (xgpt.core.problem)."""
+        """Relative error of the input lengths: 0 where tokens are counted (xgpt.core.problem)."""
         return 0.0 if self._estimate is None else SPREAD
 
     def _seek(self) -> None:
-        """Looks on this machine for what would tell the lengths."""
+        """Looks for the model on this machine, to count the tokens of requests."""
         self._is_sought, model = False, self._job.model
         needed = ("tokenizers", *(() if Path(model).is_absolute() else ("huggingface_hub",)))
         if all(importlib.util.find_spec(package) is not None for package in needed):
             self._files = model_at_hand(model)
         if self._files is None:
-            self._tell.say("note: the model is not on this machine, so nobody knows how long the "
-                           "requests are: `xgpt submit`, which fetches it, may choose another "
+            self._tell.say("note: the model is not on this machine, so the lengths of the requests "
+                           "are unknown: `xgpt submit`, which downloads it, may choose another "
                            "schedule")
 
     @property

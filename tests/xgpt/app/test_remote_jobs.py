@@ -85,7 +85,7 @@ def test_a_person_is_told_how_to_follow_and_to_end_it(slurm, folder):
     slurm.says(sbatch={"out": "some site's greeting\n77;east\n"})
     done = submit(write(folder))
     out = str(folder / "out").replace('"', '\\"').replace("$", "\\$")
-    assert "handed in as Slurm's job 77: 1 node, 4 ranks" in done.stderr
+    assert "submitted as Slurm job 77: 1 node, 4 ranks" in done.stderr
     assert f'xgpt status "{out}"' in done.stderr and f'xgpt stop "{out}"' in done.stderr
     assert f'tail -F "{out}/slurm-77.log"' in done.stderr and done.stdout == ""
     record = load_record(folder / "out")

@@ -1,5 +1,5 @@
-"""Whom a use case tells the user things through (the command line prints them, the library logs
-them), and how far a profile or a run is, in one line, as the files tell that its ranks write."""
+"""Tellers, which take the messages and the progress of commands (the command line prints them, the
+library logs them), and the progress line of a profile or a run, from files that its ranks write."""
 
 import logging
 import math
@@ -21,33 +21,32 @@ from xgpt.report.lanes import EXPECTED_FILE, read_expected
 from xgpt.run_folder.files import DOING_FILE, MESSAGES_FILE
 from xrunner.files.sink import Progress, read_progress
 
-_INTERVAL_S = 1.0  # between states that are kept
+_INTERVAL_S = 1.0  # between progress lines that are written to a file
 _LOG = logging.getLogger("xgpt")
 _BAR_WIDTH = 16
-_LEAST_S = 0.05  # less is not told: ranks tell how far they are twice a second
-PRIOR = 0.1  # share of the expected time that the expected pace counts for, beside the seen one
-SILENT_S, _STILL_S = 2.0, 0.5  # before something that is silent is told of, and between words
+_LEAST_S = 0.05  # less is not shown: ranks report their progress twice a second
+PRIOR = 0.1  # weight of the expected pace beside the seen one, as a share of the expected time
+SILENT_S, _STILL_S = 2.0, 0.5  # before a silent activity is shown, and between its lines
 
 
 class Teller(Protocol):
-    """Takes what a use case has to say while it works."""
+    """Takes the messages of a command while it works."""
 
     def say(self, message: str) -> None:
-        """Takes a message of a line or more."""
+        """Shows a message of one or more lines."""
 
     def detail(self, message: str) -> None:
-        """Takes a message that is shown with `--verbose` only."""
+        """Shows a message only with `--verbose`."""
 
     def progress(self, line: str) -> None:
-        """Takes the present state of something that takes a while, in one line, which may be left
-        out: most states are outdated before anybody has read them."""
+        """Replaces the progress line. May be left out, since most states are soon outdated."""
 
     def end_progress(self) -> None:
-        """Takes note that what is said next has a line of its own."""
+        """Ends the progress line: the next message starts on its own line."""
 
 
 class LogTeller:
-    """Hands messages to the logger `xgpt`, and shows no progress."""
+    """Logs messages with the logger `xgpt`, and progress at level debug."""
 
     def say(self, message: str) -> None:
         _LOG.info("%s", message)
@@ -63,7 +62,7 @@ class LogTeller:
 
 
 class CallbackTeller(LogTeller):
-    """Hands messages and progress, a line each, to a function."""
+    """Passes each message and each progress line to a function."""
 
     def __init__(self, take: Callable[[str], None]) -> None:
         self._take = take
@@ -76,8 +75,8 @@ class CallbackTeller(LogTeller):
 
 
 class KeptTeller:
-    """Passes everything on to another Teller, and keeps it. A folder that cannot be written to is
-    told of where results are."""
+    """Passes everything on to another Teller, and writes it to messages.log in the output folder.
+    Ignores a folder that cannot be written to: writing results reports that."""
 
     def __init__(self, tell: Teller, output: Path) -> None:
         self._tell, self._output, self._written_s = tell, output, 0.0
@@ -114,9 +113,9 @@ class KeptTeller:
 
 
 @contextmanager
-def told_while(tell: Teller, what: str, how_far: Callable[[], str] = str) -> Iterator[None]:
-    """Tells that something silent goes on, once that has taken two seconds, until it ends; with it
-    `how_far` it is, in words (or none)."""
+def elapsed_told(tell: Teller, what: str, how_far: Callable[[], str] = str) -> Iterator[None]:
+    """Shows a progress line with `what` and the seconds so far while its block runs, from the
+    second second on. `how_far`: returns words for its progress, or ""."""
     is_over = threading.Event()
 
     def say_so() -> None:
@@ -139,7 +138,7 @@ def told_while(tell: Teller, what: str, how_far: Callable[[], str] = str) -> Ite
 
 
 def tell_share(tell: Teller, label: str, path: Path) -> None:
-    """Tells what a file of two numbers holds: the share that is done, and the seconds left."""
+    """Shows the progress in a file of two numbers: the share that is done and the seconds left."""
     text = path.read_text(encoding="utf-8").split() if path.is_file() else []
     if len(text) != 2:
         return
@@ -149,7 +148,8 @@ def tell_share(tell: Teller, label: str, path: Path) -> None:
 
 
 def tell_run(tell: Teller, path: Path, bound_s: float, silent: str | None = None) -> None:
-    """Tells how far a run is whose progress.json is at `path`. `silent`: a rank of it, in words."""
+    """Shows the progress of a run by its progress.json at `path`. `silent`: words for a rank that
+    sends no heartbeat."""
     progress = read_progress(path)
     if progress is not None:
         left_s = None if silent else time_left_s(progress, path.parent)
@@ -158,8 +158,8 @@ def tell_run(tell: Teller, path: Path, bound_s: float, silent: str | None = None
 
 def progress_line(progress: Progress, bound_s: float, left_s: float | None = None,
                   silent: str | None = None) -> str:
-    """Requests, tokens per second, time left where it is known and the latency so far against its
-    limit, or the rank of which nothing is heard."""
+    """One line with requests, tokens per second, the time left where it is known, and the P99
+    latency against its limit; or with `silent`, the rank that sends no heartbeat."""
     if progress.state == "loading" or not progress.total:
         return "reading the requests and the weights"
     rate = progress.output_tokens / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
@@ -176,14 +176,14 @@ def progress_line(progress: Progress, bound_s: float, left_s: float | None = Non
 
 
 def bar(done: int, total: int) -> str:
-    """How much of it is done, as `[####----]`."""
+    """The share `done` of `total` as `[####----]`."""
     filled = round(_BAR_WIDTH * done / total) if total else 0
     return "[" + "#" * filled + "-" * (_BAR_WIDTH - filled) + "]"
 
 
 def time_left_s(progress: Progress, output: Path) -> float | None:
     """Seconds until the run in `output` is done; None where it is not running, nothing is known
-    yet, or what was expected is over while some are still to come."""
+    yet, or the expected time has passed and queries are left."""
     if progress.state != "running" or progress.elapsed_s <= 0 or progress.done >= progress.total:
         return None
     path, done_here = output / EXPECTED_FILE, progress.done - progress.done_before
@@ -199,9 +199,9 @@ def time_left_s(progress: Progress, output: Path) -> float | None:
 
 
 def _by_plan(progress: Progress, at_s: FloatArray, done: FloatArray) -> float:
-    """Queries end in bursts, and the first only after a while. So what is compared is not their
-    number but the time: when the plan has as many done as there are, and when these were. After
-    that the run goes on at this pace, but to no later place than where the plan has one more."""
+    """Seconds left, by comparing the time at which the plan has this many queries done with the
+    time at which they were done. (Queries end in bursts, the first only after a while.) From there
+    the run continues at that pace, at most to where the plan has one more query done."""
     before_s = float(np.interp(progress.done_before, done, at_s, left=0.0))  # of an earlier run
     whole_s = float(at_s[-1])
     reached_s = float(np.interp(progress.done, done, at_s, left=0.0))
@@ -216,8 +216,8 @@ def _by_plan(progress: Progress, at_s: FloatArray, done: FloatArray) -> float:
 
 @lru_cache(maxsize=4)
 def _expected(path: Path, written_ns: int) -> tuple[FloatArray, FloatArray] | None:
-    """(seconds, queries done until then) of the replay, read once for each time that it was
-    written; None where there is none."""
+    """Times in seconds, and queries done until then, of the replay, cached by `written_ns`, when
+    its file was written; None where there is none."""
     expected = read_expected(path)
     if expected is None or not expected.done:
         return None
@@ -226,9 +226,9 @@ def _expected(path: Path, written_ns: int) -> tuple[FloatArray, FloatArray] | No
 
 
 @contextmanager
-def troubles_told(output: Path) -> Iterator[None]:
-    """A full disk, a folder that is gone, memory that ran out become an XgptError; what may be a
-    fault of xgpt stays as it is."""
+def file_errors_named(output: Path) -> Iterator[None]:
+    """Raises an XgptError for a full disk, a missing folder, or memory that ran out in its block.
+    Errors that may be a fault of xgpt are passed on."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError, ImportError) as error:

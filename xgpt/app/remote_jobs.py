@@ -1,6 +1,6 @@
-"""Jobs that run elsewhere. Handed in to Slurm: planned as far as this machine can, their batch
-script written and submitted (several job files become one array, a task each), and run in the
-allocation. Or written as a file for Kubernetes or SkyPilot."""
+"""Jobs that run elsewhere. For Slurm: plans them as far as this machine can, and writes and submits
+their batch script (several job files become one array, a task each). For Kubernetes and SkyPilot:
+writes the job as a file of theirs."""
 
 import importlib.util
 import math
@@ -13,11 +13,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xgpt.app.opened import open_job
-from xgpt.app.running.finished import done_already
+from xgpt.app.opened_job import open_job
+from xgpt.app.running.finished import finished_result
 from xgpt.app.running.prepare import check_model, make_folder, refuse_what_no_machine_runs
 from xgpt.app.schedule import Plan, executable, plan_job
-from xgpt.app.telling import Teller
+from xgpt.app.teller import Teller
 from xgpt.core.errors import InputError, Mistake, XgptError, refuse, wrong
 from xgpt.core.schedule_file import to_json
 from xgpt.core.system import machine as local
@@ -39,8 +39,8 @@ from xscheduler.evaluator import predict
 from xscheduler.fallback import initial_reason
 
 SCRIPT = "slurm.sh"
-# Of a time limit beyond the prediction: for measured times, and for computed ones, which are off
-# by more; what there is before the first query (queue to shell, Python, the first profile).
+# Factors of a time limit over the prediction, for measured step times and for less exact computed
+# ones; seconds before the first query (Python starts, the first profile).
 _SLACK, _COMPUTED_SLACK, _SETUP_S = 1.25, 2.0, 600.0
 _STEP_S = 300.0  # limits are whole steps: nobody reads 01:37
 FORMATS: dict[str, Callable[[Exported], str]] = {
@@ -55,16 +55,16 @@ _REMARK = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLayout:
-    """How many nodes, and how many ranks on each: one a GPU, unless the job says otherwise."""
+    """Numbers of nodes and of ranks on each: one per GPU, unless the job says otherwise."""
 
     nodes: int
     ranks_each: int
-    gpus_per_node: str | None  # as sbatch takes it
+    gpus_per_node: str | None  # in sbatch's syntax
 
 
 def layout_of(job: Job) -> NodeLayout:
-    """The nodes and ranks of the job, from its section `slurm` and from its cluster where that is
-    not `local`: what the nodes have is not known elsewhere. Raises InputError."""
+    """The nodes and ranks of the job, from its section `slurm`, or from its cluster where that is
+    not `local`. Raises InputError where they contradict each other or are not given."""
     assert job.slurm is not None, "only a job for Slurm has a layout"
     if job.cluster != LOCAL_CLUSTER:
         return _of_cluster(job, job.slurm)
@@ -73,8 +73,8 @@ def layout_of(job: Job) -> NodeLayout:
     each = spec.ntasks_per_node or spec.gpus_each or (ranks or 0) // nodes
     if not each:
         raise InputError([mistake(job, "slurm.ntasks_per_node", None, (
-            "required with `cluster: local`, or slurm.gpus_per_node (one rank a GPU), or "
-            "run.ranks: what the nodes have is not known here"))])
+            "required with `cluster: local`, or slurm.gpus_per_node (one rank per GPU), or "
+            "run.ranks: the devices of the nodes are not known here"))])
     if ranks is not None and ranks != nodes * each:
         raise InputError([mistake(job, "run.ranks", ranks, (
             f"{nodes * each} ({each} on each of slurm.nodes = {nodes}), or left out"))])
@@ -84,16 +84,15 @@ def layout_of(job: Job) -> NodeLayout:
 def _of_cluster(job: Job, spec: SlurmSpec) -> NodeLayout:
     cluster = resolve_cluster(job)
     nodes, each = cluster.num_nodes, cluster.devices_per_node
-    name = f"what the job takes of cluster {cluster.name}"
+    name = f"the job's share of cluster {cluster.name}"
     mistakes = [mistake(job, f"slurm.{key}", given, f"{wanted}, {name}, or left out")
                 for key, given, wanted in (
                     ("nodes", spec.nodes, nodes), ("ntasks_per_node", spec.ntasks_per_node, each))
                 if given not in (None, wanted)]
     if cluster.island_link is not None:
         mistakes.append(mistake(job, "cluster.links", None, (
-            "left out with `slurm`: what some devices of a node are joined by is planned, and not "
-            "executed, for the ranks measure one link in a node and one between nodes (`xgpt "
-            "schedule` without the section plans it; name the slowest as intra_link to run)")))
+            "left out with `slurm`: ranks measure one link in a node and one between nodes. (`xgpt "
+            "schedule` without `slurm` plans for more; to run, give the slowest as intra_link)")))
     is_gpu = cluster.device.kind == "gpu"
     if is_gpu and spec.gpus_each is not None and spec.gpus_each < each:
         mistakes.append(mistake(job, "slurm.gpus_per_node", spec.gpus_per_node,
@@ -106,8 +105,8 @@ def _of_cluster(job: Job, spec: SlurmSpec) -> NodeLayout:
 
 
 def in_allocation(job: Job, allocation: Allocation, tell: Teller) -> Job:
-    """The job as it runs on these nodes: `cluster: local`, whose hosts they are. Raises InputError
-    for one that they cannot run."""
+    """The job for the nodes of its Slurm allocation: with `cluster: local` and these as hosts.
+    Raises InputError for one that they cannot run."""
     layout = layout_of(job)
     if layout.nodes > allocation.nodes:
         raise wrong(job.source, "slurm.nodes", layout.nodes,
@@ -121,28 +120,27 @@ def in_allocation(job: Job, allocation: Allocation, tell: Teller) -> Job:
                     "none (another slurm.partition?)")
     if wanted is not None and wanted.name != device.name:
         tell.say(f"note: {job.cluster} has {wanted.name}, and these nodes {device.name}: the job "
-                 "is planned for what is here")
+                 "is planned for these nodes")
     elif device.kind == "cpu" and layout.gpus_per_node is not None:
-        tell.say("note: these nodes show no GPUs, though the job asks for some: the ranks run on "
-                 "their cores")
+        tell.say("note: the job asks for GPUs, these nodes show none: its ranks run on CPU cores")
     names = node_names(allocation)[:layout.nodes]
     return replace(job, cluster=LOCAL_CLUSTER, run=replace(job.run, ranks=ranks, hosts=names))
 
 
-Wanted = tuple[Job, tuple[str, ...]]  # a job that is to be handed in, and its `--set`s
+JobArguments = tuple[Job, tuple[str, ...]]  # a job to submit, and its `--set`s
 
 
 class Needed(NamedTuple):
-    """Seconds of a job with loading: expected, and with set-up and all margins."""
+    """Seconds of a job with loading: expected, and with setup and all margins."""
 
     expected_s: float
     sure_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """All that there is before anything is handed in. `plans`: of each job, where one can be made
-    here; `needed`: the time of each, where that is known. `limit`: label and words."""
+class BatchDraft:
+    """A batch script before it is submitted. `plans`: of each job, None where this machine cannot
+    make one; `needed`: its time, None where unknown. `limit`: label and words of the time limit."""
 
     batch: BatchJob
     plans: tuple[Plan | None, ...]
@@ -168,39 +166,39 @@ class Draft:
                               for plan in self.plans]}
 
 
-def hand_in_jobs(wanted: Sequence[Wanted], tell: Teller, *, is_dry: bool = False,
+def submit_batch(wanted: Sequence[JobArguments], tell: Teller, *, is_dry: bool = False,
                  is_again: bool = False) -> dict[str, Any]:
-    """Hands the jobs in, but for a dry run and those that are done already (`is_again`: these too,
-    after what they left has been moved aside), and tells what there is to tell; the script and what
-    else `--json` prints. Raises XgptError."""
-    jobs, done = list[Wanted](), list[dict[str, Any]]()
+    """Submits the jobs to Slurm, except those that are done (`is_again`: those too, after moving
+    their earlier files aside); `is_dry`: only drafts the script. Prints each plan, and returns the
+    `--json` object. Raises XgptError."""
+    jobs, done = list[JobArguments](), list[dict[str, Any]]()
     for job, overrides in wanted:
         if is_again and not is_dry:
             _refuse_twice(job.output)  # what it writes must not be moved
-        found = None if is_dry else done_already(job, tell, is_again=is_again)
+        found = None if is_dry else finished_result(job, tell, is_again=is_again)
         if found is None:
             jobs.append((job, overrides))
         else:
             done.append({**found, "output": job.output})
     if not jobs:
         return {"jobs": done}
-    drafted = draft(jobs, tell, fetches=not is_dry)
+    drafted = draft_batch(jobs, tell, fetches=not is_dry)
     tell.say(str(drafted))
     for plan in filter(None, drafted.plans):
         tell.detail(plan.details)
     if is_dry:
         return drafted.to_dict()
     records = submit_to_slurm(jobs, drafted)
-    tell.say(how_to_follow(records, drafted))
+    tell.say(follow_words(records, drafted))
     return {**drafted.to_dict(), "jobs": [
         {"job_id": record.job_id, "output": job.output, "log": record.log}
         for (job, _), record in zip(jobs, records, strict=True)] + done}
 
 
-def draft(wanted: Sequence[Wanted], tell: Teller, *, fetches: bool) -> Draft:
-    """Everything but the submission. `fetches`: the models come to this machine's cache, which the
-    nodes share; they often have no network. Raises InputError, and InfeasibleError where a bound
-    cannot be met."""
+def draft_batch(wanted: Sequence[JobArguments], tell: Teller, *, fetches: bool) -> BatchDraft:
+    """Plans the jobs and makes their batch script, without submitting it. `fetches`: downloads the
+    models to this machine's cache, which the nodes share; they often have no network. Raises
+    InputError, and InfeasibleError where a latency limit cannot be met."""
     jobs = [job for job, _ in wanted]
     refuse(mistake(job, "slurm", None, "a section, as the other job files have: together they are "
                    "one array") for job in jobs if job.slurm is None)
@@ -217,11 +215,11 @@ def draft(wanted: Sequence[Wanted], tell: Teller, *, fetches: bool) -> Draft:
         tasks=tuple(Task(job_file=job.source, output=job.output, overrides=overrides)
                     for job, overrides in wanted))
     check_paths(batch)
-    return Draft(batch=batch, plans=plans, needed=needed, limit=limit)
+    return BatchDraft(batch=batch, plans=plans, needed=needed, limit=limit)
 
 
 def _facts(task: Task, plan: Plan | None, needed: Needed | None) -> Iterator[tuple[str, str]]:
-    """What is expected of one job, the time first."""
+    """Yields labels and words of a job's screen: expected time, job, plan and times."""
     if plan is None:
         yield "time", "known in the allocation, where the profile and the schedule are made"
         yield "job", task.job_file.name
@@ -234,12 +232,12 @@ def _facts(task: Task, plan: Plan | None, needed: Needed | None) -> Iterator[tup
                   f"{problem.model.name} on {problem.cluster.num_devices} x "
                   f"{problem.cluster.device.name}")
     yield "plan", f"{controls_line(chosen)}; {placement(chosen)}"
-    yield "times", f"{plan.timing.provenance()}; planned anew in the allocation"
+    yield "times", f"{plan.timing.provenance()}; planned again in the allocation"
 
 
-def submit_to_slurm(wanted: Sequence[Wanted], drafted: Draft) -> tuple[SlurmRecord, ...]:
-    """Hands the script in; what each job's folder keeps of it. Raises XgptError where one of the
-    jobs is in the queue already."""
+def submit_to_slurm(wanted: Sequence[JobArguments], drafted: BatchDraft) -> tuple[SlurmRecord, ...]:
+    """Submits the script to Slurm, and returns the record saved in each job's folder. Raises
+    XgptError where one of the jobs is in the queue already."""
     for job, _ in wanted:
         _refuse_twice(job.output)
         make_folder(job)
@@ -259,10 +257,10 @@ def submit_to_slurm(wanted: Sequence[Wanted], drafted: Draft) -> tuple[SlurmReco
     return tuple(records)
 
 
-def how_to_follow(records: Sequence[SlurmRecord], drafted: Draft) -> str:
-    """What a person does next, in words."""
+def follow_words(records: Sequence[SlurmRecord], drafted: BatchDraft) -> str:
+    """Lines that say how to follow and to end the submitted jobs."""
     batch = drafted.batch
-    lines = [f"handed in as Slurm's job {records[0].job_id.partition('_')[0]}: {batch.nodes} "
+    lines = [f"submitted as Slurm job {records[0].job_id.partition('_')[0]}: {batch.nodes} "
              f"{'node' if batch.nodes == 1 else 'nodes'}, {batch.nodes * batch.ranks_each} ranks"
              + (f", {len(records)} tasks" if batch.is_array else "")]
     for task, record in zip(batch.tasks, records, strict=True):
@@ -273,7 +271,7 @@ def how_to_follow(records: Sequence[SlurmRecord], drafted: Draft) -> str:
 
 
 def _common_layout(jobs: Sequence[Job]) -> NodeLayout:
-    """Of all jobs: tasks of an array are alike. Raises InputError."""
+    """The layout of all jobs, as tasks of one array. Raises InputError where they differ."""
     layouts = [layout_of(job) for job in jobs]
     mistakes = [
         mistake(job, "slurm", None, f"the same options, nodes and ranks as {jobs[0].source}: "
@@ -285,7 +283,7 @@ def _common_layout(jobs: Sequence[Job]) -> NodeLayout:
 
 
 def shared_folders(jobs: Sequence[Job]) -> list[Mistake]:
-    """Jobs that have the output folder of one before them."""
+    """A mistake for each job with the output folder of one before it."""
     outputs = [job.output for job in jobs]
     return [mistake(job, "output", str(job.output),
                     "a folder of its own: another of these jobs has it")
@@ -293,13 +291,13 @@ def shared_folders(jobs: Sequence[Job]) -> list[Mistake]:
 
 
 def _plan(job: Job, tell: Teller, *, fetches: bool) -> Plan | None:
-    """The job's plan, where the times of its cluster are known here; what is wrong with its model
-    and its requests is found in any case."""
+    """The job's plan; None where it runs on `cluster: local`, whose times this machine does not
+    know. Checks its model and its requests in both cases."""
     refuse_what_no_machine_runs(job)
     has_packages = all(importlib.util.find_spec(name) is not None
                        for name in ("tokenizers", "transformers", "huggingface_hub"))
     if fetches and (files := job.workload.requests) is not None and files.is_stdin:
-        standard_input(job, tell.say, is_kept=True)  # nothing comes to the allocation's
+        standard_input(job, tell.say, is_kept=True)  # it is not piped into the allocation
     opened = open_job(job, tell, "run" if fetches and has_packages else "lengths")
     if fetches and opened.files is not None:
         check_model(opened)
@@ -310,7 +308,7 @@ def _plan(job: Job, tell: Teller, *, fetches: bool) -> Plan | None:
 
 def _time_limit(job: Job, needed: Sequence[Needed | None],
                 ) -> tuple[str | None, tuple[str, str]]:
-    """(the limit as Slurm takes it, its label and words)"""
+    """The time limit in Slurm's syntax (None: the partition's), and its label and words."""
     assert job.slurm is not None
     known = [own for own in needed if own is not None]
     most_s = math.ceil(max((own.sure_s for own in known), default=0.0) / _STEP_S) * _STEP_S
@@ -331,7 +329,7 @@ def _time_limit(job: Job, needed: Sequence[Needed | None],
 
 
 def _needed(plan: Plan | None) -> Needed | None:
-    """The time from the job's start to its end; None where nothing is predicted."""
+    """The time from the job's start to its end; None where it is not predicted."""
     if plan is None or initial_reason(plan.schedule) is not None:
         return None
     problem, cluster = plan.opened.problem, plan.opened.problem.cluster
@@ -346,7 +344,7 @@ def _needed(plan: Plan | None) -> Needed | None:
 
 
 def _refuse_twice(output: Path) -> None:
-    """Two jobs must not write into one folder, nor wait in the queue for it."""
+    """Raises XgptError where a job of this folder waits or runs in Slurm already."""
     record = load_record(output)
     said = None if record is None else record.ask()
     if record is not None and said is not None and not said.has_ended:
@@ -357,18 +355,20 @@ def _refuse_twice(output: Path) -> None:
 
 def export(job: Job, overrides: Sequence[str], tell: Teller, *, to: str, image: str,
            claim: str) -> str:
-    """The file's text. Raises InputError for a job that such a file cannot run."""
+    """The text of a file that runs the job on the platform `to`, a key of FORMATS. `image`: the
+    container image; `claim`: the volume claim with the job's folder. Raises InputError for a job
+    that the platform cannot run."""
     plan = plan_job(open_job(job, tell, "lengths"))
     cluster, num_devices = plan.opened.problem.cluster, plan.schedule.estimate.num_devices
     each = min(cluster.devices_per_node, num_devices)
     nodes = -(-num_devices // each)
     _check(job, to, nodes)
     gpu = cluster.device.name if cluster.device.kind == "gpu" else None
-    # its own machine is what the job runs on there
+    # where it runs, its machine is the local one
     own = ["cluster=local", f"run.ranks={num_devices}", "slurm=null"]
     said = f"chosen: {plan.schedule.estimate.policy}, " + (
         f"{plan.schedule.figures.throughput_qps:.3g} requests/s in steady state by the times of "
-        f"{cluster.name}; planned anew where it runs.")
+        f"{cluster.name}; planned again where it runs.")
     remarks = [f"{job.source.name} for {to}, made by `xgpt export`.",
                _REMARK[to].format(claim=claim, folder=job.source.parent), said]
     return FORMATS[to](Exported(
@@ -384,8 +384,8 @@ def _check(job: Job, to: str, nodes: int) -> None:
     own = [("workload.requests", path) for path in files] + [("output", job.output)]
     own += [("model", Path(job.model))] if Path(job.model).is_absolute() else []
     own += [("profile", job.profile)] if job.profile is not None else []
-    mistakes = [mistake(job, key, str(path), f"below {folder}, the only folder that is taken "
-                        f"along: `--set {key}={path.name}`, where it lies there")
+    mistakes = [mistake(job, key, str(path), f"below {folder}, the only folder that is copied: "
+                        f"`--set {key}={path.name}`, where it lies there")
                 for key, path in own if not path.is_relative_to(folder)]
     if to == "skypilot" and nodes > 1:
         mistakes.append(mistake(job, "cluster", nodes, "one node: those of SkyPilot share no file "
@@ -395,6 +395,6 @@ def _check(job: Job, to: str, nodes: int) -> None:
 
 
 def _name(text: str) -> str:
-    """A name of Kubernetes' kind: lower-case letters, digits and dashes."""
+    """The name as Kubernetes allows it: lower-case letters, digits and dashes."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
     return name if name and name[0].isalpha() else f"xgpt-{name}".strip("-")
