@@ -9,6 +9,7 @@ import pytest
 import torch
 import toys
 from holding import rule_of
+from plans import plan_of, spooled
 from replays import answers_of
 from small_tokenizers import trained, write_folder
 from toy_runs import run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
@@ -19,6 +20,7 @@ from xgpt.requests.chat import form_text  # noqa: E402
 from xgpt.requests.forms import grammar_of  # noqa: E402
 from xrunner.devices import select_device  # noqa: E402
 from xrunner.files.forms import Forms  # noqa: E402
+from xrunner.files.spooled_requests import SpooledQueries  # noqa: E402
 from xrunner.files.tokenizer import TextTokenizer  # noqa: E402
 from xrunner.ops import invariant  # noqa: E402
 from xrunner.query import PreparedQuery, Sampling  # noqa: E402
@@ -127,6 +129,14 @@ def test_deterministic_products_and_draws_keep_the_form_in_any_batch(model, quer
     decode = TextTokenizer(model[0]).decode
     assert all(decode(first[query.index]) in CHOICES for query in drawn
                if "choice" in query.sampling.passed)
+
+
+def test_a_form_ends_its_answer_where_other_ends_are_ignored(model, tmp_path):
+    plan = plan_of(tmp_path, model[0], ignore_eos=True)
+    spool, errors = spooled(plan, {"tokens": [7], "structured_outputs": {"choice": ["a"]}},
+                            {"tokens": [7]})
+    assert not errors
+    assert [query.is_forced for query in SpooledQueries(spool, plan)] == [False, True]
 
 
 def test_a_token_that_the_form_does_not_allow_leaves_no_other(model):
