@@ -144,8 +144,9 @@ def rows(ops: CudaOps, device: torch.device, n: int, size: int) -> Iterator[str]
     for name, call in (
             ("add_layer_norm", lambda: ops.add_layer_norm(hidden, added, (weight, bias), 1e-5)),
             ("add_rms_norm", lambda: ops.add_rms_norm(hidden, added, weight, 1e-5)),
-            ("place", lambda: ops.place(joint, None, cache, slots, positions)),
-            ("place, rotated", lambda: ops.place(joint, angles, cache, slots, positions)),
+            ("place", lambda: ops.rotate_and_store(joint, None, cache, slots, positions)),
+            ("place, rotated",
+             lambda: ops.rotate_and_store(joint, angles, cache, slots, positions)),
             ("silu_mul", lambda: ops.silu_mul(joint[:, :2 * size].contiguous()))):
         yield f"| {name} | {seconds([call] * 8) * 1e6:.1f} |"
 

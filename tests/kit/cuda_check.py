@@ -201,11 +201,11 @@ def _place_case(ops: CudaOps, drawn: _Drawn, heads: tuple[int, int, int], tokens
 
     def found() -> list[Tensor]:
         mine, own = joint.clone(), (cache[0].clone(), cache[1].clone())
-        ops.place(mine, rotation, own, slots, positions)
+        ops.rotate_and_store(mine, rotation, own, slots, positions)
         return [mine[:, :heads_ * dim], *own]
 
     return Case("place", f"{tokens} tokens, {heads_}/{kv_heads} heads of {dim}", dtype,
-                lambda: reference.place(joint, rotation, cache, slots, positions), found,
+                lambda: reference.rotate_and_store(joint, rotation, cache, slots, positions), found,
                 2 * joint.nbytes)
 
 

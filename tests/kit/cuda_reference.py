@@ -69,8 +69,8 @@ def layer_norm(hidden: Tensor, added: Tensor | None, weight_bias: tuple[Tensor, 
     return [normed.to(hidden.dtype), summed]
 
 
-def place(joint: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: Cache, slots: Tensor,
-          positions: Tensor) -> list[Tensor]:
+def rotate_and_store(joint: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: Cache,
+                     slots: Tensor, positions: Tensor) -> list[Tensor]:
     """The query, keys and values after it; nothing is written in place."""
     tokens, (_, kv_heads, _, dim) = len(joint), cache[0].shape
     rows = joint.view(tokens, joint.shape[1] // dim, dim)

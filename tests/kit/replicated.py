@@ -165,7 +165,7 @@ class Job:
             serve(comm, routes(replica.pools)[comm.rank], executor)
             return
         supply = FromRankZero(comm, replica.number, lambda index: self.queries[index],
-                              tells_lengths=True)
+                              reports_lengths=True)
         head = self._head(comm, executor, supply)
         head.start()
         head.run()

@@ -51,7 +51,7 @@ class ToDecodePool(PoolLink):
         self._handing: dict[int, tuple[int, list[int]]] = {}  # batch -> (group, queries)
         self._batch_of: dict[int, int] = {}  # group -> batch whose first tokens it awaits
         self._decoded_tokens = 0
-        self._has_told_to_stop = self._has_ended = False  # the decode pool
+        self._has_sent_stop = self._has_ended = False  # the decode pool
 
     def start(self, head: Head) -> StartMessage:
         assert isinstance(head.rule, EncodingRule), f"{head.rule = }"
@@ -70,7 +70,7 @@ class ToDecodePool(PoolLink):
                 head.report()
             has_work = head.requests.has_work or self._away or self._supply.is_open
             if not has_work or head.sink.should_stop():
-                self._tell_to_stop()
+                self._send_stop()
                 return None
             group = self._rule.next_group()
             if group is not None and group not in self._batch_of and all(
@@ -91,14 +91,14 @@ class ToDecodePool(PoolLink):
                                       if active.query.max_new_tokens > 1])
 
     def close(self, head: Head) -> bool:
-        self._tell_to_stop()
+        self._send_stop()
         while not self._has_ended:
             self._hear(head, *self._comm.receive(self._decode_head))
         return self._supply.close(head) and not self._away
 
-    def _tell_to_stop(self) -> None:
-        if not self._has_told_to_stop:
-            self._has_told_to_stop = True
+    def _send_stop(self) -> None:
+        if not self._has_sent_stop:
+            self._has_sent_stop = True
             self._comm.send(self._decode_head, StopMessage())
 
     def _take_in(self, head: Head, wait_s: float) -> None:
@@ -137,7 +137,7 @@ class ToDecodePool(PoolLink):
 
     def _leave(self, head: Head) -> None:
         """Sends the decode pool the inputs that it is to encode itself."""
-        if self._has_told_to_stop or not isinstance(self._rule, WaaEncodeRule):
+        if self._has_sent_stop or not isinstance(self._rule, WaaEncodeRule):
             return
         given = head.requests.leave_to_another([one.query for one in self._rule.share_inputs()])
         if given:
@@ -147,7 +147,7 @@ class ToDecodePool(PoolLink):
     def _hand_over(self, head: Head, group: int, ended: Sequence[int]) -> None:
         """Hands the group's requests to the decode pool. `ended`: done, but their KV was sent."""
         batch = self._batch_of.pop(group)
-        if self._has_told_to_stop:
+        if self._has_sent_stop:
             return  # nobody would receive them
         leaving = head.requests.hand_off(group)
         if not leaving and not ended:
@@ -172,10 +172,10 @@ class FromEncodePool(PoolLink):
     def __init__(self, comm: Comm, receiver: EntryReceiver, encode_head: int) -> None:
         self._comm, self._receiver, self._encode_head = comm, receiver, encode_head
         self._handed: deque[HandedMessage] = deque()
-        self._is_told_to_stop = False
+        self._is_to_stop = False
         self._results: list[FinishedQuery] = []
         self._begun: list[int] = []  # inputs begun here, not reported yet
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     def start(self, head: Head) -> StartMessage:
         message, _ = self._comm.receive(self._encode_head)
@@ -185,14 +185,14 @@ class FromEncodePool(PoolLink):
 
     def next_group(self, head: Head) -> int | None:
         self._take_in(head)
-        while not self._is_told_to_stop:
+        while not self._is_to_stop:
             if (group := head.next_group()) is not None:
                 return group
             wait_politely(lambda: self._take_in(head))
         return None
 
     def close(self, head: Head) -> bool:
-        self._tell(head.output_tokens)
+        self._report(head.output_tokens)
         self._comm.send(self._encode_head, StopMessage())
         return True
 
@@ -209,7 +209,7 @@ class FromEncodePool(PoolLink):
                 has_news = True
                 continue
             assert isinstance(message, StopMessage), f"{message = }"
-            self._is_told_to_stop = has_news = True
+            self._is_to_stop = has_news = True
         # in the order of their encoding, whichever arrives first
         while self._handed and self._receiver.has_arrived(self._handed[0].batch):
             self._arrive(head, self._handed.popleft())
@@ -237,14 +237,14 @@ class FromEncodePool(PoolLink):
         self._results.append(replace(result, query=replace(result.query, input_ids=())))
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
-        if self._results or self._begun or elapsed_s > self._told_s + _REPORT_S:
-            self._told_s = elapsed_s
-            self._tell(output_tokens)
+        if self._results or self._begun or elapsed_s > self._reported_s + _REPORT_S:
+            self._reported_s = elapsed_s
+            self._report(output_tokens)
 
     def should_stop(self) -> bool:
         return False
 
-    def _tell(self, output_tokens: int) -> None:
+    def _report(self, output_tokens: int) -> None:
         self._comm.send(self._encode_head, FinishedMessage(
             results=tuple(self._results), output_tokens=output_tokens, begun=tuple(self._begun)))
         self._results.clear()

@@ -45,7 +45,7 @@ class ReplicaAccount:
         return Load(len(self.given) - self.begun, self.begun - self.done)
 
 
-_TELL_S = 0.25  # chosen: seconds between messages of a replica without news
+_REPORT_S = 0.25  # chosen: seconds between messages of a replica without news
 
 
 class ToReplicas(Supply):
@@ -62,7 +62,7 @@ class ToReplicas(Supply):
         self.progress, self.should_stop = sink.progress, sink.should_stop
         self._accounts = [ReplicaAccount() for _ in replicas]
         self._heads = tuple(replica.head for replica in replicas[1:])
-        self._has_told_last = False
+        self._has_sent_last = False
         self._changes: dict[tuple[int, int], Changes] = {}  # sent, by (replica, revision)
         self._own: Head | None = None  # rank 0's, and its rule
         self._rule: Any = None
@@ -107,7 +107,7 @@ class ToReplicas(Supply):
             replica.at_work = message.at_work
         if message.changed is not None and self._sink.launcher is not None:
             revision, phase = message.changed
-            self._sink.launcher.taken_by(message.replica, revision, phase, head.clock(),
+            self._sink.launcher.note_change(message.replica, revision, phase, head.clock(),
                                          self._changes.pop((message.replica, revision)))
         if message.has_ended:
             self._comm.send(self._heads[message.replica - 1], StopMessage())
@@ -120,7 +120,7 @@ class ToReplicas(Supply):
         """Ends the other replicas; returns whether every request is done."""
         for rank in self.sources:
             self._comm.send(rank, PortionMessage(is_last=True, stops=True))
-        self._has_told_last = True
+        self._has_sent_last = True
         while sources := self.sources:
             message, _ = self._comm.receive(*sources)
             self.hear(head, message)
@@ -163,7 +163,7 @@ class ToReplicas(Supply):
     def _supply(self, head: Head, replica: int) -> None:
         """Supplies a replica that has reported, from others if nothing is left to give out. Once
         all have begun all, tells them that no more will come."""
-        if self._has_told_last:
+        if self._has_sent_last:
             return
         self._top_up(head, replica)
         for giver, takers in self.router.recalls([account.load for account in self._accounts]):
@@ -173,7 +173,7 @@ class ToReplicas(Supply):
                 self._note_begun(0)
                 self._come_back(head, 0, head.take_back(len(takers)))
         if self.router.is_done and not any(account.load.waiting for account in self._accounts):
-            self._has_told_last = True
+            self._has_sent_last = True
             for rank in self.sources:
                 self._comm.send(rank, PortionMessage(is_last=True))
 
@@ -186,17 +186,17 @@ class ToReplicas(Supply):
         account.given[account.begun:] = [
             place for place in waiting if self._order[place] not in wanted]
         self.router.take_back(replica, places)
-        if self._has_told_last:
+        if self._has_sent_last:
             return  # the run ends before all are done
         for other in range(len(self._accounts)):
             if self.router.num_left(other):
                 self._top_up(head, other)
 
-    def _note_begun(self, replica: int, told: int = 0) -> None:
+    def _note_begun(self, replica: int, reported: int = 0) -> None:
         """Records how many requests of a replica have begun, and tells launcher and router. `told`:
         number reported by another replica. Rank 0's own number is looked up."""
         account = self._accounts[replica]
-        begun = told if replica or self._own is None else (
+        begun = reported if replica or self._own is None else (
             len(account.given) - self._own.requests.num_waiting)
         if begun == account.begun:
             return
@@ -232,14 +232,14 @@ class FromRankZero(Supply):
     """Supply and sink of another replica's head."""
 
     def __init__(self, comm: Comm, replica: int, query_of: Callable[[int], PreparedQuery], *,
-                 tells_lengths: bool = False) -> None:
-        """`query_of`: reads a request from the spool. `tells_lengths`: report active lengths."""
+                 reports_lengths: bool = False) -> None:
+        """`query_of`: reads a request from the spool. `reports_lengths`: report active lengths."""
         self._comm, self._replica, self._query_of = comm, replica, query_of
-        self._tells_lengths = tells_lengths
+        self._reports_lengths = reports_lengths
         self._given = 0
         self._is_last = self._is_to_stop = False
         self._results: list[FinishedQuery] = []
-        self._told_begun, self._told_s = 0, 0.0
+        self._reported_begun, self._reported_s = 0, 0.0
         self._changed: tuple[int, int] | None = None
         self._given_back: tuple[int, ...] | None = None
 
@@ -252,7 +252,7 @@ class FromRankZero(Supply):
         return not self._is_last
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
-        self._tell(head)
+        self._report(head)
         while (got := self._comm.poll(0, wait_s=wait_s)) is not None:
             self.hear(head, got[0])
             wait_s = 0.0
@@ -274,10 +274,10 @@ class FromRankZero(Supply):
         if message.wanted:
             self._given_back = tuple(head.take_back(message.wanted))
             self._given -= len(self._given_back)
-            self._tell(head)
+            self._report(head)
 
     def close(self, head: Head) -> bool:
-        self._tell(head, has_ended=True)
+        self._report(head, has_ended=True)
         # messages of rank 0 on their way are not for the next run of these ranks
         while not isinstance(self._comm.receive(0)[0], StopMessage):
             pass
@@ -293,18 +293,18 @@ class FromRankZero(Supply):
     def should_stop(self) -> bool:
         return self._is_to_stop
 
-    def _tell(self, head: Head, *, has_ended: bool = False) -> None:
+    def _report(self, head: Head, *, has_ended: bool = False) -> None:
         begun, now_s = self._given - head.requests.num_waiting, head.clock()
-        is_time = now_s > self._told_s + _TELL_S
+        is_time = now_s > self._reported_s + _REPORT_S
         if not (has_ended or is_time or self._results or self._changed is not None
-                or self._given_back is not None or begun != self._told_begun):
+                or self._given_back is not None or begun != self._reported_begun):
             return
         self._comm.send(0, ReplicaMessage(
             replica=self._replica, begun=begun, output_tokens=head.output_tokens,
             results=tuple(self._results), changed=self._changed,
             given_back=self._given_back, has_ended=has_ended,
-            at_work=head.lengths_so_far() if is_time and self._tells_lengths else None))
-        self._told_begun, self._changed, self._given_back = begun, None, None
+            at_work=head.lengths_so_far() if is_time and self._reports_lengths else None))
+        self._reported_begun, self._changed, self._given_back = begun, None, None
         if is_time:
-            self._told_s = now_s
+            self._reported_s = now_s
         self._results.clear()

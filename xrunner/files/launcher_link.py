@@ -104,7 +104,7 @@ class LauncherLink:
         self._kept, self._limit_s = LatencyCounts(first_query, 0, 0), limit_s
         self._last_s = 0.0
         self.revision = 0  # of the last change applied
-        self.taken: list[dict[str, Any]] = []  # changes, with the first phase of each
+        self.changes: list[dict[str, Any]] = []  # changes, with the first phase of each
 
     def begin(self, queries: Sequence[int]) -> None:
         """Records requests that begin next. States count them in this order from the run's
@@ -157,11 +157,11 @@ class LauncherLink:
         self.revision, phase = order.revision, rule.next_phase
         rule.change(order.controls, phase=phase)
         if (own := changes_of_shape(order.controls, 0)) is not None:
-            self.taken.append({"revision": self.revision, "elapsed_s": elapsed_s, "phase": phase,
-                               **asdict(own)})
+            self.changes.append({"revision": self.revision, "elapsed_s": elapsed_s, "phase": phase,
+                                 **asdict(own)})
 
-    def taken_by(self, replica: int, revision: int, phase: int, elapsed_s: float,
-                 controls: Changes) -> None:
+    def note_change(self, replica: int, revision: int, phase: int, elapsed_s: float,
+                    controls: Changes) -> None:
         """Records that another replica applies a change from its own `phase` on."""
-        self.taken.append({"revision": revision, "replica": replica, "elapsed_s": elapsed_s,
-                           "phase": phase, **asdict(controls)})
+        self.changes.append({"revision": revision, "replica": replica, "elapsed_s": elapsed_s,
+                             "phase": phase, **asdict(controls)})

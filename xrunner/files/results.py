@@ -104,7 +104,7 @@ class ResultWriter:
         self._tidy()
         sync_folder(path.parent)
         self._looked_s = time.monotonic()
-        self._trouble: OSError | None = None
+        self._sync_error: OSError | None = None
         self._is_over = threading.Event()
         self._keeper: threading.Thread | None = None
         if sync_s is not None:
@@ -151,8 +151,8 @@ class ResultWriter:
 
     def _check(self, *, is_last: bool = False) -> None:
         """Raises OSError if syncing failed, XgptError if the file lost its name."""
-        if self._trouble is not None:  # the disk may be full
-            raise self._trouble
+        if self._sync_error is not None:  # the disk may be full
+            raise self._sync_error
         if is_last or time.monotonic() - self._looked_s >= _LOOK_S:
             self._looked_s = time.monotonic()
             if not is_same_file(self._path, self._file.fileno()):
@@ -172,7 +172,7 @@ class ResultWriter:
                     os.fsync(copy)
                 sync_folder(self._path.parent)
             except OSError as trouble:
-                self._trouble = trouble
+                self._sync_error = trouble
                 return
             finally:
                 for copy in copies:

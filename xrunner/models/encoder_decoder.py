@@ -16,7 +16,7 @@ from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, Stage, StageMode
 from xrunner.models.weights import WHOLE, PlacedWeights, Shard, WeightSource
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import DecodeContext, Layers, encode_context, whole_inputs
-from xrunner.ops.rows import place
+from xrunner.ops.rows import rotate_and_store
 
 
 class EncoderDecoderStage(Stage):
@@ -93,7 +93,7 @@ class EncoderDecoderStage(Stage):
         bias = self.ends.bias(step.longest)
         for layer, (keys, values), (cross_keys, cross_values) in zip(
                 self.layers, cache, encoded, strict=True):
-            query = place(layer.qkv(hidden), layer.heads, (keys, values), step.places)
+            query = rotate_and_store(layer.qkv(hidden), layer.heads, (keys, values), step.places)
             attended = decode_attention(query, (keys, values), step, self._scoring, bias)
             query = layer.cross_query(hidden, attended)
             attended = decode_attention(query, (cross_keys, cross_values), across,

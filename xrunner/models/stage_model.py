@@ -43,7 +43,7 @@ from xrunner.ops.attention import PLAIN, Scoring, decode_attention, encode_atten
 from xrunner.ops.contexts import DecodeContext, EncodeContext, Layers, Places
 from xrunner.ops.linear import Product, activations_of
 from xrunner.ops.output_head import Scores
-from xrunner.ops.rows import Residual, place
+from xrunner.ops.rows import Residual, rotate_and_store
 
 opt_ends = partial(DecoderEnds, norm="model.decoder.final_layer_norm",
                    table=("model.decoder.embed_positions.weight", POSITION_OFFSET))
@@ -367,8 +367,8 @@ class StageModel(Stage):
                           if self.is_first else inputs, self.work_dtype, is_own=self.is_first)
         rotations = self.ends.rotation(positions)
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
-            query = place(layer.qkv(hidden), layer.heads, (keys, values), places,
-                          None if layer.rotary is None else rotations[layer.rotary])
+            query = rotate_and_store(layer.qkv(hidden), layer.heads, (keys, values), places,
+                                     None if layer.rotary is None else rotations[layer.rotary])
             attended = []
             if decoded is not None:
                 attended.append(decode_attention(query if encoded is None else query[:n],

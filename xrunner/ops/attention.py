@@ -2,8 +2,8 @@
 
 Shapes: T tokens of an encode (prefill) batch, n decoding requests, h heads, k KV heads, d head
 size. A layer's cache is keys and values, each [blocks, k, size, d] (xrunner.ops.contexts). A step's
-own KV is there before attention reads it (`xrunner.ops.rows.place`). The query may have another
-type than the cache (float32 beside bfloat16), and the output has the query's.
+own KV is there before attention reads it (`xrunner.ops.rows.rotate_and_store`). The query may have
+another type than the cache (float32 beside bfloat16), and the output has the query's.
 
 Native operators (csrc/ops/cpu/decode_attention.cpp, encode_attention.cpp) read each request as far
 as it is long. Elsewhere torch pads and masks."""

@@ -60,7 +60,7 @@ class Product:
         weight = self.weight
         if weight is None:
             return
-        self._lay_out(weight, dtype)
+        self._pack_as(weight, dtype)
         if invariant.is_deterministic() and 0 not in weight.shape and not self._is_row_by_row:
             self._tile = invariant.tile_of(self._product, self.shape[1], activations_of(dtype))
 
@@ -75,7 +75,7 @@ class Product:
         exact."""
         return isinstance(self._other, PairsWeight) and self._activation in _EXACT
 
-    def _lay_out(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def _pack_as(self, weight: Tensor, dtype: torch.dtype) -> None:
         is_int8, dtype = dtype == torch.int8, activations_of(dtype)
         if is_int8 and 0 not in weight.shape:
             self._other, self.weight = Int8Weight(weight), None

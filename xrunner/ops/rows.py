@@ -74,8 +74,8 @@ def silu_mul(joint: Tensor) -> Tensor:
     return out
 
 
-def place(joint: Tensor, heads: int, cache: tuple[Tensor, Tensor], places: Places,
-          rotation: Rotation | None = None) -> Tensor:
+def rotate_and_store(joint: Tensor, heads: int, cache: tuple[Tensor, Tensor], places: Places,
+                     rotation: Rotation | None = None) -> Tensor:
     """Rotates query and key, writes key and value into the cache; returns the query [T, h, d].
 
     `joint`: [T, (h + 2 k) d], query, key, value of each token, overwritten; the result is a view of
@@ -87,7 +87,7 @@ def place(joint: Tensor, heads: int, cache: tuple[Tensor, Tensor], places: Place
     gpu = cuda_modules.ops_for(joint)
     if (gpu is not None and joint.is_contiguous() and keys.dtype == joint.dtype
             and keys.is_contiguous()):
-        gpu.place(joint, rotation, cache, *places)
+        gpu.rotate_and_store(joint, rotation, cache, *places)
         return split[:, :heads]
     if _is_native(joint) and _is_native(keys) and _is_native(values):
         cos, sin = rotation or (None, None)

@@ -138,7 +138,7 @@ def run_head(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
     reports = world.gather(report()) or []
     write_measured(sink.output, RunOutcome(
         state=state, wall_s=wall_s, queries_before=queries_before, num_errors=num_errors,
-        num_held=sink.num_held, changes=sink.launcher.taken if sink.launcher is not None else ()),
+        num_held=sink.num_held, changes=sink.launcher.changes if sink.launcher is not None else ()),
         sink.tally, reports)
 
 

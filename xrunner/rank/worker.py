@@ -105,9 +105,9 @@ def _replica_head(plan: RunPlan, schedule: Schedule, world: World, loaded: Loade
                   clock: Stopwatch) -> Head:
     """Started head of another replica than the first; rank 0 sends its requests."""
     spool = Spool(plan.output)
-    tells = plan.is_watched and _tell_lengths(schedule)
+    tells = plan.is_watched and _reports_lengths(schedule)
     supply = FromRankZero(world.comm, loaded.replica.number,
-                          SpooledQueries(spool, plan).__getitem__, tells_lengths=tells)
+                          SpooledQueries(spool, plan).__getitem__, reports_lengths=tells)
     head = _head_of(plan, world, loaded, clock, supply, _link(world.comm, loaded, supply))
     head.requests.extent = _extent(spool, Answered(0, frozenset()))
     head.start()
@@ -145,7 +145,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     head = _head_of(plan, world, loaded, clock, others or sink, _link(world.comm, loaded, supply))
     if plan.is_watched:
         rule = head.rule if isinstance(head.rule, Changeable) else None
-        at_work = (others or head).lengths_so_far if _tell_lengths(schedule) else None
+        at_work = (others or head).lengths_so_far if _reports_lengths(schedule) else None
         sink.launcher = LauncherLink(plan.output, first_query=before.total, at_work=at_work,
                                      rule=others if rule and others else rule,
                                      limit_s=schedule.bound.limit_s)
@@ -183,7 +183,7 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
     return ToReplicas(comm, sink, router, queries, places, replicas)
 
 
-def _tell_lengths(schedule: Schedule) -> bool:
+def _reports_lengths(schedule: Schedule) -> bool:
     """Whether heads report lengths of active requests: only if all know them. Otherwise long
     requests would be missing."""
     return all(isinstance(shape.controls, RraControls) for shape in schedule.estimate.shapes)

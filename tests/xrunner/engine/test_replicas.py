@@ -89,7 +89,7 @@ def test_all_stop_when_rank_zero_is_asked_to_and_the_same_ranks_take_another_job
 def at_once(monkeypatch):
     """What the launcher writes is looked at in every step."""
     monkeypatch.setattr("xrunner.files.launcher_link._INTERVAL_S", 0.0)
-    monkeypatch.setattr("xrunner.engine.replicas._TELL_S", 0.0)
+    monkeypatch.setattr("xrunner.engine.replicas._REPORT_S", 0.0)
 
 
 def linked(job: Job, sink: Told, folder: Path, order: ChangeOrder,
@@ -117,7 +117,7 @@ def controls(batch: int, iterations: int) -> PhaseControls:
 def test_a_change_of_the_control_variables_reaches_every_replica(made, tmp_path, at_once):
     job, sink = Job(made, *CONFIGS[0], count=60), Told()
     executors = linked(job, sink, tmp_path, ChangeOrder(revision=1, controls=controls(4, 9)))
-    first, second = sink.launcher.taken
+    first, second = sink.launcher.changes
     assert (first["revision"], first.get("replica"), first["encode_batch"]) == (1, None, 4)
     assert (second["revision"], second["replica"]) == (1, 1)
     for replica, change in enumerate((first, second)):
@@ -143,7 +143,7 @@ def test_each_shape_takes_up_changes_of_its_own(made, tmp_path, at_once, is_both
 
     executors = linked(job, sink, tmp_path, ChangeOrder(revision=1, controls=ChangesByShape(
         (controls(4, 9) if is_both else None, controls(3, 7)))), seen)
-    taken = [[change for change in sink.launcher.taken if change.get("replica", 0) == replica]
+    taken = [[change for change in sink.launcher.changes if change.get("replica", 0) == replica]
              for replica in (0, 1)]
     assert [len(own) for own in taken] == [int(is_both), 1]
     assert taken[1][0]["decode_iterations"] == 7 and taken[1][0]["revision"] == 1

@@ -173,7 +173,7 @@ def test_a_query_outside_the_cache_gets_zeros(ops):
 
 def test_a_token_outside_the_cache_is_written_nowhere(ops):
     keys, values = torch.full((2, 1, 3, 8), SENTINEL), torch.full((2, 1, 3, 8), SENTINEL)
-    ops.place(drawn(1, 4, 24), None, (keys, values), torch.tensor([-1, 2, 0, 1]),
+    ops.rotate_and_store(drawn(1, 4, 24), None, (keys, values), torch.tensor([-1, 2, 0, 1]),
               torch.tensor([0, 0, 3, -1]))
     assert bool((keys == SENTINEL).all()) and bool((values == SENTINEL).all())
 
@@ -228,7 +228,7 @@ def test_slots_beyond_those_of_a_launch_go_into_the_next():
     (r"not \[8\]", lambda ops: ops.add_rms_norm(torch.zeros(2, 8), None, torch.ones(9), 1e-5)),
     ("another shape", lambda ops: ops.add_rms_norm(torch.zeros(2, 8), torch.zeros(1, 8),
                                                    torch.ones(8), 1e-5)),
-    ("KV heads of 8", lambda ops: ops.place(
+    ("KV heads of 8", lambda ops: ops.rotate_and_store(
         torch.zeros(1, 25), None, (torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)),
         torch.tensor([0]), torch.tensor([0]))),
 ])

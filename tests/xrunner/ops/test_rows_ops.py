@@ -20,7 +20,7 @@ from xrunner.ops.output_head import (
     keep_best,
     no_tokens,
 )
-from xrunner.ops.rows import Residual, Rotation, layer_norm, place, rms_norm, silu_mul
+from xrunner.ops.rows import Residual, Rotation, layer_norm, rms_norm, rotate_and_store, silu_mul
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 many = examples(50)
@@ -111,7 +111,7 @@ def test_place_rotates_and_writes_where_it_is_told(implementation, case, heads, 
     expected[1][places.slots, :, places.positions] = value.to(kept).double()
     there = [cache.to(device) for cache in caches]
     with implementation.using(), num_threads(case.threads):
-        query = place(joint.to(device), heads, (there[0], there[1]),
+        query = rotate_and_store(joint.to(device), heads, (there[0], there[1]),
                       Places(*(part.to(device) for part in places)),
                       rotation and Rotation(*(part.to(device) for part in rotation)))
     assert_near(query.cpu(), turned[:, :heads], case.dtype)

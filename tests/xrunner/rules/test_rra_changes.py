@@ -166,15 +166,15 @@ def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path):
     assert read_observed(tmp_path) is None, "not yet"
     state = seen_after(link, tmp_path, result(0, 4), result(1, 2))
     assert state.finished == {0: (2, 4), 1: (2, 2)} and state.active == {2: (5, 3), 3: (6, 1)}
-    assert not link.taken
+    assert not link.changes
     controls = {"encode_batch": 6, "decode_iterations": 3, "group_max_active": 12,
                 "group_kv_tokens": 800}
     ChangeOrder(revision=1, controls=PhaseControls(**controls)).save(tmp_path)
     for at_s in (2.0, 3.0, 4.0):
         link.look(at_s)
-    assert link.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, **controls,
+    assert link.changes == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, **controls,
                            "target_active": 0.0, "encode_chunk": 0}]
-    assert json.loads(json.dumps(link.taken)) == link.taken
+    assert json.loads(json.dumps(link.changes)) == link.changes
 
 
 def test_it_counts_what_is_over_the_bound(tmp_path):

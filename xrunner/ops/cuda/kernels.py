@@ -162,8 +162,9 @@ class CudaOps:
                                 0, arguments))
         return normed
 
-    def place(self, joint: Tensor, rotation: tuple[Tensor, Tensor] | None,
-              cache: tuple[Tensor, Tensor], slots: Tensor, positions: Tensor) -> None:
+    def rotate_and_store(self, joint: Tensor, rotation: tuple[Tensor, Tensor] | None,
+                         cache: tuple[Tensor, Tensor], slots: Tensor,
+                         positions: Tensor) -> None:
         """Rotates query and key, and writes key and value to slots[t], positions[t] of the cache.
 
         `joint`: [T, (h + 2k) d], query, key and value of each token; the query is rotated in place.
