@@ -33,8 +33,6 @@ from xgpt.run_folder.state import State, state_left
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
 from xrunner.files.forms import Forms
 from xrunner.files.runnable import (
-    ASCII_PER_TOKEN,
-    OTHERS_PER_TOKEN,
     SPREAD,
     CharacterTokens,
     runnable,
@@ -207,11 +205,9 @@ class _Model:
 
     def _estimates(self, why: object) -> None:
         self._estimate = CharacterTokens()
-        self._tell.say(textwrap.fill(
-            f"note: the tokenizer of {self._job.model} is missing ({why}). Prompt lengths are "
-            f"estimated from their characters ({ASCII_PER_TOKEN} of ASCII or "
-            f"{OTHERS_PER_TOKEN:.0f} of others per token, without a chat template). They may be "
-            f"{SPREAD:.0%} off either way, which the margin includes. A run counts tokens.",
+        self._tell.detail(textwrap.fill(  # the plan notes it, too
+            f"note: no tokenizer of {self._job.model} ({why}). Prompt lengths are estimated from "
+            f"their characters, {SPREAD:.0%} off either way; the margin covers that.",
             WIDTH, break_on_hyphens=False, break_long_words=False))
 
     def tokenise(self, requests: Sequence[Request]) -> list[Tokenised] | None:

@@ -86,9 +86,9 @@ def timing_of(opened: OpenedJob) -> TimingSource:
             needed = needed_profile(job, problem, folder=folder, standby=opened.standby)
             return ProfileTiming(quick_profile(needed, opened.tell))
         of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name
-        opened.tell.say(
+        opened.tell.say(paragraph(
             f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
-            "and are rough")
+            "and are rough"))
     return roofline
 
 

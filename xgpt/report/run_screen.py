@@ -14,7 +14,7 @@ from xgpt.report.table import fact
 from xgpt.report.words import controls_line, counted
 from xsimulator.replay.prediction import JobPrediction
 
-_MOST_NOTES = 4  # chosen: with their second lines they leave room for the rest of the screen
+_MOST_LINES = 15  # chosen: with the ten before the run there are 25
 
 
 def begin_screen(problem: Problem, schedule: Schedule, prediction: JobPrediction | None, *,
@@ -53,15 +53,20 @@ def end_screen(metrics: Mapping[str, Any], checks: Sequence[BoundCheck], notes: 
                files: Mapping[str, str]) -> str:
     """The lines after a run. notes: what is wrong, the worst first. files: what was written and
     what comes next, by label."""
-    shown = list(notes[:_MOST_NOTES])
-    if (more := len(notes) - len(shown)) > 0:
-        shown[-1] += f" (and {counted(more, 'more note')}: --verbose)"
     kept = "; ".join(check.sentence for check in checks if check.is_kept
                      and check.bound is not None and check.bound.metric != "latency")
-    return "\n".join([
-        "", _done(metrics), *_measured(metrics, checks), *[fact("limits", kept)] * bool(kept),
-        *(fact("note", text) for text in shown), "",
-        *(fact(label, text) for label, text in files.items())])
+    before = ["", _done(metrics), *_measured(metrics, checks), *[fact("limits", kept)] * bool(kept)]
+    after = ["", *(fact(label, text) for label, text in files.items())]
+    shown = [fact("note", text) for text in notes]
+    while shown[2:] and _lines([*before, *shown, *after]) > _MOST_LINES:
+        shown.pop()
+    if (more := len(notes) - len(shown)) > 0:
+        after.insert(0, fact("", f"{counted(more, 'more note')}: --verbose"))
+    return "\n".join([*before, *shown, *after])
+
+
+def _lines(parts: Sequence[str]) -> int:
+    return sum(part.count("\n") + 1 for part in parts)
 
 
 def _done(metrics: Mapping[str, Any]) -> str:

@@ -21,7 +21,6 @@ from xgpt.core.schedule_file import write_json
 from xgpt.core.system.whole_file import read_object, temporary_of
 from xgpt.job.job import Job
 from xgpt.job.job_file import in_order, job_of, job_tree
-from xgpt.job.sweep_file import SWEEP_FOLDER
 from xgpt.job.yaml_tree import OVERRIDE_FILE
 from xgpt.launch.slurm_jobs import SlurmJob, query_job
 from xgpt.report.lanes import EXPECTED_FILE
@@ -162,12 +161,11 @@ def no_run_error(output: Path | None = None) -> XgptError:
 
 
 def newest_run_folder() -> Path:
-    """./job.yaml, or the newest run or sweep under ./out. Raises XgptError if there is none."""
+    """./job.yaml, or the newest run under ./out. Raises XgptError if there is none."""
     if (job := Path("job.yaml")).is_file():
         return job
-    found = {path.stat().st_mtime: path.parents[depth] for name, depth in (
-        ("*/progress.json", 0), (f"*/{RECORD_FILE}", 0), (f"*/{SWEEP_FOLDER}/sweep.json", 1))
-        for path in Path("out").glob(name)}
+    found = {path.stat().st_mtime: path.parent for name in ("progress.json", RECORD_FILE)
+             for path in Path("out").glob(f"*/{name}")}
     if not found:
         raise no_run_error()
     return found[max(found)]

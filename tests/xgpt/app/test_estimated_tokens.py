@@ -47,7 +47,7 @@ def inputs_of(session: OpenedJob) -> list[int]:
 
 
 def test_lengths_are_estimated_with_a_margin_and_it_is_said(job):
-    done = xgpt("schedule", job, "--json")
+    done = xgpt("schedule", job, "--json", "--verbose")
     assert done.returncode == 0, done.stderr
     assert "ConnectError" not in done.stderr
     said = " ".join(done.stderr.split())

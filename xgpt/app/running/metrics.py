@@ -140,10 +140,10 @@ def _notes(opened: OpenedJob, output: Output, learned: str) -> Iterator[str]:
         count = len(metrics["rescheduling"])
         yield (f"the schedule was changed during the run ({counted(count, 'decision')}: see "
                f"{MESSAGES_FILE}); the prediction is for the first one")
+    words = text_at(metrics, "attribution", "sentence") or ""
     if (warning := contention_words(metrics["others_cpu_share"])) is not None:
         yield warning
-    words = text_at(metrics, "attribution", "sentence") or ""
-    if "slower" in words and not metrics["is_predicted_for_lengths"]:
+    elif "slower" in words and not metrics["is_predicted_for_lengths"]:
         yield words
     yield from filter(None, (operators_words(metrics), learned))
 
