@@ -55,7 +55,7 @@ def answers(folder: Path) -> dict[str, list[int]]:
 def test_a_table_is_labelled_and_a_killed_run_goes_on_to_the_same_answers(tmp_path, model, cache):
     whole = labelled(tmp_path / "whole", model, f"{SCHEDULE}, tp_degree: 2, tp_gpus: 2")
     told = said(call("submit", whole, env=cache, xgpt=COMMAND))
-    assert "max_tokens is 16: the longest choice takes no more" in told
+    assert "max_tokens is 16, " in told
     with (whole.parent / "out/results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["id"], row["text"], row["stars"]) for row in rows] == [
