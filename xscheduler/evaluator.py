@@ -34,7 +34,6 @@ MOST_REPLAYS, MOST_REPLAYED = 5, 1500  # chosen: replays of a job; requests of t
 
 
 class _Part(NamedTuple):
-
     problem: Problem
     formulas: Formulas
     replays: Replays

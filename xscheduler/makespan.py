@@ -32,7 +32,6 @@ _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
 
 class _Entry(NamedTuple):
-
     throughput_qps: float
     cell: Cell
     point: Point

@@ -246,7 +246,7 @@ def without_replays(cell: Cell) -> Cell:
 
 
 def mean_corrections(cells: list[Cell]) -> Mapping[CellKind, Correction]:
-    """{kind of cells: mean correction} of the replayed points."""
+    """{kind of cells: mean correction of its replayed points}."""
     found: dict[CellKind, list[Correction]] = {}
     for cell in cells:
         if seen := [one for one in cell.off.values() if one.throughput > -1]:

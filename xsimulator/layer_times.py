@@ -80,7 +80,7 @@ class LayerTimes:
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike,
                            degree: int) -> FloatArray:
-        """[lengths] seconds of attention of one request, in a batch of `together`."""
+        """Seconds of attention of one request of each length, in a batch of `together`."""
         return self.timing.operator_s(Operator.ENCODE_ATTENTION, lengths, together,
                                       tp_degree=degree)
 

@@ -155,7 +155,7 @@ def slow_downs(result: ReplayResult, stages: Sequence[StageAssignment],
 
 def _progress(pools: Sequence[PoolRecords], degrees: dict[int, int],
               cores: float) -> tuple[FloatArray, FloatArray]:
-    """(times, seconds of work until each of a rank that always works)."""
+    """(times, seconds of work that an always busy rank has done by each)."""
     starts = np.concatenate([pool.start_s.ravel() for pool in pools])
     ends = np.concatenate([pool.end_s.ravel() for pool in pools])
     width = np.concatenate([np.tile([degrees[stage] for stage in pool.stages], len(pool.end_s))

@@ -142,6 +142,6 @@ def _tid(stage: int) -> int:
 
 
 def _us(seconds: FloatArray) -> IntArray:
-    """Whole microseconds. Readers would cut a fraction, not round it. Steps that follow each other
-    would then overlap by a nanosecond, which the format forbids."""
+    """Whole microseconds. Readers would cut a fraction, and steps that follow each other would then
+    overlap by a nanosecond, which the format forbids."""
     return np.asarray(np.rint(seconds * 1e6).astype(np.int64))

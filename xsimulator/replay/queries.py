@@ -24,7 +24,7 @@ class ReplayJob(NamedTuple):
 
     @classmethod
     def of(cls, lengths: QueryLengths, arrival_s: ArrayLike, gives_token: bool) -> ReplayJob:
-        """The input with `arrival_s` for each request, or one for all."""
+        """The input of a replay. arrival_s: one for each request, or one for all."""
         return cls(lengths, np.broadcast_to(np.asarray(arrival_s, float), lengths.inputs.shape),
                    gives_token)
 
