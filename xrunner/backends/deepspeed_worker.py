@@ -52,6 +52,7 @@ _ALL_REDUCE = "deepspeed_shm_comm"  # the extension that DeepSpeed compiles at f
 
 
 def main(arguments: list[str]) -> int:
+    """Runs one rank; returns its exit code."""
     return run_rank(load_plan(Path(arguments[0])), connect, run)
 
 

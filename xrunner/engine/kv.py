@@ -245,6 +245,7 @@ class KvCache:
 
 
 def block_tokens(device: torch.device | str) -> int:
+    """Number of tokens in a KV block on the device."""
     return BLOCK_TOKENS["cuda" if torch.device(device).type == "cuda" else "cpu"]
 
 

@@ -108,7 +108,7 @@ class ToReplicas(Supply):
         if message.changed is not None and self._sink.launcher is not None:
             revision, phase = message.changed
             self._sink.launcher.note_change(message.replica, revision, phase, head.clock(),
-                                         self._changes.pop((message.replica, revision)))
+                                            self._changes.pop((message.replica, revision)))
         if message.has_ended:
             self._comm.send(self._heads[message.replica - 1], StopMessage())
             return

@@ -168,6 +168,8 @@ class CrossLayer(EncoderLayer):
 
 
 class Embed(Protocol):
+    """Embeds the tokens of one side."""
+
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [T, H] of tokens [T] at positions [T]."""
 

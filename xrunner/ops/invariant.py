@@ -32,6 +32,7 @@ def set_deterministic(is_wanted: bool) -> None:
 
 
 def is_deterministic() -> bool:
+    """Whether batch invariance is on in this process."""
     return _is_wanted[0]
 
 

@@ -72,6 +72,7 @@ def compact(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) -> Non
 
 
 def compact_torch(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) -> None:
+    """As `compact`, by torch."""
     for (source, target), length in zip(moves, lengths, strict=True):
         store[:, :, target, :, :length] = store[:, :, source, :, :length]
 
@@ -93,6 +94,7 @@ def gather(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tenso
 
 
 def gather_torch(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """As `gather`, by torch."""
     rows = [store[:, :, slot, :, :length] for slot, length in zip(slots, lengths, strict=True)]
     return torch.cat(rows, dim=3) if rows else store.new_empty(_block_shape(store, 0))
 
@@ -121,6 +123,7 @@ def scatter(store: Tensor, slots: Sequence[int], lengths: Sequence[int], block: 
 
 def scatter_torch(store: Tensor, slots: Sequence[int], lengths: Sequence[int],
                   block: Tensor) -> None:
+    """As `scatter`, by torch."""
     start = 0
     for slot, length in zip(slots, lengths, strict=True):
         store[:, :, slot, :, :length] = block[:, :, :, start:start + length]

@@ -37,6 +37,7 @@ class Agreement(TypedDict):
 
 
 def main(arguments: list[str]) -> int:
+    """Writes OUT/agreement.json; returns the exit code."""
     plan = load_plan(Path(arguments[0]))
     torch.set_num_threads(plan.threads_per_rank)
     try:

@@ -59,6 +59,7 @@ from xrunner.step_record import StepSizes, decoded_sizes, equal_input_tokens
 
 
 def main(arguments: list[str]) -> int:
+    """Runs the engine's process; returns its exit code."""
     return run_rank(load_plan(Path(arguments[0])), connect, run)
 
 

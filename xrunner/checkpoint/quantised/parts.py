@@ -86,6 +86,7 @@ def num_parts(count: int, size: int) -> int:
 
 
 def divide_evenly(count: int, unit: int, what: str) -> int:
+    """count / unit. Raises ValueError, naming `what`, if it is no whole number."""
     if count % unit:
         raise ValueError(f"its {count} {what} are no multiple of {unit}")
     return count // unit
