@@ -1,8 +1,8 @@
 """Draws the pictures of docs/concepts.md: `python docs/pictures/choices.py`.
 
 Each shows when one answer to the questions of a schedule wins, as the planner finds it by the data
-sheets of the devices: throughput of the best schedule of each answer, without a margin. A picture
-says its data in words; a slow test plans all of it anew."""
+sheets of the devices and the constants of xgpt's own runner: throughput of the best schedule of
+each answer, without a margin. A picture says its data in words; a slow test plans all of it anew."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _planned(choice: Choice, fixed: Mapping[str, object]) -> list[float | None]:
         cluster = {**cluster, "devices_per_node": cluster["devices_per_node"] // count}
         fixed = {**fixed, "schedule.replicas": 1}
     job = xgpt.load(draw.TRADE_OFF_JOB, {
-        "model": choice.model, "cluster": cluster, "run.ranks": None,
+        "model": choice.model, "cluster": cluster, "run.ranks": None, "plan.engine": "xgpt",
         "workload": {"requests": {"count": 100_000}, **choice.workload}, **fixed})
     planner = JobPlanner(job, PlanOptions(horizon="steady", has_margin=False, is_brief=True))
     return [_throughput(planner, bound_s, count) for bound_s in choice.across]
