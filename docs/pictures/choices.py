@@ -2,7 +2,7 @@
 
 Each shows when one answer to the questions of a schedule wins, as the planner finds it by the data
 sheets of the devices and the constants of xgpt's own runner: throughput of the best schedule of
-each answer, without a margin. A picture says its data in words; a slow test plans all of it anew."""
+each answer, without a margin. A picture says its data in words, and a slow test plans it anew."""
 
 from __future__ import annotations
 
