@@ -139,7 +139,8 @@ def _devices(schedule: Schedule, problem: Problem) -> str:
     impossible = max((row.devices for row in schedule.sizes if row.is_impossible), default=0)
     if impossible >= ([0, *replica_sizes(problem.cluster)])[-2]:
         return f"{own}: fewer are impossible (memory, roofline limit)"
-    return f"{own}: the fewest found; not proved fewest, more than {impossible} may do"
+    fewer = f"more than {impossible}" if impossible else "fewer"
+    return f"{own}: the fewest found; not proved fewest, {fewer} may do"
 
 
 def _latency(schedule: Schedule) -> str:
