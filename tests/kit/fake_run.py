@@ -229,7 +229,7 @@ def write_fake_sweep(folder: Path, state: str = "done", **changes: Any) -> Path:
         "state": state, "points": 18, "done": 18, "ok": 16, "seconds": 3.2, "is_run": False,
         "axes": [{"name": "model", "key": "model", "title": "model",
                   "values": ["opt-13b", HOSTILE]},
-                 {"name": "bound", "key": "constraint.latency_s", "title": "latency bound",
+                 {"name": "bound", "key": "constraint.latency_s", "title": "latency limit",
                   "values": list(BOUNDS)}], "columns": []}
     (folder / "sweep.json").write_text(json.dumps(meta), encoding="utf-8")
     lines = "".join(json.dumps(row) + "\n" for row in rows)

@@ -53,7 +53,7 @@ class SweepAxis:
 
 POLICY = SweepAxis(name="policy", key="schedule.policy", title="policy")
 COPIES = SweepAxis(name="copies", key="schedule.replicas", title="replicas")
-BOUND = SweepAxis(name="bound", key="constraint.latency_s", title="latency bound")
+BOUND = SweepAxis(name="bound", key="constraint.latency_s", title="latency limit")
 AXES = (SweepAxis(name="model", key="model", title="model"),
         SweepAxis(name="cluster", key="cluster", title="cluster"),
         SweepAxis(name="gpus", key="run.ranks", title="GPUs (or ranks)"),

@@ -20,8 +20,8 @@ MEASURES = {  # key of metrics.json -> (label, unit)
     "throughput_qps": ("Throughput", "requests/s"),
     "output_tokens_per_s": ("Output tokens", "tokens/s"),
     "latency_p50_s": ("Latency P50", "s"), "latency_p99_s": ("Latency P99", "s"),
-    "ttft_p50_s": ("First token P50", "s"), "ttft_p99_s": ("First token P99", "s"),
-    "tpot_p50_s": ("Time per token P50", "s"), "tpot_p99_s": ("Time per token P99", "s"),
+    "ttft_p50_s": ("TTFT P50", "s"), "ttft_p99_s": ("TTFT P99", "s"),
+    "tpot_p50_s": ("TPOT P50", "s"), "tpot_p99_s": ("TPOT P99", "s"),
     "wall_s": ("Time of the run", "s"), "load_s": ("Time to load", "s"),
     "overhead_share": ("Overhead", "%")}
 MOST_STEPS = 1500  # chosen: shown at first
@@ -221,8 +221,8 @@ def check_bound(output: Output) -> BoundCheck:
     """One BoundCheck of all limits: kept if all that can be judged are."""
     checks = check_bounds(output)
     if not checks:
-        return BoundCheck(None, "the latency bound is not known" if output.schedule is None else
-                          "no latency bound was set")
+        return BoundCheck(None, "the latency limit is not known" if output.schedule is None else
+                          "no latency limit was set")
     if len(checks) == 1:
         return checks[0]
     judged = [check.is_kept for check in checks if check.is_kept is not None]

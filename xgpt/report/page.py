@@ -62,7 +62,7 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
     made = (
         charts.latencies(output, expected.latency_s if expected else None),
         charts.distribution(
-            "ttft", "First token", "seconds from the start to a request's first token",
+            "ttft", "TTFT", "seconds from the start to a request's first token",
             recorded(queries.times("ttft_s")),
             expected.ttft_s if expected else None, whose=charts.of_all_runs(output)),
         None if output.queries_before else charts.done_curve(  # each run has a clock of its own

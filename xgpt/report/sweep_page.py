@@ -54,13 +54,14 @@ def _context(sweep: SweepRows, drawn: Sequence[Chart]) -> dict[str, Any]:
     best = max((row for row in rows if row.get("status") == OK), default={},
                key=lambda row: number_of(row, "throughput_qps") or 0.0)
     rate = number_of(best, "throughput_qps")
-    tiles = [("Best throughput", "-" if rate is None else f"{plain(rate)} requests/s",
+    tiles = [("Best requests/s", "-" if rate is None else plain(rate),
               f"{title_of(str(best.get('chosen') or best.get('policy')))} on "
-              f"{best.get('gpus') or '?'} devices, bound: {bound_words(bound_of(best))}"
+              f"{best.get('gpus') or '?'} devices, limit: {bound_words(bound_of(best))}"
               if best else ""),
              ("Points", f"{len(rows):,}", f"of {meta.get('points', len(rows))}"),
-             ("With a schedule", f"{counts[OK]:,}", f"{counts[INFEASIBLE]} infeasible, "
-              f"{counts[REFUSED]} refused"),
+             ("With a schedule", f"{counts[OK]:,}", ", ".join(
+                 f"{counts[status]} {status}" for status in (INFEASIBLE, REFUSED)
+                 if counts[status])),
              ("Time of the sweep",
               format_seconds(float(meta["seconds"])) if meta.get("seconds") else "-", "")]
     state = str(meta.get("state"))
@@ -69,9 +70,14 @@ def _context(sweep: SweepRows, drawn: Sequence[Chart]) -> dict[str, Any]:
         "headline": headline(rows),
         "banner": None if state == "done" else
         f"This sweep is not done ({state}): the same command goes on with it.",
-        "charts": drawn, "winners": all_winners(rows),
+        "charts": drawn, "winners": (best_rows := all_winners(rows)),
+        "columns": {name: any(getattr(one, name) not in ("", "-") for one in best_rows)
+                    for name in ("upper", "second", "why")} | {
+            "scenario": len({one.scenario for one in best_rows}) > 1},
         "lacking": lacking(rows), "axes": [
-            (str(axis.get("title")), ", ".join(map(str, axis.get("values", ()))))
+            (str(axis.get("title")), ", ".join(
+                title_of(str(value)) if axis.get("name") == "policy" else str(value)
+                for value in axis.get("values", ())))
             for axis in meta.get("axes", ())],
         "times": sorted({str(row["times"]) for row in rows if row.get("times")}),
         "source": str(meta.get("source", ""))}
@@ -109,7 +115,7 @@ def _quantities(rows: Sequence[Row], place_of_none: float) -> tuple[list[Quantit
     def bound(row: Row) -> float | None:
         return place_of_none if math.isinf(bound_of(row)) else bound_of(row)
 
-    across = [Quantity("latency bound, seconds", bound),
+    across = [Quantity("latency limit, seconds", bound),
               Quantity("expected latency, seconds", of("latency_s")),
               Quantity("devices", of("gpus")), Quantity("replicas", of("replicas")),
               Quantity("time of the job, seconds", of("makespan_s")),
@@ -148,7 +154,7 @@ def _explorer(name: str, title: str, rows: Sequence[Row], everything: Sequence[R
                 label=line, kind="line+dots" if is_one else "dots", colour=colour,
                 x=columns[across[0].label], y=columns[up[0].label], columns=columns,
                 notes=["" if row is None else _note(row, is_one) for row in own]))
-    has_none = across[0].label.startswith("latency bound") and bool(finite) and any(
+    has_none = across[0].label.startswith("latency limit") and bool(finite) and any(
         math.isinf(bound_of(row)) for row in rows)
     missing = len({(line_of(row), row.get("bound")) for row in everything
                    if row.get("scenario") == rows[0].get("scenario")}) - len(rows) if is_one else 0

@@ -57,8 +57,8 @@ COLUMNS = (
     *_columns("axis", "text", model="model", cluster="cluster"),
     *_columns("axis", "whole", gpus="GPUs (or ranks)"),
     *_columns("axis", "text", task="task", engine="engine", copies="replicas asked for",
-              policy="policy", bound="latency bound"),
-    *_columns("answer", "number", bound_s="latency bound"),
+              policy="policy", bound="latency limit"),
+    *_columns("answer", "number", bound_s="latency limit"),
     *_columns("answer", "text", status="status", reason="why there is no schedule",
               chosen="policy chosen"),
     *_columns("figure", "number", throughput_qps="throughput", output_tokens_per_s="output tokens",
@@ -70,8 +70,8 @@ COLUMNS = (
     *_columns("figure", "number", gpu_s_per_query="device time per request",
               makespan_s="time of the job", job_throughput_qps="throughput of the job",
               latency_p50_s="latency P50", latency_p99_s="latency P99",
-              ttft_p50_s="first token P50", ttft_p99_s="first token P99",
-              tpot_p50_s="time per token P50", tpot_p99_s="time per token P99"),
+              ttft_p50_s="TTFT P50", ttft_p99_s="TTFT P99",
+              tpot_p50_s="TPOT P50", tpot_p99_s="TPOT P99"),
     *_columns("control", "whole", encode_batch="requests encoded together",
               decode_iterations="decode iterations between two prefills",
               encode_chunk="tokens encoded beside decoding",
@@ -86,17 +86,17 @@ COLUMNS = (
     *_columns("proof", "number", bound_qps="upper bound on the throughput", gap="gap"),
     *_columns("proof", "whole", nodes="configurations evaluated"),
     *_columns("proof", "number", search_s="time of the search", margin="margin",
-              margin_cost="cost of the margin", unbounded_qps="throughput without a bound"),
+              margin_cost="cost of the margin", unbounded_qps="throughput without a limit"),
     *_columns("proof", "text", times="where step times come from"),
     *_columns("measured", "text", measured_status="the run", measured_reason="why it failed"),
     *_columns("measured", "number", measured_qps="throughput measured",
               measured_tokens_per_s="output tokens measured",
               measured_latency_p50_s="latency P50 measured",
               measured_latency_p99_s="latency P99 measured",
-              measured_ttft_p50_s="first token P50 measured",
-              measured_ttft_p99_s="first token P99 measured",
-              measured_tpot_p50_s="time per token P50 measured",
-              measured_tpot_p99_s="time per token P99 measured",
+              measured_ttft_p50_s="TTFT P50 measured",
+              measured_ttft_p99_s="TTFT P99 measured",
+              measured_tpot_p50_s="TPOT P50 measured",
+              measured_tpot_p99_s="TPOT P99 measured",
               measured_wall_s="time of the run measured"),
     *_columns("measured", "text", folder="folder of the run"))
 # column of what a run measured -> key of its metrics.json
@@ -190,7 +190,8 @@ def bound_of(row: Row) -> float:
 
 
 class Winner(NamedTuple):
-    """The best policy of a scenario under a latency limit. `others`: requests/s of other policies.
+    """The best policy of a scenario under a latency limit. `upper`: upper bound on the requests/s
+    of all policies compared. `second`: the runner-up. `others`: requests/s of other policies.
     `why`: explanation, if another policy is best under the next tighter limit. `rates`: requests/s
     by policy, the best first."""
 
@@ -198,12 +199,21 @@ class Winner(NamedTuple):
     bound: str
     policy: str
     throughput: str
+    upper: str
     latency: str
+    devices: str
+    second: str
     others: str
     controls: str
     why: str
     replicas: str
     rates: Mapping[str, float]
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the second is as good within TIE."""
+        best, *others = self.rates.values()
+        return any(rate >= (1 - TIE) * best for rate in others)
 
 
 def all_winners(rows: Iterable[Row]) -> list[Winner]:
@@ -230,6 +240,7 @@ def winners(scenario: str, rows: Iterable[Row]) -> list[Winner]:
         (first, row), *others = best.items()
         found.append(Winner(
             scenario=scenario, bound=bound_text(row), policy=first, throughput=_shown_rate(row),
+            upper=_upper(own), devices=str(row.get("gpus") or "-"), second=_second(now),
             latency="-" if (latency_s := number_of(row, "latency_s")) is None else
             format_seconds(latency_s),
             others=", ".join(f"{line} {_shown_rate(other)}" for line, other in others),
@@ -242,6 +253,12 @@ def winners(scenario: str, rows: Iterable[Row]) -> list[Winner]:
 
 def _rate(row: Row) -> float:
     return number_of(row, "throughput_qps") or 0.0
+
+
+def _upper(rows: Iterable[Row]) -> str:
+    """The largest upper bound of the rows that have a schedule; `-` if one's is unknown."""
+    bounds = [number_of(row, "bound_qps") or math.inf for row in rows if row.get("status") == OK]
+    return "-" if math.isinf(most := max(bounds, default=math.inf)) else plain(most)
 
 
 def _shown_rate(row: Row) -> str:
@@ -285,7 +302,7 @@ def headline(rows: Sequence[Row]) -> str:
 
 
 def _within(winner: Winner) -> str:
-    return "without a bound" if winner.bound == "none" else f"within {winner.bound}"
+    return "without a limit" if winner.bound == "none" else f"within {winner.bound}"
 
 
 def lacking(rows: Iterable[Row]) -> list[tuple[str, str, str, str]]:
@@ -310,7 +327,7 @@ def sweep_text(rows: Sequence[Row]) -> str:
     if best:
         static = policy("ft").title
         cells = [{"scenario": one.scenario, "limit": one.bound,
-                  "best": f"{one.throughput} {one.policy}", "2nd": _second(one),
+                  "best": f"{one.throughput} {one.policy}", "2nd": one.second,
                   static: plain(one.rates[static]) if static in one.rates else "",
                   "replicas": one.replicas, "latency": one.latency} for one in best]
         names = [name for name in cells[0] if any(row[name] for row in cells) and not (
@@ -319,7 +336,7 @@ def sweep_text(rows: Sequence[Row]) -> str:
                            right=[at for at, name in enumerate(names) if name in (
                                static, "replicas", "latency")]))
     ties = [f"{one.scenario} {one.bound}" if names[0] == "scenario" else one.bound for one in best
-            if (rates := list(one.rates.values()))[1:] and rates[1] >= (1 - TIE) * rates[0]]
+            if one.is_tie]
     if ties:
         lines.append(paragraph(f"best and 2nd within {TIE:.0%}, a tie: {_some(ties)}"))
     lines += [paragraph(f"no schedule: {policies} at {bounds}: {why}")
@@ -329,9 +346,9 @@ def sweep_text(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _second(one: Winner) -> str:
+def _second(rates: Mapping[str, float]) -> str:
     """Requests/s and name of the second best policy; "" if there is only one."""
-    return next((f"{plain(rate)} {name}" for name, rate in list(one.rates.items())[1:2]), "")
+    return next((f"{plain(rate)} {name}" for name, rate in list(rates.items())[1:2]), "")
 
 
 def sweep_details(rows: Sequence[Row]) -> str:

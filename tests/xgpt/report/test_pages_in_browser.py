@@ -178,7 +178,7 @@ def test_an_axis_shows_what_is_chosen(opened):
     figure.locator("select").first.select_option("expected latency, seconds")
     assert page.evaluate(f"{chart}.data[1].x") == [1.5, 4.5, None, 7.5]
     assert page.evaluate(f"{chart}.layout.xaxis.tickvals") is None
-    assert page.evaluate(f"{chart}.layout.shapes.length") == 0, "no bound is on this axis"
+    assert page.evaluate(f"{chart}.layout.shapes.length") == 0, "no limit is on this axis"
 
 
 def test_the_pages_policy_stops_requests_and_scripts_that_escaping_let_through(

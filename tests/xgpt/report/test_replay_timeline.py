@@ -1,6 +1,7 @@
 """Timelines of a replay: boxes where the steps were, gaps where none was."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -167,7 +168,7 @@ def test_a_scenario_has_a_curve_for_each_policy_and_either_axis_shows_others(cha
     assert [mark.label for mark in charts["scenario-0"].marks] == ["no limit"]
     assert list(charts["scenario-0"].x.ticks) == [0, 2, 10]  # and none where no bound is
     chart = charts["scenario-0"]
-    assert chart.x_choices[:2] == ["latency bound, seconds", "expected latency, seconds"]
+    assert chart.x_choices[:2] == ["latency limit, seconds", "expected latency, seconds"]
     assert "devices" not in chart.x_choices, "all have four"
     assert {"device-seconds per request", "memory of the fullest rank, GiB"} <= set(chart.y_choices)
     assert "time of the job, seconds" not in chart.y_choices, "none is known"
@@ -191,6 +192,23 @@ def test_it_is_told_where_the_best_policy_changes_and_why(folder):
                                   if chosen.get(row["bound_s"]) == row["chosen"]])
     assert changes[1].why == ("RRA was not compared at the tighter limit; WAA-C was not compared "
                               "here (--over policy=all compares)")
+
+
+def test_a_limit_has_its_best_with_upper_bound_devices_and_runner_up(folder, tmp_path):
+    rows = [row | {"bound_qps": 50.0 + place} for place, row in enumerate(read_sweep(folder).rows)
+            if row["model"] == "opt-13b"]
+    first, second, third = winners("opt-13b", rows)
+    assert [one.second for one in (first, second, third)] == ["4.00 FT", "24.0 WAA-C", "26.0 WAA-C"]
+    assert [one.upper for one in (first, second, third)] == ["56.0", "57.0", "58.0"]
+    assert {one.devices for one in (first, second, third)} == {"4"} and not third.is_tie
+    near = [row | {"throughput_qps": 44.5} if row["policy"] == "ft" else row for row in rows]
+    assert winners("opt-13b", near)[2].is_tie
+    unknown = [row | {"bound_qps": None} if row["policy"] == "ft" else row for row in rows]
+    assert {one.upper for one in winners("opt-13b", unknown)} == {"-"}
+    page = write_sweep_page(write_fake_sweep(tmp_path / "a", bound_qps=60)).read_text("utf-8")
+    assert ">upper bound</th>" in page and ">60.0</td>" in page and ">runner-up</th>" in page
+    page = write_sweep_page(write_fake_sweep(tmp_path / "b", policy="auto", chosen="rra"))
+    assert not re.search(">upper bound<|>runner-up<", page.read_text("utf-8")), "none is empty"
 
 
 def test_the_page_holds_all_of_it_and_escapes_and_goes_on(folder, tmp_path):

@@ -166,7 +166,7 @@ def test_figures_of_a_run_that_went_on_are_said_to_be_of_its_own_queries(tmp_pat
     text, figures = Page(written).text, figures_of(written)
     assert "24 answers, 6 of them by this run in 16.4 s" in text.replace("\xa0", " ")
     assert "18 requests of this job were answered by earlier runs." in text
-    assert "and this run answered the rest of it" in text and "Predicted against" not in text
+    assert "and this run answered the rest of it" in text and "Measured and predicted" not in text
     assert "over 24 requests of all runs of this job." in text
     assert "done" not in figures  # the runs' clocks are not one
     assert [series["name"] for series in figures["latency"]["data"]] == ["measured"]
