@@ -1,6 +1,7 @@
 """Forms that an answer must have (a JSON schema, a list of choices, a regular expression), as
 grammars of llguidance. That library is an extra: without it no form is checked here."""
 
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -40,11 +41,8 @@ def grammar_of(form: Mapping[str, Any]) -> str:
 def why_wrong(kind: str, value: Any) -> str:
     """The reason why a form is refused, after its path in a JSON schema (".items: ..."). It is ""
     for a good form, and if llguidance is not installed."""
-    try:
-        library()
-    except MissingExtraError:
-        return ""
-    return _why_wrong(json.dumps({kind: value}))
+    is_there = importlib.util.find_spec("llguidance") is not None
+    return _why_wrong(json.dumps({kind: value})) if is_there else ""
 
 
 @lru_cache(256)

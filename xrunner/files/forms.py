@@ -41,7 +41,8 @@ class Forms:
 
     @cached_property
     def refusal(self) -> str:
-        """Why this model's answers cannot have forms; "" if they can."""
+        """Why this model's answers cannot have forms; "" if they can. Raises MissingExtraError."""
+        library()
         try:
             assert self._tokenizer is not None
         except (XgptError, ValueError) as cause:

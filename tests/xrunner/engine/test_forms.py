@@ -2,6 +2,7 @@
 whatever the policy, the stages and the tensor parallelism."""
 
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,9 @@ from toy_runs import run_in_process, run_waa_in_process, toy_waa_rules, waa_pool
 
 llguidance = pytest.importorskip("llguidance", reason="forms need the extra `structured`")
 
+from xgpt.core.errors import MissingExtraError  # noqa: E402
 from xgpt.requests.chat import form_text  # noqa: E402
-from xgpt.requests.forms import grammar_of  # noqa: E402
+from xgpt.requests.forms import grammar_of, why_wrong  # noqa: E402
 from xrunner.devices import select_device  # noqa: E402
 from xrunner.files.forms import Forms  # noqa: E402
 from xrunner.files.spooled_requests import SpooledQueries  # noqa: E402
@@ -144,6 +146,13 @@ def test_a_token_that_the_form_does_not_allow_leaves_no_other(model):
     assert any(matcher.allowed)
     matcher.add([toys.EOS])
     assert matcher.allowed == bytes(len(matcher.allowed))
+
+
+def test_without_the_extra_no_run_with_a_form_begins(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert why_wrong("json", {"type": "pear"}) == "", "planning does without"
+    with pytest.raises(MissingExtraError, match=r"structured"):
+        assert Forms(model[0], SIZE).refusal
 
 
 def test_a_tokenizer_that_the_library_cannot_read_is_named(tmp_path):
