@@ -126,7 +126,7 @@ class _SlowedPool(PoolProcess):
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """What a run has shown so far (xscheduler.live.decisions.Written)."""
+    """The progress of a run (xscheduler.live.decisions.RunProgress)."""
 
     first: int
     finished: dict[int, tuple[int, int]]
