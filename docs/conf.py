@@ -24,6 +24,7 @@ highlight_language = "none"
 html_theme = "furo"
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False
 
 
 def setup(app: Any) -> None:

@@ -92,6 +92,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart])
         "stages": [(pool.role, stage) for pool in schedule.estimate.all_pools
                    for stage in pool.stages] if schedule else (),
         "schedule_facts": schedule_facts(schedule) if schedule else (),
+        "reasons": words.reasons(schedule) if schedule else (),
         "policy_sentence": words.policy_sentence(schedule.estimate) if schedule else "",
         "rejected": [(row.label, *alternative_cells(row, schedule), row.reason)
                      for row in schedule.rejected] if schedule else (),
@@ -323,8 +324,8 @@ def headline(runs: Sequence[Run]) -> str:
         return f"{text}: {first} and {second} are as fast within {percent(_AS_FAST)}, {shown}"
     if len(runs) == 2:
         return f"{first} is {ratio:.2f} times as fast as {second}: {shown}"
-    return (f"{text}: {first} is the fastest, {shown} of the next, {second}, and "
-            f"{quantity(slowest, 'requests/s')} of the slowest")
+    return (f"{first} is the fastest of {text}, {quantity(rates[first], 'requests/s')}; "
+            f"{second} has {plain(rates[second])}, the slowest {plain(slowest)}")
 
 
 def figure_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

@@ -98,6 +98,12 @@ def expected_words(metrics: Mapping[str, Any]) -> str | None:
             f"took {format_seconds(took_s)}: {change}{f' ({why})' if why else ''}")
 
 
+def reasons(schedule: Schedule) -> Sequence[str]:
+    """The explanation, without its comparison of policies where the page has a table of them."""
+    has_table = any(row.kind == "policy" for row in schedule.rejected)
+    return schedule.explanation[1:] if has_table else schedule.explanation
+
+
 def bare_gap(schedule: Schedule) -> str:
     """Words for the meaning of a gap if the schedule has a safety margin."""
     proof, to = schedule.proof, "to schedules without a safety margin"
