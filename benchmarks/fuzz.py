@@ -234,7 +234,7 @@ def command(rng: random.Random, folder: Path) -> None:
     before = _tree(folder)
     done = _command("run", str(folder / "job.yaml"), "--json")
     assert done.returncode in EXIT_CODES, f"exit code {done.returncode}: {done.stderr[-500:]}"
-    assert "Traceback" not in done.stderr and "fault of xgpt" not in done.stderr, done.stderr[-900:]
+    assert "Traceback" not in done.stderr and "bug of xgpt" not in done.stderr, done.stderr[-900:]
     json.loads(done.stdout)
     changed = {name for name, state in _tree(folder).items() if before.get(name) != state}
     assert all(name.startswith("out") for name in changed), f"written outside: {sorted(changed)}"

@@ -1,5 +1,5 @@
-"""Entry point of `xgpt` and `python -m xgpt`. While the command is imported Ctrl-C just ends the
-process, as nothing has begun yet."""
+"""Entry point of `xgpt` and `python -m xgpt`. Ctrl-C ends the process at once while the command is
+imported."""
 
 import signal
 from importlib import import_module

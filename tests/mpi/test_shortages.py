@@ -169,7 +169,7 @@ def test_a_stop_before_the_ranks_start_and_of_what_has_ended(tmp_path):
     facts = end(process, own)
     assert facts["code"] == 75 and "before the ranks were started" in facts["message"]
     refused = job.command("stop")
-    assert refused.returncode == 1 and "no run works there (state: stopped)" in refused.stderr
+    assert refused.returncode == 1 and "no run is active there (state: stopped)" in refused.stderr
     assert job.run_to_end().returncode == 0 and len(job.answers()) == 20
     refused = job.command("stop", "--json")
     assert refused.returncode == 1 and "state: done" in json.loads(refused.stdout)["error"]

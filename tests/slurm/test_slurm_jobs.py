@@ -118,7 +118,7 @@ def test_a_waiting_job_is_taken_back_and_handed_in_only_once(slurm, make_job):
     assert f"Slurm: job {job_id} is pending (BeginTime)" in text and "starts about" in text
     refused = slurm.xgpt("submit", job)
     assert refused.returncode == 1 and f"job {job_id} for it is pending" in refused.stderr
-    assert "is out of the queue" in slurm.xgpt("stop", job).stdout
+    assert "was waiting and is cancelled" in slurm.xgpt("stop", job).stdout
     assert slurm.await_end(job_id) == "CANCELLED"
     assert slurm.status(out)["state"] == "cancelled"
     assert slurm.xgpt("stop", out).returncode == 1

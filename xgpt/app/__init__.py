@@ -1,0 +1,1 @@
+"""Use cases, one module per command or step of a run; for xgpt.cli and the library."""

@@ -1,5 +1,5 @@
-"""What this machine has of what xgpt can use, the command that mends what is missing, and how the
-CUDA kernels do on its GPU. What needs torch or MPI is asked of processes of their own."""
+"""Checks this machine: its hardware and packages, the command that installs a missing part, and the
+CUDA kernels on its GPU. Parts that need torch or MPI are checked in processes of their own."""
 
 import importlib.util
 import json
@@ -38,7 +38,7 @@ _TORCH_INDEX = {"12": "cu128", "13": "cu130"}
 _OPTIONAL = {"jinja2": ("report", "reports"), "matplotlib": ("report", "plots in reports"),
              "pyarrow": ("parquet", "Parquet files"), "rich": ("top", "xgpt top"),
              "llguidance": ("structured", "answers held to a form")}
-_FAILS = "fails: "  # how what cannot be used is told
+_FAILS = "fails: "  # begins the words for a part that cannot be used
 _LIMIT_S = 600.0  # the native operators may have to be compiled
 _INSTRUCTION_SETS = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "AVX-512 bf16"),
                      ("avx512_vnni", "VNNI"), ("amx_bf16", "AMX bf16"), ("asimd", "NEON"),
@@ -48,7 +48,8 @@ _CHECKS = Path(__file__).resolve().parents[2] / "tests" / "kit"  # of a source t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """`is_needed`: no job runs here without it; else something is slower, or left out."""
+    """A missing part, why it is wanted, and the command that installs it. `is_needed`: no job runs
+    without it; else something is slower, or missing."""
 
     part: str
     why: str
@@ -57,15 +58,15 @@ class Remedy:
 
 
 def remedies(found: Mapping[str, str]) -> list[Remedy]:
-    """Of what `xgpt doctor` found; the needed ones first."""
+    """Remedies for the parts missing in `found`, the result of `examine`; needed ones first."""
     known = [*_of_packages(found), *_of_gpus(found), *_of_the_rest(found)]
     return sorted(known, key=lambda remedy: not remedy.is_needed)
 
 
 def hub_in_words() -> str:
-    """Whether models can be fetched, and from where."""
+    """Words for whether models can be downloaded, and from where."""
     if is_offline():
-        return "not asked: HF_HUB_OFFLINE is set, so models come from this machine alone"
+        return "not used: HF_HUB_OFFLINE is set, so models must be on this machine"
     if importlib.util.find_spec("huggingface_hub") is None:
         return "huggingface_hub is not installed (the extra `run` has it)"
     cause = hub_error(_HUB_LIMIT_S)
@@ -74,7 +75,7 @@ def hub_in_words() -> str:
 
 
 def cache_in_words() -> str:
-    """Where models, profiles and compiled operators are kept, and the room there."""
+    """Words for the folder of models, profiles and compiled operators, and its free space."""
     folder = cache_dir()
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     try:
@@ -85,8 +86,8 @@ def cache_in_words() -> str:
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     count = len(list(hub.glob("models--*"))) + len(list((cache_dir() / "models").glob("*")))
-    return (f"{folder}, {format_bytes(shutil.disk_usage(there).free)} of room; "
-            f"{counted(count, 'model')} fetched")
+    return (f"{folder}, {format_bytes(shutil.disk_usage(there).free)} free; "
+            f"{counted(count, 'model')} downloaded")
 
 
 def _of_packages(found: Mapping[str, str]) -> Iterator[Remedy]:
@@ -113,20 +114,20 @@ def _of_gpus(found: Mapping[str, str]) -> Iterator[Remedy]:
                      command="pip install --force-reinstall torch --index-url "
                      f"https://download.pytorch.org/whl/{_TORCH_INDEX[_cuda_major()]}")
     if importlib.util.find_spec("cupy") is None:
-        yield Remedy(part="cupy", why="without it torch's kernels serve on GPUs, not xgpt's own",
+        yield Remedy(part="cupy", why="without it GPUs run torch's kernels, not xgpt's own",
                      command=INSTALL.format(f".[cuda{_cuda_major()}]"))
 
 
 def _of_the_rest(found: Mapping[str, str]) -> Iterator[Remedy]:
     if "no C++ compiler" in found.get("compiler", "") and not gpus_here() and (
             "torch" in found.get("native", "torch")):
-        yield Remedy(part="compiler", why="without one torch's operators serve on CPUs, which are "
+        yield Remedy(part="compiler", why="without one CPUs run torch's operators, which are "
                      "slower than xgpt's own", command=next(
                          (command for name, command in _MANAGERS if shutil.which(name)),
                          "install g++"))
     if "cannot be reached" in found.get("hub", ""):
-        yield Remedy(part="hub", why="models cannot be fetched; those on this machine serve, a "
-                     "folder (`model: DIR`) too, and the quickstart's comes as a package",
+        yield Remedy(part="hub", why="models cannot be downloaded; use one on this machine, or a "
+                     "folder (`model: DIR`); the quickstart's comes as a package",
                      command="export HF_ENDPOINT=https://YOUR-MIRROR")
     if "cannot be written to" in found.get("cache", ""):
         yield Remedy(part="cache", why=found["cache"], is_needed=True,
@@ -134,7 +135,7 @@ def _of_the_rest(found: Mapping[str, str]) -> Iterator[Remedy]:
 
 
 def _cuda_major() -> str:
-    """The newest CUDA that the driver takes: 12 or 13."""
+    """The newest CUDA version that the driver supports: "12" or "13"."""
     try:
         match = re.search(r"CUDA Version:\s*(\d+)", _printed(["nvidia-smi"]))
     except XgptError:
@@ -143,7 +144,7 @@ def _cuda_major() -> str:
 
 
 def _printed(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """What the command prints. Raises XgptError with why it does not."""
+    """Returns the output of a command. Raises XgptError with the reason where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False,
                               timeout=_LIMIT_S, env=environment)
@@ -156,7 +157,8 @@ def _printed(command: Sequence[str], environment: Mapping[str, str] | None = Non
 
 
 def examine() -> dict[str, str]:
-    """label -> what there is, or what there is not and why; in the order to be shown."""
+    """Words for each part of this machine, by label, in the order to show: what is there, or why it
+    is missing."""
     found = {"processor": _processor(), "memory": format_bytes(available_memory_bytes()) + " free"}
     found |= {part: _asked(part) for part in ("torch", "native", "mpi")}
     gpus = ", ".join(f"{gpu.name} ({format_bytes(gpu.memory_bytes or 0)})" for gpu in gpus_here())
@@ -171,17 +173,16 @@ def examine() -> dict[str, str]:
 
 
 def compare_on_gpu(folder: Path, checks: Path = _CHECKS) -> Path:
-    """Compares every kernel with torch on this machine's GPU, each told on stderr as it goes, and
-    writes `xgpt-doctor-<card>.json` to `folder`; that file. Raises XgptError where a kernel
-    differs, and where there is no GPU, no cupy, or no source tree, whose tests hold the `checks`.
-    """
+    """Compares every kernel with torch on this machine's GPU, with a line for each on stderr, and
+    writes `xgpt-doctor-<card>.json` to `folder`; returns that path. Raises XgptError where a kernel
+    differs, or there is no GPU, no cupy, or no source tree with the folder `checks`."""
     if not (gpus := gpus_here()):
-        raise XgptError("there is no GPU here (nvidia-smi shows none), so no kernel can be "
-                        "compared on one; `xgpt doctor` says what this machine has")
+        raise XgptError("there is no GPU here (nvidia-smi shows none) to compare kernels on; "
+                        "`xgpt doctor` shows what this machine has")
     script = checks / "gpu_report.py"
     if not script.is_file():
-        raise XgptError("`xgpt doctor --gpu` needs xgpt's source tree (`pip install -e .` there): "
-                        "what compares the kernels is among its tests")
+        raise XgptError("`xgpt doctor --gpu` needs xgpt's source tree (`pip install -e .` there), "
+                        "since it is one of its tests")
     card = re.sub(r"[^a-z0-9]+", "-", gpus[0].name.lower()).strip("-")
     file = folder / f"xgpt-doctor-{card}.json"
     done = subprocess.run([sys.executable, str(script), str(file)], check=False, text=True,
@@ -194,7 +195,7 @@ def compare_on_gpu(folder: Path, checks: Path = _CHECKS) -> Path:
 
 
 def _asked(part: str) -> str:
-    """What `python -m xrunner.rank.examine` says of a part; of one that cannot be had, why."""
+    """The words of `python -m xrunner.rank.examine` for a part, or why it is missing."""
     for package in ("torch", "mpi4py") if part == "mpi" else ("torch",):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (the extra `run` has it)"
@@ -229,7 +230,7 @@ def _cupy() -> str:
 
 
 def _slurm() -> str:
-    """The version that sbatch tells of itself."""
+    """The path and version of sbatch, or that there is none."""
     if (path := shutil.which("sbatch")) is None:
         return "no sbatch on the PATH"
     try:

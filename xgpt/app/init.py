@@ -1,5 +1,5 @@
-"""Writes a job file for a model, a file of prompts and this machine. Its comments say what each key
-does."""
+"""Writes a job file, with comments that explain its keys, for a model, a file of prompts and this
+machine."""
 
 import csv
 import importlib.util
@@ -38,9 +38,9 @@ from xgpt.requests.request import Request, RequestError, Terms
 from xgpt.requests.request_files import SUFFIXES, TABLES, RequestFiles, opened
 from xrunner.checkpoint.source import model_at_hand
 
-MOST_READ = 50_000  # entries: enough to know what they are like
-_MOST_SAMPLED = 50  # rows, for what a column is like
-# Names under which data sets keep what a model is to be asked, the likeliest first.
+MOST_READ = 50_000  # entries: enough for their lengths
+_MOST_SAMPLED = 50  # rows, to describe a column
+# Column names under which data sets keep prompts, the likeliest first.
 _LIKELY = ("question", "instruction", "query", "text", "input", "content", "sentence", "article",
            "document", "review", "body")
 USUAL_FILE = Path("job.yaml")
@@ -95,8 +95,8 @@ output: {output}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptColumn:
-    """One column of a table, or key of JSON objects. `mean_chars`: of its texts; 0 where it holds
-    none. `sample`: its first one."""
+    """One column of a table, or key of JSON objects. `mean_chars`: of its texts; 0 without texts.
+    `sample`: its first entry."""
 
     name: str
     mean_chars: float
@@ -105,21 +105,21 @@ class PromptColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsLook:
-    """Counts and lengths of the first MOST_READ entries. Lengths are characters of the prompts'
-    texts; 0 for prompts of tokens."""
+    """Counts and lengths of the first MOST_READ entries of a file of prompts. Lengths are
+    characters of the texts; 0 for prompts of tokens."""
 
     files: RequestFiles
     count: int
     is_all: bool
     mean_chars: float
     most_chars: int
-    capped: int  # name their own max_tokens, or a forced length
+    capped: int  # prompts with their own max_tokens, or a forced length
     most_cap: int
     errors: tuple[RequestError, ...]
 
 
 def columns_of(path: Path) -> list[PromptColumn]:
-    """The columns of a table, or the keys of a JSON file's objects; none of a file of lines of
+    """The columns of a table, or the keys of a JSON file's objects; empty for a file of lines of
     text. Raises InputError for a file that cannot be read."""
     files = RequestFiles(paths=(path,))
     with opened(path, files, lambda raw: None) as (stream, known):
@@ -131,13 +131,13 @@ def columns_of(path: Path) -> list[PromptColumn]:
 
 
 def needs_column(path: Path, columns: list[PromptColumn]) -> bool:
-    """Whether somebody has to say which column holds the prompts."""
+    """Whether the column of the prompts must be given, since none has a usual name."""
     names = {column.name for column in columns}
     return bool(columns) and not names & {*CONTENTS, "body"}
 
 
 def likeliest(columns: list[PromptColumn]) -> PromptColumn | None:
-    """The column that most looks like prompts: by its name, else the one of the longest texts."""
+    """The column most likely to have the prompts: by its name, else with the longest texts."""
     texts = [column for column in columns if column.mean_chars > 0]
     named = {column.name.lower(): column for column in texts}
     for name in _LIKELY:
@@ -147,8 +147,9 @@ def likeliest(columns: list[PromptColumn]) -> PromptColumn | None:
 
 
 def look_at(path: Path, column: str | None, template: str = "") -> PromptsLook:
-    """Reads the entries, with the prompts in this column (None: the one that is called so), or in a
-    template of columns. Raises InputError for a file that cannot be read, or has no such column."""
+    """Reads the entries, with the prompts in `column` (None: the column `prompt`), or made by a
+    `template` of columns. Raises InputError for a file that cannot be read, or has no such column.
+    """
     files = RequestFiles(paths=(path,), prompt=column, terms=Terms(template=template))
     source = read_requests(files)
     entries = list(itertools.islice(source, MOST_READ + 1))
@@ -164,7 +165,7 @@ def look_at(path: Path, column: str | None, template: str = "") -> PromptsLook:
 
 
 def delimiters_of(path: Path) -> dict[Path, str]:
-    """Delimiters of the file's cells, by path, where its name tells another one."""
+    """The delimiter of the file's cells, by path, if it is another than its suffix says."""
     found = dict[Path, str]()
     with suppress(InputError):  # of a header without prompts: their column is asked for next
         next(read_requests(RequestFiles(paths=(path,)), divided=found.__setitem__), None)
@@ -172,7 +173,7 @@ def delimiters_of(path: Path) -> dict[Path, str]:
 
 
 def files_here(folder: Path) -> list[Path]:
-    """Files of the folder that could hold prompts, by their names."""
+    """Paths of the folder's files whose names could be those of prompts, sorted."""
     ends = tuple(end + tail for ends in SUFFIXES.values() for end in ends for tail in ("", ".gz"))
     return sorted(path for path in folder.iterdir()
                   if path.is_file() and path.name.lower().endswith(ends)
@@ -180,7 +181,7 @@ def files_here(folder: Path) -> list[Path]:
 
 
 def _records(stream: Any, known: str, path: Path) -> Iterator[dict[str, Any]]:
-    """The first rows of a table, or objects of a JSON file, whatever they are."""
+    """Yields the first rows of a table, or objects of a JSON file."""
     if known == "parquet":
         table = arrow(f"reading {path.name}").pq.ParquetFile(stream)
         batch = next(table.iter_batches(_MOST_SAMPLED), None)
@@ -207,7 +208,7 @@ def _records(stream: Any, known: str, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(text: bytes) -> Any:
-    """The value of a JSON text; None for other texts, which reading the requests refuses."""
+    """The value of a JSON text; None for other texts, which are refused later."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -240,7 +241,7 @@ def _chars(request: Request) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewJob:
     """Values of a new job file. `latency_s`: seconds, infinite for no limit. `max_tokens`: None for
-    as many as the longest choice takes."""
+    the tokens of the longest choice."""
 
     path: Path
     model: str
@@ -252,14 +253,14 @@ class NewJob:
 
     @property
     def name(self) -> str:
-        """The job file's own name or, of a file named as by default, that of the prompts."""
+        """The job's name: that of its file or, if the file has the default name, of the prompts."""
         if self.path.stem != USUAL_FILE.stem:
             return self.path.stem
         return self.look.files.paths[0].name.partition(".")[0] or USUAL_FILE.stem
 
 
 def model_here() -> str:
-    """A model whose weights are on this machine, else the quickstart's, which is small."""
+    """Name of a model whose weights are on this machine, else the small one of the quickstart."""
     if importlib.util.find_spec("huggingface_hub") is None:
         return QUICKSTART_MODEL
     names = [QUICKSTART_MODEL, *catalog.names("model")]
@@ -267,11 +268,12 @@ def model_here() -> str:
 
 
 def usual_max_tokens(spec: ModelSpec, look: PromptsLook) -> int:
-    """A cap on answers that leaves room for the longest prompt in the model's positions."""
+    """The default max_tokens: at most 256, with room for the longest prompt in the model's
+    positions."""
     if spec.max_positions is None:
         return USUAL_MOST_TOKENS
     room = int(output_room(spec, math.ceil(look.most_chars / _CHARS_A_TOKEN)))
-    if room < LEAST_MOST_TOKENS:  # that prompt may be refused: the others should not suffer
+    if room < LEAST_MOST_TOKENS:  # rather refuse that prompt than shorten all answers
         room = spec.max_positions // 2
     return min(USUAL_MOST_TOKENS, room)
 
@@ -284,8 +286,8 @@ def refuse_existing(path: Path) -> None:
 
 
 def write_new_job(job: NewJob) -> None:
-    """Writes the file and reads it again, as every command does. Raises InputError where that
-    fails, or the folder cannot be written to."""
+    """Writes the job file, and loads it as a check. Raises InputError where that fails, or the
+    folder cannot be written to."""
     try:
         job.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(job.path, text_of(job))
@@ -296,7 +298,7 @@ def write_new_job(job: NewJob) -> None:
 
 
 def text_of(job: NewJob) -> str:
-    """The job file."""
+    """The text of the job file."""
     look, spec = job.look, job.check.spec
     assert spec is not None, "a job is written for a model that is planned"
     file, column = _scalar(_shown(look.files.paths[0], job.path.parent)), look.files.prompt
@@ -346,7 +348,7 @@ def _prompts_words(look: PromptsLook) -> str:
 
 
 def _model(job: NewJob) -> str:
-    """A folder is named from the job file's own."""
+    """The key `model`; a folder as a path from the job file's folder."""
     local = Path(job.model).expanduser()
     if not (local / "config.json").is_file():
         return job.model
@@ -355,7 +357,7 @@ def _model(job: NewJob) -> str:
 
 
 def _shown(path: Path, folder: Path) -> str:
-    """The path from the folder, where it lies below it or beside it; else the whole."""
+    """The path relative to `folder` if it lies below or beside it; else absolute."""
     whole, base = Path(os.path.abspath(path)), Path(os.path.abspath(folder))
     near = os.path.relpath(whole, base)
     return str(whole) if near.startswith(os.path.join("..", "..")) else near
@@ -367,7 +369,7 @@ def _comment(text: str, indent: str = "") -> str:
 
 
 def _scalar(text: str) -> str:
-    """A text as YAML, quoted where it would be read as something else."""
+    """A text in YAML, quoted where YAML would read it as another value."""
     if _PLAIN.fullmatch(text) and yaml.safe_load(text) == text:
         return text
     return json.dumps(text, ensure_ascii=False)

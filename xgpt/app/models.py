@@ -1,6 +1,6 @@
-"""Checks of a model before a job is written for it: who plans and executes it, which keys of its
-config.json are not supported, and its memory. Also the errors of computed times, by GPU and engine.
-Those of published runs come with the catalog; benchmarks/validated.py makes them."""
+"""Checks a model: whether it can be planned, which engines execute it, unsupported keys of its
+config.json, and its memory. Also compares computed times with a user's measurements, by GPU and
+engine. (The catalog has the same for published runs, made by benchmarks/validated.py.)"""
 
 import importlib.util
 import re
@@ -35,17 +35,17 @@ from xsimulator.measured_loops import (
     share_kept,
 )
 
-_TOKENS = 1000  # of KV cache, in the table
-CONFIDENCE = 0.9  # chosen: of the margin that is shown beside one's own loops
+_TOKENS = 1000  # of KV cache, in the memory table
+CONFIDENCE = 0.9  # chosen: of the margin shown for a user's measurements
 OPERATORS = {"TPOT": "tpot_s", "TTFT": "ttft_s", "request": "latency_s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCheck:
-    """A model and who executes it. `spec`: None where its config.json is not supported, for the
-    `mistakes`. `weights`: why it cannot be executed as it is there; empty where it can be, or where
-    `is_fetched`: a run fetches them first. `engines`: of each, why it does not execute the model;
-    empty where it does."""
+    """A model and the engines that execute it. `spec`: None where its config.json is not supported,
+    for the `mistakes`. `weights`: why its weights cannot be executed; "" where they can, or
+    `is_fetched`, so that a run downloads them. `engines`: each name with why it does not execute
+    the model; "" where it does. `not_used`: keys and tensors that are ignored."""
 
     name: str
     found: str
@@ -66,7 +66,7 @@ class ModelCheck:
 
     @property
     def memory(self) -> tuple[dict[str, Any], ...]:
-        """Bytes of the model whose weights are held as `dtype`; of KV cache for 1,000 tokens."""
+        """Per dtype of the weights: bytes of the model, and of KV cache for 1,000 tokens."""
         return () if self.spec is None else tuple(_memory(self.spec))
 
     def to_dict(self) -> dict[str, object]:
@@ -108,7 +108,7 @@ class ModelCheck:
 
 
 class UnsupportedModel(XgptError):
-    """A model whose config.json asks for what xgpt does not do."""
+    """A model with keys in its config.json that xgpt does not support."""
 
     exit_code = EXIT_BAD_INPUT
 
@@ -118,8 +118,8 @@ class UnsupportedModel(XgptError):
 
 
 def check_model_named(name: str) -> ModelCheck:
-    """Checks a folder, a catalog name or a hub id, of which only config.json is fetched. Raises
-    XgptError where there is no such model."""
+    """Checks a model given as a folder, a catalog name or a hub id (which downloads only its
+    config.json). Raises XgptError where there is no such model."""
     local = Path(name).expanduser()
     if (local / "config.json").is_file():
         return _of_folder(name, local, f"a folder, {local}")
@@ -176,7 +176,7 @@ def _of_folder(name: str, folder: Path, found: str, *, is_fetched: bool = False)
 
 
 def not_used_words(spec: ModelSpec, folder: Path, tensors: Sequence[str]) -> str:
-    """The keys and `tensors` of a model's files that nothing here uses; "": none."""
+    """Words for the keys and `tensors` of a model's files that xgpt ignores; "" for none."""
     shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", name) for name in tensors))
     files = {"config.json": spec.not_used, "the weights": shown,
              "generation_config.json": ", ".join(ignored_settings(folder))}
@@ -188,7 +188,7 @@ def _engines(spec: ModelSpec) -> tuple[tuple[str, str], ...]:
 
 
 def _why_not(name: str, spec: ModelSpec) -> str:
-    """Why the engine does not execute the model on one rank of this machine."""
+    """Why the engine does not execute the model on one rank of this machine; "" where it does."""
     engine: Engine = load_row(engine_place(name))
     job = _job(name, spec)
     try:
@@ -205,7 +205,7 @@ def _why_not(name: str, spec: ModelSpec) -> str:
 
 
 def _job(engine: str, spec: ModelSpec) -> Job:
-    """The plainest job of a model on one rank."""
+    """A minimal job of a model on one rank."""
     length = LengthSpec(kind="normal", mean=8.0, std=1.0, maximum=16)
     return Job(
         name="check", model=spec.name, cluster=LOCAL_CLUSTER, schedule=FixedSchedule(), slurm=None,
@@ -215,8 +215,8 @@ def _job(engine: str, spec: ModelSpec) -> Job:
 
 
 def _memory(spec: ModelSpec) -> Iterator[dict[str, Any]]:
-    """By the dtypes that weights are held as. int8: layers and head; embedding and cache stay
-    bfloat16."""
+    """Yields bytes of weights and KV cache per dtype of the weights. With int8, embedding and cache
+    stay bfloat16."""
     layers = (spec.num_layers * spec.decoder_layer_params
               + spec.num_encoder_layers * spec.encoder_layer_params + spec.head_params)
     for dtype in (*DTYPE_BYTES, INT8):
@@ -229,7 +229,7 @@ def _memory(spec: ModelSpec) -> Iterator[dict[str, Any]]:
 
 
 def parameters_in_words(spec: ModelSpec) -> str:
-    """"135 million parameters"."""
+    """The model's number of parameters, such as "135 million parameters"."""
     count, word = (1e9, "billion") if spec.num_params >= 1e9 else (1e6, "million")
     return f"{spec.num_params / count:.3g} {word} parameters"
 
@@ -243,8 +243,8 @@ def _shape_words(spec: ModelSpec) -> str:
 
 
 def of_own_loops(path: Path) -> dict[str, Any]:
-    """The like of `published_errors` for a user's file of closed loops. Raises InputError with
-    every mistake of it."""
+    """Errors of computed times against a user's file of closed-loop measurements, in the form of
+    `catalog.accuracy`. Raises InputError with every mistake of the file."""
     points = own_points(path)
     times = {point: predicted(point) for point in points}
     places = dict.fromkeys((point.device, point.row) for point in points)

@@ -34,7 +34,7 @@ class PlanAnalysis:
     horizon: Horizon
     plan: Plan | None
     infeasible: InfeasibleError | None
-    hint: str  # what a run would do without a schedule
+    hint: str  # words for what a run would do without a schedule
     offers: Sequence[Offer] | None
     drift: Sequence[DriftRow] | None
     ways: Reschedule | None

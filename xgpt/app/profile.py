@@ -1,5 +1,5 @@
-"""The times that a job is planned with: this machine's profile of its model, found in the cache,
-gone on with, or measured; a profile that it names; or the roofline."""
+"""Chooses the step times that a job is planned with: this machine's cached profile of its model,
+measured or completed if needed; the profile file that the job gives; or the roofline."""
 
 import importlib.util
 import json
@@ -57,16 +57,16 @@ from xrunner.backends.engine import engine_of, program_of
 from xrunner.checkpoint.source import cache_dir, model_at_hand
 from xrunner.files.lock import FolderTaken, output_lock
 
-START_S = 1.5  # of ranks that measure, which import torch
+START_S = 1.5  # until ranks that measure have imported torch
 _TIMED = frozenset(operator.value for operator in OWN_TABLE.values())
-QUICK_PATIENCE_S, PATIENCE_S = 2.0, 9.0  # chosen: for others, of a quick profile and of a whole one
-_LOOK_S = 0.2  # between looks whether another process has ended measuring
-_TELL_S = 60.0  # between two words of waiting for it
+QUICK_PATIENCE_S, PATIENCE_S = 2.0, 9.0  # chosen: wait for other programs, of quick and whole ones
+_LOOK_S = 0.2  # between checks whether another process still measures
+_TELL_S = 60.0  # between messages about waiting for it
 
 
 def timing_of(opened: OpenedJob) -> TimingSource:
-    """The job's `profile:`, else this machine's for `cluster: local`, of which what this job needs
-    is measured briefly, else the roofline of the device."""
+    """The step times of the job's `profile:`; for `cluster: local` of this machine's profile, where
+    sizes that are missing are measured briefly; else of the device's roofline."""
     job, problem = opened.job, opened.problem
     roofline = Roofline(problem.model, problem.cluster.device, problem.dtype,
                         engine=job.plan_engine, weight_dtype=problem.weight_dtype,
@@ -78,10 +78,10 @@ def timing_of(opened: OpenedJob) -> TimingSource:
         why = why_no_torch(kind)
         folder = _folder_of(opened)
         if folder is None and engine_of(job).identity is not None:
-            why = f"the files of {job.model} are not here, with which {job.run.engine} is timed"
+            why = f"the files of {job.model}, which {job.run.engine} is timed with, are not here"
         if why is None:
             if kind == "cpu" and engine_of(job).identity is None:
-                with elapsed_told(opened.tell, "compiling what computes, once"):
+                with elapsed_told(opened.tell, "compiling the native operators, once"):
                     why_no_operators()
             needed = needed_profile(job, problem, folder=folder, standby=opened.standby)
             return ProfileTiming(quick_profile(needed, opened.tell))
@@ -93,8 +93,8 @@ def timing_of(opened: OpenedJob) -> TimingSource:
 
 
 def timing_cost_s(opened: OpenedJob, like: TimingSource) -> float:
-    """About what it takes to measure what `timing_of` this job lacks: as long for each point as
-    `like`, its times on another layout of the cores, took; 0 where it lacks nothing."""
+    """Approximate seconds to measure the points that `timing_of` needs for this job: as long per
+    point as `like`, its times on another layout, took; 0 where none is missing."""
     if not (isinstance(like, ProfileTiming) and opened.is_local and opened.job.profile is None):
         return 0.0
     needed = needed_profile(opened.job, opened.problem, folder=_folder_of(opened))
@@ -107,8 +107,8 @@ def timing_cost_s(opened: OpenedJob, like: TimingSource) -> float:
 
 
 def _folder_of(opened: OpenedJob) -> Path | None:
-    """The model's files, which other engines than ours are timed with: those that the job has
-    needed already, else those that are on this machine; None where there are none."""
+    """The folder of the model's files on this machine, for timing other engines than xgpt's own;
+    None where there is none."""
     if opened.files is not None:
         return opened.files.directory
     if engine_of(opened.job).identity is None or opened.job.run.weights == "random":
@@ -120,8 +120,8 @@ def _folder_of(opened: OpenedJob) -> Path | None:
 
 
 def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> ProfileTiming:
-    """A profile file the job names. Raises InputError if it is of another model, device or dtype;
-    one of other kernels or libraries is used, and says so in every result."""
+    """The step times of a profile file. Raises InputError if it is of another model, device or
+    dtype; one of other kernels or libraries is used and marked in every result."""
     profile, needed = load_profile(path), profile_metadata(opened.job, opened.problem)
     refusals, marks = match(profile.metadata, needed, is_here=opened.is_local,
                             is_cpu=opened.problem.cluster.device.kind == "cpu")
@@ -129,26 +129,26 @@ def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> Prof
            for why in refusals)
     opened.tell.say(f"profile: {path}, {judge(profile).brief}")
     for mark in marks:
-        opened.tell.say(f"WARNING: the profile is not of what will run: {mark}")
+        opened.tell.say(f"WARNING: the profile does not match this run: {mark}")
     return ProfileTiming(profile, fallback, marks)
 
 
 def local_profile(needed: NeededProfile, tell: Teller, *, again: bool = False) -> Profile:
-    """The cached profile; measured, or gone on with, where points of the skeleton are missing.
-    Raises StoppedEarly when interrupted: what was measured is kept, and the same command goes
+    """Returns the cached profile after measuring the usual sizes that are missing (`again`: all of
+    them). Raises StoppedEarly when interrupted: measured points are kept, and the same command goes
     on."""
     return _profile(needed, tell, _Measurement(again=again))
 
 
 def quick_profile(needed: NeededProfile, tell: Teller) -> Profile:
-    """The cached profile, after brief measurements of sizes that this job needs and that it lacks,
-    or has noisy or disturbed (`points_to_repeat`). Raises StoppedEarly as `local_profile`."""
+    """Returns the cached profile after brief measurements of sizes that this job needs and that are
+    missing, noisy or disturbed (`points_to_repeat`). Raises StoppedEarly as `local_profile`."""
     return _profile(needed, tell, _Measurement(is_quick=True))
 
 
 def _is_as_busy(missing: float) -> bool:
-    """Whether others have as much of the machine now as when it was measured, or too much to
-    measure anything better."""
+    """Whether other programs use as much of the machine now as when it was measured, or too much to
+    measure it better."""
     contention = Contention()
     time.sleep(_LOOK_S)
     share = contention.others_share()
@@ -156,28 +156,27 @@ def _is_as_busy(missing: float) -> bool:
 
 
 class _Measurement(NamedTuple):
-    """What is measured in one go: see xprofiler.measure.worker.MeasureRequest."""
+    """Options of one measurement: see xprofiler.measure.worker.MeasureRequest."""
 
     is_quick: bool = False
-    again: bool = False  # anew, whatever is cached
+    again: bool = False  # measure again what is cached
 
     @property
     def patience_s(self) -> float:
-        """Seconds that may go on waiting for other programs, and on measuring again what they
-        disturbed."""
+        """Most seconds for waiting for other programs and repeating points that they disturbed."""
         return QUICK_PATIENCE_S if self.is_quick else PATIENCE_S
 
     @property
     def words(self) -> str:
-        """How long it takes, and why."""
-        why = ("briefly, once: the sizes that this job has" if self.is_quick else
-               "once: every size that jobs usually have")
-        return (f"{why}; up to {format_seconds(self.patience_s)} more where other programs disturb "
+        """Words for the sizes that are measured, and how long it waits for other programs."""
+        why = ("briefly, once: the sizes of this job" if self.is_quick else
+               "once: all usual sizes")
+        return (f"{why}; up to {format_seconds(self.patience_s)} more if other programs disturb "
                 "it")
 
     def adds_to(self, profile: Profile, needed: NeededProfile) -> bool:
-        """Whether there is something to measure besides what the profile has."""
-        # messages between nodes may not have been timed; then the rest of it is gone on with
+        """Whether points are missing in the profile."""
+        # messages between nodes may be missing in an otherwise complete profile
         has_messages = needed.metadata.nodes == 1 or bool(
             profile.table(TRANSFER, link=needed.problem.cluster.inter_link.name))
         if not has_messages or profile.model is None or self.again:
@@ -186,18 +185,18 @@ class _Measurement(NamedTuple):
             return any(missing_skeleton(profile, degree, needed.needs) for degree in needed.degrees)
         if needed.exceeds(profile):
             return True
-        if profile.learned:  # runs have told what its times are worth
+        if profile.learned:  # runs have corrected its times
             return False
         again = {degree: points_to_repeat(profile, degree, needed.points)
                  for degree in needed.degrees}
         share = max((own[0].apart for degree, points in again.items()
                      if (own := disturbed_points(profile, degree, points))), default=0.0)
-        # what is measured beside as much else is no better
+        # beside as many other programs a repeat would be no better
         return any(again.values()) and not (share > 0 and _is_as_busy(share))
 
 
 def _profile(needed: NeededProfile, tell: Teller, session: _Measurement) -> Profile:
-    """The cached profile if it is enough; else the session adds to it."""
+    """The cached profile, after measuring missing points as `session` says."""
     path = cached_profile_path(cache_dir() / "profiles", needed.metadata)
     if (profile := _sufficient(path, needed, session, tell)) is not None:
         return profile
@@ -212,7 +211,7 @@ def _profile(needed: NeededProfile, tell: Teller, session: _Measurement) -> Prof
         standby = needed.standby
         contention = Contention(alive=lambda: () if standby is None else standby.processes)
         _measure(needed, target, session, tell, is_new=is_new)
-        os.replace(target, path)  # `again`: what was there counts until its successor is whole
+        os.replace(target, path)  # `again`: the old one counts until the new one is complete
         profile = load_profile(path)
     tell.detail(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
                 f"{judge(profile).brief}")
@@ -220,13 +219,13 @@ def _profile(needed: NeededProfile, tell: Teller, session: _Measurement) -> Prof
         tell.detail(f"profile: {warning}")
     if bad := sum(len(noisy_points(profile, degree, needed.points)) for degree in needed.degrees):
         tell.say(paragraph(f"WARNING: {bad} of {len(needed.points)} sizes could not be timed well, "
-                           "and the schedule may be a poor one. End what else runs here and repeat "
-                           "the command: it times these sizes again"))
+                           "so the schedule may be a poor one. End other programs and repeat the "
+                           "command: it times these sizes again"))
     return profile
 
 
 def _warning(profile: Profile, needed: NeededProfile, others_share: float | None) -> str | None:
-    """What is doubtful about what was just measured, and what to do about it."""
+    """Words for doubtful measurements and their remedy; None where there are none."""
     points, others = needed.points, contention_words(others_share)
     beside = "" if others is None else f" ({others})"
     found, marked = (words([one for degree in needed.degrees
@@ -237,40 +236,40 @@ def _warning(profile: Profile, needed: NeededProfile, others_share: float | None
         return f"{found}{beside}"
     if marked is not None:
         return f"{marked}{beside}"
-    return others and f"{others} (then measure it anew with `xgpt profile --again`)"
+    return others and f"{others} (then measure again with `xgpt profile --again`)"
 
 
 def _sufficient(path: Path, needed: NeededProfile, session: _Measurement, tell: Teller, *,
                 is_again: bool = False) -> Profile | None:
-    """The cached profile, if nothing is to be added to it. is_again: what is wrong with it was
-    told."""
+    """The cached profile; None if points are missing in it. `is_again`: its faults were reported
+    before."""
     profile = _cached(path, None if is_again else tell)
     if profile is None or session.adds_to(profile, needed):
         return None
     judgement = judge(profile)
-    anew = "; `xgpt profile JOB --again` measures it anew, best on a quiet machine" if (
+    anew = "; `xgpt profile JOB --again` measures it again, best on an idle machine" if (
         judgement.grade == "noisy") else ""
     tell.detail(f"profile: from the cache, {profile.metadata.date}; {judgement.brief}{anew}")
     return profile
 
 
 def _cached(path: Path, tell: Teller | None) -> Profile | None:
-    """Reads the cached profile; None where there is none, or none that can be read: a cache is no
-    input of the user's. tell: whom to tell what is wrong with it."""
+    """Reads the cached profile; None where there is none that can be read, which is no mistake of
+    the user's. `tell`: takes what is wrong with it."""
     try:
         return load_profile(path) if path.is_file() else None
     except InputError as error:
         if tell is not None:
-            tell.say(f"profile: the cached one is left aside, {error.mistakes[0]}")
+            tell.say(f"profile: the cached one is not used, {error.mistakes[0]}")
         return None
 
 
 @contextmanager
 def alone(folder: Path, output: Path, tell: Teller, engine: str = OWN_ENGINE) -> Iterator[None]:
-    """One process at a time measures with an engine on a host: two would disturb each other. What
-    another engine does meanwhile, which may take minutes to start, is seen as any disturbance. Who
-    waits says so once a minute. Raises InputError where the cache cannot be written to,
-    StoppedEarly where the job of the folder `output` is asked to stop."""
+    """Waits until no other process measures this engine on this host, since two would disturb each
+    other, and reports that once a minute. (Other engines, which may take minutes to start, count as
+    any disturbance.) Raises InputError where the cache cannot be written to, StoppedEarly where the
+    job of the folder `output` is asked to stop."""
     place = folder / re.sub(r"[^\w.-]", "_", f".alone-{socket.gethostname()}-{engine}")
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -290,7 +289,7 @@ def alone(folder: Path, output: Path, tell: Teller, engine: str = OWN_ENGINE) ->
                 if (now_s := time.monotonic()) - told_s >= _TELL_S:
                     told_s = now_s
                     tell.say(f"profile: waiting, {format_seconds(now_s - begin_s)} so far, for "
-                             f"what is measured on this host by {taken.who}")
+                             f"measurements on this host by {taken.who}")
                 time.sleep(_LOOK_S)
         yield
 
@@ -310,7 +309,7 @@ def _measure(needed: NeededProfile, target: Path, session: _Measurement, tell: T
         f"{degrees}), {session.words}")
     for reason in needed.refused.values():
         tell.say(f"profile: left out, {reason}")
-    # every rank reads the request: hosts have the cache in common, but not /tmp
+    # every rank reads the request: hosts share the cache, but not /tmp
     shared = None if needed.launcher.is_here else target.parent
     with scratch_folder("xgpt-profile-", shared) as scratch:
         request, progress, stop = (scratch / name for name in ("request.json", "progress", "stop"))
@@ -338,4 +337,4 @@ def _measure(needed: NeededProfile, target: Path, session: _Measurement, tell: T
         finally:
             tell.end_progress()
         if stop.exists():
-            raise StoppedEarly("stopped; what was measured is kept, and the same command goes on")
+            raise StoppedEarly("stopped; measured points are kept, and the same command goes on")

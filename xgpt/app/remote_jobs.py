@@ -110,13 +110,13 @@ def in_allocation(job: Job, allocation: Allocation, tell: Teller) -> Job:
     layout = layout_of(job)
     if layout.nodes > allocation.nodes:
         raise wrong(job.source, "slurm.nodes", layout.nodes,
-                    f"at most {allocation.nodes}, the nodes of Slurm's job {allocation.job_id}")
+                    f"at most {allocation.nodes}, the nodes of Slurm job {allocation.job_id}")
     ranks = layout.nodes * layout.ranks_each
     device = local.detect(ranks, layout.nodes).device
     wanted = None if job.cluster == LOCAL_CLUSTER else resolve_cluster(job).device
     if device.kind == "cpu" and (wanted is not None and wanted.kind == "gpu"):
         raise wrong(job.source, "cluster", str(job.cluster),
-                    f"its GPUs ({wanted.name}): the nodes of Slurm's job {allocation.job_id} show "
+                    f"its GPUs ({wanted.name}): the nodes of Slurm job {allocation.job_id} show "
                     "none (another slurm.partition?)")
     if wanted is not None and wanted.name != device.name:
         tell.say(f"note: {job.cluster} has {wanted.name}, and these nodes {device.name}: the job "
@@ -152,7 +152,7 @@ class BatchDraft:
         return render_sbatch(self.batch)
 
     def __str__(self) -> str:
-        """The screen of what is handed in: how long each job takes, its plan, limit and script."""
+        """The screen of submitted jobs: expected time of each, its plan, time limit and script."""
         rows = [row for parts in zip(self.batch.tasks, self.plans, self.needed, strict=True)
                 for row in _facts(*parts)]
         script = shown(self.batch.tasks[0].output / SCRIPT)
@@ -348,7 +348,7 @@ def _refuse_twice(output: Path) -> None:
     record = load_record(output)
     said = None if record is None else record.ask()
     if record is not None and said is not None and not said.has_ended:
-        raise XgptError(f"{output}: Slurm's job {record.job_id} for it is {said.state.lower()} "
+        raise XgptError(f"{output}: Slurm job {record.job_id} for it is {said.state.lower()} "
                         f"(see `xgpt status`); end it with `xgpt stop {quoted(str(output))}`, or "
                         "give this one another `output`")
 

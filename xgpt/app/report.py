@@ -1,5 +1,5 @@
-"""Reports of what folders hold, a run, a sweep, or several runs beside one another: as a page, or
-as pictures."""
+"""Writes the report of a run, of a sweep, or of several runs to compare: as a page or as pictures.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,15 +29,15 @@ Form = Literal["html", "png"]
 
 def write_reports(folders: Sequence[Path], form: Form = "html", out: Path | None = None,
                   ) -> list[Path]:
-    """Writes the report of a run's or a sweep's folder, or of several runs' to compare, and returns
-    what was written: a page, or a picture a chart. Of a job that was swept and has not run, it is
-    the sweep's. By default it lies in the folder; a comparison where the command is given. Raises
-    XgptError where a folder holds neither, MissingExtraError for pictures without matplotlib."""
+    """Writes the report of a run or a sweep, or a comparison of several runs, and returns the paths
+    written: a page, or a picture per chart. For a job without a run it is its sweep's. `out`: by
+    default in the folder, for a comparison in the current one. Raises XgptError where a folder has
+    neither, MissingExtraError for pictures without matplotlib."""
     folders = [_with_a_report(folder) for folder in folders]
     first, *others = folders
     for folder in folders:
         if not _has_run(folder):
-            raise XgptError(f"{folder}: no run whose ranks have started is there, and no sweep")
+            raise XgptError(f"{folder}: it has no run whose ranks have started, and no sweep")
     if others and (sweeps := [folder for folder in folders if _is_sweep(folder)]):
         raise wrong("command line", "DIR", str(sweeps[0]), "the folder of a run: sweeps are "
                     "reported one by one")
@@ -54,8 +54,8 @@ def write_reports(folders: Sequence[Path], form: Form = "html", out: Path | None
 
 
 def write_tables(places: Sequence[RunFolder]) -> list[Path]:
-    """Writes the table of a run's results so far, where its job asks for one; none of several,
-    which are compared."""
+    """Writes the table of a run's results so far, if its job has the key `results`, and returns its
+    path in a list; an empty list for several runs."""
     if len(places) > 1 or (table := places[0].results) is None or (
             num_queries(places[0].output) is None):
         return []
@@ -64,7 +64,7 @@ def write_tables(places: Sequence[RunFolder]) -> list[Path]:
 
 
 def _with_a_report(folder: Path) -> Path:
-    """The folder of a job's sweep where the job itself has not run: it lies below the job's."""
+    """The folder itself, or that of the job's sweep below it where the job has not run."""
     below = folder / SWEEP_FOLDER
     return below if not _has_run(folder) and _is_sweep(below) else folder
 

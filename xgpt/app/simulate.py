@@ -1,5 +1,5 @@
-"""Simulating a schedule of a job: its Estimate, a replay with other queries that checks it, and a
-picture of that."""
+"""Simulates a schedule of a job: estimates it, checks the estimate by a replay with random queries,
+and draws the replay."""
 
 import math
 from collections.abc import Sequence
@@ -48,14 +48,14 @@ from xsimulator.rough.figures import EXTRAPOLATED, fixed_point
 from xsimulator.rough.formulas import fixed_estimate
 
 LEAST_QUERIES, MOST_QUERIES = 2000, 50_000
-ROUNDS = 12  # that many times what is in the system at once is enough for a steady state
+ROUNDS = 12  # as many times the queries in the system are enough for a steady state
 _STAGES_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayFigures:
-    """A whole job with its start and end, and the steady state within it (None: too short a job
-    for one, or no query of the length that the bound is about)."""
+    """Figures of a replayed job with its start and end, and of its steady state (None: the job is
+    too short for one, or has no query of the length that the limit is for)."""
 
     queries: int
     throughput_qps: float
@@ -64,8 +64,8 @@ class ReplayFigures:
     latency_p99_s: float
     wall_s: float
     steady_throughput_qps: float | None
-    steady_latency_s: float | None  # of unlike copies the slowest one's
-    estimated_latency_s: float  # of the same copy, by the estimate
+    steady_latency_s: float | None  # of the slowest replica, if they are unlike
+    estimated_latency_s: float  # of the same replica, by the estimate
     utilisation: tuple[float, ...]  # per stage, of the steady state where there is one
     kv_peak_tokens: int  # of the fullest pool that decodes
     kv_tokens: int  # its budget
@@ -74,10 +74,10 @@ class ReplayFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Simulation(Printed):
-    """An estimate, and what its replay showed. As text it is the screen of `xgpt simulate`."""
+    """An estimate, its replay, and the replay's figures. As text the screen of `xgpt simulate`."""
 
     problem: Problem
-    times: str  # where they come from
+    times: str  # source of the step times
     estimate: Estimate
     figures: ReplayFigures
     replay: ReplayResult
@@ -110,17 +110,17 @@ class Simulation(Printed):
 
     @property
     def details(self) -> str:
-        """The estimate's facts beside the replay's, as `xgpt simulate --verbose` prints them."""
+        """The text of the estimate and of the replay's figures, for `xgpt simulate --verbose`."""
         return (f"{estimate_table(self.estimate, self.problem.constraint)}\n"
                 f"{replay_table(self.estimate, self.figures)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The estimate, with the sections of a schedule's file, and the replay."""
+        """The `--json` object: the estimate, with the keys of a schedule's file, and the replay."""
         return {"estimate": self.estimate, "replay": self.figures}
 
     def draw(self, picture: Path, trace: Path) -> None:
-        """Draws the steady state, as a page or as what else the suffix says, and writes the whole
-        replay as a trace for Perfetto."""
+        """Draws the steady state to `picture`, in the format of its suffix (else HTML), and writes
+        the whole replay to `trace`, for Perfetto."""
         names = timeline.stage_names(self.estimate.all_pools, "GPU" if (
             self.problem.cluster.device.kind == "gpu") else "worker")
         window = middle_window(  # a few periods
@@ -136,13 +136,14 @@ class Simulation(Printed):
 
 def simulate_job(opened: OpenedJob, timing: TimingSource,
                  given: Estimate | None = None) -> Simulation:
-    """Simulates the schedule given, or the job's own control variables, or what is planned where it
-    has none."""
+    """Simulates the estimate `given`; None: the schedule of the job's control variables, or its
+    plan where it has none. Raises InputError for control variables that are incomplete, or sizes
+    far beyond the profile's."""
     problem = opened.problem
     estimate = _estimate(opened, timing, given)
     replay, steady, estimated_s = replayed(problem, timing, estimate, problem.num_queries)
     if not replay.is_timed:
-        raise _too_large(opened, ["larger steps come about as it is replayed"])
+        raise _too_large(opened, ["the replay has larger steps"])
     return Simulation(
         problem=problem, times=timing.provenance(), estimate=estimate, replay=replay,
         figures=_figures(replay, steady, estimated_s, estimate.deployment.replicas
@@ -151,7 +152,7 @@ def simulate_job(opened: OpenedJob, timing: TimingSource,
 
 def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -> Estimate:
     fixed, problem = opened.problem.fixed, opened.problem
-    if given is not None:  # of whatever shapes: all by the times of this job
+    if given is not None:  # each of its shapes by the times of this job
         first, *others = (_as_replayed(opened, timing, problem_of_replica(problem, shape), shape)
                           for shape in given.shapes)
         return first.beside(tuple(others))
@@ -164,7 +165,7 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
     if missing:
         raise InputError([mistake(
             opened.job, f"schedule.{variable}", None,
-            "simulate needs it where others are given (without any, the best is found)")
+            "required beside the other control variables (without any, the job is planned)")
             for variable in missing])
     of_copy = replica_problems(
         replace(problem, fixed=replace(fixed, replicas=fixed.replicas or 1)))[0]
@@ -177,8 +178,7 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
 
 def _as_replayed(opened: OpenedJob, timing: TimingSource, of_copy: Problem,
                  given: Estimate) -> Estimate:
-    """The schedule on its own stages and with its own controls, by a replay with this job's times:
-    as it is planned."""
+    """The estimate of the schedule `given` by a replay with this job's times, as for a plan."""
     own = replace(given, notes=(f"times: {timing.provenance()}",), others=()).one_copy
     found = Replays(of_copy, timing).of(own, SURE * num_checked_queries(of_copy, own))
     return found.shown(of_copy).in_copies(given.deployment.replicas)
@@ -194,15 +194,15 @@ def _too_large(opened: OpenedJob, reasons: Sequence[str]) -> InputError:
 def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
              num_queries: int | None = None,
              ) -> tuple[ReplayResult, SteadyFigures | None, float]:
-    """A replay of `num_queries` (the job's own, with their input lengths where those are known),
-    or by one copy of the model (of unlike ones by all) of enough for a steady state; the steady
-    state in it; and the estimate's latency of the copy that has the latency of that."""
+    """Replays `num_queries` queries, with the job's input lengths where those are known; None:
+    enough queries for a steady state of one replica, or of all if they are unlike. Returns the
+    replay, its steady state, and the estimated latency in s of the replica slowest in it."""
     rng = np.random.default_rng(problem.seed)
     known = None if num_queries is None or problem.queries is None else job_lengths(
         problem, estimate)
     inputs = None if known is None or not len(known.inputs) else known.inputs
     if inputs is not None:
-        num_queries = len(inputs)  # the others become error records
+        num_queries = len(inputs)  # requests that are too long get errors
     copies = [shape for shape in estimate.shapes for _ in range(shape.deployment.replicas)]
     count = num_queries or enough_queries(estimate, least=LEAST_QUERIES, rounds=ROUNDS,
                                           most=MOST_QUERIES)
@@ -222,7 +222,7 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
 
 def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: float,
              copies: int) -> ReplayFigures:
-    """Of a replay by one of so many copies, which all do the same."""
+    """The figures of a replay by one of `copies` equal replicas."""
     p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
     fullest = max((pool for pool in result.pools if pool.role != "encode"), key=lambda pool: (
         pool.memory_tokens.max(initial=0) / max(pool.kv_tokens, 1)))
@@ -239,7 +239,7 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: fl
 
 
 def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
-    """The figures as lines of at most 80 columns."""
+    """The text of the replay's figures, in lines of at most 80 columns."""
     lines = [("replay", f"{replay.queries} queries: {plain(replay.throughput_qps)} requests/s, "
               f"{plain(replay.output_tokens_per_s)} tokens/s, start and end included; latency p50 "
               f"{format_seconds(replay.latency_p50_s)}, p99 "
@@ -250,7 +250,7 @@ def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
         text = (f"{plain(replay.steady_throughput_qps)} requests/s "
                 f"({_against(estimate.figures.throughput_qps, replay.steady_throughput_qps)})")
         if replay.steady_latency_s is not None:
-            of = " of the slowest copy" if estimate.others else ""
+            of = " of the slowest replica" if estimate.others else ""
             text += (f"; latency {format_seconds(replay.steady_latency_s)}{of} "
                      f"({_against(replay.estimated_latency_s, replay.steady_latency_s)})")
         lines.append(("steady", text))
@@ -263,12 +263,12 @@ def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
 
 
 def _against(closed: float, replayed: float) -> str:
-    return f"the estimate says {closed / replayed - 1:+.1%}"
+    return f"estimate {closed / replayed - 1:+.1%}"
 
 
 def _busy(shares: tuple[float, ...]) -> str:
     if len(shares) > _STAGES_LISTED:
-        return (f"stages work {percent(min(shares))} to {percent(max(shares))} of the time, "
-                f"{percent(sum(shares) / len(shares))} in the mean")
+        return (f"stages work {percent(min(shares))} to {percent(max(shares))} of the time, mean "
+                f"{percent(sum(shares) / len(shares))}")
     listed = ", ".join(f"stage {i} {percent(share)}" for i, share in enumerate(shares))
     return f"{listed} of the time; the rest are bubbles"

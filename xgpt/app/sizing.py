@@ -1,4 +1,4 @@
-"""A plan without a job file: how many GPUs of a kind a job needs, or how long given ones take."""
+"""Plans without a job file: how many GPUs of a kind a job needs, or how long given ones take."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from xgpt.core.system.whole_file import write_atomically
 from xgpt.job.job_file import load_job
 from xscheduler.cluster_sizes import why_impossible
 
-NODE, MOST_GPUS = 8, 4096  # chosen: GPUs that are looked at
-SPARE = 4  # chosen: times as many as the roofline limit asks for are looked at first
+NODE, MOST_GPUS = 8, 4096  # chosen: fewest and most GPUs that are tried
+SPARE = 4  # chosen: first try this many times the GPUs of the roofline limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A job in a few values, each as a job file would have it, and `on`: a kind of GPU, of which
-    the number is asked for, or a cluster of the catalog or such as 8xH100."""
+    """The values of `xgpt plan`, each in the syntax of a job file. `on`: a GPU, to find how many
+    are needed, or a cluster, to find how long it takes."""
 
     model: str
     on: str
@@ -33,14 +33,14 @@ class Question:
 
     @property
     def asks_how_many(self) -> bool:
-        """Whether `on` is a kind of GPU alone."""
+        """Whether `on` is a GPU without a number."""
         try:
             return bool(catalog.device_named(self.on))
         except UnknownNameError:
             return False
 
     def text(self, cluster: str, *, is_sized: bool = False) -> str:
-        """The job file on a cluster. is_sized: it asks for as few of its GPUs as will do."""
+        """The text of the job file for a cluster. `is_sized`: with the objective of fewest GPUs."""
         lines = [f"model: {self.model}", f"cluster: {cluster}", "workload:"]
         if self.prompts is not None:
             lines.append(f"  requests: {{count: {self.prompts}}}")
@@ -58,9 +58,9 @@ class Question:
 
 def answer(question: Question, place: Path, overrides: Sequence[str], tell: Teller, *,
            is_saved: bool) -> Plan:
-    """The plan that answers a question. place: where its job file is, or would be. is_saved:
-    whether to write that file, on as many GPUs as were found. Raises InputError, and
-    InfeasibleError if the limits cannot be kept."""
+    """Makes the plan that answers a question. `place`: path of its job file. `is_saved`: whether to
+    write that file, for the GPUs found. Raises InputError, and InfeasibleError if the limits cannot
+    be met."""
     def opened(cluster: str, *, is_sized: bool = False) -> OpenedJob:
         text = question.text(cluster, is_sized=is_sized)
         return open_job(load_job(place, overrides, text), tell, "lengths")
@@ -68,8 +68,8 @@ def answer(question: Question, place: Path, overrides: Sequence[str], tell: Tell
     cluster = question.on
     if question.asks_how_many:
         if question.within is None or question.prompts is None:
-            raise wrong("command line", "--on", question.on, "how many of them, as in --on "
-                        f"8x{question.on}; or --prompts and --within, to be told how many")
+            raise wrong("command line", "--on", question.on, "a number of them, as in --on "
+                        f"8x{question.on}; or give --prompts and --within to find how many")
         plan = _on_fewest(lambda count: opened(f"{count}x{question.on}", is_sized=True))
         cluster = f"{plan.schedule.estimate.num_devices}x{question.on}"
     elif not (cluster in catalog.names("cluster") or catalog.SIZED.fullmatch(cluster)):
@@ -84,7 +84,7 @@ def answer(question: Question, place: Path, overrides: Sequence[str], tell: Tell
 
 
 def _on_fewest(opened: Callable[[int], OpenedJob]) -> Plan:
-    """The plan on the fewest of some GPUs; of more where those do not suffice."""
+    """The plan on the fewest GPUs. `opened`: the job on at most so many."""
     count = NODE
     while count < MOST_GPUS and why_impossible(opened(count).problem):
         count *= 2

@@ -1,6 +1,5 @@
-"""A job from its file's words to its results: planned, shown, run. Several are planned and run one
-after another, by the same ranks as long as they hold the same weights; none is stopped by another's
-failure."""
+"""Plans and runs jobs. Several run one after another, by the same ranks as long as they have the
+same weights; the failure of one does not stop the others."""
 
 import atexit
 import os
@@ -34,13 +33,13 @@ from xrunner.checkpoint.source import cache_dir
 from xrunner.files.lock import StopRequest
 from xrunner.ops import build
 
-_GRACE_S = 1.0  # for the compiler to take its files away
+_GRACE_S = 1.0  # for the compiler to delete its files
 
 
 def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, Any]:
-    """Profiles, plans and runs the job; returns what metrics.json holds: at once, of a run
-    whose command was killed with all results there. `standby`: may serve as its ranks. Raises
-    StoppedEarly where it was asked to stop."""
+    """Profiles, plans and runs the job, unless all its results exist; returns the content of
+    metrics.json. `standby`: processes that can become its ranks. Raises StoppedEarly where it was
+    asked to stop."""
     begin_compiling(job)
     with stopping_in_order(), locked_output(open_to_run(job, tell, standby)) as (opened, lock):
         if (found := adopt_if_complete(opened)) is not None:
@@ -51,13 +50,14 @@ def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, 
 
 
 def planned(job: Job, tell: Teller) -> Plan:
-    """The plan by which `submit` would run the job, as far as this machine tells it."""
+    """The plan by which `submit` would run the job, as far as this machine can make it."""
     return plan_job(open_job(job, tell, "lengths"))
 
 
 def run(job: Job, tell: Teller, standby: Standby | None = None,
         schedule_file: Path | None = None) -> dict[str, Any]:
-    """Does the same by the schedule of a file, by default the one in the job's output folder."""
+    """Runs the job as `submit`, by the schedule of a file, by default the one in its output folder.
+    """
     with stopping_in_order(), locked_output(open_to_run(job, tell, standby)) as (opened, lock):
         if (found := adopt_if_complete(opened)) is not None:
             return found
@@ -71,8 +71,8 @@ def run(job: Job, tell: Teller, standby: Standby | None = None,
 
 @dataclass(slots=True, kw_only=True)
 class JobTurn:
-    """One job's turn. `state`: not started, done, already done, failed or stopped; `facts`: what
-    `--json` says of it."""
+    """One job of several. `state`: not started, done, already done, failed or stopped; `facts`: its
+    `--json` object."""
 
     job: Job
     state: str = "not started"
@@ -80,7 +80,7 @@ class JobTurn:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def take(self, tell: Teller, ranks: Standby, *, is_again: bool) -> bool:
-        """Runs the job, unless it is done; False where all are to stop."""
+        """Runs the job, unless it is done; returns False where the other jobs must not run."""
         try:
             found = finished_result(self.job, tell, is_again=is_again)
             self.facts = found or submit(self.job, tell, ranks)
@@ -101,7 +101,7 @@ class JobTurn:
 
     @property
     def line(self) -> str:
-        """What became of it, in a line."""
+        """One line with the job's name, state and number of answers."""
         facts, line = self.facts, f"{self.job.name}: {self.state}"
         if facts.get("queries") is not None:
             line += f", {facts['queries']} of {facts.get('queries_total', facts['queries'])}"
@@ -111,21 +111,21 @@ class JobTurn:
 
 
 class SomeJobsUnfinished(XgptError):
-    """Not every job came to its end; carries the exit code of the first that did not."""
+    """Some jobs failed or were stopped. Has the exit code of the first of them."""
 
     def __init__(self, turns: Sequence[JobTurn]) -> None:
         left = [turn for turn in turns if not turn.state.endswith("done")]
         code = next((turn.error.exit_code for turn in left if turn.error), EXIT_RESUMABLE)
         again = "; the same command goes on with the rest" if code == EXIT_RESUMABLE else ""
-        super().__init__(f"{len(left)} of {len(turns)} jobs did not come to their end{again}")
+        super().__init__(f"{len(left)} of {len(turns)} jobs did not finish{again}")
         self.exit_code = code
         self.details = {"jobs": [turn.to_dict() for turn in turns]}
 
 
 def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> dict[str, Any]:
-    """Plans and runs the jobs that are not done, each in its turn, and tells a line of each at the
-    end; what `--json` prints. Raises InputError for jobs that would share a folder or are executed
-    nowhere, SomeNotDone where one failed or all were stopped."""
+    """Plans and runs the jobs that are not done, one after another, prints a line for each at the
+    end, and returns the `--json` object. Raises InputError for jobs that share a folder or cannot
+    be executed, SomeJobsUnfinished where one failed or all were stopped."""
     refuse(shared_folders(jobs))
     for job in jobs:
         refuse_what_no_machine_runs(job)
@@ -137,7 +137,7 @@ def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> 
                 if not turn.take(tell, ranks, is_again=is_again):
                     break
     except (KeyboardInterrupt, StoppedEarly):
-        pass  # those whose turn has not come are known by their state
+        pass  # the state of the others stays "not started"
     finally:
         ranks.dismiss()
         tell.say("")
@@ -149,9 +149,9 @@ def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> 
 
 
 def begin_compiling(job: Job) -> subprocess.Popen[bytes] | None:
-    """Starts the process that compiles them, where they are not there yet; who needs them waits for
-    it (xrunner.ops.build.why_not_native). A command that ends before ends it, too. None where the
-    job needs none."""
+    """Starts the process that compiles the native operators, if they are missing; their first user
+    waits for it (xrunner.ops.build.why_not_native). It ends with this command. Returns None where
+    the job needs none."""
     if job.cluster != LOCAL_CLUSTER or why_no_torch("cpu") is not None or (
             engine_of(job).identity is not None):
         return None
@@ -159,9 +159,9 @@ def begin_compiling(job: Job) -> subprocess.Popen[bytes] | None:
 
 
 def start_compiling(cache: Path) -> subprocess.Popen[bytes]:
-    """A process of its own, not a thread: what a thread has started is waited for at the end, and a
-    command that fails at once, or is interrupted, would last as long as the compiler. It ends with
-    this one though that is killed."""
+    """Starts the compiling process for the folder `cache`. A process, not a thread, since a command
+    that fails at once would wait for a thread's compiler. It ends with this process, even if that
+    is killed."""
     process = subprocess.Popen(
         [sys.executable, "-I", build.__file__, str(cache), str(os.getpid())],
         start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -171,7 +171,7 @@ def start_compiling(cache: Path) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends it with its compilers, unless it has ended; it takes its files away."""
+    """Ends the process and its compilers, which delete their files."""
     if process.poll() is not None:
         return
     for number in (signal.SIGTERM, signal.SIGKILL):

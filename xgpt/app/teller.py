@@ -228,7 +228,7 @@ def _expected(path: Path, written_ns: int) -> tuple[FloatArray, FloatArray] | No
 @contextmanager
 def file_errors_named(output: Path) -> Iterator[None]:
     """Raises an XgptError for a full disk, a missing folder, or memory that ran out in its block.
-    Errors that may be a fault of xgpt are passed on."""
+    Errors that may be a bug of xgpt are passed on."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError, ImportError) as error:

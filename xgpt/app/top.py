@@ -1,5 +1,5 @@
-"""A running job at a glance, from the files it writes, here or under Slurm: what `xgpt top` shows,
-on a screen that rich draws (the extra `top`); and its end in good order, for `xgpt stop`."""
+"""Shows a running job, here or under Slurm, from the files it writes, on the live screen of `xgpt
+top`, which rich draws (the extra `top`); and stops it, for `xgpt stop`."""
 
 import importlib.util
 import json
@@ -32,9 +32,9 @@ from xrunner.files.sink import Progress
 
 _MESSAGES = 8
 COLUMNS = ("stage", "pool", "busy now", "on average", "queries")
-ASK_S = 10.0  # between questions to Slurm
+ASK_S = 10.0  # between queries of Slurm
 _LOOK_S = 1.0
-_PANEL = 4  # columns of its border
+_PANEL = 4  # columns of the panel's border
 _COLOURS: dict[str, str] = {State.RUNNING: "green", State.DONE: "green", State.DIED: "red",
                             State.STOPPED: "yellow", State.COMPLETE: "yellow"}
 _ASKED = "asked to stop: it ends in a few seconds, and the same command goes on from there"
@@ -42,9 +42,9 @@ _ASKED = "asked to stop: it ends in a few seconds, and the same command goes on 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glance:
-    """One look at a job. `tokens_per_s`: since the look before, or of the whole run where there was
-    none; None before there are any. `queries`: in the system, being encoded or decoded; None where
-    the ranks do not tell. `current_activity`: what goes on before the ranks start, in words."""
+    """The state of a job at one moment. `tokens_per_s`: since the last glance, or of the whole run
+    for the first; None before the first token. `queries`: being prefilled or decoded; None where
+    ranks write no heartbeats. `activity`: words for the work before the ranks start."""
 
     name: str
     output: Path
@@ -55,26 +55,26 @@ class Glance:
     tokens_per_s: float | None
     queries: int | None
     ranks: tuple[RankState, ...]
-    doing: str
+    activity: str
     slurm: str
-    remark: str  # what a person does next, or why it failed
+    remark: str  # the next step for the user, or why it failed
     messages: tuple[str, ...]
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that are left, as far as is known."""
+        """Seconds until the run is done; None where they are not known."""
         if self.progress is None or (self.is_active and are_silent(self.ranks)):
             return None
         return time_left_s(self.progress, self.output)
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """(label, words) of the run, but for its ranks and messages."""
+        """Labels and words of the run, without its ranks and messages."""
         p, facts = self.progress, []
         if self.slurm:
             facts.append(("slurm", self.slurm))
-        if self.doing and self.is_active and (p is None or p.state != "running"):
-            facts.append(("now", self.doing))
+        if self.activity and self.is_active and (p is None or p.state != "running"):
+            facts.append(("now", self.activity))
         if p is None or not p.total:
             return facts
         left = self.left_s
@@ -99,7 +99,7 @@ class Glance:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether there are several."""
+        """Whether the run has several replicas."""
         return any(rank.replica for rank in self.ranks)
 
     @property
@@ -108,7 +108,7 @@ class Glance:
 
     @property
     def rank_rows(self) -> list[tuple[str, ...]]:
-        """The cells of each rank's row, under `columns`. One that has ended is busy no more."""
+        """The cells of each rank's row, under `columns`; "-" for current figures of ended ranks."""
         rows: list[tuple[str, ...]] = []
         for rank in self.ranks:
             mean = rank.busy_s / rank.elapsed_s if rank.elapsed_s > 0 else 0.0
@@ -120,7 +120,8 @@ class Glance:
         return rows
 
     def lines(self, most_ranks: int | None = None, width: int | None = None) -> list[str]:
-        """All of it but its name and state. `most_ranks`: of so many at most. width: columns."""
+        """The lines below the name and state, for at most `most_ranks` ranks and `width` columns.
+        """
         lines = [fact(label, words, width) for label, words in self.facts]
         if self.ranks:
             right = [place for place, name in enumerate(self.columns) if name != "pool"]
@@ -139,8 +140,9 @@ class Glance:
         return "\n".join([fact(self.name, f"{self.state}, {shown(self.output)}"), *self.lines()])
 
 
-class NowAndThen:
-    """Asks Slurm once in a while, and says in between what it said: its controller serves all."""
+class CachedSlurmState:
+    """Queries Slurm every ASK_S seconds, and returns the last answer in between, since one
+    controller serves all users."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._asked_s = clock, -math.inf
@@ -148,7 +150,8 @@ class NowAndThen:
         self._trouble: XgptError | None = None
 
     def __call__(self, record: SlurmRecord) -> SlurmJob | None:
-        """Raises XgptError as SlurmRecord.ask."""
+        """The state of a Slurm job, None where Slurm does not know it. Raises XgptError as
+        SlurmRecord.ask."""
         if self._clock() - self._asked_s >= ASK_S:
             self._asked_s, self._said, self._trouble = self._clock(), None, None
             try:
@@ -162,8 +165,8 @@ class NowAndThen:
 
 def glance(place: RunFolder, before: Glance | None = None,
            ask: Callable[[SlurmRecord], SlurmJob | None] = SlurmRecord.ask) -> Glance | None:
-    """Looks once; None where there has been no job. `before`: the last look, for what has changed
-    since."""
+    """Reads the state of a run from its folder; None where there has been no job. `before`: the
+    last glance, to compute the pace since. `ask`: queries Slurm."""
     output = place.output
     status = job_status(output, ask)
     if status is None:
@@ -174,7 +177,7 @@ def glance(place: RunFolder, before: Glance | None = None,
         name=place.name, output=output, state=status.state, is_active=status.is_active,
         progress=progress, bound_s=place.bound_s,
         tokens_per_s=_pace(progress, None if before is None else before.progress),
-        queries=_in_system(ranks), ranks=ranks, doing=current_activity(output),
+        queries=_in_system(ranks), ranks=ranks, activity=current_activity(output),
         slurm=(status.in_words or "").removeprefix("Slurm: "),
         remark=(None if status.is_active else status.run.next_step) or status.cause or "",
         messages=tuple(last_messages(output, _MESSAGES)))
@@ -191,7 +194,7 @@ def _pace(now: Progress | None, before: Progress | None) -> float | None:
 
 
 def _in_system(ranks: Iterable[RankState]) -> int | None:
-    """Queries with a place in the caches of the first stage of each pool of each replica."""
+    """Number of queries in the KV caches of the first stage of each pool of each replica."""
     first: dict[tuple[int, str], RankState] = {}
     for rank in ranks:
         pool = rank.replica, rank.pool
@@ -201,7 +204,7 @@ def _in_system(ranks: Iterable[RankState]) -> int | None:
 
 
 def _measured(output: Path) -> Iterable[RankState]:
-    """The ranks of a run that has ended, by its account."""
+    """The ranks of a run that has ended, from its measured.json."""
     try:
         measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
         wall_s = float(measured["wall_s"])
@@ -216,7 +219,7 @@ def _measured(output: Path) -> Iterable[RankState]:
 
 
 def follow(look: Callable[[Glance | None], Glance | None]) -> Glance | None:
-    """Shows the job once a second until it ends, or Ctrl-C is pressed; returns the last look at it.
+    """Shows the job once a second until it ends, or Ctrl-C is pressed; returns the last glance.
     Raises MissingExtraError without rich."""
     if importlib.util.find_spec("rich") is None:
         raise MissingExtraError("rich", "top", "the live view (`xgpt status` needs nothing)")
@@ -236,7 +239,7 @@ def follow(look: Callable[[Glance | None], Glance | None]) -> Glance | None:
 
 
 def screen(now: Glance) -> Any:
-    """What is drawn."""
+    """The rich panel that shows a glance, sized to the terminal."""
     from rich.panel import Panel
     from rich.text import Text
 
@@ -252,19 +255,19 @@ def screen(now: Glance) -> Any:
 
 
 def stop_job(output: Path) -> str:
-    """Takes a waiting job out of Slurm's queue, or asks a run to stop; says which. Raises XgptError
-    where nothing is to be stopped."""
+    """Cancels a job that waits in Slurm's queue, or asks a run to stop; returns a sentence about
+    it. Raises XgptError where there is nothing to stop."""
     status = job_status(output)
     if status is None:
         raise no_run_error(output)
     record, said = status.record, status.said
     if record is not None and said is not None and said.is_waiting:
         cancel_job(record.job_id, record.cluster)
-        return f"Slurm's job {record.job_id} waited, and is out of the queue"
+        return f"Slurm job {record.job_id} was waiting and is cancelled"
     is_unknown = record is not None and status.trouble is not None
     if not status.is_active and not is_unknown:
-        raise XgptError(f"{shown(output)}: no run works there (state: {status.state})")
+        raise XgptError(f"{shown(output)}: no run is active there (state: {status.state})")
     StopRequest(output).make_by_user()
     if is_unknown:
-        return f"{status.trouble}; a run there that goes on is {_ASKED}"
-    return _ASKED if said is None else f"Slurm's job {record.job_id if record else ''} is {_ASKED}"
+        return f"{status.trouble}; if the run is active, it was {_ASKED}"
+    return _ASKED if said is None else f"Slurm job {record.job_id if record else ''} is {_ASKED}"

@@ -1,1 +1,1 @@
-"""The `xgpt` command (click). Heavy imports wait until a command needs them."""
+"""The `xgpt` command (click), imported by xgpt.__main__ alone; imports use cases when used."""

@@ -1,4 +1,4 @@
-"""`xgpt init`: writes a job file for a model, a file of prompts and this machine."""
+"""The command `xgpt init`."""
 
 import math
 import shlex
@@ -40,31 +40,31 @@ from xgpt.requests.template import columns_in
 @click.argument("job_file", type=click.Path(path_type=Path), default=USUAL_FILE,
                 metavar="[JOB.yaml]")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE",
-              help="CSV, Parquet, JSON, JSON lines or a prompt a line; default: the only such "
-              "file here.")
-@click.option("--column", metavar="NAME", help="Which column of it holds the prompts.")
+              help="File of prompts: CSV, Parquet, JSON, JSON lines or a prompt per line (default: "
+              "the only such file here).")
+@click.option("--column", metavar="NAME", help="Column of the prompts.")
 @click.option("--prompt", default="", metavar="TEXT",
-              help="What is asked of each row, with columns in braces: 'Summarise: {text}'.")
-@click.option("--system", default="", metavar="TEXT", help="A system message before each prompt.")
+              help="Prompt template with columns in braces: 'Summarise: {text}'.")
+@click.option("--system", default="", metavar="TEXT", help="System message before each prompt.")
 @click.option("--choices", metavar="A,B,...",
-              help="Labels with commas between them, of which each answer is one.")
+              help="Labels: each answer is one of them.")
 @click.option("--json-schema", type=click.Path(path_type=Path), metavar="FILE",
-              help="A JSON schema that each answer keeps.")
+              help="JSON schema that each answer follows.")
 @click.option("--model", metavar="NAME|DIR|ID",
-              help="A name of `xgpt models`, a folder, or a hub id; default: one that is on this "
-              "machine, else a small one.")
+              help="A name of `xgpt models`, a folder, or a hub id (default: one on this machine, "
+              "else a small one).")
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N",
               help="Most tokens of an answer.")
-@click.option("--latency", metavar="TIME", help="How long one answer may take: 30s, 2min, inf.")
-@click.option("--force", is_flag=True, help="Write over a file that is there.")
-@click.option("--yes", is_flag=True, help="Ask nothing: take what is found here.")
+@click.option("--latency", metavar="TIME", help="Latency limit of an answer: 30s, 2min, inf.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+@click.option("--yes", is_flag=True, help="Ask nothing and use the defaults.")
 @json_option
 def init(job_file: Path, prompts: Path | None, column: str | None, prompt: str, system: str,
          choices: str | None, json_schema: Path | None, model: str | None, max_tokens: int | None,
          latency: str | None, force: bool, yes: bool, as_json: bool) -> None:
     """Write a job file for your model, your prompts and this machine.
 
-    On a terminal it asks for what no option says, and proposes an answer to every question.
+    On a terminal it asks for values that no option gives, with a default for each.
     """
     if not force:
         refuse_existing(job_file)
@@ -103,7 +103,7 @@ def init(job_file: Path, prompts: Path | None, column: str | None, prompt: str, 
 
 
 def can_ask() -> bool:
-    """Whether somebody is there to answer."""
+    """Whether a user can answer questions: stdin and stderr are a terminal."""
     return sys.stdin.isatty() and is_terminal()
 
 
@@ -128,7 +128,7 @@ def _prompts(given: Path | None, asks: bool) -> Path:
 
 
 def _added(prompt: str, system: str, choices: str | None, schema: Path | None) -> dict[str, Any]:
-    """The keys of `workload` that these options add. Raises InputError."""
+    """The keys of `workload` that these options set. Raises InputError."""
     labels = [] if choices is None else [one.strip() for one in choices.split(",")]
     option, value = ("--choices", choices) if schema is None else ("--json-schema", str(schema))
     try:
@@ -143,8 +143,8 @@ def _added(prompt: str, system: str, choices: str | None, schema: Path | None) -
 
 
 def _look(path: Path, column: str | None, asks: bool, template: str = "") -> PromptsLook:
-    """Reads the file, with the prompts in the given, chosen or likeliest column, or in a template
-    of columns."""
+    """Reads the file of prompts, from the given, chosen or likeliest column, or by a template of
+    columns."""
     tell_delimiters(delimiters_of(path), Terminal())
     columns = columns_of(path)
     if column is None and not template and needs_column(path, columns):
@@ -212,5 +212,5 @@ def _latency(text: str) -> float:
 
 
 def _word(name: object) -> str:
-    """For the shell."""
+    """The name quoted for the shell."""
     return shlex.quote(str(name))

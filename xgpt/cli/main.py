@@ -1,4 +1,4 @@
-"""Entry point: the command group, and the one place where errors become exit codes."""
+"""Entry point: the group of commands, and the conversion of errors to exit codes."""
 
 import atexit
 import io
@@ -33,13 +33,13 @@ from xgpt.launch.stop_signals import STOP_SIGNALS, stopping_in_order
 
 
 def settle() -> str | None:
-    """Prepares the process and what it starts: file names are UTF-8 whatever the locale, and there
-    is a home or a folder that serves as one. Returns a note on the latter. Begins the process anew
-    if Python reads file names by another code. Raises XgptError if no folder can be written to."""
+    """Prepares the environment of this process and its children: UTF-8 file names in any locale,
+    and a home, or a folder that replaces it. Returns a note about such a folder. Restarts the
+    process if Python uses another encoding. Raises XgptError if no folder can be written to."""
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-    os.environ.pop("PYTHONIOENCODING", None)  # what is started speaks to us
+    os.environ.pop("PYTHONIOENCODING", None)  # children write to this process, in UTF-8
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -50,11 +50,11 @@ def settle() -> str | None:
     if has_home and (cache or _takes_files(Path(home, ".cache"))):
         return None
     folder = _folder_of_user()
-    if not has_home:  # nor a name, for which libraries ask
+    if not has_home:  # nor a user name, which libraries need
         os.environ.update(HOME=folder, USER=os.environ.get("USER") or f"uid{os.getuid()}")
     os.environ.setdefault("XDG_CACHE_HOME", f"{folder}/.cache")
     why = f"{home} cannot be written to" if has_home else "this user has no home"
-    return f"note: {why}; {folder} serves instead (XDG_CACHE_HOME names another cache)"
+    return f"note: {why}; {folder} is used instead (XDG_CACHE_HOME sets another cache)"
 
 
 def _takes_files(folder: Path) -> bool:
@@ -63,61 +63,60 @@ def _takes_files(folder: Path) -> bool:
 
 
 def _folder_of_user() -> str:
-    """In the temporary folder, where others may have taken its name: the user's alone, or refused
-    by an XgptError."""
+    """Path of a folder of this user below the temporary folder. Raises XgptError where others can
+    use it, too."""
     folder = Path(tempfile.gettempdir(), f"xgpt-{os.geteuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o077 or folder.is_symlink():
-        raise XgptError(f"there is no home that can be written to, and {folder} is not this user's "
-                        "alone: set HOME or XDG_CACHE_HOME to another folder")
+        raise XgptError(f"no home can be written to, and other users can use {folder}: set HOME or "
+                        "XDG_CACHE_HOME to another folder")
     return str(folder)
 
 
-SHOWN_LENGTH = 500  # characters of a mistake's list or mapping that `--json` prints
+SHOWN_LENGTH = 500  # most characters of a mistake's list or mapping in `--json`
 
 _OF_RUNS = frozenset({"submit", "run", "score", "sweep"})
 
 # name -> (module:attribute, one line for --help). A table, so that --help imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("xgpt.cli.init:init", "Write a job file for your model, prompts and machine."),
-    "submit": ("xgpt.cli.run:submit", "Do all of it: profile, schedule, run, report."),
+    "submit": ("xgpt.cli.run:submit", "Profile, plan and run a job, and write its report."),
     "profile": ("xgpt.cli.profile:profile", "Time the model's layers on this machine."),
-    "schedule": ("xgpt.cli.schedule:schedule", "Find the best schedule within the latency bound."),
-    "plan": ("xgpt.cli.plan:plan", "How many GPUs, or how long: a plan without a job file."),
-    "explain": ("xgpt.cli.schedule:explain", "Say why a job or a run has its schedule."),
-    "simulate": ("xgpt.cli.schedule:simulate",
-                 "Replay a given schedule, step by step."),
-    "sweep": ("xgpt.cli.sweep:sweep", "Throughput against the latency bound."),
-    "run": ("xgpt.cli.run:run", "Execute a schedule on the real model."),
-    "score": ("xgpt.cli.run:score", "How likely the model finds given continuations."),
-    "export": ("xgpt.cli.schedule:export", "The job as a file for Kubernetes or SkyPilot."),
-    "report": ("xgpt.cli.status:report", "Report a run or a sweep; compare runs."),
-    "status": ("xgpt.cli.status:status", "How far a run is, here or under Slurm."),
+    "schedule": ("xgpt.cli.schedule:schedule", "Find the best schedule under the latency limit."),
+    "plan": ("xgpt.cli.plan:plan", "Find how many GPUs, or how long, without a job file."),
+    "explain": ("xgpt.cli.schedule:explain", "Show why a job or a run has its schedule."),
+    "simulate": ("xgpt.cli.schedule:simulate", "Simulate a given schedule, step by step."),
+    "sweep": ("xgpt.cli.sweep:sweep", "Plan a grid: throughput against latency."),
+    "run": ("xgpt.cli.run:run", "Run a job by a given schedule."),
+    "score": ("xgpt.cli.run:score", "Compute log-likelihoods of given continuations."),
+    "export": ("xgpt.cli.schedule:export", "Write the job for Kubernetes or SkyPilot."),
+    "report": ("xgpt.cli.status:report", "Write the report of a run or a sweep; compare runs."),
+    "status": ("xgpt.cli.status:status", "Show the progress of a run, here or under Slurm."),
     "top": ("xgpt.cli.status:top", "Watch a running job live."),
-    "stop": ("xgpt.cli.status:stop", "End a run in good order, here or under Slurm."),
+    "stop": ("xgpt.cli.status:stop", "Stop a run after its current steps."),
     "doctor": ("xgpt.cli.models:doctor", "Check this machine: hardware and packages."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}
-# command, or option -> what to use instead
-GONE = {"validate": "`xgpt models --accuracy` says how far computed times are off",
+# removed command or option -> its replacement
+GONE = {"validate": "`xgpt models --accuracy` shows the errors of computed times",
         "completion": "`_XGPT_COMPLETE=bash_source xgpt` prints it (zsh_source, fish_source)",
         "--verify": "`--set run.verify=true` does it",
         "--engines": "`xgpt sweep JOB.yaml --over engine=xgpt,vllm,deepspeed` compares them",
         "--baselines": "`xgpt sweep JOB.yaml --over policy=all` compares them",
         "--budget": "`xgpt profile JOB.yaml` measures every usual size, in minutes",
         "--format": "`xgpt sweep` writes sweep.csv, and `xgpt report DIR --format png` pictures",
-        "--gpus": "`--set constraint.max_gpus=N` limits them, `--set cluster=8xH100` names them"}
+        "--gpus": "`--set constraint.max_gpus=N` limits them, `--set cluster=8xH100` sets them"}
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when used."""
+    """A group that imports a command only when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            if ctx.resilient_parsing:  # a shell asks what could follow
+            if ctx.resilient_parsing:  # for shell completion
                 return None
             known = GONE.get(cmd_name) or nearest(cmd_name, list(COMMANDS))
             raise click.UsageError(f"no command {cmd_name!r}: {known}", ctx)
@@ -139,7 +138,7 @@ class LazyGroup(click.Group):
 
 
 def _option_words(error: click.NoSuchOption) -> str:
-    """An unknown option, and what may be meant: a later way, or the job's key of that name."""
+    """Words for an unknown option, with its replacement, or the job's key of that name."""
     option, said = error.option_name, error.format_message()
     if option in GONE:
         return f"no option {option}: {GONE[option]}"
@@ -155,23 +154,22 @@ def cli() -> None:
     """Constraint-aware scheduler and runner for offline LLM batch inference.
 
     \b
-    Start with:  xgpt submit jobs/quickstart.yaml
-    Your own:    xgpt init, which asks, and then xgpt submit job.yaml"""
+    Start with:    xgpt submit jobs/quickstart.yaml
+    Your own job:  xgpt init, then xgpt submit job.yaml"""
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failed, 2 wrong input, 3 no schedule meets the bound, 75 resumable.
-    Whatever happens, `--json` prints one object on stdout."""
+    """Runs the command and exits: 0 done, 1 failed, 2 wrong input, 3 no schedule meets the limit,
+    75 resumable. `--json` prints one object on stdout in every case."""
     open_what_is_closed()
     try:
         _answer()
     finally:
-        atexit.register(_nothing_to_stop)  # what is registered last comes first
+        atexit.register(_ignore_signals)  # registered last, called first
 
 
-def _nothing_to_stop() -> None:
-    """All is done and told, and the interpreter ends: a signal that came now would take the exit
-    code of what was done."""
+def _ignore_signals() -> None:
+    """Ignores stop signals while the interpreter ends, since they would replace the exit code."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -192,7 +190,7 @@ def _answer() -> None:
         show(shown.getvalue(), err=True, nl=False)
         _leave(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        _nothing_to_stop()  # a second Ctrl-C does not take the exit code
+        _ignore_signals()  # a second Ctrl-C must not replace the exit code
         is_of_run = bool(_OF_RUNS & {*sys.argv[1:2]})
         said = "interrupted" + "; the same command goes on" * is_of_run
         click.echo(f"xgpt: {said}", err=True)
@@ -204,14 +202,14 @@ def _answer() -> None:
             _tell(XgptError(words))
             _leave(words, EXIT_FAILED)
         show(traceback.format_exc(), err=True)
-        click.echo("xgpt: this is a fault of xgpt, not of your job; please report the lines above",
+        click.echo("xgpt: this is a bug of xgpt, not of your job; please report the lines above",
                    err=True)
-        _leave(f"a fault of xgpt: {type(error).__name__}: {error}", EXIT_FAILED)
+        _leave(f"a bug of xgpt: {type(error).__name__}: {error}", EXIT_FAILED)
 
 
 def _of_the_machine(error: Exception) -> str | None:
-    """Words for what the machine did: memory that ran out, a file system that refuses. None for a
-    fault of xgpt."""
+    """Words for an error of the machine: memory that ran out, a failing file system. None for a bug
+    of xgpt."""
     if isinstance(error, MemoryError) or is_out_of_memory(str(error)):
         return (f"memory ran out ({type(error).__name__}: {error}): look at `ulimit -v` and the "
                 "container's limit")
@@ -219,7 +217,7 @@ def _of_the_machine(error: Exception) -> str | None:
 
 
 def _tell(error: XgptError) -> None:
-    """A line a mistake, or the message, on stderr."""
+    """Prints a line per mistake, or the message, on stderr."""
     if isinstance(error, InputError):
         for mistake in error.mistakes:
             say(f"error: {mistake}")
@@ -237,7 +235,7 @@ def _details(error: XgptError) -> dict[str, Any]:
 
 
 def _shown_value(value: object) -> object:
-    """The value as it was given; the beginning of a long or deep one, as text."""
+    """The value as given; the beginning, as text, of a long list or mapping."""
     if not isinstance(value, list | dict):
         return value
     text = shorten(value, limit=SHOWN_LENGTH)
@@ -245,17 +243,17 @@ def _shown_value(value: object) -> object:
 
 
 def _leave(message: str, exit_code: int, details: Mapping[str, Any] | None = None) -> None:
-    """Ends the command, with its one object on stdout where `--json` asks for it: the message is
-    an `error`, but for a run that stopped and can go on."""
-    if "--json" in sys.argv[1:]:  # as typed: what cannot be parsed has no parameters yet
+    """Exits, after printing the `--json` object if wanted, with the message as its `error`, or as
+    its `message` for a stopped run that can go on."""
+    if "--json" in sys.argv[1:]:  # as typed, since wrong arguments are not parsed
         facts = ({"status": "stopped", "message": message} if exit_code == EXIT_RESUMABLE
                  else {"error": message, "mistakes": []})
-        with suppress(OSError):  # no room for it either
+        with suppress(OSError):  # where the disk is full
             print_json({**facts, "exit_code": exit_code, **(details or {})})
     sys.exit(exit_code)
 
 
 assert click.UsageError.exit_code == EXIT_BAD_INPUT, "click's usage errors are wrong input too"
 
-if __name__ == "__main__":  # the batch script's way, which needs no command on the PATH
+if __name__ == "__main__":  # for batch scripts, which need no command on the PATH
     main()

@@ -1,6 +1,4 @@
-"""`xgpt models`: what the catalog knows; with `--check`, what xgpt can do with a model; with
-`--accuracy`, how far computed times are off. `xgpt doctor`: what this machine has; with `--gpu`,
-how the CUDA kernels do on its card."""
+"""The commands `xgpt models` and `xgpt doctor`."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -23,10 +21,10 @@ from xgpt.report.table import fact, paragraph, shown_width, table
 @click.option("--check", "checked", metavar="DIR|ID",
               help="Check one model: a folder, a catalog name or a hub id.")
 @click.option("--accuracy", is_flag=True,
-              help="How far computed times are off, by GPU and engine.")
+              help="Show the errors of computed times, by GPU and engine.")
 @click.option("--measured", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              metavar="FILE.csv", help="With --accuracy: also of closed loops that you measured "
-              "(docs/accuracy.md).")
+              metavar="FILE.csv", help="With --accuracy: also show them for closed loops that you "
+              "measured (docs/accuracy.md).")
 @json_option
 @verbose_option
 def models(checked: str | None, accuracy: bool, measured: Path | None, as_json: bool,
@@ -53,7 +51,7 @@ def models(checked: str | None, accuracy: bool, measured: Path | None, as_json: 
 
 
 def _names() -> str:
-    """The names that job files may use, those that xgpt has run first."""
+    """The text of all catalog names, those that xgpt has run first."""
     rows = list[tuple[str, Sequence[str]]]()
     for kind in ("model", "device"):
         names = catalog.names(kind)
@@ -83,46 +81,45 @@ def _accuracy(measured: Path | None, as_json: bool) -> None:
     if own is not None:
         show(f"{measured}: computed times against yours\n{_errors(own)}\n")
     show(f"computed times against published measurements\n{_errors(found)}\n\n" + paragraph(
-        "mean and ninth decile: of |computed / measured - 1|; bias: below 0 where computed times "
-        "are too short; TPOT, TTFT and requests: of runs that no constant was fitted to. A GPU or "
-        "engine without a row was compared with nothing, and has a wider margin "
-        "(docs/accuracy.md)."))
+        "mean and P90: of |computed / measured - 1|; bias: below 0 where computed times are too "
+        "short; TPOT, TTFT and requests: of runs that no constant was fitted to. A GPU or engine "
+        "without a row was never compared, and has a wider margin (docs/accuracy.md)."))
 
 
 def _errors(found: Mapping[str, Any]) -> str:
-    """A row for each GPU, engine and operator; then what choices and margins were worth."""
+    """The table of errors by GPU, engine and operator, and lines on the choices and margins made
+    with computed times."""
     shown = [row for row in found["rows"] if row["half"] != "fit"]
     lines = [table(("GPU", "engine", "of", "cases", "mean", "bias", "P90"), [
         (row["gpu"], row["engine"], row["operator"], f"{row['cases']:,}", f"{row['mean']:.1%}",
          f"{row['bias']:+.0%}", f"{row['p90']:.1%}")
         for row in sorted(shown, key=lambda row: (row["gpu"], row["engine"]))], right=range(3, 7))]
     kept = ", ".join(f"{promised:.0%}: {share:.0%}" for promised, share in found["kept"])
-    lines.append(paragraph(f"latencies within computed time and margin, promised and kept: {kept}"))
+    lines.append(paragraph(f"latencies within computed time and margin, promised: kept: {kept}"))
     lines += [paragraph(_chosen(one)) for one in found["choosers"] if one["half"] != "all"]
     return "\n".join(lines)
 
 
 def _chosen(one: Mapping[str, Any]) -> str:
-    return (f"the fastest configuration within a latency bound, chosen {one['cases']} times, "
-            f"margin {one['margin']}: none found {one['none']:.1%}, bound broken "
+    return (f"the fastest configuration within a latency limit, chosen {one['cases']} times, "
+            f"margin {one['margin']}: none found {one['none']:.1%}, limit missed "
             f"{one['broken']:.1%}, throughput lost {one['regret']:.1%}")
 
 
 def _tables() -> str:
-    """All that job files may name."""
+    """The text of the catalog's tables."""
     devices = catalog.names("device")
     known = ", ".join(name if catalog.run_of("device", name) != "yes" else f"{name} (run)"
                       for name in devices)
     return "\n\n".join((
         table(("model", "layers", "hidden", "heads/KV", "params", "run"),
               [_model(name) for name in catalog.names("model")], right=range(1, 5)),
-        paragraph("run: with which weights xgpt has executed a model of this size. Small models of "
-                  "every family but gpt-oss are executed by the tests; vLLM alone executes gpt-oss."
-                  ),
+        paragraph("run: the weights with which xgpt has executed a model of this size. Tests "
+                  "execute small models of every family but gpt-oss, which only vLLM executes."),
         table(("cluster", "nodes x devices", "memory", "in a node", "between nodes"),
               [*map(_cluster, catalog.names("cluster")),
                ("local", "this machine's", "detected", "", "")], right=(2,)),
-        textwrap.fill(f"devices, for clusters such as 8xH100 (planned only, but for those marked): "
+        textwrap.fill(f"devices, for clusters such as 8xH100 (planned only, except those marked): "
                       f"{known}", shown_width(),
                       subsequent_indent="  ", break_on_hyphens=False),
         table(("task", "tokens: mean, std, max", "input", "output"),
@@ -167,12 +164,12 @@ def doctor(gpu: bool, as_json: bool) -> None:
     if as_json:
         print_json({"file": file})
     else:
-        show(paragraph(f"all kernels agree with torch. {file.name} is written; please send it to "
-                       "the project: it is how kernels get known to work on a card"))
+        show(paragraph(f"all kernels agree with torch. Written: {file.name}. Please send it to the "
+                       "project, which collects the cards that work."))
 
 
 def _verdict(missing: Sequence[Remedy]) -> str:
-    """Says what to install. A command is never broken, so that it can be copied."""
+    """Words for what to install, with commands on unbroken lines, so that they can be copied."""
     needed = [remedy for remedy in missing if remedy.is_needed]
     lines = ["Jobs run here: xgpt init writes one for your prompts." if not needed else
              "No job runs here yet."]

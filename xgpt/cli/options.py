@@ -1,4 +1,4 @@
-"""Arguments every job command shares, how they print, and what makes a shell complete them."""
+"""Options that several commands share, their shell completion, and how commands print JSON."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ json_option = click.option("--json", "as_json", is_flag=True,
 
 def complete_override(ctx: click.Context, param: click.Parameter,
                       incomplete: str) -> list[CompletionItem]:
-    """Keys of a job file, and the values of those that have a few."""
+    """Completes `--set`: keys of a job file, and the values of those that have a few."""
     keys = dict(_keys(load_row("xgpt.job.job_file:job_schema")()["properties"]))
     keys["model"] = load_row("xgpt.core.catalog:names")("model")
     key, is_given, _ = incomplete.partition("=")
@@ -31,7 +31,7 @@ def complete_override(ctx: click.Context, param: click.Parameter,
 
 
 def _keys(properties: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Sequence[str]]]:
-    """(dotted key, its values where it has a few) of the properties of a JSON schema."""
+    """Yields each dotted key of a JSON schema's properties with its values, if it has a few."""
     for name, own in properties.items():
         forms = own.get("anyOf", [own])
         values = [str(value) for form in forms for value in form.get("enum", ())]
@@ -47,18 +47,18 @@ place_argument = click.argument("where", type=JOB_FILE, required=False, metavar=
 
 
 def job_arguments(command: F) -> F:
-    """JOB.yaml, --set key.path=value (repeatable), --json."""
+    """Adds the argument JOB.yaml and the options --set (repeatable) and --json to a command."""
     return click.argument("job_file", type=JOB_FILE, metavar="JOB.yaml")(job_options(command))
 
 
 def run_arguments(command: F) -> F:
-    """JOB.yaml or an output folder (by default ./job.yaml, or the newest run under ./out), --set,
-    --json."""
+    """Adds the argument DIR|JOB.yaml (default: ./job.yaml, or the newest run under ./out) and the
+    options --set and --json to a command."""
     return place_argument(job_options(command))
 
 
 def job_options(command: F) -> F:
-    """--set key.path=value (repeatable), --json."""
+    """Adds the options --set (repeatable) and --json to a command."""
     return click.option("--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE",
                         shell_complete=complete_override,
                         help="Override one key of the job file; may be repeated.")(
@@ -66,31 +66,30 @@ def job_options(command: F) -> F:
 
 
 def verbose_option(command: F) -> F:
-    """--verbose: what the command knows besides its screen."""
+    """Adds the option --verbose to a command."""
     return click.option("--verbose", "is_verbose", is_flag=True,
-                        help="Also what is left out of the screen.")(command)
+                        help="Print more details.")(command)
 
 
 def within_seconds(command: F) -> F:
-    """--max-seconds N: the job's `search.max_seconds`."""
+    """Adds the option --max-seconds, the job's `search.max_seconds`, to a command."""
     return click.option(
         "--max-seconds", type=click.FloatRange(min=0, min_open=True), metavar="N",
-        help="End the search for a schedule after N seconds, with what it has proved until then.")(
-            command)
+        help="Stop the search for a schedule after N seconds, and show the gap reached.")(command)
 
 
 def with_seconds(overrides: tuple[str, ...], max_seconds: float | None) -> tuple[str, ...]:
-    """The overrides of a command, with what its --max-seconds asks for."""
+    """The `--set`s of a command, with one for its --max-seconds."""
     return overrides if max_seconds is None else (*overrides, f"search.max_seconds={max_seconds:g}")
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Checks the path, if one is given, before anything is computed for it, and makes its folder.
-    Raises InputError where no file can be written there."""
+    """Makes the folder of `path`, unless that is None. Raises InputError where no file can be
+    written there, before anything is computed for it."""
     if path is not None and (allowed := why_no_file(path)) is not None:
         raise wrong("command line", option, str(path), allowed)
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
-    plain = load_row("xgpt.core.schedule_file:plain")  # pydantic with it, which --help does without
+    plain = load_row("xgpt.core.schedule_file:plain")  # imports pydantic, which --help need not
     click.echo(json.dumps(plain(value), indent=1, allow_nan=False))

@@ -1,5 +1,4 @@
-"""`xgpt profile`: time the model's layers on this machine; `xgpt profile show`: look at a profile;
-`xgpt profile import`: others' measurements as one."""
+"""The commands `xgpt profile`, `profile show` and `profile import`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -31,13 +30,13 @@ from xprofiler.profile_file import load_profile, save_profile
 
 
 class JobOrCommand(click.Group):
-    """`xgpt profile JOB.yaml` measures; a first word that is a command of the group is that."""
+    """A group whose command is `measure` where the first word is none of its commands."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = next((word for word in args if not word.startswith("-")), None)
         if first == "merge":
-            raise click.UsageError("no command 'profile merge': the cache adds up what is measured "
-                                   "of a model, `xgpt profile JOB.yaml --tp 1,2,4` all degrees",
+            raise click.UsageError("no command 'profile merge': the cache merges measurements, and "
+                                   "`xgpt profile JOB.yaml --tp 1,2,4` measures several degrees",
                                    ctx)
         asks_help = not args or args[0] in ("-h", "--help")
         if first not in self.commands and not asks_help:
@@ -59,19 +58,18 @@ def profile() -> None:
     """Time the model's layers on this machine (kept in a cache).
 
     \b
-    xgpt profile JOB.yaml                   measure, or go on measuring
-    xgpt profile show FILE                  tables of a profile
-    xgpt profile import SOURCE FOLDER ...   others' measurements as a profile"""
+    xgpt profile JOB.yaml                   measure, or measure more
+    xgpt profile show FILE                  show a profile
+    xgpt profile import SOURCE FOLDER ...   convert other tools' measurements"""
 
 
 @profile.command()
 @job_arguments
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
               help="Also write the profile to FILE.")
-@click.option("--again", is_flag=True, help="Measure even if the cache has this profile.")
+@click.option("--again", is_flag=True, help="Measure again what the cache has.")
 @click.option("--tp", "degrees", callback=_degrees, metavar="1,2,...",
-              help="Tensor-parallel degrees to time the shards of; default: those this machine "
-              "can run.")
+              help="Tensor-parallel degrees to measure (default: those this machine can run).")
 @verbose_option
 def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
             again: bool, degrees: tuple[int, ...] | None, is_verbose: bool) -> None:
@@ -80,9 +78,8 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
     if not opened.is_local:
         raise wrong(
             opened.job.source, "cluster", opened.job.cluster,
-            "`local`: a profile is measured on the machine itself (--set cluster=local); other "
-            "clusters are planned from a profile file (`profile: FILE`) or from the roofline of "
-            "their device")
+            "`local`: a profile is measured on the machine itself (--set cluster=local); plans for "
+            "other clusters use a profile file (`profile: FILE`) or the roofline of their device")
     check_writable(out, "--out")
     # of the layouts that a job leaves open, the one of fewest ranks
     opened = next(iter(by_layout(opened).values()))
@@ -100,7 +97,7 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
 @json_option
 @verbose_option
 def show(file: Path, as_json: bool, is_verbose: bool) -> None:
-    """A profile's conditions and quality; with --verbose its tables of times."""
+    """Show a profile's conditions and quality; with --verbose its tables of times."""
     _print(load_profile(file), as_json, is_verbose=is_verbose)
 
 
@@ -111,16 +108,16 @@ def show(file: Path, as_json: bool, is_verbose: bool) -> None:
 @click.option("--model", required=True, metavar="NAME", help="Catalog name of the model.")
 @click.option("--device", required=True, metavar="NAME", help="Catalog name of the device.")
 @click.option("--dtype", type=click.Choice([d for d in DTYPES if d != "auto"]), default="float16",
-              show_default=True, help="What the numbers were measured in.")
+              show_default=True, help="Dtype of the measurements.")
 @click.option("--engine", metavar="NAME",
-              help="Whose kernels: vllm (default), tensorrt-llm.")
+              help="Engine of the measurements: vllm (default), tensorrt-llm.")
 @click.option("--engine-version", metavar="VERSION",
-              help="Of which version; without it, the newest that is there.")
+              help="Version of the engine (default: the newest in FOLDER).")
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE",
-              help="The profile file to write.")
+              help="Profile file to write.")
 def import_(source: str, folder: Path, model: str, device: str, dtype: str, engine: str | None,
             engine_version: str | None, out: Path) -> None:
-    """Measurements of others in FOLDER as a profile file. SOURCE: aiconfigurator."""
+    """Convert measurements in FOLDER to a profile file. SOURCE: aiconfigurator."""
     check_writable(out, "--out")
     imported = import_folder(source, folder, _row("model", model), _row("device", device), dtype,
                              engine=engine, version=engine_version)

@@ -1,6 +1,4 @@
-"""What one asks of a run's folder: `xgpt status`, how far the run is, from the files it writes,
-whether it is alive, and what Slurm says of it; `xgpt top`, the same live; `xgpt stop`, its end;
-`xgpt report`, its page, a sweep's, or that of several runs."""
+"""The commands on a run's folder: `xgpt status`, `top`, `stop` and `report`."""
 
 import math
 import sys
@@ -14,7 +12,7 @@ import click
 
 from xgpt.app.report import Form, write_reports, write_tables
 from xgpt.app.teller import time_left_s
-from xgpt.app.top import NowAndThen, follow, glance, stop_job
+from xgpt.app.top import CachedSlurmState, follow, glance, stop_job
 from xgpt.cli.options import (
     check_writable,
     job_options,
@@ -44,7 +42,7 @@ from xrunner.files.results import count_errors
 @click.command()
 @run_arguments
 def status(where: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
-    """How far a run is (works from another terminal, and after it ended)."""
+    """Show the progress of a run, from any terminal and also after it ended."""
     place = find_run(where, overrides)
     output = place.output
     status = job_status(output)
@@ -68,7 +66,7 @@ def status(where: Path | None, overrides: tuple[str, ...], as_json: bool) -> Non
 
 
 def _how_far(status: JobStatus) -> Iterator[str]:
-    """State, requests done, speed, and the time that is left, or was taken."""
+    """Yields state, requests done, speed, and the time left or taken."""
     now, run = status.run.progress, status.run
     yield status.state
     if not now.total:
@@ -86,7 +84,7 @@ def _how_far(status: JobStatus) -> Iterator[str]:
 
 
 def _more(place: RunFolder, status: JobStatus) -> Iterator[str]:
-    """Latency against its limit, errors, ranks, and where the results are."""
+    """Yields lines on latency against its limit, errors, ranks, and the path of the results."""
     run, said = status.run, []
     if (latency_s := run.progress.latency_p99_s) is not None:
         limit = "no limit" if math.isinf(place.bound_s) else (
@@ -108,10 +106,9 @@ def _more(place: RunFolder, status: JobStatus) -> Iterator[str]:
 @click.command()
 @run_arguments
 def stop(where: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
-    """End the run of an output folder, or of a job file, in good order.
+    """Stop a run after its current steps.
 
-    A job that waits in Slurm's queue is taken out of it. A run stops after the steps under way; the
-    same command goes on from there.
+    The same command goes on from there. A job that waits in Slurm's queue is cancelled.
     """
     output = find_run(where, overrides).output
     said = stop_job(output)
@@ -124,11 +121,13 @@ def stop(where: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.command()
 @place_argument
 def top(where: Path | None) -> None:
-    """A live view of a running job, here or under Slurm; Ctrl-C leaves it, and the job goes
-    on. Where the output is no terminal it prints one state and ends."""
+    """Show a running job live, here or under Slurm.
+
+    Ctrl-C ends the view, not the job. Prints the state once where the output is no terminal.
+    """
     place = find_run(where)
     is_live = sys.stdout.isatty() and sys.stdin.isatty()
-    ask = NowAndThen()
+    ask = CachedSlurmState()
     last = follow(lambda before: glance(place, before, ask)) if is_live else glance(place)
     if last is None:
         raise no_run_error(place.output)
@@ -138,17 +137,17 @@ def top(where: Path | None) -> None:
 @click.command()
 @click.argument("where", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR|JOB.yaml ...]")
 @click.option("--format", "form", type=click.Choice(get_args(Form)), default="html",
-              help="A page (the default), or pictures.")
+              help="html: a page (default). png: pictures.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
-              help="Where to write (pictures: a folder); default: report.html in the folder, and "
-              "for several ./compare.html.")
+              help="Path to write (of pictures: a folder; default: report.html in the folder, or "
+              "./compare.html for several).")
 @job_options
 def report(where: tuple[Path, ...], form: Form, out: Path | None, overrides: tuple[str, ...],
            as_json: bool) -> None:
-    """Report what lies in a run's or a sweep's folder; compare several runs."""
+    """Write the report of a run or a sweep, or compare several runs."""
     places = [find_run(one, overrides) for one in where or (None,)]
     if out is not None and form == "png":
-        allowed = "a folder: there is a picture a chart" if out.exists() and not out.is_dir() else (
+        allowed = "a folder, for a picture per chart" if out.exists() and not out.is_dir() else (
             why_no_folder(out))
         if allowed is not None:
             raise wrong("command line", "--out", str(out), allowed)

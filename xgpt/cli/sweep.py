@@ -1,4 +1,4 @@
-"""`xgpt sweep`: the best schedules over a grid of bounds, policies, models, clusters and more."""
+"""The command `xgpt sweep`."""
 
 from pathlib import Path
 
@@ -20,27 +20,28 @@ from xgpt.report.table import shown
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), metavar="JOB.yaml|SWEEP.yaml")
 @job_options
-@click.option("--bounds", metavar="B,B,...", help="Latency bounds: seconds, inf, shares of the "
+@click.option("--bounds", metavar="B,B,...", help="Latency limits: seconds, inf, shares of the "
               "latency at the highest throughput, or percentiles of FT's, e.g. 5,10,50%,ft10,inf.")
 @click.option("--over", multiple=True, metavar="AXIS=V,V,...",
-              help="Vary model, cluster, gpus, task, engine, profile, policy (policy=all: every "
-              "one), or any dotted key of the job file; may be repeated.")
+              help="Vary model, cluster, gpus, task, engine, profile, policy (policy=all: each "
+              "policy), or any dotted key of the job file; may be repeated.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR",
-              help="Folder of the results; a job file's default: sweep/ in its output folder.")
+              help="Folder of the results (default of a job file: sweep/ in its output folder).")
 @click.option("--horizon", type=click.Choice(("steady", "job")),
-              help="Plan for a job without end (default), or for the job's own queries.")
+              help="steady: for a job that never ends (default). job: for the requests of the "
+              "file.")
 @click.option("--cores", type=click.IntRange(min=1), metavar="N",
-              help="Processes that plan side by side; default: one for each core.")
+              help="Number of planning processes (default: one per core).")
 @within_seconds
 @verbose_option
 @click.option("--run", "runs", is_flag=True,
-              help="Then run every point on this machine, one after the other.")
+              help="Also run every point on this machine, one after the other.")
 def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | None,
           over: tuple[str, ...], out: Path | None, horizon: str | None,
           cores: int | None, max_seconds: float | None, runs: bool, is_verbose: bool) -> None:
-    """Throughput against the latency bound, over policies, models, clusters...
+    """Plan a grid of latency limits, policies, models or clusters: throughput against latency.
 
-    The same command goes on where it was stopped.
+    The same command continues a stopped sweep.
     """
     spec = load_sweep(file, overrides=with_seconds(overrides, max_seconds), over=over,
                       bounds=bounds, out=out, horizon=horizon)

@@ -1,5 +1,5 @@
-"""What commands print for a person: messages, and one line of progress that rewrites itself on a
-terminal; a plain line now and then elsewhere."""
+"""Prints text, messages and progress: on a terminal one progress line that is rewritten, elsewhere
+a plain line every half minute."""
 
 import math
 import os
@@ -12,18 +12,18 @@ import click
 
 from xgpt.core.errors import visible
 
-_PLAIN_EVERY_S = 30.0  # chosen: a log of a day has some thousand lines of progress
+_PLAIN_EVERY_S = 30.0  # chosen: about 3,000 lines in a day's log
 _REDRAW_EVERY_S = 0.2
 
 
 def show(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Prints text, whatever it is made of: the only way out of a command but JSON's, whose own
-    escapes serve."""
+    """Prints text with control characters made visible. Commands print everything but JSON, which
+    has escapes, through this."""
     click.echo(visible(text), err=err, nl=nl)
 
 
 def say(message: str) -> None:
-    """A progress or log line: stderr, so that stdout holds only what was asked for."""
+    """Prints a message on stderr, so that stdout has only the command's result."""
     shown = visible(message)
     if is_terminal():  # long lines are broken between words
         columns = shutil.get_terminal_size((80, 24)).columns
@@ -35,9 +35,9 @@ def say(message: str) -> None:
 
 
 def open_what_is_closed() -> None:
-    """Standard input, output and error that the caller closed (`2>&-`, some daemons) are the null
-    device: the next file that is opened would else take their number, and what a library prints
-    would go into it."""
+    """Opens the null device for each of stdin, stdout and stderr that the caller closed (`2>&-`,
+    some daemons). Else the next file that is opened would get its number, and the output of
+    libraries."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -55,8 +55,8 @@ def is_terminal() -> bool:
 
 
 class Terminal:
-    """Prints what use cases say (a Teller, xgpt.app.teller). is_verbose: details, too. Elsewhere
-    than on a terminal progress is a line after each _PLAIN_EVERY_S seconds."""
+    """Prints messages and progress (a Teller, xgpt.app.teller). `is_verbose`: details, too. Without
+    a terminal, progress is a line every _PLAIN_EVERY_S seconds."""
 
     def __init__(self, *, is_verbose: bool = False) -> None:
         self._is_verbose = is_verbose
@@ -64,7 +64,7 @@ class Terminal:
         self._last_s = -math.inf if is_terminal() else time.monotonic()
 
     def say(self, message: str) -> None:
-        self.end_progress()  # the line of progress makes way, and is drawn again
+        self.end_progress()  # which is drawn again below the message
         say(message)
 
     def detail(self, message: str) -> None:

@@ -1,0 +1,1 @@
+"""Job and sweep files, checked and resolved; for launch, run_folder, report, app, cli, xrunner."""

@@ -1,0 +1,1 @@
+"""Reads and spools requests; for xgpt.job, simulator, runner, report and app."""

@@ -156,7 +156,8 @@ def passed_of(asked: Mapping[str, Any], usual: str = "", *, checks_form: bool = 
 
 
 def has_form(passed: str) -> bool:
-    """Whether the output is held to a form, which says itself where it ends."""
+    """Whether the request restricts its output to choices or a schema, which also decide its end.
+    """
     return bool(form_of(passed))
 
 

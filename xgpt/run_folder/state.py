@@ -265,6 +265,6 @@ def signs_of_life(states: Sequence[RankState], now: float | None = None) -> str 
         return None
     (age, oldest), *others = sorted(heard, key=lambda one: -one[0])
     said = (f"last sign of life: {oldest.name} {format_seconds(round(age))} ago, "
-            f"reported {oldest.told}")
+            f"after the order {oldest.told}")
     return said + (f"; the others {format_seconds(round(others[0][0]))} ago or less" if others
                    else "")

@@ -181,7 +181,7 @@ class _ThroughHosts:
 
 
 class _Directly:
-    """Blocks go between devices by NCCL; between CPUs, in tests, by gloo."""
+    """Sends blocks between devices by NCCL; between CPUs, in tests, by gloo."""
 
     def __init__(self, comm: Any) -> None:
         self._group = TorchGroup(comm, "nccl" if torch.cuda.is_available() else "gloo")

@@ -151,7 +151,7 @@ def test_the_hub_is_offline_reached_or_not(monkeypatch):
 def test_a_cache_that_cannot_be_written_to_is_needed(monkeypatch, tmp_path):
     having(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
-    assert "of room" in cache_in_words()
+    assert "free; " in cache_in_words()
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     said = cache_in_words()
     assert "cannot be written to" in said

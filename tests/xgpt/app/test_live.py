@@ -25,7 +25,7 @@ from xgpt.app import teller as telling
 from xgpt.app import top as live
 from xgpt.app.running.follow import RanksHang, StallWatch
 from xgpt.app.teller import KeptTeller, LogTeller, elapsed_told, tell_run, time_left_s
-from xgpt.app.top import NowAndThen, glance
+from xgpt.app.top import CachedSlurmState, glance
 from xgpt.cli.main import cli
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.schedule_file import write_json
@@ -113,7 +113,7 @@ def test_slurm_is_asked_now_and_then():
             if answer is not None:
                 raise answer
 
-    record, ask = Record(), NowAndThen(clock=lambda: now[0])
+    record, ask = Record(), CachedSlurmState(clock=lambda: now[0])
     for now[0] in (0.0, 1.0, 9.0):
         with pytest.raises(XgptError, match="no answer"):
             ask(record)
@@ -288,7 +288,7 @@ class Run:
 
 @pytest.mark.parametrize(("limit_s", "first", "then", "said"), [
     (None, (20, {}), (62, {"lives": (0,), "works": (0,)}),
-     r"rank 1 \(stage 1\) has given no sign of life for .*; its last message was"),
+     r"rank 1 \(stage 1\) has given no sign of life for .*; its last order was"),
     (30, (5, {}), (32, {"works": ()}), "no rank has started a step for"),
     (None, (0, {}), (602, {"lives": (0,), "works": (0,), "told": (0,)}),
      "rank 1 of 2 gave no sign of life within")])
@@ -345,8 +345,8 @@ def test_a_command_that_was_stopped_itself_begins_to_count_anew(tmp_path):
 
 def test_the_oldest_sign_is_told_and_a_silent_rank_before_it_is_given_up(tmp_path):
     said = signs_of_life([STATE, replace(STATE, rank=1, stage=1, at_s=925.0)], now=1000.0)
-    assert said == ("last sign of life: rank 1 (stage 1) 75.0 s ago, told to decode; the others "
-                    "0 us ago or less")
+    assert said == ("last sign of life: rank 1 (stage 1) 75.0 s ago, after the order to decode; "
+                    "the others 0 us ago or less")
     assert signs_of_life([]) is None
     run = Run(tmp_path)
     run.pass_by(20)

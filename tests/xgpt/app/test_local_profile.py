@@ -130,7 +130,7 @@ def test_a_cached_profile_that_cannot_be_read_is_told_of_once_and_measured_whole
     path.write_text("{")
     tell = Told()
     quick_profile(wanted, tell)
-    assert measured and sum("left aside" in text for text in tell.lines) == 1
+    assert measured and sum("is not used" in text for text in tell.lines) == 1
     quick_profile(wanted, LogTeller())
     whole = local_profile(wanted, LogTeller())
     assert set(measured) == set(skeleton(TOY, wanted.needs)), "and no more"

@@ -137,7 +137,7 @@ def wanted(tmp_path, monkeypatch):
 def test_a_run_that_measures_is_asked_between_measurements(wanted):
     launcher = Measuring(wanted.job.output)
     with output_lock(wanted.job.output), pytest.raises(
-            StoppedEarly, match="what was measured is kept"):
+            StoppedEarly, match="measured points are kept"):
         local_profile(replace(wanted, launcher=launcher), LogTeller())
     assert launcher.looks == 3
 

@@ -80,8 +80,8 @@ def test_weights_of_fewer_bits_are_said_and_planned_as_they_are_executed(tmp_pat
 
 
 @pytest.mark.parametrize(("engine", "words"), [
-    ("xgpt", "and executed as float32: 545 KiB are planned for them"),
-    ("vllm", "as which vLLM executes them; planned for are 545 KiB, as if they were float32")])
+    ("xgpt", " and executed as float32: the plan reserves 545 KiB for them"),
+    ("vllm", ", which vLLM executes; the plan reserves 545 KiB for them, as if they were float32")])
 def test_a_job_says_as_what_its_weights_are_stored_and_planned(tmp_path, engine, words):
     awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
     for name, stored in (("toy", awq), ("plain", None)):
@@ -94,7 +94,7 @@ def test_a_job_says_as_what_its_weights_are_stored_and_planned(tmp_path, engine,
         tell: Any = SimpleNamespace(say=said.append)
         open_file(job, tell=tell, need="lengths")
         joint = " ".join(" ".join(said).split())
-        assert (f"the weights are stored as 4 bits (AWQ, groups of 32), {words}" in joint) == (
+        assert (f"the weights are stored as 4 bits (AWQ, groups of 32){words}" in joint) == (
             name == "toy")
 
 

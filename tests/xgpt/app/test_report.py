@@ -86,7 +86,7 @@ def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path, runs):
     run = write_fake_run(tmp_path / "both", num_queries=3)
     write_fake_sweep(run / "sweep")
     assert write_reports([run]) == [run / "report.html"]
-    with pytest.raises(XgptError, match="no run whose ranks have started is there, and no sweep"):
+    with pytest.raises(XgptError, match="it has no run whose ranks have started, and no sweep"):
         write_reports([runs[0], tmp_path])
     with pytest.raises(InputError, match="sweeps are reported one by one"):
         write_reports([runs[0], write_fake_sweep(tmp_path / "s")])

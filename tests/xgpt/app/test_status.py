@@ -133,7 +133,7 @@ def test_a_run_that_is_stopped_as_it_starts_was_stopped(job, out, stop, before):
     for command in ("status", "top"):
         told = said(command, job, of=job.parent)
         assert "killed" not in told and "the same command goes on" in told
-    assert "no run works there (state: stopped)" in xgpt("stop", job).stderr
+    assert "no run is active there (state: stopped)" in xgpt("stop", job).stderr
 
 
 def test_a_run_that_fails_as_it_starts_says_why(job):
@@ -337,15 +337,15 @@ def test_where_slurm_knows_nothing_the_files_speak(slurm, queued, monkeypatch):
 
 def test_stop_takes_a_waiting_job_back_and_asks_a_running_one(slurm, queued):
     slurm.queue("PENDING|Priority|0:00|1:00:00|N/A|")
-    assert "is out of the queue" in stop(queued)
+    assert "was waiting and is cancelled" in stop(queued)
     assert slurm.calls[-1] == ["scancel", "12"] and not StopRequest(queued).is_made
     slurm.queue("RUNNING|None|0:07|1:00:00|N/A|n1")
-    assert "Slurm's job 12 is asked to stop" in stop(queued)
+    assert "Slurm job 12 is asked to stop" in stop(queued)
     assert StopRequest(queued).is_by_user and slurm.calls[-1][0] != "scancel"
 
 
 def test_stop_of_what_does_not_run_is_an_error(slurm, queued, tmp_path):
-    with pytest.raises(XgptError, match="no run works there"):
+    with pytest.raises(XgptError, match="no run is active there"):
         stop(queued)
     with pytest.raises(XgptError, match="No run in"):
         stop(tmp_path)

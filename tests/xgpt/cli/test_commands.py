@@ -129,7 +129,7 @@ def test_sweep_rises_with_the_bound(job):
     assert shown.returncode == 0 and max(map(len, shown.stdout.splitlines())) <= 80
     assert re.search(rf"5.00 s +[\d.]+ {policy(rows[1]['chosen']).title}", shown.stdout)
     assert "rra+ft at 10 ms" in shown.stdout and "tightest" in shown.stdout
-    assert "..." not in shown.stdout and "going on: 2 of 2 points" in shown.stderr
+    assert "..." not in shown.stdout and "continuing: 2 of 2 points" in shown.stderr
     none = xgpt("sweep", job, few, "--bounds", "0.01", "--json")
     assert none.returncode == json.loads(none.stdout)["exit_code"] == 3
 

@@ -59,7 +59,7 @@ def test_what_click_refuses_is_an_object_too(monkeypatch, capsys, words):
 
 @pytest.mark.parametrize(("error", "code", "expected"), [
     (XgptError("the ranks failed"), 1, {"error": "the ranks failed", "mistakes": []}),
-    (KeyError("x"), 1, {"error": "a fault of xgpt: KeyError: 'x'", "mistakes": []}),
+    (KeyError("x"), 1, {"error": "a bug of xgpt: KeyError: 'x'", "mistakes": []}),
     (click.Abort(), 75, {"status": "stopped", "message": "interrupted; the same command goes on"}),
     (InputError([Mistake(file="f", line=None, key="k", value=[float("inf")], allowed="less")]), 2,
      {"error": "f: k = [inf]: less", "mistakes": [
@@ -207,13 +207,13 @@ def test_a_user_without_a_home_has_a_folder_that_is_nobody_elses(open_to_all):
     for home in ({}, {"HOME": "/nonexistent"}):
         done = call(*_NOBODY, *XGPT, "models", **words, **home)
         assert done.returncode == 0, done.stderr
-        assert f"{open_to_all}/xgpt-54321 serves instead" in done.stderr
+        assert f"{open_to_all}/xgpt-54321 is used instead" in done.stderr
     folder = open_to_all / "xgpt-54321"
     assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (54321, 0o700)
     shutil.rmtree(folder)
     folder.mkdir(mode=0o777)  # another's
     done = call(*_NOBODY, *XGPT, "models", **words)
-    assert done.returncode == 1 and "is not this user's alone" in done.stderr
+    assert done.returncode == 1 and "other users can use" in done.stderr
 
 
 @pytest.mark.parametrize(("words", "more", "code"), [
@@ -278,7 +278,7 @@ def test_a_wrong_command_ends_in_words(folder, monkeypatch, command, code, said)
     told = " ".join(done.stderr.split())
     assert (done.returncode, done.stdout) == (int(code), ""), told
     assert all(words in told for words in said.split(" / ")), told
-    assert "Traceback" not in told and "fault of xgpt" not in told
+    assert "Traceback" not in told and "bug of xgpt" not in told
     assert sorted(folder.rglob("*")) == before
 
 

@@ -293,7 +293,7 @@ class StallWatch:
         if silent:
             first = min(silent, key=lambda one: one.changed_s)
             return (f"{first.state.name} has given no sign of life for "
-                    f"{format_seconds(round(now - first.changed_s))}; its last message was "
+                    f"{format_seconds(round(now - first.changed_s))}; its last order was "
                     f"{first.state.told}")
         # the first step compiles what is not compiled yet
         stuck = [one for one in seen if one.state.step_since_s is not None and (
@@ -301,14 +301,14 @@ class StallWatch:
         if stuck:
             first = min(stuck, key=lambda one: one.worked_s)
             return (f"{first.state.name} is alive, but has been in one step for "
-                    f"{format_seconds(round(now - first.worked_s))}, that of message "
+                    f"{format_seconds(round(now - first.worked_s))}, after the order "
                     f"{first.state.told}")
         begun = [one for one in seen if one.state.num_steps]
         if begun and len(begun) == len(seen) and all(now - one.worked_s > limit_s for one in seen):
             first = max(begun, key=lambda one: one.worked_s)
             return (f"no rank has started a step for "
                     f"{format_seconds(round(now - first.worked_s))}, though all are alive; the "
-                    f"last was {first.state.name}, by message {first.state.told}")
+                    f"last was {first.state.name}, after the order {first.state.told}")
         missing = sorted(set(range(self._ranks)) - self._seen.keys())
         if missing and now - self._start_s > max(limit_s, _START_S):
             return (f"{'ranks' if missing[1:] else 'rank'} {', '.join(map(str, missing))} of "

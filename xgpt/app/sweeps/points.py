@@ -1,5 +1,5 @@
-"""A sweep's points: what makes one the same as before, and its row, as it is planned. Points that
-differ in their latency bound alone have one planner."""
+"""Plans a sweep's points: their rows, and the keys by which planned points are known again. Points
+that differ only in their latency limit share a planner."""
 
 import hashlib
 import json
@@ -24,13 +24,13 @@ from xscheduler.evaluator import predict
 from xscheduler.ft_latency import ft_latency_s
 from xscheduler.planner import PlanOptions
 
-Unit = Mapping[str, SweepPoint]  # points by key that differ in their bound alone
+Unit = Mapping[str, SweepPoint]  # by key: points that differ only in their limit
 
 _TELLING = ("model", "cluster", "task", "engine")  # axes whose values need no name beside them
 _FIGURES, _CONTROLS = ([column.name for column in COLUMNS if column.group == group]
                        for group in ("figure", "control"))
 _ROOT = Path(__file__).resolve().parents[3]
-# whose code, tables and rows decide what is planned
+# folders whose code and tables decide a plan
 _PLANNING = ("xgpt/core", "xgpt/job", "xgpt/requests", "xprofiler", "xsimulator", "xscheduler",
              "xrunner/rules")
 # latency in seconds at the highest throughput, by job without its bound, kept for the process

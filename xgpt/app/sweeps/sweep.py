@@ -1,5 +1,5 @@
-"""A sweep: every point of a grid planned, by several processes, run where that is asked, and gone
-on with where it was stopped."""
+"""Plans every point of a sweep's grid by several processes, runs the points if wanted, and
+continues a stopped sweep."""
 
 import csv
 import io
@@ -64,8 +64,8 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Swept(Printed):
-    """A sweep that is done. `rows`: one mapping a point, in the order of the grid (docs/sweep.md);
-    `files`: what was written. As text it is the table that `xgpt sweep` prints."""
+    """A finished sweep. `rows`: a mapping per point, in the order of the grid (docs/sweep.md);
+    `files`: paths written. As text the table that `xgpt sweep` prints."""
 
     name: str
     folder: Path
@@ -90,8 +90,8 @@ class Swept(Printed):
 
 def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
                  runs: bool = False) -> Swept:
-    """Plans every point that is not yet in the folder; `cores`: processes, by default one for each
-    core; `runs`: then runs each point, too. Raises StoppedEarly where it was asked to stop: the
+    """Plans every point that is not yet in the folder; `cores`: number of processes, by default one
+    per core; `runs`: then runs each point, too. Raises StoppedEarly where it was asked to stop: the
     same call goes on."""
     if runs:
         _check_runs(spec, tell)
@@ -127,15 +127,15 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
 
 
 def refusal_of(swept: Swept) -> InfeasibleError | None:
-    """What to raise where no point has a schedule; None where one has."""
+    """An InfeasibleError where no point has a schedule; None where one has."""
     if any(row["status"] == OK for row in swept.rows):
         return None
-    return InfeasibleError(f"no point of {len(swept.rows)} has a schedule; why is told above, and "
-                           f"in {swept.folder / ROWS_FILE}")
+    return InfeasibleError(f"no point of {len(swept.rows)} has a schedule; the reasons are above "
+                           f"and in {swept.folder / ROWS_FILE}")
 
 
 class _Once:
-    """Says nothing twice: every point that is planned tells of the same profile."""
+    """A Teller that shows each message once, since every point reports the same profile."""
 
     def __init__(self, tell: Teller) -> None:
         self.say, self.detail = cache(tell.say), cache(tell.detail)
@@ -143,8 +143,8 @@ class _Once:
 
 
 def _take_up(folder: Path, points: Mapping[str, SweepPoint], tell: Teller) -> dict[str, Row]:
-    """Rows of earlier sweeps for these points. What is of no use now is kept in earlier.jsonl, and
-    comes back with its point."""
+    """Rows of earlier sweeps for these points, by key. Other rows move to earlier.jsonl, and come
+    back with their point."""
     before = {**read_rows(folder / EARLIER_FILE), **read_rows(folder / ROWS_FILE)}
     known = {key: before[key] for key, point in points.items() if key in before
              and before[key].get("fingerprint") == fingerprint(point.job)}
@@ -152,7 +152,7 @@ def _take_up(folder: Path, points: Mapping[str, SweepPoint], tell: Teller) -> di
         _write(folder / EARLIER_FILE, left)
     _write(folder / ROWS_FILE, known.values())
     if known:
-        tell.say(f"going on: {len(known)} of {len(points)} points are there")
+        tell.say(f"continuing: {len(known)} of {len(points)} points are planned")
     if outdated := sum(row["key"] in points for row in left):
         tell.say(f"note: {outdated} points were planned by another xgpt or from other files: "
                  "they are planned again, and kept in earlier.jsonl")
@@ -168,8 +168,8 @@ def _line(row: Row) -> str:
 
 
 def _append(folder: Path, row: Row) -> None:
-    """Adds a row, or a newer one of its point, whole and at once: a killed sweep loses at most the
-    one that it was writing."""
+    """Appends a row, or a newer one of its point, in one write: a killed sweep loses at most the
+    row that it was writing."""
     with (folder / ROWS_FILE).open("a", encoding="utf-8") as file:
         file.write(_line(row))
 
@@ -181,7 +181,7 @@ def _axes_of(spec: SweepSpec) -> list[dict[str, Any]]:
 
 def _describe(spec: SweepSpec, rows: Sequence[Row], state: str, began: float, *,
               is_run: bool) -> None:
-    """Writes what the sweep is, and how far."""
+    """Writes the sweep's settings and progress to sweep.json."""
     axes = _axes_of(spec)
     write_json(spec.output / SWEEP_FILE, {
         "version": VERSION, "name": spec.name, "source": spec.source, "horizon": spec.horizon,
@@ -193,7 +193,7 @@ def _describe(spec: SweepSpec, rows: Sequence[Row], state: str, began: float, *,
 
 
 def _write_csv(spec: SweepSpec, rows: Sequence[Row]) -> Path:
-    """Writes every column, in the order of sweep.json. Nothing stands for None."""
+    """Writes sweep.csv with the columns of sweep.json; an empty cell for None."""
     path, text = spec.output / "sweep.csv", io.StringIO()
     names = [column.name for column in columns_with(_axes_of(spec))]
     writer = csv.DictWriter(text, names, lineterminator="\n", extrasaction="ignore")
@@ -212,7 +212,7 @@ def _units(points: Mapping[str, SweepPoint]) -> list[Unit]:
 
 def _keep(planned: Iterator[Row], known: dict[str, Row], total: int, folder: Path,
           tell: Teller) -> None:
-    """Keeps rows as they are planned, and tells how far the sweep is, in one line."""
+    """Writes rows as they are planned, and shows the sweep's progress."""
     before, began = len(known), time.monotonic()
     for row in planned:
         _append(folder, row)
@@ -228,7 +228,7 @@ def _planned(units: Sequence[Unit], spec: SweepSpec, cores: int | None,
              tell: Teller) -> Generator[Row]:
     options = PlanOptions(horizon=spec.horizon, has_margin=spec.has_margin, is_brief=True)
     count = min(cores or usable_cores(), len(units))
-    # what has to be measured on this machine is measured by one process, and by nothing beside it
+    # measuring on this machine needs one process and nothing beside it
     if count < 2 or any(point.job.cluster == LOCAL_CLUSTER for point in spec.points):
         for unit in units:
             yield from rows_of(unit, options, tell)
@@ -237,16 +237,16 @@ def _planned(units: Sequence[Unit], spec: SweepSpec, cores: int | None,
 
 
 def _by_processes(units: Sequence[Unit], options: PlanOptions, count: int) -> Generator[Row]:
-    """Rows of all units, of each once all of it is planned, by so many processes of one thread
-    each. Raises XgptError where one of them died."""
+    """Yields the rows of all units, of each when all its points are planned by one of `count`
+    processes of one thread each. Raises XgptError where a process died."""
     context, others = multiprocessing.get_context("spawn"), {*multiprocessing.active_children()}
     with _one_thread_each(), ProcessPoolExecutor(count, context, initializer=_begin) as pool:
         try:
             for done in as_completed([pool.submit(_all_rows, unit, options) for unit in units]):
                 yield from done.result()
         except BrokenProcessPool:
-            raise XgptError("a process that planned points died; what was planned is kept, and "
-                            "the same command goes on from there") from None
+            raise XgptError("a process that planned points died; planned points are kept, and the "
+                            "same command goes on from there") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in {*multiprocessing.active_children()} - others:
@@ -254,8 +254,8 @@ def _by_processes(units: Sequence[Unit], options: PlanOptions, count: int) -> Ge
 
 
 def _begin() -> None:
-    """The process ends with the sweep, however that ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep is asked to stop, and stops this
+    """Makes a planning process end with the sweep, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep gets it, too, and stops this
     threading.Thread(target=_end_with_sweep, daemon=True).start()
 
 
@@ -272,7 +272,7 @@ def _all_rows(unit: Unit, options: PlanOptions) -> list[Row]:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Processes started within have one thread for arithmetic."""
+    """Limits processes that its block starts to one thread for arithmetic."""
     before = {name: os.environ[name] for name in _THREADS if name in os.environ}
     os.environ.update(dict.fromkeys(_THREADS, "1"))
     try:
@@ -296,8 +296,8 @@ def _check_runs(spec: SweepSpec, tell: Teller) -> None:
 
 def _run_points(points: Mapping[str, SweepPoint], rows: dict[str, Row], folder: Path,
                 tell: Teller) -> None:
-    """Runs every point that has a schedule and has not been run, each in a folder of its own;
-    measured figures join its row. Raises StoppedEarly where it was asked to stop."""
+    """Runs every point that has a schedule and has not been run, each in its own folder, and adds
+    measured figures to its row. Raises StoppedEarly where it was asked to stop."""
     todo = [key for key in points
             if rows[key]["status"] == OK and rows[key]["measured_status"] != "done"]
     for number, key in enumerate(todo, 1):
@@ -314,7 +314,7 @@ def _run_points(points: Mapping[str, SweepPoint], rows: dict[str, Row], folder: 
 
 
 def _measured(job: Job, tell: Teller) -> Row:
-    """Of a run that failed only why: the sweep goes on with the next."""
+    """Runs a point; returns its measured columns, or why it failed."""
     try:
         submit(job, tell)
     except StoppedEarly:

@@ -1,0 +1,1 @@
+"""Reads the config.json and GGUF headers of models; for every package."""

@@ -1,0 +1,1 @@
+"""Facts about this machine, and safe file writing; for every package."""

@@ -116,7 +116,7 @@ def test_a_combination_that_cannot_be_planned_is_a_row_with_the_reason(job):
     assert "encoder" in rows[0]["reason"]
     again = Told()
     swept(job, "policy=sarathi,ft", "cluster=a40-8", "model=t5-11b", bounds="inf", tell=again)
-    assert again.lines == ["going on: 2 of 2 points are there"]
+    assert again.lines == ["continuing: 2 of 2 points are planned"]
 
 
 def test_each_engine_is_planned_by_its_own_constants_or_refused(job):
@@ -211,7 +211,7 @@ def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path, tasks):
     kept = len(read_sweep(tmp_path / "out" / "killed").rows)
     assert 4 <= kept < count
     ended = sweep_points(load_sweep(path), told := Told(), cores=1)
-    assert told.lines[0] == f"going on: {kept} of {count} points are there"
+    assert told.lines[0] == f"continuing: {kept} of {count} points are planned"
     fresh = sweep_points(load_sweep(path, out=tmp_path / "fresh"), Told(), cores=1)
     assert [row["key"] for row in ended.rows] == [row["key"] for row in fresh.rows]
     for row, other in zip(ended.rows, fresh.rows, strict=True):  # ties may end otherwise
