@@ -75,6 +75,7 @@ def test_a_running_schedule_changes_and_no_token_does(tmp_path, llama, own, prof
     assert first["choice"] == "adjust" and first["phase"] > 0, metrics["rescheduling"]
     assert first["sentence"] in said(done) and first["to"] != first["from"]
     assert first["cause"] == ("observe" if is_observed else "drift")
+    assert metrics["is_predicted_for_lengths"] is is_observed
     if not is_observed:  # a prediction that did not come true is not taken back
         assert metrics["wall_s"]["predicted"] > 0 and (
             "the schedule was changed during the run" in said(done))

@@ -101,7 +101,7 @@ def test_a_stop_by_the_user_ends_a_running_job_for_good(slurm, llama, make_job):
     assert slurm.await_end(job_id) == "FAILED"  # with exit code 75: not all is done
     found = slurm.status(out)
     assert (found["state"], found["slurm"]["exit_code"]) == ("stopped", "75:0")
-    assert "goes on after them" in slurm.xgpt("status", out).stdout
+    assert "goes on after them" in " ".join(slurm.xgpt("status", out).stdout.split())
     assert 3 <= len(answers(job)) < len(queries)
     (again,) = slurm.submit(job)
     assert slurm.await_end(again) == "COMPLETED", log_of(job, again)
@@ -114,7 +114,7 @@ def test_a_waiting_job_is_taken_back_and_handed_in_only_once(slurm, make_job):
     out = job.parent / "out"
     (job_id,) = slurm.submit(job)
     assert slurm.status(out)["state"] == "pending"
-    text = slurm.xgpt("status", job).stdout
+    text = " ".join(slurm.xgpt("status", job).stdout.split())
     assert f"Slurm: job {job_id} is pending (BeginTime)" in text and "starts about" in text
     refused = slurm.xgpt("submit", job)
     assert refused.returncode == 1 and f"job {job_id} for it is pending" in refused.stderr
@@ -135,8 +135,8 @@ def test_several_job_files_are_an_array_of_which_one_may_fail(slurm, llama, make
     for name in "ac":
         assert answers(jobs[name]) == {q.id: toys.generate(llama[1], q) for q in queries[name]}
     assert states[0] == states[2] == "COMPLETED"
-    failed = slurm.xgpt("status", jobs["b"].parent / "out").stdout
-    assert states[1] == "FAILED" and "out: failed" in failed and "no such file" in failed.lower()
+    failed = " ".join(slurm.xgpt("status", jobs["b"].parent / "out").stdout.split())
+    assert states[1] == "FAILED" and "out failed" in failed and "no such file" in failed.lower()
     assert slurm.status(jobs["c"].parent / "out")["slurm"]["job_id"] == ids[2]
 
 
@@ -149,7 +149,8 @@ def test_a_failing_job_shows_its_cause(slurm, make_job, own, state, cause):
                    slurm=f"nodes: 1, ntasks_per_node: 2, time: 10, {own}")
     (job_id,) = slurm.submit(job)
     assert slurm.await_end(job_id) == "FAILED"
-    found, text = slurm.status(job.parent / "out"), slurm.xgpt("status", job.parent / "out").stdout
+    found = slurm.status(job.parent / "out")
+    text = " ".join(slurm.xgpt("status", job.parent / "out").stdout.split())
     assert f"Slurm: job {job_id} ended as FAILED" in text and "exit code 1:0" in text
     assert cause.split()[-1] in text and cause in found["slurm"]["cause"]
     assert state in (None, found["state"]) and found["slurm"]["exit_code"] == "1:0"

@@ -134,6 +134,8 @@ def _show_plans(jobs: Sequence[Job], as_json: bool, tell: Terminal, *, is_verbos
         return
     for job, plan in zip(jobs, plans, strict=True):
         show(str(plan) if len(jobs) == 1 else f"== {job.name}\n{plan}\n")
+        if is_verbose:
+            show(f"\n{plan.details}")
 
 
 def _job_and_overrides(path: Path, overrides: tuple[str, ...],

@@ -337,7 +337,7 @@ def read_held(path: Path, first_index: int) -> dict[int, str]:
                 line = line_of(text, spool) if text.endswith(b"\n") else None
                 if line is not None and line.query >= first_index:
                     held[line.query] = text.decode().removesuffix("\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     return held
 

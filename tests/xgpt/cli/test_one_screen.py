@@ -80,7 +80,7 @@ def test_a_run_is_one_screen_and_the_first_line_is_its_duration(tmp_path, llama,
     assert re.match(r"time +\S+ \S+ for 12 requests", first), shown
     golden("submit", re.sub(r"(faster than predicted|within # %|[\d.]+ \S+ (less|times as much))",
                             "VERDICT", shown))
-    assert "runs it anew" in screen_of(tmp_path, cache, "submit", "job.yaml")
+    assert "already done: 12 of 12" in screen_of(tmp_path, cache, "submit", "job.yaml")
 
 
 def test_without_an_argument_the_newest_run_is_meant(jobs, cache, tmp_path):

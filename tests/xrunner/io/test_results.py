@@ -272,3 +272,8 @@ def test_lines_whose_turn_has_come_leave_the_file_as_it_grows(tmp_path, monkeypa
     assert 2000 < most < 6000 < path.stat().st_size
     writer.close()
     assert count_results(path) == 400
+
+
+def test_below_a_file_there_are_no_results(tmp_path):
+    (tmp_path / "out").write_text("a file\n")
+    assert answered(tmp_path / "out" / "job" / "results.jsonl").total == 0
