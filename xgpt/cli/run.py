@@ -49,7 +49,7 @@ _strict_option = click.option(
               help="Also write the results to this file: .csv, .tsv, .parquet or .jsonl.")
 @within_seconds
 @click.option("--dry-run", is_flag=True,
-              help="Only print the schedule and, for Slurm, the batch script.")
+              help="Only print the plan; with --verbose also why, and Slurm's batch script.")
 @_strict_option
 @verbose_option
 def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool,
