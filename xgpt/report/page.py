@@ -143,9 +143,9 @@ def _cost(output: Output, metrics: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _files(output: Output, folder: Path) -> list[tuple[str, str]]:
-    """(name, link from `folder`) of the run's files that exist and hold something."""
+    """Names, and links from `folder`, of the run's files that are not empty."""
     table = text_at(output.job, "results")
-    names = ("results.jsonl", *[table] * (table is not None), "errors.jsonl", "metrics.json",
+    names = ("results.jsonl", *([] if table is None else [table]), "errors.jsonl", "metrics.json",
              "schedule.json")
     paths = [output.directory / name for name in names]
     return [(path.name, quote(os.fsencode(os.path.relpath(path, folder)))) for path in paths
