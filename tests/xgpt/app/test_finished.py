@@ -156,7 +156,7 @@ def test_a_table_of_results_elsewhere_is_written_later_and_kept_too(job):
     done, table = xgpt("submit", job, "--results", "table.csv"), job.parent / "table.csv"
     assert done.returncode == 0 and f"results: {COUNT} rows in" in done.stderr
     lines = table.read_text().splitlines()
-    assert lines[0].startswith("id,text,") and [line[:2] for line in lines[1:]] == [
+    assert lines[0].startswith("id,answer,") and [line[:2] for line in lines[1:]] == [
         f"{i}," for i in range(COUNT)]
     assert "Ran" in xgpt("submit", job, "--again", "--results", table).stderr
     (aside,) = (job.parent / "out").glob("earlier-*")

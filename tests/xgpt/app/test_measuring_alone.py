@@ -197,7 +197,7 @@ def test_nodes_are_told_apart_and_messages_between_them_measured_and_added_once(
     assert (one.ranks, two.ranks, one.nodes, two.nodes) == (2, 2, 1, 2)
     assert cached_profile_path(tmp_path, one) != cached_profile_path(tmp_path, two)
     monkeypatch.setattr(module, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(module, "missing", lambda *_: [])
+    monkeypatch.setattr(module, "missing_skeleton", lambda *_: [])
     opened = opened_on(tmp_path, "a, b")
     over_network = TableKey(TRANSFER, 1, "network")
     points = (Sample(x=1024, samples_s=(1e-4,) * 3),)
