@@ -52,7 +52,7 @@
       var axis = layout[name] = Object.assign({}, grid, layout[name]);
       var choice = box.choices && box.choices[name.charAt(0)];
       var text = choice ? choice.value : axis.title.text;
-      axis.title = { text: wrapped(text, name === "xaxis" ? width - 80 : layout.height - 60), standoff: 8,
+      axis.title = { text: wrapped(text, name === "xaxis" ? width - (layout.yaxis.type === "category" ? 230 : 80) : layout.height - 60), standoff: 8,
                      font: { size: 12, color: style.getPropertyValue("--muted").trim() } };
     });
     if (box.zoom && box.zoom.x) { layout.xaxis.range = box.zoom.x; layout.xaxis.autorange = false; }

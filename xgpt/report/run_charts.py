@@ -161,7 +161,7 @@ def timeline(output: Output, expected: Sequence[Lane]) -> Chart | None:
     period_s = output.schedule.figures.period_s if output.schedule else None
     view = middle_window(lanes, 3 * period_s if period_s else None)
     words = "" if view is None else (
-        f"At first {format_seconds(view[1] - view[0])} from the middle show. ")
+        f"The chart opens at {format_seconds(view[1] - view[0])} from the middle of the run. ")
     both = [replace(lane, label=f"{lane.label} {kind}")  # the expected lane under the measured one
             for pair in zip_longest(lanes, expected)
             for lane, kind in zip(pair, ("measured", "expected"), strict=True) if lane is not None]
