@@ -52,7 +52,7 @@ def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path):
     facts = end(process, own)
     assert facts["code"] == 1
     assert "the run hangs: rank 1 (stage 1) has given no sign of life" in facts["error"]
-    assert "it was last told to " in facts["error"] and facts["queries"] == len(job.lines())
+    assert "its last order was to " in facts["error"] and facts["queries"] == len(job.lines())
     said = " ".join(job.command("status").stdout.split())
     assert "it failed: the run hangs: rank 1 (stage 1) has given no sign of life" in said
 
