@@ -10,14 +10,9 @@ lengths are yet to be observed. Four steps:
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Literal
 
 from xgpt.core.errors import InfeasibleError
@@ -99,7 +94,6 @@ class Planner:
                  *, tell: Callable[[str], None] | None = None, watch: Watch | None = None) -> None:
         """watch: clock of a caller, who resets it; None: each schedule has a clock of its own.
         Other arguments: see `plan`."""
-        keep_freed_memory()
         self.problem, self.timing, self.options = problem, timing, options or PlanOptions()
         self._watch, self._resets = watch or Watch(self.options.max_seconds), watch is None
         self._tell = tell if tell is not None else lambda text: None
@@ -109,7 +103,7 @@ class Planner:
     def plan(self, latency_bound_s: float | None = None) -> Schedule:
         """The schedule within a latency limit, by default the problem's. Raises InfeasibleError."""
         problem = _with_limit(self.problem, latency_bound_s)
-        with self._watched(), garbage_collection_paused():
+        with self._watched():
             schedule = with_room(plan_with_enough(
                 problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
                 problem)
@@ -121,7 +115,7 @@ class Planner:
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
         """The best schedule in steady state that keeps the limit (by default the problem's) with
         the constraint's confidence. Raises InfeasibleError."""
-        with self._watched(), garbage_collection_paused():
+        with self._watched():
             return plan_with_enough(
                 _with_limit(self.problem, latency_bound_s),
                 lambda enough: self._like(enough)._steady(enough), lambda note: None)
@@ -204,61 +198,3 @@ def _with_idle_note(problem: Problem, schedule: Schedule) -> Schedule:
     """The schedule with a note on devices that no replica uses."""
     note = idle_note(problem.cluster, schedule.estimate)
     return schedule.changed(notes=(*schedule.estimate.notes, note)) if note else schedule
-
-
-_lock = threading.Lock()
-_num_paused = 0  # callers inside garbage_collection_paused
-_was_enabled = True
-_others_froze = False  # kept once it was true, since counting frozen objects takes long
-
-
-@contextmanager
-def garbage_collection_paused() -> Iterator[None]:
-    """Pauses Python's cyclic garbage collector in all threads. It visits all objects after some
-    hundred new ones, which takes a tenth to a third of a search. Objects without references are
-    freed as ever. For seconds of work, not for a whole run. Objects that remain at the end count as
-    old, so they are visited only in a full collection."""
-    global _num_paused, _was_enabled
-    with _lock:
-        if not _num_paused:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _num_paused += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_paused -= 1
-            if not _num_paused and _was_enabled:
-                _age()
-                gc.enable()
-
-
-def _age() -> None:
-    global _others_froze
-    _others_froze = _others_froze or gc.get_freeze_count() > 0
-    if not _others_froze:  # unfreeze() would also release objects that others have frozen
-        gc.freeze()
-        gc.unfreeze()
-
-
-# glibc's mallopt(3): its numbers, the environment variables for the same, and the bytes set here
-_TRIM, _PAD, _MAPPED = -1, -2, -3
-_OPTIONS = {
-    _TRIM: ("MALLOC_TRIM_THRESHOLD_", 2**30),  # free at the heap's end before it is returned
-    _PAD: ("MALLOC_TOP_PAD_", 64 * 2**20),  # added to each request to the system
-    _MAPPED: ("MALLOC_MMAP_THRESHOLD_", 32 * 2**20),  # blocks from this size on are mapped alone
-}
-
-
-@cache
-def keep_freed_memory() -> None:
-    """Makes this process keep up to 1 GiB of freed memory. By default glibc returns it to the
-    system and requests it again page by page (one to five hundredths of a search's time). Values in
-    the user's environment stay. With another C library than glibc nothing changes."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    for option, (variable, num_bytes) in _OPTIONS.items():
-        if variable not in os.environ:
-            mallopt(option, num_bytes)
