@@ -29,9 +29,8 @@ from xgpt.job.sections import SlurmSpec, time_of
 from xgpt.launch.exports import Exported, render_jobset, render_skypilot
 from xgpt.launch.launcher import Allocation, node_names
 from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, quoted, render_sbatch, submit_script
-from xgpt.report.plan_screen import placement
 from xgpt.report.table import WIDTH, fact, shown
-from xgpt.report.words import controls_line, counted
+from xgpt.report.words import controls_line, counted, placement
 from xgpt.run_folder.files import SlurmRecord, load_record, standard_input
 from xprofiler.roofline import Roofline
 from xrunner.backends.engine import mistake

@@ -22,9 +22,8 @@ from xgpt.report.chart import SUFFIXES, write_image
 from xgpt.report.figures import middle_window, percent, plain
 from xgpt.report.html_page import write_chart_page
 from xgpt.report.notebook import Printed
-from xgpt.report.plan_screen import placement
 from xgpt.report.table import estimate_table, fact, memory_words
-from xgpt.report.words import controls_line, counted
+from xgpt.report.words import controls_line, counted, placement
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.backends.engine import mistake
@@ -49,7 +48,6 @@ from xsimulator.rough.formulas import fixed_estimate
 
 LEAST_QUERIES, MOST_QUERIES = 2000, 50_000
 ROUNDS = 12  # as many times the queries in the system are enough for a steady state
-_STAGES_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +103,18 @@ class Simulation(Printed):
                 ("latency", f"P50 {format_seconds(of.latency_p50_s)}, P99 "
                             f"{format_seconds(of.latency_p99_s)}; {verdict}"),
                 ("busy", f"{percent(sum(of.utilisation) / len(of.utilisation))} of the time, "
-                         f"KV cache {percent(of.kv_peak_tokens / max(of.kv_tokens, 1))} at most"),
+                         f"KV cache {percent(of.kv_peak_tokens / max(of.kv_tokens, 1))} at most"
+                         f"{f'; {of.preemptions} preemptions' * bool(of.preemptions)}"),
                 ("memory", memory_words(own)), ("times", self.times)))])
 
     @property
     def details(self) -> str:
-        """The text of the estimate and of the replay's figures, for `xgpt simulate --verbose`."""
-        return (f"{estimate_table(self.estimate, self.problem.constraint)}\n"
-                f"{replay_table(self.estimate, self.figures)}")
+        """The text of the estimate and of the replay's latency, for `xgpt simulate --verbose`."""
+        text, latency_s = estimate_table(self.estimate, self.problem.constraint), (
+            self.figures.steady_latency_s)
+        return text if latency_s is None else "\n".join([text, fact(
+            "replay", f"latency {format_seconds(latency_s)} in steady state (formula: "
+            f"{self.figures.estimated_latency_s / latency_s - 1:+.1%})")])
 
     def to_dict(self) -> dict[str, Any]:
         """The `--json` object: the estimate, with the keys of a schedule's file, and the replay."""
@@ -236,39 +238,3 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: fl
         utilisation=tuple((steady.utilisation if steady else result.utilisation()).tolist()),
         estimated_latency_s=estimated_s, kv_peak_tokens=int(fullest.memory_tokens.max(initial=0)),
         kv_tokens=fullest.kv_tokens, preemptions=result.preemptions)
-
-
-def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
-    """The text of the replay's figures, in lines of at most 80 columns."""
-    lines = [("replay", f"{replay.queries} queries: {plain(replay.throughput_qps)} requests/s, "
-              f"{plain(replay.output_tokens_per_s)} tokens/s, start and end included; latency p50 "
-              f"{format_seconds(replay.latency_p50_s)}, p99 "
-              f"{format_seconds(replay.latency_p99_s)}; {format_seconds(replay.wall_s)} in all")]
-    if replay.steady_throughput_qps is None:
-        lines.append(("steady", "the job is too short to have a steady state"))
-    else:
-        text = (f"{plain(replay.steady_throughput_qps)} requests/s "
-                f"({_against(estimate.figures.throughput_qps, replay.steady_throughput_qps)})")
-        if replay.steady_latency_s is not None:
-            of = " of the slowest replica" if estimate.others else ""
-            text += (f"; latency {format_seconds(replay.steady_latency_s)}{of} "
-                     f"({_against(replay.estimated_latency_s, replay.steady_latency_s)})")
-        lines.append(("steady", text))
-    preemptions = f"; {replay.preemptions} preemptions" if replay.preemptions else ""
-    share = percent(replay.kv_peak_tokens / max(replay.kv_tokens, 1))
-    lines += [("busy", _busy(replay.utilisation)),
-              ("KV held", f"at most {replay.kv_peak_tokens} of {replay.kv_tokens} tokens "
-                          f"({share}){preemptions}")]
-    return "\n".join(fact(label, value) for label, value in lines)
-
-
-def _against(closed: float, replayed: float) -> str:
-    return f"estimate {closed / replayed - 1:+.1%}"
-
-
-def _busy(shares: tuple[float, ...]) -> str:
-    if len(shares) > _STAGES_LISTED:
-        return (f"stages work {percent(min(shares))} to {percent(max(shares))} of the time, mean "
-                f"{percent(sum(shares) / len(shares))}")
-    listed = ", ".join(f"stage {i} {percent(share)}" for i, share in enumerate(shares))
-    return f"{listed} of the time; the rest are bubbles"

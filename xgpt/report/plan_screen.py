@@ -10,11 +10,11 @@ from xgpt.core.cluster import Cluster
 from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule, SizeTried, Status
+from xgpt.core.schedule import Schedule, SizeTried, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import percent, plain
 from xgpt.report.table import alternative_cells, fact, paragraph, table
-from xgpt.report.words import PROSPECTS, controls_line, counted, prospect_words
+from xgpt.report.words import PROSPECTS, controls_line, counted, placement, prospect_words
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xscheduler.layouts import LAYOUT_NOTE
@@ -149,16 +149,6 @@ def _latency(schedule: Schedule) -> str:
     if math.isinf(bound.limit_s):
         return f"{text}, no limit"
     return f"{text}, limit {format_seconds(bound.limit_s)}"
-
-
-def placement(shape: Estimate) -> str:
-    """`2 replicas x 4 devices (TP 1, PP 4)`."""
-    deployment = shape.deployment
-    copies, devices = deployment.replicas, deployment.devices_per_replica
-    stages = " + ".join(f"{len(pool.stages)} to {pool.name}" if len(deployment.pools) > 1 else
-                        f"{len(pool.stages)}" for pool in deployment.pools)
-    return (f"{counted(copies, 'replica')} x {counted(devices, 'device')} "
-            f"(TP {deployment.tp_degree}, PP {stages})")
 
 
 def _optimality(schedule: Schedule) -> str:

@@ -9,9 +9,8 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import BoundCheck, comparisons
 from xgpt.report.output import number, text_at
-from xgpt.report.plan_screen import placement
 from xgpt.report.table import fact
-from xgpt.report.words import controls_line, counted
+from xgpt.report.words import controls_line, counted, placement
 from xsimulator.replay.prediction import JobPrediction
 
 _MOST_LINES = 15  # chosen: with the ten before the run there are 25

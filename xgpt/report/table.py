@@ -13,7 +13,6 @@ from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
 from xgpt.core.schedule import (
-    CopiesTried,
     Estimate,
     Rejected,
     Schedule,
@@ -25,7 +24,7 @@ from xgpt.core.schedule import (
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to_bound, percent, plain
-from xgpt.report.output import number, text_at
+from xgpt.report.output import text_at
 from xgpt.report.words import controls_line
 from xscheduler.layouts import LAYOUT_NOTE
 
@@ -82,28 +81,18 @@ def estimate_table(estimate: Estimate, constraint: Constraint) -> str:
     return _lines(_facts("simulated", estimate, constraint.latency))
 
 
-def summary_table(metrics: Mapping[str, Any], ends: Sequence[str] = ()) -> str:
-    """The end of a run: queries done, and predicted beside measured with their ratio. `ends`: what
-    only the results tell."""
-    queries, num_errors = number(metrics, "queries") or 0.0, number(metrics, "errors") or 0.0
-    first = f"{words.counted(queries, 'request')} done"
-    if num_errors:
-        first += f", {words.counted(num_errors, 'error')} (errors.jsonl)"
-    if failed := number(metrics, "failed"):
-        first += f", {words.counted(failed, 'request')} without an answer (`error` in its result)"
-    if text_at(metrics, "status") == "stopped":
-        first += ", stopped early: the same command goes on"
-    rows = comparisons(metrics)
-    heads = [paragraph(first), *(paragraph(text) for text in ends)]
-    if not rows:
-        return "\n".join(heads)
+def summary_table(metrics: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
+    """Text with the `notes` of a run, and predicted beside measured figures with their ratio."""
+    heads = [paragraph(text) for text in notes]
     body = [(row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
-            for row in rows]
-    header = ("", "predicted", "measured", "ratio", "")
+            for row in comparisons(metrics)]
+    if not body:
+        return "\n".join(heads)
     remarks = [words.loading_words(metrics), words.operators_words(metrics),
                words.agreement_words(metrics),
                text_at(metrics, "attribution", "sentence")]
-    return "\n".join([*heads, table(header, body, right=(1, 2, 3)),
+    return "\n".join([*heads, table(("", "predicted", "measured", "ratio", ""), body,
+                                    right=(1, 2, 3)),
                       *(paragraph(text) for text in remarks if text)])
 
 
@@ -126,14 +115,6 @@ def alternative_cells(row: Rejected, schedule: Schedule) -> tuple[str, str, str]
             "-" if row.latency_s is None else format_seconds(row.latency_s))
 
 
-def compared(row: CopiesTried, schedule: Schedule) -> tuple[str, str, str]:
-    """Cells of a number of replicas: requests/s, percentage less than the chosen, and latency."""
-    qps, latency_s = row.throughput_qps, row.latency_s
-    return ("-" if qps is None else plain(qps),
-            "-" if qps is None else percent(1 - qps / schedule.figures.throughput_qps, 1),
-            "-" if latency_s is None else format_seconds(latency_s))
-
-
 def _configuration(row: Rejected) -> str:
     """Cell of an alternative's configuration, with the reason if there is none or it is unfit."""
     if not row.words:
@@ -145,14 +126,16 @@ def _configuration(row: Rejected) -> str:
 
 def copies_table(schedule: Schedule) -> str:
     """A table of the numbers of replicas examined; "" if there was only one."""
-    body = []
+    body, own, total = [], schedule.figures, devices_of_copies(schedule.estimate)
     for row in schedule.over_copies:
-        cells = compared(row, schedule)
-        if devices_tried(row) == devices_of_copies(schedule.estimate):
-            own = schedule.figures
-            cells = plain(own.throughput_qps), "chosen", format_seconds(own.latency_s)
-        devices = devices_sum(row.devices or (row.devices_per_replica,))
-        body.append((str(row.replicas), devices, *cells,
+        qps, latency_s, less = row.throughput_qps, row.latency_s, "-"
+        if devices_tried(row) == total:
+            qps, latency_s, less = own.throughput_qps, own.latency_s, "chosen"
+        elif qps is not None:
+            less = percent(1 - qps / own.throughput_qps, 1)
+        body.append((str(row.replicas), devices_sum(row.devices or (row.devices_per_replica,)),
+                     "-" if qps is None else plain(qps), less,
+                     "-" if latency_s is None else format_seconds(latency_s),
                      plain(row.bound_qps) if row.bound_qps > 0 else "-", row.words))
     return table(("replicas", "devices", "requests/s", "less", "latency", "at most", "by"), body,
                  right=(0, 1, 2, 3, 4, 5)) if body else ""
@@ -177,7 +160,7 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
     return [
         (label, f"{controls_line(e)}; {figures.decode_batch:.1f} requests decode at once"
                 f"{' in each replica' * (e.deployment.replicas > 1)}"),
-        ("parallel", _parallel(e)),
+        ("placement", words.placement(e)),
         *(("beside", _beside(other, count)) for other, count in Counter(e.others).items()),
         *(("layout", note.removeprefix(LAYOUT_NOTE)) for note in e.notes
           if note.startswith(LAYOUT_NOTE)),
@@ -209,31 +192,12 @@ def _request_times(e: Estimate, bound: Bound) -> list[tuple[str, str]]:
                             f"(output length P{bound.quantile * 100:g})")]
 
 
-def _parallel(e: Estimate) -> str:
-    deployment = e.deployment
-    stages = words.counted(len(deployment.stages), "stage")
-    copies = "" if deployment.replicas == 1 else (
-        f"{words.replicas(deployment.replicas, deployment.devices_per_replica)}, each of ")
-    if len(deployment.pools) > 1:
-        first, *others = deployment.pools
-        stages = ", ".join([f"{words.counted(len(first.stages), 'stage')} to {first.name}",
-                            *(f"{len(pool.stages)} to {pool.name}" for pool in others)])
-    if deployment.tp_degree > 1 and deployment.tp_gpus:
-        return (f"{copies}{stages}; tensor parallelism of {deployment.tp_degree} on "
-                f"{deployment.tp_gpus} devices")
-    return f"{copies}{stages}; no tensor parallelism"
-
-
 def _beside(other: Estimate, count: int) -> str:
     """A line about replicas of another shape. `count`: nodes that have them."""
-    figures, deployment = other.figures, other.deployment
-    stages = "" if deployment.replicas > 1 else (
-        f"{words.replicas(1, deployment.devices_per_replica)} of "
-        f"{words.counted(len(deployment.stages), 'stage')}")
     nodes = f"on each of {count} nodes " if count > 1 else ""
-    return (f"{nodes}{stages or _parallel(other)}: {controls_line(other)}; "
-            f"{plain(count * figures.throughput_qps)} of the requests/s, latency "
-            f"{format_seconds(figures.latency_s)}")
+    return (f"{nodes}{words.placement(other)}: {controls_line(other)}; "
+            f"{plain(count * other.figures.throughput_qps)} of the requests/s, latency "
+            f"{format_seconds(other.figures.latency_s)}")
 
 
 def _latency(latency_s: float, bound: Bound) -> str:

@@ -48,13 +48,6 @@ def counted(count: float, noun: str) -> str:
     return f"{count:,.0f} {noun if count == 1 else plural}"
 
 
-def replicas(count: int, devices: int) -> str:
-    """`8 replicas on 1 device each`."""
-    if count == 1:
-        return f"1 replica on {counted(devices, 'device')}"
-    return f"{count:,} replicas on {counted(devices, 'device')} each"
-
-
 def headline(output: Output, metrics: Mapping[str, Any]) -> str:
     """A sentence about a run's answers: their number, the time, and how many lack a part."""
     queries, wall_s = number(metrics, "queries") or 0.0, number(metrics, "wall_s", "measured")
@@ -283,6 +276,16 @@ def controls_line(estimate: Estimate) -> str:
     if iterations is not None:
         text += f", then {counted(iterations, 'decode iteration')}"
     return text + more + in_groups
+
+
+def placement(shape: Estimate) -> str:
+    """`2 replicas x 4 devices (TP 1, PP 4)`."""
+    deployment = shape.deployment
+    copies, devices = deployment.replicas, deployment.devices_per_replica
+    stages = " + ".join(f"{len(pool.stages)} to {pool.name}" if len(deployment.pools) > 1 else
+                        f"{len(pool.stages)}" for pool in deployment.pools)
+    return (f"{counted(copies, 'replica')} x {counted(devices, 'device')} "
+            f"(TP {deployment.tp_degree}, PP {stages})")
 
 
 def controls_cell(estimate: Estimate) -> str:

@@ -270,4 +270,4 @@ def test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula(
     assert figures.kv_peak_tokens <= figures.kv_tokens
     assert simulated.to_dict()["replay"].estimated_latency_s == figures.estimated_latency_s
     words = " ".join(simulated.details.split())
-    assert "of the slowest replica (estimate" in words
+    assert "in steady state (formula: " in words

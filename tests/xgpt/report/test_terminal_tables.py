@@ -124,8 +124,6 @@ TABLES = {
         "operators": "native operators: none, torch's serve: no C++ compiler (g++) is there"}),
     "summary, no step captured": lambda: summary_table(METRICS | {
         "operators": "CUDA operators: ours; no CUDA graphs: experts are told by the host"}),
-    "summary, stopped": lambda: summary_table(METRICS | {"status": "stopped"}),
-    "summary, empty": lambda: summary_table({}),
     "sweep": lambda: sweep_text([
         point("rra", "5 s", None, bound_s=0.01), point("rra", "50%", 12.345),
         point("ft", "inf", 9.0, bound_s="inf"),
