@@ -362,11 +362,6 @@ def devices_of_copies(estimate: Estimate) -> tuple[int, ...]:
                  for _ in range(shape.deployment.replicas))
 
 
-def devices_tried(row: CopiesTried) -> tuple[int, ...]:
-    """Number of devices of each replica of a row."""
-    return row.devices or (row.devices_per_replica,) * row.replicas
-
-
 def devices_sum(devices: Sequence[int]) -> str:
     """Devices of replicas as a sum, the largest first: "4 + 3", "5 + 3 x 1"."""
     counts = {each: devices.count(each) for each in sorted(set(devices), reverse=True)}

@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
-from xgpt.core.schedule import (
-    Estimate,
-    Rejected,
-    Schedule,
-    Status,
-    devices_of_copies,
-    devices_sum,
-    devices_tried,
-)
+from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to_bound, percent, plain
@@ -42,9 +34,9 @@ def schedule_table(schedule: Schedule) -> str:
 
 
 def schedule_details(schedule: Schedule) -> str:
-    """All tables of a schedule: facts, choice, numbers of copies and stages."""
+    """All tables of a schedule: facts, choice and stages."""
     return "\n".join(filter(None, (schedule_table(schedule), choice_table(schedule),
-                                   copies_table(schedule), stage_table(schedule))))
+                                   stage_table(schedule))))
 
 
 def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
@@ -122,23 +114,6 @@ def _configuration(row: Rejected) -> str:
     point = row.words.removesuffix(_NO_PLAN)
     return point if row.throughput_qps is not None and not row.is_unsure else (
         f"{row.reason} ({point})")
-
-
-def copies_table(schedule: Schedule) -> str:
-    """A table of the numbers of replicas examined; "" if there was only one."""
-    body, own, total = [], schedule.figures, devices_of_copies(schedule.estimate)
-    for row in schedule.over_copies:
-        qps, latency_s, less = row.throughput_qps, row.latency_s, "-"
-        if devices_tried(row) == total:
-            qps, latency_s, less = own.throughput_qps, own.latency_s, "chosen"
-        elif qps is not None:
-            less = percent(1 - qps / own.throughput_qps, 1)
-        body.append((str(row.replicas), devices_sum(row.devices or (row.devices_per_replica,)),
-                     "-" if qps is None else plain(qps), less,
-                     "-" if latency_s is None else format_seconds(latency_s),
-                     plain(row.bound_qps) if row.bound_qps > 0 else "-", row.words))
-    return table(("replicas", "devices", "requests/s", "less", "latency", "at most", "by"), body,
-                 right=(0, 1, 2, 3, 4, 5)) if body else ""
 
 
 def stage_table(schedule: Schedule) -> str:
