@@ -52,6 +52,7 @@ def reviews(folder: Path) -> None:
 def job_of_the_paper(folder: Path) -> None:
     """The job of the tutorial on policies, in the folder that commands run in."""
     text = (ROOT / "jobs" / "opt-13b-summarise.yaml").read_text(encoding="utf-8")
+    text = re.sub(r"^output: .*", "output: out", text, flags=re.M)
     (folder / "job.yaml").write_text(text, encoding="utf-8")
 
 
@@ -66,7 +67,7 @@ TRANSCRIPTS = (
         "The job file names the prompt, the labels and a small model. Every key has a comment.",
         "$ xgpt submit job.yaml",
         "Each answer is exactly one of the labels, and stands beside the columns of the table.",
-        "$ cut -d , -f 1-4 out/reviews/results.csv | head -n 3",
+        "$ head -n 3 out/reviews/results.csv | cut -d , -f 1-4",
         "$ xgpt status")),
     Transcript(name="how-many-gpus", title="First hour: how many H100 for 3 million prompts?",
                steps=(

@@ -4,6 +4,7 @@ A size is some devices of one node, or whole nodes. A size that exceeds a limit 
 safety margin is dropped. The others are planned in full: for `devices` the smallest first, for
 `cost` in the order of their cost without a margin, until no size left can be cheaper."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,11 +43,12 @@ def why_impossible(problem: Problem) -> str:
     limit the job takes longer than its makespan limit. "" if neither is so."""
     devices = problem.cluster.num_devices
     if not weights_fit(problem):
-        return f"the weights do not fit on {devices} of the devices"
+        return f"the weights do not fit on {devices} devices"
     limit_s = problem.constraint.limit_s("makespan")
     least_s = (problem.num_queries or 0) / roofline_limit_qps(problem)
     return "" if least_s <= limit_s else (
-        f"by the roofline limit {devices} of the devices take at least {format_seconds(least_s)}")
+        f"no schedule is possible within {format_seconds(limit_s)}: by the roofline limit "
+        f"{devices} devices take at least {format_seconds(least_s)}")
 
 
 def size_cost(problem: Problem, schedule: Schedule, evaluator: Evaluator) -> SizeCost:
@@ -91,6 +93,10 @@ class SizeSearch:
         """The first of a few sizes that has a schedule. Of many, the search begins at an estimate,
         which divides the time of a smaller size with its margin by more devices."""
         start = 0
+        is_request_late = sizes[1:] and not self._has_rough(sizes[0]) and math.isfinite(
+            getattr(self.refused[sizes[0]], "tightest_s", math.inf))
+        if is_request_late and not self._has_rough(sizes[-1]):
+            return None  # a limit on one request that the largest size misses too
         if len(sizes) > FEW_SIZES:
             start = bisect_left(sizes, True, key=lambda size: self._has_rough(size))
             if start < len(sizes):

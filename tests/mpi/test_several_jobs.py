@@ -110,7 +110,8 @@ def test_the_second_job_measures_nothing(tmp_path, llama, home, monkeypatch):
     assert after.tables == before.tables and after.spent_s == before.spent_s, "points measured: 0"
     assert "profile: timing" not in second.stderr and "profile: from the cache" in second.stderr
     assert len(after.learned) > len(before.learned), "and this one adds to it, too"
-    shown = xgpt("profile", "show", next((home / "xgpt" / "profiles").glob("*x1-*.json")))
+    file = next((home / "xgpt" / "profiles").glob("*x1-*.json"))
+    shown = xgpt("profile", "show", "--verbose", file)
     assert "runs, decode" in shown.stdout and "age" in shown.stdout
     json.loads(second.stdout)
     assert os.environ["XDG_CACHE_HOME"] == str(home)

@@ -143,7 +143,8 @@ class Plan(Printed):
         return plan_screen(self.schedule, self.opened.problem, PlanTimes(
             source=source_words(self.timing, self.opened.problem.cluster, job.plan_engine),
             seconds=None if prediction is None else prediction.wall_s,
-            by_engine=self.by_engine), str(job.source))
+            by_engine=self.by_engine), str(job.source),
+            is_here=self.opened.is_local or job.slurm is not None)
 
     @cached_property
     def prediction(self) -> JobPrediction | None:

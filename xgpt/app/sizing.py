@@ -1,19 +1,25 @@
 """Plans without a job file: how many GPUs of a kind a job needs, or how long given ones take."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xgpt.app.opened_job import OpenedJob, open_job
 from xgpt.app.schedule import Plan, plan_job
 from xgpt.app.teller import Teller
 from xgpt.core import catalog
-from xgpt.core.errors import InfeasibleError, UnknownNameError, nearest, wrong
+from xgpt.core.errors import InfeasibleError, InputError, UnknownNameError, nearest, wrong
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.job.job_file import load_job
 from xscheduler.cluster_sizes import why_impossible
 
 NODE, MOST_GPUS = 8, 4096  # chosen: fewest and most GPUs that are tried
+# job key -> the option that sets it
+OPTIONS = {"model": "MODEL", "cluster": "--on", "workload.requests.count": "--prompts",
+           "workload.input_tokens": "--input", "workload.output_tokens": "--output",
+           "constraint.makespan_s": "--within", "constraint.latency_s": "--latency",
+           "plan.engine": "--engine"}
 SPARE = 4  # chosen: first try this many times the GPUs of the roofline limit
 
 
@@ -63,7 +69,13 @@ def answer(question: Question, place: Path, overrides: Sequence[str], tell: Tell
     be met."""
     def opened(cluster: str, *, is_sized: bool = False) -> OpenedJob:
         text = question.text(cluster, is_sized=is_sized)
-        return open_job(load_job(place, overrides, text), tell, "lengths")
+        try:
+            job = load_job(place, overrides, text)
+        except InputError as error:
+            raise InputError([replace(one, file="command line", line=None,
+                                      key=OPTIONS.get(one.key, one.key))
+                              for one in error.mistakes]) from None
+        return open_job(job, tell, "lengths")
 
     cluster = question.on
     if question.asks_how_many:
@@ -92,7 +104,7 @@ def _on_fewest(opened: Callable[[int], OpenedJob]) -> Plan:
     while True:
         try:
             return plan_job(opened(count))
-        except InfeasibleError:
-            if count >= MOST_GPUS:
+        except InfeasibleError as refusal:
+            if count >= MOST_GPUS or math.isfinite(refusal.tightest_s):
                 raise
             count = min(2 * count, MOST_GPUS)

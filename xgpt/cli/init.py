@@ -78,6 +78,8 @@ def init(job_file: Path, prompts: Path | None, column: str | None, prompt: str, 
     if choices is not None and json_schema is not None:
         raise wrong("command line", "--choices", choices, "left out beside --json-schema")
     added = _added(prompt, system, choices, json_schema)
+    if (choices or json_schema) and not prompt:
+        say("note: without --prompt 'QUESTION {column}' the model sees the rows alone, no question")
     look = _look(_prompts(prompts, asks), column, asks, prompt)
     check = _model(model, asks)
     assert check.spec is not None

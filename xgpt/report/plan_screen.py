@@ -21,7 +21,7 @@ from xscheduler.layouts import LAYOUT_NOTE
 from xscheduler.replicas import replica_sizes
 
 ENGINE_WORDS = {VLLM: "vLLM", OWN_ENGINE: "xgpt's own runner"}
-MOST_ALTERNATIVES, MOST_SIZES = 4, 5  # chosen: rows of the tables, for a screen of 25 lines
+MOST_ALTERNATIVES, MOST_SIZES = 4, 4  # chosen: rows of the tables, for a screen of 25 lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +40,22 @@ def source_words(timing: TimingSource, cluster: Cluster, engine: str) -> str:
     if not isinstance(timing, Roofline):
         return timing.provenance()
     name, error = cluster.device.name, catalog.request_error(cluster.device.name, engine)
-    text = f"{ENGINE_WORDS.get(engine, engine)} on {name}, computed from data sheets"
+    text = f"{ENGINE_WORDS.get(engine, engine)} on {name}, by data sheets"
     if error is not None:
-        return (f"{text}; request times of {error[1]} published runs were {error[0]:.0%} off in "
-                "the mean")
+        return f"{text}; {error[1]} published runs: {error[0]:.0%} off in the mean"
     never = engine == OWN_ENGINE and cluster.num_devices > 1 and cluster.device.kind == "gpu"
-    return f"{text}, never compared with a run" + "; it has not run on several GPUs" * never
+    return f"{text}; never compared with a run" + ", and never run on several GPUs" * never
 
 
-def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file: str) -> str:
-    """The plan of a job. job_file: as the user named it, or where it would be saved."""
+def plan_screen(schedule: Schedule, problem: Problem, times: PlanTimes, job_file: str, *,
+                is_here: bool) -> str:
+    """The plan of a job. job_file: as the user named it, or where it would be saved. is_here:
+    whether this machine can run the job, or hand it in."""
     rows = [fact(label, text) for label, text in _facts(schedule, problem, times)]
     near = os.path.relpath(job_file)
     name = near if len(near) < len(job_file) else job_file
-    following = (f"run it: xgpt submit {name}\nwhy:    xgpt explain {name}"
+    there = "" if is_here else ", on such a cluster"
+    following = (f"run it: xgpt submit {name}{there}\nwhy:    xgpt explain {name}"
                  if os.path.exists(job_file) else f"next:   --save {name} writes the job file")
     return "\n\n".join(filter(None, (
         paragraph(_head(problem)), "\n".join(rows),
@@ -89,13 +91,14 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
     yield "schedule", controls_line(schedule.estimate)
     yield "placement", "; ".join(dict.fromkeys(map(placement, schedule.estimate.shapes)))
     yield "memory", (f"{format_bytes(max(figures.memory_bytes, default=0))} of "
-                     f"{format_bytes(figures.memory_capacity_bytes)} on the fullest device")
+                     f"{format_bytes(figures.memory_capacity_bytes)} usable, fullest device")
     yield "times", times.source
     if times.by_engine:
         yield "others", "; ".join(f"{engine} {format_seconds(seconds)}" for engine, seconds in
-                                  times.by_engine) + ", for the same schedule (plan.engine)"
+                                  times.by_engine) + ", same schedule"
     if cluster.assumed:
-        yield "links", f"assumed: {cluster.assumed}"
+        between = f", {cluster.inter_link.name} between nodes" * (cluster.num_nodes > 1)
+        yield "links", f"assumed: {cluster.intra_link.name} in a node{between}"
     if margin.factor > 1:
         metric = "time" if math.isinf(schedule.bound.limit_s) else "latency"
         yield "margin", (f"{percent(margin.factor - 1, 0)} on the {metric}, to be "
@@ -137,10 +140,11 @@ def _devices(schedule: Schedule, problem: Problem) -> str:
     if problem.constraint.objective == "cost":
         return f"{own}: the least cost found, of {counted(len(schedule.sizes), 'size')}"
     impossible = max((row.devices for row in schedule.sizes if row.is_impossible), default=0)
-    if impossible >= ([0, *replica_sizes(problem.cluster)])[-2]:
+    unruled = [size for size in replica_sizes(problem.cluster) if impossible < size < own]
+    if not unruled:
         return f"{own}: fewer are impossible (memory, roofline limit)"
-    fewer = f"more than {impossible}" if impossible else "fewer"
-    return f"{own}: the fewest found; not proved fewest, {fewer} may do"
+    rest = f"{unruled[0]}" + f" to {unruled[-1]}" * (len(unruled) > 1)
+    return f"{own}: the fewest found, not proved fewest ({rest} not ruled out)"
 
 
 def _latency(schedule: Schedule) -> str:
@@ -175,10 +179,10 @@ def sizes_table(schedule: Schedule, most: int | None = None) -> str:
         times = [format_seconds(row.expected_s), format_seconds(row.with_margin_s or math.inf)]
         is_only_expected = limit is not None and row.expected_s <= limit.limit_s
         met = "yes" if not row.reason else "only expected" if is_only_expected else "no"
-        body.append((f"{'> ' * (row.devices == chosen)}{row.devices}", *times,
-                     f"{row.price:,.0f}" if row.price else "-", met))
+        body.append((f"{row.devices}", *times, f"{row.price:,.0f}" if row.price else "-",
+                     f"{met}, chosen" if row.devices == chosen else met))
     if most is not None and len(body) > most:
-        own = next(at for at, cells in enumerate(body) if cells[0].startswith("> "))
+        own = next(at for at, cells in enumerate(body) if cells[-1].endswith("chosen"))
         start = min(max(own - most // 2, 0), max(len(body) - most, 0))
         body = body[start:start + most]
     header = ("devices", "expected", "with margin", "cost", "limits met")
@@ -186,13 +190,12 @@ def sizes_table(schedule: Schedule, most: int | None = None) -> str:
 
 
 def _alternatives_table(schedule: Schedule) -> str:
-    """The best of the other policies, and what there is without the limit or the margin. Searches
-    of those end early, so that each has its upper bound beside what was found."""
+    """The best of the other policies. Searches of those end early, so that each has its upper bound
+    beside what was found."""
     rows = [row for row in schedule.rejected if row.throughput_qps and not row.is_unsure]
     policies = sorted((row for row in rows if row.kind == "policy"),
                       key=lambda row: -(row.throughput_qps or 0))
-    without = [row for row in rows if row.kind.startswith("without")]
-    shown = [*policies[:MOST_ALTERNATIVES - len(without)], *without]
+    shown = policies[:MOST_ALTERNATIVES]
     body = [(policy(row.subject).title if row.kind == "policy" else row.kind,
              *alternative_cells(row, schedule)) for row in shown]
     return table(("alternative", "requests/s found", "upper bound", "latency"), body,

@@ -18,11 +18,11 @@ def planned(cluster: str, engine: str | None = None) -> Plan:
 
 
 @pytest.mark.parametrize(("cluster", "engine", "words"), [
-    ("1xH100", None, r"vLLM on H100, computed from data sheets; request times of \d+ published "
-     r"runs were \d+% off in the mean"),
-    ("1xH100", "xgpt", "xgpt's own runner on H100, computed from data sheets, never "
+    ("1xH100", None, r"vLLM on H100, by data sheets; \d+ published "
+     r"runs: \d+% off in the mean"),
+    ("1xH100", "xgpt", "xgpt's own runner on H100, by data sheets; never "
      "compared with a run"),
-    ("2xA40", None, "never compared with a run; it has not run on several GPUs")])
+    ("2xA40", None, "never compared with a run, and never run on several GPUs")])
 def test_a_plan_says_whose_times_it_has_and_how_far_off_those_were(cluster, engine, words):
     shown = " ".join(str(planned(cluster, engine)).split())
     assert re.search(words, shown), shown

@@ -88,7 +88,8 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
         files["answers"] = shown(opened.job.results)
         notes += filter(None, [sentence.partition("; ")[2]])
     files["report"] = _report(replace(left, metrics=plain(metrics)))  # it links the table
-    files["next"] = f"xgpt explain {shown(output)}   why this schedule"
+    files["next"] = ("the same command goes on" if metrics.get("status") == "stopped" else
+                     f"xgpt explain {shown(output)}   why this schedule")
     tell.say(end_screen(metrics, checks, notes, files))
     tell.detail(summary_table(metrics, (
         *(check.sentence for check in checks if check.is_kept is not None), *notes)))
@@ -361,7 +362,8 @@ def factor_of(ratios: Sequence[Ratio], extreme: float = _EXTREME) -> float:
     """Ratio of measured to expected seconds, summed over these steps without the `extreme` share of
     them. A job's time is such a sum, in which long steps count most."""
     logs, expected_s = np.array([(own.log, own.expected_s) for own in ratios]).T
-    low, high = np.quantile(logs, (extreme / 2, 1 - extreme / 2))
+    low = np.quantile(logs, extreme / 2, method="lower")  # of a few steps all are kept
+    high = np.quantile(logs, 1 - extreme / 2, method="higher")
     kept = (logs >= low) & (logs <= high)
     return float(np.sum(expected_s[kept] * np.exp(logs[kept])) / np.sum(expected_s[kept]))
 
