@@ -73,7 +73,8 @@ def _too_long(prospect: Prospect, num_queries: int, problem: Problem) -> Infeasi
         f", {format_seconds(prospect.expected_s)} without the safety margin")
     more = "" if device.kind == "cpu" else (
         f". About {math.ceil(devices * prospect.with_margin_s / prospect.limit_s)} may do: "
-        "`objective: devices` on a larger cluster says how many")
+        f"`xgpt plan --on {device.name}`, or `objective: devices` on a larger cluster, says how "
+        "many")
     return InfeasibleError(
         f"no schedule answers the {num_queries:,} requests within "
         f"{format_seconds(prospect.limit_s)}: {devices} x {device.name} need "
