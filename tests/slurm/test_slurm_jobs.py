@@ -164,7 +164,7 @@ def test_gpus_are_asked_for_and_their_absence_is_said(slurm, make_job):
     (job_id,) = slurm.submit(job)
     assert slurm.await_end(job_id) == "COMPLETED", log_of(job, job_id)
     said = log_of(job, job_id)
-    assert "GPUs 0,1" in said and "show no GPUs, though the job asks for some" in said
+    assert "GPUs 0,1" in said and "the job asks for GPUs, these nodes show none" in said
     named = make_job("named", queries=toys.random_queries(2), slurm="time: 10")
     named.write_text(named.read_text().replace("cluster: local", "cluster: a40-2"))
     done = slurm.xgpt("submit", named, "--set", "run.ranks=2", "--set", "cluster=a40-4", "--json")
