@@ -153,7 +153,7 @@ def written(figures: Mapping[str, Any]) -> str:
 
 
 def written_points(found: Validation) -> str:
-    """What docs/pictures/accuracy.py draws, and docs/readme.py tells: a line for each request."""
+    """The points that docs/pictures/accuracy.py draws, one for each request."""
     figures = found.figures()
     rows = ",\n".join(json.dumps(row) for row in found.requests())
     return (f'{{"choosers": {json.dumps(figures["choosers"])},\n'

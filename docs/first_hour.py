@@ -118,7 +118,7 @@ def made(transcript: Transcript) -> str:
 
 
 def run(command: str, folder: Path) -> str:
-    """What a terminal of 80 columns shows of a command, without its progress."""
+    """The output of a command on a terminal of 80 columns, without its progress."""
     script = f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; {command}"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", script], cwd=folder, text=True, check=False,

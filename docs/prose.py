@@ -71,7 +71,7 @@ def _of_module(name: str, text: str) -> Iterator[str]:
                     isinstance(first.value.value, str)):
                 docstrings.add(id(first.value))
                 told = first.value.value
-                if OPENINGS.match(told) and not isinstance(node, ast.Module):
+                if OPENINGS.match(told):
                     yield f"{name}:{first.lineno}: a docstring begins with {told.split()[0]!r}"
                 yield from _of_text(name, first.lineno, told)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and (

@@ -119,14 +119,8 @@ class SearchPlanner:
         if not self._is_brief:
             rows += self._beside(found, (qps, best_qps), keeps, by_policy)
             if not math.isinf(latency_bound_s):
-                free = together(self.search.best(self._keeps(math.inf, False), is_compared=True))
-                free_qps = max(free.figures.throughput_qps, qps)
-                if free.figures.throughput_qps > qps:
-                    rows.append(Rejected(
-                        kind="without a latency bound", words=configuration(free),
-                        throughput_qps=free.figures.throughput_qps,
-                        latency_s=free.figures.latency_s,
-                        reason=f"latency above {latency_bound_s:g} s"))
+                free_qps, without = self._without_limit(latency_bound_s, qps)
+                rows += without
         if has_margin and margin.factor > 1:
             bare = together(self.search.best(self._keeps(latency_bound_s, False),
                                              is_compared=True))
@@ -152,6 +146,18 @@ class SearchPlanner:
                 schedule, replace(self.problem, fixed=self._asked),
                 latency_limit_s=latency_bound_s / margin.factor))
         return replace(schedule, over_copies=self._over_copies(found, keeps))
+
+    def _without_limit(self, latency_bound_s: float, qps: float) -> tuple[float, list[Rejected]]:
+        """Throughput (requests/s, at least `qps`) without the latency limit, and its row if that is
+        more than `qps`."""
+        free = together(self.search.best(self._keeps(math.inf, False), is_compared=True))
+        figures = free.figures
+        if figures.throughput_qps <= qps:
+            return qps, []
+        return figures.throughput_qps, [Rejected(
+            kind="without a latency bound", words=configuration(free),
+            throughput_qps=figures.throughput_qps, latency_s=figures.latency_s,
+            reason=f"latency above {latency_bound_s:g} s")]
 
     def _simpler(self, found: Sequence[Found], keeps: Feasibility) -> list[Found]:
         """Equal replicas that are simpler than `found` and have at most NEAR less throughput, the

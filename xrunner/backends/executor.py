@@ -1,4 +1,4 @@
-"""What executors of other engines share: each holds a decoder-only model, whose steps end with
+"""Shared parts of the executors of other engines: each holds a decoder-only model, whose steps end with
 tokens."""
 
 from collections import deque
