@@ -1,5 +1,5 @@
-"""Shared parts of the executors of other engines: each holds a decoder-only model, whose steps end with
-tokens."""
+"""Shared parts of the executors of other engines. Each holds a decoder-only model, whose steps end
+with tokens."""
 
 from collections import deque
 from collections.abc import Callable
