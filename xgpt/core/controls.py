@@ -4,9 +4,14 @@ and those that a job fixes.
 Each policy's row (xgpt.core.policies) names its class here, or one of a package of its own."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from xgpt.core.units import Amount, Count, Positive, Share
+from xgpt.core.units import Amount, Count, Flag, Positive, Share
+
+# How far admission to the KV cache looks ahead (xrunner.rules.room).
+AdmissionRule = Literal["greedy", "reserve-static", "reserve-dynamic", "future-peak", "reserve"]
+ForecastValue = Literal["least", "expected", "most"]
+CAP = "cap"  # the kind of forecast that takes each request's own limit
 
 
 class Controls(Protocol):
@@ -30,6 +35,41 @@ class EvenBatches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Forecasting:
+    """How the output tokens of a request are forecast (xrunner.rules.forecast).
+
+    `kind`: "cap" (its own limit), "distribution", "known", "column", "mean", "class", or the name
+    of an entry point `xgpt.forecasts`. `bins`: ranges of input lengths that are told apart.
+    `width`: output tokens of a class. `accuracy`: share of right classes, of which the others are
+    neighbours; 0: classes are learned from finished requests. `use`: the value that admission
+    reads."""
+
+    kind: str = CAP
+    bins: Positive = 8
+    width: Positive = 200
+    accuracy: Share = 0.0
+    use: ForecastValue = "most"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """How a policy admits requests to its KV cache. `rule` None: greedy with paged KV, else
+    reserve. `after_free`: reserve-dynamic looks at the moment after the first request has left,
+    not before."""
+
+    rule: AdmissionRule | None = None
+    forecast: Forecasting = Forecasting()
+    after_free: Flag = False
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether requests may outgrow what was admitted, so that some must be evicted."""
+        return self.rule in ("greedy", "reserve-dynamic") or (
+            self.rule in ("reserve-static", "future-peak") and (
+                self.forecast.kind != CAP or self.forecast.use != "most"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RraControls:
     """RRA: `encode_batch` requests (B_E) are encoded together, then follow `decode_iterations`
     (N_D), in G micro-batches. With `encode_chunk` above 0 they are encoded beside decoding, in
@@ -42,6 +82,7 @@ class RraControls:
     decode_micro_batches: Positive
     encode_chunk: Count = 0
     even: EvenBatches = EvenBatches()
+    admission: Admission = Admission()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +100,7 @@ class WaaControls:
     planned_active: Count = 0
     stock_tokens: Count = 0
     even: EvenBatches = EvenBatches()
+    admission: Admission = Admission()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +122,7 @@ class ContinuousControls:
     policy: str
     max_active: Positive
     token_budget: Positive | None = None
+    admission: Admission = Admission()
 
 
 def max_in_system(controls: Controls) -> int:
@@ -129,9 +172,11 @@ class FixedSchedule:
 class Adjustment:
     """Workload adjustment that the user asks for (paper section 5.2); None: the default.
     `shuffle`: size of the window that requests are shuffled in, or whether to use the usual one.
-    `routing`: one of ROUTINGS, how replicas share the requests."""
+    `routing`: one of ROUTINGS, how replicas share the requests. `admission`: its rule None leaves
+    the choice to the planner."""
 
     share: float | None = None  # by which an encode batch's tokens may leave their mean
     steers: bool | None = None  # whether encode batches steer the decode batch to its mean
     shuffle: bool | int = False
     routing: str = LEAST_TOKENS
+    admission: Admission = Admission()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -108,11 +108,15 @@ def has_room(model: ModelSpec, inputs: IntArray, forced: IntArray) -> BoolArray:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QueryLengths:
     """Tokens of each request, [requests]. `most_outputs`: most output tokens, which are reserved.
-    `outputs`: output tokens if known beforehand; None: the model decides."""
+    `outputs`: output tokens if known beforehand; None: the model decides. `forecasts`: [requests,
+    3] least, expected and most output tokens by a forecast; None: none is made beforehand.
+    `deadlines_s`: seconds from the job's start, infinite for none; None: no request has one."""
 
     inputs: IntArray
     most_outputs: IntArray
     outputs: IntArray | None = None
+    forecasts: IntArray | None = None
+    deadlines_s: FloatArray | None = None
 
     @property
     def reserves(self) -> IntArray:
@@ -122,8 +126,11 @@ class QueryLengths:
 
     def take(self, rows: IntArray) -> QueryLengths:
         """The lengths of the requests `rows`, in this order."""
-        return QueryLengths(inputs=self.inputs[rows], most_outputs=self.most_outputs[rows],
-                            outputs=None if self.outputs is None else self.outputs[rows])
+        own: dict[str, Any] = {}
+        for one in fields(self):
+            column = getattr(self, one.name)
+            own[one.name] = None if column is None else column[rows]
+        return QueryLengths(**own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
