@@ -25,7 +25,6 @@ from xgpt.job import typed
 from xgpt.job.answer_forms import check_asked
 from xgpt.job.job import LOCAL_CLUSTER, Job, RunSpec, check_run
 from xgpt.job.plan_sections import (
-    AUTO,
     AnyCluster,
     ConstraintSection,
     InlineCluster,
@@ -33,9 +32,8 @@ from xgpt.job.plan_sections import (
     built_cluster,
     cluster_words,
     constraint_of,
-    schedule_of,
-    section_kind,
 )
+from xgpt.job.schedule_section import AUTO, schedule_of, section_kind
 from xgpt.job.sections import Results, SlurmSpec, absolute, check_slurm, is_file, results_of
 from xgpt.job.workload_section import WorkloadSection, file_of, words_of, workload_of
 from xgpt.job.yaml_tree import OVERRIDE_FILE, Field, apply_override, parse_tree, read_tree

@@ -1,5 +1,5 @@
-"""Sections of a job file for the planner: `constraint` with the `objective`, `schedule` (control
-variables that the user fixes), and a `cluster` that is described inline:
+"""Sections of a job file for the planner: `constraint` with the `objective`, and a `cluster` that
+is described inline:
 
     cluster: {device: A40, num_nodes: 1, devices_per_node: 4, intra_link: pcie4-x16,
               links: {nvlink3-bridge: 2}}
@@ -9,8 +9,7 @@ classes. `intra_link` joins all devices of a node; the one in `links` joins neig
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, make_dataclass
-from functools import cache
+from dataclasses import dataclass, make_dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -18,40 +17,11 @@ from pydantic import Field
 from xgpt.core import catalog
 from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster, Device, Link
 from xgpt.core.constraint import Bound, BoundKind, Constraint, Metric, Objective, latency_constraint
-from xgpt.core.controls import LEAST_TOKENS, ROUTINGS, Adjustment, FixedSchedule
 from xgpt.core.errors import UnknownNameError, XgptError, nearest
-from xgpt.core.policies import (
-    Policy,
-    able_policies,
-    policies,
-    policy,
-    policy_names,
-    searched_policies,
-)
-from xgpt.core.units import (
-    DTYPE_BYTES,
-    EIGHT_BITS,
-    parse_bytes,
-    parse_count,
-    parse_seconds,
-    parse_share,
-)
+from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, parse_bytes, parse_seconds, parse_share
 from xgpt.job import typed
 from xgpt.job.job import LOCAL_CLUSTER
-from xgpt.job.typed import (
-    CONFIG,
-    Flag,
-    Of,
-    OrMapping,
-    Reading,
-    amount,
-    choice,
-    is_one_of,
-    number,
-    read,
-    that,
-    whole,
-)
+from xgpt.job.typed import CONFIG, Of, OrMapping, amount, choice, number, whole
 
 ONE_KIND = ("one kind of device: a job is not planned for several. Give each kind a job of its "
             "own, with a share of the requests (by the requests/s that `xgpt schedule` predicts)")
@@ -244,109 +214,3 @@ def constraint_of(own: ConstraintSection, objective: Objective) -> Constraint:
         latency_s=own.latency_s, kind=own.kind, quantile=own.quantile,
         further=tuple(further), confidence=own.confidence, drift=own.drift,
         memory_bytes=own.memory, max_gpus=own.max_gpus, objective=objective)
-
-
-# Limits of control variables: no device holds more, and each micro-batch is a step of its own in
-# every estimate.
-MOST, MOST_PARTS = 1_000_000, 4096  # chosen
-AUTO = "auto"
-_PARTS = ("decode_micro_batches", "encode_micro_batches")
-_OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle"}
-
-
-def section_kind() -> Any:
-    """A dataclass of the keys of the section `schedule`: control variables of every policy, also of
-    other packages, and the workload adjustment."""
-    return _kind_for(policies())
-
-
-@cache
-def _kind_for(rows: tuple[Policy, ...]) -> Any:
-    variables = {one.name: whole(one.least, MOST_PARTS if one.name in _PARTS else MOST)
-                 for row in rows for one in row.variables}
-    names = [row.name for row in rows]
-    return make_dataclass("ScheduleSection", [
-        ("policies", Annotated[tuple[str, ...], Field(alias="policy"), Of(_policies, anyOf=[
-            {"enum": [AUTO, *names]},
-            {"type": "array", "minItems": 1, "items": {"enum": names}}])], ()),
-        # None: the best number
-        ("replicas", Annotated[int | None, that(
-            lambda value: value == AUTO or (
-                is_one_of(parse_count(value), int) and 1 <= parse_count(value) <= MOST_PARTS),
-            f"auto, or a whole number of replicas from 1 to {MOST_PARTS}",
-            lambda value: None if value == AUTO else parse_count(value))], None),
-        ("tp_degree", Annotated[int, whole(1, MOST_PARTS)] | None, None),
-        ("tp_gpus", Annotated[int, whole(0, MOST)] | None, None),  # 0: no groups
-        *((name, Annotated[int, range_] | None, None) for name, range_ in variables.items()),
-        ("steer", Flag | None, None),
-        ("adjustment", Annotated[float | None, amount(
-            parse_share, lambda x: 0 <= x < 1,
-            "a share of an encode batch's mean input tokens, '10%' or 0.1; 0 for none")], None),
-        ("routing", Annotated[str, choice(ROUTINGS)], LEAST_TOKENS),
-        ("shuffle", Annotated[bool | int, that(
-            lambda value: isinstance(value, bool) or (
-                isinstance(value, int) and 2 <= value <= MOST),
-            f"true, false, or the requests of a window, 2 to {MOST}")], False),
-    ], frozen=True, kw_only=True, namespace={"__pydantic_config__": CONFIG})
-
-
-def _policies(value: Any) -> tuple[str, ...]:
-    """The policy names given, each once; () if the choice is left open. Raises ValueError."""
-    names = policy_names()
-    if value == AUTO:
-        return ()
-    given = value if isinstance(value, list) else [value]
-    wrong = [one for one in given if not isinstance(one, str) or one not in names]
-    if given and not wrong:
-        return tuple(dict.fromkeys(given))
-    shown = wrong[0] if wrong and isinstance(wrong[0], str) else ""
-    which = f", where {shown!r} is none" if shown.isidentifier() else ""
-    raise ValueError(nearest(shown, (AUTO, *names)).replace("known:", "allowed:") + (
-        f", or several of these in a list{which}" if isinstance(value, list) else ""))
-
-
-def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) -> tuple[
-        FixedSchedule, Adjustment]:
-    """The control variables that the section `schedule` fixes, and its workload adjustment.
-    `elsewhere`: as for xgpt.job.typed.read."""
-    node = reading.at("schedule")
-    if node is None or not isinstance(node.value, dict):
-        return FixedSchedule(), Adjustment()
-    own = read(section_kind(), node, "schedule.", reading.mistakes, elsewhere)
-    names = {field.name for field in fields(FixedSchedule)} - {"others"}
-    schedule = FixedSchedule(
-        **{name: getattr(own, name) for name in names},
-        others=tuple((name, value) for name, value in vars(own).items() if value is not None
-                     and name not in names | _OF_ADJUSTMENT))
-    degree, gpus = schedule.tp_degree, schedule.tp_gpus
-    if degree is not None and gpus is not None and gpus % degree:
-        reading.reject("schedule.tp_gpus", f"must be a multiple of tp_degree = {degree}")
-    rows = _check_controls(reading, schedule)
-    for key in ("adjustment", "steer"):
-        if reading.has(f"schedule.{key}") and not any(row.has_even_batches for row in rows):
-            even = [each.name for each in policies() if each.has_even_batches]
-            reading.reject(f"schedule.{key}", f"of {', '.join(even)} alone")
-    if own.steer and own.adjustment == 0:
-        reading.reject("schedule.steer", "needs an adjustment above 0")
-    return schedule, Adjustment(share=own.adjustment, steers=own.steer, shuffle=own.shuffle,
-                                routing=own.routing)
-
-
-def _check_controls(reading: Reading, schedule: FixedSchedule) -> tuple[Policy, ...]:
-    """The policies (of those named, or else searched) that have every variable given. If none has,
-    each variable that the nearest one lacks is recorded as a mistake."""
-    wanted = [policy(name) for name in schedule.policies or searched_policies()]
-    rows = able_policies(schedule)
-    given = [name for name in sorted({name for row in policies() for name in row.variable_names})
-             if schedule.value_of(name) is not None]
-    if not rows:
-        nearest_row = max(wanted, key=lambda row: len({*given} & {*row.variable_names}))
-        for name in [name for name in given if name not in nearest_row.variable_names]:
-            others = [each.name for each in policies() if name in each.variable_names]
-            reading.reject(f"schedule.{name}", f"a variable of {', '.join(others)}; "
-                           f"{nearest_row.name} has {', '.join(nearest_row.variable_names)}")
-    parts, groups = schedule.encode_micro_batches, schedule.decode_micro_batches
-    if rows and parts and groups and parts % groups:
-        reading.reject("schedule.encode_micro_batches",
-                       f"must be a multiple of decode_micro_batches = {groups}")
-    return rows or tuple(wanted)
