@@ -32,7 +32,8 @@ class Problem:
     `queries`: lengths of the job's requests, if tokenised. None for synthetic requests
     (`is_synthetic`: with exactly the lengths drawn with `seed`) and for texts not yet counted.
     `observes`: output lengths are caps until a run has measured them. `is_revised`: a run may
-    change its schedule after what it measures."""
+    change its schedule after what it measures. `learned`: lengths of requests that earlier runs of
+    the job finished; None: there are none, or no forecast is made from them."""
 
     model: ModelSpec
     cluster: Cluster
@@ -48,6 +49,7 @@ class Problem:
     seed: int = 0  # of the order of requests, and of synthetic ones
     observes: bool = False
     is_revised: bool = False
+    learned: JointLengths | None = None
     # standard deviation of the logarithm by which all (estimated) inputs may be longer
     input_error: float = 0.0
     # tokens of an input whose last hidden states are needed: 1; for a scoring job its targets; for
