@@ -13,14 +13,18 @@ from xgpt.core.units import Share, Unbounded
 BoundKind = Literal["sequence", "queries"]
 # latency: from the start of a request's prefill to its last token; ttft: from there to its first
 # token; tpot: mean time of each token after the first; makespan: of the whole job, from the first
-# request's start to the last token
-Metric = Literal["latency", "ttft", "tpot", "makespan"]
+# request's start to the last token; deadline: from there to the last token of each request, of
+# which each may have a limit of its own
+Metric = Literal["latency", "ttft", "tpot", "makespan", "deadline"]
 # the most requests a second; the fewest devices, or the least price, that keep every limit
 Objective = Literal["throughput", "devices", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 METRIC_WORDS: Mapping[Metric, str] = {
     "latency": "latency", "ttft": "the time to the first token",
-    "tpot": "the time per output token", "makespan": "the time of the whole job"}
+    "tpot": "the time per output token", "makespan": "the time of the whole job",
+    "deadline": "the end of each request"}
+OnDeadline = Literal["finish", "stop"]  # what has not begun by its deadline is run, or left out
+ATTAINMENT = 0.95  # default share of requests that must be in time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,12 @@ class Bound:
     quantile: Share = 0.99
 
 
+def deadline_bound(limit_s: float = math.inf, attainment: float = ATTAINMENT) -> Bound:
+    """A limit on deadlines: the share `attainment` of the requests must end by their own, or else
+    by `limit_s` seconds (infinite: by none)."""
+    return Bound(metric="deadline", limit_s=limit_s, kind="queries", quantile=attainment)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
     """Limits that hold jointly: one on latency, which may be infinite, and at most one on each
@@ -46,6 +56,7 @@ class Constraint:
     memory_bytes: int | None = None  # usable, per device; None: all
     max_gpus: int | None = None  # usable devices; None: all
     objective: Objective = "throughput"
+    on_deadline: OnDeadline = "finish"
 
     @property
     def latency(self) -> Bound:

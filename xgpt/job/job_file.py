@@ -32,6 +32,7 @@ from xgpt.job.plan_sections import (
     built_cluster,
     cluster_words,
     constraint_of,
+    without_limit,
 )
 from xgpt.job.schedule_section import AUTO, schedule_of, section_kind
 from xgpt.job.sections import Results, SlurmSpec, absolute, check_slurm, is_file, results_of
@@ -249,9 +250,14 @@ def _check(job: Job, reading: typed.Reading) -> None:
                        "plan without them, and ask for as many devices")
     elif job.constraint.objective != "throughput" and job.run.engine != OWN_ENGINE:
         reading.reject("objective", f"throughput with run.engine {job.run.engine}")
-    if job.constraint.bound_on("makespan") and not (job.workload.requests or job.workload.count):
-        reading.reject("constraint.makespan_s", "of a job with requests: give workload.requests, "
-                       "a file or {count: N}")
+    for key in ("makespan_s", "deadline_s"):
+        if reading.has(f"constraint.{key}") and not (
+                job.workload.requests or job.workload.count):
+            reading.reject(f"constraint.{key}", "of a job with requests: give workload.requests, "
+                           "a file or {count: N}")
+    if job.workload.requests is None:  # whose lines may have deadlines: see xgpt.job.resolve
+        for key, allowed in without_limit(job.constraint):
+            reading.reject(key, allowed)
     if job.quote_formulas and (job.results is None or format_of(
             job.results) not in ("csv", "tsv")):
         reading.reject("quote_formulas", "true where `results` is a file of .csv or .tsv")

@@ -8,7 +8,7 @@ The device and the links are catalog names, or mappings with the keys of xgpt.co
 classes. `intra_link` joins all devices of a node; the one in `links` joins neighbours faster."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, make_dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -16,7 +16,17 @@ from pydantic import Field
 
 from xgpt.core import catalog
 from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster, Device, Link
-from xgpt.core.constraint import Bound, BoundKind, Constraint, Metric, Objective, latency_constraint
+from xgpt.core.constraint import (
+    ATTAINMENT,
+    Bound,
+    BoundKind,
+    Constraint,
+    Metric,
+    Objective,
+    OnDeadline,
+    deadline_bound,
+    latency_constraint,
+)
 from xgpt.core.errors import UnknownNameError, XgptError, nearest
 from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, parse_bytes, parse_seconds, parse_share
 from xgpt.job import typed
@@ -193,6 +203,9 @@ class ConstraintSection:
     tpot_s: Limit | None = None
     makespan_s: Annotated[float | None, amount(
         parse_seconds, _is_limit, "seconds > 0, '90 min' or '6h'")] = None
+    deadline_s: Annotated[float | None, amount(parse_seconds, _is_limit, _SECONDS)] = None
+    attainment: Annotated[float, number("above 0 and at most 1", gt=0, le=1)] | None = None
+    on_deadline: Annotated[OnDeadline, choice(get_args(OnDeadline))] = "finish"
     confidence: Annotated[float, number("at least 0.5 and below 1", ge=0.5, lt=1)] = 0.95
     drift: Annotated[float, amount(parse_share, lambda x: 0 <= x < 1,
                                    "a share of the mean output length, '15%' or 0.15, below 1")] = (
@@ -210,7 +223,21 @@ def constraint_of(own: ConstraintSection, objective: Objective) -> Constraint:
                      quantile=limit.quantile or own.quantile) for metric, limit in limits.items()]
     if own.makespan_s is not None:
         further.append(Bound(metric="makespan", limit_s=own.makespan_s))
+    if own.deadline_s is not None or own.attainment is not None:  # the limits may be the requests'
+        further.append(deadline_bound(own.deadline_s or math.inf, own.attainment or ATTAINMENT))
     return latency_constraint(
         latency_s=own.latency_s, kind=own.kind, quantile=own.quantile,
         further=tuple(further), confidence=own.confidence, drift=own.drift,
-        memory_bytes=own.memory, max_gpus=own.max_gpus, objective=objective)
+        memory_bytes=own.memory, max_gpus=own.max_gpus, objective=objective,
+        on_deadline=own.on_deadline)
+
+
+def without_limit(constraint: Constraint) -> Iterator[tuple[str, str]]:
+    """Yields (key, what is allowed) for each key on deadlines that means nothing, since neither the
+    constraint nor, as is assumed, a request has one."""
+    needs = "constraint.deadline_s, or requests with deadline_s"
+    if constraint.bound_on("deadline") and math.isinf(constraint.limit_s("deadline")):
+        yield "constraint.attainment", f"needs a limit: {needs}"
+    if constraint.on_deadline == "stop" and math.isinf(min(
+            constraint.limit_s("deadline"), constraint.limit_s("makespan"))):
+        yield "constraint.on_deadline", f"needs a limit: constraint.makespan_s, {needs}"

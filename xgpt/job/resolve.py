@@ -4,17 +4,20 @@ caller that has done so passes `model` and `requests`.
 
 `open_layouts`: the divisions of this machine's cores that a job allows."""
 
+import math
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, Device
-from xgpt.core.constraint import Constraint
+from xgpt.core.constraint import Constraint, deadline_bound
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
-from xgpt.core.errors import wrong
+from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.hf.config import read_shape
+from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem, QueryLengths, has_room, output_room
 from xgpt.core.system import machine as local
@@ -22,15 +25,18 @@ from xgpt.core.system.machine import MAX_DEFAULT_WORKERS, Layout, gpus_here, lay
 from xgpt.core.units import DTYPE_BYTES, FP8, INT8
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_lengths import resolve_lengths
+from xgpt.job.plan_sections import without_limit
+from xgpt.requests.deadlines import resolved
 from xgpt.requests.request import Requests
 
 
-def resolve(job: Job, *, model: ModelSpec | None = None,
-            requests: Requests | None = None) -> Problem:
+def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | None = None,
+            start: datetime | None = None) -> Problem:
     """The Problem of `job`. Raises InputError.
 
     `model`: its shape, if fetched from a hub; default: the catalog's or the local config.json's.
-    `requests`: the job's requests, read from its file; required if it names one."""
+    `requests`: the job's requests, read from its file; required if it names one. `start`: when
+    the job started, in local time; default: now."""
     assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
     shape = model or known_model(job)
     cluster = _without_reserve(resolve_cluster(job), job)
@@ -46,17 +52,18 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
     if requests is not None and job.run.stop:  # outputs may end before their forced length
         requests = replace(requests, may_stop=np.ones(len(requests), bool))
     lengths = resolve_lengths(job, shape, requests)
+    constraint, deadlines_s = with_deadlines(job, requests, start or datetime.now())
     # for a request without a cap of its own: the job's, else the longest planned for
     most_outputs = job.workload.max_tokens or lengths.outputs.max
     dtype = resolve_dtype(job.run.dtype, cluster.device)
     return Problem(
-        model=shape, cluster=cluster, lengths=lengths, constraint=job.constraint,
+        model=shape, cluster=cluster, lengths=lengths, constraint=constraint,
         fixed=job.schedule, dtype=dtype,
         weight_dtype=resolve_weight_dtype(job, dtype, shape, cluster),
         kv_dtype=_resolve_kv_dtype(job, dtype, cluster),
         num_queries=job.workload.count if requests is None else len(requests),
         default_max_tokens=most_outputs, adjustment=job.adjustment,
-        queries=query_lengths(requests, most_outputs, shape),
+        queries=query_lengths(requests, most_outputs, shape, deadlines_s),
         is_synthetic=requests is None and job.workload.count is not None, seed=job.run.seed,
         observes=job.workload.output_tokens.kind == "observe",
         is_revised=job.run.reschedule is not None,
@@ -75,9 +82,27 @@ def _without_reserve(cluster: Cluster, job: Job) -> Cluster:
     return replace(cluster, device=replace(cluster.device, reserved_bytes=reserved))
 
 
-def query_lengths(requests: Requests | None, most_outputs: int,
-                  model: ModelSpec) -> QueryLengths | None:
+def with_deadlines(job: Job, requests: Requests | None,
+                   start: datetime) -> tuple[Constraint, FloatArray | None]:
+    """(the job's constraint with a limit on deadlines if a request has one, deadlines of its
+    requests in seconds from `start`, [requests]). Raises InputError for keys without a limit."""
+    constraint, limit_s = job.constraint, job.constraint.limit_s("deadline")
+    own_s = None if requests is None else requests.deadlines_s
+    if own_s is None:
+        refuse(Mistake(file=str(job.source), line=None, key=key, value=None, allowed=allowed)
+               for key, allowed in without_limit(constraint))
+        return constraint, None if requests is None or math.isinf(limit_s) else np.full(
+            len(requests), limit_s)
+    if constraint.bound_on("deadline") is None:
+        constraint = replace(constraint, bounds=(*constraint.bounds, deadline_bound()))
+    own_s = resolved(own_s, start)
+    return constraint, np.where(np.isinf(own_s), limit_s, own_s)
+
+
+def query_lengths(requests: Requests | None, most_outputs: int, model: ModelSpec,
+                  deadlines_s: FloatArray | None = None) -> QueryLengths | None:
     """Lengths of the job's requests, cut to the model's positions; None if not tokenised.
+    `deadlines_s`: their deadlines, [requests].
 
     A request that no schedule can run (its input or forced output is too long, or it has no tokens)
     gets one token of input and no output; it becomes an error record."""
@@ -89,7 +114,7 @@ def query_lengths(requests: Requests | None, most_outputs: int,
     caps = np.minimum(requests.output_caps(most_outputs), output_room(model, inputs))
     caps = np.where(runs, caps, 0)
     return QueryLengths(inputs=np.where(runs, inputs, 1), most_outputs=caps,
-                        outputs=caps if requests.are_forced else None)
+                        outputs=caps if requests.are_forced else None, deadlines_s=deadlines_s)
 
 
 def resolve_cluster(job: Job) -> Cluster:

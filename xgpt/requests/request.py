@@ -13,6 +13,7 @@ others. xgpt.requests.keys lists the options of a request. Other keys in our own
 ignoring `max_new_tokens` would cost cluster hours."""
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.errors import shorten
-from xgpt.core.lengths import IntArray, JointLengths, synthetic_lengths
+from xgpt.core.lengths import FloatArray, IntArray, JointLengths, synthetic_lengths
 from xgpt.requests.chat import (
     BadRecord,
     Message,
@@ -33,6 +34,7 @@ from xgpt.requests.chat import (
     passed_of,
     tools_of,
 )
+from xgpt.requests.deadlines import deadline_of
 from xgpt.requests.keys import CHAT, COMPLETION, EMBEDDINGS, KEYS, MAX_INT, OWN, READ, asked_of
 
 URLS = (CHAT, COMPLETION)
@@ -75,6 +77,7 @@ class Request(Asked):
     tokens: tuple[int, ...] | None = None
     max_tokens: int | None = None
     forced_tokens: int | None = None  # exact output length; end-of-sequence is ignored
+    deadline_s: float = math.inf  # as xgpt.requests.deadlines has it
     samples: int = 1  # number of answers to it
     chat_template_kwargs: str = ""  # arguments of its chat template, as JSON
     continuation: str | None = None  # of the prompt, to be scored; or as tokens
@@ -130,7 +133,8 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
         raise BadRecord("model is missing: OpenAI's endpoints require it, and it may be any name")
     if terms.is_scored or terms.pooled:
         request = Request(line=line, id=name, file=file, max_tokens=1, forced_tokens=1,
-                          pooled=terms.pooled, is_openai=openai)
+                          pooled=terms.pooled, is_openai=openai,
+                          deadline_s=deadline_of(asked.get("deadline_s")))
         return _scored(body, request) if terms.is_scored else _with_content(request, body, place)
     seed, top_k, stop, told = (asked.get(key) for key in ("seed", "top_k", "stop", "logprobs"))
     if place == CHAT:  # chats have `logprobs: true`, and the number in another key
@@ -142,6 +146,7 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
     forced = asked.get("forced_tokens")
     request = Request(
         line=line, id=name, file=file, is_openai=openai, max_tokens=limit, forced_tokens=forced,
+        deadline_s=deadline_of(asked.get("deadline_s")),
         seed=None if seed is None else seed % 2**63,  # generators take no negative seed
         temperature=asked.get("temperature"), top_k=None if top_k is None else max(top_k, 0),
         top_p=asked.get("top_p"), repetition_penalty=asked.get("repetition_penalty"),
@@ -297,6 +302,8 @@ class Requests:
     caps: IntArray  # most output tokens that a request sets; 0: left to the job
     forced: IntArray  # exact number of its output tokens; 0: the model decides
     may_stop: NDArray[np.bool_]  # whether it sets strings that end its output
+    # as xgpt.requests.deadlines has them; None: no request has one
+    deadlines_s: FloatArray | None = None
     bad_lines: tuple[RequestError, ...] = ()  # lines that are no usable request
     are_tokenised: bool = True  # whether the model's tokenizer counted all inputs
     # standard deviation of the logarithm of the error of all inputs; 0: they were counted

@@ -212,6 +212,7 @@ class _RequestColumns:
         # 4 bytes each: no file, line or number of tokens is larger (xgpt.requests.request.MAX_INT)
         self._inputs, self._caps, self._forced = array("i"), array("i"), array("i")
         self._may_stop, self._unusable = array("b"), dict[int, str]()
+        self._deadlines_s = array("d")
         self._num_targets = 0
 
     def add(self, request: Request, ids: Tokenised | None, vocab_size: int | None,
@@ -233,6 +234,7 @@ class _RequestColumns:
         self._caps.append(request.output_cap(0))
         self._forced.append(request.forced_tokens or 0)
         self._may_stop.append(bool(request.stop))
+        self._deadlines_s.append(request.deadline_s)
         if self._spool is not None and tokens is not None:
             self._spool.add(_record(request, sample, targets, is_shown=row < NUM_PROMPTS), tokens)
 
@@ -241,8 +243,10 @@ class _RequestColumns:
             return np.frombuffer(values, np.int32) if values else np.zeros(0, np.int32)
 
         are_known = len(self._inputs) == len(self._caps)
+        deadlines_s = np.array(self._deadlines_s)
         return Requests(input_tokens=column(self._inputs).astype(np.int64) if are_known else None,
                         caps=column(self._caps), forced=column(self._forced),
+                        deadlines_s=deadlines_s if np.isfinite(deadlines_s).any() else None,
                         may_stop=np.array(self._may_stop, bool), unusable=self._unusable,
                         mean_targets=self._num_targets / max(len(self._caps), 1))
 

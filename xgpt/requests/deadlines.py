@@ -1,0 +1,48 @@
+"""Deadlines of requests. In columns they are seconds from the job's start, infinite for none; a
+time of day, before that start is known, is a negative number."""
+
+import math
+import re
+from datetime import datetime, timedelta
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+
+WORDS = "a number of seconds above 0, or a time of day such as '17:30'"
+_TIME_OF_DAY = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?")
+_DAY_S = 86_400
+
+
+def is_deadline(value: object) -> bool:
+    """Whether `value` is a deadline as a request may have it."""
+    if isinstance(value, str):
+        return _TIME_OF_DAY.fullmatch(value.strip()) is not None
+    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
+
+
+def deadline_of_text(text: str) -> str | float:
+    """The deadline in a cell of a table. Raises ValueError."""
+    return text if ":" in text else float(text)
+
+
+def deadline_of(value: str | float | None) -> float:
+    """The deadline as in columns; a time of day counts down to its midnight, negative."""
+    if not isinstance(value, str):
+        return math.inf if value is None else float(value)
+    found = _TIME_OF_DAY.fullmatch(value.strip())
+    assert found is not None, f"{value = }"
+    hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float((hours * 60 + minutes) * 60 + seconds - _DAY_S)
+
+
+def resolved(deadlines_s: FloatArray, start: datetime) -> FloatArray:
+    """Seconds from `start` (local time) of each deadline, [requests]. A time of day is the next one
+    after it."""
+    found = np.array(deadlines_s, float)
+    for own in np.unique(found[found < 0]).tolist():
+        at = start.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(
+            seconds=own + _DAY_S)
+        at += timedelta(days=at <= start)
+        found[found == own] = at.timestamp() - start.timestamp()
+    return found
