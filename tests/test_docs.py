@@ -15,7 +15,7 @@ DOCUMENTS = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIB
 # not those that a run, an installation or a linter wrote
 PAGES = sorted(page for page in ROOT.rglob("*.md") if not {"node_modules", "out", "build"} & {
     *page.parts} and not any(part.startswith(".") for part in page.relative_to(ROOT).parts))
-GROUPS = {"xgpt.policies", "xgpt.engines"}  # of entry points: written like modules
+GROUPS = {"xgpt.policies", "xgpt.engines", "xgpt.forecasts"}  # entry points
 
 # What stands between slashes, or ends like a source file; not the rest of an address or of a path
 # that is not of this tree.

@@ -31,6 +31,7 @@ from xgpt.requests.spool_columns import ColumnsWriter
 from xgpt.run_folder.files import standard_input
 from xgpt.run_folder.state import State, state_left
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
+from xrunner.files.forecasts import given_forecast
 from xrunner.files.forms import Forms
 from xrunner.files.runnable import (
     SPREAD,
@@ -85,7 +86,10 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
             spool = SpoolWriter(ColumnsWriter(), model.now)
         stdin = standard_input(job, tell.say, is_kept=need == "run") if files.is_stdin else None
         delimiters = dict[Path, str]()
-        requests = read_and_tokenise(files, model, spool, stdin, delimiters.__setitem__)
+        asked = job.adjustment.admission.forecast
+        requests = read_and_tokenise(
+            files, model, spool, stdin, delimiters.__setitem__,
+            given_forecast(asked.kind) if asked.is_given else None)
         if need != "shape":
             tell_delimiters(delimiters, tell)
         if not requests:

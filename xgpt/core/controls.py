@@ -4,14 +4,18 @@ and those that a job fixes.
 Each policy's row (xgpt.core.policies) names its class here, or one of a package of its own."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from xgpt.core.units import Amount, Count, Flag, Positive, Share
 
 # How far admission to the KV cache looks ahead (xrunner.rules.room).
 AdmissionRule = Literal["greedy", "reserve-static", "reserve-dynamic", "future-peak", "reserve"]
 ForecastValue = Literal["least", "expected", "most"]
-CAP = "cap"  # the kind of forecast that takes each request's own limit
+ADMISSION_RULES: tuple[AdmissionRule, ...] = get_args(AdmissionRule)
+# Kinds of forecast; CAP takes each request's own limit.
+CAP, DISTRIBUTION, KNOWN, COLUMN, MEAN, CLASS = FORECAST_KINDS = (
+    "cap", "distribution", "known", "column", "mean", "class")
+FORECASTS_GROUP = "xgpt.forecasts"  # of entry points, (input tokens, text) to a forecast
 
 
 class Controls(Protocol):
@@ -49,6 +53,21 @@ class Forecasting:
     width: Positive = 200
     accuracy: Share = 0.0
     use: ForecastValue = "most"
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether forecasts are made from finished requests."""
+        return self.kind == MEAN or (self.kind == CLASS and not self.accuracy)
+
+    @property
+    def needs_outputs(self) -> bool:
+        """Whether forecasts are made from output lengths that must be known beforehand."""
+        return self.kind == KNOWN or (self.kind == CLASS and self.accuracy > 0)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether each request brings its forecast, in a column or by an entry point."""
+        return self.kind == COLUMN or self.kind not in FORECAST_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

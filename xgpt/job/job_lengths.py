@@ -8,7 +8,8 @@ xgpt.app.running.follow replans with the lengths measured."""
 import csv
 import json
 from collections.abc import Iterator, Mapping
-from itertools import zip_longest
+from contextlib import suppress
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -30,6 +31,7 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.problem import has_room, output_room
 from xgpt.core.system.whole_file import read_text
 from xgpt.job.job import Job, LengthSpec
+from xgpt.requests.choices import parts
 from xgpt.requests.request import Requests
 
 # Cap on the output if neither the request, the job nor a distribution of outputs has one.
@@ -177,6 +179,7 @@ def _check_positions(job: Job, model: ModelSpec, lengths: JointLengths) -> None:
 
 
 Side: TypeAlias = Literal["input", "output"]
+MOST_LEARNED = 100_000  # chosen: first lines of an earlier run's results that are read
 MAX_MISTAKES = 20  # chosen: of a bad file; the rest would only repeat them
 
 _NAMES: dict[Side, tuple[str, ...]] = {
@@ -206,6 +209,30 @@ def read_lengths(path: Path, *sides: Side) -> IntArray:
                                   allowed=f"a whole number from 1 to {MAX_LENGTH_TOKENS}")
                           for line, row, key in bad[:MAX_MISTAKES]])
     return np.array(values, dtype=np.int64)
+
+
+def earlier_lengths(output: Path) -> JointLengths | None:
+    """Lengths of the requests that the latest run in a folder finished, of a run moved aside if it
+    has no other; None if there are none."""
+    aside = sorted(output.glob("earlier*/results.jsonl"), key=lambda path: path.stat().st_mtime)
+    for path in (output / "results.jsonl", *aside[::-1]):
+        with suppress(OSError), path.open("rb") as lines:
+            pairs = [pair for line in islice(lines, MOST_LEARNED) for pair in _pairs(line)]
+            if pairs:
+                return joint_empirical(np.array(pairs), f"observed in an earlier run, {path.name}")
+    return None
+
+
+def _pairs(line: bytes) -> Iterator[tuple[int, int]]:
+    """Yields (input, output) tokens of the answers in a line of results.jsonl."""
+    with suppress(ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        for row in parts(json.loads(line)):
+            usage = _usage(row) or row
+            inputs, outputs = (next((length for name in _NAMES[side] if (
+                length := _length(usage.get(name))) is not None), None)
+                for side in ("input", "output"))
+            if inputs is not None and outputs is not None:
+                yield inputs, outputs
 
 
 def _length(value: object) -> int | None:

@@ -5,6 +5,7 @@ caller that has done so passes `model` and `requests`.
 `open_layouts`: the divisions of this machine's cores that a job allows."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, Device
 from xgpt.core.constraint import Constraint, deadline_bound
+from xgpt.core.controls import CAP, COLUMN
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.hf.config import read_shape
@@ -24,7 +26,7 @@ from xgpt.core.system import machine as local
 from xgpt.core.system.machine import MAX_DEFAULT_WORKERS, Layout, gpus_here, layouts, usable_cores
 from xgpt.core.units import DTYPE_BYTES, FP8, INT8
 from xgpt.job.job import LOCAL_CLUSTER, Job
-from xgpt.job.job_lengths import resolve_lengths
+from xgpt.job.job_lengths import earlier_lengths, resolve_lengths
 from xgpt.job.plan_sections import without_limit
 from xgpt.requests.deadlines import resolved
 from xgpt.requests.request import Requests
@@ -51,6 +53,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
                     "replica needs one")
     if requests is not None and job.run.stop:  # outputs may end before their forced length
         requests = replace(requests, may_stop=np.ones(len(requests), bool))
+    refuse(_wrong_forecast(job, shape, requests))
     lengths = resolve_lengths(job, shape, requests)
     constraint, deadlines_s = with_deadlines(job, requests, start or datetime.now())
     # for a request without a cap of its own: the job's, else the longest planned for
@@ -67,6 +70,8 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Requests | No
         is_synthetic=requests is None and job.workload.count is not None, seed=job.run.seed,
         observes=job.workload.output_tokens.kind == "observe",
         is_revised=job.run.reschedule is not None,
+        learned=earlier_lengths(job.output) if (
+            job.adjustment.admission.forecast.is_learned) else None,
         head_rows=lengths.inputs.mean if job.workload.embed == "mean" else max(
             requests.mean_targets, 1.0) if requests is not None else 1.0,
         has_head=job.workload.embed is None,
@@ -114,7 +119,32 @@ def query_lengths(requests: Requests | None, most_outputs: int, model: ModelSpec
     caps = np.minimum(requests.output_caps(most_outputs), output_room(model, inputs))
     caps = np.where(runs, caps, 0)
     return QueryLengths(inputs=np.where(runs, inputs, 1), most_outputs=caps,
-                        outputs=caps if requests.are_forced else None, deadlines_s=deadlines_s)
+                        outputs=caps if requests.are_forced else None, deadlines_s=deadlines_s,
+                        forecasts=None if requests.forecasts is None else np.clip(
+                            requests.forecasts, 1, caps[:, None]))
+
+
+def _wrong_forecast(job: Job, model: ModelSpec, requests: Requests | None) -> Iterator[Mistake]:
+    """Yields what forecasts and admission lack, of the requests or the model."""
+    admission, files = job.adjustment.admission, job.workload.requests
+    asked = admission.forecast
+
+    def mistake(key: str, value: object, allowed: str) -> Mistake:
+        return Mistake(file=str(job.source), line=None, key=f"schedule.{key}", value=value,
+                       allowed=allowed)
+
+    if model.is_encoder_decoder and admission.may_overflow:
+        yield mistake("admission", admission.rule, f"reserve, or future-peak with `forecast: {CAP}`"
+                      ", for an encoder-decoder model: a request is not encoded again with its "
+                      "output")
+    if asked.is_given and requests is None:
+        yield mistake("forecast", asked.kind, "another kind without a file of requests")
+    needed = "forced_tokens" if asked.needs_outputs else (
+        "forecast_tokens" if asked.kind == COLUMN else "")
+    if requests is not None and files is not None and needed in requests.lacking:
+        count, file, line = requests.lacking[needed]
+        yield mistake("forecast", asked.kind, f"of requests that all have {needed}: {count:,} of "
+                      f"{len(requests):,} have none, the first in {files.place(file, line)}")
 
 
 def resolve_cluster(job: Job) -> Cluster:

@@ -1,15 +1,31 @@
 """The section `schedule` of a job file: control variables that the user fixes, and how requests are
 adjusted, admitted and forecast."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, make_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import Field
 
-from xgpt.core.controls import LEAST_TOKENS, ROUTINGS, Adjustment, FixedSchedule
+from xgpt.core.controls import (
+    ADMISSION_RULES,
+    CAP,
+    CLASS,
+    FORECAST_KINDS,
+    FORECASTS_GROUP,
+    LEAST_TOKENS,
+    ROUTINGS,
+    Adjustment,
+    Admission,
+    AdmissionRule,
+    FixedSchedule,
+    Forecasting,
+    ForecastValue,
+)
+from xgpt.core.engines import OWN_ENGINE, rows_of_others
 from xgpt.core.errors import nearest
+from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.core.policies import (
     Policy,
     able_policies,
@@ -19,14 +35,56 @@ from xgpt.core.policies import (
     searched_policies,
 )
 from xgpt.core.units import parse_count, parse_share
-from xgpt.job.typed import CONFIG, Flag, Of, Reading, amount, choice, is_one_of, read, that, whole
+from xgpt.job.typed import (
+    CONFIG,
+    Flag,
+    Of,
+    OrMapping,
+    Reading,
+    amount,
+    choice,
+    is_one_of,
+    number,
+    read,
+    that,
+    whole,
+)
 
 # Limits of control variables: no device holds more, and each micro-batch is a step of its own in
 # every estimate.
 MOST, MOST_PARTS = 1_000_000, 4096  # chosen
 AUTO = "auto"
 _PARTS = ("decode_micro_batches", "encode_micro_batches")
-_OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle"}
+_OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle", "admission", "forecast"}
+_RULES = (AUTO, *ADMISSION_RULES)
+
+
+def _forecast_kinds() -> tuple[str, ...]:
+    """The kinds of forecast, ours and those of other packages."""
+    return (*FORECAST_KINDS, *rows_of_others(FORECASTS_GROUP))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forecast:
+    """Keys of `schedule.forecast`; None for the defaults of xgpt.core.controls.Forecasting."""
+
+    kind: Annotated[str, choice(_forecast_kinds)]
+    bins: Annotated[int, whole(1, MOST_PARTS)] | None = None
+    width: Annotated[int, whole(1, MAX_LENGTH_TOKENS)] | None = None
+    accuracy: Annotated[float, number("above 0 and at most 1", gt=0, le=1)] | None = None
+    use: Annotated[ForecastValue, choice(get_args(ForecastValue))] | None = None
+
+    def built(self) -> Forecasting:
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        return Forecasting(**{name: value for name, value in own.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Admission:
+    """Keys of `schedule.admission`."""
+
+    rule: Annotated[AdmissionRule, choice(ADMISSION_RULES)]
+    after_free: Flag = False
 
 
 def section_kind() -> Any:
@@ -62,6 +120,11 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
             lambda value: isinstance(value, bool) or (
                 isinstance(value, int) and 2 <= value <= MOST),
             f"true, false, or the requests of a window, 2 to {MOST}")], False),
+        ("admission", Annotated[Any, OrMapping(
+            _Admission, choice(_RULES), f"{', '.join(_RULES)}, or a mapping")], AUTO),
+        ("forecast", Annotated[Any, OrMapping(
+            _Forecast, choice(_forecast_kinds), lambda: f"{', '.join(_forecast_kinds())}, or a "
+            "mapping")], CAP),
     ], frozen=True, kw_only=True, namespace={"__pydantic_config__": CONFIG})
 
 
@@ -103,8 +166,49 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
             reading.reject(f"schedule.{key}", f"of {', '.join(even)} alone")
     if own.steer and own.adjustment == 0:
         reading.reject("schedule.steer", "needs an adjustment above 0")
-    return schedule, Adjustment(share=own.adjustment, steers=own.steer, shuffle=own.shuffle,
-                                routing=own.routing)
+    admission = _admission_of(own, reading)
+    return _with_evicting(reading, schedule, rows, admission), Adjustment(
+        share=own.adjustment, steers=own.steer, shuffle=own.shuffle, routing=own.routing,
+        admission=admission)
+
+
+def _admission_of(own: Any, reading: Reading) -> Admission:
+    """How requests are admitted and forecast. `own`: the section, as read."""
+    rule = own.admission.rule if isinstance(own.admission, _Admission) else own.admission
+    after_free = isinstance(own.admission, _Admission) and own.admission.after_free
+    if after_free and rule != "reserve-dynamic":
+        reading.reject("schedule.admission.after_free", "of `rule: reserve-dynamic` alone")
+    asked = own.forecast if isinstance(own.forecast, _Forecast) else _Forecast(kind=own.forecast)
+    for key in ("width", "accuracy"):
+        if reading.has(f"schedule.forecast.{key}") and asked.kind != CLASS:
+            reading.reject(f"schedule.forecast.{key}", f"of `kind: {CLASS}` alone")
+    engine = reading.at("run.engine")
+    for key, value, usual in (("admission", rule, AUTO), ("forecast", asked.kind, CAP)):
+        if engine is not None and engine.value != OWN_ENGINE and value != usual:
+            reading.reject(f"schedule.{key}", f"{usual} (or left out) with run.engine "
+                           f"{engine.value}: that engine admits requests itself, and evicts none")
+    return Admission(rule=None if rule == AUTO else rule, forecast=asked.built(),
+                     after_free=after_free)
+
+
+def _with_evicting(reading: Reading, schedule: FixedSchedule, rows: Sequence[Policy],
+                   admission: Admission) -> FixedSchedule:
+    """`schedule` without the policies that cannot evict, if the job leaves the policy open and
+    requests may outgrow what `admission` takes. `rows`: the policies that have its variables."""
+    if admission.rule is None:
+        return schedule
+    able = [row for row in rows if any(
+        one.name == "admission" for one in fields(row.load("controls")))]
+    if not able:
+        reading.reject("schedule.admission", f"{AUTO} (or left out) with "
+                       f"{', '.join(row.name for row in rows)}: static batches admit none later")
+    # those of two pools cannot: a request that was handed over is not encoded again
+    fixed = [row.name for row in able if len(row.pools) > 1 and admission.may_overflow]
+    if fixed and schedule.policies:
+        reading.reject("schedule.admission", f"reserve, or future-peak with `forecast: {CAP}`, "
+                       f"with {', '.join(fixed)}: no request can be evicted there")
+    return replace(schedule, policies=tuple(
+        row.name for row in rows if row.name not in fixed)) if fixed else schedule
 
 
 def _check_controls(reading: Reading, schedule: FixedSchedule) -> tuple[Policy, ...]:

@@ -350,6 +350,8 @@ def _allowed(form: Json) -> str:
     if "description" in form:
         return str(form["description"])
     form = next(_forms(form), {})
+    if "enum" in form:
+        return ", ".join(map(str, form["enum"]))
     match form.get("type"):
         case ["integer", "string"]:
             return f"a whole number >= {form['minimum']} and <= {form['maximum']}"

@@ -79,6 +79,7 @@ _ROWS = {
     "input": Key(_ANY, frozenset({EMBEDDINGS}), is_column=True),
     "max_tokens max_completion_tokens": Key(_whole(1, MAX_INT), _CHOSEN),
     "forced_tokens": Key(_whole(1, MAX_LENGTH_TOKENS), _CHOSEN),
+    "forecast_tokens": Key(_whole(1, MAX_LENGTH_TOKENS), frozenset({OWN})),
     "min_tokens": Key(_whole(0, MAX_INT), _CHOSEN, "min_tokens", neutral=(0,)),
     "deadline_s": Key(_DEADLINE, frozenset({OWN, READ})),
     "seed": Key(_whole(-2**63, 2**63 - 1), _CHOSEN),

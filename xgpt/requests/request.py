@@ -42,7 +42,7 @@ MAX_ID_CHARS = 1024
 MAX_CHOICES = 2048  # per line, as OpenAI's embeddings: inputs times answers to each
 
 _MISSPELT = {"max_new_tokens": "max_tokens"}
-_OPTIONS = ("max_tokens", "forced_tokens", "temperature")  # dear to misspell
+_OPTIONS = ("max_tokens", "forced_tokens", "forecast_tokens", "temperature")  # dear to misspell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +78,20 @@ class Request(Asked):
     max_tokens: int | None = None
     forced_tokens: int | None = None  # exact output length; end-of-sequence is ignored
     deadline_s: float = math.inf  # as xgpt.requests.deadlines has it
+    forecast_tokens: int | None = None  # output length that the user expects
     samples: int = 1  # number of answers to it
     chat_template_kwargs: str = ""  # arguments of its chat template, as JSON
     continuation: str | None = None  # of the prompt, to be scored; or as tokens
     continuation_tokens: tuple[int, ...] | None = None
     others: tuple["Request", ...] = ()  # the other inputs of its line
+
+    @property
+    def text(self) -> str | None:
+        """Its prompt, or the contents of its messages, and its continuation; None for tokens."""
+        text = self.prompt
+        if self.messages is not None:
+            text = "\n\n".join(message.get("content", "") for message in self.messages)
+        return text if text is None else text + (self.continuation or "")
 
     def output_cap(self, default: int) -> int:
         """Most output tokens of this request; `default` if it has no limit of its own."""
@@ -147,6 +156,7 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
     request = Request(
         line=line, id=name, file=file, is_openai=openai, max_tokens=limit, forced_tokens=forced,
         deadline_s=deadline_of(asked.get("deadline_s")),
+        forecast_tokens=asked.get("forecast_tokens"),
         seed=None if seed is None else seed % 2**63,  # generators take no negative seed
         temperature=asked.get("temperature"), top_k=None if top_k is None else max(top_k, 0),
         top_p=asked.get("top_p"), repetition_penalty=asked.get("repetition_penalty"),
@@ -304,6 +314,10 @@ class Requests:
     may_stop: NDArray[np.bool_]  # whether it sets strings that end its output
     # as xgpt.requests.deadlines has them; None: no request has one
     deadlines_s: FloatArray | None = None
+    # [requests, 3] least, expected and most output tokens that requests bring with them
+    forecasts: IntArray | None = None
+    # option -> (requests without it, file and line of the first)
+    lacking: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     bad_lines: tuple[RequestError, ...] = ()  # lines that are no usable request
     are_tokenised: bool = True  # whether the model's tokenizer counted all inputs
     # standard deviation of the logarithm of the error of all inputs; 0: they were counted

@@ -26,6 +26,7 @@ from xgpt.requests.request import Asked, Request, RequestError, Requests, synthe
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xrunner.checkpoint.source import read_spec
+from xrunner.files.forecasts import GivenForecast
 from xrunner.files.forms import Forms
 from xrunner.files.generation import GenerationRules, generation_rules
 from xrunner.files.results import write_errors
@@ -42,6 +43,7 @@ NO_TOKENIZER = ("the model's folder has no tokenizer: give this request as `toke
 _FILE_BITS = 40  # no file has more lines
 _SAMPLE_SEED = 0x9E3779B97F4A7C15 >> 2  # difference between the seeds of a request's samples
 
+_MAY_LACK = ("forced_tokens", "forecast_tokens")  # options that forecasts may need
 _ASKED = tuple(one.name for one in fields(Asked))
 
 
@@ -67,11 +69,12 @@ class Tokeniser(Protocol):
 
 def read_and_tokenise(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None = None,
             stdin: IO[bytes] | None = None,
-            divided: Divided = lambda path, delimiter: None) -> Requests:
+            divided: Divided = lambda path, delimiter: None,
+            forecast: GivenForecast | None = None) -> Requests:
     """Reads and tokenises the requests of a job's files; returns their numbers and bad lines.
     `spool`: where requests are stored, for a run. `stdin`: bytes of standard input, if that is the
-    file. `divided`: see read_requests."""
-    rows, digests = _RequestColumns(spool), [hashlib.sha256() for _ in files.paths]
+    file. `divided`: see read_requests. `forecast`: of each request, if they bring their own."""
+    rows, digests = _RequestColumns(spool, forecast), [hashlib.sha256() for _ in files.paths]
     bad_lines, are_tokenised = list[RequestError](), True
     openai_files = set[int]()
     source = read_requests(files, lambda file, raw: digests[file].update(raw),
@@ -207,8 +210,9 @@ def _scored(before: Sequence[int], whole: Sequence[int]) -> Scored | str:
 class _RequestColumns:
     """Numbers of the requests so far, in columns."""
 
-    def __init__(self, spool: SpoolWriter | None) -> None:
-        self._spool = spool
+    def __init__(self, spool: SpoolWriter | None, forecast: GivenForecast | None) -> None:
+        self._spool, self._forecast = spool, forecast
+        self._lacking, self._forecasts = dict[str, tuple[int, int, int]](), array("i")
         # 4 bytes each: no file, line or number of tokens is larger (xgpt.requests.request.MAX_INT)
         self._inputs, self._caps, self._forced = array("i"), array("i"), array("i")
         self._may_stop, self._unusable = array("b"), dict[int, str]()
@@ -235,6 +239,12 @@ class _RequestColumns:
         self._forced.append(request.forced_tokens or 0)
         self._may_stop.append(bool(request.stop))
         self._deadlines_s.append(request.deadline_s)
+        if self._forecast is not None and tokens is not None:
+            self._forecasts.extend(self._forecast(request, len(tokens)))
+        for key in _MAY_LACK:
+            if getattr(request, key) is None:
+                count, file, line = self._lacking.get(key, (0, request.file, request.line))
+                self._lacking[key] = count + 1, file, line
         if self._spool is not None and tokens is not None:
             self._spool.add(_record(request, sample, targets, is_shown=row < NUM_PROMPTS), tokens)
 
@@ -248,6 +258,9 @@ class _RequestColumns:
                         caps=column(self._caps), forced=column(self._forced),
                         deadlines_s=deadlines_s if np.isfinite(deadlines_s).any() else None,
                         may_stop=np.array(self._may_stop, bool), unusable=self._unusable,
+                        forecasts=column(self._forecasts).reshape(-1, 3) if (
+                            self._forecast is not None and are_known) else None,
+                        lacking=self._lacking,
                         mean_targets=self._num_targets / max(len(self._caps), 1))
 
 
@@ -264,13 +277,8 @@ def _why_unusable(ids: Sequence[int] | str, vocab_size: int | None) -> str | Non
 
 
 def _record(request: Request, sample: int, targets: tuple[int, ...], *, is_shown: bool) -> Record:
-    text = request.prompt
-    if request.messages is not None:
-        text = "\n\n".join(message.get("content", "") for message in request.messages)
-    if text is not None and request.continuation is not None:
-        text += request.continuation
     own = {name: getattr(request, name) for name in _ASKED}
-    own["prompt"] = text if is_shown else None
+    own["prompt"] = request.text if is_shown else None
     if request.seed is not None:  # each input of a line is answered as if it were alone
         own["seed"] = request.seed - _SAMPLE_SEED * request.asked * request.samples
     return Record(**own, is_forced=request.forced_tokens is not None,

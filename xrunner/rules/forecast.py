@@ -13,11 +13,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from xgpt.core.controls import CAP, Forecasting
+from xgpt.core.controls import CAP, CLASS, DISTRIBUTION, KNOWN, Forecasting
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths
 from xgpt.core.problem import UNLIMITED, Problem, QueryLengths
 
-KNOWN, DISTRIBUTION, MEAN, CLASS = "known", "distribution", "mean", "class"
 PLANNED_WEIGHT = 100  # chosen: finished requests that a planned distribution counts as
 
 
@@ -81,7 +80,7 @@ class LengthForecaster:
         """`learns`: whether finished requests count; only kinds made from them learn."""
         self.forecasting = forecasting
         self.value = Forecast._fields.index(forecasting.use)  # place of what admission reads
-        self._learns = learns and is_learned(forecasting)
+        self._learns = learns and forecasting.is_learned
         self.known = known._replace(counts=known.counts.copy()) if self._learns else known
         self._rows: dict[int, tuple[Forecast, IntArray]] = {}  # by range, computed on demand
 
@@ -119,7 +118,7 @@ class LengthForecaster:
         outputs = caps if queries.outputs is None else queries.outputs
         if own.kind == KNOWN:
             found = np.repeat(outputs[:, None], 3, axis=1)
-        elif own.kind == CLASS and own.accuracy:
+        elif own.needs_outputs:
             found = _of_class(_drawn_classes(outputs, caps, own, seed), own.width)
         else:
             rows = np.array([self._row(row)[0] for row in range(len(self.known.counts))])
@@ -146,13 +145,8 @@ class LengthForecaster:
             return Forecast(1, mean, UNLIMITED)
         if kind == CLASS:
             sums = np.add.reduceat(counts[1:], np.arange(0, len(counts) - 1, width))
-            return Forecast(*_of_class(np.argmax(sums)[None], width)[0].tolist())
+            return Forecast(*_of_class(np.array([sums.argmax()]), width)[0].tolist())
         return Forecast(mean, mean, mean)
-
-
-def is_learned(forecasting: Forecasting) -> bool:
-    """Whether forecasts are made from finished requests."""
-    return forecasting.kind == MEAN or (forecasting.kind == CLASS and not forecasting.accuracy)
 
 
 def forecaster_of(problem: Problem, forecasting: Forecasting, *,
@@ -180,12 +174,12 @@ def _mean_beyond(counts: FloatArray) -> IntArray:
     number, tokens = (np.append(own[::-1].cumsum()[::-1][1:], 0.0) for own in (
         counts, counts * size))
     mean = np.rint(tokens / np.where(number > 0, number, 1.0)).astype(np.int64)
-    return np.where(number > 0, np.maximum(mean, size + 1), UNLIMITED)
+    return np.asarray(np.where(number > 0, np.maximum(mean, size + 1), UNLIMITED))
 
 
 def _of_class(classes: IntArray, width: int) -> IntArray:
     """(least, middle, most) output tokens of classes, [classes, 3]."""
-    return classes[:, None] * width + np.array([1, (width + 1) // 2, width])
+    return np.asarray(classes[:, None] * width + [1, (width + 1) // 2, width])
 
 
 def _drawn_classes(outputs: IntArray, caps: IntArray, own: Forecasting, seed: int) -> IntArray:

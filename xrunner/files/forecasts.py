@@ -1,0 +1,88 @@
+"""Forecasts that requests bring with them, and those that a run began with, which its folder keeps.
+
+    `forecasts.npz`   `asked`: the kind of forecast, as JSON. `forecasts`: [queries, 3] of each
+                      query of the spool; 0 for those that are made when it is admitted. `edges`,
+                      `counts`: known outputs (xrunner.rules.forecast), from which others are made.
+
+A run that is continued goes on by them, as long as the job asks for the same kind."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.core.controls import CAP, COLUMN, FORECASTS_GROUP, Forecasting
+from xgpt.core.engines import load_row, rows_of_others
+from xgpt.core.errors import XgptError, shorten
+from xgpt.core.lengths import IntArray
+from xgpt.core.problem import Problem, QueryLengths
+from xgpt.core.system.whole_file import temporary_of
+from xgpt.requests.request import Request
+from xrunner.rules.forecast import Forecast, KnownOutputs, LengthForecaster, forecaster_of
+
+FORECASTS_FILE = "forecasts.npz"
+GivenForecast = Callable[[Request, int], Forecast]  # of a request with so many input tokens
+
+
+def given_forecast(kind: str) -> GivenForecast:
+    """Reads or asks for the forecast of a request, by its column or by the entry point `kind`."""
+    if kind == COLUMN:
+        return lambda request, tokens: Forecast(*3 * (request.forecast_tokens or 0,))
+    function = load_row(rows_of_others(FORECASTS_GROUP)[kind])
+
+    def forecast(request: Request, tokens: int) -> Forecast:
+        found = function(tokens, request.text or "")
+        values = 3 * (found,) if isinstance(found, int) else tuple(found)
+        if len(values) != 3 or list(values) != sorted(map(int, values)) or values[0] < 1:
+            raise XgptError(f"{FORECASTS_GROUP} {kind}: {shorten(found)} is no forecast: it has to "
+                            "be output tokens, or (least, expected, most), whole numbers >= 1")
+        return Forecast(*values)
+
+    return forecast
+
+
+class KeptForecasts:
+    """The forecasts that a run began with."""
+
+    def __init__(self, forecasting: Forecasting, forecasts: IntArray, known: KnownOutputs) -> None:
+        """`forecasts`: [queries, 3], 0 for those made at admission."""
+        self.forecasting, self.forecasts, self.known = forecasting, forecasts, known
+
+    def forecaster(self) -> LengthForecaster:
+        """A new forecaster, which learns from requests that end."""
+        return LengthForecaster(self.forecasting, self.known, learns=True)
+
+    def save(self, output: Path) -> None:
+        path = output / FORECASTS_FILE
+        with temporary_of(path).open("wb") as file:
+            np.savez(file, asked=np.array(json.dumps(asdict(self.forecasting))),
+                     forecasts=self.forecasts, **self.known._asdict())
+        temporary_of(path).replace(path)
+
+
+def load_forecasts(output: Path) -> KeptForecasts | None:
+    """The forecasts of the run in a folder; None for one that forecasts each request at its cap."""
+    try:
+        with np.load(output / FORECASTS_FILE) as kept:
+            return KeptForecasts(Forecasting(**json.loads(str(kept["asked"]))), kept["forecasts"],
+                                 KnownOutputs(kept["edges"], kept["counts"]))
+    except FileNotFoundError:
+        return None
+
+
+def keep_forecasts(output: Path, problem: Problem, forecasting: Forecasting, queries: QueryLengths,
+                   rows: IntArray, *, is_continued: bool) -> None:
+    """Keeps the forecasts that a run begins with, unless it goes on by those in its folder.
+    `queries`: all requests of the job. `rows`: which of them are the run's."""
+    before = load_forecasts(output)
+    if is_continued and before is not None and before.forecasting == forecasting:
+        return
+    (output / FORECASTS_FILE).unlink(missing_ok=True)
+    if forecasting.kind == CAP:
+        return
+    own, found = forecaster_of(problem, forecasting), queries.forecasts
+    if found is None:
+        found = own.forecasts(queries, problem.seed)
+    KeptForecasts(forecasting, found[rows] * (not forecasting.is_learned), own.known).save(output)
