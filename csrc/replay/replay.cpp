@@ -73,9 +73,9 @@ Found *reserved(const Arguments &args, double *times) {
 
 Found *batched(const Arguments &args, double *times) {
     const int64_t *facts = args.ints(1);
-    return alone(xgpt_batching::Replay(args.alone(), {facts[0], facts[4], facts[5], facts[6],
-                                                     facts[7]}, args.ints(4), args.ints(5),
-                                       args.ints(6)), times);
+    return alone(xgpt_batching::Replay(args.alone(), {facts[0], facts[4], facts[5], facts[6]},
+                                       args.ints(4), args.ints(5), args.ints(6), args.ints(7),
+                                       args.ints(8)), times);
 }
 
 Found *handed(const Arguments &args, double *times) {
@@ -117,14 +117,15 @@ extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::
  * whether encoding yields a token, whether rows are compacted, whether steps are recorded, then
  * the rule's own); figures (arrival of the requests, then the rule's own); factors[stages of all
  * pools] of the clock's seconds; inputs[requests] tokens; reserves[requests] (for static batches
- * the most output); left[requests] iterations; slots[groups].
+ * the most output, or forecast); left[requests] iterations; slots[groups].
  *
  * The rule's own. Paged KV: numbers of groups, of blocks of a group, of blocks that admission
  * keeps free, of tokens of a step; whether inputs are encoded in chunks. Reserving: numbers of
  * groups, of KV tokens of a group, of decode iterations of a phase (0: ORCA's rule), of requests
  * of an encode batch, of most active requests of a group, of tokens of a chunk (0: none); mean
  * input, adjustment, target of decode batches. Static batches: numbers of groups, of KV tokens
- * of a group, of requests of a batch, of steps that encode a group's.
+ * of a group, of steps that encode a group's; in place of slots order[requests] and
+ * ends[requests] of static_replay.h.
  *
  * Two pools: groups of the encode and of the decode pool; requests of an encode batch; most
  * requests in the system; KV tokens of the decode and of the encode pool; planned active

@@ -14,7 +14,7 @@ namespace xgpt_batching {
 
 /* `kv_tokens` are a group's; `parts`: steps that encode a group's requests. */
 struct Facts {
-    int64_t queries, groups, kv_tokens, batch, parts;
+    int64_t queries, groups, kv_tokens, parts;
 };
 
 using Query = xgpt_replay::Query;
@@ -31,11 +31,13 @@ struct Group : xgpt_replay::Rows<Query> {
 
 class Replay : public xgpt_replay::PoolReplay<Query, Group> {
 public:
-    /* outputs[requests]: most output tokens of each; left[requests]: iterations. */
+    /* outputs[requests]: most output tokens of each, or forecast; left[requests]: iterations.
+     * order[requests]: in which batches take them; ends[requests]: place in it where a batch
+     * ends, by the place where it begins. */
     Replay(const xgpt_replay::Given &given, const Facts &facts, const int64_t *inputs,
-           const int64_t *outputs, const int64_t *left)
+           const int64_t *outputs, const int64_t *left, const int64_t *order, const int64_t *ends)
         : PoolReplay(given, facts.groups, facts.queries), facts_(facts), inputs_(inputs),
-          outputs_(outputs), left_(left) {}
+          outputs_(outputs), left_(left), order_(order), ends_(ends) {}
     void run() {
         while (unfinished_ || next_ < facts_.queries) {
             if (!unfinished_) fill_batch();
@@ -52,28 +54,29 @@ public:
 
 private:
     Facts facts_;
-    const int64_t *inputs_, *outputs_, *left_;
-    int64_t next_ = 0;  // the first waiting request: they are taken in their order
+    const int64_t *inputs_, *outputs_, *left_, *order_, *ends_;
+    int64_t next_ = 0;  // place of the first waiting request
     int64_t unfinished_ = 0, phase_ = -1, iteration_ = 0, turn_ = 0, part_ = 0;
 
     void fill_batch() {
         phase_ += 1;
         iteration_ = turn_ = part_ = 0;
         int64_t output = 0;
+        const int64_t size = ends_[next_] - next_;
         for (int64_t g = 0; g < facts_.groups; ++g) {
-            const int64_t quota = facts_.batch / facts_.groups + (g < facts_.batch % facts_.groups);
+            const int64_t quota = size / facts_.groups + (g < size % facts_.groups);
             for (int64_t i = 0; i < quota && next_ < facts_.queries && add(g, output); ++i) ++next_;
         }
         for (const Group &group : groups_) held_ += group.reserved(output);
     }
     /* _Batch.add of the next request */
     bool add(int64_t g, int64_t &output) {
-        const int64_t most = std::max(output, outputs_[next_]);
-        if (groups_[g].reserved(most) + inputs_[next_] + most > facts_.kv_tokens) return false;
+        const int64_t q = order_[next_], most = std::max(output, outputs_[q]);
+        if (groups_[g].reserved(most) + inputs_[q] + most > facts_.kv_tokens) return false;
         for (const Group &other : groups_)
             if (most > output && other.reserved(most) > facts_.kv_tokens) return false;
-        groups_[g].members.push_back(next_);
-        groups_[g].tokens += inputs_[next_];
+        groups_[g].members.push_back(q);
+        groups_[g].tokens += inputs_[q];
         output = most;
         unfinished_ += 1;
         return true;

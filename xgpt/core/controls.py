@@ -6,7 +6,7 @@ Each policy's row (xgpt.core.policies) names its class here, or one of a package
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from xgpt.core.units import Amount, Count, Flag, Positive, Share
+from xgpt.core.units import Amount, Count, Flag, Positive, Share, Unbounded
 
 # How far admission to the KV cache looks ahead (xrunner.rules.room).
 AdmissionRule = Literal["greedy", "reserve-static", "reserve-dynamic", "future-peak", "reserve"]
@@ -123,14 +123,34 @@ class WaaControls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """How static batches are formed (xrunner.rules.static.BatchFormer). `deadline`, `length`:
+    weights of a request's deadline (seconds) and forecast (tokens), by which requests are sorted
+    and a batch's cost is counted. A batch has at most `most` requests, a cost of at most
+    `threshold` (infinite: any; None: left to the planner), and forecasts of at most `pack` tokens
+    together (None: any). `growth`: the cost of length is how much a batch's longest forecast grows;
+    else its sum with the request's."""
+
+    most: Positive = 10
+    threshold: Unbounded | None = None
+    deadline: Amount = 0.0
+    length: Amount = 1.0
+    growth: Flag = True
+    pack: Positive | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StaticControls:
     """FT, DSI: a batch is encoded in `encode_micro_batches` steps and decoded in
-    `decode_micro_batches` micro-batches until its longest request is done."""
+    `decode_micro_batches` micro-batches until its longest request is done. `batches`: how they are
+    formed (None: in the input's order), by forecasts of the kind `forecast`."""
 
     policy: str
     encode_batch: Positive
     decode_micro_batches: Positive
     encode_micro_batches: Positive
+    batches: Batches | None = None
+    forecast: Forecasting = Forecasting()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,10 +212,11 @@ class Adjustment:
     """Workload adjustment that the user asks for (paper section 5.2); None: the default.
     `shuffle`: size of the window that requests are shuffled in, or whether to use the usual one.
     `routing`: one of ROUTINGS, how replicas share the requests. `admission`: its rule None leaves
-    the choice to the planner."""
+    the choice to the planner. `batches`: how static batches are formed."""
 
     share: float | None = None  # by which an encode batch's tokens may leave their mean
     steers: bool | None = None  # whether encode batches steer the decode batch to its mean
     shuffle: bool | int = False
     routing: str = LEAST_TOKENS
     admission: Admission = Admission()
+    batches: Batches | None = None

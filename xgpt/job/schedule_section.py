@@ -34,7 +34,9 @@ from xgpt.core.policies import (
     policy_names,
     searched_policies,
 )
+from xgpt.core.systems import STATIC
 from xgpt.core.units import parse_count, parse_share
+from xgpt.job import batches_section
 from xgpt.job.typed import (
     CONFIG,
     Flag,
@@ -55,7 +57,8 @@ from xgpt.job.typed import (
 MOST, MOST_PARTS = 1_000_000, 4096  # chosen
 AUTO = "auto"
 _PARTS = ("decode_micro_batches", "encode_micro_batches")
-_OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle", "admission", "forecast"}
+_OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle", "admission", "forecast",
+                  "batches", "system"}
 _RULES = (AUTO, *ADMISSION_RULES)
 
 
@@ -125,6 +128,7 @@ def _kind_for(rows: tuple[Policy, ...]) -> Any:
         ("forecast", Annotated[Any, OrMapping(
             _Forecast, choice(_forecast_kinds), lambda: f"{', '.join(_forecast_kinds())}, or a "
             "mapping")], CAP),
+        *batches_section.FIELDS,
     ], frozen=True, kw_only=True, namespace={"__pydantic_config__": CONFIG})
 
 
@@ -156,6 +160,9 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
         **{name: getattr(own, name) for name in names},
         others=tuple((name, value) for name, value in vars(own).items() if value is not None
                      and name not in names | _OF_ADJUSTMENT))
+    batches = batches_section.batches_of(reading, own)
+    if own.system is not None:
+        schedule = replace(schedule, policies=(STATIC,))
     degree, gpus = schedule.tp_degree, schedule.tp_gpus
     if degree is not None and gpus is not None and gpus % degree:
         reading.reject("schedule.tp_gpus", f"must be a multiple of tp_degree = {degree}")
@@ -169,7 +176,7 @@ def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) ->
     admission = _admission_of(own, reading)
     return _with_evicting(reading, schedule, rows, admission), Adjustment(
         share=own.adjustment, steers=own.steer, shuffle=own.shuffle, routing=own.routing,
-        admission=admission)
+        admission=admission, batches=batches)
 
 
 def _admission_of(own: Any, reading: Reading) -> Admission:

@@ -270,6 +270,7 @@ class Head:
     def _execute(self, step: Step) -> None:
         if step.evicted:  # evicted requests are encoded again with all their tokens
             self._commit(step.group)
+            self._due += self.requests.evict(step.group, step.evicted)
         message, inputs, given = self.requests.compose(step, self.clock())
         self.neighbours.share(message, inputs)
         out = self._executor.execute(message, inputs)

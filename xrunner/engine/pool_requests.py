@@ -105,7 +105,6 @@ class PoolRequests:
         tokens are those of decoding requests [n], then the encoded ones [T]. Requests are in the
         order in which their tokens return."""
         slots, kind = self._slots[step.group], step.kind
-        self._evict(step.evicted, slots)
         # (request, first token, tokens) encoded; without chunks whole inputs
         spans = [(c.query, c.first, c.tokens) for c in step.chunks]
         begun = ([query for query, first, _ in spans if first == 0] if spans
@@ -160,6 +159,19 @@ class PoolRequests:
                 slots.vacate(slots.seats)
         return [self.active.pop(index) for index in due]
 
+    def evict(self, group: int, evicted: Sequence[int]) -> list[ActiveQuery]:
+        """Puts begun requests back in line, before the step of `group` that evicts them. Returns
+        the rest of their static batch: requests with results due."""
+        for index in evicted:
+            self._in_part.discard(index)
+            self._begun[index] = self.active.pop(index)
+            assert not self._begun[index].num_promised, f"{index = } is evicted without its tokens"
+            self._departures.leave()
+        is_batch = self._use is SlotUse.KEPT
+        for slots in self._slots.values() if is_batch else (self._slots[group],):
+            slots.vacate(evicted)
+        return self.finish(group, ())
+
     def hand_off(self, group: int) -> list[ActiveQuery]:
         """Removes all unfinished requests of `group` and returns them."""
         slots = self._slots[group]
@@ -173,14 +185,6 @@ class PoolRequests:
         if indices and self.on_begin is not None:
             self.on_begin(indices)
         return [self._new.pop(index) for index in indices]
-
-    def _evict(self, evicted: Sequence[int], slots: GroupSlots[int]) -> None:
-        for index in evicted:
-            self._in_part.discard(index)
-            self._begun[index] = self.active.pop(index)
-            assert not self._begun[index].num_promised, f"{index = } is evicted without its tokens"
-            self._departures.leave()
-        slots.vacate(evicted)
 
     def _join(self, index: int, now: float, *, is_handed: bool = False) -> Joined:
         active = self._begun.pop(index, None)

@@ -81,8 +81,9 @@ def _window_of(estimate: Estimate) -> Window:
         return Window(waiting=estimate.deployment.encoding.num_groups * most + left,
                       batch=controls.encode_batch)
     if isinstance(controls, StaticControls):
-        # the next batch is requested while the one before is decoded
-        return Window(waiting=controls.encode_batch, batch=controls.encode_batch)
+        # the next batch is requested while the one before is decoded; sorted ones choose from many
+        return Window(waiting=controls.encode_batch if controls.batches is None else LEAST_WAITING,
+                      batch=controls.encode_batch)
     if isinstance(controls, ContinuousControls):
         waiting = max(math.ceil(controls.max_active / _WAITING_SHARE), 2 * groups)
         return Window(waiting=waiting, present=controls.max_active + waiting)

@@ -2,15 +2,107 @@
 1: a batch is encoded and decoded until its longest request is done; then comes the next.
 
 FT uses the same micro-batches in both phases; DSI encodes each decode group in several parts. No
-request leaves early: finished rows keep decoding, and their contexts grow."""
+request leaves early: finished rows keep decoding, and their contexts grow.
+
+Batches are cut from the input's order, or formed by deadlines and forecasts (`BatchFormer`). Those
+are decoded to their longest forecast: who is not done by then waits again, with its tokens."""
 
 import math
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from xgpt.core.controls import StaticControls
+from xgpt.core.controls import CAP, KNOWN, Batches, StaticControls
 from xgpt.core.schedule import Estimate
+from xrunner.rules.forecast import Forecaster
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Step, StepKind, Waiting
+from xrunner.rules.steps import Step, StepKind
+
+
+class Waiting(NamedTuple):
+    """A request that waits: KV tokens that it reserves, and tokens to encode, of which `written`
+    are output from before an eviction. `forecast`: output tokens in all; 0: not forecast yet."""
+
+    query: int
+    reserve: int
+    tokens: int
+    written: int = 0
+    forecast: int = 0
+
+
+OVERHEAD = 1.2  # chosen: growth of a batch's cost with its size (UELLM's L1 and L2)
+
+
+class BatchFormer:
+    """Orders waiting requests and forms the next batch of them (UELLM's SLO-ODBS, S3's packing).
+
+    A request's place is its weighted deadline and forecast; equal ones keep their order. One
+    without a deadline comes last."""
+
+    def __init__(self, batches: Batches, *, most: int, num_groups: int,
+                 group_kv_tokens: int) -> None:
+        """`most`: most requests of a batch. `group_kv_tokens`: KV budget of each group."""
+        self.batches, self.most = batches, min(most, batches.most)
+        self.forecaster: Forecaster | None = None  # None: caps
+        self.deadlines_s: Mapping[int, float] = {}  # query -> seconds from the job's start
+        self._longest = (0, 0)  # input and output tokens
+        self._num_groups, self._group_kv_tokens = num_groups, group_kv_tokens
+
+    def note(self, input_tokens: int, output_tokens: int) -> None:
+        """Records a request's sizes: no row is longer than the longest input and output together,
+        which caches are made for."""
+        self._longest = max(self._longest[0], input_tokens), max(self._longest[1], output_tokens)
+
+    def output_of(self, one: Waiting) -> int:
+        """Output tokens that a request is still to write, by its forecast."""
+        most, forecast = one.reserve - one.tokens, one.forecast
+        if not forecast and self.forecaster is not None:
+            forecast = self.forecaster.first(one.tokens - one.written, most + one.written)
+        return min(max(forecast - one.written, 1), most) if forecast else most
+
+    def line(self, waiting: Iterable[Waiting]) -> list[Waiting]:
+        """The waiting requests in the order in which batches take them."""
+        by_deadline, by_length = self.batches.deadline, self.batches.length
+        if not by_deadline:
+            return sorted(waiting, key=lambda one: by_length * self.output_of(one))
+        latest_s = self.deadlines_s
+        return sorted(waiting, key=lambda one: (
+            by_deadline * latest_s.get(one.query, math.inf) + by_length * self.output_of(one)))
+
+    def take(self, line: Sequence[Waiting], first: int = 0) -> int:
+        """End of the batch that begins with `line[first]`."""
+        own, latest_s, longest, widest, packed = self.batches, 0.0, 0, 0, 0
+        threshold = math.inf if own.threshold is None else own.threshold
+        pack = math.inf if own.pack is None else own.pack
+        for place in range(first, len(line)):
+            new, count = line[place], place - first
+            deadline_s = self.deadlines_s.get(new.query, math.inf)
+            due_s = deadline_s if math.isfinite(deadline_s) else 0.0
+            output, sign = self.output_of(new), -1 if own.growth else 1
+            cost = (count + 1) * OVERHEAD * (own.deadline * (due_s + latest_s)
+                                             + own.length * (output + sign * longest))
+            latest_s, longest = max(latest_s, due_s), max(longest, output)
+            widest, packed = max(widest, new.tokens), packed + output
+            row = widest + longest
+            room = self._num_groups * (self._group_kv_tokens // row)
+            is_beyond = (cost > threshold or packed > pack or row > sum(self._longest)
+                         or count >= min(self.most, room))
+            if count and is_beyond:
+                return place
+        return len(line)
+
+    def batches_of(self, line: Sequence[Waiting]) -> Iterator[int]:
+        """Yields the end of each batch that a whole line makes."""
+        end = 0
+        while end < len(line):
+            yield (end := self.take(line, end))
+
+
+def padding(inputs: Sequence[int], outputs: Sequence[int]) -> tuple[int, int]:
+    """(padded input tokens, superfluous output tokens) of a batch of these lengths: what an engine
+    computes beside them that pads every row to the longest. FT's runner pads no input."""
+    padded, superfluous = (len(own) * max(own) - sum(own) for own in (inputs, outputs))
+    return padded, superfluous
 
 
 class _Batch:
@@ -19,27 +111,28 @@ class _Batch:
 
     def __init__(self, num_groups: int, group_kv_tokens: int) -> None:
         self.groups: list[list[int]] = [[] for _ in range(num_groups)]
-        self.unfinished: set[int] = set()
+        self.unfinished: dict[int, Waiting] = {}
+        self.output = 0  # longest, in tokens
         self._inputs = [0] * num_groups
-        self._output = 0
         self._group_kv_tokens = group_kv_tokens
 
     @property
     def reserved_tokens(self) -> int:
-        return sum(self._group_tokens(group, self._output) for group in range(len(self.groups)))
+        return sum(self._group_tokens(group, self.output) for group in range(len(self.groups)))
 
-    def add(self, group: int, new: Waiting) -> bool:
-        """Adds `new` to `group`; False if a group would then reserve more than its share."""
-        output = max(self._output, new.reserve - new.tokens)
+    def add(self, group: int, new: Waiting, output: int) -> bool:
+        """Adds `new`, which is to write `output` tokens, to `group`; False if a group would then
+        reserve more than its share."""
+        output = max(self.output, output)
         own = self._group_tokens(group, output) + new.tokens + output
-        others = range(len(self.groups)) if output > self._output else ()
+        others = range(len(self.groups)) if output > self.output else ()
         if own > self._group_kv_tokens or any(
                 self._group_tokens(other, output) > self._group_kv_tokens for other in others):
             return False
         self.groups[group].append(new.query)
-        self.unfinished.add(new.query)
+        self.unfinished[new.query] = new
         self._inputs[group] += new.tokens
-        self._output = output
+        self.output = output
         return True
 
     def _group_tokens(self, group: int, output_tokens: int) -> int:
@@ -56,9 +149,11 @@ class StaticRule:
     slot_use = SlotUse.KEPT
 
     def __init__(self, *, encode_batch: int, num_groups: int, encode_micro_batches: int,
-                 kv_tokens: int) -> None:
+                 kv_tokens: int, batches: Batches | None = None, evicts: bool = False) -> None:
         """`encode_micro_batches`: steps that encode a batch, a multiple of `num_groups`.
-        `kv_tokens`: KV budget of the whole pool; each group gets an equal share."""
+        `kv_tokens`: KV budget of the whole pool; each group gets an equal share. `batches`: how
+        they are formed (None: in the input's order). `evicts`: batches end with their longest
+        forecast, whoever is not done."""
         assert encode_batch >= 1 and num_groups >= 1, f"{encode_batch = } {num_groups = }"
         assert encode_micro_batches >= num_groups and encode_micro_batches % num_groups == 0, (
             f"{encode_micro_batches = } is no multiple of {num_groups = }")
@@ -68,6 +163,14 @@ class StaticRule:
         self.group_max_active = math.ceil(encode_batch / num_groups)
         self.group_kv_tokens = kv_tokens // num_groups
         self.waiting: deque[Waiting] = deque()
+        self.former = None if batches is None else BatchFormer(
+            batches, most=encode_batch, num_groups=num_groups,
+            group_kv_tokens=self.group_kv_tokens)
+        self.evicts = evicts
+        self.forecaster: Forecaster | None = None  # of requests without a forecast; None: caps
+        self._asks = False  # whether there are such requests
+        self._is_line = True  # whether those waiting are in the order of batches
+        self._evicted: tuple[int, ...] = ()  # not told to the stages yet
         self._batch = _Batch(num_groups, self.group_kv_tokens)
         self._phase = -1  # number of the batch
         self._iteration = 0  # 0: encoding
@@ -82,11 +185,15 @@ class StaticRule:
     def needs_tokens(self) -> bool:
         return self._iteration > 0
 
-    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
+    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0,
+               forecast: int = 0) -> bool:
         assert reserve_tokens >= input_tokens >= 0, f"{reserve_tokens = } {input_tokens = }"
         if reserve_tokens > self.group_kv_tokens:
             return False
-        self.waiting.append(Waiting(query, reserve_tokens, input_tokens))
+        self.waiting.append(Waiting(query, reserve_tokens, input_tokens, 0, forecast))
+        if self.former is not None:
+            self.former.note(input_tokens, reserve_tokens - input_tokens)
+            self._is_line, self._asks = False, self._asks or not forecast
         return True
 
     def next_group(self) -> int | None:
@@ -100,34 +207,60 @@ class StaticRule:
         group, members = self._group, self._batch.groups[self._group]
         if not self._batch.unfinished:
             return None  # these tokens were the batch's last
+        if self.evicts and self._iteration >= self._batch.output:
+            self._advance()
+            if self._group == 0:  # the tokens of all groups are here
+                self._give_up()
+            return None
         if self._iteration > 0:
             step = Step(kind=StepKind.DECODE, group=group, phase=self._phase,
                         iteration=self._iteration) if members else None
         else:
             joined = self._part_of(members)
             step = Step(kind=StepKind.ENCODE, group=group, phase=self._phase, iteration=0,
-                        joined=joined) if joined else None
+                        joined=joined, evicted=self._evicted) if joined else None
+            self._evicted = () if joined else self._evicted
         self._advance()
         return step
 
     def finish(self, query: int) -> None:
-        self._batch.unfinished.remove(query)
+        del self._batch.unfinished[query]
         if not self._batch.unfinished:  # only now is all its KV free
             self._batch = _Batch(self.num_groups, self.group_kv_tokens)
 
-    def quota(self, group: int) -> int:
-        """Number of requests of a full batch that `group` takes; they sum to encode_batch."""
-        base, odd = divmod(self.encode_batch, self.num_groups)
-        return base + (group < odd)
-
     def _fill_batch(self) -> None:
-        """Forms the next batch in the input's order; a smaller one if the KV share is too small."""
+        """Forms the next batch; in the input's order a smaller one if the KV share is too small."""
         self._phase, self._iteration, self._group, self._part = self._phase + 1, 0, 0, 0
+        size = self.encode_batch
+        if self.former is not None:
+            self.former.forecaster = self.forecaster
+            if not self._is_line:
+                self.waiting = deque(self.former.line(self.waiting))
+            self._is_line = not self._asks or self.forecaster is None
+            size = self.former.take(self.waiting)
+        base, odd = divmod(size, self.num_groups)
         for group in range(self.num_groups):
-            for _ in range(self.quota(group)):
-                if not self.waiting or not self._batch.add(group, self.waiting[0]):
+            for _ in range(base + (group < odd)):
+                if not self.waiting or not self._batch.add(
+                        group, self.waiting[0], self._output_of(self.waiting[0])):
                     break
                 self.waiting.popleft()
+
+    def _output_of(self, one: Waiting) -> int:
+        return one.reserve - one.tokens if self.former is None else self.former.output_of(one)
+
+    def _give_up(self) -> None:
+        """Puts those of the batch that are not done back in line, with the tokens they have."""
+        left, output = self._batch.unfinished, self._batch.output
+        for one in reversed(left.values()):
+            written = one.written + output
+            inputs = one.tokens - one.written
+            self.waiting.appendleft(one._replace(
+                tokens=inputs + written, written=written,
+                forecast=one.reserve - inputs if self.forecaster is None else (
+                    self.forecaster.beyond(inputs, written, one.reserve - inputs))))
+        self._evicted, self._is_line = tuple(left), False
+        self._batch = _Batch(self.num_groups, self.group_kv_tokens)
 
     def _part_of(self, members: list[int]) -> tuple[int, ...]:
         parts = self.encode_micro_batches // self.num_groups
@@ -150,4 +283,6 @@ def static_rule(estimate: Estimate) -> StaticRule:
     assert isinstance(controls, StaticControls), f"{estimate.policy = }"
     return StaticRule(
         encode_batch=controls.encode_batch, num_groups=deployment.num_groups,
-        encode_micro_batches=controls.encode_micro_batches, kv_tokens=deployment.kv_tokens)
+        encode_micro_batches=controls.encode_micro_batches, kv_tokens=deployment.kv_tokens,
+        batches=controls.batches, evicts=controls.batches is not None
+        and controls.forecast.kind not in (CAP, KNOWN))

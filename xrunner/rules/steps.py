@@ -174,11 +174,19 @@ class EncodingRule(BatchingRule, Protocol):
 
 
 def withdraw_waiting(rule: "BatchingRule", count: int) -> list[int]:
-    """Removes the last `count` waiting requests (all if there are fewer) from the rule. Returns
-    their numbers in their order. A rule that allows this keeps them in a deque `waiting` of tuples
-    that begin with the number."""
+    """Removes the last `count` waiting requests that are not begun (all if there are fewer) from
+    the rule. Returns their numbers in their order. A rule that allows this keeps them in a deque
+    `waiting` of tuples that begin with the number."""
     waiting: deque[Any] = getattr(rule, "waiting", deque())
-    return [waiting.pop()[0] for _ in range(min(count, len(waiting)))][::-1]
+    taken, kept = list[int](), list[Any]()
+    while waiting and len(taken) < count:
+        one = waiting.pop()
+        if getattr(one, "written", 0):  # evicted: it has begun
+            kept.append(one)
+        else:
+            taken.append(one[0])
+    waiting.extend(reversed(kept))
+    return taken[::-1]
 
 
 def rules_for(estimate: Estimate) -> tuple[BatchingRule, ...]:

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
-from xgpt.core.problem import QueryTimes
+from xgpt.core.problem import QueryLengths, QueryTimes
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import BLOCK_TOKENS, PagedRule
 from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.static import StaticRule
+from xrunner.rules.static import StaticRule, Waiting
 from xrunner.rules.steps import BatchingRule, Chunk, Step, StepKind
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator.addresses import address_of
@@ -163,9 +163,10 @@ def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
         return _NativeInput(_PAGED, [groups, own.num_blocks, own.left_free, rule.token_budget,
                                rule.is_chunked], [], reserves,
                       [np.array(rule.slots, np.int64)], blocks > own.num_blocks)
-    if type(rule) is StaticRule and not rule.waiting:
-        return _NativeInput(_STATIC, [groups, rule.group_kv_tokens, rule.encode_batch,
-                                rule.encode_micro_batches // groups], [], lengths.most_outputs, [],
+    if type(rule) is StaticRule and not rule.waiting and not rule.evicts:
+        outputs, order, ends = _formed(rule, lengths)
+        return _NativeInput(_STATIC, [groups, rule.group_kv_tokens,
+                                rule.encode_micro_batches // groups], [], outputs, [order, ends],
                       reserves > rule.group_kv_tokens)
     if type(rule) is OrcaRule and not rule.waiting:
         return _NativeInput(_RESERVED, [groups, rule.group_kv_tokens, 0, 0, 0, 0], [0.0, 0.0, 0.0],
@@ -178,6 +179,25 @@ def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
             [sizer.mean_input, sizer.adjustment, controls.target_active], reserves,
             [np.zeros(groups, np.int64)], reserves > controls.group_kv_tokens)
     return None
+
+
+def _formed(rule: StaticRule, lengths: QueryLengths) -> tuple[IntArray, IntArray, IntArray]:
+    """[requests] (output tokens that batches count with; requests in the order of batches; end of
+    the batch that begins at each place)."""
+    places, outputs = np.arange(len(lengths.inputs)), lengths.most_outputs
+    if rule.former is None:
+        return outputs, places, places + rule.encode_batch
+    if lengths.forecasts is not None:
+        outputs = lengths.forecasts[:, 2]  # outputs that are known: all three are alike
+    waiting = [Waiting(query, reserve, tokens, 0, forecast) for query, (reserve, tokens, forecast)
+               in enumerate(zip(lengths.reserves.tolist(), lengths.inputs.tolist(),
+                                outputs.tolist(), strict=True))]
+    rule.former.note(int(lengths.inputs.max()), int(lengths.most_outputs.max()))
+    line = rule.former.line(waiting)
+    ends, begin = places + 1, 0
+    for end in rule.former.batches_of(line):
+        ends[begin], begin = end, end
+    return outputs, np.array([one.query for one in line]), ends
 
 
 def _two_pool_input(job: ReplayJob, source: PoolPlan, target: PoolPlan,

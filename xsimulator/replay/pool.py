@@ -129,10 +129,8 @@ class PoolHead:
         group.awaited.clear()
 
     def _execute(self, group: GroupRows, step: Step, now: float) -> None:
-        for query in step.evicted:
-            if query in group:  # else it was encoded in part, without a row
-                self._queries.evict(query, group.leave(query))
-                self._departures.leave()
+        if step.evicted:
+            self._evict(group, step.evicted, now)
         rows, mean, longest, moved, handed = 0, 0.0, 0.0, 0.0, 0
         first: Sequence[int] = ()
         done: list[int] = []
@@ -157,6 +155,19 @@ class PoolHead:
         if self.outlet is not None and spans:
             ready_s = self.outlet(step.joined, self._pipeline.num_steps - 1, ready_s)
         group.awaited.append((ready_s, first, done))
+
+    def _evict(self, group: GroupRows, evicted: Sequence[int], now: float) -> None:
+        """Frees the rows of evicted requests. The rest of their static batch ends with that."""
+        groups = [*self._groups.values()] if self._is_kept else [group]
+        for query in evicted:
+            for own in groups:
+                if query in own:  # else it was encoded in part, without a row
+                    self._queries.evict(query, own.leave(query))
+                    self._departures.leave()
+        if self._is_kept:
+            for own in groups:
+                own.clear()
+            self._queries.end(self._departures.finish(()), now)
 
     def _spans(self, step: Step, now: float) -> list[tuple[int, int]]:
         """(first token, tokens) of each input or chunk that is encoded; records their starts."""

@@ -22,6 +22,8 @@ class Static(OnePool):
         pool, fixed = self._pool(*plan), self.problem.fixed
         room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
         most = max(min(int(room / max(self._workload.reserve, 1.0)), self._most_queries()), 1)
+        if (formed := self.problem.adjustment.batches) is not None:
+            most = min(most, formed.most)
         groups = sorted({1, max(pool.stages // 2, 1), pool.stages, 2 * pool.stages})
         given = fixed.value_of("decode_micro_batches")
         batches = grid_of(most, fixed.value_of("encode_batch"), 1.25)
@@ -84,6 +86,7 @@ class Static(OnePool):
         parts = min(max(parts, 1), -(-point[0] // groups))
         controls = StaticControls(
             policy=self.policy, encode_batch=int(point[0]), decode_micro_batches=groups,
-            encode_micro_batches=int(groups * parts))
+            encode_micro_batches=int(groups * parts), batches=self.problem.adjustment.batches,
+            forecast=self.problem.adjustment.admission.forecast)
         rounds = float(self._workload.rounds(np.array([float(point[0])]))[0])
         return controls, int(point[0]), rounds

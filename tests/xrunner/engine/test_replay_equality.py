@@ -16,6 +16,8 @@ from replays import answers_of, estimated, generated, problem_for, replayed, ste
 from toy_runs import ranks_of, run_in_process, run_waa_in_process
 from toys import random_queries
 
+from xgpt.core.controls import Batches
+from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import rules_for
 
 # policy, tensor-parallel degrees of the stages, variables
@@ -116,6 +118,47 @@ def test_chunks_answer_as_generate_does_and_are_replayed(made, answered, family,
     pool = result.pools[0]
     assert "mixed" in {step[0] for step in steps} and max(pool.tokens) <= chunk
     assert any(part.first for step in pool.steps for part in step.chunks) == (chunk < 1000)
+
+
+class Foresight:
+    """Forecasts that most outputs outgrow."""
+
+    def first(self, input_tokens, cap):
+        return min(2 + input_tokens % 7, cap)
+
+    def beyond(self, input_tokens, written, cap):
+        return min(written + 3, cap)
+
+    def ended(self, input_tokens, written):
+        pass
+
+
+@pytest.mark.parametrize(("policy", "degrees", "variables"), [
+    ("ft", (1,), {"encode_batch": 5, "decode_micro_batches": 3}),
+    ("ft", (2, 1), {"encode_batch": 6, "decode_micro_batches": 1, "tp_degree": 2, "tp_gpus": 2}),
+    ("dsi", (1, 1), {"encode_batch": 7, "decode_micro_batches": 2, "encode_micro_batches": 4})])
+def test_batches_that_end_with_their_forecasts_answer_the_same(work, policy, degrees, variables):
+    """Requests that outgrow them wait again, with the tokens that they have."""
+    directory, queries, expected = work("llama")
+    outputs = [len(expected[query.index]) for query in queries]
+    problem = problem_for(directory, queries, outputs, sum(degrees))
+    estimate = estimated(policy, problem, **variables)
+
+    def rule():
+        own = StaticRule(
+            encode_batch=variables["encode_batch"], num_groups=estimate.deployment.num_groups,
+            encode_micro_batches=estimate.controls.encode_micro_batches,
+            kv_tokens=estimate.deployment.kv_tokens, batches=Batches(most=6), evicts=True)
+        own.forecaster = Foresight()
+        return own
+
+    sink, executors = run_in_process(directory, queries, stages=estimate.deployment.stages,
+                                     rule=rule())
+    assert answers_of(sink) == expected
+    result = replayed(problem, estimate, queries, outputs, rules=[rule()])
+    assert result.preemptions > len(queries)
+    steps = whole_steps(result.pools[0])
+    assert all(steps_of(executor.log) == steps for executor in executors)
 
 
 def check_pools(work: Any, policy: str, devices: int, variables: dict[str, int],

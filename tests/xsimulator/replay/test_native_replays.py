@@ -12,7 +12,7 @@ import pytest
 from problems import TakenAsTrue, problem_of
 
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.controls import EvenBatches, FixedSchedule
+from xgpt.core.controls import Batches, EvenBatches, FixedSchedule
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import QueryLengths
@@ -124,9 +124,21 @@ def test_static_batches(monkeypatch, model, is_padded):
 def static_of(rng):
     """A static rule; in some cases a group's share of the cache holds few requests."""
     groups = int(rng.integers(1, 6))
-    return StaticRule(encode_batch=int(rng.integers(1, 41)), num_groups=groups,
+    rule = StaticRule(encode_batch=int(rng.integers(1, 41)), num_groups=groups,
                       encode_micro_batches=groups * int(rng.integers(1, 7)),
-                      kv_tokens=groups * int(rng.integers(LONGEST, 5000)))
+                      kv_tokens=groups * int(rng.integers(LONGEST, 5000)),
+                      batches=batches_of(rng) if rng.random() < 0.6 else None)
+    if rule.former is not None:
+        rule.former.deadlines_s = dict(enumerate(rng.uniform(1, 100, 60)))
+    return rule
+
+
+def batches_of(rng):
+    """Settings by which static batches are formed."""
+    return Batches(most=int(rng.integers(1, 41)), growth=bool(rng.random() < 0.5),
+                   threshold=rng.choice([np.inf, 10.0**rng.uniform(1, 4)]),
+                   deadline=rng.choice([0.0, 1.0]), length=rng.uniform(0.1, 2),
+                   pack=rng.choice([None, int(rng.integers(1, 2000))]))
 
 
 def rra_of(rng, mean_input, *, has_chunks):
