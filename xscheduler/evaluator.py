@@ -1,6 +1,7 @@
 """Figures of a schedule on its own stages, by the rough formula or by replay, and the prediction
 for a finite job."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -10,7 +11,7 @@ import numpy as np
 
 from xgpt.core.constraint import Metric
 from xgpt.core.errors import XgptError
-from xgpt.core.lengths import IntArray, synthetic_lengths
+from xgpt.core.lengths import FloatArray, IntArray, synthetic_lengths
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
@@ -57,13 +58,13 @@ class Evaluator:
         return StepClocks(self.problem, self.timing)
 
     def seconds(self, estimate: Estimate, metric: Metric) -> float:
-        """The metric in seconds by the rough formula; for the makespan, the seconds that one more
-        request adds. Margins are ratios of these under other times and lengths."""
+        """The metric in seconds by the rough formula; for the makespan and deadlines, the seconds
+        that one more request adds. Margins are ratios of these under other times and lengths."""
         if estimate not in self._rough:
             self._rough[estimate] = self._part(estimate).formulas.of(
                 estimate.policy).of_estimate(estimate.one_copy)
         found = self._rough[estimate]
-        if metric == "makespan":
+        if metric in ("makespan", "deadline"):
             return 1 / max(estimate.deployment.replicas * found["throughput_qps"], 1e-300)
         if metric == "tpot":
             outputs = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
@@ -110,15 +111,18 @@ def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, repla
     replays if lengths are not all known; None without requests."""
     replayed = replays_of(problem, timing, estimate, replays=replays, clocks=clocks,
                           has_steps=False)
-    return None if replayed is None else mean_prediction(replayed.results, replayed.num_queries)
+    return None if replayed is None else mean_prediction(
+        replayed.results, replayed.num_queries, replayed.deadlines_s)
 
 
 class JobReplays(NamedTuple):
-    """Replays of a job of `num_queries` requests. is_whole: each replays all of them."""
+    """Replays of a job of `num_queries` requests. is_whole: each replays all of them.
+    deadlines_s: of those replayed, [requests]; None without any."""
 
     results: Iterator[ReplayResult]
     num_queries: int
     is_whole: bool
+    deadlines_s: FloatArray | None = None
 
 
 def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
@@ -141,7 +145,12 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
     replayer = replayer_of(problem, timing, estimate, clocks, has_steps=has_steps)
     results = job_replays(replayer, count, np.random.default_rng(problem.seed), known=known,
                           replays=replays)
-    return JobReplays(results, total, count == total)
+    limit_s, deadlines_s = problem.constraint.limit_s("deadline"), None
+    if known is not None and known.deadlines_s is not None:
+        deadlines_s = known.deadlines_s
+    elif math.isfinite(limit_s):
+        deadlines_s = np.full(count, limit_s)
+    return JobReplays(results, total, count == total, deadlines_s)
 
 
 def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:

@@ -31,10 +31,17 @@ ROUGHLY = 3  # chosen: for a rough comparison one configuration in so many is re
 _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """A configuration, with its throughput and latency by the rough formula."""
+
     throughput_qps: float
+    latency_s: float
     cell: Cell
     point: Point
+
+    @property
+    def estimate(self) -> Estimate:
+        return self.cell.formula.estimate(self.cell.plan, self.point).in_copies(self.cell.copies)
 
 
 def best_for_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
@@ -48,13 +55,13 @@ def best_for_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
     own, count = schedule.estimate, problem.num_queries
     if not count or not is_short(problem, schedule):
         return schedule
-    clock = _Makespan(problem, evaluator, schedule)
+    clock = JobClock(problem, evaluator, schedule)
     margins = Margins(problem, evaluator) if has_margin else None
     limit_s = schedule.bound.limit_s
     constraint = problem.constraint
     # until the final round the margin of the chosen schedule stands for all
     factor = 1.0 if margins is None else margins.margin(own).factor
-    entries = _entries(cells, Limits(
+    entries = entries_within(cells, Limits(
         latency_s=limit_s / (1.0 if math.isinf(factor) else factor),
         ttft_s=constraint.limit_s("ttft"), tpot_s=constraint.limit_s("tpot")))
     entries = entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]
@@ -88,25 +95,26 @@ def rounded(figure: float) -> float:
     return float(f"{figure:.10g}")
 
 
-class _Makespan:
+class JobClock:
     """Makespan of the job under an estimate. asked: the estimates evaluated so far."""
 
     def __init__(self, problem: Problem, evaluator: Evaluator, schedule: Schedule) -> None:
         self._problem, self._evaluator, self._schedule = problem, evaluator, schedule
         self.asked = set[Estimate]()
-        self._most = self._num_runnable(self._roomy(schedule.estimate))
+        self._most = self._num_runnable(self.roomy(schedule.estimate))
 
     def __call__(self, estimate: Estimate, replays: int | None) -> float:
         """Makespan in seconds, the mean of `replays` replays (see Evaluator.job); infinite if the
         estimate cannot run all requests that `schedule` can."""
         self.asked.add(estimate)
-        estimate = self._roomy(estimate)
+        estimate = self.roomy(estimate)
         if self._num_runnable(estimate) < self._most:
             return math.inf
         prediction = self._evaluator.job(estimate, replays)
         return math.inf if prediction is None else prediction.wall_s
 
-    def _roomy(self, estimate: Estimate) -> Estimate:
+    def roomy(self, estimate: Estimate) -> Estimate:
+        """The estimate with KV cache for the longest request, if memory allows it."""
         return with_room(replace(self._schedule, estimate=estimate), self._problem).estimate
 
     def _num_runnable(self, estimate: Estimate) -> int:
@@ -114,7 +122,7 @@ class _Makespan:
         return 0 if known is None else len(known.inputs)
 
 
-def _entries(cells: Sequence[Cell], limits: Limits) -> list[_Entry]:
+def entries_within(cells: Sequence[Cell], limits: Limits) -> list[Entry]:
     """Points within the limits by the rough formula, those of highest throughput first."""
     entries = []
     for cell in cells:
@@ -122,13 +130,13 @@ def _entries(cells: Sequence[Cell], limits: Limits) -> list[_Entry]:
         after = max(outputs.quantile(cell.problem.constraint.quantile) - 1, 1)
         is_kept = ((rough.latency_s <= limits.latency_s) & (rough.ttft_s <= limits.ttft_s)
                    & (rough.latency_s - rough.ttft_s <= after * limits.tpot_s))
-        entries += [_Entry(cell.copies * float(rough.throughput_qps[row]), cell,
-                           tuple(cell.points[row].tolist()))
+        entries += [Entry(cell.copies * float(rough.throughput_qps[row]),
+                          float(rough.latency_s[row]), cell, tuple(cell.points[row].tolist()))
                     for row in np.flatnonzero(is_kept).tolist()]
     return sorted(entries, key=lambda entry: -rounded(entry.throughput_qps))
 
 
-def _first_round(entries: Sequence[_Entry], clock: _Makespan, count: int,
+def _first_round(entries: Sequence[Entry], clock: JobClock, count: int,
                  steady_s: float, cuts: Callable[[], bool]) -> list[Estimate]:
     """The entries that may beat the shortest makespan, each replayed once, the shortest first."""
     timed: list[tuple[float, Estimate]] = []
@@ -136,8 +144,7 @@ def _first_round(entries: Sequence[_Entry], clock: _Makespan, count: int,
     for entry in entries:
         if count / ((1 + OPTIMISM) * entry.throughput_qps) > least_s or cuts():
             break
-        cell = entry.cell
-        estimate = cell.formula.estimate(cell.plan, entry.point).in_copies(cell.copies)
+        estimate = entry.estimate
         timed.append((clock(estimate, 1), estimate))
         least_s = min(least_s, timed[-1][0])
     timed.sort(key=lambda pair: rounded(pair[0]))

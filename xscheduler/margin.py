@@ -133,13 +133,15 @@ class Margins:
     def is_certain(self, metric: Metric) -> bool:
         """Whether there is no known uncertainty, or no limit."""
         constraint = self.problem.constraint
-        return math.isinf(constraint.limit_s(metric)) or not (
+        has_limit = math.isfinite(constraint.limit_s(metric)) or (
+            metric == "deadline" and constraint.bound_on(metric) is not None)
+        return not has_limit or not (
             self._errors or constraint.drift or self._counts or self.problem.input_error
             or self._computed or (metric == "latency" and len(self._levels)))
 
     def margin(self, estimate: Estimate, metric: Metric = "latency") -> MarginParts:
-        """The safety margin on a metric. The sentence is for latency only. The makespan's margin is
-        that of the seconds which one more request adds."""
+        """The safety margin on a metric. The sentence is for latency only. The margins of
+        makespan and deadlines are that of the seconds which one more request adds."""
         confidence = self.problem.constraint.confidence
         if self.is_certain(metric):
             return self._worded(MarginParts(factor=1.0, sentence=""), 0.0, _ComputedMargin())

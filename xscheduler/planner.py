@@ -1,12 +1,13 @@
 """The one planner: the schedule of a problem, whether its values are fixed, it is short, or its
-lengths are yet to be observed. Four steps:
+lengths are yet to be observed. Five steps:
 
 1. Steady state: the best of the policies that are searched, or that the job names, within the
    limits and their confidence.
 2. If outputs are known only as caps and no schedule keeps the limit at the caps: the schedule of
    least latency to start with.
 3. For a job of few requests: the schedule of shortest makespan.
-4. KV cache for the longest request, if memory allows it."""
+4. For a job with deadlines: a schedule that has enough requests in time.
+5. KV cache for the longest request, if memory allows it."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.cache_sizing import with_room
+from xscheduler.deadlines import best_in_time
 from xscheduler.evaluator import Evaluator
 from xscheduler.fallback import initial_or_raise
 from xscheduler.makespan import best_for_job
@@ -152,9 +154,11 @@ class Planner:
             schedule = self._steady(problem)
         except InfeasibleError as refused:
             schedule = initial_or_raise(problem, self.timing, refused)
-        return best_for_job(problem, self._evaluator, schedule, self._own.all_cells,
-                           cuts=self._watch.cuts, has_margin=self.options.has_margin,
-                           is_rough=self.options.is_rough)
+        schedule = best_for_job(problem, self._evaluator, schedule, self._own.all_cells,
+                                cuts=self._watch.cuts, has_margin=self.options.has_margin,
+                                is_rough=self.options.is_rough)
+        return best_in_time(problem, self._evaluator, schedule, self._own.all_cells,
+                            has_margin=self.options.has_margin, cuts=self._watch.cuts)
 
     def _steady(self, problem: Problem) -> Schedule:
         bound_s = problem.constraint.latency_s

@@ -9,6 +9,7 @@ Reading of weights, messages, embeddings and activations are not counted, since 
 share them. Published offline engines reach 59 to 90 % of such a limit on one GPU."""
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -54,10 +55,41 @@ def work_per_request(problem: Problem) -> RequestWork:
     return RequestWork(flops=flops, kv_bytes=entry * (tokens + steps + read))
 
 
+def num_surely_late(problem: Problem) -> int:
+    """Number of the problem's requests that are late by every schedule and order, at least.
+
+    All prefills together proceed at most at the peak rate of all devices. So requests in time would
+    be so in a queue of prefills at that rate, of which Moore and Hodgson's rule leaves out the
+    fewest: by rising deadline, and where one is late, the longest so far."""
+    known = problem.queries
+    if known is None or known.deadlines_s is None:
+        return 0
+    model, tokens = problem.model, known.inputs.astype(float)
+    layers, params, pairs = model.num_layers, active_layer_params(model), tokens * (tokens + 1) / 2
+    if model.is_encoder_decoder:
+        layers, params, pairs = model.num_encoder_layers, model.encoder_layer_params, tokens**2
+    flops = layers * (2 * params * tokens + 4 * model.num_heads * model.head_dim * pairs)
+    seconds = flops / (problem.cluster.num_devices * _peak(problem))
+    order = np.argsort(known.deadlines_s, kind="stable")
+    taken, end_s = list[float](), 0.0
+    for own_s, deadline_s in zip(seconds[order].tolist(), known.deadlines_s[order].tolist(),
+                                 strict=True):
+        heappush(taken, -own_s)
+        end_s += own_s
+        if end_s > deadline_s:
+            end_s += heappop(taken)
+    return len(seconds) - len(taken)
+
+
+def _peak(problem: Problem) -> float:
+    """Peak rate of a device, FLOP/s; without units for the type, weights are widened."""
+    device = problem.cluster.device
+    return dict(device.flops_per_s).get(problem.weight_dtype,
+                                        device.peak_flops_per_s(problem.dtype))
+
+
 def roofline_limit_qps(problem: Problem) -> float:
     """Roofline limit, requests/s, of all devices of the problem."""
     work, device = work_per_request(problem), problem.cluster.device
-    peak = dict(device.flops_per_s).get(  # without units for the type, weights are widened
-        problem.weight_dtype, device.peak_flops_per_s(problem.dtype))
-    least_s = np.maximum(work.flops / peak, work.kv_bytes / device.bandwidth_bytes_per_s)
+    least_s = np.maximum(work.flops / _peak(problem), work.kv_bytes / device.bandwidth_bytes_per_s)
     return float(problem.cluster.num_devices / least_s)

@@ -101,12 +101,17 @@ def latency_constraint(latency_s: float, *, kind: BoundKind = "sequence", quanti
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
     """Expected value of a metric other than latency, in seconds: as simulated, and with the safety
-    margin for the constraint's confidence."""
+    margin for the constraint's confidence. For deadlines these are the latest deadline, and what it
+    would have to be, all others in proportion, so that the `share` asked for is in time. `in_time`:
+    the share that is."""
 
     metric: Metric
     limit_s: Unbounded
     expected_s: Unbounded
     with_margin_s: Unbounded
+    share: Share | None = None
+    in_time: Share | None = None
+    in_time_with_margin: Share | None = None
 
     @property
     def is_kept(self) -> bool:

@@ -134,11 +134,16 @@ def margin_words(schedule: Schedule) -> str:
 
 
 PROSPECTS: Mapping[Metric, str] = {
-    "ttft": "first token", "tpot": "each token", "makespan": "whole job"}
+    "ttft": "first token", "tpot": "each token", "makespan": "whole job",
+    "deadline": "deadlines"}
 
 
 def prospect_words(prospect: Prospect) -> str:
     """A sentence about the expected value of a metric, with its limit and safety margin."""
+    if prospect.share is not None:
+        return (f"{percent(prospect.in_time or 0.0, 0)} of the requests in time, "
+                f"{percent(prospect.in_time_with_margin or 0.0, 0)} with its margin; "
+                f"{prospect.share * 100:g} % asked for")
     margin = "" if prospect.with_margin_s <= 1.001 * prospect.expected_s else (
         f", {format_seconds(prospect.with_margin_s)} with its margin")
     verb = "within" if prospect.is_kept else "OVER"

@@ -4,12 +4,12 @@ A schedule's own figures are for steady state; a job of a few hundred requests i
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from xgpt.core.lengths import IntArray, JointLengths
+from xgpt.core.lengths import FloatArray, IntArray, JointLengths
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xsimulator.replay.job import planned_outputs
@@ -30,11 +30,31 @@ CHECKED_STEPS, LEAST_CHECKED, LEAST_ROUNDS = 20_000, 800, 20
 MOST_PREDICTED, _MIDDLE = 50_000, (0.2, 0.8)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EndTimes:
+    """Ends and deadlines, in seconds, of the requests of a job that have a deadline, [requests] of
+    one replay after the other."""
+
+    ends_s: FloatArray
+    deadlines_s: FloatArray
+
+    def in_time(self, factor: float = 1.0, delay_s: float = 0.0) -> float:
+        """Share of the requests that end by their deadlines, if the job begins `delay_s` later and
+        takes `factor` times as long."""
+        return float(np.mean(self.ends_s * factor + delay_s <= self.deadlines_s))
+
+    def stretch(self, share: float) -> float:
+        """Factor by which all deadlines must be longer, or may be shorter, so that just `share` of
+        the requests are in time."""
+        place = max(math.ceil(share * len(self.ends_s) - 1e-9), 1) - 1
+        return float(np.sort(self.ends_s / self.deadlines_s)[place])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPrediction:
     """Expected throughput, latencies and makespan (`wall_s`) of a job, as means over replays.
     Percentiles are over the requests of one job. TTFT counts from the arrival. TPOT is of requests
-    with more than one output token, None without any."""
+    with more than one output token, None without any. `ends`: None without deadlines."""
 
     throughput_qps: float
     output_tokens_per_s: float
@@ -45,6 +65,7 @@ class JobPrediction:
     tpot_p50_s: float | None
     tpot_p99_s: float | None
     wall_s: float
+    ends: EndTimes | None = field(default=None, compare=False, repr=False)
 
 
 def num_checked_queries(problem: Problem, estimate: Estimate) -> int:
@@ -70,16 +91,22 @@ def with_limit_length(outputs: IntArray, length: int) -> IntArray:
     return np.asarray(changed)
 
 
-def mean_prediction(results: Iterable[ReplayResult],
-                    num_queries: int | None = None) -> JobPrediction:
+def mean_prediction(results: Iterable[ReplayResult], num_queries: int | None = None,
+                    deadlines_s: FloatArray | None = None) -> JobPrediction:
     """The mean prediction of replays of one job. num_queries: of the whole job, if the replays are
-    of only some of its requests."""
-    figures = [_figures(result, num_queries) for result in results]
+    of only some of its requests. deadlines_s: of those replayed, [requests]."""
+    figures, ends_s = [], list[FloatArray]()
+    for result in results:
+        figures.append(_figures(result, num_queries))
+        if deadlines_s is not None:
+            longer = figures[-1]["wall_s"] / result.makespan_s
+            ends_s.append(longer * result.times.last_token_s[np.isfinite(deadlines_s)])
     mean: dict[str, Any] = {name: float(np.mean([of[name] for of in figures]))
                             for name in figures[0]}
     for name in ("tpot_p50_s", "tpot_p99_s"):
         mean[name] = None if math.isnan(mean[name]) else mean[name]
-    return JobPrediction(**mean)
+    return JobPrediction(**mean, ends=None if deadlines_s is None else EndTimes(
+        np.concatenate(ends_s), np.tile(deadlines_s[np.isfinite(deadlines_s)], len(ends_s))))
 
 
 def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generator, *,

@@ -1,0 +1,68 @@
+"""The schedule that has enough requests of a job in time.
+
+Deadlines, as the makespan, are limits on the whole job: replays of its own requests tell how many
+are in time. If the schedule with the most throughput has too few, configurations of lower latency
+follow, of each latency the one with the most throughput."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
+from xscheduler.evaluator import Evaluator
+from xscheduler.makespan import MOST_REPLAYED, JobClock, entries_within, words_of
+from xscheduler.margin import Margins
+from xscheduler.prospects import deadline_prospect, keeps_pace_limits
+from xscheduler.space import Cell, Limits
+
+MOST_CONFIGS = 30  # chosen: configurations that are replayed
+
+
+def best_in_time(problem: Problem, evaluator: Evaluator, schedule: Schedule,
+                 cells: Sequence[Cell], *, has_margin: bool = True,
+                 cuts: Callable[[], bool] = lambda: False) -> Schedule:
+    """`schedule` if enough of the job's requests are in time by it. Else the quickest found that
+    has enough, or the one with the most. Arguments: see xscheduler.makespan.best_for_job."""
+    count, clock = problem.num_queries, JobClock(problem, evaluator, schedule)
+    margins, limit_s = Margins(problem, evaluator), schedule.bound.limit_s
+
+    def judged(estimate: Estimate) -> tuple[bool, float]:
+        """(whether too few are in time, seconds of the job or, if so, of the deadline it needs)"""
+        found = deadline_prospect(margins, clock.roomy(estimate), has_margin=has_margin)
+        if found is None or not math.isfinite(seconds := clock(estimate, None)):
+            return True, math.inf
+        return (False, seconds) if found.is_kept else (True, found.with_margin_s)
+
+    if problem.constraint.bound_on("deadline") is None or not count or problem.observes:
+        return schedule
+    own = judged(schedule.estimate)
+    if not own[0] or math.isinf(own[1]):
+        return schedule
+    constraint, best, chosen = problem.constraint, own, schedule.estimate
+    entries = entries_within(cells, Limits(
+        latency_s=limit_s, ttft_s=constraint.limit_s("ttft"), tpot_s=constraint.limit_s("tpot")))
+    most, latency_s = min(max(MOST_REPLAYED // count, 1), MOST_CONFIGS), math.inf
+    for entry in entries:
+        if entry.latency_s >= latency_s:
+            continue
+        most, latency_s = most - 1, entry.latency_s
+        estimate = evaluator.shown(entry.estimate)
+        longer = margins.margin(estimate).factor if has_margin else 1.0
+        if estimate.figures.latency_s * longer <= limit_s and (
+                not has_margin or keeps_pace_limits(margins, estimate)):
+            best, chosen = min((best, chosen), (judged(estimate), estimate),
+                               key=lambda pair: pair[0])
+        if cuts() or most <= 0:
+            break
+    if chosen is schedule.estimate:
+        return schedule
+    before, words = schedule.figures, words_of(schedule.estimate)
+    row = Rejected(kind="highest in steady state", words=words, latency_s=before.latency_s,
+                   throughput_qps=before.throughput_qps, reason="has too few requests in time")
+    note = (f"Chosen for the deadlines of this job's {count} requests. The schedule with the "
+            f"highest steady-state throughput ({before.throughput_qps:.4g} requests/s by {words}) "
+            "has too few in time.")
+    return schedule.changed(
+        estimate=chosen, gap=schedule.proof.bound_qps / chosen.figures.throughput_qps - 1,
+        status=Status.JOB, explanation=(note,), rejected=(row, *schedule.rejected),
+        margin=margins.margin(chosen).kept())
