@@ -8,6 +8,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.policies import able_policies
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
+from xscheduler.admission_choice import rules_of
 from xscheduler.replays import Replays
 from xscheduler.replicas import max_replicas, problem_on, replica_sizes, weights_fit
 from xscheduler.space import CHUNK, Cell, chunk_column
@@ -31,11 +32,15 @@ def cells_of(problem: Problem, timing: TimingSource,
         formulas = Formulas(part, timing, workload, shared.of(part))
         replays = Replays(part, timing)
         for name in names:
-            formula = formulas.of(name)
+            (simplest, _), *others = rules_of(name, problem, workload)
+            formula = formulas.of(name, simplest)
             for plan in plans:
                 if formula.can_allocate(plan):
                     for is_chunked in _kinds(name, problem):
-                        yield Cell(part, formula, plan, is_chunked), replays
+                        further = [Cell(part, formulas.of(name, rule), plan, is_chunked, room)
+                                   for rule, room in others]
+                        yield Cell(part, formula, plan, is_chunked,
+                                   further=further[0] if further else None), replays
 
 
 def _kinds(name: str, problem: Problem) -> tuple[bool | None, ...]:

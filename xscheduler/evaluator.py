@@ -61,8 +61,8 @@ class Evaluator:
         """The metric in seconds by the rough formula; for the makespan and deadlines, the seconds
         that one more request adds. Margins are ratios of these under other times and lengths."""
         if estimate not in self._rough:
-            self._rough[estimate] = self._part(estimate).formulas.of(
-                estimate.policy).of_estimate(estimate.one_copy)
+            self._rough[estimate] = self._part(estimate).formulas.of(estimate.policy, getattr(
+                estimate.controls, "admission", None)).of_estimate(estimate.one_copy)
         found = self._rough[estimate]
         if metric in ("makespan", "deadline"):
             return 1 / max(estimate.deployment.replicas * found["throughput_qps"], 1e-300)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.problem import Problem
+from xscheduler.admission_choice import further_cells
 from xscheduler.feasibility import Feasibility
 from xscheduler.neighbours import neighbours
 from xscheduler.partition import division_of
@@ -143,7 +144,8 @@ class ReplayedCells:
             estimate, least=LEAST_CHECKED, rounds=CHECKED_ROUNDS, most=whole)
         if found is None or found.queries < queries:
             self.num_replays += 1
-            replays, key = self._replays[cell], (cell.policy, cell.plan, point, queries)
+            replays = self._replays[cell]
+            key = cell.policy, cell.room, cell.plan, point, queries
             if key not in replays.known:
                 replays.known[key] = replays.of(estimate, queries)
             if found is not None and times == SURE:
@@ -194,7 +196,7 @@ class Search(ReplayedCells):
 
         `enough_qps`: throughput at which the search may stop. `is_compared`: the result is only
         shown beside the chosen schedule, so steps 4 and 5 are left out."""
-        found = self._look(keeps) or (self._look(keeps) if self.quickest() else [])
+        found = self._look_further(keeps) or (self._look_further(keeps) if self.quickest() else [])
         if is_compared:
             return found
         if self._replay_unseen(found, keeps):
@@ -207,7 +209,7 @@ class Search(ReplayedCells):
             for one in (*found, *self._runners_up(found, keeps)):
                 if (one.cell, one.point, keeps) not in self._climbed:
                     improved |= self._climb(one.cell, one.point, keeps)
-            again = self._look(keeps)
+            again = self._look_further(keeps)
             if not improved and again == found:
                 break
             found = again
@@ -249,6 +251,17 @@ class Search(ReplayedCells):
                     break
                 self.replay(cell, best.point)
                 cell.misses += not keeps.is_kept(cell, best.point)
+
+    def _look_further(self, keeps: Feasibility) -> list[Found]:
+        """As `_look`, also at cells with a further admission rule if memory binds."""
+        while True:
+            found = self._look(keeps)
+            added = further_cells(self._replays, total_qps(found), keeps)
+            if not added:
+                return found
+            self._replays |= added
+            for cell in added:
+                self.cells[cell.problem.cluster.num_devices].append(cell)
 
     def _look(self, keeps: Feasibility) -> list[Found]:
         """Replays the points that the best division is expected to consist of, until all parts of

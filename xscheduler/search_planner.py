@@ -4,7 +4,7 @@ margin."""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -42,6 +42,7 @@ FEW_DEVICES = 8  # chosen: up to as many devices, each division into two pools h
 # chosen: schedules within this share of throughput are a tie, where the safety margin is so many
 # times as wide
 NEAR, WIDE = 0.02, 5
+TIE = 0.01  # chosen: share of throughput for which the simplest admission rule is kept
 _CLOSED = 1e-9  # a gap below it is rounding
 
 
@@ -102,6 +103,9 @@ class SearchPlanner:
         if not found:
             check(self.problem, self._timing)
             raise refusal_of(self.problem, self._timing, self.search, keeps, latency_bound_s)
+        if any(one.cell.room > 1 for one in found):  # another admission rule than the simplest
+            found = _as_good(self.search, keeps, lambda cell: cell.room == 1,
+                             (1 - TIE) * total_qps(found)) or found
         margin = self._margin(keeps, found) if has_margin else Margin()
         best_qps, is_tied = total_qps(found), False
         is_wide = math.isinf(latency_bound_s) or margin.factor > 1 + WIDE * NEAR
@@ -167,13 +171,9 @@ class SearchPlanner:
         most = (len(found) > 1, *max(_complexity(one.cell, each) for one in found))
         least_qps = (1 - NEAR) * total_qps(found)
         for kind in sorted({kind for kind in kinds.values() if kind < most}):
-            one = self.search.best_of(keeps, {
-                cell for cell, own in kinds.items() if own == kind}.__contains__)
-            if one is None or _qps_of(one) < least_qps:
-                continue
-            self.search.replay(one.cell, one.point, times=SURE)
-            if keeps.is_kept(one.cell, one.point) and _qps_of(one) >= least_qps:
-                return [one]
+            if one := _as_good(self.search, keeps, {
+                    cell for cell, own in kinds.items() if own == kind}.__contains__, least_qps):
+                return one
         return []
 
     def _margin(self, keeps: Feasibility, found: Sequence[Found]) -> Margin:
@@ -309,6 +309,17 @@ def together(found: Sequence[Found]) -> Estimate:
     """Replicas of one shape or several, those on most devices first."""
     first, *others = (shown(one) for one in found)
     return first.beside(tuple(replace(one, notes=()) for one in others))
+
+
+def _as_good(search: Search, keeps: Feasibility, is_wanted: Callable[[Cell], bool],
+             least_qps: float) -> list[Found]:
+    """The best point of the wanted cells, as equal replicas, if these have `least_qps` by the
+    longest replay; else []."""
+    one = search.best_of(keeps, is_wanted)
+    if one is None or _qps_of(one) < least_qps:
+        return []
+    search.replay(one.cell, one.point, times=SURE)
+    return [one] if keeps.is_kept(one.cell, one.point) and _qps_of(one) >= least_qps else []
 
 
 def _kind_of(name: str) -> Kind:

@@ -74,12 +74,16 @@ class Expected(NamedTuple):
 @dataclass(eq=False)
 class Cell:
     """The points of one policy under one tensor plan. problem: of one replica. is_chunked: only the
-    points that encode in chunks beside decoding (True), only the others (False), or all (None)."""
+    points that encode in chunks beside decoding (True), only the others (False), or all (None).
+    room: requests at a time that its admission rule has room for, as a multiple of those by the
+    simplest rule. further: the cell of a rule with more room, which is searched if memory binds."""
 
     problem: Problem
     formula: Formula
     plan: tuple[int, int]
     is_chunked: bool | None = None
+    room: float = 1.0
+    further: "Cell | None" = None
     replayed: dict[Point, Replayed] = field(default_factory=dict)
     off: dict[Point, Correction] = field(default_factory=dict)
     is_coarse: bool = True  # only points of the grid were evaluated so far
@@ -239,7 +243,8 @@ def _around(grid: IntArray, point: IntArray) -> IntArray:
 
 def without_replays(cell: Cell) -> Cell:
     """A copy of the cell without its replays; the formula's figures are shared."""
-    own = Cell(cell.problem, cell.formula, cell.plan, cell.is_chunked, _fine=cell._fine)
+    own = Cell(cell.problem, cell.formula, cell.plan, cell.is_chunked, cell.room,
+               cell.further and without_replays(cell.further), _fine=cell._fine)
     if "_grid" in cell.__dict__:
         own.__dict__["_grid"] = cell._grid
     return own

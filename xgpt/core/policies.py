@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from xgpt.core.controls import FixedSchedule
+from xgpt.core.controls import Admission, AdmissionRule, FixedSchedule
 from xgpt.core.engines import load_row, rows_of_others
 from xgpt.core.errors import UnknownNameError
 
@@ -53,6 +53,8 @@ class Policy:
     is_baseline: bool = False  # whether gains are measured against it
     has_even_batches: bool = False  # whether encode batches are kept even while a job runs
     is_changeable: bool = False  # whether control variables may change while a job runs
+    # rules of admission to choose from if the job names none, the simplest first; (): it has none
+    admits: tuple[AdmissionRule, ...] = ()
     # function from an Estimate to the limits that its rule may take up while it runs, if steps take
     # other times than planned; None: none (RRA has its own, xrunner.rules.changes)
     limits: str | None = None
@@ -63,6 +65,13 @@ class Policy:
     @property
     def variable_names(self) -> tuple[str, ...]:
         return tuple(variable.name for variable in self.variables)
+
+    def admissions(self, asked: Admission) -> tuple[Admission, ...]:
+        """The admission rules to choose from, the simplest first; alone the one that a job asks
+        for."""
+        if not self.admits or asked.rule:
+            return (asked,)
+        return tuple(replace(asked, rule=rule) for rule in self.admits)
 
     def load(self, part: Literal["controls", "rules", "formula", "limits"]) -> Any:
         """The named part, imported; None if the policy has none."""
@@ -84,13 +93,18 @@ _BUDGET = Variable(name="token_budget", words="tokens per step", otherwise=0)
 _CHUNK = Variable(name="encode_chunk", least=0, otherwise=0,
                   words="tokens that a micro-batch's step encodes beside decoding")
 
+# future-peak has room for more requests, and lengthens their latency
+_RESERVING: tuple[AdmissionRule, ...] = ("reserve", "future-peak")
+
+
 def _waa(name: str, title: str, words: str) -> Policy:
     return Policy(
         name=name, title=title, words=words, variables=(_ENCODE_BATCH, _ONE_GROUP, _CHUNK),
         controls="xgpt.core.controls:WaaControls", rules="xrunner.rules.waa:waa_rules",
         formula="xsimulator.rough.two_pools:TwoPools",
         limits="xrunner.rules.waa:system_limits",
-        pools=("encode", "decode"), is_searched=True, is_papers=True, has_even_batches=True)
+        pools=("encode", "decode"), is_searched=True, is_papers=True, has_even_batches=True,
+        admits=_RESERVING)
 
 
 def _static(name: str, title: str, words: str, *more: Variable, turn: int) -> Policy:
@@ -100,12 +114,12 @@ def _static(name: str, title: str, words: str, *more: Variable, turn: int) -> Po
         formula="xsimulator.rough.static:Static", is_searched=True, is_baseline=True, turn=turn)
 
 
-def _continuous(name: str, title: str, words: str, rules: str, *more: Variable,
-                turn: int = 2) -> Policy:
+def _continuous(name: str, title: str, words: str, rules: str, *more: Variable, turn: int = 2,
+                admits: tuple[AdmissionRule, ...] = ("greedy",)) -> Policy:
     return Policy(
         name=name, title=title, words=words, variables=(_ACTIVE, *more),
         controls="xgpt.core.controls:ContinuousControls", rules=f"xrunner.rules.{rules}",
-        formula="xsimulator.rough.one_pool:Continuous", is_searched=True, turn=turn,
+        formula="xsimulator.rough.one_pool:Continuous", is_searched=True, turn=turn, admits=admits,
         limits="xrunner.rules.iteration:step_limits",
         is_decoder_only=True)
 
@@ -117,7 +131,7 @@ _ROWS = (
            variables=(_ENCODE_BATCH, _ITERATIONS, _GROUP_A_STAGE, _CHUNK),
            controls="xgpt.core.controls:RraControls", rules="xrunner.rules.rra:rra_rule",
            formula="xsimulator.rough.one_pool:Rra", is_searched=True, is_papers=True,
-           has_even_batches=True, is_changeable=True),
+           has_even_batches=True, is_changeable=True, admits=_RESERVING),
     _waa("waa-c", "WAA-C", "workload-aware allocation: some devices encode, the others decode, "
          "divided by computing time"),
     _waa("waa-m", "WAA-M", "workload-aware allocation: some devices encode, the others decode, "
@@ -127,7 +141,7 @@ _ROWS = (
     _static("dsi", "DSI", "DeepSpeed-Inference: static batches, encoded in smaller micro-batches "
             "than they are decoded in", _PARTS, turn=4),
     _continuous("orca", "Orca", "iteration-level scheduling: a request joins as soon as one ends",
-                "iteration:orca_rule"),
+                "iteration:orca_rule", admits=_RESERVING),
     _continuous("vllm", "prefill-first", "iteration-level scheduling as in vLLM of 2023: paged "
                 "memory; a step encodes or decodes", "paged:vllm_rule", _BUDGET),
     _continuous("sarathi", "Sarathi", "every step decodes and encodes chunks beside it, "

@@ -177,7 +177,8 @@ class FixedStages:
         formulas = Formulas(self.problem, timing, plans=FixedPlans(
             self.problem, timing, now.deployment.pools))
         plan = now.deployment.tp_degree, now.deployment.tp_gpus
-        self._formula = CacheLimitedFormula(formulas.of(now.policy), now, initial, limits)
+        own = formulas.of(now.policy, getattr(now.controls, "admission", None))
+        self._formula = CacheLimitedFormula(own, now, initial, limits)
         self._cell = Cell(self.problem, self._formula, plan)
         self._replays = Replays(self.problem, timing)
         self._evaluator = Evaluator(self.problem, timing)

@@ -59,7 +59,7 @@ class AnyRule(Continuous):
         rows, heads = self._step_sizes(pool, points)
         room = np.floor(pool.memory.most_tokens(self._capacity, rows, heads) / groups)
         tokens = np.clip(slots * work.longest, work.longest, np.maximum(room, work.longest))
-        each = np.minimum(slots, tokens / work.reserve_at_work)
+        each = np.minimum(slots, tokens / work.tokens_at_work)
         cycle_s, ended, encode_s, iteration_s = self._separate(
             pool, each, np.full(len(points), np.inf), groups)
         return RoughFigures.from_columns(

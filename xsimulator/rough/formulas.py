@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from xgpt.core.controls import FixedSchedule
+from xgpt.core.controls import Admission, FixedSchedule
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
@@ -24,17 +24,21 @@ def fixed_estimate(name: str, problem: Problem, timing: TimingSource,
 
 
 class Formulas:
-    """The rough formulas of one problem. They share stage plans and length statistics. `of(policy)`
-    returns a policy's Formula, made once."""
+    """The rough formulas of one problem. They share stage plans and length statistics.
+    `of(policy, admission)` returns a policy's Formula under an admission rule (None: the simplest
+    that the job allows), made once."""
 
     def __init__(self, problem: Problem, timing: TimingSource, workload: Workload | None = None,
                  plans: PlanSource | None = None) -> None:
         self.problem, self._timing = problem, timing
-        self._workload = workload or Workload(problem)
+        self._workload = workload or Workload(problem)  # its rule of admission does not count
         self._plans = plans or StagePlans(problem, timing)
         self.of = cache(self._make)
 
-    def _make(self, name: str) -> Formula:
-        make: Any = policy(name).load("formula")
-        found: Formula = make(name, self.problem, self._timing, self._plans, self._workload)
+    def _make(self, name: str, admission: Admission | None = None) -> Formula:
+        row = policy(name)
+        make: Any = row.load("formula")
+        rule = row.admissions(admission or self.problem.adjustment.admission)[0]
+        found: Formula = make(name, self.problem, self._timing, self._plans,
+                              self._workload.by(rule))
         return found

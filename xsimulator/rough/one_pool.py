@@ -129,7 +129,7 @@ class Rra(OnePool):
     def points(self, plan: tuple[int, int]) -> IntArray:
         pool, work, fixed = self._pool(*plan), self._workload, self.problem.fixed
         room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
-        most = max(min(int(1.2 * room / (work.reserve_at_work * 1.0)), self._most_queries()), 1)
+        most = max(min(int(1.2 * room / work.tokens_at_work), self._most_queries()), 1)
         given = fixed.value_of("decode_iterations")
         iterations = grid_of(work.most_iterations, given, 1.8)
         if given is None:  # N_D at which the request of the limit ends with a phase
@@ -188,7 +188,7 @@ class Rra(OnePool):
         ends = np.cumsum(widths[place], axis=1)
         inside = np.clip(left[:, None] - (ends - widths[place]), 0.0, widths[place])
         last_s = (inside * cycles).sum(axis=1) if work.watched else np.zeros(len(batch))
-        means = np.array([(one.mean_phases, one.reserved, one.reserved_variance, one.most_phases)
+        means = np.array([(one.mean_phases, one.counted, one.counted_variance, one.most_phases)
                           for one in phases])[place].T
         tokens = self._kv_tokens(each, groups, *means[1:])
         return self._finish(pool, points, {
@@ -216,10 +216,8 @@ class Rra(OnePool):
         encode_s = parts * with_chunk + (parts - 1) * (every - 1) * plain_s
         latency_s = encode_s + work.watched * cycle_s
         each = rows + rate / groups * ((parts - 1) * every + 1)
-        variance = (max(work.reserve_square - work.reserve**2, 0.0)
-                    + work.coming_and_going * work.reserve**2)
-        wanted = np.ceil(each * work.reserve_at_work + memory.KV_QUANTILE_Z * np.sqrt(
-            each * variance) + work.longest) * groups
+        wanted = np.ceil(each * work.tokens_at_work + memory.KV_QUANTILE_Z * np.sqrt(
+            each * work.variance_at_work) + work.longest) * groups
         return self._finish(pool, points, {
             "throughput_qps": rate / cycle_s, "latency_s": latency_s, "encode_s": encode_s,
             "period_s": iterations * cycle_s, "iteration_s": cycle_s,
@@ -233,12 +231,12 @@ class Rra(OnePool):
             ttft_s=found["encode_s"] + (found["iteration_s"] if is_decoded else 0.0),
             memory_bytes=pool.memory.fullest(found["kv_tokens"], rows, heads), **found)
 
-    def _kv_tokens(self, each: FloatArray, groups: FloatArray, reserved: FloatArray,
+    def _kv_tokens(self, each: FloatArray, groups: FloatArray, counted: FloatArray,
                    variance: FloatArray, most_phases: FloatArray) -> FloatArray:
-        """[configs] KV tokens reserved over all groups: a high quantile, at least those of the
+        """[configs] KV tokens counted over all groups: a high quantile, at least those of the
         longest request, and at most what the possible requests hold at their longest."""
         longest, queries = self._workload.longest, self.problem.num_queries
-        wanted = each * reserved + memory.KV_QUANTILE_Z * np.sqrt(each * variance) + longest
+        wanted = each * counted + memory.KV_QUANTILE_Z * np.sqrt(each * variance) + longest
         most = np.ceil(each) * most_phases
         if queries is not None:
             most = np.minimum(most, np.ceil(queries / np.minimum(groups, queries)))
@@ -269,7 +267,8 @@ class Rra(OnePool):
         even = EvenBatches(adjustment=share, mean_input_tokens=self._workload.inputs.mean,
                            target_active=steers * max(found["present"] - batch, 0.0))
         return (RraControls(encode_batch=batch, decode_iterations=iterations, encode_chunk=chunk,
-                            decode_micro_batches=groups, even=even), batch, iterations)
+                            decode_micro_batches=groups, even=even,
+                            admission=self._workload.admission), batch, iterations)
 
 
 class Continuous(OnePool):
@@ -278,8 +277,7 @@ class Continuous(OnePool):
     def points(self, plan: tuple[int, int]) -> IntArray:
         pool, work, fixed = self._pool(*plan), self._workload, self.problem.fixed
         room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
-        each = work.reserve_at_work if self.policy == "orca" else work.context
-        most = max(min(int(1.3 * room / max(each, 1.0)), self._most_queries()), 1)
+        most = max(min(int(1.3 * room / max(work.tokens_at_work, 1.0)), self._most_queries()), 1)
         active = grid_of(most, fixed.value_of("max_active"), 1.25)
         if self.policy == "orca":
             return cross_product(active)
@@ -304,9 +302,9 @@ class Continuous(OnePool):
         wanted = np.ceil(np.ceil(active / groups) * (blocks + 1) / (1 - WATERMARK))
         tokens = np.clip(wanted, blocks, np.maximum(room, blocks)) * BLOCK_TOKENS
         if self.policy == "orca":
-            held = tokens / work.reserve_at_work
+            held = tokens / work.tokens_at_work
         else:
-            held = PAGED_FULL * tokens / (work.context + BLOCK_TOKENS / 2)
+            held = PAGED_FULL * tokens / (work.tokens_at_work + BLOCK_TOKENS / 2)
         each = np.maximum(np.minimum(active / groups, held), 1.0)  # present in a group
         found = {"orca": self._mixed, "sarathi": self._mixed}.get(self.policy, self._separate)(
             pool, each, budget, groups)
@@ -383,7 +381,8 @@ class Continuous(OnePool):
         budget = None if self.policy == "orca" else int(self._budgets(np.array([point], float))[0])
         ended = found["present"] / max(self._workload.iterations, 1.0) / groups
         return (ContinuousControls(policy=self.policy, max_active=int(point[0]),
-                                   token_budget=budget), max(ended, 1.0), 1)
+                                   token_budget=budget, admission=self._workload.admission),
+                max(ended, 1.0), 1)
 
 
 def _with_long_steps(short: Seconds, long: Seconds, share: FloatArray,

@@ -93,7 +93,7 @@ class TwoPools:
         if not len(self._split(*plan).encode_devices):
             return np.empty((0, 3), np.int64)
         work, fixed = self._workload, self.problem.fixed
-        most = max(min(int(2 * self._room / work.reserve_at_work / work.outputs.mean) + 1,
+        most = max(min(int(2 * self._room / work.tokens_at_work / work.outputs.mean) + 1,
                        self.problem.num_queries or MOST_QUERIES), 1)
         stages = max(self.problem.cluster.num_devices - plan[1] + plan[1] // plan[0] - 1, 1)
         groups = sorted({1, 2, 3, max(stages // 2, 1), max(3 * stages // 4, 1), stages,
@@ -175,8 +175,8 @@ class TwoPools:
 
     def _kv_tokens(self, in_system: FloatArray) -> FloatArray:
         work = self._workload
-        wanted = (in_system * work.reserve_at_work
-                  + memory.KV_QUANTILE_Z * work.inputs.std * np.sqrt(in_system))
+        wanted = (in_system * work.tokens_at_work
+                  + memory.KV_QUANTILE_Z * np.sqrt(work.variance_of_each * in_system))
         return np.asarray(np.ceil(np.minimum(np.maximum(wanted, work.longest),
                                              np.maximum(in_system, 1.0) * work.longest)))
 
@@ -215,7 +215,8 @@ class TwoPools:
             "planned_active": math.ceil(batch * work.outputs.mean) if stock[0] > 1 else 1}
         controls = WaaControls(
             policy=self.policy, encode_batch=batch, decode_micro_batches=groups,
-            max_in_system=max(int(found["present"]), 1), even=even, **chunks)
+            max_in_system=max(int(found["present"]), 1), even=even,
+            admission=work.admission, **chunks)
         encode, decode = pools.plans
         largest = float(self._largest(np.array([float(batch)]))[0])
         deployment = Deployment(pools=(

@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xgpt.core.controls import Admission
 from xgpt.core.lengths import FloatArray, JointLengths, ndtri
 from xgpt.core.problem import Problem
+from xsimulator.rough.look_ahead import LookAhead
 
+RESERVE = Admission(rule="reserve")
 BLOCKS = np.array([0.0, 0.08, 0.25, 0.5, 0.75, 1.0])  # chosen: blocks of a phase's iterations
 
 
@@ -27,22 +30,27 @@ class Phase(NamedTuple):
     """A phase of N_D iterations in steady state (RRA), per request encoded in it.
 
     widths: [blocks] iterations of each block of the phase. active: [blocks] mean number of active
-    requests in it. mean_phases: E[c(D)]. reserved, reserved_variance: mean and variance of the KV
-    tokens right after encoding. most_phases: phases of the longest request."""
+    requests in it. mean_phases: E[c(D)]. counted, counted_variance: mean and variance of the KV
+    tokens that admission counts right after encoding. most_phases: phases of the longest
+    request."""
 
     widths: FloatArray
     active: FloatArray
     mean_phases: float
-    reserved: float
-    reserved_variance: float
+    counted: float
+    counted_variance: float
     most_phases: int
 
 
 class Workload:
-    """Length statistics of one problem."""
+    """Length statistics of one problem under one admission rule.
 
-    def __init__(self, problem: Problem) -> None:
+    tokens_at_work: mean KV tokens that admission counts for a request at work. variance_at_work:
+    their variance, that of the number at work included. variance_of_each: without it."""
+
+    def __init__(self, problem: Problem, admission: Admission = RESERVE) -> None:
         lengths: JointLengths = problem.lengths
+        self.admission = admission
         self.inputs, self.outputs = lengths.inputs, lengths.outputs
         self.fewer = 0 if problem.model.is_encoder_decoder else 1
         most_output = max(problem.default_max_tokens, lengths.outputs.max)
@@ -68,16 +76,28 @@ class Workload:
             square + 2 * most_output * mean + most_output**2))])
         # over all requests, also those that end with their first token
         self.reserve = float(pmf @ mean) + most_output
-        self.reserve_square = float(pmf @ (square + 2 * most_output * mean + most_output**2))
+        self._reserve_square = float(pmf @ (square + 2 * most_output * mean + most_output**2))
         # over the requests in the system, where those with long outputs count more
         stay = pmf * np.maximum(lengths.outputs.support - self.fewer, 1e-9)
-        self.reserve_at_work = float(stay @ mean / stay.sum()) + most_output
+        self.tokens_at_work = float(stay @ mean / stay.sum()) + most_output
+        self.variance_at_work = (max(self._reserve_square - self.reserve**2, 0.0)
+                                 + self.coming_and_going * self.reserve**2)
+        self.variance_of_each = self.inputs.std**2
+        self._ahead = None
+        if admission.rule not in (None, "reserve"):
+            self._ahead = LookAhead(admission, lengths, most_output, self.fewer)
+            counted = self._ahead.counted(has_ended=False)
+            self.tokens_at_work = max(counted.mean / self.iterations, 1.0)
+            self.variance_at_work = counted.variance / self.iterations
+            self.variance_of_each = max(
+                counted.square / self.iterations - self.tokens_at_work**2, 0.0)
         self._until = np.concatenate([[0.0], np.cumsum(self.survival)])
         self._below = np.minimum(np.concatenate([[0.0], np.cumsum(pmf)])[self.fewer:], 1.0)
         bound = problem.constraint
         # D of a request of the latency limit's quantile
         self.watched = max(self.outputs.quantile(bound.quantile) - self.fewer, 0)
         self.phase = cache(self._find_phase)
+        self.by = cache(lambda other: self if other == admission else Workload(problem, other))
         self.paces: dict[Any, Any] = {}  # stage times -> Pace, see Pace.of
 
     def charged_context(self, rows: FloatArray, *, is_padded: bool) -> FloatArray:
@@ -103,10 +123,13 @@ class Workload:
         widths = np.diff(edges)
         active = np.diff(until, axis=1).sum(axis=0) / widths
         entering = self.survival[begins[:, 0]]  # share that is present in each of its phases
-        reserve, square = self._reserve[:, begins[:, 0]].copy()
-        reserve[0], square[0] = self.reserve, self.reserve_square
-        return Phase(widths, active, float(entering.sum()), float(reserve.sum()),
-                     max(float((square - reserve**2).sum()), 0.0), phases)
+        if self._ahead is None:
+            reserve, square = self._reserve[:, begins[:, 0]].copy()
+            reserve[0], square[0] = self.reserve, self._reserve_square
+            counted = float(reserve.sum()), max(float((square - reserve**2).sum()), 0.0)
+        else:
+            counted = self._ahead.counted(iterations)[:2]
+        return Phase(widths, active, float(entering.sum()), *counted, phases)
 
     def _tail(self, per_output: FloatArray) -> FloatArray:
         """[D] sums of `per_output` (by output length) over all D >= k, for k = 1 ..."""
