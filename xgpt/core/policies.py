@@ -93,8 +93,8 @@ _BUDGET = Variable(name="token_budget", words="tokens per step", otherwise=0)
 _CHUNK = Variable(name="encode_chunk", least=0, otherwise=0,
                   words="tokens that a micro-batch's step encodes beside decoding")
 
-# future-peak has room for more requests, and lengthens their latency
-_RESERVING: tuple[AdmissionRule, ...] = ("reserve", "future-peak")
+# kept in full for each request
+_RESERVING: tuple[AdmissionRule, ...] = ("reserve",)
 
 
 def _waa(name: str, title: str, words: str) -> Policy:
