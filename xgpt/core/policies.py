@@ -68,10 +68,11 @@ class Policy:
 
     def admissions(self, asked: Admission) -> tuple[Admission, ...]:
         """The admission rules to choose from, the simplest first; alone the one that a job asks
-        for."""
+        for. Two pools have none by which requests are evicted."""
         if not self.admits or asked.rule:
             return (asked,)
-        return tuple(replace(asked, rule=rule) for rule in self.admits)
+        rules = [replace(asked, rule=rule) for rule in self.admits]
+        return tuple(one for one in rules if len(self.pools) == 1 or not one.may_overflow)
 
     def load(self, part: Literal["controls", "rules", "formula", "limits"]) -> Any:
         """The named part, imported; None if the policy has none."""

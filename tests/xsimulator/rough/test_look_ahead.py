@@ -12,6 +12,7 @@ from xsimulator.rough.workload import Workload
 TASK, BUDGET, REQUESTS = catalog.task("T"), 43_437, 4000
 CLASSES = Forecasting(kind="class", width=200)
 KNOWN = Forecasting(kind="known")
+CAPS = Forecasting()
 LENGTHS = {
     "task S": catalog.task("S"), "task G": catalog.task("G"),
     "long tail": JointLengths(inputs=truncated_normal(64, 20, 100),
@@ -63,7 +64,7 @@ def test_as_many_are_at_work_as_in_an_account_of_every_token(admission, at_a_tim
 def test_a_peak_lies_between_the_present_and_what_is_reserved(name, model):
     problem = problem_of(model, "a40-4", LENGTHS[name])
 
-    def counted(rule, forecast=Forecasting()):
+    def counted(rule, forecast=CAPS):
         work = Workload(problem, Admission(rule=rule, forecast=forecast))
         return np.array([work.tokens_at_work, *(work.phase(own).counted for own in (1, 7, 400))])
 
