@@ -32,7 +32,8 @@ from xrunner.comm.point_to_point import Comm, wait_politely
 from xrunner.engine.head import LOOK_S, Head, PoolLink, Supply
 from xrunner.engine.pool_requests import ActiveQuery
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.steps import BatchingRule, EncodingRule, Step, Waiting
+from xrunner.rules.room import Waiting
+from xrunner.rules.steps import BatchingRule, EncodingRule, Step
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 
 _REPORT_S = 0.25  # chosen: seconds between progress reports while no request is done

@@ -8,10 +8,11 @@ Symbols: c = `limit`, most input tokens that a group's step encodes."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from xrunner.rules.steps import Chunk, Waiting
+from xrunner.rules.room import Waiting
+from xrunner.rules.steps import Chunk
 
 Encoded = tuple[tuple[Chunk, ...], tuple[int, ...]]  # a step's chunks, requests that end with it
 
@@ -41,10 +42,6 @@ class _Parts:
         assert limit >= 1, f"{limit = }"
         self.limit = limit
         self._parts: list[PartialInput | None] = [None] * num_groups
-
-    def num_partial(self, group: int) -> int:
-        """Number of partly encoded requests of the group: 0 or 1."""
-        return int(self._parts[group] is not None)
 
     def _encoded(self, group: int, left: int, waiting: deque[Waiting],
                  begin: Callable[[Waiting], bool]) -> Encoded:
@@ -107,6 +104,13 @@ class PhaseChunks(_Parts):
         chunks, joined = self._encoded(group, self._sizes[group], self._assigned[group], begin)
         self._tokens[group] -= sum(chunk.tokens for chunk in chunks)
         return chunks, joined
+
+    def drop(self, group: int, evicted: Collection[int]) -> None:
+        """Forgets the group's partly encoded request if it is among the evicted."""
+        part = self._parts[group]
+        if part is not None and part.query in evicted:
+            self._tokens[group] -= part.tokens - part.done
+            self._parts[group] = None
 
 
 class DecodePoolInputs(_Parts):

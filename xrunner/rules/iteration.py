@@ -2,17 +2,18 @@
 
 Every step advances all active requests of a group by one token and encodes at most one waiting
 request. There is one group per pipeline stage, each with an even share of slots and KV budget.
-Waiting requests go to groups in turn. KV is reserved at admission, for the input and the most
-output tokens, and a request leaves with its last token."""
+Waiting requests go to groups in turn. A group admits by its room (xrunner.rules.room): by default
+KV is reserved for the input and the most output tokens. A request leaves with its last token."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from xgpt.core.controls import ContinuousControls
+from xgpt.core.controls import Admission, ContinuousControls
 from xgpt.core.schedule import Estimate
+from xrunner.rules.room import Forecaster, Room, Rooms, Waiting
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Admitted, KvBudget, Step, kind_of
+from xrunner.rules.steps import KvBudget, Step, kind_of
 
 
 class Turns:
@@ -76,13 +77,51 @@ class ContinuousRule:
     needs_tokens = True
     slot_use = SlotUse.REUSED
 
-    def __init__(self, num_groups: int, max_active: int, token_budget: int = 0) -> None:
-        """`max_active`: requests over all groups. `token_budget`: tokens in a step (0: no
-        limit)."""
-        self.num_groups, self.token_budget = num_groups, token_budget
-        self.turns, self.waiting = Turns(num_groups), deque[tuple[int, int]]()  # (query, tokens)
-        self.slots = slot_shares(max_active, num_groups)
+    def __init__(self, rooms: Sequence[Room], max_active: int, token_budget: int = 0) -> None:
+        """`rooms`: of each group. `max_active`: requests over all groups. `token_budget`: tokens in
+        a step (0: no limit)."""
+        self.rooms, self.num_groups, self.token_budget = Rooms(rooms), len(rooms), token_budget
+        self.turns, self.waiting = Turns(self.num_groups), deque[Waiting]()
+        self.slots = slot_shares(max_active, self.num_groups)
         self._most = StepLimits(max_active=max_active, token_budget=token_budget)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether requests that have begun may be evicted."""
+        return self.rooms.evicts
+
+    @property
+    def forecaster(self) -> Forecaster:
+        """Forecasts output tokens."""
+        return self.rooms.of_group[0].forecaster
+
+    @forecaster.setter
+    def forecaster(self, forecaster: Forecaster) -> None:
+        self.rooms.set_forecaster(forecaster)
+
+    @property
+    def reserved_tokens(self) -> int:
+        return self.rooms.held
+
+    @property
+    def kv_budget(self) -> KvBudget:
+        room = self.rooms.of_group[0]
+        return KvBudget(room.tokens, room.unit)
+
+    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0,
+               forecast: int = 0) -> bool:
+        new = Waiting(query, reserve_tokens, input_tokens, forecast=forecast)
+        if not self.rooms.of_group[0].fits(new):
+            return False
+        self.waiting.append(new)
+        return True
+
+    def next_group(self) -> int | None:
+        rooms = self.rooms.of_group
+        return self.turns.find(lambda group: bool(self.waiting or rooms[group].at_work))
+
+    def finish(self, query: int) -> None:
+        self.rooms.finish(query)
 
     @property
     def group_max_active(self) -> int:
@@ -106,47 +145,27 @@ class ContinuousRule:
 class OrcaRule(ContinuousRule):
     """ORCA's rule: MIXED steps; ENCODE if no request is active, DECODE if none can join."""
 
-    def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int) -> None:
+    def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int,
+                 admission: Admission | None = None) -> None:
         """`kv_tokens`: KV budget over all groups."""
-        super().__init__(num_groups, max_active)
-        self.group_kv_tokens = kv_tokens // num_groups
-        self._admitted = Admitted(num_groups)
-
-    @property
-    def reserved_tokens(self) -> int:
-        return sum(self._admitted.reserved)
-
-    @property
-    def kv_budget(self) -> KvBudget:
-        return KvBudget(self.group_kv_tokens, unit=1)
-
-    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
-        if reserve_tokens > self.group_kv_tokens:
-            return False
-        self.waiting.append((query, reserve_tokens))
-        return True
-
-    def next_group(self) -> int | None:
-        return self.turns.find(lambda group: bool(self._admitted.active[group] or self.waiting))
+        super().__init__([Room(kv_tokens // num_groups, admission) for _ in range(num_groups)],
+                         max_active)
 
     def decide(self) -> Step | None:
         group = self.turns.group
-        is_decode = bool(self._admitted.active[group])
-        joined = self._admit(group)
+        room, joined = self.rooms.of_group[group], tuple[int, ...]()
+        evicted = self.rooms.make_room(group, self.waiting)
+        is_decode = room.num_decoding > 0
+        if is_decode:
+            room.advance()
+        if self.waiting and not evicted and self.rooms.admit(
+                group, self.waiting[0], self.slots[group]):
+            joined = (self.waiting.popleft().query,)
         number = self.turns.end()
         if not is_decode and not joined:
             return None
         return Step(kind=kind_of(is_decode, joined), group=group, phase=number,
-                    iteration=int(is_decode), joined=joined)
-
-    def finish(self, query: int) -> None:
-        self._admitted.finish(query)
-
-    def _admit(self, group: int) -> tuple[int, ...]:
-        if not self.waiting or not self._admitted.admit(
-                group, *self.waiting[0], self.slots[group], self.group_kv_tokens):
-            return ()  # keep the input's order: a smaller request behind does not overtake
-        return (self.waiting.popleft()[0],)
+                    iteration=int(is_decode), joined=joined, evicted=evicted)
 
 
 def orca_rule(estimate: Estimate) -> OrcaRule:
@@ -154,4 +173,4 @@ def orca_rule(estimate: Estimate) -> OrcaRule:
     controls, deployment = estimate.controls, estimate.deployment
     assert isinstance(controls, ContinuousControls), f"{estimate.policy = }"
     return OrcaRule(num_groups=deployment.num_groups, max_active=controls.max_active,
-                    kv_tokens=deployment.kv_tokens)
+                    kv_tokens=deployment.kv_tokens, admission=controls.admission)

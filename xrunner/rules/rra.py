@@ -8,21 +8,22 @@ chunk is in (xrunner.rules.chunks).
 
 B_E requests join in a phase. A group whose decode batch has left its mean by more than the
 adjustment's threshold takes more or fewer (paper section 5.2), as far as the adjustment lets an
-encode batch's tokens vary. `max_active` and the KV budget are upper limits. All of these can change
-between two phases (`RraRule.change`)."""
+encode batch's tokens vary. `max_active` and the KV budget, by which a group's room admits
+(xrunner.rules.room), are upper limits. All of these can change between two phases
+(`RraRule.change`)."""
 
 import math
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
-from xgpt.core.controls import EvenBatches, RraControls
+from xgpt.core.controls import Admission, EvenBatches, RraControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 from xrunner.rules.chunks import PhaseChunks
+from xrunner.rules.room import Forecaster, Room, Rooms, Waiting
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Admitted, KvBudget, Step, StepKind, Waiting, kind_of
+from xrunner.rules.steps import KvBudget, Step, StepKind, kind_of
 
 UNEVEN = EvenBatches()  # batches as requests come
 
@@ -49,10 +50,10 @@ class RraRule:
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
                  max_active: int, kv_tokens: int, even: EvenBatches = UNEVEN,
-                 encode_chunk: int = 0) -> None:
+                 encode_chunk: int = 0, admission: Admission | None = None) -> None:
         """`max_active` and `kv_tokens` limit the whole pool; each group gets an equal share.
         `even`: how batches are kept even; its target may change later. `encode_chunk`: tokens; it
-        may change later, but not from or to 0."""
+        may change later, but not from or to 0. `admission`: how a group admits by its share."""
         assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
         self.num_groups = num_groups
         self.controls = PhaseControls(  # of the current phase
@@ -67,7 +68,8 @@ class RraRule:
         self._chunks = PhaseChunks(encode_chunk, num_groups) if encode_chunk else None
         self.sizer = sizer_of(even)
         self.waiting: deque[Waiting] = deque()
-        self._admitted = Admitted(num_groups)
+        self.rooms = Rooms([Room(self.controls.group_kv_tokens, admission)
+                            for _ in range(num_groups)])
         self.changes: deque[tuple[int, PhaseControls]] = deque()  # to come: (from phase, settings)
         self._phase = 0
         self._first_iteration = int(encode_chunk > 0)  # 0: the encode round of a phase
@@ -76,7 +78,21 @@ class RraRule:
 
     @property
     def reserved_tokens(self) -> int:
-        return sum(self._admitted.reserved)
+        return self.rooms.held
+
+    @property
+    def evicts(self) -> bool:
+        """Whether requests that have begun may be evicted."""
+        return self.rooms.evicts
+
+    @property
+    def forecaster(self) -> Forecaster:
+        """Forecasts output tokens."""
+        return self.rooms.of_group[0].forecaster
+
+    @forecaster.setter
+    def forecaster(self, forecaster: Forecaster) -> None:
+        self.rooms.set_forecaster(forecaster)
 
     @property
     def next_phase(self) -> int:
@@ -102,14 +118,16 @@ class RraRule:
         assert most <= controls.group_kv_tokens, f"{controls = } {most = }"
         self.changes.append((phase, controls))
 
-    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
-        if reserve_tokens > self.controls.group_kv_tokens:
+    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0,
+               forecast: int = 0) -> bool:
+        new = Waiting(query, reserve_tokens, input_tokens, forecast=forecast)
+        if not self.rooms.of_group[0].fits(new):
             return False
-        self.waiting.append(Waiting(query, reserve_tokens, input_tokens))
+        self.waiting.append(new)
         return True
 
     def next_group(self) -> int | None:
-        is_at_work = bool(self._admitted.group_of) or (
+        is_at_work = bool(self.rooms.room_of) or (
             self._chunks is not None and self._chunks.has_waiting())
         if not is_at_work and not self.waiting:
             return None
@@ -121,20 +139,24 @@ class RraRule:
         if self._chunks is not None:
             return self._decide_mixed(self._chunks)
         kind, group = StepKind.DECODE if self._iteration else StepKind.ENCODE, self._group
-        joined, has_work = list[int](), bool(self._admitted.active[group])
+        joined, evicted = list[int](), tuple[int, ...]()
+        has_work = self.rooms.of_group[group].num_decoding > 0
         if kind is StepKind.ENCODE:
             for _ in range(self._wanted(group)):
                 if not self._has_admitted(group, self.waiting[0]):
                     break  # keep the input's order: a smaller request behind does not overtake
                 joined.append(self.waiting.popleft().query)
             has_work = bool(joined)
+        elif has_work:
+            evicted = self.rooms.make_room(group, self.waiting)
+            self.rooms.of_group[group].advance()
         step = Step(kind=kind, group=group, phase=self._phase, iteration=self._iteration,
-                    joined=tuple(joined)) if has_work else None
+                    joined=tuple(joined), evicted=evicted) if has_work else None
         self._advance()
         return step
 
     def finish(self, query: int) -> None:
-        self._admitted.finish(query)
+        self.rooms.finish(query)
 
     def quota(self, group: int, phase: int) -> int:
         """Number of requests that `group` encodes in `phase`; they sum to encode_batch over the
@@ -150,17 +172,26 @@ class RraRule:
                 if len(chunks.waiting(each)) < self.quota(each, self._phase):
                     chunks.assign(each, [self.waiting.popleft() for _ in range(self._wanted(each))])
             chunks.begin_phase(self.controls.decode_iterations)
-        is_decode = len(self._admitted.active[group]) > chunks.num_partial(group)
-        encoded, joined = chunks.take(group, iteration, partial(self._has_admitted, group))
+        room, evicted = self.rooms.of_group[group], tuple[int, ...]()
+        if room.num_decoding:
+            evicted = self.rooms.make_room(group, self.waiting)
+            chunks.drop(group, evicted)
+        is_decode = room.num_decoding > 0
+        if is_decode:
+            room.advance()
+        encoded, joined = chunks.take(group, iteration, lambda waiting: not evicted and (
+            self._has_admitted(group, waiting)))
+        for query in joined:
+            room.begin(query)
         step = Step(kind=kind_of(is_decode, encoded), group=group, phase=self._phase,
-                    iteration=iteration, joined=joined,
-                    chunks=encoded) if is_decode or encoded else None
+                    iteration=iteration, joined=joined, chunks=encoded,
+                    evicted=evicted) if is_decode or encoded else None
         self._advance()
         return step
 
     def _has_admitted(self, group: int, waiting: Waiting) -> bool:
-        return self._admitted.admit(group, waiting.query, waiting.reserve,
-                                    self.controls.group_max_active, self.controls.group_kv_tokens)
+        return self.rooms.admit(group, waiting, self.controls.group_max_active,
+                                decodes=self._chunks is None)
 
     def _wanted(self, group: int) -> int:
         """Number of waiting requests that the group takes in this phase, if there is room for
@@ -173,7 +204,7 @@ class RraRule:
             carried = controls.target_active / self.num_groups
             # correction towards the mean of the group's decode batch
             correction = self.sizer.correction(
-                len(self._admitted.active[group]) - carried,
+                len(self.rooms.of_group[group].at_work) - carried,
                 carried + controls.encode_batch / self.num_groups)
         first = islice(self.waiting, self.sizer.most(quota))
         return self.sizer.count([query.tokens for query in first], quota, correction)
@@ -193,6 +224,8 @@ class RraRule:
             _, self.controls = self.changes.popleft()
             if self._chunks is not None and self.controls.encode_chunk:
                 self._chunks.limit = self.controls.encode_chunk
+            for room in self.rooms.of_group:
+                room.tokens = self.controls.group_kv_tokens
 
 
 def rra_rule(estimate: Estimate) -> RraRule:
@@ -202,7 +235,7 @@ def rra_rule(estimate: Estimate) -> RraRule:
     return RraRule(encode_batch=controls.encode_batch, decode_iterations=controls.decode_iterations,
                    num_groups=groups, max_active=groups * most_active(estimate),
                    kv_tokens=deployment.kv_tokens, even=controls.even,
-                   encode_chunk=controls.encode_chunk)
+                   encode_chunk=controls.encode_chunk, admission=controls.admission)
 
 
 def phase_controls(estimate: Estimate, *, slots: int, kv_tokens: int | None = None

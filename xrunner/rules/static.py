@@ -10,25 +10,13 @@ are decoded to their longest forecast: who is not done by then waits again, with
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from xgpt.core.controls import CAP, KNOWN, Batches, StaticControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.forecast import Forecaster
+from xrunner.rules.room import Waiting
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
-
-
-class Waiting(NamedTuple):
-    """A request that waits: KV tokens that it reserves, and tokens to encode, of which `written`
-    are output from before an eviction. `forecast`: output tokens in all; 0: not forecast yet."""
-
-    query: int
-    reserve: int
-    tokens: int
-    written: int = 0
-    forecast: int = 0
-
 
 OVERHEAD = 1.2  # chosen: growth of a batch's cost with its size (UELLM's L1 and L2)
 

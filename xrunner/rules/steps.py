@@ -1,6 +1,5 @@
 """Steps, which batching rules decide: the work of one group of requests through all stages."""
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,14 +59,6 @@ class Step:
     evicted: tuple[int, ...] = ()
 
 
-class Waiting(NamedTuple):
-    """A request that is not begun: KV tokens that it reserves, and tokens of its input."""
-
-    query: int
-    reserve: int
-    tokens: int
-
-
 class KvBudget(NamedTuple):
     """Most KV tokens of a group's requests (of all groups together if `is_shared`). Each request's
     tokens count in whole multiples of `unit`."""
@@ -75,34 +66,6 @@ class KvBudget(NamedTuple):
     tokens: int
     unit: int
     is_shared: bool = False
-
-
-class Admitted:
-    """Active requests by group, and the KV tokens that each reserves."""
-
-    def __init__(self, num_groups: int) -> None:
-        self.active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
-        self.reserved = [0] * num_groups
-        self.group_of: dict[int, int] = {}
-
-    def admit(self, group: int, query: int, reserve: int, most: float = math.inf,
-              tokens: float = math.inf) -> bool:
-        """Admits a request if its group stays within `most` requests and `tokens` reserved. Returns
-        whether it did."""
-        active = self.active[group]
-        if len(active) >= most or self.reserved[group] + reserve > tokens:
-            return False
-        active[query] = reserve
-        self.reserved[group] += reserve
-        self.group_of[query] = group
-        return True
-
-    def finish(self, query: int) -> int:
-        """Removes a finished request; returns the tokens it reserved."""
-        group = self.group_of.pop(query)
-        reserve = self.active[group].pop(query)
-        self.reserved[group] -= reserve
-        return reserve
 
 
 def kv_budget(rule: "BatchingRule", *, in_blocks: bool = False) -> KvBudget | None:
@@ -151,9 +114,10 @@ class BatchingRule(Protocol):
     def reserved_tokens(self) -> int:
         """Number of KV tokens held, over all groups."""
 
-    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
+    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0,
+               forecast: int = 0) -> bool:
         """Queues a request; returns False if it can never fit. `reserve_tokens`: most KV tokens it
-        needs. `input_tokens`: tokens of its input."""
+        needs. `input_tokens`: tokens of its input. `forecast`: its output tokens, if forecast."""
 
     def next_group(self) -> int | None:
         """Group of the next step; None if all requests are done or with another pool."""

@@ -21,8 +21,9 @@ from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.chunks import DecodePoolInputs
+from xrunner.rules.room import Room, Rooms, Waiting
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Admitted, KvBudget, Step, StepKind, Waiting, kind_of
+from xrunner.rules.steps import KvBudget, Step, StepKind, kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,8 @@ class WaaEncodeRule:
         """Number of KV tokens in this pool: inputs being encoded or handed over."""
         return self._held
 
-    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
+    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0,
+               forecast: int = 0) -> bool:
         if reserve_tokens > self.kv_tokens or input_tokens > self.encode_kv_tokens:
             return False
         self.waiting.append(Waiting(query, reserve_tokens, input_tokens))
@@ -126,13 +128,13 @@ class WaaEncodeRule:
         if not count:
             return None
         joined = [self.waiting.popleft() for _ in range(count)]
-        for query, reserve, tokens in joined:
-            self._in_system[query] = reserve
-            self._encoding[query] = tokens
-            self._reserved += reserve
-            self._held += tokens
+        for one in joined:
+            self._in_system[one.query] = one.reserve
+            self._encoding[one.query] = one.tokens
+            self._reserved += one.reserve
+            self._held += one.tokens
         step = Step(kind=StepKind.ENCODE, group=self._steps % self.num_groups, phase=self._steps,
-                    iteration=0, joined=tuple(query for query, _, _ in joined))
+                    iteration=0, joined=tuple(one.query for one in joined))
         self._steps += 1
         return step
 
@@ -162,7 +164,7 @@ class WaaEncodeRule:
             active = len(self._in_system) - len(self._encoding)
             extra = self.sizer.correction(active - target, target)
         first = list(islice(self.waiting, self.sizer.most(batch)))
-        count = self.sizer.count([tokens for _, _, tokens in first], batch, extra)
+        count = self.sizer.count([one.tokens for one in first], batch, extra)
         return _trimmed(first[:count], self.kv_tokens, self.encode_kv_tokens)
 
 
@@ -170,11 +172,11 @@ def _trimmed(batch: list[Waiting], kv_tokens: int,
              encode_kv_tokens: int) -> tuple[int, int, int]:
     """Cuts a batch to what the budgets can ever hold; one request always fits. Returns (requests,
     KV tokens reserved, input tokens)."""
-    wanted = sum(reserve for _, reserve, _ in batch)
-    tokens = sum(length for _, _, length in batch)
+    wanted = sum(one.reserve for one in batch)
+    tokens = sum(one.tokens for one in batch)
     while wanted > kv_tokens or tokens > encode_kv_tokens:
-        _, reserve, length = batch.pop()
-        wanted, tokens = wanted - reserve, tokens - length
+        last = batch.pop()
+        wanted, tokens = wanted - last.reserve, tokens - last.tokens
     return len(batch), wanted, tokens
 
 
@@ -197,8 +199,8 @@ class WaaDecodeRule:
         self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
         self.inputs = DecodePoolInputs(encode_chunk, num_groups) if encode_chunk else None
         self.planned = planned_active or math.inf
-        self._arrived: deque[tuple[int, int]] = deque()
-        self._admitted = Admitted(num_groups)
+        self._arrived: deque[Waiting] = deque()
+        self.rooms = Rooms([Room(kv_tokens) for _ in range(num_groups)])
         self._reserved = 0  # by active and arrived requests
         self._turn = 0
 
@@ -207,9 +209,10 @@ class WaaDecodeRule:
         """Number of KV tokens of all requests here, active or about to join."""
         return self._reserved
 
-    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
+    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0,
+               forecast: int = 0) -> bool:
         """Takes a request that has been encoded and handed over; always True."""
-        self._arrived.append((query, reserve_tokens))
+        self._arrived.append(Waiting(query, reserve_tokens, input_tokens))
         self._reserved += reserve_tokens
         return True
 
@@ -220,19 +223,23 @@ class WaaDecodeRule:
         self._reserved += waiting.reserve
 
     def next_group(self) -> int | None:
-        if not self._admitted.group_of and not self._arrived and not self.inputs:
+        if not self.rooms.room_of and not self._arrived and not self.inputs:
             return None
         return self._turn % self.num_groups
 
     def decide(self) -> Step | None:
         group, handed = self._turn % self.num_groups, list[int]()
-        most = self._most(len(self._admitted.group_of) + len(self._arrived))
-        while self._arrived and self._admitted.admit(group, *self._arrived[0], most):
-            handed.append(self._arrived.popleft()[0])
+        most = self._most(len(self.rooms.room_of) + len(self._arrived))
+        while self._arrived and self.rooms.admit(group, self._arrived[0], most):
+            handed.append(self._arrived.popleft().query)
         phase, self._turn = self._turn // self.num_groups, self._turn + 1
+        room = self.rooms.of_group[group]
+        is_decode = room.num_decoding > 0
+        if is_decode:
+            room.advance()
         if self.inputs is not None:
-            return self._with_chunks(self.inputs, group, phase, tuple(handed))
-        if not self._admitted.active[group]:
+            return self._with_chunks(self.inputs, group, phase, tuple(handed), is_decode)
+        if not is_decode:
             return None
         return Step(kind=StepKind.DECODE, group=group, phase=phase, iteration=1,
                     handed=tuple(handed))
@@ -242,20 +249,21 @@ class WaaDecodeRule:
         return min(-(-present // self.num_groups), self.group_max_active)
 
     def finish(self, query: int) -> None:
-        self._reserved -= self._admitted.finish(query)
+        self._reserved -= self.rooms.finish(query).reserve
 
     def _with_chunks(self, inputs: DecodePoolInputs, group: int, phase: int,
-                     handed: tuple[int, ...]) -> Step | None:
-        admitted = self._admitted
+                     handed: tuple[int, ...], is_decode: bool) -> Step | None:
+        rooms = self.rooms
         # waiting inputs count only here: handed-over requests leave room for them in every group
-        most = self._most(len(admitted.group_of) + len(self._arrived) + len(inputs))
+        most = self._most(len(rooms.room_of) + len(self._arrived) + len(inputs))
 
         def begin(waiting: Waiting) -> bool:
-            return len(admitted.group_of) < self.planned and admitted.admit(
-                group, waiting.query, waiting.reserve, most)
+            return len(rooms.room_of) < self.planned and rooms.admit(
+                group, waiting, most, decodes=False)
 
-        is_decode = len(admitted.active[group]) > inputs.num_partial(group)
         chunks, joined = inputs.take(group, begin)
+        for query in joined:
+            rooms.of_group[group].begin(query)
         if not is_decode and not chunks:
             return None
         return Step(kind=kind_of(is_decode, chunks), group=group, phase=phase, iteration=1,

@@ -18,10 +18,11 @@ from xgpt.core.errors import XgptError
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import QueryLengths, QueryTimes
 from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import BLOCK_TOKENS, PagedRule
+from xrunner.rules.paged import PagedRule
+from xrunner.rules.room import Waiting
 from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.static import StaticRule, Waiting
+from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule, Chunk, Step, StepKind
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator.addresses import address_of
@@ -157,20 +158,24 @@ def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
     if plan.role != "both" or not len(arrival_s) or (arrival_s != arrival_s[0]).any():
         return None
     reserves, groups = lengths.reserves, rule.num_groups
-    if type(rule) is PagedRule and not rule.waiting:
-        own = rule.groups[0]
-        blocks = -(-np.maximum(reserves, lengths.inputs) // BLOCK_TOKENS)
-        return _NativeInput(_PAGED, [groups, own.num_blocks, own.left_free, rule.token_budget,
+    if type(rule) is PagedRule and not rule.waiting and rule.rooms.of_group[0].rule == "greedy":
+        own = rule.rooms.of_group[0]
+        blocks, num_blocks = -(-np.maximum(reserves, lengths.inputs) // own.unit), (
+            own.tokens // own.unit)
+        return _NativeInput(_PAGED, [groups, num_blocks, own.spare, rule.token_budget,
                                rule.is_chunked], [], reserves,
-                      [np.array(rule.slots, np.int64)], blocks > own.num_blocks)
+                      [np.array(rule.slots, np.int64)], blocks > num_blocks)
     if type(rule) is StaticRule and not rule.waiting and not rule.evicts:
         outputs, order, ends = _formed(rule, lengths)
         return _NativeInput(_STATIC, [groups, rule.group_kv_tokens,
                                 rule.encode_micro_batches // groups], [], outputs, [order, ends],
                       reserves > rule.group_kv_tokens)
+    if isinstance(rule, (OrcaRule, RraRule)) and rule.rooms.of_group[0].rule != "reserve":
+        return None
     if type(rule) is OrcaRule and not rule.waiting:
-        return _NativeInput(_RESERVED, [groups, rule.group_kv_tokens, 0, 0, 0, 0], [0.0, 0.0, 0.0],
-                      reserves, [np.array(rule.slots, np.int64)], reserves > rule.group_kv_tokens)
+        own = rule.rooms.of_group[0]
+        return _NativeInput(_RESERVED, [groups, own.tokens, 0, 0, 0, 0], [0.0, 0.0, 0.0],
+                      reserves, [np.array(rule.slots, np.int64)], reserves > own.tokens)
     if type(rule) is RraRule and not rule.waiting and not rule.changes:
         controls, sizer = rule.controls, rule.sizer
         return _NativeInput(

@@ -14,7 +14,7 @@ chunk in each step."""
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -209,7 +209,7 @@ class TwoPools:
         work, steers = self._workload, self.problem.adjustment.steers
         even = EvenBatches(adjustment=self._adjustment, mean_input_tokens=work.inputs.mean,
                            target_active=found["decode_batch"] if steers else 0.0)
-        chunks = {} if not chunk else {
+        chunks: dict[str, Any] = {} if not chunk else {
             "encode_chunk": chunk, "stock_tokens": max(int(stock[0]), 1),
             # if the encode pool keeps up, it must not wait while the decode pool encodes
             "planned_active": math.ceil(batch * work.outputs.mean) if stock[0] > 1 else 1}

@@ -155,8 +155,8 @@ class Counting:
 
     def decide(self) -> Step | None:
         step = self._rule.decide()
-        for i, own in enumerate(self._rule.groups):
-            self.most[i] = max(self.most[i], own.num_blocks - own.free)
+        for i, room in enumerate(self._rule.rooms.of_group):
+            self.most[i] = max(self.most[i], room.held // BLOCK_TOKENS)
         return step
 
 

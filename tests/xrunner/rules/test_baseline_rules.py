@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xrunner.rules.iteration import OrcaRule, slot_shares
-from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, blocks_of, sarathi, vllm
+from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, sarathi, vllm
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import Step, StepKind
 
@@ -186,8 +186,8 @@ class Cached:
 
     def blocks(self) -> int:
         """Of all queries; one being encoded holds those of all its input."""
-        return (sum(map(blocks_of, self.held.values()))
-                + sum(blocks_of(self.to_encode(q)) for q in self.partial))
+        return (sum(-(-held // BLOCK_TOKENS) for held in self.held.values())
+                + sum(-(-self.to_encode(q) // BLOCK_TOKENS) for q in self.partial))
 
     def take(self, step: Step) -> None:
         for query in step.evicted:

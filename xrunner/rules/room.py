@@ -1,0 +1,308 @@
+"""Room: the account of one group's KV tokens, by which requests are admitted and evicted. Free of
+torch, and without a clock: it counts decode steps.
+
+All requests at work grow by one token in a decode step. So a request holds base + s tokens, where s
+counts the group's steps, and `base` is constant. By its forecast it ends at step `end`. Load only
+grows between two ends. Just before the q-th end (requests in the order of their ends, n in all) it
+is
+
+    sum of the bases from q on + (n - q) x end_q.
+
+The rules look at these loads with the new request among them (input p, forecast o, budget M, held
+tokens c, tokens to come r):
+
+    greedy           sum c + p + 1 <= M
+    reserve-static   p + o <= M - sum c - sum r
+    reserve-dynamic  the load at the first end of those at work is at most M
+    future-peak      the load at every end is at most M
+    reserve          sum of input + most output tokens <= M
+
+Sources: greedy, vLLM (SOSP '23); the two of reserve-*, TetriInfer (section 3.4); future-peak,
+LightLLM's scheduler and Aladdin's condition (e)."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from xgpt.core.controls import Admission, AdmissionRule
+
+
+class Waiting(NamedTuple):
+    """A request that waits. `reserve`: most KV tokens that it may need. `tokens`: to encode, its
+    input and `written` output tokens of an evicted one. `forecast`: its output tokens as forecast
+    beforehand; 0: the room's forecaster is asked."""
+
+    query: int
+    reserve: int
+    tokens: int
+    written: int = 0
+    forecast: int = 0
+
+    @property
+    def input_tokens(self) -> int:
+        return self.tokens - self.written
+
+    @property
+    def cap(self) -> int:
+        """Most output tokens."""
+        return self.reserve - self.input_tokens
+
+
+class Forecaster(Protocol):
+    """Forecasts of output tokens (xrunner.rules.forecast). `cap`: the request's own limit."""
+
+    def first(self, input_tokens: int, cap: int) -> int:
+        """Output tokens of a request that has none yet, at most `cap`."""
+
+    def beyond(self, input_tokens: int, written: int, cap: int) -> int:
+        """Output tokens of a request that has `written` and goes on: more than these."""
+
+    def ended(self, input_tokens: int, written: int) -> None:
+        """Learns from a finished request."""
+
+
+class Caps:
+    """The forecaster that knows each request's own limit alone."""
+
+    def first(self, input_tokens: int, cap: int) -> int:
+        return cap
+
+    def beyond(self, input_tokens: int, written: int, cap: int) -> int:
+        return cap
+
+    def ended(self, input_tokens: int, written: int) -> None:
+        pass
+
+
+class End(NamedTuple):
+    """When a request at work ends by its forecast, in steps, and its base."""
+
+    step: int
+    base: int
+    query: int
+
+
+@dataclass(slots=True)
+class _AtWork:
+    """A request at work: as it was admitted, with its remaining tokens `left` by the forecast.
+    `base` and `end` are meaningful once it decodes."""
+
+    waiting: Waiting
+    left: int
+    base: int = 0
+    end: int = 0
+    decodes: bool = False
+
+
+def peak(ends: Sequence[End]) -> int:
+    """The largest load, in tokens, at any of `ends`, which are in order; 0 without any."""
+    most = bases = 0
+    for count, end in enumerate(reversed(ends), start=1):
+        bases += end.base
+        most = max(most, bases + count * end.step)
+    return most
+
+
+class Room:
+    """Tokens and requests of one group. Requests are admitted, decode from a later step on, and
+    finish or are evicted."""
+
+    def __init__(self, tokens: int, admission: Admission | None = None, *,
+                 otherwise: AdmissionRule = "reserve", unit: int = 1, spare: int = 1) -> None:
+        """`tokens`: the budget M. `admission`: its rule None means `otherwise`. `unit`: tokens are
+        held in whole multiples of it (paged KV). `spare`: units that greedy keeps free, unless
+        nobody is at work."""
+        admission = admission or Admission()
+        self.rule: AdmissionRule = admission.rule or otherwise
+        self.tokens, self.unit, self.spare = tokens, unit, spare
+        self.after_free, self.evicts = admission.after_free, (
+            self.rule == "greedy" or admission.may_overflow)
+        self.forecaster: Forecaster = Caps()
+        self.at_work: dict[int, _AtWork] = {}  # by request, the latest admitted last
+        self.held = 0  # tokens in whole units; by the rule `reserve`, the reserved ones
+        self.num_decoding = 0
+        self._steps = 0  # decode steps so far
+        self._starting: list[int] = [0] * unit  # decoding requests by base modulo `unit`
+        self._ends: list[End] = []  # of decoding requests, in order
+        self._whole = 0  # tokens of those that do not decode yet, with all they may write
+        self._is_planned = self.rule not in ("reserve", "greedy")
+
+    @property
+    def num_needed(self) -> int:
+        """Number of units that the next decode step takes."""
+        return self._starting[-self._steps % self.unit]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether somebody must be evicted before the next decode step."""
+        return (self.evicts and len(self.at_work) > 1
+                and self.held + self.num_needed * self.unit > self.tokens)
+
+    def in_units(self, tokens: int) -> int:
+        """`tokens`, rounded up to whole units."""
+        return -(-tokens // self.unit) * self.unit
+
+    def fits(self, new: Waiting) -> bool:
+        """Whether it has room when nobody else is at work."""
+        return self.in_units(max(new.reserve, new.tokens)) <= self.tokens
+
+    def has_room(self, new: Waiting, *, decodes: bool = True) -> bool:
+        """Whether a request may join those at work; without any, it may. `decodes`: from the next
+        decode step on; else it counts with all it may write at every end."""
+        if not self.at_work:
+            return True
+        if self.rule == "reserve":
+            return self.held + self.in_units(new.reserve) <= self.tokens
+        if self.held + self.in_units(new.tokens) + self.spare * self.unit > self.tokens:
+            return False
+        if self.rule == "greedy":
+            return True
+        self._look_again()
+        left, rounding = self._left(new), self.unit - 1
+        whole = self._whole + len(self.at_work) * rounding + new.tokens + rounding
+        if self.rule == "reserve-static" or not decodes:
+            whole += left
+        if self.rule == "reserve-static":
+            return whole + sum(end.base + end.step for end in self._ends) <= self.tokens
+        if self.rule == "reserve-dynamic":
+            return whole + self._load_at_first_end(left if decodes else 0) <= self.tokens
+        if not decodes:
+            return whole + peak(self._ends) <= self.tokens
+        ends, own = self._ends.copy(), End(self._steps + left, new.tokens - self._steps, new.query)
+        ends.insert(bisect_left(ends, own), own)
+        return whole - new.tokens + peak(ends) <= self.tokens
+
+    def admit(self, new: Waiting, *, decodes: bool = True) -> None:
+        """Admits a request; `decodes` as of `has_room`, or `begin` says it later."""
+        self.at_work[new.query] = one = _AtWork(new, self._left(new) if self._is_planned else 0)
+        self.held += self.in_units(new.reserve if self.rule == "reserve" else new.tokens)
+        self._whole += new.tokens + one.left
+        if decodes:
+            self.begin(new.query)
+
+    def begin(self, query: int) -> None:
+        """Lets an admitted request grow with the next decode step."""
+        one, steps = self.at_work[query], self._steps
+        self._whole -= one.waiting.tokens + one.left
+        one.base, one.end, one.decodes = one.waiting.tokens - steps, steps + one.left, True
+        self.num_decoding += 1
+        self._starting[one.base % self.unit] += 1
+        if self._is_planned:
+            insort(self._ends, End(one.end, one.base, query))
+
+    def advance(self) -> None:
+        """Lets every decoding request grow by one token."""
+        if self.rule != "reserve":
+            self.held += self.num_needed * self.unit
+        self._steps += 1
+
+    def finish(self, query: int) -> Waiting:
+        """Removes a request that has its last token; returns it as it was admitted."""
+        one = self._remove(query)
+        self.forecaster.ended(one.waiting.input_tokens, self._written(one))
+        return one.waiting
+
+    def evict(self) -> Waiting:
+        """Removes the latest admitted request; returns it with its tokens to encode again."""
+        one = self._remove(next(reversed(self.at_work)))
+        new = one.waiting
+        if not one.decodes:
+            return new
+        written = self._written(one)  # its latest token is not in the cache yet
+        return new._replace(tokens=new.input_tokens + written, written=written)
+
+    def _remove(self, query: int) -> _AtWork:
+        one = self.at_work.pop(query)
+        tokens = one.waiting.tokens
+        if one.decodes:
+            tokens = one.base + self._steps
+            self.num_decoding -= 1
+            self._starting[one.base % self.unit] -= 1
+            if self._is_planned:
+                del self._ends[bisect_left(self._ends, End(one.end, one.base, query))]
+        else:
+            self._whole -= tokens + one.left
+        self.held -= self.in_units(one.waiting.reserve if self.rule == "reserve" else tokens)
+        return one
+
+    def _written(self, one: _AtWork) -> int:
+        return one.base + self._steps - one.waiting.input_tokens + 1
+
+    def _left(self, new: Waiting) -> int:
+        """Tokens that the request is to write, by its forecast."""
+        total = new.forecast or self.forecaster.first(new.input_tokens, new.cap)
+        if new.written >= total:
+            total = self.forecaster.beyond(new.input_tokens, new.written, new.cap)
+        return max(min(total, new.cap) - new.written, 1)
+
+    def _look_again(self) -> None:
+        """Forecasts anew the requests that have written more than forecast."""
+        while self._ends and self._ends[0].step <= self._steps:
+            one = self.at_work[self._ends.pop(0).query]
+            new, written = one.waiting, self._written(one)
+            total = max(self.forecaster.beyond(new.input_tokens, written, new.cap), written + 1)
+            one.end = new.input_tokens + total - one.base
+            insort(self._ends, End(one.end, one.base, new.query))
+
+    def _load_at_first_end(self, left: int) -> int:
+        """Load when the first of those at work ends. `left`: tokens that a new request writes."""
+        if not self._ends:
+            return 0
+        first = self._ends[0]
+        load = sum(end.base + first.step for end in self._ends)
+        if self.after_free:
+            load -= first.base + first.step
+        return load + min(left, first.step - self._steps)
+
+
+class Rooms:
+    """The rooms of a pool's groups, and which one each request at work is in."""
+
+    def __init__(self, rooms: Sequence[Room]) -> None:
+        self.of_group = rooms
+        self.room_of: dict[int, Room] = {}
+
+    @property
+    def held(self) -> int:
+        """Number of KV tokens held over all groups."""
+        return sum(room.held for room in self.of_group)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether requests that have begun may be evicted."""
+        return self.of_group[0].evicts
+
+    def set_forecaster(self, forecaster: Forecaster) -> None:
+        for room in self.of_group:
+            room.forecaster = forecaster
+
+    def admit(self, group: int, new: Waiting, most: float = math.inf, *,
+              decodes: bool = True) -> bool:
+        """Admits a request if its group has room, and fewer than `most` requests. Returns whether
+        it did."""
+        room = self.of_group[group]
+        if len(room.at_work) >= most or not room.has_room(new, decodes=decodes):
+            return False
+        room.admit(new, decodes=decodes)
+        self.room_of[new.query] = room
+        return True
+
+    def make_room(self, group: int, waiting: deque[Waiting]) -> tuple[int, ...]:
+        """Evicts until the group's requests can grow by a token. The evicted go to the front of
+        `waiting`; returns them, the latest admitted first."""
+        room, evicted = self.of_group[group], list[int]()
+        while room.is_short:
+            new = room.evict()
+            del self.room_of[new.query]
+            waiting.appendleft(new)
+            evicted.append(new.query)
+        return tuple(evicted)
+
+    def finish(self, query: int) -> Waiting:
+        """Removes a request that has its last token; returns it as it was admitted."""
+        return self.room_of.pop(query).finish(query)
