@@ -6,12 +6,12 @@ Waiting requests go to groups in turn. A group admits by its room (xrunner.rules
 KV is reserved for the input and the most output tokens. A request leaves with its last token."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from xgpt.core.controls import Admission, ContinuousControls
 from xgpt.core.schedule import Estimate
-from xrunner.rules.room import Forecaster, Room, Rooms, Waiting
+from xrunner.rules.room import Rooms, Waiting
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import KvBudget, Step, kind_of
 
@@ -77,27 +77,13 @@ class ContinuousRule:
     needs_tokens = True
     slot_use = SlotUse.REUSED
 
-    def __init__(self, rooms: Sequence[Room], max_active: int, token_budget: int = 0) -> None:
-        """`rooms`: of each group. `max_active`: requests over all groups. `token_budget`: tokens in
-        a step (0: no limit)."""
-        self.rooms, self.num_groups, self.token_budget = Rooms(rooms), len(rooms), token_budget
+    def __init__(self, rooms: Rooms, max_active: int, token_budget: int = 0) -> None:
+        """`max_active`: requests over all groups. `token_budget`: tokens in a step (0: no
+        limit)."""
+        self.rooms, self.num_groups, self.token_budget = rooms, len(rooms.of_group), token_budget
         self.turns, self.waiting = Turns(self.num_groups), deque[Waiting]()
         self.slots = slot_shares(max_active, self.num_groups)
         self._most = StepLimits(max_active=max_active, token_budget=token_budget)
-
-    @property
-    def evicts(self) -> bool:
-        """Whether requests that have begun may be evicted."""
-        return self.rooms.evicts
-
-    @property
-    def forecaster(self) -> Forecaster:
-        """Forecasts output tokens."""
-        return self.rooms.of_group[0].forecaster
-
-    @forecaster.setter
-    def forecaster(self, forecaster: Forecaster) -> None:
-        self.rooms.set_forecaster(forecaster)
 
     @property
     def reserved_tokens(self) -> int:
@@ -111,7 +97,7 @@ class ContinuousRule:
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0,
                forecast: int = 0) -> bool:
         new = Waiting(query, reserve_tokens, input_tokens, forecast=forecast)
-        if not self.rooms.of_group[0].fits(new):
+        if not self.rooms.fits(new):
             return False
         self.waiting.append(new)
         return True
@@ -148,8 +134,7 @@ class OrcaRule(ContinuousRule):
     def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int,
                  admission: Admission | None = None) -> None:
         """`kv_tokens`: KV budget over all groups."""
-        super().__init__([Room(kv_tokens // num_groups, admission) for _ in range(num_groups)],
-                         max_active)
+        super().__init__(Rooms.even(num_groups, kv_tokens, admission), max_active)
 
     def decide(self) -> Step | None:
         group = self.turns.group

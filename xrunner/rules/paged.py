@@ -12,7 +12,7 @@ from xgpt.core.controls import Admission, ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.chunks import PartialInput
 from xrunner.rules.iteration import ContinuousRule
-from xrunner.rules.room import Room, Waiting
+from xrunner.rules.room import Room, Rooms, Waiting
 from xrunner.rules.steps import Chunk, Step, StepKind, kind_of
 
 BLOCK_TOKENS = 16  # vLLM's default
@@ -28,9 +28,9 @@ class PagedRule(ContinuousRule):
         """`kv_tokens`: KV budget over all groups."""
         assert token_budget >= 1, f"{token_budget = }"
         blocks = kv_tokens // num_groups // BLOCK_TOKENS
-        super().__init__([Room(
+        super().__init__(Rooms([Room(
             blocks * BLOCK_TOKENS, admission, otherwise="greedy", unit=BLOCK_TOKENS,
-            spare=int(WATERMARK * blocks)) for _ in range(num_groups)], max_active, token_budget)
+            spare=int(WATERMARK * blocks)) for _ in range(num_groups)]), max_active, token_budget)
         self.is_chunked = is_chunked
         self.partial: list[PartialInput | None] = [None] * num_groups  # inputs begun, by group
 

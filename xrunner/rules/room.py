@@ -8,14 +8,14 @@ is
 
     sum of the bases from q on + (n - q) x end_q.
 
-The rules look at these loads with the new request among them (input p, forecast o, budget M, held
-tokens c, tokens to come r):
+Each rule looks at these loads with the new request among them. Here p is its input, o its forecast,
+M the budget, c the tokens held and r the tokens to come of those at work.
 
-    greedy           sum c + p + 1 <= M
-    reserve-static   p + o <= M - sum c - sum r
-    reserve-dynamic  the load at the first end of those at work is at most M
-    future-peak      the load at every end is at most M
-    reserve          sum of input + most output tokens <= M
+- Greedy asks that sum c + p + 1 <= M.
+- Reserve-static asks that p + o <= M - sum c - sum r.
+- Reserve-dynamic asks that the load at the first end of those at work is at most M.
+- Future-peak asks that the load at every end is at most M.
+- Reserve asks that the sum of input + most output tokens is at most M.
 
 Sources: greedy, vLLM (SOSP '23); the two of reserve-*, TetriInfer (section 3.4); future-peak,
 LightLLM's scheduler and Aladdin's condition (e)."""
@@ -147,13 +147,9 @@ class Room:
         """`tokens`, rounded up to whole units."""
         return -(-tokens // self.unit) * self.unit
 
-    def fits(self, new: Waiting) -> bool:
-        """Whether it has room when nobody else is at work."""
-        return self.in_units(max(new.reserve, new.tokens)) <= self.tokens
-
     def has_room(self, new: Waiting, *, decodes: bool = True) -> bool:
-        """Whether a request may join those at work; without any, it may. `decodes`: from the next
-        decode step on; else it counts with all it may write at every end."""
+        """Tells whether a request may join those at work; without any, it may. `decodes`: from the
+        next decode step on; else it counts with all it may write at every end."""
         if not self.at_work:
             return True
         if self.rule == "reserve":
@@ -170,7 +166,9 @@ class Room:
         if self.rule == "reserve-static":
             return whole + sum(end.base + end.step for end in self._ends) <= self.tokens
         if self.rule == "reserve-dynamic":
-            return whole + self._load_at_first_end(left if decodes else 0) <= self.tokens
+            first = self._ends[0].step if self._ends else self._steps
+            load = sum(end.base + first for end in self._ends[self.after_free:])
+            return whole + load + min(left, first - self._steps) * decodes <= self.tokens
         if not decodes:
             return whole + peak(self._ends) <= self.tokens
         ends, own = self._ends.copy(), End(self._steps + left, new.tokens - self._steps, new.query)
@@ -249,16 +247,6 @@ class Room:
             one.end = new.input_tokens + total - one.base
             insort(self._ends, End(one.end, one.base, new.query))
 
-    def _load_at_first_end(self, left: int) -> int:
-        """Load when the first of those at work ends. `left`: tokens that a new request writes."""
-        if not self._ends:
-            return 0
-        first = self._ends[0]
-        load = sum(end.base + first.step for end in self._ends)
-        if self.after_free:
-            load -= first.base + first.step
-        return load + min(left, first.step - self._steps)
-
 
 class Rooms:
     """The rooms of a pool's groups, and which one each request at work is in."""
@@ -266,6 +254,11 @@ class Rooms:
     def __init__(self, rooms: Sequence[Room]) -> None:
         self.of_group = rooms
         self.room_of: dict[int, Room] = {}
+
+    @classmethod
+    def even(cls, num_groups: int, tokens: int, admission: Admission | None = None) -> Rooms:
+        """Rooms of equal budgets, `tokens` in all."""
+        return cls([Room(tokens // num_groups, admission) for _ in range(num_groups)])
 
     @property
     def held(self) -> int:
@@ -277,7 +270,13 @@ class Rooms:
         """Whether requests that have begun may be evicted."""
         return self.of_group[0].evicts
 
+    def fits(self, new: Waiting) -> bool:
+        """Whether a group has room for the request when nobody else is at work there."""
+        room = self.of_group[0]
+        return room.in_units(max(new.reserve, new.tokens)) <= room.tokens
+
     def set_forecaster(self, forecaster: Forecaster) -> None:
+        """Lets all groups forecast by `forecaster`."""
         for room in self.of_group:
             room.forecaster = forecaster
 

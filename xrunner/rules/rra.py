@@ -17,11 +17,11 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
-from xgpt.core.controls import Admission, EvenBatches, RraControls
+from xgpt.core.controls import EvenBatches, RraControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 from xrunner.rules.chunks import PhaseChunks
-from xrunner.rules.room import Forecaster, Room, Rooms, Waiting
+from xrunner.rules.room import Rooms, Waiting
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import KvBudget, Step, StepKind, kind_of
 
@@ -50,10 +50,11 @@ class RraRule:
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
                  max_active: int, kv_tokens: int, even: EvenBatches = UNEVEN,
-                 encode_chunk: int = 0, admission: Admission | None = None) -> None:
+                 encode_chunk: int = 0) -> None:
         """`max_active` and `kv_tokens` limit the whole pool; each group gets an equal share.
         `even`: how batches are kept even; its target may change later. `encode_chunk`: tokens; it
-        may change later, but not from or to 0. `admission`: how a group admits by its share."""
+        may change later, but not from or to 0. Admission reserves tokens; other `rooms` may be set
+        before the first request."""
         assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
         self.num_groups = num_groups
         self.controls = PhaseControls(  # of the current phase
@@ -68,8 +69,7 @@ class RraRule:
         self._chunks = PhaseChunks(encode_chunk, num_groups) if encode_chunk else None
         self.sizer = sizer_of(even)
         self.waiting: deque[Waiting] = deque()
-        self.rooms = Rooms([Room(self.controls.group_kv_tokens, admission)
-                            for _ in range(num_groups)])
+        self.rooms = Rooms.even(num_groups, kv_tokens)
         self.changes: deque[tuple[int, PhaseControls]] = deque()  # to come: (from phase, settings)
         self._phase = 0
         self._first_iteration = int(encode_chunk > 0)  # 0: the encode round of a phase
@@ -79,20 +79,6 @@ class RraRule:
     @property
     def reserved_tokens(self) -> int:
         return self.rooms.held
-
-    @property
-    def evicts(self) -> bool:
-        """Whether requests that have begun may be evicted."""
-        return self.rooms.evicts
-
-    @property
-    def forecaster(self) -> Forecaster:
-        """Forecasts output tokens."""
-        return self.rooms.of_group[0].forecaster
-
-    @forecaster.setter
-    def forecaster(self, forecaster: Forecaster) -> None:
-        self.rooms.set_forecaster(forecaster)
 
     @property
     def next_phase(self) -> int:
@@ -121,7 +107,7 @@ class RraRule:
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0,
                forecast: int = 0) -> bool:
         new = Waiting(query, reserve_tokens, input_tokens, forecast=forecast)
-        if not self.rooms.of_group[0].fits(new):
+        if not self.rooms.fits(new):
             return False
         self.waiting.append(new)
         return True
@@ -232,10 +218,12 @@ def rra_rule(estimate: Estimate) -> RraRule:
     """The rule that executes `estimate`."""
     controls, deployment = _controls(estimate), estimate.deployment
     groups = deployment.num_groups
-    return RraRule(encode_batch=controls.encode_batch, decode_iterations=controls.decode_iterations,
+    rule = RraRule(encode_batch=controls.encode_batch, decode_iterations=controls.decode_iterations,
                    num_groups=groups, max_active=groups * most_active(estimate),
                    kv_tokens=deployment.kv_tokens, even=controls.even,
-                   encode_chunk=controls.encode_chunk, admission=controls.admission)
+                   encode_chunk=controls.encode_chunk)
+    rule.rooms = Rooms.even(groups, deployment.kv_tokens, controls.admission)
+    return rule
 
 
 def phase_controls(estimate: Estimate, *, slots: int, kv_tokens: int | None = None

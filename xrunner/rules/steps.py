@@ -80,9 +80,10 @@ def kv_budget(rule: "BatchingRule", *, in_blocks: bool = False) -> KvBudget | No
 
 
 def may_evict(rule: "BatchingRule") -> bool:
-    """Whether the rule may evict a request that has begun (`Step.evicted`): its `evicts` is true.
-    The request's output so far must be known by then."""
-    return bool(getattr(rule, "evicts", False))
+    """Whether the rule may evict a request that has begun (`Step.evicted`): its `rooms` say so
+    (xrunner.rules.room). The request's output so far must be known by then."""
+    rooms = getattr(rule, "rooms", None)
+    return rooms is not None and bool(rooms.evicts)
 
 
 class BatchingRule(Protocol):
