@@ -11,11 +11,10 @@ is
 Each rule looks at these loads with the new request among them. Here p is its input, o its forecast,
 M the budget, c the tokens held and r the tokens to come of those at work.
 
-- Greedy asks that sum c + p + 1 <= M.
-- Reserve-static asks that p + o <= M - sum c - sum r.
-- Reserve-dynamic asks that the load at the first end of those at work is at most M.
-- Future-peak asks that the load at every end is at most M.
-- Reserve asks that the sum of input + most output tokens is at most M.
+Greedy asks that sum c + p + 1 <= M. Reserve-static asks that p + o <= M - sum c - sum r.
+
+Reserve-dynamic asks that the load at the first end of those at work is at most M. Future-peak asks
+this of the load at every end. Reserve asks it of the sum of input + most output tokens.
 
 Sources: greedy, vLLM (SOSP '23); the two of reserve-*, TetriInfer (section 3.4); future-peak,
 LightLLM's scheduler and Aladdin's condition (e)."""
@@ -27,9 +26,10 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from xgpt.core.controls import Admission, AdmissionRule
+from xrunner.rules.forecast import Forecaster
 
 
 class Waiting(NamedTuple):
@@ -51,19 +51,6 @@ class Waiting(NamedTuple):
     def cap(self) -> int:
         """Most output tokens."""
         return self.reserve - self.input_tokens
-
-
-class Forecaster(Protocol):
-    """Forecasts of output tokens (xrunner.rules.forecast). `cap`: the request's own limit."""
-
-    def first(self, input_tokens: int, cap: int) -> int:
-        """Output tokens of a request that has none yet, at most `cap`."""
-
-    def beyond(self, input_tokens: int, written: int, cap: int) -> int:
-        """Output tokens of a request that has `written` and goes on: more than these."""
-
-    def ended(self, input_tokens: int, written: int) -> None:
-        """Learns from a finished request."""
 
 
 class Caps:
@@ -275,8 +262,13 @@ class Rooms:
         room = self.of_group[0]
         return room.in_units(max(new.reserve, new.tokens)) <= room.tokens
 
-    def set_forecaster(self, forecaster: Forecaster) -> None:
-        """Lets all groups forecast by `forecaster`."""
+    @property
+    def forecaster(self) -> Forecaster:
+        """Forecasts output tokens, for all groups."""
+        return self.of_group[0].forecaster
+
+    @forecaster.setter
+    def forecaster(self, forecaster: Forecaster) -> None:
         for room in self.of_group:
             room.forecaster = forecaster
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate
+from xrunner.rules.forecast import Forecaster
 from xrunner.rules.slots import SlotUse
 
 
@@ -80,10 +81,16 @@ def kv_budget(rule: "BatchingRule", *, in_blocks: bool = False) -> KvBudget | No
 
 
 def may_evict(rule: "BatchingRule") -> bool:
-    """Whether the rule may evict a request that has begun (`Step.evicted`): its `rooms` say so
-    (xrunner.rules.room). The request's output so far must be known by then."""
-    rooms = getattr(rule, "rooms", None)
-    return rooms is not None and bool(rooms.evicts)
+    """Tells whether the rule may evict a request that has begun (`Step.evicted`): it, or its
+    `rooms` (xrunner.rules.room), have `evicts`. The request's output so far must be known then."""
+    return bool(getattr(getattr(rule, "rooms", rule), "evicts", False))
+
+
+def set_forecaster(rule: "BatchingRule", forecaster: Forecaster) -> None:
+    """Lets the rule forecast outputs by `forecaster`, if it forecasts any."""
+    owner: Any = getattr(rule, "rooms", rule)
+    if hasattr(owner, "forecaster"):
+        owner.forecaster = forecaster
 
 
 class BatchingRule(Protocol):
