@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from xgpt.core.controls import Batches
 from xgpt.core.systems import SYSTEMS, system
-from xrunner.rules.static import OVERHEAD, BatchFormer, StaticRule, Waiting, padding
+from xrunner.rules.room import Waiting
+from xrunner.rules.static import OVERHEAD, BatchFormer, StaticRule, padding
 from xrunner.rules.steps import StepKind
 
 
