@@ -2,7 +2,9 @@
 and Sarathi's take blocks, evict, and keep a budget; every query is served once, also by RRA's."""
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import pytest
 from examples import examples
@@ -10,8 +12,11 @@ from holding import drive, holding, rule_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xgpt.core.controls import Admission, AdmissionRule, Forecasting
 from xrunner.rules.iteration import OrcaRule, slot_shares
 from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, sarathi, vllm
+from xrunner.rules.room import Rooms
+from xrunner.rules.rra import RraRule
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import Step, StepKind
 
@@ -184,10 +189,10 @@ class Cached:
     def to_encode(self, query: int) -> int:
         return self.inputs[query] + self.made.get(query, 0)
 
-    def blocks(self) -> int:
-        """Of all queries; one being encoded holds those of all its input."""
-        return (sum(-(-held // BLOCK_TOKENS) for held in self.held.values())
-                + sum(-(-self.to_encode(q) // BLOCK_TOKENS) for q in self.partial))
+    def tokens(self, unit: int) -> int:
+        """Tokens of all queries in whole units; one being encoded holds those of all its input."""
+        return unit * (sum(-(-held // unit) for held in self.held.values())
+                       + sum(-(-self.to_encode(q) // unit) for q in self.partial))
 
     def take(self, step: Step) -> None:
         for query in step.evicted:
@@ -215,12 +220,13 @@ class Cached:
             self.made[query] = self.made.get(query, 0) + 1
 
 
-def drive_paged(rule: PagedRule, inputs: list[int],
-          iterations: list[int]) -> tuple[list[Step], Cached]:
-    """Runs the rule to its end over a plain model of the cache."""
-    model, steps = Cached(inputs, iterations), []
+def drive_paged(rule: PagedRule | OrcaRule | RraRule, inputs: list[int], iterations: list[int],
+                forecasts: Sequence[int] = ()) -> tuple[list[Step], Cached]:
+    """Runs the rule to its end over a plain model of the cache. Forecasts are in output tokens."""
+    model, steps, room = Cached(inputs, iterations), [], rule.rooms.of_group[0]
     for query, tokens in enumerate(inputs):
-        assert rule.submit(query, tokens + max(iterations) + 1, tokens)
+        assert rule.submit(query, tokens + max(iterations) + 1, tokens,
+                           forecasts[query] if forecasts else 0)
     while (group := rule.next_group()) is not None:
         for query in [q for q in model.held if model.group_of[q] == group]:
             assert model.made[query] <= iterations[query] + 1
@@ -232,7 +238,10 @@ def drive_paged(rule: PagedRule, inputs: list[int],
             continue
         steps.append(step)
         model.take(step)
-        assert rule.reserved_tokens == model.blocks() * BLOCK_TOKENS
+        held = model.tokens(room.unit)
+        assert rule.reserved_tokens == held or (room.rule == "reserve" and (
+            rule.reserved_tokens >= held))
+        assert all(one.held <= one.tokens for one in rule.rooms.of_group)
         running = Counter(model.group_of[q] for q in (*model.held, *model.partial))
         assert all(count <= rule.group_max_active for count in running.values())
         assert len(steps) < 100_000
@@ -302,3 +311,44 @@ def test_memory_that_binds_leads_to_evictions_and_plenty_to_none():
         assert evictions[0] > 0 and evictions[1] == 0
         rule = make(num_groups=2, max_active=4, kv_tokens=64, token_budget=8)
         assert rule.submit(0, 32, 20) and not rule.submit(1, 33, 20), "can never fit: told at once"
+
+
+@pytest.mark.parametrize("kind", ["rra", "rra in chunks", "orca", "vllm", "sarathi"])
+@examples(60)
+@given(admission=st.sampled_from([*get_args(AdmissionRule)]), groups=st.integers(1, 3),
+       room=st.integers(6, 14), batch=st.integers(1, 12), data=st.data(),
+       inputs=st.lists(st.integers(1, 40), min_size=1, max_size=25))
+def test_no_admission_loses_a_query_or_exceeds_its_room_whatever_was_forecast(
+        kind, admission, groups, room, batch, data, inputs):
+    count = len(inputs)
+    iterations = data.draw(st.lists(st.integers(0, 39), min_size=count, max_size=count))
+    forecasts = data.draw(st.lists(st.integers(1, 50), min_size=count, max_size=count))
+    asked, tokens = Admission(rule=admission, forecast=Forecasting(kind="known")), (
+        groups * room * BLOCK_TOKENS)
+    if kind.startswith("rra"):
+        rule = rule_of("rra", groups=groups, batch=groups + batch, kv_tokens=tokens,
+                       encode=batch, iterations=batch, chunk=9 * (kind != "rra"))
+        rule.rooms = Rooms.even(groups, tokens, asked)
+    elif kind == "orca":
+        rule = OrcaRule(num_groups=groups, max_active=groups + batch, kv_tokens=tokens,
+                        admission=asked)
+    else:
+        rule = (vllm if kind == "vllm" else sarathi)(
+            num_groups=groups, max_active=groups + batch, kv_tokens=tokens, token_budget=50,
+            admission=asked)
+    steps, model = drive_paged(rule, inputs, iterations, forecasts)
+    assert sum(len(step.joined) for step in steps) == count + model.evictions
+    if not rule.rooms.evicts:
+        assert model.evictions == 0
+
+
+@pytest.mark.parametrize("chunk", [0, 9])
+def test_outgrown_forecasts_lead_to_evictions_and_caps_to_none(chunk):
+    """Guards the test above."""
+    evictions = []
+    for forecast in (5, 0):
+        rule = rule_of("rra", batch=20, kv_tokens=300, encode=6, iterations=4, chunk=chunk)
+        rule.rooms = Rooms.even(1, 300, Admission(
+            rule="future-peak", forecast=Forecasting(kind="known" if forecast else "cap")))
+        evictions.append(drive_paged(rule, [20] * 20, [30] * 20, [forecast] * 20)[1].evictions)
+    assert evictions[0] > 0 and evictions[1] == 0
