@@ -95,6 +95,7 @@ class PreparedQuery:
     tools: str = ""  # tools that a chat may call, as JSON
     choices: int = 1  # answers in one line of results
     asked: int = 0  # which input of its line it answers
+    forecast: int = 0  # output tokens that admission counts with; 0: forecast when it is admitted
 
     @property
     def reserve_tokens(self) -> int:

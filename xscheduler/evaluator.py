@@ -10,12 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.constraint import Metric
+from xgpt.core.controls import forecasting_of
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray, IntArray, synthetic_lengths
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules import batch_sizer
+from xrunner.rules.forecast import with_forecasts
 from xscheduler.replays import Replays
 from xscheduler.replicas import problem_of_replica
 from xsimulator.plans import PlanCache
@@ -169,6 +171,7 @@ def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntAr
         known = QueryLengths(inputs=inputs, most_outputs=outputs, outputs=outputs)
     if known is None:
         return None
+    known = with_forecasts(known, problem, forecasting_of(estimate.controls))
     runs = known.reserves <= estimate.longest_query
     runs &= known.most_outputs >= 1
     runs &= known.inputs <= (estimate.longest_input or np.inf)

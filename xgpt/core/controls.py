@@ -11,6 +11,7 @@ from xgpt.core.units import Amount, Count, Flag, Positive, Share, Unbounded
 # How far admission to the KV cache looks ahead (xrunner.rules.room).
 AdmissionRule = Literal["greedy", "reserve-static", "reserve-dynamic", "future-peak", "reserve"]
 ForecastValue = Literal["least", "expected", "most"]
+FORECAST_VALUES: tuple[ForecastValue, ...] = get_args(ForecastValue)
 ADMISSION_RULES: tuple[AdmissionRule, ...] = get_args(AdmissionRule)
 # Kinds of forecast; CAP takes each request's own limit.
 CAP, DISTRIBUTION, KNOWN, COLUMN, MEAN, CLASS = FORECAST_KINDS = (
@@ -43,7 +44,7 @@ class Forecasting:
     """How the output tokens of a request are forecast (xrunner.rules.forecast).
 
     `kind`: "cap" (its own limit), "distribution", "known", "column", "mean", "class", or the name
-    of an entry point `xgpt.forecasts`. `bins`: ranges of input lengths that are told apart.
+    of an entry point `xgpt.forecasts`. `bins`: ranges of input lengths with forecasts of their own.
     `width`: output tokens of a class. `accuracy`: share of right classes, of which the others are
     neighbours; 0: classes are learned from finished requests. `use`: the value that admission
     reads."""
@@ -162,6 +163,13 @@ class ContinuousControls:
     max_active: Positive
     token_budget: Positive | None = None
     admission: Admission = Admission()
+
+
+def forecasting_of(controls: Controls) -> Forecasting:
+    """How a policy forecasts output tokens; at the caps if it has no such variable."""
+    own = getattr(controls, "admission", Admission()).forecast
+    forecasting: Forecasting = getattr(controls, "forecast", own)
+    return forecasting
 
 
 def max_in_system(controls: Controls) -> int:

@@ -216,11 +216,16 @@ def earlier_lengths(output: Path) -> JointLengths | None:
     has no other; None if there are none."""
     aside = sorted(output.glob("earlier*/results.jsonl"), key=lambda path: path.stat().st_mtime)
     for path in (output / "results.jsonl", *aside[::-1]):
-        with suppress(OSError), path.open("rb") as lines:
-            pairs = [pair for line in islice(lines, MOST_LEARNED) for pair in _pairs(line)]
-            if pairs:
-                return joint_empirical(np.array(pairs), f"observed in an earlier run, {path.name}")
+        if pairs := finished_lengths(path):
+            return joint_empirical(np.array(pairs), f"observed in an earlier run, {path.name}")
     return None
+
+
+def finished_lengths(results: Path) -> list[tuple[int, int]]:
+    """(input, output) tokens of the requests in a results.jsonl; none without such a file."""
+    with suppress(OSError), results.open("rb") as lines:
+        return [pair for line in islice(lines, MOST_LEARNED) for pair in _pairs(line)]
+    return []
 
 
 def _pairs(line: bytes) -> Iterator[tuple[int, int]]:

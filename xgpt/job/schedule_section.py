@@ -4,7 +4,7 @@ adjusted, admitted and forecast."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import cache
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from xgpt.core.controls import (
     CAP,
     CLASS,
     FORECAST_KINDS,
+    FORECAST_VALUES,
     FORECASTS_GROUP,
     LEAST_TOKENS,
     ROUTINGS,
@@ -75,7 +76,7 @@ class _Forecast:
     bins: Annotated[int, whole(1, MOST_PARTS)] | None = None
     width: Annotated[int, whole(1, MAX_LENGTH_TOKENS)] | None = None
     accuracy: Annotated[float, number("above 0 and at most 1", gt=0, le=1)] | None = None
-    use: Annotated[ForecastValue, choice(get_args(ForecastValue))] | None = None
+    use: Annotated[ForecastValue, choice(FORECAST_VALUES)] | None = None
 
     def built(self) -> Forecasting:
         own = {one.name: getattr(self, one.name) for one in fields(self)}

@@ -149,7 +149,8 @@ class Head:
 
     def submit(self, query: PreparedQuery) -> bool:
         """Queues a request; returns False if it can never fit the schedule's KV budget."""
-        if not self.rule.submit(query.index, query.reserve_tokens, len(query.input_ids)):
+        known = {"forecast": query.forecast} if query.forecast else {}
+        if not self.rule.submit(query.index, query.reserve_tokens, len(query.input_ids), **known):
             return False
         self.requests.add(query)
         return True

@@ -13,14 +13,21 @@ from pathlib import Path
 
 import numpy as np
 
-from xgpt.core.controls import CAP, COLUMN, FORECASTS_GROUP, Forecasting
+from xgpt.core.controls import CAP, COLUMN, FORECAST_VALUES, FORECASTS_GROUP, Forecasting
 from xgpt.core.engines import load_row, rows_of_others
 from xgpt.core.errors import XgptError, shorten
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.system.whole_file import temporary_of
+from xgpt.job.job_lengths import finished_lengths
 from xgpt.requests.request import Request
-from xrunner.rules.forecast import Forecast, KnownOutputs, LengthForecaster, forecaster_of
+from xrunner.rules.forecast import (
+    Forecast,
+    KnownOutputs,
+    LengthForecaster,
+    forecaster_of,
+    with_forecasts,
+)
 
 FORECASTS_FILE = "forecasts.npz"
 GivenForecast = Callable[[Request, int], Forecast]  # of a request with so many input tokens
@@ -50,9 +57,19 @@ class KeptForecasts:
         """`forecasts`: [queries, 3], 0 for those made at admission."""
         self.forecasting, self.forecasts, self.known = forecasting, forecasts, known
 
-    def forecaster(self) -> LengthForecaster:
-        """A new forecaster, which learns from requests that end."""
-        return LengthForecaster(self.forecasting, self.known, learns=True)
+    @property
+    def admitted(self) -> IntArray:
+        """The value that admission reads of each query, [queries]."""
+        return self.forecasts[:, FORECAST_VALUES.index(self.forecasting.use)]
+
+    def forecaster(self, results: Path | None = None) -> LengthForecaster:
+        """A new forecaster, which learns from requests that end. It begins with those in
+        `results`, results.jsonl of the run so far."""
+        own = LengthForecaster(self.forecasting, self.known, learns=True)
+        if results is not None and self.forecasting.is_learned:
+            for pair in finished_lengths(results):
+                own.ended(*pair)
+        return own
 
     def save(self, output: Path) -> None:
         path = output / FORECASTS_FILE
@@ -72,17 +89,20 @@ def load_forecasts(output: Path) -> KeptForecasts | None:
         return None
 
 
-def keep_forecasts(output: Path, problem: Problem, forecasting: Forecasting, queries: QueryLengths,
-                   rows: IntArray, *, is_continued: bool) -> None:
-    """Keeps the forecasts that a run begins with, unless it goes on by those in its folder.
-    `queries`: all requests of the job. `rows`: which of them are the run's."""
-    before = load_forecasts(output)
+def keep_forecasts(output: Path, problem: Problem, queries: QueryLengths, rows: IntArray, *,
+                   is_continued: bool) -> str:
+    """Keeps the forecasts that a run begins with, unless it goes on by those in its folder. Returns
+    a note for the user, or "". `queries`: all requests of the job. `rows`: those of the run."""
+    before, forecasting = load_forecasts(output), problem.adjustment.admission.forecast
     if is_continued and before is not None and before.forecasting == forecasting:
-        return
+        return ""
     (output / FORECASTS_FILE).unlink(missing_ok=True)
     if forecasting.kind == CAP:
-        return
-    own, found = forecaster_of(problem, forecasting), queries.forecasts
-    if found is None:
-        found = own.forecasts(queries, problem.seed)
-    KeptForecasts(forecasting, found[rows] * (not forecasting.is_learned), own.known).save(output)
+        return ""
+    own, found = forecaster_of(problem, forecasting), with_forecasts(queries, problem, forecasting)
+    assert found.forecasts is not None, f"{forecasting = }"
+    KeptForecasts(forecasting, found.forecasts[rows] * (not forecasting.is_learned),
+                  own.known).save(output)
+    return "" if own.known.counts.any() or not forecasting.is_learned else (
+        f"note: no lengths are known to forecast {forecasting.kind} from: requests begin at their "
+        "caps, until some have finished")

@@ -26,7 +26,7 @@ from xgpt.requests.request import Asked, Request, RequestError, Requests, synthe
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xrunner.checkpoint.source import read_spec
-from xrunner.files.forecasts import GivenForecast
+from xrunner.files.forecasts import GivenForecast, load_forecasts
 from xrunner.files.forms import Forms
 from xrunner.files.generation import GenerationRules, generation_rules
 from xrunner.files.results import write_errors
@@ -285,8 +285,10 @@ def _record(request: Request, sample: int, targets: tuple[int, ...], *, is_shown
                   is_chat=request.messages is not None, sample=sample, targets=targets)
 
 
-def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec) -> None:
-    """Saves the requests that can run to the output folder's spool, the others to errors.jsonl."""
+def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan,
+                  spec: ModelSpec) -> IntArray:
+    """Saves the requests that can run to the output folder's spool, the others to errors.jsonl.
+    Returns the indices of the first, [queries]."""
     queries, why = runnable(requests, plan, spec)
     errors = errors_of(requests, spool, why)
     write_errors(plan.output / "errors.jsonl", errors, requests.labels)
@@ -294,8 +296,9 @@ def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: M
     left_out = [one for request in why for record in [spool.record(request)]
                 for first in [request - record.sample]
                 for one in range(first, first + record.choices)]
-    spool.save(plan.output, queries[~np.isin(queries[:, 0], left_out)], len(errors),
-               requests.labels)
+    queries = queries[~np.isin(queries[:, 0], left_out)]
+    spool.save(plan.output, queries, len(errors), requests.labels)
+    return queries[:, 0]
 
 
 def errors_of(requests: Requests, spool: SpoolWriter, why: Mapping[int, str]) -> list[RequestError]:
@@ -316,7 +319,8 @@ class SpooledQueries(Sequence[PreparedQuery]):
     """The job's requests by index, each read on access."""
 
     def __init__(self, spool: Spool, plan: RunPlan) -> None:
-        self.spool, self._plan = spool, plan
+        self.spool, self._plan, kept = spool, plan, load_forecasts(plan.output)
+        self._forecasts = None if kept is None else kept.admitted
 
     def __len__(self) -> int:
         return len(self.spool)
@@ -324,7 +328,9 @@ class SpooledQueries(Sequence[PreparedQuery]):
     def __getitem__(self, index: int) -> PreparedQuery:  # type: ignore[override]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return _prepared(self.spool, self._plan, index)
+        query = _prepared(self.spool, self._plan, index)
+        return query if self._forecasts is None else replace(
+            query, forecast=int(self._forecasts[index]))
 
 
 def _prepared(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:

@@ -28,6 +28,7 @@ from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_s
 from xrunner.engine.pool_links import FromEncodePool, ToDecodePool
 from xrunner.engine.pool_requests import Extent, Vocabulary
 from xrunner.engine.replicas import FromRankZero, ToReplicas
+from xrunner.files.forecasts import load_forecasts
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.files.results import Answered
 from xrunner.files.sink import RunSink
@@ -48,7 +49,7 @@ from xrunner.rank.world import Replica, World, connect, replicas_of
 from xrunner.rules.changes import Changeable
 from xrunner.rules.routing import Router, expected_tokens, window_of
 from xrunner.rules.rra import RraRule
-from xrunner.rules.steps import BatchingRule, rules_for
+from xrunner.rules.steps import BatchingRule, rules_for, set_forecaster
 
 
 def main(arguments: list[str]) -> int:
@@ -118,6 +119,8 @@ def _head_of(plan: RunPlan, world: World, loaded: Loaded, clock: Stopwatch, sink
              link: PoolLink) -> Head:
     """The head of this rank's pool, its rule and KV layout set."""
     rule, replica, executor = _rule_of(loaded.pool, loaded.replica), loaded.replica, loaded.executor
+    if (kept := load_forecasts(plan.output)) is not None:
+        set_forecaster(rule, kept.forecaster(plan.output / "results.jsonl"))
     start = start_token(plan.model_dir) if executor.model.spec.is_encoder_decoder else None
     head = Head(rule=rule, executor=executor, sink=sink, clock=clock, link=link,
                 neighbours=Neighbours(world.comm, loaded.route), vocabulary=Vocabulary(

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from xgpt.core.controls import CAP, CLASS, DISTRIBUTION, KNOWN, Forecasting
+from xgpt.core.controls import CAP, CLASS, DISTRIBUTION, FORECAST_VALUES, KNOWN, Forecasting
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths
 from xgpt.core.problem import UNLIMITED, Problem, QueryLengths
 
@@ -32,7 +32,7 @@ _AT_CAP = Forecast(UNLIMITED, UNLIMITED, UNLIMITED)
 
 
 class Forecaster(Protocol):
-    """Forecasts that admission asks for (xrunner.rules.room). All are in output tokens."""
+    """Forecasts of output tokens, which admission asks for. `cap`: the request's own limit."""
 
     def first(self, input_tokens: int, cap: int) -> int:
         """The forecast of a request that has written nothing, 1 to `cap`."""
@@ -79,13 +79,17 @@ class LengthForecaster:
                  learns: bool = False) -> None:
         """`learns`: whether finished requests count; only kinds made from them learn."""
         self.forecasting = forecasting
-        self.value = Forecast._fields.index(forecasting.use)  # place of what admission reads
+        self.value = FORECAST_VALUES.index(forecasting.use)  # place of what admission reads
         self._learns = learns and forecasting.is_learned
         self.known = known._replace(counts=known.counts.copy()) if self._learns else known
         self._rows: dict[int, tuple[Forecast, IntArray]] = {}  # by range, computed on demand
 
     def first(self, input_tokens: int, cap: int) -> int:
-        return min(self._row(self._bin(input_tokens))[0][self.value], cap)
+        return self.forecast(input_tokens, cap)[self.value]
+
+    def forecast(self, input_tokens: int, cap: int) -> Forecast:
+        """The forecast of a request that has written nothing, within its cap."""
+        return Forecast(*(min(one, cap) for one in self._row(self._bin(input_tokens))[0]))
 
     def beyond(self, input_tokens: int, written: int, cap: int) -> int:
         row = self._row(self._bin(input_tokens))[1]

@@ -55,7 +55,8 @@ class Arrivals:
 
 def submit(queries: Queries, query: int, rule: BatchingRule) -> None:
     """Submits a request to a pool's rule. Raises XgptError if it can never fit."""
-    if not rule.submit(query, queries.reserve_tokens[query], queries.inputs[query]):
+    known = {} if queries.forecasts is None else {"forecast": queries.forecasts[query]}
+    if not rule.submit(query, queries.reserve_tokens[query], queries.inputs[query], **known):
         raise never_fits(queries.job, query)
 
 

@@ -12,12 +12,14 @@ from itertools import cycle
 import numpy as np
 from numpy.typing import ArrayLike
 
+from xgpt.core.controls import CAP, forecasting_of
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
+from xrunner.rules.forecast import forecaster_of, with_forecasts
+from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for, set_forecaster
 from xsimulator.replay.event_replay import run
 from xsimulator.replay.native_replay import NativeReplay, replay_natively
 from xsimulator.replay.pool import HandoverPlan, PoolPlan
@@ -35,7 +37,9 @@ class Replayer:
                  clocks: StepClocks | None = None, *, has_steps: bool = True) -> None:
         """clocks: tables of step times shared with other replays. has_steps: False for results
         without pools and handovers, which take the native replay half the time."""
-        self._has_steps = has_steps
+        self._has_steps, forecasting = has_steps, forecasting_of(estimate.controls)
+        self.forecasting = forecasting
+        self._forecaster = None if forecasting.kind == CAP else forecaster_of(problem, forecasting)
         self.problem, self.estimate = problem, estimate
         self._pools = estimate.deployment.pools
         self._known_clocks = clocks or StepClocks(problem, timing)
@@ -56,19 +60,30 @@ class Replayer:
 
         arrival_s: [requests] arrival times. rules, clocks: one for each pool, in place of the
         estimate's. Raises XgptError for a request that never fits into the KV cache."""
+        queries = with_forecasts(queries, self.problem, self.forecasting)
         if not self._has_steps and rules is None and clocks is None and (
                 found := self.native(queries, arrival_s)):
             return found.result()
         if clocks is None:
             clocks = self.clocks(queries) if rules is not None else (
                 self._own_clocks(queries, arrival_s))
-        return self._replay_once(queries, arrival_s, rules or rules_for(self.estimate), clocks)
+        return self._replay_once(queries, arrival_s, rules or self.rules(), clocks)
+
+    def rules(self) -> tuple[BatchingRule, ...]:
+        """New rules, one for each pool, which forecast as the job asks."""
+        rules = rules_for(self.estimate)
+        if self._forecaster is not None:
+            for rule in rules:
+                set_forecaster(rule, self._forecaster)
+        return rules
 
     def native(self, queries: QueryLengths, arrival_s: ArrayLike = 0.0) -> NativeReplay | None:
         """The replay by the native library, without steps; None if the library cannot replay it."""
-        job = ReplayJob.of(queries, arrival_s, not self.problem.model.is_encoder_decoder)
+        queries = with_forecasts(queries, self.problem, self.forecasting)
+        job = ReplayJob.of(queries, arrival_s, not self.problem.model.is_encoder_decoder,
+                           self.forecasting.use)
         return replay_natively(job, *self.plans(
-            rules_for(self.estimate), self._own_clocks(queries, arrival_s)), has_steps=False)
+            self.rules(), self._own_clocks(queries, arrival_s)), has_steps=False)
 
     def _own_clocks(self, queries: QueryLengths, arrival_s: ArrayLike) -> Sequence[PoolClock]:
         """The pools' clocks, slowed down by earlier replays if cores are shared."""
@@ -80,7 +95,7 @@ class Replayer:
                   for clock, pool in zip(clocks, self._pools, strict=True)]
         for _ in range(ROUNDS - 1):
             factors = slow_downs(
-                self._replay_once(queries, arrival_s, rules_for(self.estimate), shared),
+                self._replay_once(queries, arrival_s, self.rules(), shared),
                 self.estimate.deployment.stages, cores)
             shared = [ScaledClock(clock, [slow / self._sharing for slow in own])
                       for clock, own in zip(clocks, factors, strict=True)]
@@ -90,8 +105,8 @@ class Replayer:
               clocks: Sequence[PoolClock]) -> ReplayResult:
         plans, handovers = self.plans(own, clocks)
         gives_token = not self.problem.model.is_encoder_decoder
-        return run(Queries(queries, encode_gives_token=gives_token, arrival_s=arrival_s), plans,
-                   handovers)
+        return run(Queries(queries, encode_gives_token=gives_token, arrival_s=arrival_s,
+                           use=self.forecasting.use), plans, handovers)
 
     def plans(self, own: Sequence[BatchingRule],
               clocks: Sequence[PoolClock]) -> tuple[tuple[PoolPlan, ...], list[HandoverPlan]]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
-from xgpt.core.problem import QueryLengths, QueryTimes
+from xgpt.core.problem import QueryTimes
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import PagedRule
 from xrunner.rules.room import Waiting
@@ -166,7 +166,7 @@ def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
                                rule.is_chunked], [], reserves,
                       [np.array(rule.slots, np.int64)], blocks > num_blocks)
     if type(rule) is StaticRule and not rule.waiting and not rule.evicts:
-        outputs, order, ends = _formed(rule, lengths)
+        outputs, order, ends = _formed(rule, job)
         return _NativeInput(_STATIC, [groups, rule.group_kv_tokens,
                                 rule.encode_micro_batches // groups], [], outputs, [order, ends],
                       reserves > rule.group_kv_tokens)
@@ -186,14 +186,15 @@ def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
     return None
 
 
-def _formed(rule: StaticRule, lengths: QueryLengths) -> tuple[IntArray, IntArray, IntArray]:
+def _formed(rule: StaticRule, job: ReplayJob) -> tuple[IntArray, IntArray, IntArray]:
     """[requests] (output tokens that batches count with; requests in the order of batches; end of
     the batch that begins at each place)."""
+    lengths = job.lengths
     places, outputs = np.arange(len(lengths.inputs)), lengths.most_outputs
     if rule.former is None:
         return outputs, places, places + rule.encode_batch
-    if lengths.forecasts is not None:
-        outputs = lengths.forecasts[:, 2]  # outputs that are known: all three are alike
+    if job.forecasts is not None:
+        outputs = job.forecasts
     waiting = [Waiting(query, reserve, tokens, 0, forecast) for query, (reserve, tokens, forecast)
                in enumerate(zip(lengths.reserves.tolist(), lengths.inputs.tolist(),
                                 outputs.tolist(), strict=True))]

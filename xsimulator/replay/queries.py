@@ -10,23 +10,29 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from xgpt.core.controls import FORECAST_VALUES, ForecastValue
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import QueryLengths
 
 
 class ReplayJob(NamedTuple):
     """Input of a replay: lengths, arrival times [requests] in seconds, and whether encoding yields
-    the first output token (decoder-only models)."""
+    the first output token (decoder-only models). `forecasts`: [requests] output tokens as admission
+    reads them; None: none are made beforehand."""
 
     lengths: QueryLengths
     arrival_s: FloatArray
     gives_token: bool
+    forecasts: IntArray | None = None
 
     @classmethod
-    def of(cls, lengths: QueryLengths, arrival_s: ArrayLike, gives_token: bool) -> ReplayJob:
-        """The input of a replay. arrival_s: one for each request, or one for all."""
+    def of(cls, lengths: QueryLengths, arrival_s: ArrayLike, gives_token: bool,
+           use: ForecastValue = "most") -> ReplayJob:
+        """The input of a replay. arrival_s: one for each request, or one for all. use: the value of
+        a forecast that admission reads."""
         return cls(lengths, np.broadcast_to(np.asarray(arrival_s, float), lengths.inputs.shape),
-                   gives_token)
+                   gives_token, None if lengths.forecasts is None else np.ascontiguousarray(
+                       lengths.forecasts[:, FORECAST_VALUES.index(use)]))
 
     @property
     def left(self) -> IntArray:
@@ -41,13 +47,15 @@ class Queries:
     """Lengths, progress and times of all requests of a replay, by index. Its pools share them."""
 
     def __init__(self, lengths: QueryLengths, *, encode_gives_token: bool,
-                 arrival_s: ArrayLike = 0.0) -> None:
-        self.job = ReplayJob.of(lengths, arrival_s, encode_gives_token)
+                 arrival_s: ArrayLike = 0.0, use: ForecastValue = "most") -> None:
+        """use: as of ReplayJob.of."""
+        self.job = ReplayJob.of(lengths, arrival_s, encode_gives_token, use)
         left = self.job.left
         assert lengths.outputs is not None
         self.inputs: list[int] = lengths.inputs.tolist()
         self.reserve_tokens: list[int] = lengths.reserves.tolist()
-        self.output_tokens = lengths.outputs
+        self.output_tokens, known = lengths.outputs, self.job.forecasts
+        self.forecasts: list[int] | None = None if known is None else known.tolist()
         count = len(self.inputs)
         self.arrival_s = self.job.arrival_s
         self.gives_token = int(encode_gives_token)

@@ -13,6 +13,7 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem, QueryLengths, QueryTimes
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
+from xrunner.rules.forecast import with_forecasts
 from xrunner.rules.routing import expected_tokens, replica_shares
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.records import ReplayResult
@@ -70,6 +71,7 @@ class ShapesReplayer:
 
     def routed(self, queries: QueryLengths) -> RoutedReplay:
         """The replay of each replica, with its requests, in the order of their ranks."""
+        queries = with_forecasts(queries, self.problem, self._copies[0].forecasting)
         return replay_routed(self._copies, queries, self.problem.adjustment.routing)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import QueryLengths, QueryTimes
 from xrunner.rules.routing import Load, Router, expected_tokens, window_of
-from xrunner.rules.steps import rules_for, withdraw_waiting
+from xrunner.rules.steps import withdraw_waiting
 from xsimulator.replay.event_replay import Handover, submit
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.kernel import ARRIVAL, ROUTING, Kernel
@@ -28,11 +28,11 @@ class RoutedReplica:
                  slow_down: float = 1.0) -> None:
         """slow_down: factor on its step times."""
         self.queries = Queries(lengths, encode_gives_token=not (
-            replayer.problem.model.is_encoder_decoder))
+            replayer.problem.model.is_encoder_decoder), use=replayer.forecasting.use)
         clocks = [ScaledClock(clock, [slow_down] * len(pool.stages)) if slow_down != 1 else clock
                   for pool, clock in zip(replayer.estimate.deployment.pools,
                                          replayer.clocks(lengths), strict=True)]
-        plans, handovers = replayer.plans(rules_for(replayer.estimate), clocks)
+        plans, handovers = replayer.plans(replayer.rules(), clocks)
         self.pools = {plan.name: PoolProcess(plan, kernel, self.queries) for plan in plans}
         self.links = [Handover(plan, kernel, self.queries, self.pools) for plan in handovers]
         self._encoding = next(p for p in self.pools.values() if p.plan.role != "decode")

@@ -30,11 +30,12 @@ from xrunner.backends.engine import engine_of, mistake
 from xrunner.checkpoint.identity import files_state, model_files, weights_whole
 from xrunner.checkpoint.source import shape_to_make, write_random_model
 from xrunner.checkpoint.tensors import check_weights
+from xrunner.files.forecasts import keep_forecasts
 from xrunner.files.generation import refuse_unsupported_rules
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, is_locked
 from xrunner.files.results import HELD_FILE, answered
-from xrunner.files.spooled_requests import make_synthetic
+from xrunner.files.spooled_requests import make_synthetic, save_runnable
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import (
     PRIVATE_UMASK,
@@ -289,8 +290,9 @@ def with_begun_weight_dtype(opened: OpenedJob) -> OpenedJob:
 
 
 def keep_earlier_results(output: Path, plan: RunPlan, tell: Teller, table: Path | None = None,
-              spool: SpoolWriter | None = None) -> None:
+              spool: SpoolWriter | None = None) -> bool:
     """Prepares `output` to continue a stopped run of this job, or renames the results of any other.
+    Returns whether it is continued.
     `table`: the job's table of results, if any. `spool`: its requests. Raises InputError for a
     stopped run whose model, prompts or sampling have changed since."""
     results, state = output / RESULTS_FILE, state_left(output)
@@ -308,13 +310,25 @@ def keep_earlier_results(output: Path, plan: RunPlan, tell: Teller, table: Path 
     if saved_fingerprint(output) == plan.fingerprint and state in (State.NONE, State.STOPPED):
         if (count := answered(results).total) > 0:
             tell.say(f"continuing after the {count} queries an earlier run answered")
-        return
+        return True
     for path in (results, output / HELD_FILE, *(() if table is None else (table,))):
         if path.is_file() and path.stat().st_size > 0:
             kept = free_path(path, path.stat().st_mtime)
             path.rename(kept)
             sync_folder(output)
             tell.say(f"results of an earlier run kept as {kept.name}")
+    return False
+
+
+def save_requests(opened: OpenedJob, plan: RunPlan, requests: Requests, spool: SpoolWriter, *,
+                  is_continued: bool) -> None:
+    """Saves the requests that can run, and the forecasts of a run that is not continued."""
+    problem, tell = opened.problem, opened.tell
+    rows = save_runnable(requests, spool, plan, problem.model)
+    queries = query_lengths(requests, problem.default_max_tokens, problem.model)
+    assert queries is not None, "a run tokenises its requests"
+    if note := keep_forecasts(plan.output, problem, queries, rows, is_continued=is_continued):
+        tell.say(paragraph(note))
 
 
 def _refuse_another_job(output: Path, plan: RunPlan) -> None:

@@ -35,6 +35,7 @@ from xgpt.app.running.prepare import (
     plan_for_ranks,
     refuse_what_cannot_run,
     requests_of,
+    save_requests,
     with_begun_weight_dtype,
     with_weight_digests,
     write_job,
@@ -75,7 +76,7 @@ from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, output_lock
 from xrunner.files.results import HELD_FILE, ResultWriter, answered, count_results
 from xrunner.files.sink import read_underway
-from xrunner.files.spooled_requests import SpooledQueries, save_runnable
+from xrunner.files.spooled_requests import SpooledQueries
 from xrunner.plan import RunPlan, weights_key
 from xrunner.query import FinishedQuery
 from xscheduler.evaluator import replays_of
@@ -273,8 +274,9 @@ class Run:
                   f"({opened.files.served_by})",
             machine=machine_words(opened.problem, threads_per_rank(opened.job, opened.problem)),
             times=self.timing.provenance()))
-        keep_earlier_results(self.output, plan, self.tell, opened.job.results, self._spool)
-        save_runnable(self._requests, self._spool, plan, model)
+        is_continued = keep_earlier_results(self.output, plan, self.tell, opened.job.results,
+                                            self._spool)
+        save_requests(opened, plan, self._requests, self._spool, is_continued=is_continued)
         if not num_queries(self.output):  # the schedule holds none of them
             refuse_if_none_can_run(opened.job, self._requests, self._spool, plan, model)
         save_schedule(schedule, self.output / "schedule.json")
