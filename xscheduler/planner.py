@@ -1,5 +1,5 @@
 """The one planner: the schedule of a problem, whether its values are fixed, it is short, or its
-lengths are yet to be observed. Five steps:
+lengths are yet to be observed. Six steps:
 
 1. Steady state: the best of the policies that are searched, or that the job names, within the
    limits and their confidence.
@@ -7,7 +7,8 @@ lengths are yet to be observed. Five steps:
    least latency to start with.
 3. For a job of few requests: the schedule of shortest makespan.
 4. For a job with deadlines: a schedule that has enough requests in time.
-5. KV cache for the longest request, if memory allows it."""
+5. For static batches formed by a threshold that the job leaves open: the best one.
+6. KV cache for the longest request, if memory allows it."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ from xscheduler.progress import Watch
 from xscheduler.prospects import with_prospects
 from xscheduler.replicas import idle_note
 from xscheduler.search_planner import SearchPlanner
+from xscheduler.thresholds import with_threshold
 from xscheduler.unmeasured_engine import plan_untimed
 from xsimulator.roofline_limit import roofline_limit_qps
 
@@ -157,8 +159,9 @@ class Planner:
         schedule = best_for_job(problem, self._evaluator, schedule, self._own.all_cells,
                                 cuts=self._watch.cuts, has_margin=self.options.has_margin,
                                 is_rough=self.options.is_rough)
-        return best_in_time(problem, self._evaluator, schedule, self._own.all_cells,
-                            has_margin=self.options.has_margin, cuts=self._watch.cuts)
+        return with_threshold(problem, self._evaluator, best_in_time(
+            problem, self._evaluator, schedule, self._own.all_cells,
+            has_margin=self.options.has_margin, cuts=self._watch.cuts))
 
     def _steady(self, problem: Problem) -> Schedule:
         bound_s = problem.constraint.latency_s

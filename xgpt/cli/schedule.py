@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from xgpt.app.compare_systems import compare_systems
 from xgpt.app.opened_job import open_file, open_job
 from xgpt.app.plan_analysis import analyze_plan
 from xgpt.app.remote_jobs import FORMATS
@@ -21,9 +22,10 @@ from xgpt.cli.options import (
     within_seconds,
 )
 from xgpt.cli.terminal import Terminal, say, show
-from xgpt.core.errors import InfeasibleError, MissingExtraError, wrong
+from xgpt.core.errors import InfeasibleError, MissingExtraError, UnknownNameError, wrong
 from xgpt.core.schedule_file import load_schedule, plain, save_schedule, to_json
 from xgpt.core.system.whole_file import write_atomically
+from xgpt.core.systems import system, system_names
 from xgpt.core.units import parse_share
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_file import load_job
@@ -44,6 +46,17 @@ def _share(_context: click.Context, _parameter: click.Parameter, text: str | Non
     if not 0 <= share < 1:
         raise click.BadParameter(f"{text!r} is not between 0% and 100%")
     return share
+
+
+def _systems(_context: click.Context, _parameter: click.Parameter,
+             text: str | None) -> tuple[str, ...]:
+    names = tuple(filter(None, (text or "").split(",")))
+    for name in names:
+        try:
+            system(name)
+        except UnknownNameError as unknown:
+            raise click.BadParameter(str(unknown)) from None
+    return names
 
 
 def _times_of(job: Job) -> str:
@@ -171,18 +184,29 @@ def export(job_file: Path, overrides: tuple[str, ...], as_json: bool, to: str, i
 @click.option("--timeline", "timeline_file", type=click.Path(path_type=Path), metavar="FILE",
               help="Draw the steady state to FILE (.html, .svg, .png or .pdf) and write "
               "FILE.trace.json.gz for Perfetto.")
+@click.option("--systems", metavar="NAMES", callback=_systems,
+              help=f"Compare systems of static batches with RRA and Sarathi instead: some of "
+              f"{','.join(system_names())}.")
 @within_seconds
 @verbose_option
 def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
-             schedule_file: Path | None, timeline_file: Path | None,
+             schedule_file: Path | None, timeline_file: Path | None, systems: tuple[str, ...],
              max_seconds: float | None, is_verbose: bool) -> None:
     """Estimate throughput, latency and memory of a schedule, and check them by a simulated run."""
+    if systems and (schedule_file or timeline_file):
+        raise click.UsageError("--systems compares schedules of its own: leave out --schedule and "
+                               "--timeline")
     pictures = [] if timeline_file is None else _picture_files(timeline_file)
     for path in pictures if timeline_file is None else [timeline_file, *pictures]:
         check_writable(path, "--timeline")
     given = None if schedule_file is None else load_schedule(schedule_file).estimate
     opened, timing = job_with_times(open_file(
-        job_file, with_seconds(overrides, max_seconds), Terminal(is_verbose=is_verbose)), given)
+        job_file, with_seconds(overrides, max_seconds), Terminal(is_verbose=is_verbose),
+        "lengths" if systems else "shape"), given)
+    if systems:
+        compared = compare_systems(opened, timing, systems)
+        print_json(compared.to_dict()) if as_json else show(str(compared))
+        return
     simulation = simulate_job(opened, timing, given)
     if pictures:
         simulation.draw(*pictures)

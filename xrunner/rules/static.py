@@ -50,12 +50,17 @@ class BatchFormer:
 
     def line(self, waiting: Iterable[Waiting]) -> list[Waiting]:
         """The waiting requests in the order in which batches take them."""
-        by_deadline, by_length = self.batches.deadline, self.batches.length
-        if not by_deadline:
-            return sorted(waiting, key=lambda one: by_length * self.output_of(one))
-        latest_s = self.deadlines_s
-        return sorted(waiting, key=lambda one: (
-            by_deadline * latest_s.get(one.query, math.inf) + by_length * self.output_of(one)))
+        def key(one: Waiting) -> tuple[bool, float]:
+            due_s = self._due_s(one)
+            return due_s == 0.0, own.deadline * due_s + own.length * self.output_of(one)
+
+        own = self.batches
+        return sorted(waiting, key=key)
+
+    def _due_s(self, one: Waiting) -> float:
+        """The deadline; 0 for none, or where deadlines do not count."""
+        due_s = self.deadlines_s.get(one.query, 0.0) if self.batches.deadline else 0.0
+        return due_s if math.isfinite(due_s) else 0.0
 
     def take(self, line: Sequence[Waiting], first: int = 0) -> int:
         """End of the batch that begins with `line[first]`."""
@@ -64,9 +69,7 @@ class BatchFormer:
         pack = math.inf if own.pack is None else own.pack
         for place in range(first, len(line)):
             new, count = line[place], place - first
-            deadline_s = self.deadlines_s.get(new.query, math.inf)
-            due_s = deadline_s if math.isfinite(deadline_s) else 0.0
-            output, sign = self.output_of(new), -1 if own.growth else 1
+            due_s, output, sign = self._due_s(new), self.output_of(new), -1 if own.growth else 1
             cost = (count + 1) * OVERHEAD * (own.deadline * (due_s + latest_s)
                                              + own.length * (output + sign * longest))
             latest_s, longest = max(latest_s, due_s), max(longest, output)

@@ -15,7 +15,8 @@ from xrunner.rules.steps import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolRecords:
-    """One pool's steps. stages: indices in the Estimate's `stages`."""
+    """One pool's steps. stages: indices in the Estimate's `stages`. requests: those of its replica,
+    as indices in the job; None if it is the only one. Steps number them by their place in this."""
 
     name: str
     role: Role
@@ -30,6 +31,7 @@ class PoolRecords:
     memory_s: FloatArray  # [changes] when the reserved KV tokens changed
     memory_tokens: IntArray  # [changes] reserved KV tokens since then
     kv_tokens: int  # capacity
+    requests: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -136,7 +136,7 @@ def merge_results(results: Sequence[ReplayResult], rows: Sequence[Sequence[int]]
     firsts = [0, *accumulate(sum(len(pool.stages) for pool in one.pools) for one in results)]
     return ReplayResult(
         pools=tuple(replace(pool, name=_name(pool.name, copy), stages=tuple(
-            firsts[copy] + stage for stage in pool.stages))
+            firsts[copy] + stage for stage in pool.stages), requests=np.asarray(rows[copy]))
             for copy, result in enumerate(results) for pool in result.pools),
         handovers=tuple(replace(one, source=_name(one.source, copy), target=_name(one.target, copy))
                         for copy, result in enumerate(results) for one in result.handovers),

@@ -1,0 +1,157 @@
+"""Compares systems of static batches on a job, with RRA and Sarathi beside them, by replays of the
+same requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from xgpt.app.opened_job import OpenedJob
+from xgpt.app.schedule import plan_job
+from xgpt.core.controls import FixedSchedule
+from xgpt.core.policies import policy
+from xgpt.core.problem import Problem, QueryLengths
+from xgpt.core.schedule import Estimate
+from xgpt.core.systems import STATIC, SYSTEMS
+from xgpt.core.units import format_seconds
+from xgpt.report.notebook import Printed
+from xgpt.report.table import paragraph, table
+from xgpt.report.words import counted
+from xprofiler.timing import TimingSource
+from xrunner.rules.forecast import with_forecasts
+from xrunner.rules.static import padding
+from xrunner.rules.steps import StepKind
+from xscheduler.planner import PlanOptions
+from xsimulator.replay.job import planned_queries
+from xsimulator.replay.prediction import sample_job
+from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.replicas import replayer_of
+
+BESIDE = ("rra", "sarathi")
+USUAL, MOST = 2000, 20_000  # chosen: requests of a job without any, and the most that are replayed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFigures:
+    """Figures of one batch. `late`: requests that end with it after their deadlines."""
+
+    requests: int
+    padded_tokens: int
+    superfluous_tokens: int
+    late: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemFigures:
+    """Figures of a system's replay. `batches`: () for policies whose requests leave early."""
+
+    name: str
+    estimate: Estimate
+    makespan_s: float
+    latency_mean_s: float
+    latency_p99_s: float
+    late: int
+    batches: tuple[BatchFigures, ...]
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Cells of the row in the table of systems."""
+        tokens = [f"{sum(getattr(batch, name) for batch in self.batches):,}" if self.batches else
+                  "-" for name in ("superfluous_tokens", "padded_tokens")]
+        return (self.name, *map(format_seconds, (
+            self.makespan_s, self.latency_mean_s, self.latency_p99_s)), f"{self.late:,}", *tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Systems(Printed):
+    """Systems compared on a job. As text the screen of `xgpt simulate --systems`."""
+
+    problem: Problem
+    requests: int
+    rows: tuple[SystemFigures, ...]
+
+    def __str__(self) -> str:
+        problem, kind = self.problem, self.problem.adjustment.admission.forecast.kind
+        return "\n".join([
+            paragraph(f"{counted(self.requests, 'request')} of {problem.model.name} on "
+                      f"{problem.cluster.num_devices} x {problem.cluster.device.name}, simulated; "
+                      f"forecast: {kind}"), "",
+            table(("system", "makespan", "latency", "P99", "late", "superfluous", "padded"),
+                  [row.cells for row in self.rows], right=range(1, 7)), "",
+            paragraph("late: requests after their deadlines. superfluous: output tokens that rows "
+                      "are decoded beyond their ends. padded: input tokens that an engine which "
+                      "pads inputs would compute; FT's runner pads none.")])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `--json` object: a list of systems, each with its batches."""
+        return {"systems": self.rows}
+
+
+def compare_systems(opened: OpenedJob, timing: TimingSource, names: Sequence[str]) -> Systems:
+    """Plans the job for each system of these names, for RRA and for Sarathi, and replays its
+    requests. Raises InfeasibleError where one has no schedule."""
+    problem, rows = opened.problem, []
+    queries = with_forecasts(_requests_of(problem), problem, problem.adjustment.admission.forecast)
+    for name, of, batches in (
+            *((row.name, STATIC, row.settings) for row in SYSTEMS if row.name in names),
+            *((policy(of).title, of, None) for of in BESIDE)):
+        own = replace(
+            problem, adjustment=replace(problem.adjustment, batches=batches),
+            fixed=FixedSchedule(policies=(of,), replicas=problem.fixed.replicas),
+            constraint=replace(problem.constraint, bounds=tuple(  # no deadline refuses a system
+                bound for bound in problem.constraint.bounds if bound.metric != "deadline")))
+        estimate = plan_job(replace(opened, problem=own), timing,
+                            PlanOptions(horizon="job")).schedule.estimate
+        result = replayer_of(own, timing, estimate).run(queries)
+        late = result.times.last_token_s > (
+            math.inf if queries.deadlines_s is None else queries.deadlines_s)
+        rows.append(SystemFigures(
+            name=name, estimate=estimate, makespan_s=result.makespan_s, late=int(late.sum()),
+            latency_mean_s=float(result.latency_s.mean()),
+            latency_p99_s=float(np.quantile(result.latency_s, 0.99)),
+            batches=tuple(_batches(result, queries)) if of == STATIC else ()))
+    return Systems(problem=problem, requests=len(queries.inputs), rows=tuple(rows))
+
+
+def _requests_of(problem: Problem) -> QueryLengths:
+    """The job's requests, with outputs that are drawn where they are unknown."""
+    known, rng = problem.queries, np.random.default_rng(problem.seed)
+    if known is None:
+        return planned_queries(problem, *sample_job(
+            problem.lengths, min(problem.num_queries or USUAL, MOST), rng, None))
+    known = known.take(np.arange(min(len(known.inputs), MOST)))
+    if known.outputs is None:
+        _, outputs = sample_job(problem.lengths, len(known.inputs), rng, known.inputs)
+        known = replace(known, outputs=np.minimum(outputs, known.most_outputs))
+    return known
+
+
+def _batches(result: ReplayResult, queries: QueryLengths) -> list[BatchFigures]:
+    """The batches of all replicas."""
+    found, written = [], np.zeros(len(queries.inputs), np.int64)
+    for pool in result.pools:
+        places = np.arange(len(written)) if pool.requests is None else pool.requests
+        members: dict[int, list[int]] = {}  # by batch
+        rounds: dict[int, int] = {}
+        for step in pool.steps:
+            members.setdefault(step.phase, []).extend(step.joined)
+            if step.kind is StepKind.DECODE:
+                rounds[step.phase] = step.iteration
+        for phase, own in members.items():
+            rows = places[own]
+            wrote = np.minimum(result.output_tokens[rows] - written[rows],
+                               rounds.get(phase, 0) + 1)
+            padded, superfluous = padding((queries.inputs[rows] + written[rows]).tolist(),
+                                          wrote.tolist())
+            written[rows] += wrote
+            is_late = written[rows] == result.output_tokens[rows]
+            if queries.deadlines_s is not None:
+                is_late &= result.times.last_token_s[rows] > queries.deadlines_s[rows]
+            found.append(BatchFigures(
+                requests=len(own), padded_tokens=padded, superfluous_tokens=superfluous,
+                late=int(is_late.sum()) if queries.deadlines_s is not None else 0))
+    return found
