@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xgpt.core.controls import CAP, KNOWN, Batches, StaticControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.forecast import Forecaster
-from xrunner.rules.room import Waiting
+from xrunner.rules.room import Caps, Waiting
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
 
@@ -31,7 +31,7 @@ class BatchFormer:
                  group_kv_tokens: int) -> None:
         """`most`: most requests of a batch. `group_kv_tokens`: KV budget of each group."""
         self.batches, self.most = batches, min(most, batches.most)
-        self.forecaster: Forecaster | None = None  # None: caps
+        self.forecaster: Forecaster = Caps()
         self.deadlines_s: Mapping[int, float] = {}  # query -> seconds from the job's start
         self._longest = (0, 0)  # input and output tokens
         self._num_groups, self._group_kv_tokens = num_groups, group_kv_tokens
@@ -43,10 +43,8 @@ class BatchFormer:
 
     def output_of(self, one: Waiting) -> int:
         """Output tokens that a request is still to write, by its forecast."""
-        most, forecast = one.reserve - one.tokens, one.forecast
-        if not forecast and self.forecaster is not None:
-            forecast = self.forecaster.first(one.tokens - one.written, most + one.written)
-        return min(max(forecast - one.written, 1), most) if forecast else most
+        forecast = one.forecast or self.forecaster.first(one.input_tokens, one.cap)
+        return min(max(forecast - one.written, 1), one.cap - one.written)
 
     def line(self, waiting: Iterable[Waiting]) -> list[Waiting]:
         """The waiting requests in the order in which batches take them."""
@@ -158,7 +156,7 @@ class StaticRule:
             batches, most=encode_batch, num_groups=num_groups,
             group_kv_tokens=self.group_kv_tokens)
         self.evicts = evicts
-        self.forecaster: Forecaster | None = None  # of requests without a forecast; None: caps
+        self.forecaster: Forecaster = Caps()  # of requests without a forecast
         self._asks = False  # whether there are such requests
         self._is_line = True  # whether those waiting are in the order of batches
         self._evicted: tuple[int, ...] = ()  # not told to the stages yet
@@ -184,7 +182,7 @@ class StaticRule:
         self.waiting.append(Waiting(query, reserve_tokens, input_tokens, 0, forecast))
         if self.former is not None:
             self.former.note(input_tokens, reserve_tokens - input_tokens)
-            self._is_line, self._asks = False, self._asks or not forecast
+            self._is_line, self._asks = False, self.evicts and not forecast
         return True
 
     def next_group(self) -> int | None:
@@ -215,41 +213,40 @@ class StaticRule:
         return step
 
     def finish(self, query: int) -> None:
-        del self._batch.unfinished[query]
+        one = self._batch.unfinished.pop(query)
+        self.forecaster.ended(one.input_tokens, one.written + self._iteration)
         if not self._batch.unfinished:  # only now is all its KV free
             self._batch = _Batch(self.num_groups, self.group_kv_tokens)
 
     def _fill_batch(self) -> None:
         """Forms the next batch; in the input's order a smaller one if the KV share is too small."""
         self._phase, self._iteration, self._group, self._part = self._phase + 1, 0, 0, 0
-        size = self.encode_batch
-        if self.former is not None:
-            self.former.forecaster = self.forecaster
+        size, former = self.encode_batch, self.former
+        if former is not None:
+            former.forecaster = self.forecaster
             if not self._is_line:
-                self.waiting = deque(self.former.line(self.waiting))
-            self._is_line = not self._asks or self.forecaster is None
-            size = self.former.take(self.waiting)
+                self.waiting = deque(former.line(self.waiting))
+            self._is_line = not self._asks  # else forecasts may change meanwhile
+            size = former.take(self.waiting)
         base, odd = divmod(size, self.num_groups)
         for group in range(self.num_groups):
             for _ in range(base + (group < odd)):
-                if not self.waiting or not self._batch.add(
-                        group, self.waiting[0], self._output_of(self.waiting[0])):
+                if not self.waiting:
+                    break
+                new = self.waiting[0]
+                if not self._batch.add(group, new, new.cap if former is None else (
+                        former.output_of(new))):
                     break
                 self.waiting.popleft()
-
-    def _output_of(self, one: Waiting) -> int:
-        return one.reserve - one.tokens if self.former is None else self.former.output_of(one)
 
     def _give_up(self) -> None:
         """Puts those of the batch that are not done back in line, with the tokens they have."""
         left, output = self._batch.unfinished, self._batch.output
         for one in reversed(left.values()):
             written = one.written + output
-            inputs = one.tokens - one.written
             self.waiting.appendleft(one._replace(
-                tokens=inputs + written, written=written,
-                forecast=one.reserve - inputs if self.forecaster is None else (
-                    self.forecaster.beyond(inputs, written, one.reserve - inputs))))
+                tokens=one.tokens + output, written=written,
+                forecast=self.forecaster.beyond(one.input_tokens, written, one.cap)))
         self._evicted, self._is_line = tuple(left), False
         self._batch = _Batch(self.num_groups, self.group_kv_tokens)
 
