@@ -3,7 +3,6 @@ same requests."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from xgpt.app.opened_job import OpenedJob
 from xgpt.app.schedule import plan_job
 from xgpt.core.controls import FixedSchedule
+from xgpt.core.lengths import BoolArray
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
@@ -24,7 +24,6 @@ from xgpt.report.words import counted
 from xprofiler.timing import TimingSource
 from xrunner.rules.forecast import with_forecasts
 from xrunner.rules.static import padding
-from xrunner.rules.steps import StepKind
 from xscheduler.planner import PlanOptions
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.prediction import sample_job
@@ -107,13 +106,12 @@ def compare_systems(opened: OpenedJob, timing: TimingSource, names: Sequence[str
         estimate = plan_job(replace(opened, problem=own), timing,
                             PlanOptions(horizon="job")).schedule.estimate
         result = replayer_of(own, timing, estimate).run(queries)
-        late = result.times.last_token_s > (
-            math.inf if queries.deadlines_s is None else queries.deadlines_s)
+        late = result.times.last_token_s > queries.deadlines_s
         rows.append(SystemFigures(
             name=name, estimate=estimate, makespan_s=result.makespan_s, late=int(late.sum()),
             latency_mean_s=float(result.latency_s.mean()),
             latency_p99_s=float(np.quantile(result.latency_s, 0.99)),
-            batches=tuple(_batches(result, queries)) if of == STATIC else ()))
+            batches=tuple(_batches(result, queries, late)) if of == STATIC else ()))
     return Systems(problem=problem, requests=len(queries.inputs), rows=tuple(rows))
 
 
@@ -121,37 +119,33 @@ def _requests_of(problem: Problem) -> QueryLengths:
     """The job's requests, with outputs that are drawn where they are unknown."""
     known, rng = problem.queries, np.random.default_rng(problem.seed)
     if known is None:
-        return planned_queries(problem, *sample_job(
+        known = planned_queries(problem, *sample_job(
             problem.lengths, min(problem.num_queries or USUAL, MOST), rng, None))
     known = known.take(np.arange(min(len(known.inputs), MOST)))
     if known.outputs is None:
         _, outputs = sample_job(problem.lengths, len(known.inputs), rng, known.inputs)
         known = replace(known, outputs=np.minimum(outputs, known.most_outputs))
-    return known
+    return known if known.deadlines_s is not None else replace(known, deadlines_s=np.full(
+        len(known.inputs), problem.constraint.limit_s("deadline")))
 
 
-def _batches(result: ReplayResult, queries: QueryLengths) -> list[BatchFigures]:
+def _batches(result: ReplayResult, queries: QueryLengths, late: BoolArray) -> list[BatchFigures]:
     """The batches of all replicas."""
     found, written = [], np.zeros(len(queries.inputs), np.int64)
     for pool in result.pools:
         places = np.arange(len(written)) if pool.requests is None else pool.requests
         members: dict[int, list[int]] = {}  # by batch
-        rounds: dict[int, int] = {}
+        rounds = dict[int, int]()
         for step in pool.steps:
             members.setdefault(step.phase, []).extend(step.joined)
-            if step.kind is StepKind.DECODE:
-                rounds[step.phase] = step.iteration
+            rounds[step.phase] = step.iteration
         for phase, own in members.items():
             rows = places[own]
-            wrote = np.minimum(result.output_tokens[rows] - written[rows],
-                               rounds.get(phase, 0) + 1)
+            wrote = np.minimum(result.output_tokens[rows] - written[rows], rounds[phase] + 1)
             padded, superfluous = padding((queries.inputs[rows] + written[rows]).tolist(),
                                           wrote.tolist())
             written[rows] += wrote
-            is_late = written[rows] == result.output_tokens[rows]
-            if queries.deadlines_s is not None:
-                is_late &= result.times.last_token_s[rows] > queries.deadlines_s[rows]
-            found.append(BatchFigures(
-                requests=len(own), padded_tokens=padded, superfluous_tokens=superfluous,
-                late=int(is_late.sum()) if queries.deadlines_s is not None else 0))
+            is_last = written[rows] == result.output_tokens[rows]
+            found.append(BatchFigures(requests=len(own), late=int((late[rows] & is_last).sum()),
+                                      padded_tokens=padded, superfluous_tokens=superfluous))
     return found

@@ -108,3 +108,31 @@ def test_schedule_prints_what_submit_runs(tmp_path, monkeypatch, controls, engin
     for key in ("policy", "controls", "deployment", "figures"):
         assert printed[key] == ran[key], key
     assert printed["proof"]["status"] == ran["proof"]["status"]
+
+
+def test_systems_are_compared_on_one_screen_with_each_of_their_batches(tmp_path):
+    job = job_file(tmp_path, workload="{requests: {count: 300}, task: T}")
+    options = ("--systems", "fifo,s3,uellm-length", "--set=schedule.forecast=known",
+               "--set=constraint.deadline_s=40")
+    lines = run(job, *options).stdout.splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) <= 80
+    fifo, s3, by_length, *beside = json.loads(run(job, *options, "--json").stdout)["systems"]
+    assert [row["name"] for row in beside] == ["RRA", "Sarathi"]
+    for row in (fifo, s3, by_length):
+        batches = row["batches"]
+        assert sum(batch["requests"] for batch in batches) == 300
+        assert sum(batch["late"] for batch in batches) == row["late"] > 0
+        assert max(batch["requests"] for batch in batches) <= (20 if row is s3 else 10)
+    assert not any(row["batches"] for row in beside)
+    superfluous = [sum(batch["superfluous_tokens"] for batch in row["batches"])
+                   for row in (fifo, by_length)]
+    assert by_length["makespan_s"] < 0.8 * fifo["makespan_s"]
+    assert superfluous[1] < 0.2 * superfluous[0]
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--systems", "s4"], "known: fifo, s3"),
+    (["--systems", "s3", "--timeline", "a.html"], "leave")])
+def test_systems_that_are_unknown_or_beside_a_timeline_are_refused(job, options, words):
+    done = run(job, *options)
+    assert done.exit_code == 2 and words in " ".join(done.output.split())
