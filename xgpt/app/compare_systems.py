@@ -106,6 +106,7 @@ def compare_systems(opened: OpenedJob, timing: TimingSource, names: Sequence[str
         estimate = plan_job(replace(opened, problem=own), timing,
                             PlanOptions(horizon="job")).schedule.estimate
         result = replayer_of(own, timing, estimate).run(queries)
+        assert queries.deadlines_s is not None
         late = result.times.last_token_s > queries.deadlines_s
         rows.append(SystemFigures(
             name=name, estimate=estimate, makespan_s=result.makespan_s, late=int(late.sum()),

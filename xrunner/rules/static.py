@@ -9,7 +9,7 @@ are decoded to their longest forecast: who is not done by then waits again, with
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from xgpt.core.controls import CAP, KNOWN, Batches, StaticControls
 from xgpt.core.schedule import Estimate
@@ -32,7 +32,8 @@ class BatchFormer:
         """`most`: most requests of a batch. `group_kv_tokens`: KV budget of each group."""
         self.batches, self.most = batches, min(most, batches.most)
         self.forecaster: Forecaster = Caps()
-        self.deadlines_s: Mapping[int, float] = {}  # query -> seconds from the job's start
+        # seconds from the job's start, by query; None: no deadlines
+        self.deadlines_s: Sequence[float] | None = None
         self._longest = (0, 0)  # input and output tokens
         self._num_groups, self._group_kv_tokens = num_groups, group_kv_tokens
 
@@ -57,7 +58,9 @@ class BatchFormer:
 
     def _due_s(self, one: Waiting) -> float:
         """The deadline; 0 for none, or where deadlines do not count."""
-        due_s = self.deadlines_s.get(one.query, 0.0) if self.batches.deadline else 0.0
+        if self.deadlines_s is None or not self.batches.deadline:
+            return 0.0
+        due_s = self.deadlines_s[one.query]
         return due_s if math.isfinite(due_s) else 0.0
 
     def take(self, line: Sequence[Waiting], first: int = 0) -> int:

@@ -93,6 +93,13 @@ def set_forecaster(rule: "BatchingRule", forecaster: Forecaster) -> None:
         owner.forecaster = forecaster
 
 
+def set_deadlines(rule: "BatchingRule", deadlines_s: Sequence[float] | None) -> None:
+    """Lets the rule form batches by deadlines, if it forms any. `deadlines_s`: seconds from the
+    job's start, by request; None: there are none."""
+    if (former := getattr(rule, "former", None)) is not None:
+        former.deadlines_s = deadlines_s
+
+
 class BatchingRule(Protocol):
     """Decides the order of steps. The loop of the driver (XRunner's head, or the replay):
 

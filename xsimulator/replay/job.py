@@ -19,7 +19,7 @@ from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.forecast import forecaster_of, with_forecasts
-from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for, set_forecaster
+from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for, set_deadlines, set_forecaster
 from xsimulator.replay.event_replay import run
 from xsimulator.replay.native_replay import NativeReplay, replay_natively
 from xsimulator.replay.pool import HandoverPlan, PoolPlan
@@ -67,11 +67,13 @@ class Replayer:
         if clocks is None:
             clocks = self.clocks(queries) if rules is not None else (
                 self._own_clocks(queries, arrival_s))
-        return self._replay_once(queries, arrival_s, rules or self.rules(), clocks)
+        return self._replay_once(queries, arrival_s, rules or self.rules(queries), clocks)
 
-    def rules(self) -> tuple[BatchingRule, ...]:
-        """New rules, one for each pool, which forecast as the job asks."""
-        rules = rules_for(self.estimate)
+    def rules(self, queries: QueryLengths) -> tuple[BatchingRule, ...]:
+        """New rules, one for each pool, which forecast as the job asks, for these requests."""
+        rules, deadlines_s = rules_for(self.estimate), queries.deadlines_s
+        for rule in rules:
+            set_deadlines(rule, None if deadlines_s is None else deadlines_s.tolist())
         if self._forecaster is not None:
             for rule in rules:
                 set_forecaster(rule, self._forecaster)
@@ -83,7 +85,7 @@ class Replayer:
         job = ReplayJob.of(queries, arrival_s, not self.problem.model.is_encoder_decoder,
                            self.forecasting.use)
         return replay_natively(job, *self.plans(
-            self.rules(), self._own_clocks(queries, arrival_s)), has_steps=False)
+            self.rules(queries), self._own_clocks(queries, arrival_s)), has_steps=False)
 
     def _own_clocks(self, queries: QueryLengths, arrival_s: ArrayLike) -> Sequence[PoolClock]:
         """The pools' clocks, slowed down by earlier replays if cores are shared."""
@@ -95,7 +97,7 @@ class Replayer:
                   for clock, pool in zip(clocks, self._pools, strict=True)]
         for _ in range(ROUNDS - 1):
             factors = slow_downs(
-                self._replay_once(queries, arrival_s, self.rules(), shared),
+                self._replay_once(queries, arrival_s, self.rules(queries), shared),
                 self.estimate.deployment.stages, cores)
             shared = [ScaledClock(clock, [slow / self._sharing for slow in own])
                       for clock, own in zip(clocks, factors, strict=True)]

@@ -4,7 +4,7 @@ A schedule's own figures are for steady state; a job of a few hundred requests i
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -125,8 +125,8 @@ def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generato
         else:
             inputs, outputs = sample_job(problem.lengths, num_queries, rng,
                                          None if known is None else known.inputs)
-        yield replayer.run(QueryLengths(
-            inputs=inputs, most_outputs=most, outputs=np.minimum(outputs, most)))
+        found = QueryLengths(inputs=inputs, most_outputs=most, outputs=np.minimum(outputs, most))
+        yield replayer.run(found if known is None else replace(known, outputs=found.outputs))
 
 
 def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, float]:

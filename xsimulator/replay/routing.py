@@ -32,7 +32,7 @@ class RoutedReplica:
         clocks = [ScaledClock(clock, [slow_down] * len(pool.stages)) if slow_down != 1 else clock
                   for pool, clock in zip(replayer.estimate.deployment.pools,
                                          replayer.clocks(lengths), strict=True)]
-        plans, handovers = replayer.plans(replayer.rules(), clocks)
+        plans, handovers = replayer.plans(replayer.rules(lengths), clocks)
         self.pools = {plan.name: PoolProcess(plan, kernel, self.queries) for plan in plans}
         self.links = [Handover(plan, kernel, self.queries, self.pools) for plan in handovers]
         self._encoding = next(p for p in self.pools.values() if p.plan.role != "decode")

@@ -19,7 +19,7 @@ from xrunner.rules.steps import StepKind
 def formed(batches, outputs, inputs=None, deadlines_s=(), *, most=1000, groups=1, kv=10**9):
     """The batches of known lengths, as lists of requests."""
     former = BatchFormer(batches, most=most, num_groups=groups, group_kv_tokens=kv)
-    former.deadlines_s = dict(enumerate(deadlines_s))
+    former.deadlines_s = deadlines_s or None
     inputs = [1] * len(outputs) if inputs is None else inputs
     former.note(max(inputs), max(outputs))
     lengths = enumerate(zip(inputs, outputs, strict=True))
@@ -174,7 +174,7 @@ def test_no_batch_is_above_its_limits_and_each_request_ends(
     inputs, outputs = (rng.integers(1, most, count).tolist() for most in (20, 40))
     rule = StaticRule(encode_batch=100, num_groups=groups, encode_micro_batches=groups,
                       kv_tokens=groups * room, batches=batches, evicts=evicts)
-    rule.former.deadlines_s = dict(enumerate(rng.uniform(1, 100, count).tolist()))
+    rule.former.deadlines_s = rng.uniform(1, 100, count).tolist()
     if evicts:
         rule.forecaster = Foresight()
     for query in range(count):

@@ -114,6 +114,8 @@ def test_static_batches(monkeypatch, model, is_padded):
                     encode_batch=4, decode_micro_batches=1)
         queries = replace(job[-1], most_outputs=np.minimum(
             job[-1].outputs + rng.integers(0, 40), LONGEST - job[-1].inputs))
+        if rng.random() < 0.5:
+            queries = replace(queries, forecasts=np.repeat(queries.outputs[:, None], 3, axis=1))
         quick = same_both_ways(monkeypatch, lambda job=job, queries=queries, seed=seed: Replayer(
             *job[:3]).run(queries, rules=[static_of(np.random.default_rng(seed))], arrival_s=2.5))
         steps += len(quick.pools[0].steps)
@@ -129,7 +131,7 @@ def static_of(rng):
                       kv_tokens=groups * int(rng.integers(LONGEST, 5000)),
                       batches=batches_of(rng) if rng.random() < 0.6 else None)
     if rule.former is not None:
-        rule.former.deadlines_s = dict(enumerate(rng.uniform(1, 100, 60)))
+        rule.former.deadlines_s = rng.uniform(1, 100, 130).tolist()
     return rule
 
 
