@@ -66,6 +66,11 @@ class Forecasting:
         return self.kind == KNOWN or (self.kind == CLASS and self.accuracy > 0)
 
     @property
+    def may_be_outgrown(self) -> bool:
+        """Whether requests may write more tokens than forecast."""
+        return self.kind not in (CAP, KNOWN)
+
+    @property
     def is_given(self) -> bool:
         """Whether each request brings its forecast, in a column or by an entry point."""
         return self.kind == COLUMN or self.kind not in FORECAST_KINDS

@@ -15,7 +15,7 @@ import numpy as np
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, Device
 from xgpt.core.constraint import Constraint, deadline_bound
-from xgpt.core.controls import CAP, COLUMN
+from xgpt.core.controls import CAP, COLUMN, KNOWN
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import Mistake, refuse, wrong
 from xgpt.core.hf.config import read_shape
@@ -137,6 +137,9 @@ def _wrong_forecast(job: Job, model: ModelSpec, requests: Requests | None) -> It
         yield mistake("admission", admission.rule, f"reserve, or future-peak with `forecast: {CAP}`"
                       ", for an encoder-decoder model: a request is not encoded again with its "
                       "output")
+    if model.is_encoder_decoder and job.adjustment.batches and asked.may_be_outgrown:
+        yield mistake("forecast", asked.kind, f"{CAP} or {KNOWN}, with batches of an "
+                      "encoder-decoder model: a request is not encoded again with its output")
     if asked.is_given and requests is None:
         yield mistake("forecast", asked.kind, "another kind without a file of requests")
     needed = "forced_tokens" if asked.needs_outputs else (

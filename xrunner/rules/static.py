@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from xgpt.core.controls import CAP, KNOWN, Batches, StaticControls
+from xgpt.core.controls import Batches, StaticControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.forecast import Forecaster
 from xrunner.rules.room import Caps, Waiting
@@ -275,5 +275,5 @@ def static_rule(estimate: Estimate) -> StaticRule:
     return StaticRule(
         encode_batch=controls.encode_batch, num_groups=deployment.num_groups,
         encode_micro_batches=controls.encode_micro_batches, kv_tokens=deployment.kv_tokens,
-        batches=controls.batches, evicts=controls.batches is not None
-        and controls.forecast.kind not in (CAP, KNOWN))
+        batches=controls.batches,
+        evicts=controls.batches is not None and controls.forecast.may_be_outgrown)
