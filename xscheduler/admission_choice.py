@@ -12,10 +12,31 @@ import numpy as np
 from xgpt.core.controls import Admission
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xscheduler.feasibility import Feasibility
 from xscheduler.replays import Replays
 from xscheduler.space import NOTHING, Cell, Point
 from xsimulator.rough.workload import Workload
+
+
+LOOKS = {"future-peak": "peak look-ahead", "reserve-static": "forecasts in full",
+         "reserve-dynamic": "look-ahead to the next end"}
+FORECASTS = {"cap": "each request's cap", "known": "known lengths", "column": "given forecasts",
+             "distribution": "the distribution", "mean": "finished requests",
+             "class": "length classes"}
+
+
+def room_words(estimate: Estimate, problem: Problem) -> str:
+    """`95 -> 130 requests at a time (peak look-ahead, by each request's cap)`: those of a replica by
+    reserve, and by its own rule; "" by reserve or greedy."""
+    own = getattr(estimate.controls, "admission", None)
+    if own is None or own.rule not in LOOKS:
+        return ""
+    work, tokens = Workload(problem), estimate.deployment.kv_tokens
+    before, after = (tokens / work.by(rule).tokens_at_work for rule in (work.admission, own))
+    kind = own.forecast.kind
+    return (f"{before:,.0f} -> {after:,.0f} requests at a time ({LOOKS[own.rule]}, by "
+            f"{FORECASTS.get(kind, kind)})")
 
 
 def rules_of(name: str, problem: Problem, workload: Workload) -> list[tuple[Admission, float]]:

@@ -11,6 +11,7 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
+from xscheduler.admission_choice import room_words
 from xscheduler.space import LEAST_GAIN, NOTHING
 from xsimulator import memory
 
@@ -22,7 +23,8 @@ def explain_choice(schedule: Schedule, problem: Problem, *,
     """(reason for the policy, reason for the control variables, binding limits and cost of the
     latency limit), in words. latency_limit_s: the limit divided by the margin; None: the limit."""
     limit_s = schedule.bound.limit_s if latency_limit_s is None else latency_limit_s
-    return (_why_policy(schedule, problem), _why_variables(schedule) + _numbering(problem.cluster),
+    return (_why_policy(schedule, problem),
+            _why_variables(schedule, problem) + _numbering(problem.cluster),
             f"{_what_binds(schedule, problem, limit_s)}{_cost_of_bound(schedule)}.")
 
 
@@ -76,7 +78,7 @@ def _compared(schedule: Schedule, row: Rejected) -> str:
     return f"{title} {qps:.4g} ({row.words})"
 
 
-def _why_variables(schedule: Schedule) -> str:
+def _why_variables(schedule: Schedule, problem: Problem) -> str:
     batch, decoding = schedule.figures.encode_batch, f"{schedule.figures.decode_batch:.0f} decoding"
     requests = "one request is" if batch == 1 else f"{batch} requests are"
     if isinstance(schedule.controls, RraControls):
@@ -101,8 +103,10 @@ def _why_variables(schedule: Schedule) -> str:
         if chunk := getattr(controls, "encode_chunk", 0):
             work = (f"{requests} encoded at a time, and up to {chunk} tokens beside decoding while "
                     f"fewer than planned decode, which keeps {decoding}")
+    room = room_words(schedule.estimate, problem)
+    why = f" The KV cache holds {room}: not all are at their longest together." if room else ""
     return (f"{work[0].upper()}{work[1:]}; {_groups(schedule.deployment.decoding)}; "
-            f"{_tensor_plan(schedule)}.")
+            f"{_tensor_plan(schedule)}.{why}")
 
 
 def _numbering(cluster: Cluster) -> str:

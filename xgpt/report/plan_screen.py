@@ -17,6 +17,7 @@ from xgpt.report.table import alternative_cells, fact, paragraph, table
 from xgpt.report.words import PROSPECTS, controls_line, counted, placement, prospect_words
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
+from xscheduler.admission_choice import room_words
 from xscheduler.layouts import LAYOUT_NOTE
 from xscheduler.replicas import replica_sizes
 
@@ -89,6 +90,8 @@ def _facts(schedule: Schedule, problem: Problem, times: PlanTimes) -> Iterator[t
         if one.metric != "makespan":
             yield PROSPECTS[one.metric], prospect_words(one)
     yield "schedule", controls_line(schedule.estimate)
+    if room := room_words(schedule.estimate, problem):
+        yield "KV cache", room
     yield "placement", "; ".join(dict.fromkeys(map(placement, schedule.estimate.shapes)))
     yield "memory", (f"{format_bytes(max(figures.memory_bytes, default=0))} of "
                      f"{format_bytes(figures.memory_capacity_bytes)} usable, fullest device")

@@ -11,6 +11,7 @@ from xgpt.report.figures import BoundCheck, comparisons
 from xgpt.report.output import number, text_at
 from xgpt.report.table import fact
 from xgpt.report.words import controls_line, counted, placement
+from xscheduler.admission_choice import room_words
 from xsimulator.replay.prediction import JobPrediction
 
 _MOST_LINES = 15  # chosen: with the ten before the run there are 25
@@ -24,8 +25,8 @@ def begin_screen(problem: Problem, schedule: Schedule, prediction: JobPrediction
         problem, prediction.wall_s, schedule.margin.factor)
     rows = (("time", duration), ("model", model), ("machine", machine),
             ("plan", f"{controls_line(schedule.estimate)}; {placement(schedule.estimate)}"),
-            ("times", times))
-    return "\n".join(fact(label, text) for label, text in rows)
+            ("KV cache", room_words(schedule.estimate, problem)), ("times", times))
+    return "\n".join(fact(label, text) for label, text in rows if text)
 
 
 def duration_words(problem: Problem, seconds: float, margin: float) -> str:

@@ -29,7 +29,7 @@ class LookAhead:
     def __init__(self, admission: Admission, lengths: JointLengths, most_output: int,
                  fewer: int) -> None:
         """most_output: cap of every request. fewer: output tokens that encoding yields."""
-        self._rule, self._fewer = admission.rule, fewer
+        self._rule, self._fewer = admission.rule or "reserve", fewer
         outputs = lengths.outputs.support
         forecasts = _forecasts(admission, outputs, most_output)
         self._ends = np.unique(forecasts)  # [kinds] total output tokens forecast
@@ -49,7 +49,7 @@ class LookAhead:
             present[:, 0], inputs[:, 0], squares[:, 0] = self._all
         written = self._fewer + every * np.arange(present.shape[1])
         ends = self._ends[:, None]
-        if self._rule == "reserve-static":
+        if self._rule in ("reserve", "reserve-static"):
             counts, held = np.ones(present.shape, bool), np.broadcast_to(ends, present.shape)
         else:
             ahead = self._peak(every, present, inputs + written * present)
@@ -77,7 +77,8 @@ class LookAhead:
 def _forecasts(admission: Admission, outputs: IntArray, most_output: int) -> IntArray:
     """[outputs] total tokens that each output length is forecast to have."""
     forecast = admission.forecast
-    if forecast.kind == CAP or (forecast.kind == "distribution" and forecast.use == "most"):
+    is_cap = forecast.kind == CAP or (forecast.kind == "distribution" and forecast.use == "most")
+    if is_cap or admission.rule in (None, "reserve"):
         return np.full(len(outputs), most_output)
     width = forecast.width if forecast.kind == "class" else 1  # the others are taken as right
     width = max(width, -(-len(outputs) // max(MOST_PAIRS // len(outputs), 1)))

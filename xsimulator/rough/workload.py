@@ -72,25 +72,12 @@ class Workload:
         self.context = float(read.sum()) / self.iterations
         self.context_std = math.sqrt(max(
             float(read_square.sum()) / self.iterations - self.context**2, 0.0))
-        self._reserve = np.stack([self._tail(pmf * (mean + most_output)), self._tail(pmf * (
-            square + 2 * most_output * mean + most_output**2))])
-        # over all requests, also those that end with their first token
-        self.reserve = float(pmf @ mean) + most_output
-        self._reserve_square = float(pmf @ (square + 2 * most_output * mean + most_output**2))
-        # over the requests in the system, where those with long outputs count more
-        stay = pmf * np.maximum(lengths.outputs.support - self.fewer, 1e-9)
-        self.tokens_at_work = float(stay @ mean / stay.sum()) + most_output
-        self.variance_at_work = (max(self._reserve_square - self.reserve**2, 0.0)
-                                 + self.coming_and_going * self.reserve**2)
-        self.variance_of_each = self.inputs.std**2
-        self._ahead = None
-        if admission.rule not in (None, "reserve"):
-            self._ahead = LookAhead(admission, lengths, most_output, self.fewer)
-            counted = self._ahead.counted(has_ended=False)
-            self.tokens_at_work = max(counted.mean / self.iterations, 1.0)
-            self.variance_at_work = counted.variance / self.iterations
-            self.variance_of_each = max(
-                counted.square / self.iterations - self.tokens_at_work**2, 0.0)
+        self.reserve = float(pmf @ mean) + most_output  # over all requests, as they come
+        self._ahead = LookAhead(admission, lengths, most_output, self.fewer)
+        counted = self._ahead.counted(has_ended=False)
+        self.tokens_at_work = max(counted.mean / self.iterations, 1.0)
+        self.variance_at_work = counted.variance / self.iterations
+        self.variance_of_each = max(counted.square / self.iterations - self.tokens_at_work**2, 0.0)
         self._until = np.concatenate([[0.0], np.cumsum(self.survival)])
         self._below = np.minimum(np.concatenate([[0.0], np.cumsum(pmf)])[self.fewer:], 1.0)
         bound = problem.constraint
@@ -123,13 +110,8 @@ class Workload:
         widths = np.diff(edges)
         active = np.diff(until, axis=1).sum(axis=0) / widths
         entering = self.survival[begins[:, 0]]  # share that is present in each of its phases
-        if self._ahead is None:
-            reserve, square = self._reserve[:, begins[:, 0]].copy()
-            reserve[0], square[0] = self.reserve, self._reserve_square
-            counted = float(reserve.sum()), max(float((square - reserve**2).sum()), 0.0)
-        else:
-            counted = self._ahead.counted(iterations)[:2]
-        return Phase(widths, active, float(entering.sum()), *counted, phases)
+        counted = self._ahead.counted(iterations)
+        return Phase(widths, active, float(entering.sum()), counted.mean, counted.variance, phases)
 
     def _tail(self, per_output: FloatArray) -> FloatArray:
         """[D] sums of `per_output` (by output length) over all D >= k, for k = 1 ..."""
