@@ -18,7 +18,6 @@ from xscheduler.replays import Replays
 from xscheduler.space import NOTHING, Cell, Point
 from xsimulator.rough.workload import Workload
 
-
 LOOKS = {"future-peak": "peak look-ahead", "reserve-static": "forecasts in full",
          "reserve-dynamic": "look-ahead to the next end"}
 FORECASTS = {"cap": "each request's cap", "known": "known lengths", "column": "given forecasts",
@@ -27,8 +26,8 @@ FORECASTS = {"cap": "each request's cap", "known": "known lengths", "column": "g
 
 
 def room_words(estimate: Estimate, problem: Problem) -> str:
-    """`95 -> 130 requests at a time (peak look-ahead, by each request's cap)`: those of a replica by
-    reserve, and by its own rule; "" by reserve or greedy."""
+    """`95 -> 130 requests at a time (peak look-ahead, by each request's cap)`: those of a replica
+    by reserve, and by its own rule; "" by reserve or greedy."""
     own = getattr(estimate.controls, "admission", None)
     if own is None or own.rule not in LOOKS:
         return ""
