@@ -16,6 +16,7 @@ sys.path.insert(0, str(HERE))
 
 from of_types import NUMBER, of_fields, of_keys, of_type  # noqa: E402
 
+from xgpt.app.running.forecast_figures import ForecastFigures  # noqa: E402
 from xgpt.app.running.metrics import Attribution  # noqa: E402
 from xgpt.core.constraint import BoundKind, Metric  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
@@ -164,6 +165,7 @@ METRICS = of_keys({
         "is_kept": or_none({"type": "boolean"}), "over": whole("queries over it"),
         "of": whole("queries that count"), "share_over": number("of these"),
         "worst_s": or_none(number("of all")), "sentence": text("the same in words")})),
+    "forecast": or_none(of_fields(ForecastFigures, sentence=text("the same in words"))),
     "attribution": or_none(of_fields(Attribution, sentence=text("the same in words")))},
     words="metrics.json: what a run measured, beside what was predicted.")
 BOX = {"type": "array", "prefixItems": [{"enum": list(KINDS)}, NUMBER, NUMBER,

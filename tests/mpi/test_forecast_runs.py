@@ -1,5 +1,5 @@
-"""Real ranks that admit requests by forecasts: who outgrows one may be evicted, and no token depends
-on it. The ranks take the steps of the replay."""
+"""Real ranks that admit requests by forecasts: who outgrows one may be evicted, and no token
+depends on it. The ranks take the steps of the replay."""
 
 from dataclasses import replace
 
@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import toys
 from given_runs import given, run
-from job_folder import as_requests
-from mpi_runs import answered, check_steps
+from job_folder import as_requests, write_job
+from mpi_runs import answered, call, check_steps, json_of, stopped_under_way
 from replays import estimated, lengths_of, problem_for, replayed
 
+from xgpt.app.opened_job import open_job
+from xgpt.app.teller import LogTeller
 from xgpt.core.controls import Admission, Forecasting
-from xrunner.files.forecasts import keep_forecasts
+from xgpt.job.job_file import load_job
+from xrunner.files.forecasts import FORECASTS_FILE, keep_forecasts
 
 pytestmark = pytest.mark.mpi
 COUNT = 30
@@ -45,3 +48,39 @@ def test_whoever_outgrows_a_class_is_evicted_and_every_token_stays(
                    is_continued=False)
     run(directory, out, as_requests(queries), ranks=ranks)
     check_steps(out, problem, [one], queries, answered(out, queries, reference))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forecast", ["mean", "{kind: class, width: 4, accuracy: 0.8}"])
+def test_a_run_that_is_stopped_goes_on_by_the_forecasts_it_began_with(
+        tmp_path, profiled, forecast):
+    directory, out = tmp_path / "model", tmp_path / "out"
+    reference = toys.make_model("llama", directory)
+    queries = [replace(q, is_forced=True) for q in toys.random_queries(250, seed=3)]
+    requests = [{"id": q.id, "tokens": list(q.input_ids), "forced_tokens": q.max_new_tokens}
+                for q in queries]
+    job = write_job(tmp_path, directory, requests, ranks=1, schedule=(
+        f"policy: rra, encode_batch: 3, decode_iterations: 4, admission: future-peak, "
+        f"forecast: {forecast}"))
+    results, env = out / "results.jsonl", profiled("llama", 1)
+    kept = set()
+    for count in (12, 60):
+        stopped_under_way(["submit", job], results, env, count=count)
+        assert len(results.read_bytes().splitlines()) < len(queries)
+        kept.add((out / FORECASTS_FILE).read_bytes())
+    call("submit", job, env=env)
+    kept.add((out / FORECASTS_FILE).read_bytes())
+    assert len(kept) == 1
+    answered(out, queries, reference)
+    found = json_of(out / "metrics.json")["forecast"]
+    assert 0 < found["mean_error_tokens"] < 40 and found["sentence"] in (
+        out / "report.html").read_text()
+    if forecast != "mean":
+        # of a length that is forced the upper neighbour is cut to it: only a lower one is wrong
+        assert 0.75 < found["coverage"] < 1 and found["outgrown"] == pytest.approx(
+            1 - found["coverage"])
+    # the next run begins with what this one finished
+    opened = open_job(load_job(job), LogTeller(), "run")
+    known = opened.problem.learned
+    assert (known is None) == (forecast != "mean")
+    assert known is None or len(known.pairs) == len(queries)

@@ -170,6 +170,7 @@ def _run_facts(output: Output, metrics: Mapping[str, Any]) -> list[tuple[str, st
              ("Loading", words.loading_words(metrics)), ("Engine", text_at(metrics, "engine")),
              ("Ranks", None if (ranks := number(metrics, "ranks")) is None else f"{ranks:.0f}"),
              ("Dtype", text_at(metrics, "dtype")),
+             ("Forecasts", text_at(metrics, "forecast", "sentence")),
              ("Requests", text_at(output.job, "workload", "requests")),
              ("Date", text_at(metrics, "date")), ("Status", text_at(metrics, "status"))]
     machine = metrics.get("machine")

@@ -29,6 +29,7 @@ from xgpt.report.words import counted
 from xgpt.requests.request_files import TABLES
 from xgpt.requests.spool import num_queries
 from xgpt.requests.spool_columns import temporary_file
+from xrunner.files.forecasts import FORECASTS_FILE
 from xrunner.files.heartbeat import HEARTBEATS
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.result_line import spool_of
@@ -51,7 +52,7 @@ _LOG_LINES, _LOG_BYTES = 12, 20_000  # chosen: shown, and read
 OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "profile.json",
             "job.json", "run.json", METRICS_FILE, "measured.json", "steps.jsonl", "progress.json",
             AGREEMENT_FILE, DEATHS_FILE, UNDERWAY_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_FILE,
-            MESSAGES_FILE,
+            MESSAGES_FILE, FORECASTS_FILE,
             "report.html", *(f"results.{table}" for table in TABLES))
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -58,9 +59,9 @@ class KeptForecasts:
         self.forecasting, self.forecasts, self.known = forecasting, forecasts, known
 
     @property
-    def admitted(self) -> IntArray:
-        """The value that admission reads of each query, [queries]."""
-        return self.forecasts[:, FORECAST_VALUES.index(self.forecasting.use)]
+    def place(self) -> int:
+        """Column of the value that admission reads."""
+        return FORECAST_VALUES.index(self.forecasting.use)
 
     def forecaster(self, results: Path | None = None) -> LengthForecaster:
         """A new forecaster, which learns from requests that end. It begins with those in
@@ -85,8 +86,8 @@ def load_forecasts(output: Path) -> KeptForecasts | None:
         with np.load(output / FORECASTS_FILE) as kept:
             return KeptForecasts(Forecasting(**json.loads(str(kept["asked"]))), kept["forecasts"],
                                  KnownOutputs(kept["edges"], kept["counts"]))
-    except FileNotFoundError:
-        return None
+    except (OSError, ValueError, EOFError, LookupError, TypeError, BadZipFile):
+        return None  # none, or torn by a power cut: the run goes on by new ones
 
 
 def keep_forecasts(output: Path, problem: Problem, queries: QueryLengths, rows: IntArray, *,

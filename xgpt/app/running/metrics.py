@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.app.opened_job import OpenedJob
+from xgpt.app.running.forecast_figures import forecast_figures
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem, QueryLengths
@@ -74,6 +75,9 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
     why = attribute(opened.problem, timing, schedule, output, prediction.wall_s) if (
         prediction is not None and not measured["changes"] and timing and schedule) else None
     metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
+    forecasts = forecast_figures(output, read.queries)
+    metrics["forecast"] = None if forecasts is None else {
+        **asdict(forecasts), "sentence": forecasts.sentence}
     left = replace(read, metrics=metrics, schedule=schedule,
                    queries_before=measured["queries_before"])
     # with those of the ranks' earlier starts
@@ -146,7 +150,8 @@ def _notes(opened: OpenedJob, output: Output, learned: str) -> Iterator[str]:
         yield warning
     elif "slower" in words and not metrics["is_predicted_for_lengths"]:
         yield words
-    yield from filter(None, (operators_words(metrics), learned))
+    yield from filter(None, (operators_words(metrics), learned,
+                             text_at(metrics, "forecast", "sentence")))
 
 
 def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule | None,
