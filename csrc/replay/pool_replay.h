@@ -195,12 +195,12 @@ protected:
     bool gives_token_, compacts_;
 
     /* Begins a turn once the head is free and the tokens it waits for are there. Takes these up,
-     * and calls `leave` for each request that is done. */
+     * and calls leave(request) for each that is done. */
     template <class Leave>
     void begin_turn(Group &group, const Leave &leave) {
         wait(group, group.is_awaited);
         if (group.is_awaited) collect(group, [&](int64_t q) {
-            leave(queries[q]);
+            leave(q);
             group.leave(queries[q]);
             queries[q].last_s = now_;
         });

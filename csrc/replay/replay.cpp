@@ -1,6 +1,5 @@
-/* Replays (xsimulator/replay/native_replay.py) of a single pool, which has paged KV, reserves a
- * request's most tokens, or works static batches; and of two pools, of which one encodes by
- * WAA's rule and hands over to the other. */
+/* Replays (xsimulator/replay/native_replay.py) of a single pool, by a rule with rooms or of static
+ * batches; and of two pools, of which one encodes by WAA's rule and hands over to the other. */
 #include "handed_replay.h"
 #include "paged_replay.h"
 #include "reserved_replay.h"
@@ -55,20 +54,26 @@ Found *alone(Replay &&replay, double *times) {
     return found;
 }
 
+/* What rooms decide by. */
+xgpt_rooms::Asked asked(const Arguments &args) {
+    const int64_t *facts = args.ints(1);
+    return {{facts[5], facts[6], facts[7], facts[8], facts[9], facts[10]},
+            {{}, args.ints(8), args.ints(9), args.ints(10), facts[11]},
+            args.ints(4), args.ints(5), args.ints(6)};
+}
+
 Found *paged(const Arguments &args, double *times) {
     const int64_t *facts = args.ints(1);
-    return alone(xgpt_paging::Replay(args.alone(), {facts[0], facts[4], facts[5], facts[6], facts[7],
-                                                   facts[8]}, args.ints(7), args.ints(4),
-                                     args.ints(6)), times);
+    return alone(xgpt_paging::Replay(args.alone(), {facts[0], facts[4], facts[12], facts[13]},
+                                     asked(args), args.ints(7)), times);
 }
 
 Found *reserved(const Arguments &args, double *times) {
     const int64_t *facts = args.ints(1);
     const double *figures = args.reals(2);
     return alone(xgpt_reserving::Replay(
-        args.alone(), {facts[0], facts[4], facts[5], facts[6], facts[7], facts[8], facts[9],
-                       figures[3]}, {figures[1], figures[2]}, args.ints(7), args.ints(4),
-        args.ints(5), args.ints(6)), times);
+        args.alone(), {facts[0], facts[4], facts[12], facts[13], facts[14], figures[3]},
+        {figures[1], figures[2]}, asked(args), args.ints(7)), times);
 }
 
 Found *batched(const Arguments &args, double *times) {
@@ -112,20 +117,22 @@ extern "C" void *xgpt_clock(xgpt_times::Fetch fetch, const int64_t *numbers, con
 
 extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::Clock *>(clock); }
 
-/* A replay with paged KV (kind 0), by a rule that reserves (1: RRA's, ORCA's), of static batches
- * (2), or of two pools (3). `given` has addresses of: the clock; facts (number of requests,
- * whether encoding yields a token, whether rows are compacted, whether steps are recorded, then
- * the rule's own); figures (arrival of the requests, then the rule's own); factors[stages of all
- * pools] of the clock's seconds; inputs[requests] tokens; reserves[requests] (for static batches
- * the most output, or forecast); left[requests] iterations; slots[groups].
+/* A replay with paged KV (kind 0), by RRA's rule or ORCA's (1), of static batches (2), or of two
+ * pools (3). `given` has addresses of: the clock; facts (number of requests, whether encoding
+ * yields a token, whether rows are compacted, whether steps are recorded, then the rule's own);
+ * figures (arrival of the requests, then the rule's own); factors[stages of all pools] of the
+ * clock's seconds; inputs[requests] tokens; reserves[requests] (for static batches the most
+ * output, or forecast); left[requests] iterations; slots[groups].
  *
- * The rule's own. Paged KV: numbers of groups, of blocks of a group, of blocks that admission
- * keeps free, of tokens of a step; whether inputs are encoded in chunks. Reserving: numbers of
- * groups, of KV tokens of a group, of decode iterations of a phase (0: ORCA's rule), of requests
- * of an encode batch, of most active requests of a group, of tokens of a chunk (0: none); mean
- * input, adjustment, target of decode batches. Static batches: numbers of groups, of KV tokens
- * of a group, of steps that encode a group's; in place of slots order[requests] and
- * ends[requests] of static_replay.h.
+ * The rule's own, with rooms (kinds 0 and 1): number of groups; budget of a group in KV tokens,
+ * rule of admission, and the other terms of room.h; tokens in the table of new forecasts. Then
+ * paged KV: tokens of a step; whether inputs are encoded in chunks. Else decode iterations of a
+ * phase (0: ORCA's rule), requests of an encode batch, tokens of a chunk (0: none). Behind slots:
+ * forecasts[requests], range[requests] of inputs, and the table of room.h. Figures of RRA: mean
+ * input, adjustment, target of decode batches.
+ *
+ * Static batches: numbers of groups, of KV tokens of a group, of steps that encode a group's; in
+ * place of slots order[requests] and ends[requests] of static_replay.h.
  *
  * Two pools: groups of the encode and of the decode pool; requests of an encode batch; most
  * requests in the system; KV tokens of the decode and of the encode pool; planned active

@@ -80,8 +80,8 @@ class LengthForecaster:
         """`learns`: whether finished requests count; only kinds made from them learn."""
         self.forecasting = forecasting
         self.value = FORECAST_VALUES.index(forecasting.use)  # place of what admission reads
-        self._learns = learns and forecasting.is_learned
-        self.known = known._replace(counts=known.counts.copy()) if self._learns else known
+        self.learns = learns and forecasting.is_learned
+        self.known = known._replace(counts=known.counts.copy()) if self.learns else known
         self._rows: dict[int, tuple[Forecast, IntArray]] = {}  # by range, computed on demand
 
     def first(self, input_tokens: int, cap: int) -> int:
@@ -96,7 +96,7 @@ class LengthForecaster:
         return min(int(row[written]), cap) if written < len(row) else cap
 
     def ended(self, input_tokens: int, written: int) -> None:
-        if not self._learns:
+        if not self.learns:
             return
         counts, row = self.known.counts, self._bin(input_tokens)
         if (more := written + 1 - counts.shape[1]) > 0:

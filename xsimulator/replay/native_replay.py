@@ -14,12 +14,14 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
+from xgpt.core.controls import ADMISSION_RULES
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import QueryTimes
+from xrunner.rules.forecast import Forecaster, LengthForecaster
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import PagedRule
-from xrunner.rules.room import Waiting
+from xrunner.rules.room import Caps, Rooms, Waiting
 from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.static import StaticRule
@@ -157,33 +159,58 @@ def _one_pool_input(job: ReplayJob, plan: PoolPlan) -> _NativeInput | None:
     rule, lengths, arrival_s = plan.rule, job.lengths, job.arrival_s
     if plan.role != "both" or not len(arrival_s) or (arrival_s != arrival_s[0]).any():
         return None
-    reserves, groups = lengths.reserves, rule.num_groups
-    if type(rule) is PagedRule and not rule.waiting and rule.rooms.of_group[0].rule == "greedy":
-        own = rule.rooms.of_group[0]
-        blocks, num_blocks = -(-np.maximum(reserves, lengths.inputs) // own.unit), (
-            own.tokens // own.unit)
-        return _NativeInput(_PAGED, [groups, num_blocks, own.spare, rule.token_budget,
-                               rule.is_chunked], [], reserves,
-                      [np.array(rule.slots, np.int64)], blocks > num_blocks)
     if type(rule) is StaticRule and not rule.waiting and not rule.evicts:
         outputs, order, ends = _formed(rule, job)
-        return _NativeInput(_STATIC, [groups, rule.group_kv_tokens,
-                                rule.encode_micro_batches // groups], [], outputs, [order, ends],
-                      reserves > rule.group_kv_tokens)
-    if isinstance(rule, (OrcaRule, RraRule)) and rule.rooms.of_group[0].rule != "reserve":
-        return None
-    if type(rule) is OrcaRule and not rule.waiting:
-        own = rule.rooms.of_group[0]
-        return _NativeInput(_RESERVED, [groups, own.tokens, 0, 0, 0, 0], [0.0, 0.0, 0.0],
-                      reserves, [np.array(rule.slots, np.int64)], reserves > own.tokens)
-    if type(rule) is RraRule and not rule.waiting and not rule.changes:
-        controls, sizer = rule.controls, rule.sizer
         return _NativeInput(
-            _RESERVED, [groups, controls.group_kv_tokens, controls.decode_iterations,
-                        controls.encode_batch, controls.group_max_active, controls.encode_chunk],
-            [sizer.mean_input, sizer.adjustment, controls.target_active], reserves,
-            [np.zeros(groups, np.int64)], reserves > controls.group_kv_tokens)
+            _STATIC, [rule.num_groups, rule.group_kv_tokens,
+                      rule.encode_micro_batches // rule.num_groups], [], outputs, [order, ends],
+            lengths.reserves > rule.group_kv_tokens)
+    if not isinstance(rule, (PagedRule, OrcaRule, RraRule)) or rule.waiting:
+        return None
+    if type(rule) is PagedRule:
+        return _of_rooms(job, rule.rooms, rule.slots, _PAGED, [rule.token_budget, rule.is_chunked])
+    if type(rule) is OrcaRule:
+        return _of_rooms(job, rule.rooms, rule.slots, _RESERVED, [0, 0, 0], [0.0, 0.0, 0.0])
+    if type(rule) is RraRule and not rule.changes:
+        controls, sizer = rule.controls, rule.sizer
+        return _of_rooms(
+            job, rule.rooms, [controls.group_max_active] * rule.num_groups, _RESERVED,
+            [controls.decode_iterations, controls.encode_batch, controls.encode_chunk],
+            [sizer.mean_input, sizer.adjustment, controls.target_active])
     return None
+
+
+def _of_rooms(job: ReplayJob, rooms: Rooms, slots: Sequence[int], kind: int, facts: Sequence[int],
+              figures: Sequence[float] = ()) -> _NativeInput | None:
+    """Input for a pool whose groups have rooms; None for forecasts that csrc does not know. slots:
+    most requests of each group. facts, figures: of its rule."""
+    room, lengths = rooms.of_group[0], job.lengths
+    forecasts = _forecasts(job, room.forecaster)
+    if forecasts is None:
+        return None
+    needed = np.maximum(lengths.reserves, lengths.inputs)
+    terms = [len(rooms.of_group), room.tokens, ADMISSION_RULES.index(room.rule), room.after_free,
+             room.evicts, room.unit, room.spare, forecasts[-1].shape[1]]
+    return _NativeInput(kind, [*terms, *facts], figures, lengths.reserves,
+                        [np.array(slots, np.int64), *forecasts],
+                        -(-needed // room.unit) * room.unit > room.tokens)
+
+
+def _forecasts(job: ReplayJob, forecaster: Forecaster) -> Sequence[IntArray] | None:
+    """([requests] output tokens forecast, [requests] range of inputs, [ranges, tokens written] new
+    forecasts); None for other forecasters than xgpt's, and those that learn."""
+    lengths = job.lengths
+    first, ranges = lengths.reserves - lengths.inputs, np.zeros(len(lengths.inputs), np.int64)
+    beyond = np.zeros((1, 0), np.int64)
+    if type(forecaster) is LengthForecaster and not forecaster.learns:
+        if job.forecasts is None:
+            first = np.array([*map(forecaster.first, lengths.inputs.tolist(), first.tolist())])
+        ranges, beyond = forecaster.bins_of(lengths.inputs), forecaster.beyond_table
+    elif type(forecaster) is not Caps:
+        return None
+    if job.forecasts is not None:
+        first = np.where(job.forecasts > 0, job.forecasts, first)
+    return first, ranges, np.ascontiguousarray(beyond)
 
 
 def _formed(rule: StaticRule, job: ReplayJob) -> tuple[IntArray, IntArray, IntArray]:

@@ -1,103 +1,35 @@
-"""Replays by csrc/replay/replay.cpp are those of the event kernel and the rules themselves, to the
-bit: of static batches, of rules that reserve a request's tokens when they admit it, of paged KV
-with its evictions, and of WAA's two pools."""
+"""Replays by csrc/replay/replay.cpp equal those of the event kernel and the rules to the bit: of
+static batches, of rules that admit by rooms, with paged KV or without, and of WAA's two pools."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
-from problems import TakenAsTrue, problem_of
+from both_replays import LONGEST, PLANS, drawn, same_both_ways
 
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.controls import Batches, EvenBatches, FixedSchedule
+from xgpt.core.controls import ADMISSION_RULES, Admission, Batches, EvenBatches, Forecasting
 from xgpt.core.errors import XgptError
-from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import QueryLengths
-from xprofiler.timing import Operator, TimingFacts
+from xprofiler.timing import TimingFacts
 from xrunner.rules.batch_sizer import BatchSizer
+from xrunner.rules.forecast import forecaster_of
 from xrunner.rules.iteration import OrcaRule
+from xrunner.rules.paged import PagedRule
+from xrunner.rules.room import Rooms
 from xrunner.rules.rra import RraRule
 from xrunner.rules.static import StaticRule
-from xrunner.rules.steps import StepKind
+from xrunner.rules.steps import StepKind, set_forecaster
 from xrunner.rules.waa import SystemLimits, WaaDecodeRule, WaaEncodeRule
 from xsimulator import native
 from xsimulator.replay import native_replay
 from xsimulator.replay.job import Replayer, replay_job
-from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady_replay import steady_replay
 from xsimulator.replay.steady_state import steady_figures
-from xsimulator.rough.formulas import fixed_estimate
-
-LONGEST = 320  # tokens of a request with its output
-PLANS = {"a40-4": [(1, 0), (2, 4), (4, 4)], "a40-8": [(1, 0), (2, 4), (4, 8)],
-         "a40-16": [(1, 0), (2, 8)]}
-POOL = ("decoded", "encoded", "tokens", "context", "memory_tokens", "memory_s", "start_s", "end_s")
-TIMES = ("arrival_s", "start_s", "first_token_s", "last_token_s")
 
 pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no compiler")
-
-
-class Times(TakenAsTrue):
-    """The roofline's times in whole units of `unit` (0: unchanged), so that events of both pools
-    coincide; infinite beyond `most` rows, and refused beyond `refused`."""
-
-    unit, most, refused = 0.0, np.inf, np.inf
-
-    def operator_s(self, operator, x, y=0.0, *, tp_degree=1):
-        if operator is Operator.DECODE_ATTENTION and np.max(x) > self.refused:
-            raise XgptError("nobody knows")
-        seconds = self._whole(super().operator_s(operator, x, y, tp_degree=tp_degree))
-        return np.where(np.asarray(x) > self.most, np.inf, seconds)
-
-    def message_s(self, kind, num_bytes, link, *, tp_degree=1):
-        return self._whole(super().message_s(kind, num_bytes, link, tp_degree=tp_degree))
-
-    def _whole(self, seconds):
-        return np.ceil(seconds / self.unit) * self.unit if self.unit else seconds
-
-
-def drawn(rng, model, policy, sizes, *, cluster="a40-4", of_one=0.2, facts=None, plans=None,
-          **config):
-    """(problem, timing, estimate, lengths) of a job whose number of requests is drawn from `sizes`.
-    of_one: share of requests with one output token."""
-    size = int(rng.integers(*sizes))
-    inputs, outputs = rng.integers(1, 200, size), rng.integers(1, LONGEST - 200, size)
-    outputs[rng.random(size) < of_one] = 1
-    problem = problem_of(model, cluster, joint_empirical(np.stack([inputs, outputs], axis=1)))
-    timing = Times(problem.model, problem.cluster.device, problem.dtype)
-    if facts is not None:
-        timing.facts = facts
-    plans = plans or PLANS[cluster]
-    degree, gpus = plans[rng.integers(len(plans))]
-    estimate = fixed_estimate(policy, problem, timing, FixedSchedule(
-        tp_degree=degree, tp_gpus=gpus, **config))
-    return problem, timing, estimate, QueryLengths(inputs=inputs, outputs=outputs,
-                                                   most_outputs=outputs)
-
-
-def same_both_ways(monkeypatch: pytest.MonkeyPatch,
-                   replayed: Callable[[], ReplayResult]) -> ReplayResult:
-    """The result of both replays, after a check that they are equal to the bit."""
-    quick = replayed()
-    with monkeypatch.context() as patched:
-        patched.setattr(native_replay, "native", lambda: None)
-        by_rule = replayed()
-    for result, is_by_rule in ((quick, False), (by_rule, True)):
-        assert isinstance(result.pools[0].steps, list) == is_by_rule, "else both are the same"
-    assert quick.preemptions == by_rule.preemptions
-    parts = [(quick.times, by_rule.times, TIMES)]
-    for pool, other in zip(quick.pools, by_rule.pools, strict=True):
-        assert pool.name == other.name and pool.steps == list(other.steps)
-        parts.append((pool, other, POOL))
-    parts += [(*links, ("step", "start_s", "end_s")) for links in zip(
-        quick.handovers, by_rule.handovers, strict=True)]
-    for one, other, names in parts:
-        for name in names:
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
-    return quick
 
 
 # --- one pool ---------------------------------------------------------------------------------
@@ -199,6 +131,67 @@ def test_paged_rules(monkeypatch, policy):
         job = paged_of(policy, np.random.default_rng(seed), ("opt-13b", "t5-11b")[seed % 3 == 2])
         evicted += same_both_ways(monkeypatch, lambda job=job: replay_job(*job)).preemptions
     assert evicted > 20, "else there was room for all"
+
+
+FORECASTS = (
+    Forecasting(), Forecasting(kind="known"), Forecasting(kind="class", width=15, accuracy=0.6),
+    Forecasting(kind="distribution", use="expected"), Forecasting(kind="distribution", use="least"),
+    Forecasting(kind="mean", bins=3), Forecasting(kind="class", width=40, use="least"))
+
+
+def tight_of(name, rng, mean_input, admission):
+    """A rule whose requests hardly fit."""
+    if name in RULES:
+        rule = RULES[name](rng, mean_input)()
+        tokens = rule.num_groups * int(rng.integers(LONGEST, 1000))
+        rule.rooms = Rooms.even(rule.num_groups, tokens, admission)
+        return rule
+    groups = int(rng.integers(1, 5))
+    return PagedRule(is_chunked=name == "sarathi", num_groups=groups, admission=admission,
+                     max_active=groups + int(rng.integers(60)),
+                     kv_tokens=groups * int(rng.integers(340, 1000)),
+                     token_budget=int(rng.integers(20, 400)))
+
+
+def looking_ahead(seed, name, admission, made, *, learns=False):
+    """A function that replays a job by a rule of this admission, which it appends to `made`."""
+    rng = np.random.default_rng(seed)
+    problem, timing, estimate, queries = drawn(
+        rng, ("opt-13b", "t5-11b")[seed % 5 == 4], "rra", (30, 160), encode_batch=4,
+        decode_iterations=9)
+    queries = replace(queries, most_outputs=np.minimum(
+        queries.outputs + rng.integers(0, 90), LONGEST - queries.inputs))
+    estimate = replace(estimate, controls=replace(estimate.controls, admission=admission))
+
+    def replayed():
+        made.append(tight_of(name, np.random.default_rng(seed), queries.inputs.mean(), admission))
+        set_forecaster(made[-1], forecaster_of(problem, admission.forecast, learns=learns))
+        return Replayer(problem, timing, estimate).run(queries, rules=[made[-1]])
+
+    return replayed
+
+
+@pytest.mark.parametrize("rule_name", ADMISSION_RULES)
+@pytest.mark.parametrize("name", [*RULES, "sarathi", "vllm"])
+def test_admission_that_looks_ahead(monkeypatch, name, rule_name):
+    evicted = 0
+    for seed, forecast in enumerate(FORECASTS):
+        admission = Admission(rule=rule_name, forecast=forecast, after_free=bool(seed % 2))
+        made = []
+        quick = same_both_ways(monkeypatch, looking_ahead(seed, name, admission, made))
+        budget = sum(room.tokens for room in made[0].rooms.of_group)
+        assert quick.pools[0].memory_tokens.max() <= budget
+        assert not np.isnan(quick.times.last_token_s).any()
+        assert made[0].rooms.evicts or not quick.preemptions
+        evicted += quick.preemptions
+    assert evicted > 5 or rule_name in ("reserve", "reserve-static"), evicted
+
+
+def test_forecasts_that_learn_are_made_by_the_rules_themselves():
+    admission = Admission(rule="future-peak", forecast=Forecasting(kind="mean"))
+    steps = [looking_ahead(0, "rra", admission, [], learns=learns)().pools[0].steps
+             for learns in (False, True)]
+    assert [isinstance(one, list) for one in steps] == [False, True]
 
 
 # --- two pools --------------------------------------------------------------------------------

@@ -1,0 +1,157 @@
+/* A replay of a single pool whose groups have rooms (xrunner/rules/room.py): the waiting line,
+ * admission and eviction, and the requests and tokens of each step (xsimulator/replay/pool.py,
+ * queries.py), whatever the rule. */
+#pragma once
+
+#include <stdint.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "pool_replay.h"
+#include "room.h"
+
+namespace xgpt_rooms {
+
+/* `left`: iterations to go; `made`: tokens generated before its latest eviction. */
+struct Query : xgpt_replay::Query {
+    int64_t inputs, left, made = 0;
+};
+
+/* A group's rows and room, and its partly encoded request. RRA's chunks of a phase: requests
+ * assigned from `begin` on, their tokens, and those of a chunk. */
+struct Group : xgpt_replay::Rows<Query> {
+    xgpt_room::Room room;
+    int64_t slots = 0, steps = 0, part = -1, part_done = 0;
+    std::vector<int64_t> dealt;
+    size_t begin = 0;
+    int64_t tokens = 0, size = 0;
+
+    int64_t waiting() const { return static_cast<int64_t>(dealt.size() - begin); }
+};
+
+/* What rooms decide by, and arrays of requests: inputs, most tokens, iterations. */
+struct Asked {
+    xgpt_room::Terms terms;
+    xgpt_room::Requests forecasts;
+    const int64_t *inputs, *reserves, *left;
+};
+
+class Replay : public xgpt_replay::PoolReplay<Query, Group> {
+protected:
+    Replay(const xgpt_replay::Given &given, int64_t num_groups, int64_t num_queries,
+           const Asked &asked, const int64_t *slots)
+        : PoolReplay(given, num_groups, num_queries), num_groups_(num_groups),
+          requests_(asked.forecasts), line_(num_queries) {
+        for (int64_t q = 0; q < num_queries; ++q) {
+            queries[q] = {{}, asked.inputs[q], asked.left[q]};
+            requests_.all.push_back({asked.reserves[q], asked.inputs[q]});
+        }
+        for (int64_t g = 0; g < num_groups; ++g) {
+            groups_[g].slots = slots[g];
+            groups_[g].room.open(asked.terms, requests_);
+        }
+        std::iota(line_.begin(), line_.end(), int64_t{0});
+    }
+
+    int64_t num_groups_, turn_ = 0, next_ = 0;
+    xgpt_room::Requests requests_;
+    std::vector<int64_t> line_;  // requests in line, from `next_` on
+
+    int64_t num_waiting() const { return static_cast<int64_t>(line_.size()) - next_; }
+    int64_t tokens(int64_t q) const { return requests_.all[q].tokens; }
+
+    /* ContinuousRule.next_group */
+    int64_t next_in_turn() const {
+        for (int64_t ahead = 0; ahead < num_groups_; ++ahead) {
+            const int64_t g = (turn_ + ahead) % num_groups_;
+            if (num_waiting() || groups_[g].room.active) return g;
+        }
+        return -1;
+    }
+    void begin(Group &group) {
+        begin_turn(group, [&](int64_t q) { group.room.finish(q); });
+    }
+    /* Rooms.admit */
+    static bool admit(Group &group, int64_t q, int64_t most, bool decodes) {
+        if (group.room.active >= most || !group.room.has_room(q, decodes)) return false;
+        group.room.admit(q, decodes);
+        return true;
+    }
+    /* The first in line, if the group has admitted it; else -1. */
+    int64_t admitted(Group &group, int64_t most, bool decodes) {
+        if (!num_waiting() || !admit(group, line_[next_], most, decodes)) return -1;
+        return line_[next_++];
+    }
+    /* Rooms.make_room; a partly encoded request starts at its first chunk again. */
+    void make_room(Group &group) {
+        while (group.room.is_short()) {
+            const int64_t q = group.room.evict();
+            line_[--next_] = q;
+            moved_.push_back(q);
+            if (q != group.part) continue;
+            group.tokens -= tokens(q) - group.part_done;
+            group.part = -1;
+        }
+    }
+    /* Encodes chunks of at most `left` tokens. next() admits a request, -1: none; whole(request)
+     * is called with those whose last chunk is in. Returns the tokens encoded. */
+    template <class Next, class Whole>
+    int64_t encode(Group &group, int64_t left, const Next &next, const Whole &whole) {
+        const int64_t all = left;
+        while (left > 0) {
+            if (group.part < 0) {
+                if ((group.part = next()) < 0) break;
+                group.part_done = 0;
+            }
+            const int64_t size = std::min(left, tokens(group.part) - group.part_done);
+            chunk(group.part, group.part_done, size);
+            group.part_done += size;
+            left -= size;
+            if (group.part_done < tokens(group.part)) continue;
+            joined_.push_back(group.part);
+            whole(std::exchange(group.part, -1));
+        }
+        return all - left;
+    }
+    void encode_whole() {
+        for (int64_t q : joined_) chunk(q, 0, queries[q].inputs + queries[q].made);
+    }
+    /* PoolHead._execute, if there is a step */
+    void execute(Group &group, int64_t g, bool decodes, int64_t phase, int64_t iteration) {
+        const bool encodes = !line.sizes.spans.empty();
+        if (!decodes && !encodes) return;
+        evict_rows(group, g);
+        if (decodes) decode(group, g);
+        for (int64_t q : joined_) {
+            Query &query = queries[q];
+            if (query.made) query.left -= gives_token_;  // encoded again: one more token
+            enter(group, g, q, query.inputs + query.made, query.left);
+        }
+        work(group, !encodes ? xgpt_replay::DECODE
+                    : decodes ? xgpt_replay::MIXED
+                              : xgpt_replay::ENCODE, g, phase, iteration);
+    }
+    void note_memory() {
+        int64_t held = 0;
+        for (const Group &group : groups_) held += group.room.held;
+        line.note_memory(held, now_);
+    }
+
+private:
+    void evict_rows(Group &group, int64_t g) {
+        for (int64_t q : moved_) {
+            Query &query = queries[q];
+            if (query.group != g) continue;  // it was encoded in part
+            const int64_t left = query.end - group.iterations;
+            group.leave(query);
+            query.made += gives_token_ + query.left - left;
+            query.left = left;
+            preemptions += 1;
+        }
+    }
+};
+
+}  // namespace xgpt_rooms
