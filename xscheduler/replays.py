@@ -72,7 +72,10 @@ class Replays:
             outputs = with_limit_length(outputs, problem.lengths.outputs.quantile(
                 problem.constraint.quantile))
         try:
-            figures = steady_replay(problem, self.timing, estimate, planned_queries(
+            # formed batches of one job have no steady state: its first ones differ from its last
+            steady = estimate.changed(batches=None) if estimate.variables.get("batches") else (
+                estimate)
+            figures = steady_replay(problem, self.timing, steady, planned_queries(
                 problem, inputs, outputs), self._clocks)
         except XgptError:  # a request that never fits
             figures = None

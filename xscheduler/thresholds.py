@@ -9,7 +9,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xscheduler.evaluator import Evaluator
 
 # chosen: a cost is tokens, or seconds, times the requests of a batch; the first stands if equal
-THRESHOLDS = (math.inf, *(10.0 * 2**power for power in range(12)))
+THRESHOLDS = (math.inf, *(10.0 * 4**power for power in range(6)))
 
 
 def with_threshold(problem: Problem, evaluator: Evaluator, schedule: Schedule) -> Schedule:
