@@ -2,7 +2,7 @@
 adjusted, admitted and forecast."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from functools import cache
 from typing import Annotated, Any
 
@@ -60,7 +60,7 @@ AUTO = "auto"
 _PARTS = ("decode_micro_batches", "encode_micro_batches")
 _OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle", "admission", "forecast",
                   "batches", "system"}
-_RULES = (AUTO, *ADMISSION_RULES)
+_RULES, _USUAL = (AUTO, *ADMISSION_RULES), Forecasting()
 
 
 def _forecast_kinds() -> tuple[str, ...]:
@@ -70,17 +70,13 @@ def _forecast_kinds() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Forecast:
-    """Keys of `schedule.forecast`; None for the defaults of xgpt.core.controls.Forecasting."""
+    """Keys of `schedule.forecast`."""
 
     kind: Annotated[str, choice(_forecast_kinds)]
-    bins: Annotated[int, whole(1, MOST_PARTS)] | None = None
-    width: Annotated[int, whole(1, MAX_LENGTH_TOKENS)] | None = None
-    accuracy: Annotated[float, number("above 0 and at most 1", gt=0, le=1)] | None = None
-    use: Annotated[ForecastValue, choice(FORECAST_VALUES)] | None = None
-
-    def built(self) -> Forecasting:
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        return Forecasting(**{name: value for name, value in own.items() if value is not None})
+    bins: Annotated[int, whole(1, MOST_PARTS)] = _USUAL.bins
+    width: Annotated[int, whole(1, MAX_LENGTH_TOKENS)] = _USUAL.width
+    accuracy: Annotated[float, number("above 0 and at most 1", gt=0, le=1)] = _USUAL.accuracy
+    use: Annotated[ForecastValue, choice(FORECAST_VALUES)] = _USUAL.use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +191,7 @@ def _admission_of(own: Any, reading: Reading) -> Admission:
         if engine is not None and engine.value != OWN_ENGINE and value != usual:
             reading.reject(f"schedule.{key}", f"{usual} (or left out) with run.engine "
                            f"{engine.value}: that engine admits requests itself, and evicts none")
-    return Admission(rule=None if rule == AUTO else rule, forecast=asked.built(),
+    return Admission(rule=None if rule == AUTO else rule, forecast=Forecasting(**asdict(asked)),
                      after_free=after_free)
 
 

@@ -1,8 +1,8 @@
 """Forecasts that requests bring with them, and those that a run began with, which its folder keeps.
 
     `forecasts.npz`   `asked`: the kind of forecast, as JSON. `forecasts`: [queries, 3] of each
-                      query of the spool; 0 for those that are made when it is admitted. `edges`,
-                      `counts`: known outputs (xrunner.rules.forecast), from which others are made.
+                      query of the spool, unless they are learned while it runs. `edges`, `counts`:
+                      known outputs (xrunner.rules.forecast), from which others are made.
 
 A run that is continued goes on by them, as long as the job asks for the same kind."""
 
@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -51,17 +52,18 @@ def given_forecast(kind: str) -> GivenForecast:
     return forecast
 
 
-class KeptForecasts:
-    """The forecasts that a run began with."""
+class KeptForecasts(NamedTuple):
+    """The forecasts that a run began with: [queries, 3], none if they are learned while it runs."""
 
-    def __init__(self, forecasting: Forecasting, forecasts: IntArray, known: KnownOutputs) -> None:
-        """`forecasts`: [queries, 3], 0 for those made at admission."""
-        self.forecasting, self.forecasts, self.known = forecasting, forecasts, known
+    forecasting: Forecasting
+    forecasts: IntArray
+    known: KnownOutputs
 
     @property
-    def place(self) -> int:
-        """Column of the value that admission reads."""
-        return FORECAST_VALUES.index(self.forecasting.use)
+    def admitted(self) -> IntArray | None:
+        """What admission reads of each query's forecast, [queries]; None if they are learned."""
+        place = FORECAST_VALUES.index(self.forecasting.use)
+        return None if self.forecasting.is_learned else self.forecasts[:, place].copy()
 
     def forecaster(self, results: Path | None = None) -> LengthForecaster:
         """A new forecaster, which learns from requests that end. It begins with those in
@@ -72,18 +74,11 @@ class KeptForecasts:
                 own.ended(*pair)
         return own
 
-    def save(self, output: Path) -> None:
-        path = output / FORECASTS_FILE
-        with temporary_of(path).open("wb") as file:
-            np.savez(file, asked=np.array(json.dumps(asdict(self.forecasting))),
-                     forecasts=self.forecasts, **self.known._asdict())
-        temporary_of(path).replace(path)
-
 
 def load_forecasts(output: Path) -> KeptForecasts | None:
     """The forecasts of the run in a folder; None for one that forecasts each request at its cap."""
     try:
-        with np.load(output / FORECASTS_FILE) as kept:
+        with (output / FORECASTS_FILE).open("rb") as file, np.load(file) as kept:
             return KeptForecasts(Forecasting(**json.loads(str(kept["asked"]))), kept["forecasts"],
                                  KnownOutputs(kept["edges"], kept["counts"]))
     except (OSError, ValueError, EOFError, LookupError, TypeError, BadZipFile):
@@ -94,16 +89,19 @@ def keep_forecasts(output: Path, problem: Problem, queries: QueryLengths, rows: 
                    is_continued: bool) -> str:
     """Keeps the forecasts that a run begins with, unless it goes on by those in its folder. Returns
     a note for the user, or "". `queries`: all requests of the job. `rows`: those of the run."""
-    before, forecasting = load_forecasts(output), problem.adjustment.admission.forecast
-    if is_continued and before is not None and before.forecasting == forecasting:
+    before, asked = load_forecasts(output), problem.adjustment.admission.forecast
+    if is_continued and before is not None and before.forecasting == asked:
         return ""
-    (output / FORECASTS_FILE).unlink(missing_ok=True)
-    if forecasting.kind == CAP:
+    path = output / FORECASTS_FILE
+    path.unlink(missing_ok=True)
+    if asked.kind == CAP:
         return ""
-    own, found = forecaster_of(problem, forecasting), with_forecasts(queries, problem, forecasting)
-    assert found.forecasts is not None, f"{forecasting = }"
-    KeptForecasts(forecasting, found.forecasts[rows] * (not forecasting.is_learned),
-                  own.known).save(output)
-    return "" if own.known.counts.any() or not forecasting.is_learned else (
-        f"note: no lengths are known to forecast {forecasting.kind} from: requests begin at their "
-        "caps, until some have finished")
+    known, found = forecaster_of(problem, asked).known, with_forecasts(queries, problem, asked)
+    assert found.forecasts is not None, f"{asked = }"
+    with temporary_of(path).open("wb") as file:
+        np.savez(file, asked=np.array(json.dumps(asdict(asked))), **known._asdict(),
+                 forecasts=found.forecasts[rows[:0] if asked.is_learned else rows])
+    temporary_of(path).replace(path)
+    return "" if known.counts.any() or not asked.is_learned else (
+        f"note: no lengths are known to forecast {asked.kind} from: requests begin at their caps, "
+        "until some have finished")

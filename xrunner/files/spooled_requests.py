@@ -320,7 +320,7 @@ class SpooledQueries(Sequence[PreparedQuery]):
 
     def __init__(self, spool: Spool, plan: RunPlan) -> None:
         self.spool, self._plan, kept = spool, plan, load_forecasts(plan.output)
-        self._forecasts = None if kept is None else kept.forecasts[:, kept.place]
+        self._forecasts = None if kept is None else kept.admitted
 
     def __len__(self) -> int:
         return len(self.spool)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xgpt.core.controls import CLASS
+from xgpt.core.controls import CLASS, FORECAST_VALUES
 from xgpt.core.lengths import IntArray
 from xgpt.report.output import QueryColumns
 from xgpt.requests.spool import Spool
@@ -43,7 +43,7 @@ def forecast_figures(output: Path, queries: QueryColumns) -> ForecastFigures | N
         kept.forecasts[:len(outputs)])
     has_answer = outputs > 0
     (least, expected, most), came = rows[has_answer].T, outputs[has_answer]
-    admitted = rows[has_answer, kept.place]
+    admitted = rows[has_answer, FORECAST_VALUES.index(kept.forecasting.use)]
     return ForecastFigures(
         kind=kept.forecasting.kind, coverage=float(np.mean((least <= came) & (came <= most))),
         outgrown=float(np.mean(came > admitted)),
