@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from xgpt.core.constraint import Metric, Prospect
@@ -263,7 +263,7 @@ def controls_line(estimate: Estimate) -> str:
     """The policy and its control variables, in a few words."""
     groups, title = estimate.deployment.num_groups, policy(estimate.policy).title
     in_groups = f", in {groups} micro-batches" if groups > 1 else ""
-    more = "".join(f", {words}" for words in _others(estimate))
+    more = "".join(f", {words}" for words in (*_others(estimate), *_batches(estimate)))
     if (most := value_of(estimate, "max_active")) is not None:
         budget = value_of(estimate, "token_budget")
         within = f", {budget} tokens a step" if budget else ""
@@ -281,6 +281,19 @@ def controls_line(estimate: Estimate) -> str:
     if iterations is not None:
         text += f", then {counted(iterations, 'decode iteration')}"
     return text + more + in_groups
+
+
+def _batches(estimate: Estimate) -> Iterator[str]:
+    """Yields how static batches are formed, unless they are cut from the input's order."""
+    if (own := estimate.variables.get("batches")) is None:
+        return
+    weights = [f"{weight:g} x {name}" for name, weight in (
+        ("deadline", own.deadline), ("length", own.length)) if weight]
+    yield f"at most {own.most} by {' + '.join(weights) or 'input order'}"
+    if own.threshold is not None and math.isfinite(own.threshold):
+        yield f"cost up to {own.threshold:g}"
+    if own.pack is not None:
+        yield f"{own.pack:,} output tokens"
 
 
 def placement(shape: Estimate) -> str:

@@ -5,6 +5,8 @@ decoding.
     period = encoding + M cycles, M = mean of the largest D of B requests
     throughput = B / period"""
 
+import math
+
 import numpy as np
 
 from xgpt.core.controls import Controls, StaticControls
@@ -18,12 +20,17 @@ from xsimulator.rough.ranges import cross_product, grid_of
 class Static(OnePool):
     """Rough formula of FT (encode_batch, decode_micro_batches), DSI (also encode_micro_batches)."""
 
+    @property
+    def _most(self) -> float:
+        """Most requests of a batch that the job allows."""
+        formed = self.problem.adjustment.batches
+        return math.inf if formed is None else formed.most
+
     def points(self, plan: tuple[int, int]) -> IntArray:
         pool, fixed = self._pool(*plan), self.problem.fixed
         room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
         most = max(min(int(room / max(self._workload.reserve, 1.0)), self._most_queries()), 1)
-        if (formed := self.problem.adjustment.batches) is not None:
-            most = min(most, formed.most)
+        most = int(min(most, self._most))
         groups = sorted({1, max(pool.stages // 2, 1), pool.stages, 2 * pool.stages})
         given = fixed.value_of("decode_micro_batches")
         batches = grid_of(most, fixed.value_of("encode_batch"), 1.25)
@@ -36,7 +43,7 @@ class Static(OnePool):
         return np.array(found, np.int64)
 
     def _groups(self, pool: TimedPool, point: tuple[int, ...]) -> int:
-        return int(min(point[1], point[0]))
+        return int(min(point[1], point[0], self._most))
 
     def _rough(self, pool: TimedPool, points: FloatArray) -> RoughFigures:
         work, (batch, groups, encodes) = self._workload, self._columns(points)
@@ -68,7 +75,7 @@ class Static(OnePool):
             present=batch, kv_tokens=tokens, memory_bytes=pool.memory.fullest(tokens, rows, heads))
 
     def _columns(self, points: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        batch = points[:, 0]
+        batch = np.minimum(points[:, 0], self._most)
         groups = np.minimum(points[:, 1], batch)
         parts = np.maximum(points[:, 2] // groups, 1.0) if points.shape[1] > 2 else 1.0
         parts = np.minimum(parts, np.ceil(batch / groups))
@@ -82,11 +89,11 @@ class Static(OnePool):
 
     def _controls(self, point: tuple[int, ...], groups: int, found: dict[str, float],
                   ) -> tuple[Controls, float, float]:
-        parts = point[2] // groups if len(point) > 2 else 1
-        parts = min(max(parts, 1), -(-point[0] // groups))
+        batch, parts = int(min(point[0], self._most)), point[2] // groups if len(point) > 2 else 1
+        parts = min(max(parts, 1), -(-batch // groups))
         controls = StaticControls(
-            policy=self.policy, encode_batch=int(point[0]), decode_micro_batches=groups,
+            policy=self.policy, encode_batch=batch, decode_micro_batches=groups,
             encode_micro_batches=int(groups * parts), batches=self.problem.adjustment.batches,
             forecast=self.problem.adjustment.admission.forecast)
-        rounds = float(self._workload.rounds(np.array([float(point[0])]))[0])
-        return controls, int(point[0]), rounds
+        rounds = float(self._workload.rounds(np.array([float(batch)]))[0])
+        return controls, batch, rounds

@@ -79,6 +79,9 @@ def test_a_model_of_two_halves_evicts_nothing(tmp_path):
     model = JOB.replace("opt-125m", "t5-11b")
     assert mistakes(tmp_path, "schedule.admission=greedy", text=model)[0][0] == "schedule.admission"
     opened(tmp_path, "schedule.admission=future-peak", text=model)
+    batches = "schedule={policy: ft, batches: {}, forecast: mean}"
+    assert mistakes(tmp_path, batches, text=model)[0][0] == "schedule.forecast"
+    opened(tmp_path, batches.replace("mean", "cap"), text=model)
 
 
 def test_an_entry_point_forecasts_by_input_tokens_and_text(tmp_path, monkeypatch):
