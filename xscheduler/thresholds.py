@@ -1,5 +1,5 @@
 """The threshold of a static batch's cost (xrunner.rules.static.BatchFormer), chosen after the
-schedule: replays of the job say which has the fewest requests late, then the shortest makespan."""
+schedule by replays of the job: fewest requests late, then shortest makespan."""
 
 import math
 from dataclasses import replace
@@ -8,8 +8,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xscheduler.evaluator import Evaluator
 
-# chosen: a cost is tokens, or seconds, times the requests of a batch; the first stands if equal
-THRESHOLDS = (math.inf, *(10.0 * 4**power for power in range(6)))
+THRESHOLDS = (math.inf, *(10.0 * 4**power for power in range(6)))  # chosen
 
 
 def with_threshold(problem: Problem, evaluator: Evaluator, schedule: Schedule) -> Schedule:
@@ -18,16 +17,15 @@ def with_threshold(problem: Problem, evaluator: Evaluator, schedule: Schedule) -
     if batches is None or batches.threshold is not None or not problem.num_queries:
         return schedule
 
-    def formed(threshold: float) -> Estimate:
-        own = {"batches": replace(batches, threshold=threshold)}
-        first, *others = (shape.changed(**own) for shape in schedule.estimate.shapes)
-        return first.beside(tuple(others))
-
-    def judged(threshold: float) -> tuple[float, float]:
+    def judged(estimate: Estimate) -> tuple[float, float]:
         """(share of requests late, makespan in seconds)"""
-        job = evaluator.job(formed(threshold))
-        if job is None:
-            return 1.0, math.inf
-        return 0.0 if job.ends is None else 1.0 - job.ends.in_time(), job.wall_s
+        job = evaluator.job(estimate)
+        return (1.0, math.inf) if job is None else (
+            0.0 if job.ends is None else 1.0 - job.ends.in_time(), job.wall_s)
 
-    return schedule.changed(estimate=formed(min(THRESHOLDS, key=judged)))
+    tried = []
+    for threshold in THRESHOLDS:
+        first, *others = (shape.changed(batches=replace(batches, threshold=threshold))
+                          for shape in schedule.estimate.shapes)
+        tried.append(first.beside(tuple(others)))
+    return schedule.changed(estimate=min(tried, key=judged))

@@ -22,7 +22,6 @@ from xgpt.report.notebook import Printed
 from xgpt.report.table import paragraph, table
 from xgpt.report.words import counted
 from xprofiler.timing import TimingSource
-from xrunner.rules.forecast import with_forecasts
 from xrunner.rules.static import padding
 from xscheduler.planner import PlanOptions
 from xsimulator.replay.job import planned_queries
@@ -71,7 +70,7 @@ class Systems(Printed):
 
     problem: Problem
     requests: int
-    rows: tuple[SystemFigures, ...]
+    systems: tuple[SystemFigures, ...]
 
     def __str__(self) -> str:
         problem, kind = self.problem, self.problem.adjustment.admission.forecast.kind
@@ -80,24 +79,25 @@ class Systems(Printed):
                       f"{problem.cluster.num_devices} x {problem.cluster.device.name}, simulated; "
                       f"forecast: {kind}"), "",
             table(("system", "makespan", "latency", "P99", "late", "superfluous", "padded"),
-                  [row.cells for row in self.rows], right=range(1, 7)), "",
-            paragraph("late: requests after their deadlines. superfluous: output tokens that rows "
-                      "are decoded beyond their ends. padded: input tokens that an engine which "
-                      "pads inputs would compute; FT's runner pads none.")])
+                  [row.cells for row in self.systems], right=range(1, 7)), "",
+            paragraph("latency: the mean. late: requests after their deadlines. superfluous: "
+                      "output tokens of rows that are decoded beyond their ends. padded: input "
+                      "tokens that an engine which pads inputs would compute; FT's runner pads "
+                      "none.")])
 
     def to_dict(self) -> dict[str, Any]:
         """The `--json` object: a list of systems, each with its batches."""
-        return {"systems": self.rows}
+        return {"systems": self.systems}
 
 
 def compare_systems(opened: OpenedJob, timing: TimingSource, names: Sequence[str]) -> Systems:
     """Plans the job for each system of these names, for RRA and for Sarathi, and replays its
     requests. Raises InfeasibleError where one has no schedule."""
     problem, rows = opened.problem, []
-    queries = with_forecasts(_requests_of(problem), problem, problem.adjustment.admission.forecast)
-    for name, of, batches in (
-            *((row.name, STATIC, row.settings) for row in SYSTEMS if row.name in names),
-            *((policy(of).title, of, None) for of in BESIDE)):
+    queries = _requests_of(problem)
+    assert queries.deadlines_s is not None
+    for name, of, batches in (*((name, STATIC, SYSTEMS[name].settings) for name in names),
+                              *((policy(of).title, of, None) for of in BESIDE)):
         own = replace(
             problem, adjustment=replace(problem.adjustment, batches=batches),
             fixed=FixedSchedule(policies=(of,), replicas=problem.fixed.replicas),
@@ -106,14 +106,13 @@ def compare_systems(opened: OpenedJob, timing: TimingSource, names: Sequence[str
         estimate = plan_job(replace(opened, problem=own), timing,
                             PlanOptions(horizon="job")).schedule.estimate
         result = replayer_of(own, timing, estimate).run(queries)
-        assert queries.deadlines_s is not None
         late = result.times.last_token_s > queries.deadlines_s
         rows.append(SystemFigures(
             name=name, estimate=estimate, makespan_s=result.makespan_s, late=int(late.sum()),
             latency_mean_s=float(result.latency_s.mean()),
             latency_p99_s=float(np.quantile(result.latency_s, 0.99)),
             batches=tuple(_batches(result, queries, late)) if of == STATIC else ()))
-    return Systems(problem=problem, requests=len(queries.inputs), rows=tuple(rows))
+    return Systems(problem=problem, requests=len(queries.inputs), systems=tuple(rows))
 
 
 def _requests_of(problem: Problem) -> QueryLengths:
@@ -135,8 +134,7 @@ def _batches(result: ReplayResult, queries: QueryLengths, late: BoolArray) -> li
     found, written = [], np.zeros(len(queries.inputs), np.int64)
     for pool in result.pools:
         places = np.arange(len(written)) if pool.requests is None else pool.requests
-        members: dict[int, list[int]] = {}  # by batch
-        rounds = dict[int, int]()
+        members, rounds = dict[int, list[int]](), dict[int, int]()  # by batch
         for step in pool.steps:
             members.setdefault(step.phase, []).extend(step.joined)
             rounds[step.phase] = step.iteration

@@ -22,10 +22,10 @@ from xgpt.cli.options import (
     within_seconds,
 )
 from xgpt.cli.terminal import Terminal, say, show
-from xgpt.core.errors import InfeasibleError, MissingExtraError, UnknownNameError, wrong
+from xgpt.core.errors import InfeasibleError, MissingExtraError, nearest, wrong
 from xgpt.core.schedule_file import load_schedule, plain, save_schedule, to_json
 from xgpt.core.system.whole_file import write_atomically
-from xgpt.core.systems import system, system_names
+from xgpt.core.systems import SYSTEMS
 from xgpt.core.units import parse_share
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_file import load_job
@@ -50,12 +50,10 @@ def _share(_context: click.Context, _parameter: click.Parameter, text: str | Non
 
 def _systems(_context: click.Context, _parameter: click.Parameter,
              text: str | None) -> tuple[str, ...]:
-    names = tuple(filter(None, (text or "").split(",")))
+    names = tuple(text.split(",")) if text else ()
     for name in names:
-        try:
-            system(name)
-        except UnknownNameError as unknown:
-            raise click.BadParameter(str(unknown)) from None
+        if name not in SYSTEMS:
+            raise click.BadParameter(nearest(name, [*SYSTEMS]))
     return names
 
 
@@ -186,7 +184,7 @@ def export(job_file: Path, overrides: tuple[str, ...], as_json: bool, to: str, i
               "FILE.trace.json.gz for Perfetto.")
 @click.option("--systems", metavar="NAMES", callback=_systems,
               help=f"Compare systems of static batches with RRA and Sarathi instead: some of "
-              f"{','.join(system_names())}.")
+              f"{','.join(SYSTEMS)}.")
 @within_seconds
 @verbose_option
 def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,

@@ -9,7 +9,7 @@ are decoded to their longest forecast: who is not done by then waits again, with
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from xgpt.core.controls import Batches, StaticControls
 from xgpt.core.schedule import Estimate
@@ -82,12 +82,6 @@ class BatchFormer:
             if count and is_beyond:
                 return place
         return len(line)
-
-    def batches_of(self, line: Sequence[Waiting]) -> Iterator[int]:
-        """Yields the end of each batch that a whole line makes."""
-        end = 0
-        while end < len(line):
-            yield (end := self.take(line, end))
 
 
 def padding(inputs: Sequence[int], outputs: Sequence[int]) -> tuple[int, int]:

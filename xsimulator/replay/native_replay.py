@@ -228,8 +228,8 @@ def _formed(rule: StaticRule, job: ReplayJob) -> tuple[IntArray, IntArray, IntAr
     rule.former.note(int(lengths.inputs.max()), int(lengths.most_outputs.max()))
     line = rule.former.line(waiting)
     ends, begin = places + 1, 0
-    for end in rule.former.batches_of(line):
-        ends[begin], begin = end, end
+    while begin < len(line):
+        ends[begin] = begin = rule.former.take(line, begin)
     return outputs, np.array([one.query for one in line]), ends
 
 

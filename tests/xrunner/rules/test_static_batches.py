@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xgpt.core.controls import Batches
-from xgpt.core.systems import SYSTEMS, system
+from xgpt.core.systems import SYSTEMS
 from xrunner.rules.room import Waiting
 from xrunner.rules.static import OVERHEAD, BatchFormer, StaticRule, padding
 from xrunner.rules.steps import StepKind
@@ -25,10 +25,11 @@ def formed(batches, outputs, inputs=None, deadlines_s=(), *, most=1000, groups=1
     lengths = enumerate(zip(inputs, outputs, strict=True))
     line = former.line([Waiting(query, tokens + output, tokens, 0, output)
                         for query, (tokens, output) in lengths])
-    begin, found = 0, []
-    for end in former.batches_of(line):
-        found.append([one.query for one in line[begin:end]])
-        begin = end
+    found = []
+    while line:
+        end = former.take(line)
+        found.append([one.query for one in line[:end]])
+        line = line[end:]
     return found
 
 
@@ -45,7 +46,7 @@ def cost(batches):
 
 
 def test_in_input_order_three_requests_are_one_batch_of_174_tokens():
-    batches = formed(system("fifo").settings, OUTPUTS, INPUTS)
+    batches = formed(SYSTEMS["fifo"].settings, OUTPUTS, INPUTS)
     assert batches == [[0, 1, 2]] and cost(batches) == (6, 174)
 
 
@@ -75,7 +76,7 @@ def missed(trial_s, lengths, name, seed):
     """Share of 100 requests that miss their deadlines in batches of ten by the system `name`."""
     rng = np.random.default_rng(seed)
     deadlines_s = np.concatenate([rng.integers(least, most + 1, 20) for least, most in RANGES])
-    batches = formed(system(name).settings, [500] * 100, deadlines_s=deadlines_s.tolist())
+    batches = formed(SYSTEMS[name].settings, [500] * 100, deadlines_s=deadlines_s.tolist())
     assert [len(batch) for batch in batches] == [10] * 10
     ends_s = trial_s * np.cumsum(lengths) / sum(lengths)
     return np.mean([deadlines_s[query] < end for batch, end in zip(batches, ends_s, strict=True)
@@ -99,7 +100,7 @@ def outcome(name, seed):
     inputs = rng.lognormal(3.0, 0.5, 200).clip(4, 256).astype(int)
     deadlines_s = rng.integers(1, 351, 200)
     now_s, late = 0.0, 0
-    for batch in formed(system(name).settings, outputs.tolist(), inputs.tolist(),
+    for batch in formed(SYSTEMS[name].settings, outputs.tolist(), inputs.tolist(),
                         deadlines_s.tolist()):
         now_s += 20e-6 * len(batch) * inputs[batch].max() + 27.5e-3 * outputs[batch].max()
         late += int((now_s > deadlines_s[batch]).sum())
@@ -204,7 +205,7 @@ def test_equal_requests_keep_the_inputs_order(batches, count, output):
 
 
 def test_of_one_request_at_a_time_each_is_a_batch():
-    for row in SYSTEMS:
+    for row in SYSTEMS.values():
         found = formed(row.settings, [5, 3, 9], most=1)
         assert sorted(map(len, found)) == [1, 1, 1]
 
