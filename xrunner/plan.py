@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pydantic import TypeAdapter
 
 from xgpt.core.controls import LEAST_TOKENS
 from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.lengths import FloatArray
 from xgpt.core.schedule import Schedule
 from xgpt.core.system.whole_file import read_object, write_atomically
 from xrunner.checkpoint.identity import changed_files
@@ -74,7 +76,20 @@ class Execution:
     mean_output_tokens: float = 0.0  # expected of a request, for routing; 0: its max_tokens
     has_forms: bool = False  # the job holds all answers to a form: the tokenizer is read at once
     cuda_graphs: bool = False  # capture decode steps as CUDA graphs where possible
+    started_at: float = 0.0  # clock time at which the job's first command began
+    deadline_s: float = math.inf  # seconds from there, for requests without their own deadline
+    # seconds from there after which no request begins (infinite: but those with a deadline); None:
+    # all begin
+    expires_s: float | None = None
     aside: tuple[int, ...] = ()  # indices that this run leaves out (xgpt.app.running.run)
+
+
+    def expires_at(self, deadlines_s: FloatArray | None, query: int) -> float:
+        """Clock time after which a request does not begin. `deadlines_s`: of all, [requests]."""
+        if self.expires_s is None:
+            return math.inf
+        own_s = math.inf if deadlines_s is None else float(deadlines_s[query])
+        return self.started_at + min(self.expires_s, own_s)
 
 
 @dataclass(frozen=True, kw_only=True)

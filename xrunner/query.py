@@ -1,9 +1,11 @@
 """A request as the runner receives it, and its answer; free of torch, as the launcher is."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+EXPIRED = "expired"  # a request that had not begun when its deadline passed
 _GREEDY_BELOW = 1e-5  # chosen: logits divided by less may overflow float32
 
 
@@ -96,6 +98,7 @@ class PreparedQuery:
     choices: int = 1  # answers in one line of results
     asked: int = 0  # which input of its line it answers
     forecast: int = 0  # output tokens that admission counts with; 0: forecast when it is admitted
+    expires_at: float = math.inf  # clock time after which it does not begin
 
     @property
     def reserve_tokens(self) -> int:
@@ -117,7 +120,7 @@ class FinishedQuery:
 
     query: PreparedQuery
     output_ids: tuple[int, ...]
-    finish_reason: str  # "stop" | "length" | "error"
+    finish_reason: str  # "stop" | "length" | "error" | EXPIRED
     text: str
     encode_start_s: float  # when its prefill began
     first_token_s: float

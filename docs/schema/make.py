@@ -99,7 +99,8 @@ OPENAI_RESULT = of_keys({
 REQUEST_ERROR = of_keys({"line": whole("of the file of requests, from 1"),
                          "id": or_none(text("of the request, where it has one")),
                          "file": text("where there are several"),
-                         "error": text("why it cannot run")}, without=("file",))
+                         "error": text("why it cannot run"), "code": {"const": "expired"}},
+                        without=("file", "code"))
 OPENAI_ERROR = of_keys({
     "id": text("of the batch request"), "custom_id": or_none(text("of the request")),
     "error": or_none({"type": "object"}), "response": or_none({"type": "object"}),
@@ -129,6 +130,8 @@ LOADED = {"loaded_bytes": whole("of the model, by all ranks")}
 COUNTS = {"queries_before": whole("answered by earlier runs"),
           "queries_held": whole("done, while one before them is not"),
           "errors": whole("requests that cannot run"), "failed": whole("queries without an answer")}
+DEADLINES = {"with_deadline": whole("requests with a deadline that ended or expired"),
+             "in_time": whole("of these"), "expired": whole("that did not begin")}
 PAIR = of_keys({"measured": or_none(NUMBER), "predicted": or_none(NUMBER)},
                words="`predicted` is null where nothing was predicted of what was run.")
 PAIRS = ("throughput_qps", "output_tokens_per_s", *PERCENTILES, "wall_s", "load_s",
@@ -140,8 +143,9 @@ MEASURED = of_keys({
     "output_tokens_per_s": or_none(NUMBER), **{name: or_none(NUMBER) for name in PERCENTILES},
     "load_s": number("of the slowest rank"), **LOADED, "operators": or_none(text("whose served")),
     "overhead_share": or_none(number("of the time, that even the busiest stage waited")),
-    "changes": array({"type": "object"}), "stages": array(STAGE), "ranks": array(RANK)},
-    words="measured.json: the ranks' own account.")
+    "changes": array({"type": "object"}), "stages": array(STAGE), "ranks": array(RANK),
+    "began_s": number("from the job's first command to the first step"), **DEADLINES},
+    words="measured.json: the ranks' own account.", without=("began_s", *DEADLINES))
 METRICS = of_keys({
     "version": {"const": 1}, "name": text("of the job"), "status": {"enum": ["done", "stopped"]},
     "engine": text("what executed it"), "queries": whole("answered by all runs"), **COUNTS,
@@ -166,8 +170,10 @@ METRICS = of_keys({
         "of": whole("queries that count"), "share_over": number("of these"),
         "worst_s": or_none(number("of all")), "sentence": text("the same in words")})),
     "forecast": or_none(of_fields(ForecastFigures, sentence=text("the same in words"))),
-    "attribution": or_none(of_fields(Attribution, sentence=text("the same in words")))},
-    words="metrics.json: what a run measured, beside what was predicted.")
+    "attribution": or_none(of_fields(Attribution, sentence=text("the same in words"))),
+    "attainment": PAIR, **DEADLINES},
+    words="metrics.json: what a run measured, beside what was predicted.",
+    without=("attainment", *DEADLINES))
 BOX = {"type": "array", "prefixItems": [{"enum": list(KINDS)}, NUMBER, NUMBER,
                                         {"type": "integer"}], "minItems": 4, "maxItems": 4,
        "description": "kind, start and end in seconds since the job began, micro-batch"}

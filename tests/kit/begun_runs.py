@@ -1,5 +1,5 @@
 """A job of random weights whose ranks work in the test's process, to be stopped and gone on with; a
-test may change what WORKLOAD, RUN and POLICIES say in it."""
+test may change what WORKLOAD, RUN, CONSTRAINT and POLICIES say in it."""
 
 import json
 from collections.abc import Callable
@@ -18,6 +18,7 @@ CONFIG = {**faults.CONFIG, "num_hidden_layers": 2}
 COUNT = 24
 WORKLOAD = {"requests": "requests: requests.jsonl"}
 RUN = {"dtype": "dtype: float32"}
+CONSTRAINT = {"limits": ""}
 POLICIES = {"rra": "encode_batch: 3, decode_iterations: 4, shuffle: 12",
             "waa-c": "encode_batch: 3", "orca": "max_active: 5", "ft": "encode_batch: 6",
             "vllm": "max_active: 5, token_budget: 32"}
@@ -30,6 +31,7 @@ model: {folder / "model"}
 cluster: local
 workload: {{{WORKLOAD["requests"]}, output_tokens: {{mean: 9, std: 8, max: 40}}, max_tokens: 40}}
 schedule: {{policy: {policy}, {POLICIES[policy]}}}
+{CONSTRAINT["limits"]}
 run: {{ranks: {ranks}, {RUN["dtype"]}, threads_per_rank: 1, weights: random}}
 output: out
 """)

@@ -28,7 +28,7 @@ from xgpt.requests.request import Request, RequestError, Requests
 from xgpt.requests.request_files import RequestFiles
 from xgpt.requests.spool import SpoolWriter, saved_header
 from xgpt.requests.spool_columns import ColumnsWriter
-from xgpt.run_folder.files import standard_input
+from xgpt.run_folder.files import standard_input, start_of
 from xgpt.run_folder.state import State, state_left
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
 from xrunner.files.forecasts import given_forecast
@@ -54,7 +54,8 @@ class OpenedJob:
     """A job and its planning problem. `files`: None unless the model's files were needed.
     `requests`: None where the job only has a count. `spool`: the requests of a run, on disk.
     `tell`: takes messages. `standby`: processes that can become its ranks. `asked`: of a run, the
-    identity of its job (xgpt.app.running.finished)."""
+    identity of its job (xgpt.app.running.finished). `started`: when its first command began, in
+    local time."""
 
     job: Job
     problem: Problem
@@ -64,6 +65,7 @@ class OpenedJob:
     tell: Teller = field(default_factory=LogTeller, compare=False)
     standby: Standby | None = field(default=None, compare=False)
     asked: Mapping[str, Any] | None = field(default=None, compare=False)
+    started: datetime = field(default_factory=datetime.now, compare=False)
 
     @property
     def is_local(self) -> bool:
@@ -80,6 +82,7 @@ def open_file(path: Path, overrides: Sequence[str] = (), tell: Teller | None = N
 def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
     """Opens a job: reads its requests and finds the model as far as `need` says. Raises InputError,
     XgptError where the model cannot be had."""
+    began = datetime.now()
     model, files, requests, spool = _Model(job, tell, need), job.workload.requests, None, None
     if files is not None:
         if need == "run":
@@ -106,13 +109,14 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
     found = model.files()
     if requests is not None:
         requests = replace(requests, input_error=model.input_error)
-    problem = resolve(job, model=found.spec if found else None, requests=requests)
+    started = min(began, start_of(job.output, requests))
+    problem = resolve(job, model=found.spec if found else None, requests=requests, start=started)
     if requests is not None and spool is not None:
         refuse_if_none_can_run(job, requests, spool, None, problem.model)
     if problem.model.stored_as and need != "shape" and job.run.weights != "random":
         tell.say(paragraph("note: " + stored_words(problem, job.plan_engine)))
     return OpenedJob(job=job, problem=problem, files=found, requests=requests, spool=spool,
-                     tell=tell)
+                     tell=tell, started=started)
 
 
 def stored_words(problem: Problem, engine: str) -> str:

@@ -31,7 +31,7 @@ from xgpt.launch.launcher import Allocation, node_names
 from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, quoted, render_sbatch, submit_script
 from xgpt.report.table import WIDTH, fact, shown
 from xgpt.report.words import controls_line, counted, placement
-from xgpt.run_folder.files import SlurmRecord, load_record, standard_input
+from xgpt.run_folder.files import SlurmRecord, begin_clock, load_record, standard_input
 from xprofiler.roofline import Roofline
 from xrunner.backends.engine import mistake
 from xscheduler.evaluator import predict
@@ -240,6 +240,7 @@ def submit_to_slurm(wanted: Sequence[JobArguments], drafted: BatchDraft) -> tupl
     for job, _ in wanted:
         _refuse_twice(job.output)
         make_folder(job)
+        begin_clock(job.output)
     batch = drafted.batch
     folder = batch.tasks[0].output
     script = folder / SCRIPT

@@ -21,7 +21,7 @@ from xgpt.app.running.resume import adopt_if_complete, keep_begun_schedule
 from xgpt.app.running.run import Run, locked_output, open_to_run
 from xgpt.app.schedule import Plan, plan_from, plan_job
 from xgpt.app.teller import Teller
-from xgpt.core.errors import EXIT_RESUMABLE, StoppedEarly, XgptError, refuse, wrong
+from xgpt.core.errors import EXIT_RESUMABLE, DeadlinePassed, StoppedEarly, XgptError, refuse, wrong
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.system.machine import why_no_torch
 from xgpt.job.job import LOCAL_CLUSTER, Job
@@ -91,7 +91,8 @@ class JobTurn:
             self.facts = {"name": self.job.name, **error.details, "exit_code": error.exit_code,
                           "message" if self.state == "stopped" else "error": str(error)}
             if self.state == "stopped":  # `xgpt stop` names one job; a signal is for all
-                return StopRequest(self.job.output).is_by_user
+                return isinstance(error, DeadlinePassed) or StopRequest(
+                    self.job.output).is_by_user
             tell.say(f"error: {error}")
         return True
 

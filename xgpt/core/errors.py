@@ -96,7 +96,7 @@ class InfeasibleError(XgptError):
 class BoundMissed(XgptError):
     """A finished run exceeded a limit; raised with `--strict`."""
 
-    exit_code = EXIT_BOUND_MISSED
+    exit_code = EXIT_BOUND_MISSED  # a limit was not kept, and work may be left
 
 
 class MissingExtraError(XgptError):
@@ -111,6 +111,12 @@ class StoppedEarly(XgptError):
     """The run was interrupted; its files are valid, and the same command continues it."""
 
     exit_code = EXIT_RESUMABLE
+
+
+class DeadlinePassed(StoppedEarly):
+    """Requests expired at their deadlines; the same command runs them."""
+
+    exit_code = EXIT_BOUND_MISSED
 
 
 def nearest(name: str, known: Sequence[str], *, elsewhere: str | None = None,

@@ -4,7 +4,6 @@ caller that has done so passes `model` and `requests`.
 
 `open_layouts`: the divisions of this machine's cores that a job allows."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -28,7 +27,7 @@ from xgpt.core.units import DTYPE_BYTES, FP8, INT8
 from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_lengths import earlier_lengths, resolve_lengths
 from xgpt.job.plan_sections import without_limit
-from xgpt.requests.deadlines import resolved
+from xgpt.requests.deadlines import in_seconds
 from xgpt.requests.request import Requests
 
 
@@ -92,16 +91,13 @@ def with_deadlines(job: Job, requests: Requests | None,
     """(the job's constraint with a limit on deadlines if a request has one, deadlines of its
     requests in seconds from `start`, [requests]). Raises InputError for keys without a limit."""
     constraint, limit_s = job.constraint, job.constraint.limit_s("deadline")
-    own_s = None if requests is None else requests.deadlines_s
-    if own_s is None:
+    if requests is None or requests.deadlines_s is None:
         refuse(Mistake(file=str(job.source), line=None, key=key, value=None, allowed=allowed)
                for key, allowed in without_limit(constraint))
-        return constraint, None if requests is None or math.isinf(limit_s) else np.full(
-            len(requests), limit_s)
-    if constraint.bound_on("deadline") is None:
+    elif constraint.bound_on("deadline") is None:
         constraint = replace(constraint, bounds=(*constraint.bounds, deadline_bound()))
-    own_s = resolved(own_s, start)
-    return constraint, np.where(np.isinf(own_s), limit_s, own_s)
+    return constraint, None if requests is None else in_seconds(
+        requests.deadlines_s, np.arange(len(requests)), limit_s, start.timestamp())
 
 
 def query_lengths(requests: Requests | None, most_outputs: int, model: ModelSpec,

@@ -214,7 +214,8 @@ class BoundCheck(NamedTuple):
 def check_bounds(output: Output) -> list[BoundCheck]:
     """A BoundCheck of each limit that was set, in their order."""
     bounds = () if output.schedule is None else output.schedule.bounds
-    return [_checked(output, bound) for bound in bounds if math.isfinite(bound.limit_s)]
+    return [_checked(output, bound) for bound in bounds if (
+        math.isfinite(bound.limit_s) or bound.metric == "deadline")]
 
 
 def check_bound(output: Output) -> BoundCheck:
@@ -240,6 +241,8 @@ def kept_facts(checks: Sequence[BoundCheck]) -> dict[str, Any]:
 def _checked(output: Output, bound: Bound) -> BoundCheck:
     if bound.metric == "makespan":
         return _check_makespan(output, bound)
+    if bound.metric == "deadline":
+        return _check_deadlines(output, bound)
     if not output.queries:
         return BoundCheck(None, f"{_named(bound)}, no request done yet", bound)
     met = "met" if output.metrics is not None else "met so far"
@@ -265,6 +268,18 @@ def _check_makespan(output: Output, bound: Bound) -> BoundCheck:
     is_kept = took_s <= bound.limit_s
     return BoundCheck(is_kept, f"{_named(bound)} {'met' if is_kept else 'missed'}: it took "
                       f"{format_seconds(took_s)}", bound, int(not is_kept), 1, took_s)
+
+
+def _check_deadlines(output: Output, bound: Bound) -> BoundCheck:
+    of, in_time = (number(output.metrics, key) for key in ("with_deadline", "in_time"))
+    if not of or in_time is None:
+        return BoundCheck(None, "deadlines: the results do not tell", bound)
+    share, expired = in_time / of, number(output.metrics, "expired") or 0
+    verb = "met" if share >= bound.quantile else "missed"
+    return BoundCheck(share >= bound.quantile, (
+        f"deadlines {verb}: {math.floor(share * 1000) / 10:g} % of {of:,.0f} requests were in "
+        f"time, {bound.quantile * 100:g} % were asked for"
+        + f"; {expired:,.0f} expired" * (expired > 0)), bound, int(of - in_time), int(of))
 
 
 def _seconds(queries: QueryColumns, metric: Metric) -> FloatArray:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, datetime, time
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -271,7 +271,10 @@ def _rows(output: Path) -> Iterator[dict[str, Any]]:
         raise XgptError(f"{output}: its requests' spool cannot be read ({cause}), so no file of "
                         "results can be made") from None
     answers, errors = _answers(output, spool), _errors(output, spool)
-    for _, row in heapq.merge(answers, errors, key=lambda each: each[0]):
+    for _, rows in groupby(heapq.merge(answers, errors, key=lambda each: each[0]),
+                           key=lambda each: each[0]):
+        # a line that expired has its error in place of an answer
+        row = next((row for _, row in rows if row is not None), None)
         if row is None:
             return
         yield row
@@ -280,8 +283,12 @@ def _rows(output: Path) -> Iterator[dict[str, Any]]:
 def _answers(output: Path, spool: Spool) -> Iterator[tuple[tuple[int, int], dict[str, Any] | None]]:
     """Yields (place in the input, row) of each request; the row is None without an answer."""
     results = chain.from_iterable(map(parts, _objects(output / "results.jsonl")))
-    for record in spool.records():
-        result = next(results, None)
+    ahead = next(results, None)
+    for query, record in enumerate(spool.records()):
+        result = None
+        own = ahead and ahead.get("xgpt", ahead)
+        if own and (not isinstance(own, dict) or own.get("index", query) == query):
+            result, ahead = ahead, next(results, None)
         if record.sample and result is not None:
             continue  # a table has one row for each row of the input
         row = None if result is None else _answer(result)

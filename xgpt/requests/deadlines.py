@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 
 WORDS = "a number of seconds above 0, or a time of day such as '17:30'"
 _TIME_OF_DAY = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?")
@@ -36,13 +36,18 @@ def deadline_of(value: str | float | None) -> float:
     return float((hours * 60 + minutes) * 60 + seconds - _DAY_S)
 
 
-def resolved(deadlines_s: FloatArray, start: datetime) -> FloatArray:
-    """Seconds from `start` (local time) of each deadline, [requests]. A time of day is the next one
-    after it."""
-    found = np.array(deadlines_s, float)
+def in_seconds(deadlines_s: FloatArray | None, rows: IntArray, limit_s: float,
+               start: float) -> FloatArray | None:
+    """Deadlines of the requests `rows`, [rows], in seconds from the clock time `start`: their own,
+    a time of day the next one after the start in local time, or else `limit_s`; None without
+    any."""
+    if deadlines_s is None:
+        return None if math.isinf(limit_s) else np.full(len(rows), limit_s)
+    found = np.where(np.isinf(deadlines_s), limit_s, deadlines_s)[rows]
+    began = datetime.fromtimestamp(start)
     for own in np.unique(found[found < 0]).tolist():
-        at = start.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(
+        at = began.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(
             seconds=own + _DAY_S)
-        at += timedelta(days=at <= start)
-        found[found == own] = at.timestamp() - start.timestamp()
+        at += timedelta(days=at <= began)
+        found[found == own] = at.timestamp() - start
     return found

@@ -11,6 +11,7 @@ are called queries here, and have indices of their own.
     `spool/places.npy`     int64 [requests + 1, 2]: begin of each request in records.jsonl (in
                            bytes) and in tokens.bin (in tokens).
     `spool/queries.npy`    int64 [queries, 2]: request of each query, and its most output tokens.
+    `spool/deadlines.npy`  float64 [queries]: seconds from the job's start; absent without any.
     `spool/columns/`       columns for the results (xgpt.requests.spool_columns), if any."""
 
 import hashlib
@@ -28,7 +29,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from xgpt.core.lengths import IntArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.system.whole_file import read_object, sync_files, sync_folder
 from xgpt.requests.request import Asked
 from xgpt.requests.spool_columns import ColumnsWriter, temporary_file
@@ -94,10 +95,11 @@ class SpoolWriter:
         self._records.seek(int.from_bytes(self._places.read(8), sys.byteorder))
         return _record(self._records.readline())
 
-    def save(self, output: Path, queries: IntArray, num_errors: int,
-             files: Sequence[str] = ()) -> None:
+    def save(self, output: Path, queries: IntArray, num_errors: int, files: Sequence[str] = (),
+             deadlines_s: FloatArray | None = None) -> None:
         """Writes or replaces the spool in the folder `output`. `queries`: [queries, 2], as in
-        queries.npy. `files`: names of the files of requests, if there are several."""
+        queries.npy. `files`: names of the files of requests, if there are several. `deadlines_s`:
+        [queries], as in deadlines.npy."""
         folder, new = output / "spool", output / f".spool.{os.getpid()}.tmp"
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
@@ -107,6 +109,8 @@ class SpoolWriter:
                 shutil.copyfileobj(source, file)
         _save_pairs(self._places, new / "places.npy")
         np.save(new / "queries.npy", queries)
+        if deadlines_s is not None:
+            np.save(new / "deadlines.npy", deadlines_s)
         if self.columns is not None:
             self.columns.save(new)
         header = {"version": SPOOL_VERSION, "queries": len(queries), "errors": num_errors,
@@ -182,6 +186,10 @@ class Spool:
         self._places = np.asarray(np.load(folder / "places.npy", mmap_mode="r"))
         self._queries = np.asarray(np.load(folder / "queries.npy", mmap_mode="r"))
         self._tokens = _TokenFile(folder / "tokens.bin")
+        # [queries] seconds from the job's start, infinite for none; None: no query has one
+        self.deadlines_s: FloatArray | None = None
+        if (path := folder / "deadlines.npy").exists():
+            self.deadlines_s = np.load(path)
         self._records_path = folder / "records.jsonl"
         ends = self._records_path.stat().st_size, (folder / "tokens.bin").stat().st_size
         if ends != (self._places[-1, 0], self._places[-1, 1] * _TOKEN.itemsize) or (

@@ -26,9 +26,11 @@ from xgpt.launch.slurm_jobs import SlurmJob, query_job
 from xgpt.report.lanes import EXPECTED_FILE
 from xgpt.report.table import shown
 from xgpt.report.words import counted
+from xgpt.requests.request import Requests
 from xgpt.requests.request_files import TABLES
 from xgpt.requests.spool import num_queries
 from xgpt.requests.spool_columns import temporary_file
+from xrunner.files.expired import num_expired
 from xrunner.files.forecasts import FORECASTS_FILE
 from xrunner.files.heartbeat import HEARTBEATS
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
@@ -40,6 +42,7 @@ from xrunner.plan import AGREEMENT_FILE
 RESULTS_FILE, METRICS_FILE = "results.jsonl", "metrics.json"
 DEATHS_FILE = "deaths.json"  # requests at whose work ranks died (xgpt.app.running.run)
 MESSAGES_FILE = "messages.log"  # messages of the last run, a line each, with the time
+START_FILE = "started.json"  # when the job's first command began; gone once the job is done
 DOING_FILE = "doing"  # a long activity under way, in one line; exists while it lasts
 _FAILED = "failed: "
 RECORD_FILE = "slurm.json"
@@ -52,7 +55,7 @@ _LOG_LINES, _LOG_BYTES = 12, 20_000  # chosen: shown, and read
 OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "profile.json",
             "job.json", "run.json", METRICS_FILE, "measured.json", "steps.jsonl", "progress.json",
             AGREEMENT_FILE, DEATHS_FILE, UNDERWAY_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_FILE,
-            MESSAGES_FILE, FORECASTS_FILE,
+            MESSAGES_FILE, FORECASTS_FILE, START_FILE,
             "report.html", *(f"results.{table}" for table in TABLES))
 
 
@@ -61,6 +64,8 @@ def fault_words(output: Path) -> str | None:
     None."""
     found = answered(output / RESULTS_FILE)
     if not found.fault:
+        return None
+    if num_expired(output):  # these have no lines
         return None
     lost = [query for query in range(found.written, max(found.held, default=-1) + 1)
             if query not in found.held]
@@ -81,6 +86,29 @@ def is_intact(output: Path) -> bool:
     """Whether the spool exists, and errors.jsonl has as many lines as it says."""
     spool = spool_of(output)
     return spool is not None and count_errors(output / "errors.jsonl") == spool.num_errors
+
+
+def start_of(output: Path, requests: Requests | None) -> datetime:
+    """When the first command of the unfinished job in `output` began, if its requests are these;
+    else now."""
+    kept = read_object(output / START_FILE)
+    is_own = kept.get("requests") in (None, requests and requests.digest)
+    at = kept.get("at")
+    return datetime.fromtimestamp(at) if is_own and isinstance(at, float) else datetime.now()
+
+
+def write_start(output: Path, start: datetime, requests: Requests | None = None,
+                expired: int = 0) -> None:
+    """Keeps the time at which a job's first command began, and the number of requests that have
+    expired. `requests`: None where they are not known yet."""
+    write_json(output / START_FILE, {
+        "at": start.timestamp(), "requests": requests and requests.digest, "expired": expired})
+
+
+def begin_clock(output: Path) -> None:
+    """Keeps now as the start of the job in `output`, unless it has begun."""
+    if not (output / START_FILE).exists():
+        write_start(output, datetime.now())
 
 
 def free_path(path: Path, moment_s: float) -> Path:

@@ -21,6 +21,7 @@ from xgpt.run_folder.files import (
     load_record,
     whole_metrics,
 )
+from xrunner.files.expired import num_expired
 from xrunner.files.heartbeat import RankState, read_heartbeats
 from xrunner.files.lock import StopRequest, is_locked
 from xrunner.files.results import Answered, answered, answered_by_last_line
@@ -75,6 +76,9 @@ class RunStatus:
         if self.state not in (State.STOPPED, State.DIED):
             return None
         found = self.answered
+        if self.state is State.STOPPED and (expired := num_expired(self.output)):
+            return (f"{found.total or 'no'} results are in results.jsonl, and {expired} requests "
+                    "expired at their deadlines (errors.jsonl); the same command runs them")
         kept = f"{found.written or 'no'} results are in results.jsonl"
         goes_on = "the same command goes on" + (" after them" if found.total else "")
         if found.held:
@@ -170,7 +174,8 @@ class JobStatus:
         if self.said.is_at_work:
             return own if is_whole or own is State.RUNNING else State.STARTING
         # a stop belongs to this job if its exit code says so, else to an earlier job
-        is_older = self.said.state == "FAILED" and (self.said.exit_code or "75:")[:3] != "75:"
+        is_older = self.said.state == "FAILED" and not (
+            self.said.exit_code or "75:").startswith(("75:", "4:"))
         if is_whole or (own is State.STOPPED and not is_older):
             return own
         return State.DIED if self.said.state == "COMPLETED" else self.said.state.lower()

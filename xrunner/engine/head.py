@@ -4,6 +4,7 @@ stage, and commits the tokens that come back. It is the same for every policy. T
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from xrunner.devices import Arriving
 from xrunner.engine.pipeline import Executor, Neighbours
 from xrunner.engine.pool_requests import ActiveQuery, PoolRequests, Vocabulary
 from xrunner.ops.likelihoods import unpacked
-from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.query import EXPIRED, FinishedQuery, PreparedQuery
 from xrunner.rules.routing import LEAST_WAITING
 from xrunner.rules.steps import BatchingRule, Step, may_evict, withdraw_waiting
 
@@ -142,13 +143,20 @@ class Head:
         # count tokens before they are known: the executor keeps them, and nothing is evicted
         self._counts_ahead = executor.keeps_tokens and not may_evict(rule)
         self._due: list[ActiveQuery] = []  # results to give out
+        self._expired: list[PreparedQuery] = []  # not begun by their deadlines; to give out
+        self._expires_at = math.inf  # clock time of the first deadline of those that wait
         self._known_s = 0.0  # when tokens were last committed
         self.output_tokens = 0
         self._executor, self._vocabulary = executor, vocabulary
         self._link = link or PoolLink()
 
     def submit(self, query: PreparedQuery) -> bool:
-        """Queues a request; returns False if it can never fit the schedule's KV budget."""
+        """Queues a request; returns False if it can never fit the schedule's KV budget. One whose
+        deadline has passed does not begin."""
+        if query.expires_at <= time.time():
+            self._expired.append(query)
+            return True
+        self._expires_at = min(self._expires_at, query.expires_at)
         known = {"forecast": query.forecast} if query.forecast else {}
         if not self.rule.submit(query.index, query.reserve_tokens, len(query.input_ids), **known):
             return False
@@ -162,6 +170,19 @@ class Head:
         indices = withdraw_waiting(self.rule, min(count, self.requests.num_waiting))
         self.requests.remove(indices)
         return indices
+
+    def expire(self) -> None:
+        """Gives out, without answers, the waiting requests whose deadline has passed."""
+        if self._expires_at <= time.time():
+            self._expires_at = math.inf
+            for query in self.requests.remove(withdraw_waiting(
+                    self.rule, self.requests.num_waiting)):
+                self.submit(query)
+        for query in self._expired:
+            self.sink.finished(FinishedQuery(
+                query=query, output_ids=(), finish_reason=EXPIRED, text="", error=EXPIRED,
+                encode_start_s=0.0, first_token_s=0.0, last_token_s=0.0))
+        self._expired.clear()
 
     def lengths_so_far(self) -> dict[int, tuple[int, int]]:
         """(input, output) tokens of each active request, by index."""
@@ -201,7 +222,9 @@ class Head:
         self.sink.progress(self.clock(), self.output_tokens)
 
     def next_group(self) -> int | None:
-        """The rule's next group; without one, commits all returned tokens and reports progress."""
+        """The rule's next group; without one, commits all returned tokens and reports progress.
+        First gives out requests that have expired."""
+        self.expire()
         group = self.rule.next_group()
         if group is None and self.commit_returned():
             self.report()

@@ -66,6 +66,7 @@ class ToDecodePool(PoolLink):
         while True:
             self._take_in(head, wait_s)
             self._supply.look(head)
+            head.expire()
             self._leave(head)
             if wait_s:
                 head.report()

@@ -69,10 +69,9 @@ class PoolRequests:
         else:
             self._new[query.index] = query
 
-    def remove(self, indices: Sequence[int]) -> None:
-        """Removes waiting requests."""
-        for index in indices:
-            del self._new[index]
+    def remove(self, indices: Sequence[int]) -> list[PreparedQuery]:
+        """Removes waiting requests and returns them."""
+        return [self._new.pop(index) for index in indices]
 
     def start_message(self, rule: BatchingRule) -> StartMessage:
         """Cache sizes for working all waiting requests by `rule`. A group gets no more slots than

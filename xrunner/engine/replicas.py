@@ -21,7 +21,7 @@ from xrunner.comm.messages import Message, PortionMessage, ReplicaMessage, StopM
 from xrunner.comm.point_to_point import Comm
 from xrunner.engine.head import Head, Supply
 from xrunner.files.sink import RunSink
-from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.query import EXPIRED, FinishedQuery, PreparedQuery
 from xrunner.rank.world import Replica
 from xrunner.rules.changes import Changeable, Changes, ChangesByShape, changes_of_shape
 from xrunner.rules.routing import Load, Router, Window, rra_window
@@ -44,6 +44,15 @@ class ReplicaAccount:
     def load(self) -> Load:
         return Load(len(self.given) - self.begun, self.begun - self.done)
 
+    def forget_expired(self, results: Sequence[FinishedQuery], order: Sequence[int]) -> int:
+        """Removes requests that will not begin, since others begin in the order of `given`. Returns
+        their number. `order`: index of each number."""
+        gone = {one.query.index for one in results if one.finish_reason == EXPIRED}
+        if gone:
+            self.given[self.begun:] = [
+                place for place in self.given[self.begun:] if order[place] not in gone]
+        return len(gone)
+
 
 _REPORT_S = 0.25  # chosen: seconds between messages of a replica without news
 
@@ -62,7 +71,7 @@ class ToReplicas(Supply):
         self.progress, self.should_stop = sink.progress, sink.should_stop
         self._accounts = [ReplicaAccount() for _ in replicas]
         self._heads = tuple(replica.head for replica in replicas[1:])
-        self._has_sent_last = False
+        self._has_sent_last, self._num_expired = False, 0
         self._changes: dict[tuple[int, int], Changes] = {}  # sent, by (replica, revision)
         self._own: Head | None = None  # rank 0's, and its rule
         self._rule: Any = None
@@ -98,9 +107,10 @@ class ToReplicas(Supply):
         replica = self._accounts[message.replica]
         head.output_tokens += message.output_tokens - replica.output_tokens
         replica.output_tokens, replica.has_ended = message.output_tokens, message.has_ended
+        self._num_expired += replica.forget_expired(message.results, self._order)
         self._note_begun(message.replica, message.begun)
         for result in message.results:
-            replica.done += 1
+            replica.done += result.finish_reason != EXPIRED
             self._sink.finished(replace(result, query=self._queries[result.query.index],
                                         replica=message.replica))
         if message.at_work is not None:
@@ -124,7 +134,8 @@ class ToReplicas(Supply):
         while sources := self.sources:
             message, _ = self._comm.receive(*sources)
             self.hear(head, message)
-        return sum(account.done for account in self._accounts) == len(self._order)
+        done = sum(account.done for account in self._accounts)
+        return done + self._num_expired == len(self._order)
 
     def lengths_so_far(self) -> dict[int, tuple[int, int]]:
         """(input, output) tokens of active requests of all replicas, by index. Those of other
@@ -156,8 +167,10 @@ class ToReplicas(Supply):
                     change=own, revision=launcher.revision))
 
     def finished(self, result: FinishedQuery) -> None:
-        self._note_begun(0)
-        self._accounts[0].done += 1
+        self._num_expired += self._accounts[0].forget_expired([result], self._order)
+        if result.finish_reason != EXPIRED:
+            self._note_begun(0)
+            self._accounts[0].done += 1
         self._sink.finished(replace(result, replica=0))
 
     def _supply(self, head: Head, replica: int) -> None:
@@ -218,6 +231,7 @@ class ToReplicas(Supply):
         for query in () if replica else map(self._queries.__getitem__, given):
             is_taken = head.submit(query)
             assert is_taken, f"{query.id = } {query.reserve_tokens = }"
+        head.expire()
 
 
 def _window(controls: Changes | None, estimate: Estimate) -> Window | None:
@@ -264,6 +278,7 @@ class FromRankZero(Supply):
             is_taken = head.submit(query)
             assert is_taken, f"{query.id = } {query.reserve_tokens = }"
         self._given += len(message.queries)
+        head.expire()
         self._is_last, self._is_to_stop = (self._is_last or message.is_last,
                                            self._is_to_stop or message.stops)
         if message.change is not None:
@@ -284,6 +299,7 @@ class FromRankZero(Supply):
         return True
 
     def finished(self, result: FinishedQuery) -> None:
+        self._given -= result.finish_reason == EXPIRED
         # rank 0 has its input tokens
         self._results.append(replace(result, query=replace(result.query, input_ids=())))
 

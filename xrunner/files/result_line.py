@@ -20,7 +20,7 @@ from pydantic_core import from_json
 from xgpt.requests.choices import num_parts, parts
 from xgpt.requests.request import RequestError
 from xgpt.requests.spool import Spool
-from xrunner.query import FinishedQuery
+from xrunner.query import EXPIRED, FinishedQuery
 
 TokenText = Callable[[int], str]
 _VERY_UNLIKELY = -9999.0  # OpenAI's number for a likelihood that is not finite
@@ -56,7 +56,8 @@ def error_line(error: RequestError, file: str | None) -> dict[str, Any]:
     request, else an error."""
     place: dict[str, Any] = {**({} if file is None else {"file": file}), "line": error.line}
     if not error.is_openai:
-        return {**place, "id": error.id, "error": error.error}
+        code = {"code": error.code} if error.code == EXPIRED else {}
+        return {**place, "id": error.id, "error": error.error, **code}
     name = f"{'' if file is None else file + ':'}{error.line}"
     answer: dict[str, Any] = {"response": None, "error": {"code": error.code,
                                                           "message": error.error}}

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -17,6 +17,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.system.whole_file import sync_folder, write_atomically
 from xgpt.requests.choices import merged
 from xgpt.requests.request import RequestError
+from xrunner.files.expired import num_expired
 from xrunner.files.result_line import (
     checked_results,
     drop_cached_checks,
@@ -96,7 +97,7 @@ class ResultWriter:
         # readable, to restore it if it loses its name
         self._file: IO[str] = path.open("a+", encoding="utf-8")
         self._next, self._model, self._token_text = first_index, model, token_text
-        self._held = read_held(held_path, first_index)
+        self._held, self._left_out = read_held(held_path, first_index), set[int]()
         # first answer to a request with several -> their number
         self._choices = _choices_of(self._held)
         self._held_file = HeldFile(held_path)
@@ -128,10 +129,18 @@ class ResultWriter:
         if self._held_file.is_untidy(self._held):
             self._tidy()
 
+    def leave_out(self, queries: Collection[int]) -> None:
+        """Writes, in order, held results that wait for none but `queries`, which have none."""
+        self._left_out = set(queries)
+        self._write_next()
+
     def _write_next(self) -> None:
         """Writes results that are next; all answers to one request at once."""
         has_written = False
-        while self._next in self._held:
+        while self._next in self._held or self._next in self._left_out:
+            if self._next in self._left_out:
+                self._next += 1
+                continue
             count = self._choices.get(self._next, 1)
             own = range(self._next, self._next + count)
             if count > 1 and not all(index in self._held for index in own):
@@ -208,7 +217,8 @@ def answered(path: Path) -> Answered:
 def answered_by_last_line(path: Path) -> Answered:
     """`answered` by the last whole line alone, since lines are in order; for progress displays.
     Counts all lines if the last one does not tell."""
-    written = _told_by_last(path)
+    # where requests expired, lines are missing
+    written = None if num_expired(path.parent) else _told_by_last(path)
     if written is None:
         return answered(path)
     return Answered(written, frozenset(read_held(path.with_name(HELD_FILE), written)))

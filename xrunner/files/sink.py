@@ -16,12 +16,14 @@ from typing import IO, Any, cast
 import numpy as np
 
 from xgpt.core.system.whole_file import json_text, write_atomically
+from xrunner.files.expired import write_expired
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.files.lock import StopRequest
+from xrunner.files.result_line import spool_of
 from xrunner.files.results import Answered, ResultWriter
 from xrunner.files.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
-from xrunner.query import FinishedQuery
+from xrunner.query import EXPIRED, FinishedQuery
 
 UNDERWAY_FILE = "underway.jsonl"
 
@@ -73,7 +75,6 @@ class RunSink:
                                     model=plan.model_name, sync_s=plan.sync_s,
                                     token_text=lru_cache(65_536)(self._token_text))
         self._total, self._done_before = num_queries, before.total
-        self.leaves_some = bool(plan.aside)
         self.underway = Underway(plan.output)
         self._latencies: deque[float] = deque(maxlen=_WINDOW)
         self._last_done_s: float | None = None
@@ -81,6 +82,7 @@ class RunSink:
         self._looked_s, self._is_to_stop = -math.inf, False
         self.launcher: LauncherLink | None = None  # set if the launcher follows output lengths
         self.tally, self._parsed = Tally(), parsed
+        self.deadlines = DeadlineTally(plan)
 
     def _token_text(self, token: int) -> str:
         if self._tokenizer is None:  # few jobs need it
@@ -88,6 +90,10 @@ class RunSink:
         return self._tokenizer.token_text(token)
 
     def finished(self, result: FinishedQuery) -> None:
+        if self.deadlines.take(result):
+            if self.launcher is not None:
+                self.launcher.finished(result)
+            return
         self._writer.write(self._parsed(result))
         self.tally.add(result)
         if result.output_ids:
@@ -109,12 +115,19 @@ class RunSink:
         return self._is_to_stop
 
     @property
+    def leaves_some(self) -> bool:
+        """Whether requests are left that this run does not answer."""
+        return bool(self.plan.aside or self.deadlines.expired)
+
+    @property
     def num_held(self) -> int:
         """Number of results that wait for an earlier one."""
         return self._writer.num_held
 
     def close(self, wall_s: float, state: str) -> None:
         """Closes all files. `state`: "done" or "stopped"."""
+        if self.deadlines.expired:
+            self._writer.leave_out(write_expired(self.output, self.deadlines.expired))
         self._writer.close()
         self.underway.close()
         self._write_progress(wall_s, self.tally.output_tokens, state)
@@ -159,6 +172,36 @@ def read_progress(path: Path) -> Progress | None:
         return Progress(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+
+
+class DeadlineTally:
+    """Counts of requests by their deadlines. `expired`: those that did not begin. `began_s`:
+    seconds from the job's first command to the run's first step."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        spool = spool_of(plan.output)
+        self._plan, self._deadlines_s = plan, spool and spool.deadlines_s
+        self.expired, self.began_s = list[int](), 0.0
+        self._of = self._in_time = 0
+
+    def take(self, result: FinishedQuery) -> bool:
+        """Counts a request that has ended; returns whether it has expired."""
+        index, is_expired = result.query.index, result.finish_reason == EXPIRED
+        if is_expired:
+            self.expired.append(index)
+        if self._deadlines_s is not None and math.isfinite(own_s := self._deadlines_s[index]):
+            self._of += 1
+            self._in_time += not is_expired and bool(
+                time.time() - self._plan.started_at <= own_s)
+        return is_expired
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """Keys of measured.json; none without deadlines. `in_time`: of `with_deadline`."""
+        if self._deadlines_s is None and self._plan.expires_s is None:
+            return {}
+        return {"began_s": self.began_s, "expired": len(self.expired),
+                "with_deadline": self._of, "in_time": self._in_time}
 
 
 class Tally:

@@ -20,6 +20,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.requests.chat import has_form
+from xgpt.requests.deadlines import in_seconds
 from xgpt.requests.formats import Divided
 from xgpt.requests.reader import read_requests
 from xgpt.requests.request import Asked, Request, RequestError, Requests, synthetic_requests
@@ -297,7 +298,8 @@ def save_runnable(requests: Requests, spool: SpoolWriter, plan: RunPlan,
                 for first in [request - record.sample]
                 for one in range(first, first + record.choices)]
     queries = queries[~np.isin(queries[:, 0], left_out)]
-    spool.save(plan.output, queries, len(errors), requests.labels)
+    deadlines_s = in_seconds(requests.deadlines_s, queries[:, 0], plan.deadline_s, plan.started_at)
+    spool.save(plan.output, queries, len(errors), requests.labels, deadlines_s)
     return queries[:, 0]
 
 
@@ -352,7 +354,8 @@ def _prepared(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:
                         stop=record.stop or (() if record.targets or record.pooled else plan.stop),
                         is_openai=record.is_openai, is_chat=record.is_chat,
                         sample=record.sample, tools=record.tools,
-                        choices=record.choices, asked=record.asked)
+                        choices=record.choices, asked=record.asked,
+                        expires_at=plan.expires_at(spool.deadlines_s, index))
 
 
 def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str, Any]:

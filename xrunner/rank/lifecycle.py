@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -129,6 +129,7 @@ def run_head(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
     world.barrier()
     refuse_changed_model(sink.plan)
     clock.restart()
+    sink.deadlines.began_s = time.time() - sink.plan.started_at
     is_complete = head.run()
     wall_s = clock()
     # requests left to the end of the job are not done
@@ -138,20 +139,22 @@ def run_head(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
     reports = world.gather(report()) or []
     write_measured(sink.output, RunOutcome(
         state=state, wall_s=wall_s, queries_before=queries_before, num_errors=num_errors,
-        num_held=sink.num_held, changes=sink.launcher.changes if sink.launcher is not None else ()),
+        num_held=sink.num_held, deadlines=sink.deadlines.facts,
+        changes=sink.launcher.changes if sink.launcher is not None else ()),
         sink.tally, reports)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
     """How a run ended. `num_held`: results in held.jsonl of a stopped run, behind a request that is
-    not done. `changes`: changes of settings while it ran."""
+    not done. `changes`: changes of settings while it ran. `deadlines`: facts of DeadlineTally."""
 
     state: str  # "done" | "stopped"
     wall_s: float
     queries_before: int
     num_errors: int
     num_held: int = 0
+    deadlines: Mapping[str, float] = field(default_factory=dict)
     changes: Sequence[Mapping[str, Any]] = ()
 
 
@@ -166,6 +169,7 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
         "version": 1, "state": outcome.state, "queries": len(tally),
         "queries_before": outcome.queries_before, "queries_held": outcome.num_held,
         "errors": outcome.num_errors, "failed": tally.num_failed, "wall_s": wall_s,
+        **outcome.deadlines,
         "throughput_qps": len(tally) / wall_s if wall_s > 0 else None,
         "output_tokens": tokens, "output_tokens_per_s": tokens / wall_s if wall_s > 0 else None,
         **tally.percentiles(),

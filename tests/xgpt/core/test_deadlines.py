@@ -10,7 +10,7 @@ from xgpt.app.opened_job import open_job
 from xgpt.app.teller import LogTeller
 from xgpt.core.errors import InputError
 from xgpt.job.job_file import load_job
-from xgpt.requests.deadlines import deadline_of, resolved
+from xgpt.requests.deadlines import deadline_of, in_seconds
 
 JOB = ("model: opt-125m\ncluster: a40-4\n"
        "workload: {requests: FILE, output_tokens: {mean: 9, std: 1, max: 20}}\n")
@@ -24,9 +24,11 @@ def opened(folder, name, text, *overrides):
 
 def test_a_time_of_day_is_the_next_one_after_the_start():
     given = np.array([deadline_of(value) for value in ("17:30", "7:05:09", "00:00", 12, None)])
-    at_five = resolved(given, datetime(2026, 3, 2, 17, 0))
-    assert at_five.tolist() == [1800, 50_709, 25_200, 12, np.inf]
-    assert resolved(given, datetime(2026, 3, 2, 17, 30))[0] == 86_400
+    at_five = in_seconds(given, np.arange(5), 99, datetime(2026, 3, 2, 17, 0).timestamp())
+    assert at_five.tolist() == [1800, 50_709, 25_200, 12, 99]
+    assert in_seconds(given, np.array([2, 0]), np.inf,
+                      datetime(2026, 3, 2, 17, 30).timestamp())[1] == 86_400
+    assert in_seconds(None, np.arange(5), np.inf, 0.0) is None
 
 
 def test_lines_and_tables_have_deadlines_and_the_constraint_has_the_default(tmp_path):

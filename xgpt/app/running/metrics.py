@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.app.opened_job import OpenedJob
+from xgpt.app.running.deadlines import deadline_facts
 from xgpt.app.running.forecast_figures import forecast_figures
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
@@ -34,7 +35,7 @@ from xgpt.report.results_file import write_results
 from xgpt.report.run_screen import end_screen
 from xgpt.report.table import shown, summary_table
 from xgpt.report.words import agreement_words, clean, counted, operators_words
-from xgpt.run_folder.files import MESSAGES_FILE, METRICS_FILE, RESULTS_FILE
+from xgpt.run_folder.files import MESSAGES_FILE, METRICS_FILE, RESULTS_FILE, START_FILE
 from xprofiler.profile import LearnedSteps, Profile, cached_profile_path, changing
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming
@@ -69,7 +70,8 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
     read, after = read_output(output, MAX_ANSWERS), None
     if prediction is not None and timing and schedule:
         after = _for_lengths(opened.problem, timing, schedule, read)
-    metrics = {**_measured_beside_predicted(opened, schedule, measured, after or prediction), **own}
+    metrics = {**_measured_beside_predicted(opened, schedule, measured, after or prediction),
+               **deadline_facts(measured, after or prediction), **own}
     metrics["is_predicted_for_lengths"] = after is not None
     # a replay of the first schedule says nothing about a run that changed it
     why = attribute(opened.problem, timing, schedule, output, prediction.wall_s) if (
@@ -82,12 +84,13 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
                    queries_before=measured["queries_before"])
     # with those of the ranks' earlier starts
     metrics["failed"] = max(metrics["failed"], left.queries.reasons()["error"])
-    checks = check_bounds(left)
-    metrics |= kept_facts(checks)
+    metrics |= kept_facts(checks := check_bounds(left))
     write_json(output / METRICS_FILE, metrics)
     notes = [*_notes(opened, left, learned)]
     files = {"answers": shown(output / RESULTS_FILE)}
-    if opened.job.results is not None and metrics["status"] == "done":
+    if metrics["status"] == "done":
+        (output / START_FILE).unlink(missing_ok=True)
+    if opened.job.results is not None and (metrics["status"] == "done" or metrics.get("expired")):
         sentence = write_results(output, opened.job.results, opened.job.quote_formulas)
         files["answers"] = shown(opened.job.results)
         notes += filter(None, [sentence.partition("; ")[2]])

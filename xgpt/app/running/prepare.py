@@ -226,6 +226,8 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Reque
         temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, stop=run.stop,
         ignore_eos=run.ignore_eos, threads_per_rank=threads_per_rank(job, opened.problem),
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=run.engine,
+        started_at=opened.started.timestamp(),
+        deadline_s=opened.problem.constraint.limit_s("deadline"),
         shuffle_window=1 if estimate is None else window_of(
             job.adjustment.shuffle, estimate.figures.encode_batch),
         routing=job.adjustment.routing,

@@ -1,23 +1,20 @@
-"""Executes a schedule: prepares the run, starts the ranks, follows them, and writes the metrics.
-
-After a rank dies the ranks are started again, a limited number of times. A query that was being
-run at two deaths may be their cause, so it is run last and alone. Where its rank dies again, the
-query gets an error instead of an answer. The others finish."""
+"""Executes a schedule: prepares the run, starts the ranks, follows them, and writes the metrics."""
 
 import json
 import math
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from xgpt.app.opened_job import OpenedJob, open_job, refuse_if_none_can_run
 from xgpt.app.remote_jobs import in_allocation
+from xgpt.app.running.deadlines import keep_start, refuse_expired, with_expiry
+from xgpt.app.running.deaths import Leg, run_through
 from xgpt.app.running.finished import job_identity, refuse_no_answer
 from xgpt.app.running.follow import (
     Guard,
@@ -47,7 +44,6 @@ from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
 from xgpt.core.system.machine import Contention
-from xgpt.core.system.whole_file import write_atomically
 from xgpt.job.job import Job
 from xgpt.launch.launcher import (
     RankProgram,
@@ -56,15 +52,13 @@ from xgpt.launch.launcher import (
     ranks_per_node,
     threads_per_rank,
 )
-from xgpt.launch.process import RanksFailed
 from xgpt.launch.standby import Standby
 from xgpt.report.lanes import EXPECTED_FILE, write_expected
 from xgpt.report.run_charts import replay_lanes
 from xgpt.report.run_screen import begin_screen, machine_words
 from xgpt.report.table import paragraph
-from xgpt.report.words import counted
-from xgpt.requests.spool import Spool, num_queries
-from xgpt.run_folder.files import DEATHS_FILE, RESULTS_FILE, ending_recorded, job_facts
+from xgpt.requests.spool import num_queries
+from xgpt.run_folder.files import RESULTS_FILE, ending_recorded, job_facts
 from xgpt.run_folder.state import State, state_left
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile_file import save_profile
@@ -74,124 +68,12 @@ from xrunner.backends.engine import engine_of, program_of
 from xrunner.files.heartbeat import HEARTBEATS
 from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.files.lock import StopRequest, output_lock
-from xrunner.files.results import HELD_FILE, ResultWriter, answered, count_results
-from xrunner.files.sink import read_underway
-from xrunner.files.spooled_requests import SpooledQueries
-from xrunner.plan import RunPlan, weights_key
-from xrunner.query import FinishedQuery
+from xrunner.files.results import HELD_FILE
+from xrunner.plan import weights_key
 from xscheduler.evaluator import replays_of
 from xscheduler.fallback import initial_reason
 from xsimulator.replay.prediction import JobPrediction, mean_prediction
 from xsimulator.replay.records import ReplayResult
-
-SUSPECT = 2  # deaths at which a query was being run
-
-
-class Leg(NamedTuple):
-    """One start of the ranks. `aside`: queries to leave out; `alone`: the only query to run, if
-    there is one."""
-
-    aside: tuple[int, ...] = ()
-    alone: int | None = None
-    is_first: bool = True
-
-
-class Deaths:
-    """Counts, per query of a job, the rank deaths while it was run."""
-
-    def __init__(self, plan: RunPlan) -> None:
-        self._plan, self._path = plan, plan.output / DEATHS_FILE
-        self._results = plan.output / "results.jsonl"
-        self._counts = Counter[int](self._read())
-
-    def next_leg(self) -> Leg | None:
-        """The queries to run next; None where every query is answered."""
-        done, total = answered(self._results), len(Spool(self._plan.output))
-        if total and done.total >= total:
-            return None
-        # few: no list of ten million queries
-        suspects = sorted(query for query, count in self._counts.items() if count >= SUSPECT
-                          and done.written <= query < total and query not in done.held)
-        if not suspects or len(suspects) < total - done.total:
-            return Leg(tuple(suspects))
-        return Leg(tuple(suspects[1:]), alone=suspects[0])
-
-    def record(self, leg: Leg, cause: str) -> str:
-        """Records a death; returns words for what follows from it, "" for nothing."""
-        if leg.alone is not None:
-            self._give_up(leg.alone, cause)
-            asked = SpooledQueries(Spool(self._plan.output), self._plan)[leg.alone]
-            return (f"The request {asked.id!r} was run alone, and its rank died again: it "
-                    "has an error instead of an answer")
-        done = answered(self._results)
-        underway = [query for query in read_underway(self._plan.output)
-                    if query >= done.written and query not in done.held]
-        self._counts.update(set(underway))
-        suspects = sum(self._counts[query] >= SUSPECT for query in underway)
-        write_atomically(self._path, json.dumps(
-            {"fingerprint": self._plan.fingerprint, "deaths": dict(self._counts)}) + "\n")
-        return "" if not suspects else (
-            f"Of {counted(suspects, 'request')} this was the second death: each runs alone at the "
-            "end, with a restart of its own")
-
-    def _give_up(self, query: int, cause: str) -> None:
-        written = count_results(self._results)
-        writer = ResultWriter(self._results, first_index=written, model=self._plan.model_name)
-        writer.write(FinishedQuery(
-            query=SpooledQueries(Spool(self._plan.output), self._plan)[query], output_ids=(),
-            finish_reason="error", text="", encode_start_s=0.0, first_token_s=0.0,
-            last_token_s=0.0, error="ranks died three times at work on it, the last time alone: "
-            + " ".join(cause.split())[-300:]))
-        writer.close()
-
-    def _read(self) -> dict[int, int]:
-        try:
-            saved = json.loads(self._path.read_text(encoding="utf-8"))
-            if saved["fingerprint"] != self._plan.fingerprint:
-                return {}
-            return {int(query): int(count) for query, count in saved["deaths"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}
-
-
-def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
-                tell: Teller) -> None:
-    """Starts the ranks until every query is answered or a stop is requested. Raises the errors of
-    `start`; for a rank's death only after `restarts` of them, not counting those of a query that
-    is run alone."""
-    deaths = Deaths(plan)
-    leg, is_first = deaths.next_leg(), True
-    while leg is not None:
-        try:
-            start(leg._replace(is_first=is_first))
-        except RanksFailed as error:
-            tell.end_progress()
-            if error.is_told or (leg.alone is None and restarts == 0):
-                said = f"{_is_kept(plan)}; the same command goes on from there"
-                raise XgptError(str(error) if "the same command goes on" in str(error) else
-                                f"{error}\n{paragraph(said)}") from None
-            what = deaths.record(leg, str(error))
-            if StopRequest(plan.output).is_made:
-                raise StoppedEarly(f"{error}\nThe run was asked to stop meanwhile: "
-                                   f"{_is_kept(plan)}, and the same command goes on from "
-                                   "there") from None
-            if leg.alone is None:
-                restarts -= 1
-            tell.say(f"{error}")
-            left = f" ({counted(restarts, 'more restart')} after this)" * (leg.alone is None)
-            tell.say(paragraph(f"note: {what + '. ' if what else ''}{_is_kept(plan)}; the ranks "
-                               f"start again{left}"))
-        else:
-            if not leg.aside or StopRequest(plan.output).is_made:
-                break
-        leg, is_first = deaths.next_leg(), False
-    if answered(plan.output / RESULTS_FILE).written == len(Spool(plan.output)):
-        (plan.output / DEATHS_FILE).unlink(missing_ok=True)
-
-
-def _is_kept(plan: RunPlan) -> str:
-    count = answered(plan.output / RESULTS_FILE).total
-    return f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} kept"
 
 
 def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> OpenedJob:
@@ -276,9 +158,11 @@ class Run:
             times=self.timing.provenance()))
         is_continued = keep_earlier_results(self.output, plan, self.tell, opened.job.results,
                                             self._spool)
+        expired = keep_start(opened)
         save_requests(opened, plan, self._requests, self._spool, is_continued=is_continued)
         if not num_queries(self.output):  # the schedule holds none of them
             refuse_if_none_can_run(opened.job, self._requests, self._spool, plan, model)
+        self.plan = plan = with_expiry(opened, plan, expired)
         save_schedule(schedule, self.output / "schedule.json")
         if isinstance(self.timing, ProfileTiming):
             save_profile(self.timing.profile, self.output / "profile.json")
@@ -350,6 +234,7 @@ class Run:
         result = {**metrics, **job_facts(opened.job)}
         if measured["state"] == "done":
             refuse_no_answer(self.output / RESULTS_FILE, result)
+        refuse_expired(opened, measured, result)
         if measured["state"] == "stopped":
             held = measured["queries_held"]
             waiting = f" ({held} of them wait in {HELD_FILE} for one before them)" if held else ""

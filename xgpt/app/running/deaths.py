@@ -1,0 +1,136 @@
+"""Starts the ranks of a run until all queries are answered.
+
+After a rank dies the ranks are started again, a limited number of times. A query that was being
+run at two deaths may be their cause, so it is run last and alone. Where its rank dies again, the
+query gets an error instead of an answer. The others finish."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from xgpt.app.teller import Teller
+from xgpt.core.errors import StoppedEarly, XgptError
+from xgpt.core.system.whole_file import write_atomically
+from xgpt.launch.process import RanksFailed
+from xgpt.report.table import paragraph
+from xgpt.report.words import counted
+from xgpt.requests.spool import Spool
+from xgpt.run_folder.files import DEATHS_FILE, RESULTS_FILE
+from xrunner.files.expired import num_expired
+from xrunner.files.lock import StopRequest
+from xrunner.files.results import ResultWriter, answered, count_results
+from xrunner.files.sink import read_underway
+from xrunner.files.spooled_requests import SpooledQueries
+from xrunner.plan import RunPlan
+from xrunner.query import FinishedQuery
+
+SUSPECT = 2  # deaths at which a query was being run
+
+
+class Leg(NamedTuple):
+    """One start of the ranks. `aside`: queries to leave out; `alone`: the only query to run, if
+    there is one."""
+
+    aside: tuple[int, ...] = ()
+    alone: int | None = None
+    is_first: bool = True
+
+
+class Deaths:
+    """Counts, per query of a job, the rank deaths while it was run."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan, self._path = plan, plan.output / DEATHS_FILE
+        self._results = plan.output / "results.jsonl"
+        self._counts = Counter[int](self._read())
+
+    def next_leg(self) -> Leg | None:
+        """The queries to run next; None where every query is answered."""
+        done, total = answered(self._results), len(Spool(self._plan.output))
+        left = total - done.total - num_expired(self._plan.output)
+        if total and left <= 0:
+            return None
+        # few: no list of ten million queries
+        suspects = sorted(query for query, count in self._counts.items() if count >= SUSPECT
+                          and done.written <= query < total and query not in done.held)
+        if not suspects or len(suspects) < left:
+            return Leg(tuple(suspects))
+        return Leg(tuple(suspects[1:]), alone=suspects[0])
+
+    def record(self, leg: Leg, cause: str) -> str:
+        """Records a death; returns words for what follows from it, "" for nothing."""
+        if leg.alone is not None:
+            self._give_up(leg.alone, cause)
+            asked = SpooledQueries(Spool(self._plan.output), self._plan)[leg.alone]
+            return (f"The request {asked.id!r} was run alone, and its rank died again: it "
+                    "has an error instead of an answer")
+        done = answered(self._results)
+        underway = [query for query in read_underway(self._plan.output)
+                    if query >= done.written and query not in done.held]
+        self._counts.update(set(underway))
+        suspects = sum(self._counts[query] >= SUSPECT for query in underway)
+        write_atomically(self._path, json.dumps(
+            {"fingerprint": self._plan.fingerprint, "deaths": dict(self._counts)}) + "\n")
+        return "" if not suspects else (
+            f"Of {counted(suspects, 'request')} this was the second death: each runs alone at the "
+            "end, with a restart of its own")
+
+    def _give_up(self, query: int, cause: str) -> None:
+        written = count_results(self._results)
+        writer = ResultWriter(self._results, first_index=written, model=self._plan.model_name)
+        writer.write(FinishedQuery(
+            query=SpooledQueries(Spool(self._plan.output), self._plan)[query], output_ids=(),
+            finish_reason="error", text="", encode_start_s=0.0, first_token_s=0.0,
+            last_token_s=0.0, error="ranks died three times at work on it, the last time alone: "
+            + " ".join(cause.split())[-300:]))
+        writer.close()
+
+    def _read(self) -> dict[int, int]:
+        try:
+            saved = json.loads(self._path.read_text(encoding="utf-8"))
+            if saved["fingerprint"] != self._plan.fingerprint:
+                return {}
+            return {int(query): int(count) for query, count in saved["deaths"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+
+def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
+                tell: Teller) -> None:
+    """Starts the ranks until every query is answered or a stop is requested. Raises the errors of
+    `start`; for a rank's death only after `restarts` of them, not counting those of a query that
+    is run alone."""
+    deaths = Deaths(plan)
+    leg, is_first = deaths.next_leg(), True
+    while leg is not None:
+        try:
+            start(leg._replace(is_first=is_first))
+        except RanksFailed as error:
+            tell.end_progress()
+            if error.is_told or (leg.alone is None and restarts == 0):
+                said = f"{_is_kept(plan)}; the same command goes on from there"
+                raise XgptError(str(error) if "the same command goes on" in str(error) else
+                                f"{error}\n{paragraph(said)}") from None
+            what = deaths.record(leg, str(error))
+            if StopRequest(plan.output).is_made:
+                raise StoppedEarly(f"{error}\nThe run was asked to stop meanwhile: "
+                                   f"{_is_kept(plan)}, and the same command goes on from "
+                                   "there") from None
+            if leg.alone is None:
+                restarts -= 1
+            tell.say(f"{error}")
+            left = f" ({counted(restarts, 'more restart')} after this)" * (leg.alone is None)
+            tell.say(paragraph(f"note: {what + '. ' if what else ''}{_is_kept(plan)}; the ranks "
+                               f"start again{left}"))
+        else:
+            if not leg.aside or StopRequest(plan.output).is_made:
+                break
+        leg, is_first = deaths.next_leg(), False
+    if answered(plan.output / RESULTS_FILE).written == len(Spool(plan.output)):
+        (plan.output / DEATHS_FILE).unlink(missing_ok=True)
+
+
+def _is_kept(plan: RunPlan) -> str:
+    count = answered(plan.output / RESULTS_FILE).total
+    return f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} kept"
