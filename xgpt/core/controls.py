@@ -76,6 +76,9 @@ class Forecasting:
         return self.kind == COLUMN or self.kind not in FORECAST_KINDS
 
 
+AT_CAPS = Forecasting()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """How a policy admits requests to its KV cache. `rule` None: greedy with paged KV, else
@@ -83,7 +86,7 @@ class Admission:
     not before."""
 
     rule: AdmissionRule | None = None
-    forecast: Forecasting = Forecasting()
+    forecast: Forecasting = AT_CAPS
     after_free: Flag = False
 
     @property
@@ -156,7 +159,7 @@ class StaticControls:
     decode_micro_batches: Positive
     encode_micro_batches: Positive
     batches: Batches | None = None
-    forecast: Forecasting = Forecasting()
+    forecast: Forecasting = AT_CAPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from xgpt.core.controls import (
     ADMISSION_RULES,
+    AT_CAPS,
     CAP,
     CLASS,
     FORECAST_KINDS,
@@ -60,7 +61,7 @@ AUTO = "auto"
 _PARTS = ("decode_micro_batches", "encode_micro_batches")
 _OF_ADJUSTMENT = {"steer", "adjustment", "routing", "shuffle", "admission", "forecast",
                   "batches", "system"}
-_RULES, _USUAL = (AUTO, *ADMISSION_RULES), Forecasting()
+_RULES = (AUTO, *ADMISSION_RULES)
 
 
 def _forecast_kinds() -> tuple[str, ...]:
@@ -73,10 +74,10 @@ class _Forecast:
     """Keys of `schedule.forecast`."""
 
     kind: Annotated[str, choice(_forecast_kinds)]
-    bins: Annotated[int, whole(1, MOST_PARTS)] = _USUAL.bins
-    width: Annotated[int, whole(1, MAX_LENGTH_TOKENS)] = _USUAL.width
-    accuracy: Annotated[float, number("above 0 and at most 1", gt=0, le=1)] = _USUAL.accuracy
-    use: Annotated[ForecastValue, choice(FORECAST_VALUES)] = _USUAL.use
+    bins: Annotated[int, whole(1, MOST_PARTS)] = AT_CAPS.bins
+    width: Annotated[int, whole(1, MAX_LENGTH_TOKENS)] = AT_CAPS.width
+    accuracy: Annotated[float, number("above 0 and at most 1", gt=0, le=1)] = AT_CAPS.accuracy
+    use: Annotated[ForecastValue, choice(FORECAST_VALUES)] = AT_CAPS.use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,7 @@ class Replayer:
         """The replay by the native library, without steps; None if the library cannot replay it."""
         queries = with_forecasts(queries, self.problem, self.forecasting)
         job = ReplayJob.of(queries, arrival_s, not self.problem.model.is_encoder_decoder,
-                           self.forecasting.use)
+                           self.forecasting)
         return replay_natively(job, *self.plans(
             self.rules(queries), self._own_clocks(queries, arrival_s)), has_steps=False)
 
@@ -108,7 +108,7 @@ class Replayer:
         plans, handovers = self.plans(own, clocks)
         gives_token = not self.problem.model.is_encoder_decoder
         return run(Queries(queries, encode_gives_token=gives_token, arrival_s=arrival_s,
-                           use=self.forecasting.use), plans, handovers)
+                           forecasting=self.forecasting), plans, handovers)
 
     def plans(self, own: Sequence[BatchingRule],
               clocks: Sequence[PoolClock]) -> tuple[tuple[PoolPlan, ...], list[HandoverPlan]]:

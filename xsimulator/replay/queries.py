@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xgpt.core.controls import FORECAST_VALUES, ForecastValue
+from xgpt.core.controls import AT_CAPS, CAP, FORECAST_VALUES, Forecasting
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import QueryLengths
 
@@ -27,12 +27,13 @@ class ReplayJob(NamedTuple):
 
     @classmethod
     def of(cls, lengths: QueryLengths, arrival_s: ArrayLike, gives_token: bool,
-           use: ForecastValue = "most") -> ReplayJob:
-        """The input of a replay. arrival_s: one for each request, or one for all. use: the value of
-        a forecast that admission reads."""
+           forecasting: Forecasting = AT_CAPS) -> ReplayJob:
+        """The input of a replay. arrival_s: one for each request, or one for all. forecasting: how
+        admission forecasts; at the caps it reads no forecasts."""
+        own = None if forecasting.kind == CAP else lengths.forecasts
         return cls(lengths, np.broadcast_to(np.asarray(arrival_s, float), lengths.inputs.shape),
-                   gives_token, None if lengths.forecasts is None else np.ascontiguousarray(
-                       lengths.forecasts[:, FORECAST_VALUES.index(use)]))
+                   gives_token, None if own is None else np.ascontiguousarray(
+                       own[:, FORECAST_VALUES.index(forecasting.use)]))
 
     @property
     def left(self) -> IntArray:
@@ -47,9 +48,9 @@ class Queries:
     """Lengths, progress and times of all requests of a replay, by index. Its pools share them."""
 
     def __init__(self, lengths: QueryLengths, *, encode_gives_token: bool,
-                 arrival_s: ArrayLike = 0.0, use: ForecastValue = "most") -> None:
-        """use: as of ReplayJob.of."""
-        self.job = ReplayJob.of(lengths, arrival_s, encode_gives_token, use)
+                 arrival_s: ArrayLike = 0.0, forecasting: Forecasting = AT_CAPS) -> None:
+        """forecasting: as of ReplayJob.of."""
+        self.job = ReplayJob.of(lengths, arrival_s, encode_gives_token, forecasting)
         left = self.job.left
         assert lengths.outputs is not None
         self.inputs: list[int] = lengths.inputs.tolist()

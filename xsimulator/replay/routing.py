@@ -28,7 +28,7 @@ class RoutedReplica:
                  slow_down: float = 1.0) -> None:
         """slow_down: factor on its step times."""
         self.queries = Queries(lengths, encode_gives_token=not (
-            replayer.problem.model.is_encoder_decoder), use=replayer.forecasting.use)
+            replayer.problem.model.is_encoder_decoder), forecasting=replayer.forecasting)
         clocks = [ScaledClock(clock, [slow_down] * len(pool.stages)) if slow_down != 1 else clock
                   for pool, clock in zip(replayer.estimate.deployment.pools,
                                          replayer.clocks(lengths), strict=True)]
