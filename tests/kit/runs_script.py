@@ -89,7 +89,9 @@ def run_waa(case: dict[str, Any], pools: list[Pool], route: Route, messages: Mpi
     decode_head = toy_runs.ranks_of(pools[1])[0]
     rules = toy_runs.toy_waa_rules(len(case["encode"]), encode_batch=case["encode_batch"],
                                    num_groups=case["num_groups"],
-                                   encode_chunk=case.get("encode_chunk", 0))
+                                   encode_chunk=case.get("encode_chunk", 0),
+                                   kv_tokens=case.get("kv_tokens", 10_000),
+                                   admission=case.get("admission"))
     if messages.rank == 0:
         sink = toy_runs.lead(directory, messages, route, executor, rules[0],
                              toys.random_queries(case["queries"]),

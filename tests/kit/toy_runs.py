@@ -12,6 +12,7 @@ import torch
 from integrity import CheckedExecutor
 from toys import EOS, spec_of
 
+from xgpt.core.controls import Admission, AdmissionRule
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.model import ModelSpec
 from xgpt.core.policies import Role
@@ -183,14 +184,15 @@ def waa_pools(directory: Path, encode: Sequence[int], decode: Sequence[int],
 def toy_waa_rules(num_encode_stages: int, *, encode_batch: int = 3, num_groups: int = 1,
                   max_in_system: int = 8, kv_tokens: int = 10_000,
                   encode_kv_tokens: int = 10_000, encode_chunk: int = 0,
-                  ) -> tuple[WaaEncodeRule, WaaDecodeRule]:
+                  admission: AdmissionRule | None = None) -> tuple[WaaEncodeRule, WaaDecodeRule]:
     """`encode_chunk`: of the decode pool, which takes inputs as long as there is room."""
     limits = SystemLimits(encode_batch=encode_batch, max_in_system=max_in_system,
                           planned_active=max_in_system, stock_tokens=2 * encode_chunk)
     return (WaaEncodeRule(limits, num_groups=num_encode_stages + 2, kv_tokens=kv_tokens,
                           encode_kv_tokens=encode_kv_tokens,
-                          sizer=BatchSizer(mean_input=10.0)),
+                          sizer=BatchSizer(mean_input=10.0), admission=Admission(rule=admission)),
             WaaDecodeRule(num_groups=num_groups, kv_tokens=kv_tokens, encode_chunk=encode_chunk,
+                          admission=Admission(rule=admission),
                           group_max_active=-(-max_in_system // num_groups)))
 
 

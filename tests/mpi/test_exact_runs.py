@@ -36,6 +36,8 @@ WAA_CASES = [("opt", (1,), (1, 1), 2, 4), ("gpt2", (1, 1), (2,), 3, 2),
              ("llama", (2,), (1, 1), 1, 4), ("t5", (1,), (2,), 1, 9)]
 # whose decode pools encode inputs, too: on two and four ranks
 POOL_CHUNK_CASES = [("opt", (1,), (1,), 2, 1), ("llama", (1,), (2, 1), 1, 1)]
+# whose encode pools hear of who joins the decode pool
+AHEAD_CASES = [("gpt2", (1,), (1,), 2, 1), ("t5", (1,), (1,), 3, 2)]
 Models = dict[str, tuple[Path, dict[str, Any]]]
 Case = dict[str, Any]
 Launched = dict[str, tuple[list[Case], list[Any]]]
@@ -64,7 +66,7 @@ def rra_cases(models: Models, cases: Sequence[tuple[str, tuple[int, ...], int, i
 
 
 def waa_cases(models: Models, cases: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int,
-                                                    int]], **more: int) -> list[Case]:
+                                                    int]], **more: str | int) -> list[Case]:
     """`cases`: family, degrees of the encode and the decode stages, decode groups, encode batch.
     `more`: for all of them."""
     return [{"directory": str(models[family][0]), "encode": encode, "decode": decode,
@@ -84,7 +86,9 @@ def launched(models, tmp_path_factory):
     parts = {"layouts": rra_cases(models, RRA_CASES), "pools": waa_cases(models, WAA_CASES),
              "gloo": rra_cases(models, GLOO_CASES, group="gloo"),
              "chunks": rra_cases(models, CHUNK_CASES, encode_chunk=7),
-             "chunks in pools": waa_cases(models, POOL_CHUNK_CASES, encode_chunk=7)}
+             "chunks in pools": waa_cases(models, POOL_CHUNK_CASES, encode_chunk=7),
+             "pools that look ahead": waa_cases(models, AHEAD_CASES, admission="future-peak",
+                                                kv_tokens=60)}
     answers, said = launch(tmp_path_factory.mktemp("launch"),
                            [case for cases in parts.values() for case in cases],
                            checks=("mpi", "gloo"))
@@ -103,10 +107,11 @@ def test_every_layout_answers_as_generate_does(models, launched):
     check(models, *launched["layouts"])
 
 
-@pytest.mark.parametrize("what", ["chunks", "gloo", "pools", "chunks in pools"])
+@pytest.mark.parametrize("what", ["chunks", "gloo", "pools", "chunks in pools",
+                                  "pools that look ahead"])
 def test_other_ways_answer_as_generate_does(models, launched, what):
     """Chunks beside decoding; sums over torch.distributed, as groups of GPUs take them, with gloo
-    in the place of NCCL; two pools; decode pools that encode inputs."""
+    in the place of NCCL; two pools; decode pools that encode inputs; pools that look ahead."""
     check(models, *launched[what])
 
 

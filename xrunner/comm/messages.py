@@ -115,11 +115,13 @@ class HandedMessage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedMessage:
     """Reports results and output tokens so far to the encode pool's head. Each `query` comes
-    without input tokens. `begun`: inputs left to the decode pool whose encoding has begun."""
+    without input tokens. `begun`: inputs left to the decode pool whose encoding has begun.
+    `joined`: (round, requests that decode from it on), where admission asks for it."""
 
     results: tuple[FinishedQuery, ...]
     output_tokens: int
     begun: tuple[int, ...] = ()
+    joined: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

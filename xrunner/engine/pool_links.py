@@ -128,6 +128,8 @@ class ToDecodePool(PoolLink):
             self._decoded_tokens = message.output_tokens
             if isinstance(self._rule, WaaEncodeRule):
                 self._rule.note_begun(message.begun)
+                for phase, joined in message.joined:
+                    self._rule.system.note_joined(joined, phase)
             for result in message.results:
                 index = result.query.index
                 self._rule.release(index)
@@ -177,6 +179,7 @@ class FromEncodePool(PoolLink):
         self._is_to_stop = False
         self._results: list[FinishedQuery] = []
         self._begun: list[int] = []  # inputs begun here, not reported yet
+        self._joined: list[tuple[int, tuple[int, ...]]] = []  # as of FinishedMessage, not reported
         self._reported_s = 0.0
 
     def start(self, head: Head) -> StartMessage:
@@ -192,6 +195,11 @@ class FromEncodePool(PoolLink):
                 return group
             wait_politely(lambda: self._take_in(head))
         return None
+
+    def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None:
+        joined = (*step.handed, *step.joined)
+        if joined and isinstance(head.rule, WaaDecodeRule) and head.rule.tells_joined:
+            self._joined.append((step.phase, joined))
 
     def close(self, head: Head) -> bool:
         self._report(head.output_tokens)
@@ -239,7 +247,8 @@ class FromEncodePool(PoolLink):
         self._results.append(replace(result, query=replace(result.query, input_ids=())))
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
-        if self._results or self._begun or elapsed_s > self._reported_s + _REPORT_S:
+        is_new = self._results or self._begun or self._joined
+        if is_new or elapsed_s > self._reported_s + _REPORT_S:
             self._reported_s = elapsed_s
             self._report(output_tokens)
 
@@ -248,6 +257,7 @@ class FromEncodePool(PoolLink):
 
     def _report(self, output_tokens: int) -> None:
         self._comm.send(self._encode_head, FinishedMessage(
-            results=tuple(self._results), output_tokens=output_tokens, begun=tuple(self._begun)))
-        self._results.clear()
-        self._begun.clear()
+            results=tuple(self._results), output_tokens=output_tokens, begun=tuple(self._begun),
+            joined=tuple(self._joined)))
+        for told in (self._results, self._begun, self._joined):
+            told.clear()

@@ -186,6 +186,11 @@ class Room:
             self.held += self.num_needed * self.unit
         self._steps += 1
 
+    def advance_to(self, step: int) -> None:
+        """Lets every decoding request grow until `step` decode steps have been."""
+        while self._steps < step:
+            self.advance()
+
     def finish(self, query: int) -> Waiting:
         """Removes a request that has its last token; returns it as it was admitted."""
         one = self._remove(query)

@@ -15,7 +15,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import QueryTimes
-from xrunner.rules.steps import BatchingRule
+from xrunner.rules.steps import BatchingRule, Step
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator.replay.kernel import ARRIVAL, Kernel
 from xsimulator.replay.native_replay import never_fits, replay_natively
@@ -72,7 +72,7 @@ class Handover:
         self._encode_rule = encoding if isinstance(encoding, WaaEncodeRule) else None
         self._decode_rule = decoding if isinstance(decoding, WaaDecodeRule) else None
         if self._encode_rule is not None and self._decode_rule is not None:
-            self._target.head.inlet = self._on_begin
+            self._target.head.inlet = self._on_step
         self._free_s = -math.inf
         self._sent: list[tuple[int, float, float]] = []
 
@@ -138,10 +138,15 @@ class Handover:
         self.pass_on(now)
         self._source.wake(now)
 
-    def _on_begin(self, beginning: Sequence[int], now: float) -> None:
-        assert self._encode_rule is not None, f"{beginning = }"
-        self._encode_rule.note_begun(beginning)
-        self.pass_on(now)
+    def _on_step(self, step: Step, now: float) -> None:
+        assert self._encode_rule is not None and self._decode_rule is not None, f"{step = }"
+        joined = (*step.handed, *step.joined) if self._decode_rule.tells_joined else ()
+        if joined:
+            self._encode_rule.system.note_joined(joined, step.phase)
+            self._source.wake(now)
+        if joined or step.chunks:
+            self._encode_rule.note_begun(c.query for c in step.chunks if c.first == 0)
+            self.pass_on(now)
 
 
 def run(queries: Queries, pools: Sequence[PoolPlan],

@@ -240,7 +240,7 @@ def _two_pool_input(job: ReplayJob, source: PoolPlan, target: PoolPlan,
     if (type(encode) is not WaaEncodeRule or type(decode) is not WaaDecodeRule
             or (source.name, target.name) != (link.source, link.target)
             or (source.role, target.role) != ("encode", "decode") or not len(job.arrival_s)
-            or link.release != encode.release or encode.waiting
+            or link.release != encode.release or encode.waiting or decode.tells_joined
             or (encode.limits.stock_tokens and decode.inputs is None)):
         return None
     order = np.argsort(job.arrival_s, kind="stable")

@@ -70,8 +70,8 @@ class PoolHead:
         # hands over (requests, step that ended their encoding, when), and returns when they arrive
         # in the other pool; None: encoded requests stay
         self.outlet: Callable[[tuple[int, ...], int, float], float] | None = None
-        # called with requests whose encoding begins, if another pool passed them on to this one
-        self.inlet: Callable[[Sequence[int], float], None] | None = None
+        # called with each step, if it takes requests in from another pool
+        self.inlet: Callable[[Step, float], None] | None = None
         self._groups: dict[int, GroupRows] = {}
         self._departures = Departures(plan.rule.slot_use)
         self._is_kept = plan.rule.slot_use is SlotUse.KEPT
@@ -129,6 +129,8 @@ class PoolHead:
         group.awaited.clear()
 
     def _execute(self, group: GroupRows, step: Step, now: float) -> None:
+        if self.inlet is not None:
+            self.inlet(step, now)
         if step.evicted:
             self._evict(group, step.evicted, now)
         rows, mean, longest, moved, handed = 0, 0.0, 0.0, 0.0, 0
@@ -173,10 +175,7 @@ class PoolHead:
         """(first token, tokens) of each input or chunk that is encoded; records their starts."""
         queries = self._queries
         if step.chunks:
-            begun = [chunk.query for chunk in step.chunks if chunk.first == 0]
-            queries.begin(begun, now)
-            if self.inlet is not None:
-                self.inlet(begun, now)
+            queries.begin([chunk.query for chunk in step.chunks if chunk.first == 0], now)
             return [(chunk.first, chunk.tokens) for chunk in step.chunks]
         queries.begin(step.joined, now)
         inputs, generated = queries.inputs, queries.generated

@@ -98,6 +98,25 @@ def test_an_encode_pool_that_has_to_wait_answers_as_generate_does(
         assert 0 < max(decoded) <= rules[1].group_max_active
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("family", "groups", "chunk"), [("llama", 2, 0), ("opt", 1, 9)])
+def test_looking_ahead_works_more_queries_at_a_time_in_the_same_blocks(made, family, groups, chunk):
+    """A block that is not there is an error."""
+    directory, _ = made(family)
+    answers, means = list[dict[int, list[int]]](), list[float]()
+    for admission in ("reserve", "future-peak"):
+        rules = toy_waa_rules(1, encode_batch=1, num_groups=groups, max_in_system=40,
+                              kv_tokens=160, encode_chunk=chunk, admission=admission)
+        sink, executors = run_waa_in_process(directory, random_queries(40),
+                                             waa_pools(directory, (1,), (1,)), rules,
+                                             in_blocks=True)
+        decoded = [record.decoded for record in executors[1].log if record.decoded]
+        answers.append(answers_of(sink))
+        means.append(sum(decoded) / len(decoded))
+    assert answers[0] == answers[1] and len(answers[0]) == 40
+    assert means[0] < means[1], f"{means = }"
+
+
 @pytest.mark.parametrize("encode", some([((1,),), ((1, 1),), ((2,),)],
                                         lambda case: case == ((1, 1),)))
 def test_who_ends_with_the_first_token_stays_behind(made, encode):
